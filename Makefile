@@ -1,0 +1,34 @@
+# Everything runs in .venv, which scripts/environment.py makes, heals, and leaves alone once it is ready.
+# ARGS are passed on: make demo ARGS=--help, make test ARGS="-k tokens".
+PYTHON ?= python3
+BIN := .venv/bin
+READY := @$(PYTHON) scripts/environment.py
+
+.PHONY: help demo test bench docs clean
+.DEFAULT_GOAL := help
+
+help: ## list these targets
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile
+
+demo: ## run a real engine on this CPU, break it, and watch the ledger say where
+	$(READY) demo
+	@$(BIN)/kvledger demo $(ARGS)
+
+test: ## lint, type-check and test
+	$(READY) test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: ## measure what the hooks cost an engine step
+	$(READY) test
+	$(BIN)/python benchmarks/run.py $(ARGS)
+
+docs: ## write the generated pages again
+	$(READY) test
+	$(BIN)/python -m kvledger.audit.catalogue > docs/invariants.md
+
+clean: ## remove the environment, builds and caches
+	rm -rf .venv .venv.lock .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

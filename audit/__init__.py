@@ -1,0 +1,1 @@
+"""The audit: events, ledger, invariants, and what feeds them from a live engine."""

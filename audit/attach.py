@@ -1,0 +1,124 @@
+"""Auditing an engine in this process, for notebooks and tests.
+
+    with kvledger.attach(llm) as audit:
+        llm.generate(...)
+    audit.violations
+
+Nothing is written to disk. Leaving the block puts every wrapped attribute back as it was.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+from kvledger.audit.account import Statement
+from kvledger.audit.auditor import Auditor
+from kvledger.audit.catalogue import Violation
+from kvledger.audit.engines import choose, host_version
+from kvledger.audit.errors import LedgerError
+from kvledger.audit.hooks import EngineMismatch
+from kvledger.audit.ledger import Totals
+from kvledger.audit.recorder import MemoryRecorder
+
+
+class AuditError(AssertionError):
+    """A step broke an invariant, under ``strict=True``. ``violation`` says which."""
+
+    def __init__(self, violation: Violation) -> None:
+        super().__init__(f"{violation.id}: {violation.message}")
+        self.violation = violation
+
+
+class Audit:
+    """One attached scheduler and its accounts so far."""
+
+    def __init__(self, scheduler: Any, *, strict: bool, level: str) -> None:
+        self._strict = strict
+        self._sink = MemoryRecorder()
+        self._auditor = Auditor(keep_closed=True)
+        self._raised: set[tuple[str, str | None]] = set()
+        observer = choose(scheduler)
+        self._observer = observer(scheduler, self._sink, version=host_version(), level=level)
+        self._observer.start(self._boundary if strict else None)
+
+    @property
+    def violations(self) -> list[Violation]:
+        """Everything found so far, drift included, in order of first sight."""
+        self._catch_up()
+        return self._auditor.violations
+
+    @property
+    def totals(self) -> Totals:
+        """Sums over all accounts so far."""
+        self._catch_up()
+        return self._auditor.ledger.totals()
+
+    @property
+    def verdict(self) -> str:
+        """``clean``, ``violated`` or ``unknown``."""
+        self._catch_up()
+        return str(self._auditor.verdict)
+
+    def account(self, request_id: str) -> Statement:
+        """The frozen account of one request. Raises LedgerError if it was never seen."""
+        self._catch_up()
+        statement = self._auditor.ledger.account(request_id)
+        if statement is None:
+            raise LedgerError(f"No request {request_id!r} was seen since the audit began.")
+        return statement
+
+    def detach(self) -> None:
+        """Put every wrapped attribute back. What was seen stays. Idempotent."""
+        self._observer.stop("detached")
+        self._catch_up()
+
+    def __enter__(self) -> Audit:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.detach()
+
+    def _catch_up(self) -> list[Violation]:
+        new: list[Violation] = []
+        for event in self._sink.take():
+            new += self._auditor.feed(event)
+        return new
+
+    def _boundary(self) -> None:
+        for violation in self._catch_up():
+            if violation.severity == "violation":
+                raise AuditError(violation)
+
+
+def attach(target: Any, *, strict: bool = False, level: str = "tokens") -> Audit:
+    """Audit a vLLM ``Scheduler``, ``EngineCore``, ``LLMEngine`` or ``LLM`` of this process.
+
+    ``strict`` raises :class:`AuditError` at the step that violates (for tests, not for serving).
+    Raises :class:`LedgerError` where the scheduler is out of reach or not one that we know.
+    """
+    try:
+        return Audit(_scheduler_of(target), strict=strict, level=level)
+    except EngineMismatch as mismatch:
+        raise LedgerError(f"This engine can't be observed: {mismatch}.") from mismatch
+
+
+_PATH = ("llm_engine", "engine_core", "engine_core", "scheduler")
+
+
+def _scheduler_of(target: Any) -> Any:
+    found = target
+    for name in _PATH:
+        found = getattr(found, name, found)
+    if not hasattr(found, "update_from_output"):
+        raise LedgerError(
+            f"No scheduler is reachable from this {type(target).__name__} in this process; set "
+            "VLLM_ENABLE_V1_MULTIPROCESSING=0 before the engine is made, or observe it through "
+            "the plugin by setting KVLEDGER_DIR."
+        )
+    return found

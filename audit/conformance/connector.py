@@ -1,0 +1,167 @@
+"""A KV connector that answers from a script; scheduler side only.
+
+vLLM loads this module by its name (`kv_connector_module_path`), so vLLM is imported at the top. The
+driver never imports it: it reaches the instance through the scheduler.
+
+Three ways to say what the external cache holds, asked in this order:
+
+- `say(request_id, *answers)`: one answer for each time the scheduler asks, then the next rule;
+- `store(request_id, tokens)`: the external cache holds the first `tokens` of the sequence, in whole
+  blocks; a synchronous hit leaves the last token to compute, an asynchronous one may cover it;
+- otherwise nothing.
+"""
+
+# mypy: disallow-subclassing-any=False
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1 import base as _base
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+_SupportsHMA: Any = getattr(_base, "SupportsHMA", object)
+
+Answer = int | tuple[int, bool] | None
+"""External tokens beyond the local hit; with True where they load asynchronously; None to defer."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """One load that a step's plan orders from the worker."""
+
+    request_id: str
+    external_tokens: int
+    asynchronous: bool
+    block_ids: tuple[tuple[int, ...], ...]
+    """For each KV cache group, the blocks that the request held when the load was planned."""
+
+
+@dataclass
+class Plan(KVConnectorMetadata):
+    """What the connector hands to the worker with one step."""
+
+    loads: tuple[Load, ...] = ()
+
+
+@dataclass(frozen=True)
+class Asked:
+    request_id: str
+    local_tokens: int
+    answer: tuple[int | None, bool]
+
+
+@dataclass(frozen=True)
+class Allocated:
+    request_id: str
+    external_tokens: int
+
+
+@dataclass(frozen=True)
+class Finished:
+    request_id: str
+    delayed: bool
+
+
+Told = Asked | Allocated | Finished | Plan
+
+
+@dataclass
+class Script:
+    """What the connector will say, and everything that it was told, in order."""
+
+    answers: dict[str, deque[Answer]] = field(default_factory=dict)
+    stored: dict[str, tuple[int, bool]] = field(default_factory=dict)
+    delay_free: set[str] = field(default_factory=set)
+    """Requests whose blocks stay held after they finish, until `finished_sending` names them."""
+    told: list[Told] = field(default_factory=list)
+
+
+class ScriptedConnector(KVConnectorBase_V1):
+    """The scheduler side of an external cache, as scripted; the worker side is never called."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.script = Script()
+        self.block_size: int = vllm_config.cache_config.block_size
+        self.held: set[str] = set()
+        """Finished requests whose blocks are still held for a transfer."""
+        self._loads: list[Load] = []
+        self._answered: dict[str, bool] = {}
+
+    # What the script says.
+
+    def say(self, request_id: str, *answers: Answer) -> None:
+        self.script.answers.setdefault(request_id, deque()).extend(answers)
+
+    def store(self, request_id: str, tokens: int, *, asynchronous: bool = False) -> None:
+        self.script.stored[request_id] = (tokens, asynchronous)
+
+    def told(self, kind: type[Any]) -> list[Any]:
+        """What the scheduler told the connector, of one kind, in order."""
+        return [word for word in self.script.told if isinstance(word, kind)]
+
+    def _answer(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+        answers = self.script.answers.get(request.request_id)
+        if answers:
+            said = answers.popleft()
+            return said if isinstance(said, tuple) else (said, False)
+        stored, asynchronous = self.script.stored.get(request.request_id, (0, False))
+        most = request.num_tokens if asynchronous else request.num_tokens - 1
+        whole = min(stored, most) // self.block_size * self.block_size
+        external = max(0, whole - local_tokens)
+        return external, asynchronous and external > 0
+
+    # What the scheduler calls.
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        answer = self._answer(request, num_computed_tokens)
+        self._answered[request.request_id] = answer[1]
+        self.script.told.append(Asked(request.request_id, num_computed_tokens, answer))
+        return answer
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        request_id = request.request_id
+        self.script.told.append(Allocated(request_id, num_external_tokens))
+        if num_external_tokens:
+            held = tuple(map(tuple, blocks.get_block_ids()))
+            asynchronous = self._answered[request_id]
+            self._loads.append(Load(request_id, num_external_tokens, asynchronous, held))
+
+    def build_connector_meta(self, scheduler_output: Any) -> Plan:
+        plan = Plan(tuple(self._loads))
+        self._loads.clear()
+        if plan.loads:
+            self.script.told.append(plan)
+        return plan
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        delayed = request.request_id in self.script.delay_free
+        if delayed:
+            self.held.add(request.request_id)
+        self.script.told.append(Finished(request.request_id, delayed))
+        return delayed, None
+
+    # The worker side: the driver has no worker.
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        raise NotImplementedError
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        raise NotImplementedError
+
+    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError
+
+    def wait_for_save(self) -> None:
+        raise NotImplementedError
+
+
+class ScriptedHybridConnector(ScriptedConnector, _SupportsHMA):
+    """The same for pools with more than one KV cache group."""
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids)

@@ -1,0 +1,180 @@
+"""Moves a real vLLM scheduler through real steps, with made-up model output.
+
+The driver stands where vLLM's EngineCore stands: it calls `schedule()`, has the made-up runner
+answer, and keeps the engine's order: outputs answer steps first in, first out, and under async
+scheduling one step is scheduled before the last one is answered.
+
+It does not know that anybody observes, and it holds no truth about tokens: what it asserts about
+itself is only that it is used as an engine would use it.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvledger.audit.conformance.host import Setup, block_hasher, build_request, build_scheduler
+from kvledger.audit.conformance.runner import FIRST_TOKEN, Accepted, Runner, Step, Transfers, tokens
+
+__all__ = ["Attach", "Driver", "Setup", "Step", "start", "tokens"]
+
+Attach = Callable[[Any], object]
+
+
+class Driver:
+    """One scheduler, and the engine around it."""
+
+    def __init__(self, setup: Setup | None = None, *, seed: int = 0, record: bool = True) -> None:
+        """With `record`, `delivered` keeps every EngineCoreOutput; benchmarks switch it off."""
+        self.setup = setup or Setup()
+        self.scheduler: Any = build_scheduler(self.setup)
+        self.runner = Runner(self.setup, seed)
+        self.in_flight: deque[Step] = deque()
+        self.delivered: dict[str, list[Any]] = {}
+        self._record = record
+        self._depth = 2 if self.setup.asynchronous else 1
+        self._hasher = block_hasher(self.scheduler)
+        self._added = 0
+
+    @property
+    def connector(self) -> Any:
+        """The scheduler's connector: a ScriptedConnector where the setup says "scripted"."""
+        return self.scheduler.connector
+
+    # What clients do.
+
+    def add(
+        self,
+        request_id: str,
+        prompt_tokens: int | Sequence[int],
+        max_tokens: int = 16,
+        *,
+        stop_at: int | None = None,
+        shares: tuple[str, int] | None = None,
+        resumable: bool = False,
+        priority: int = 0,
+    ) -> Any:
+        """Add a request, or a further chunk of a session; returns vLLM's Request.
+
+        A number of prompt tokens stands for tokens of the request's own; of these, `shares=("a",
+        64)` takes the first 64 from request "a", or from any family of that name. With `stop_at`
+        n, the n-th output token is the stop token.
+        """
+        if isinstance(prompt_tokens, int):
+            family, shared = shares or ("", 0)
+            own = f"{request_id} #{self._added}" if request_id in (*self.delivered, family) else ""
+            prompt = tokens(shared, family) + tokens(prompt_tokens - shared, own or request_id)
+        else:
+            prompt = list(prompt_tokens)
+        self._added += 1
+        request = build_request(
+            request_id,
+            prompt,
+            hasher=self._hasher,
+            max_tokens=max_tokens,
+            pooling=self.setup.pooling,
+            resumable=resumable,
+            priority=priority,
+            arrival_seconds=float(self._added),
+        )
+        if stop_at is not None:
+            self.runner.stop_at[request_id] = stop_at
+        self.scheduler.add_request(request)
+        return request
+
+    def close(self, request_id: str) -> None:
+        """End a session: no further chunk will come."""
+        self.add(request_id, [FIRST_TOKEN])
+
+    def abort(self, request_id: str) -> None:
+        """As when the client disconnects."""
+        from vllm.v1.request import RequestStatus
+
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def reset_prefix_cache(self, running: bool = False) -> bool:
+        return bool(self.scheduler.reset_prefix_cache(reset_running_requests=running))
+
+    def preempt(self, request_id: str, *, drop: bool | None = None) -> None:
+        """Preempt a running request as `schedule()` would for want of blocks.
+
+        `drop`: whether its output in flight is lost; by default what the connector asks for.
+        """
+        scheduler = self.scheduler
+        request = scheduler.requests[request_id]
+        scheduler.running.remove(request)
+        if drop is None:
+            drop = getattr(scheduler, "requires_kv_delivery", False)
+        how = {"drop_stale_output": True} if drop else {}
+        scheduler._preempt_request(request, time.monotonic(), **how)
+        # Between two steps it may run again in the next, where the runner must take it for new.
+        scheduler.prev_step_scheduled_req_ids.discard(request_id)
+
+    # What the engine does.
+
+    def schedule(self) -> Any:
+        """One real `schedule()`; it is in flight until `output` answers it."""
+        scheduled = self.scheduler.schedule()
+        self.in_flight.append(Step.of(scheduled, self.scheduler.requests))
+        return scheduled
+
+    def output(self, *, accepted: Accepted = None, **transfers: Any) -> dict[int, Any]:
+        """Deliver the oldest step's output; returns vLLM's EngineCoreOutputs by client.
+
+        accepted: drafts accepted by each request, or by the named ones; a random number otherwise.
+        transfers: what the connector's worker side reports, see `Transfers`.
+        """
+        step = self.in_flight.popleft()
+        answer = self.runner.answer(step, self.scheduler.requests, accepted)
+        if self.connector is not None:
+            held: set[str] = getattr(self.connector, "held", set())
+            said = Transfers(**transfers)
+            answer.kv_connector_output = self.runner.transfers(step, said, held)
+        outputs: dict[int, Any] = self.scheduler.update_from_output(step.scheduled, answer)
+        if self.setup.drafts and not self.setup.asynchronous and step.scheduled.num_scheduled_tokens:
+            self.scheduler.update_draft_token_ids(self.runner.drafts(step))
+        if self._record:
+            for of_client in outputs.values():
+                for output in of_client.outputs:
+                    self.delivered.setdefault(output.request_id, []).append(output)
+        return outputs
+
+    def step(self, **of_output: Any) -> dict[int, Any]:
+        """One turn of the engine; under async scheduling the first only fills the queue."""
+        if self.scheduler.has_requests():
+            scheduled = self.schedule()
+            room = len(self.in_flight) < self._depth
+            if room and (scheduled.num_scheduled_tokens or self.scheduler.has_requests()):
+                return {}
+        return self.output(**of_output) if self.in_flight else {}
+
+    def run(self, max_steps: int = 10_000) -> None:
+        """Turn until nothing is left to do; transfers end as soon as they can."""
+        for _ in range(max_steps):
+            if not self.in_flight and not self.scheduler.has_requests():
+                return
+            self.step(finished_recving="all", finished_sending="all")
+        raise RuntimeError(f"not done after {max_steps} steps")
+
+    def drain(self) -> None:
+        """Deliver every output in flight; schedule nothing."""
+        while self.in_flight:
+            self.output()
+
+    # What one can look up.
+
+    def blocks(self, request_id: str, group: int = 0) -> list[int]:
+        """The ids of the blocks that a request holds, in order."""
+        return list(self.scheduler.kv_cache_manager.get_block_ids(request_id)[group])
+
+    def prefill_stats(self, request_id: str) -> Any:
+        """vLLM's PrefillStats as delivered with a request's first output, or None."""
+        stats = (output.prefill_stats for output in self.delivered.get(request_id, ()))
+        return next((found for found in stats if found is not None), None)
+
+
+def start(attach: Attach = id, /, **setup: Any) -> Driver:
+    """A driver whose scheduler is shown to `attach` before anything happens to it."""
+    driver = Driver(Setup(**setup))
+    attach(driver.scheduler)
+    return driver

@@ -1,0 +1,158 @@
+"""Workloads with an external cache: hits, waits, failures, aborts and delayed frees.
+
+As in `kvledger.audit.conformance.workloads`, each leaves its engine idle. What the external cache answers is
+scripted, and the loads that fail do so because the workload says which blocks never arrive.
+"""
+
+from typing import Any
+
+from kvledger.audit.conformance.driver import Attach, Driver, start
+from kvledger.audit.conformance.register import BOTH, workload
+
+
+@workload(**BOTH)
+def abort_everywhere(attach: Attach = id, **setup: Any) -> Driver:
+    """Waiting, in prefill, in decode, in flight, preempted and waiting for remote KV."""
+    driver = start(attach, connector="scripted", max_batched_tokens=64, max_running=4, **setup)
+    driver.add("waiting", 50)
+    driver.abort("waiting")
+    driver.add("prefill", 200)
+    driver.step()
+    driver.abort("prefill")
+    for name in ("decode", "flying", "preempted"):
+        driver.add(name, 20)
+    for _ in range(3):
+        driver.step()
+    driver.abort("decode")
+    driver.preempt("preempted")
+    driver.abort("preempted")
+    driver.schedule()
+    driver.abort("flying")
+    driver.drain()
+    for name in ("remote", "arrived"):
+        driver.connector.say(name, (96, True))
+        driver.add(name, 150)
+    while "arrived" not in driver.runner.loading:
+        driver.step()
+    driver.abort("remote")
+    driver.schedule()
+    driver.drain()
+    driver.schedule()
+    while driver.in_flight:
+        driver.output(finished_recving=driver.runner.loading & {"arrived"})
+    driver.abort("arrived")
+    driver.run()
+    return driver
+
+
+@workload(**BOTH)
+def external_sync(attach: Attach = id, **setup: Any) -> Driver:
+    """A hit beyond the local one, a deferred lookup and one that the local cache covers."""
+    driver = start(attach, connector="scripted", **setup)
+    driver.connector.store("a", 96)
+    driver.connector.say("b", None, None, 64)
+    driver.connector.store("c", 96)
+    driver.add("a", 150, 3)
+    driver.add("b", 100, 3)
+    driver.run()
+    driver.add("c", 150, 3, shares=("a", 128))
+    driver.run()
+    return driver
+
+
+@workload(**BOTH, consumer={"asynchronous": True, "kv_role": "kv_consumer"})
+def external_async(attach: Attach = id, **setup: Any) -> Driver:
+    driver = start(attach, connector="scripted", **setup)
+    driver.connector.store("a", 96, asynchronous=True)
+    driver.connector.store("b", 160, asynchronous=True)
+    driver.connector.store("full", 96, asynchronous=True)
+    driver.add("a", 150, 3)
+    driver.add("other", 40, 9)
+    for _ in range(3):
+        driver.step()
+    driver.add("b", 200, 3, shares=("a", 64))
+    driver.add("full", 96, 3)
+    driver.run()
+    return driver
+
+
+@workload(**BOTH)
+def external_preempted(attach: Attach = id, **setup: Any) -> Driver:
+    """Preempted with an external part, then found longer, shorter and not at all."""
+    driver = start(attach, connector="scripted", max_batched_tokens=64, **setup)
+    driver.connector.say("r", 64, (96, True), 32, 0)
+    driver.add("r", 200, 6)
+    for _ in range(3):
+        driver.step()
+        driver.drain()
+        driver.preempt("r")
+        driver.reset_prefix_cache()
+        while driver.scheduler.requests["r"].num_preemptions and not driver.scheduler.running:
+            driver.step(finished_recving="all")
+    driver.run()
+    return driver
+
+
+def _failing(driver: Driver, first_bad: int, asynchronous: bool) -> Driver:
+    """Of 10 external blocks of `r`, those from `first_bad` on do not arrive."""
+    driver.connector.say("r", (160, asynchronous))
+    driver.add("r", 200, 3)
+    driver.add("other", 40, 6)
+    driver.schedule()
+    bad = driver.blocks("r")[first_bad:10]
+    driver.output(invalid_blocks=bad, finished_recving=["r"] if asynchronous else ())
+    driver.run()
+    return driver
+
+
+@workload(**BOTH)
+def load_failure_sync(attach: Attach = id, **setup: Any) -> Driver:
+    return _failing(start(attach, connector="scripted", **setup), 4, False)
+
+
+@workload(**BOTH)
+def load_failure_sync_policy_fail(attach: Attach = id, **setup: Any) -> Driver:
+    driver = start(attach, connector="scripted", load_failure_policy="fail", **setup)
+    return _failing(driver, 4, False)
+
+
+@workload(**BOTH)
+def load_failure_async_partial(attach: Attach = id, **setup: Any) -> Driver:
+    return _failing(start(attach, connector="scripted", **setup), 4, True)
+
+
+@workload(**BOTH)
+def load_failure_async_total(attach: Attach = id, **setup: Any) -> Driver:
+    return _failing(start(attach, connector="scripted", **setup), 0, True)
+
+
+@workload(**BOTH)
+def load_failure_async_policy_fail(attach: Attach = id, **setup: Any) -> Driver:
+    driver = start(attach, connector="scripted", load_failure_policy="fail", **setup)
+    return _failing(driver, 4, True)
+
+
+@workload(**BOTH, groups={"groups": ("full", "sliding"), "blocks": 128})
+def load_failure_as_a_whole(attach: Attach = id, **setup: Any) -> Driver:
+    """The worker names the request, not its blocks."""
+    driver = start(attach, connector="scripted", **setup)
+    driver.connector.say("r", (160, True))
+    driver.add("r", 200, 3)
+    driver.schedule()
+    driver.output(failed_recving=["r"])
+    driver.run()
+    return driver
+
+
+@workload(**BOTH)
+def delayed_free(attach: Attach = id, **setup: Any) -> Driver:
+    """The connector keeps a finished request's blocks until its transfer ends."""
+    driver = start(attach, connector="scripted", **setup)
+    driver.connector.script.delay_free.update(["a", "b"])
+    driver.add("a", 100, 2)
+    driver.add("b", 50, 9)
+    for _ in range(5):
+        driver.step()
+    driver.abort("b")
+    driver.run()
+    return driver

@@ -1,0 +1,277 @@
+"""vLLM's objects, built offline: configuration, KV cache layout, scheduler, request.
+
+Everything that depends on the release is here and nowhere else in this package. The configuration
+is a real `VllmConfig` for a model that exists only as a `config.json` in the temporary directory;
+no weight, tokenizer or address is ever looked up.
+
+The platform decides on async scheduling and on hybrid pools while the configuration is built (the
+CPU switches the first off, an unknown platform the second), so both are set afterwards; the
+scheduler takes them from there.
+"""
+
+import functools
+import inspect
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+CONNECTOR_MODULE = f"{__package__}.connector"
+STOP_TOKEN = 2
+_MODEL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 32000,
+    "max_position_embeddings": 1 << 20,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+}
+_DRAFTER = {
+    "architectures": ["EagleLlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 1,
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One engine's configuration, as far as its scheduler can tell."""
+
+    blocks: int = 64
+    block_size: int = 16
+    max_running: int = 16
+    max_batched_tokens: int = 8192
+    max_model_len: int = 2048
+    asynchronous: bool = False
+    drafts: int = 0
+    """Speculative tokens for each decode step."""
+    drafter: Literal["ngram", "eagle"] = "ngram"
+    """Eagle also reserves slots ahead and gives the last block of every local hit up."""
+    connector: str | None = None
+    """None, "scripted", or the name of a connector that vLLM registers."""
+    connector_options: tuple[tuple[str, Any], ...] = ()
+    kv_role: str = "kv_both"
+    """A consumer's preempted requests keep the output in flight; a producer's lose it."""
+    load_failure_policy: Literal["recompute", "fail"] = "recompute"
+    prefix_caching: bool = True
+    chunked_prefill: bool = True
+    reserve_full_isl: bool = False
+    """Off, unlike vLLM, because it rules preemption in mid-prefill out."""
+    log_stats: bool = True
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    pooling: bool = False
+    groups: tuple[Literal["full", "sliding"], ...] = ("full",)
+    sliding_window: int = 64
+
+
+def build_scheduler(setup: Setup) -> Any:
+    """A real Scheduler, or AsyncScheduler, with an empty pool."""
+    from vllm.v1.core.kv_cache_utils import init_none_hash
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    config = _vllm_config(setup)
+    init_none_hash(_hash_function(config))
+    return _call(
+        AsyncScheduler if setup.asynchronous else Scheduler,
+        vllm_config=config,
+        kv_cache_config=_kv_cache_config(setup),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=setup.block_size,
+        hash_block_size=setup.block_size,
+        include_finished_set=False,
+        log_stats=setup.log_stats,
+    )
+
+
+def block_hasher(scheduler: Any) -> Callable[[Any], list[Any]]:
+    """What the engine gives to every request, so that its blocks can be found again."""
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+
+    config = scheduler.vllm_config
+    hasher: Callable[[Any], list[Any]] = get_request_block_hasher(
+        config.cache_config.block_size, _hash_function(config)
+    )
+    return hasher
+
+
+def build_request(
+    request_id: str,
+    prompt: list[int],
+    *,
+    hasher: Callable[[Any], list[Any]],
+    max_tokens: int,
+    pooling: bool = False,
+    resumable: bool = False,
+    priority: int = 0,
+    arrival_seconds: float | None = None,
+) -> Any:
+    """A real Request. The stop token is the only token that ends it before `max_tokens`."""
+    from vllm.pooling_params import PoolingParams
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
+    sampling = SamplingParams(
+        max_tokens=max_tokens, ignore_eos=True, stop_token_ids=[STOP_TOKEN], temperature=0.0
+    )
+    return _call(
+        Request,
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        sampling_params=None if pooling else sampling,
+        pooling_params=PoolingParams(task="embed") if pooling else None,
+        eos_token_id=None,
+        arrival_time=arrival_seconds,
+        priority=priority,
+        block_hasher=hasher,
+        resumable=resumable,
+    )
+
+
+def _hash_function(config: Any) -> Callable[[Any], Any]:
+    from vllm.utils.hashing import get_hash_fn_by_name
+
+    function: Callable[[Any], Any] = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+    return function
+
+
+def _vllm_config(setup: Setup) -> Any:
+    from vllm.config import (
+        CacheConfig,
+        DeviceConfig,
+        ParallelConfig,
+        SchedulerConfig,
+        VllmConfig,
+    )
+
+    model = _model_config(setup)
+    parallel = ParallelConfig()
+    scheduler = _call(
+        SchedulerConfig,
+        max_num_seqs=setup.max_running,
+        max_num_batched_tokens=setup.max_batched_tokens,
+        max_model_len=setup.max_model_len,
+        is_encoder_decoder=False,
+        enable_chunked_prefill=setup.chunked_prefill,
+        policy=setup.policy,
+        scheduler_reserve_full_isl=setup.reserve_full_isl,
+        async_scheduling=False,
+    )
+    cache = _call(CacheConfig, block_size=setup.block_size, enable_prefix_caching=setup.prefix_caching)
+    config = VllmConfig(
+        model_config=model,
+        parallel_config=parallel,
+        scheduler_config=scheduler,
+        cache_config=cache,
+        speculative_config=_speculative_config(setup, model, parallel),
+        kv_transfer_config=_kv_transfer_config(setup),
+        device_config=DeviceConfig(device="cpu"),
+    )
+    config.cache_config.num_gpu_blocks = setup.blocks
+    config.scheduler_config.async_scheduling = setup.asynchronous
+    config.scheduler_config.disable_hybrid_kv_cache_manager = len(setup.groups) == 1
+    return config
+
+
+def _model_config(setup: Setup) -> Any:
+    from vllm.config import ModelConfig
+
+    directory = _model_directory("model")
+    return _call(
+        ModelConfig,
+        model=directory,
+        tokenizer=directory,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=setup.max_model_len,
+        runner="pooling" if setup.pooling else "generate",
+    )
+
+
+@functools.cache
+def _model_directory(name: Literal["model", "drafter"]) -> str:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    directory = Path(tempfile.gettempdir()) / f"kvledger-{name}-{os.getuid()}"
+    directory.mkdir(exist_ok=True)
+    written = directory / f"config.{os.getpid()}"
+    written.write_text(json.dumps(_MODEL if name == "model" else _MODEL | _DRAFTER))
+    written.rename(directory / "config.json")
+    return str(directory)
+
+
+def _speculative_config(setup: Setup, model: Any, parallel: Any) -> Any:
+    if not setup.drafts:
+        return None
+    from vllm.config import SpeculativeConfig
+
+    how: dict[str, Any] = {"prompt_lookup_max": 3}
+    if setup.drafter == "eagle":
+        how = {"model": _model_directory("drafter")}
+    return SpeculativeConfig(
+        method=setup.drafter,
+        num_speculative_tokens=setup.drafts,
+        target_model_config=model,
+        target_parallel_config=parallel,
+        **how,
+    )
+
+
+def _kv_transfer_config(setup: Setup) -> Any:
+    if setup.connector is None:
+        return None
+    from vllm.config import KVTransferConfig
+
+    scripted = "ScriptedConnector" if len(setup.groups) == 1 else "ScriptedHybridConnector"
+    return _call(
+        KVTransferConfig,
+        kv_connector=scripted if setup.connector == "scripted" else setup.connector,
+        kv_connector_module_path=CONNECTOR_MODULE if setup.connector == "scripted" else None,
+        kv_connector_extra_config=dict(setup.connector_options),
+        kv_role=setup.kv_role,
+        kv_load_failure_policy=setup.load_failure_policy,
+    )
+
+
+def _kv_cache_config(setup: Setup) -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        SlidingWindowSpec,
+    )
+
+    shape = {
+        "block_size": setup.block_size,
+        "num_kv_heads": 1,
+        "head_size": 1,
+        "dtype": torch.float32,
+    }
+    specs = {
+        "full": lambda: _call(FullAttentionSpec, **shape),
+        "sliding": lambda: _call(SlidingWindowSpec, **shape, sliding_window=setup.sliding_window),
+    }
+    groups = [
+        KVCacheGroupSpec([f"layer.{number}"], specs[kind]()) for number, kind in enumerate(setup.groups)
+    ]
+    return _call(KVCacheConfig, num_blocks=setup.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def _call(function: Callable[..., Any], **arguments: Any) -> Any:
+    """Call with those of the arguments that this release knows."""
+    known = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        return function(**arguments)
+    return function(**{name: value for name, value in arguments.items() if name in known})

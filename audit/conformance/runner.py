@@ -1,0 +1,150 @@
+"""What a model runner would have returned for a step, made up.
+
+A runner samples only where a step reaches the end of the sequence that it knows: a prefill chunk
+samples nothing. Of the drafts it accepts a prefix and adds one token of its own. It finishes only
+transfers that a step's plan told it of. Figures are deterministic from the seed; the stop token is
+sampled only where a request is to stop.
+
+The lists are built without a Python call for each request, because benchmarks count the driver's
+own share of a step.
+
+Doubt: a real runner should reject every draft that the scheduler pads with -1 for a request that
+had none; this one accepts none of these unless told to.
+"""
+
+import random
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Literal
+
+from kvledger.audit.conformance.host import STOP_TOKEN, Setup
+
+FIRST_TOKEN = 3
+_VOCABULARY = range(FIRST_TOKEN, 32_000)
+
+Accepted = int | Mapping[str, int] | None
+Names = Collection[str] | Literal["all"]
+
+
+def tokens(count: int, family: str) -> list[int]:
+    """The first `count` tokens of a family: a longer prompt continues a shorter one."""
+    return random.Random(family).choices(_VOCABULARY, k=count)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step on its way through the runner."""
+
+    scheduled: Any
+    """vLLM's SchedulerOutput."""
+    unsampled: frozenset[str]
+    """Requests for which this step is a prefill chunk that samples nothing."""
+    admitted: frozenset[str]
+    """Requests that this step starts or resumes: their drafts are padding."""
+
+    @classmethod
+    def of(cls, scheduled: Any, requests: Mapping[str, Any]) -> "Step":
+        """To be called at once after `schedule()`, before anything else is known."""
+        unsampled = frozenset(
+            name
+            for name in scheduled.num_scheduled_tokens
+            if (request := requests[name]).num_computed_tokens < request.num_tokens
+        )
+        started = (new.req_id for new in scheduled.scheduled_new_reqs)
+        resumed = scheduled.scheduled_cached_reqs.resumed_req_ids
+        return cls(scheduled, unsampled, frozenset(chain(started, resumed)))
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """What the worker side of a connector reports with a step."""
+
+    invalid_blocks: Iterable[int] = ()
+    finished_recving: Names = ()
+    finished_sending: Names = ()
+    failed_recving: Collection[str] = ()
+
+
+class Runner:
+    """Answers steps; knows of the requests only how many tokens they have put out."""
+
+    def __init__(self, setup: Setup, seed: int) -> None:
+        import torch
+        from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
+
+        self.stop_at: dict[str, int] = {}
+        """Request to the number of its output token that is the stop token."""
+        self.loading: set[str] = set()
+        """Requests whose asynchronous load the runner was told of and has not finished."""
+        self._setup = setup
+        self._random = random.Random(seed)
+        self._answers = 0
+        self._output: Any = ModelRunnerOutput
+        self._transfers: Any = KVConnectorOutput
+        self._drafts: Any = DraftTokenIds
+        self._pooled: Any = torch.zeros(1)
+
+    def answer(self, step: Step, requests: Mapping[str, Any], accepted: Accepted) -> Any:
+        """A ModelRunnerOutput."""
+        names = list(step.scheduled.num_scheduled_tokens)
+        index = dict(zip(names, range(len(names)), strict=True))
+        if self._setup.pooling:
+            pooled = [None if name in step.unsampled else self._pooled for name in names]
+            return self._output(req_ids=names, req_id_to_index=index, pooler_output=pooled)
+        self._answers += 1
+        token = FIRST_TOKEN + self._answers * 7 % 31_000
+        if step.unsampled:
+            sampled = [[] if name in step.unsampled else [token] for name in names]
+        else:
+            sampled = [[token] for _ in names]
+        for name, drafts in step.scheduled.scheduled_spec_decode_tokens.items():
+            if new := sampled[index[name]]:
+                taken = self._accepted(name, len(drafts), step, accepted)
+                new.extend(range(token + 1, token + 1 + taken))
+        if self.stop_at:
+            self._stop(names, sampled, requests)
+        return self._output(req_ids=names, req_id_to_index=index, sampled_token_ids=sampled)
+
+    def drafts(self, step: Step) -> Any:
+        """DraftTokenIds for the requests of a step, as the engine asks for after it."""
+        names = list(step.scheduled.num_scheduled_tokens)
+        proposed = [FIRST_TOKEN] * self._setup.drafts
+        return self._drafts(
+            req_ids=names,
+            draft_token_ids=[[] if name in step.unsampled else proposed[:] for name in names],
+        )
+
+    def transfers(self, step: Step, said: Transfers, held: set[str]) -> Any:
+        """A KVConnectorOutput. `held`: finished requests that wait for their sending to end."""
+        loads = getattr(step.scheduled.kv_connector_metadata, "loads", ())
+        self.loading.update(load.request_id for load in loads if load.asynchronous)
+        everything = said.finished_recving == "all"
+        received = set(self.loading if everything else said.finished_recving)
+        received.update(said.failed_recving)
+        unknown = received - self.loading
+        assert not unknown, f"the runner was not told to load {sorted(unknown)}"
+        self.loading -= received
+        sent = set(held if said.finished_sending == "all" else said.finished_sending)
+        held -= sent
+        failed = {"failed_recving": set(said.failed_recving)} if said.failed_recving else {}
+        return self._transfers(
+            finished_sending=sent or None,
+            finished_recving=received or None,
+            invalid_block_ids=set(said.invalid_blocks),
+            **failed,
+        )
+
+    def _accepted(self, name: str, drafted: int, step: Step, accepted: Accepted) -> int:
+        said = accepted if isinstance(accepted, int) else (accepted or {}).get(name)
+        if said is None:
+            said = 0 if name in step.admitted else self._random.randint(0, drafted)
+        return min(said, drafted)
+
+    def _stop(self, names: list[str], sampled: list[list[int]], requests: Mapping[str, Any]) -> None:
+        for name, new in zip(names, sampled, strict=True):
+            stop_at, request = self.stop_at.get(name), requests.get(name)
+            if stop_at is not None and request is not None:
+                place = stop_at - request.num_output_tokens - 1
+                if 0 <= place < len(new):
+                    new[place] = STOP_TOKEN

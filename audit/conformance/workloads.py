@@ -1,0 +1,191 @@
+"""Ordinary workloads on the real scheduler: the corpus on which an observer must stay silent.
+
+Each starts an engine, shows its scheduler to `attach`, brings it into the state that it is named
+for and leaves it idle. Those with an external cache are in `kvledger.audit.conformance.external`.
+"""
+
+import random
+from typing import Any
+
+from kvledger.audit.conformance.driver import Attach, Driver, start
+from kvledger.audit.conformance.register import BOTH, workload
+
+
+@workload(**BOTH)
+def plain(attach: Attach = id, **setup: Any) -> Driver:
+    driver = start(attach, **setup)
+    for number in range(4):
+        driver.add(f"r{number}", 30 + 17 * number, 5 + number, stop_at=3 if number == 2 else None)
+    driver.run()
+    return driver
+
+
+@workload(**BOTH, uncached={"prefix_caching": False}, eagle={"drafts": 2, "drafter": "eagle"})
+def shared_prefix(attach: Attach = id, **setup: Any) -> Driver:
+    """Alone, at the same time, and in full."""
+    driver = start(attach, **setup)
+    driver.add("first", 100, 4)
+    driver.run()
+    driver.add("second", 100, 4, shares=("first", 64))
+    driver.add("third", 90, 4, shares=("first", 40))
+    driver.add("same", 96, 4, shares=("first", 96))
+    driver.run()
+    return driver
+
+
+@workload(**BOTH, whole={"chunked_prefill": False, "max_model_len": 64})
+def chunked(attach: Attach = id, **setup: Any) -> Driver:
+    driver = start(attach, max_batched_tokens=64, **setup)
+    longest = 60 if "max_model_len" in setup else 200
+    driver.add("long", longest, 3)
+    driver.add("short", 20, 3)
+    driver.run()
+    return driver
+
+
+@workload(**BOTH, external={"connector": "scripted"}, consumer={"kv_role": "kv_consumer"})
+def preempt_prefill(attach: Attach = id, **setup: Any) -> Driver:
+    """`late` finds no block for its second chunk and gives its first up."""
+    if "kv_role" in setup:
+        setup = {"connector": "scripted", "asynchronous": True, **setup}
+    driver = start(attach, blocks=12, max_batched_tokens=64, **setup)
+    driver.add("early", 96, 30)
+    driver.add("late", 96, 4)
+    driver.run()
+    return driver
+
+
+@workload(
+    **BOTH,
+    uncached={"prefix_caching": False},
+    speculative={"drafts": 3},
+    async_speculative={"asynchronous": True, "drafts": 3},
+)
+def preempt_decode(attach: Attach = id, **setup: Any) -> Driver:
+    driver = start(attach, blocks=13, **setup)
+    for name in ("early", "late"):
+        driver.add(name, 64, 60)
+    driver.run()
+    return driver
+
+
+@workload(**BOTH)
+def preempt_forced(attach: Attach = id, **setup: Any) -> Driver:
+    driver = start(attach, max_batched_tokens=64, **setup)
+    driver.add("a", 100, 8)
+    driver.add("b", 50, 8)
+    for turn in range(1, 40):
+        driver.step()
+        if turn % 4 == 0 and driver.scheduler.running:
+            driver.preempt(driver.scheduler.running[-1].request_id)
+    driver.run()
+    return driver
+
+
+@workload(
+    sync={},
+    eagle={"drafter": "eagle"},
+    **{"async": {"asynchronous": True}},
+    async_eagle={"asynchronous": True, "drafter": "eagle"},
+)
+def speculative(attach: Attach = id, **setup: Any) -> Driver:
+    driver = start(attach, drafts=3, max_batched_tokens=64, **setup)
+    driver.add("a", 100, 20)
+    driver.add("b", 30, 20, stop_at=7)
+    driver.run()
+    driver.add("c", 130, 11, shares=("a", 96))
+    driver.run()
+    return driver
+
+
+@workload(**BOTH, speculative={"asynchronous": True, "drafts": 2})
+def reset_running(attach: Attach = id, **setup: Any) -> Driver:
+    """The prefix cache is reset under running requests, in prefill and in decode."""
+    driver = start(attach, max_batched_tokens=64, **setup)
+    driver.add("a", 50, 12)
+    driver.add("b", 150, 12)
+    for turn in range(1, 9):
+        driver.step()
+        if turn % 2 == 0:
+            driver.reset_prefix_cache(running=True)
+    driver.run()
+    return driver
+
+
+@workload(**BOTH, speculative={"drafts": 3}, async_speculative={"asynchronous": True, "drafts": 3})
+def session(attach: Attach = id, **setup: Any) -> Driver:
+    """Later chunks arrive while the session waits for one, and before it has asked."""
+    driver = start(attach, max_batched_tokens=64, **setup)
+    driver.add("s", 40, 4, resumable=True)
+    driver.add("other", 70, 12)
+    driver.run()
+    driver.add("s", 90, 4, resumable=True)
+    driver.step()
+    driver.add("s", 20, 4, resumable=True)
+    driver.run()
+    driver.close("s")
+    driver.run()
+    return driver
+
+
+@workload()
+def pooling(attach: Attach = id, **setup: Any) -> Driver:
+    driver = start(attach, pooling=True, max_batched_tokens=64, **setup)
+    driver.add("a", 100)
+    driver.add("b", 30)
+    driver.run()
+    driver.add("c", 100, shares=("a", 64))
+    driver.run()
+    return driver
+
+
+@workload(**BOTH, external={"connector": "scripted"})
+def hybrid(attach: Attach = id, **setup: Any) -> Driver:
+    """One pool, a full and a sliding window group: blocks out of the window are given back."""
+    driver = start(attach, groups=("full", "sliding"), blocks=128, max_batched_tokens=64, **setup)
+    if "connector" in setup:
+        driver.connector.store("a", 96)
+    driver.add("a", 200, 40)
+    driver.add("b", 40, 20)
+    driver.run()
+    driver.add("c", 220, 8, shares=("a", 192))
+    driver.run()
+    return driver
+
+
+@workload(**BOTH)
+def priority(attach: Attach = id, **setup: Any) -> Driver:
+    driver = start(attach, policy="priority", blocks=13, max_running=2, **setup)
+    driver.add("low", 64, 60, priority=9)
+    driver.step()
+    driver.add("high", 64, 60, priority=0)
+    driver.add("middle", 20, 5, priority=5)
+    driver.run()
+    return driver
+
+
+@workload(
+    **BOTH,
+    external={"connector": "scripted"},
+    async_external={"connector": "scripted", "asynchronous": True},
+    async_consumer={"connector": "scripted", "asynchronous": True, "kv_role": "kv_consumer"},
+    async_speculative={"asynchronous": True, "drafts": 2},
+    hybrid={"groups": ("full", "sliding")},
+)
+def crowd(attach: Attach = id, *, seed: int = 0, requests: int = 60, **setup: Any) -> Driver:
+    """Requests of all lengths in a pool too small for them, some aborted."""
+    dice = random.Random(seed)
+    driver = start(attach, blocks=40, max_running=6, max_batched_tokens=96, **setup)
+    for number in range(requests):
+        name = f"r{number}"
+        length = dice.randint(1, 250)
+        if driver.connector is not None and dice.random() < 0.5:
+            driver.connector.store(name, dice.randint(0, 250), asynchronous=dice.random() < 0.5)
+        shares = (f"family {dice.randrange(4)}", dice.randint(0, length))
+        driver.add(name, length, dice.randint(1, 60), shares=shares)
+        for _ in range(dice.randint(0, 4)):
+            driver.step(finished_recving="all")
+        if dice.random() < 0.1:
+            driver.abort(f"r{dice.randint(0, number)}")
+    driver.run()
+    return driver

@@ -1,0 +1,9 @@
+"""What a user may have done wrong, said in one sentence, with an exit code."""
+
+from __future__ import annotations
+
+
+class LedgerError(Exception):
+    """A user's mistake. The command line prints the sentence and exits with ``exit_code``."""
+
+    exit_code = 2

@@ -1,0 +1,371 @@
+"""The vocabulary: what was seen in a live engine, one small frozen struct an event.
+
+Rules of this file:
+
+- Names are past tense. Units stand last: ``*_tokens`` are tokens of one request, ``at`` is
+  microseconds since the engine's :class:`EngineStarted`, ``*_seconds`` are seconds.
+- A request is known by a small integer, ``request``, given once by :class:`RequestAdded` (or by a
+  :class:`Snapshot` row); its text id stands there and nowhere else. Prompts, token ids and outputs
+  are never recorded.
+- A field that repeats one of the engine's own figures is a *statement* (``computed_tokens`` is the
+  engine's ``num_computed_tokens``). The ledger reconciles statements; it never takes them as truth.
+- A position is an index into a request's sequence: prompt first, then output tokens.
+- Fields are only ever appended, with a default; a change of meaning raises :data:`SCHEMA`.
+
+On the wire an event is a msgpack array whose first item is its tag (``docs/journal.md``).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+SCHEMA = 1
+"""Version of this vocabulary. A reader refuses a journal of a newer one."""
+
+Setting = str | int | float | bool | None
+
+
+class Event(msgspec.Struct, frozen=True, array_like=True):
+    """Anything that was seen. ``at``: microseconds since the engine started."""
+
+    at: int
+
+
+# --- the engine ---------------------------------------------------------------------------------
+
+
+class EngineStarted(Event, frozen=True, array_like=True, tag=0):
+    """An engine came under observation. First in every segment.
+
+    ``wall_seconds`` is Unix time at ``at``; ``configuration`` holds plain settings only
+    (``block_size``, ``blocks``, ``connector``, ``load_failure_policy``, ``asynchronous``, ...).
+    """
+
+    wall_seconds: float
+    engine: str
+    version: str
+    adapter: str
+    level: str
+    process_id: int
+    configuration: dict[str, Setting]
+
+
+class EngineStopped(Event, frozen=True, array_like=True, tag=1):
+    """Observation ended in good order: ``shutdown``, ``detached`` or ``exit``."""
+
+    reason: str
+
+
+class Gap(Event, frozen=True, array_like=True, tag=2):
+    """Events were lost between the previous one and this one. ``lost_events`` -1: not known."""
+
+    lost_events: int
+    reason: str
+
+
+class HookFailed(Event, frozen=True, array_like=True, tag=3):
+    """An observer raised; what it should have seen is missing. ``removed``: it gave up."""
+
+    hook: str
+    error: str
+    removed: bool
+
+
+# --- a request comes, is looked up, and is admitted ------------------------------------------------
+
+
+class RequestAdded(Event, frozen=True, array_like=True, tag=4):
+    """A request came to the scheduler. ``prompt_tokens`` is the length of its prompt."""
+
+    request: int
+    request_id: str
+    prompt_tokens: int
+    max_tokens: int | None = None
+    priority: int = 0
+    pooling: bool = False
+    resumable: bool = False
+
+
+class LookedUp(Event, frozen=True, array_like=True, tag=5):
+    """The engine asked its own prefix cache; ``local_tokens`` is the answer."""
+
+    request: int
+    step: int
+    local_tokens: int
+
+
+class Matched(Event, frozen=True, array_like=True, tag=6):
+    """The connector was asked what it holds beyond ``local_tokens``; None: ask again later."""
+
+    request: int
+    step: int
+    local_tokens: int
+    external_tokens: int | None
+    asynchronous: bool
+
+
+class AdmissionFailed(Event, frozen=True, array_like=True, tag=7):
+    """``attempts`` look-ups in a row, each with these answers, led to no admission.
+
+    ``reason`` is ``deferred`` (the connector had no answer) or ``not_allocated``.
+    """
+
+    request: int
+    step: int
+    reason: str
+    local_tokens: int
+    external_tokens: int
+    attempts: int
+
+
+class Admitted(Event, frozen=True, array_like=True, tag=8):
+    """A life began: blocks were allocated for the hits and, unless ``asynchronous``, it runs now.
+
+    ``local_tokens`` and ``external_tokens`` are what the engine used at allocation (external is a
+    promise). ``computed_tokens`` states the count before this step's own tokens.
+    ``asynchronous``: the request waits for remote KV. ``resumed``: it had been preempted.
+    ``counted``: the engine may count this look-up in its statistics.
+    """
+
+    request: int
+    step: int
+    resumed: bool
+    local_tokens: int
+    external_tokens: int
+    asynchronous: bool
+    computed_tokens: int
+    counted: bool = True
+
+
+class LookupsCounted(Event, frozen=True, array_like=True, tag=9):
+    """What the engine's own look-up statistics rose by during step ``step``.
+
+    Requests are look-ups counted, queries and hits are tokens; -1: the engine does not count.
+    """
+
+    step: int
+    local_requests: int
+    local_queries: int
+    local_hits: int
+    external_requests: int
+    external_queries: int
+    external_hits: int
+
+
+# --- external tokens ------------------------------------------------------------------------------
+
+
+class LoadPlanned(Event, frozen=True, array_like=True, tag=10):
+    """A step's load plan, as far as its connector's plan can be read, for one promise.
+
+    ``tokens`` of the promise are covered; ``missing_blocks`` are block ids promised to be filled
+    that no load names.
+    """
+
+    request: int
+    step: int
+    tokens: int
+    missing_blocks: list[int]
+
+
+class LoadFinished(Event, frozen=True, array_like=True, tag=11):
+    """An asynchronous load was reported finished, whole or as far as it did not fail."""
+
+    request: int
+    computed_tokens: int
+
+
+class LoadFailed(Event, frozen=True, array_like=True, tag=12):
+    """A load was reported failed: positions from ``computed_tokens`` up are not valid.
+
+    ``before_tokens`` and ``computed_tokens`` state the count before and after the engine's own
+    truncation. Under the policy ``fail`` the request then ends.
+    """
+
+    request: int
+    before_tokens: int
+    computed_tokens: int
+    asynchronous: bool
+
+
+class RolledBack(Event, frozen=True, array_like=True, tag=13):
+    """The count fell for a known ``cause``: ``full_hit``, ``replay``, ``session`` or ``released``.
+
+    ``full_hit``: every token was a hit, and the last is executed again to have logits.
+    ``released``: a load failed wholly; the blocks were freed and the request is looked up anew.
+    """
+
+    request: int
+    cause: str
+    before_tokens: int
+    computed_tokens: int
+
+
+# --- steps and their output -----------------------------------------------------------------------
+
+
+class Stepped(Event, frozen=True, array_like=True, tag=14):
+    """One step was scheduled, written as what differs from the step before.
+
+    ``changed`` is flat, four numbers a request: request, scheduled tokens, drafts among them, the
+    engine's computed tokens after scheduling. ``dropped``: requests of the step before that are
+    not in this one. Others are scheduled as before. Counts differ from nothing after a snapshot.
+    """
+
+    step: int
+    changed: list[int]
+    dropped: list[int]
+
+
+class Delivered(Event, frozen=True, array_like=True, tag=15):
+    """The oldest undelivered step's output came, written as what differs from the output before.
+
+    ``changed`` is flat, two numbers a request: request, tokens sampled by the model for it
+    (drafts accepted plus one; 0 for a prefill chunk). ``ignored``: requests whose output the
+    engine threw away. Requests in neither sampled what they sampled last time.
+    """
+
+    changed: list[int]
+    ignored: list[int]
+
+
+class Repeated(Event, frozen=True, array_like=True, tag=16):
+    """The last step and the last output, in this order, happened ``times`` times again, unchanged."""
+
+    times: int
+
+
+class Reported(Event, frozen=True, array_like=True, tag=17):
+    """The engine told its front end where a prompt came from (``prefill_stats`` since 0.20)."""
+
+    request: int
+    prompt_tokens: int
+    local_tokens: int
+    external_tokens: int
+    computed_tokens: int
+    cached_tokens: int
+
+
+# --- preemption, sessions, the end ------------------------------------------------------------------
+
+
+class Preempted(Event, frozen=True, array_like=True, tag=18):
+    """A life ended before its request did. ``cause``: ``blocks`` or ``reset``.
+
+    ``before_tokens``, ``in_flight_tokens`` and ``placeholder_tokens`` state the engine's counts
+    just before; ``computed_tokens`` and ``held_blocks`` just after (both should be 0).
+    ``delivered``: output still in flight will be delivered (else it is dropped).
+    """
+
+    request: int
+    step: int
+    cause: str
+    before_tokens: int
+    in_flight_tokens: int
+    placeholder_tokens: int
+    computed_tokens: int
+    held_blocks: int
+    delivered: bool
+
+
+class CacheReset(Event, frozen=True, array_like=True, tag=19):
+    """Somebody asked for the local prefix cache to be emptied."""
+
+    succeeded: bool
+    running: bool
+
+
+class Extended(Event, frozen=True, array_like=True, tag=20):
+    """A streaming-input session got its next chunk: the prompt is now ``prompt_tokens`` long.
+
+    ``computed_tokens`` states the count, and is where the chunk's own tokens begin.
+    """
+
+    request: int
+    prompt_tokens: int
+    computed_tokens: int
+
+
+class Finished(Event, frozen=True, array_like=True, tag=21):
+    """A request ended. ``reason``: ``stopped``, ``length``, ``aborted``, ``ignored``, ``error``, ...
+
+    The rest are statements just before its blocks are given up; -1: the engine has no such count.
+    """
+
+    request: int
+    reason: str
+    computed_tokens: int
+    in_flight_tokens: int
+    placeholder_tokens: int
+    sequence_tokens: int
+    output_tokens: int
+
+
+# --- statements at rest -----------------------------------------------------------------------------
+
+
+class Census(Event, frozen=True, array_like=True, tag=22):
+    """Every running request's counters, stated between two steps.
+
+    ``rows`` is flat, five numbers a request: request, computed tokens, in-flight tokens, output
+    placeholders, tokens in the sequence (-1: the engine has no such count).
+    """
+
+    step: int
+    rows: list[int]
+    waiting_requests: int
+    free_blocks: int
+    blocks: int
+
+
+class SnapshotRow(msgspec.Struct, frozen=True, array_like=True):
+    """One living request, so that a reader may begin here. ``fresh``: no life had begun yet."""
+
+    request: int
+    request_id: str
+    prompt_tokens: int
+    fresh: bool
+    computed_tokens: int
+    in_flight_tokens: int
+    placeholder_tokens: int
+    sequence_tokens: int
+    preemptions: int
+
+
+class Snapshot(Event, frozen=True, array_like=True, tag=23):
+    """All living requests. Second in every segment; the next :class:`Stepped` names everyone.
+
+    ``undelivered_steps``: outputs that will answer steps from before this snapshot.
+    """
+
+    step: int
+    rows: list[SnapshotRow]
+    undelivered_steps: int
+
+
+AnyEvent = (
+    EngineStarted
+    | EngineStopped
+    | Gap
+    | HookFailed
+    | RequestAdded
+    | LookedUp
+    | Matched
+    | AdmissionFailed
+    | Admitted
+    | LookupsCounted
+    | LoadPlanned
+    | LoadFinished
+    | LoadFailed
+    | RolledBack
+    | Stepped
+    | Delivered
+    | Repeated
+    | Reported
+    | Preempted
+    | CacheReset
+    | Extended
+    | Finished
+    | Census
+    | Snapshot
+)

@@ -1,0 +1,186 @@
+"""Wrapping a method of a live object, and giving it back exactly as it was.
+
+Knows nothing of any engine. A :class:`Hook` is a row of an adapter's literal table. Before anything
+is wrapped every row's signature is compared; a host that differs is refused whole
+(:class:`EngineMismatch`) and runs on unobserved.
+
+An observer must never stop the engine: its body is guarded, its failures are counted, and after
+``PATIENCE`` of them it removes itself. Only ``boundary``, which strict mode sets, may raise.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+PATIENCE = 5
+"""Failures of one hook after which it removes itself."""
+
+Observer = Callable[..., Any]
+
+
+class EngineMismatch(Exception):
+    """The host is not what the adapter was written for; the message names what differs."""
+
+
+class Hook(NamedTuple):
+    """One wrapped method.
+
+    ``owner``: dotted path from the root object, "" for the root itself. ``parameters``: the
+    signatures that fit, as parameter names without ``self``; () when any will do. ``before`` sees
+    the call's arguments and its result is handed to ``after``, which sees (that, the call's result,
+    the arguments). ``optional``: a host without owner or method is no mismatch.
+    """
+
+    owner: str
+    method: str
+    parameters: tuple[tuple[str, ...], ...]
+    before: str = ""
+    after: str = ""
+    optional: bool = False
+    boundary: bool = False
+
+
+class Wrapping:
+    """One attribute of ``owner`` replaced by an observed one."""
+
+    def __init__(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Any]) -> None:
+        self.owner = owner
+        self.name = name
+        self._was_own = name in vars(owner)
+        self._raw = vars(owner).get(name)
+        self.wrapper = make(getattr(owner, name))
+        setattr(owner, name, self.wrapper)
+
+    def undo(self) -> bool:
+        """Put the attribute back; False if somebody has wrapped it again since."""
+        if vars(self.owner).get(self.name) is not self.wrapper:
+            return False
+        if self._was_own:
+            setattr(self.owner, self.name, self._raw)
+        else:
+            delattr(self.owner, self.name)
+        return True
+
+
+class Hooks:
+    """The hooks of one observed object.
+
+    ``observer`` has the methods that the table names. ``failed(hook, error, removed)`` is told of
+    every failure. ``boundary()``, if given, runs after each hook marked so, unguarded.
+    """
+
+    def __init__(
+        self,
+        table: tuple[Hook, ...],
+        root: Any,
+        observer: object,
+        failed: Callable[[str, Exception, bool], None],
+        boundary: Callable[[], None] | None = None,
+    ) -> None:
+        self.failures: dict[str, int] = {}
+        self.live: list[str] = []
+        self._failed = failed
+        self._boundary = boundary
+        self._active = True
+        self._wrappings: dict[str, Wrapping] = {}
+        rows = check(table, root)
+        try:
+            for hook, owner in rows:
+                name = f"{hook.owner}.{hook.method}".lstrip(".")
+                make = functools.partial(self._observed, name, hook, observer)
+                self._wrappings[name] = Wrapping(owner, hook.method, make)
+                self.live.append(name)
+        except Exception:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """Put every wrapped attribute back. What cannot be put back becomes a pass-through."""
+        self._active = False
+        for name in list(self._wrappings):
+            self._wrappings.pop(name).undo()
+        self.live.clear()
+
+    def _observed(
+        self, name: str, hook: Hook, observer: object, original: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        before: Observer | None = getattr(observer, hook.before) if hook.before else None
+        after: Observer | None = getattr(observer, hook.after) if hook.after else None
+        boundary = self._boundary if hook.boundary else None
+
+        @functools.wraps(original)
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            if not self._active or name not in self._wrappings:
+                return original(*args, **kwargs)
+            token = None
+            if before is not None:
+                try:
+                    token = before(*args, **kwargs)
+                except Exception as error:  # an observer must never stop the engine
+                    self._fail(name, error)
+            result = original(*args, **kwargs)
+            if after is not None:
+                try:
+                    after(token, result, *args, **kwargs)
+                except Exception as error:  # an observer must never stop the engine
+                    self._fail(name, error)
+            if boundary is not None:
+                boundary()
+            return result
+
+        return observed
+
+    def _fail(self, name: str, error: Exception) -> None:
+        try:
+            count = self.failures[name] = self.failures.get(name, 0) + 1
+            removed = count >= PATIENCE
+            if removed:
+                wrapping = self._wrappings.pop(name, None)
+                if wrapping is not None:
+                    wrapping.undo()
+                    self.live.remove(name)
+            self._failed(name, error, removed)
+        except Exception:  # nothing leaves a hook, not even this
+            self._active = False
+
+
+def check(table: tuple[Hook, ...], root: Any) -> list[tuple[Hook, Any]]:
+    """The rows of ``table`` that apply, each with its owner.
+
+    Raises :class:`EngineMismatch`, one sentence naming every difference.
+    """
+    rows = []
+    differences = []
+    for hook in table:
+        name = f"{hook.owner}.{hook.method}".lstrip(".")
+        owner = _resolve(root, hook.owner)
+        method = getattr(owner, hook.method, None) if owner is not None else None
+        if method is None:
+            if not hook.optional:
+                differences.append(f"{name} is missing")
+            continue
+        found = parameters(method)
+        if hook.parameters and found not in hook.parameters:
+            wanted = " or ".join(f"({', '.join(names)})" for names in hook.parameters)
+            differences.append(f"{name} takes ({', '.join(found)}), not {wanted}")
+            continue
+        rows.append((hook, owner))
+    if differences:
+        raise EngineMismatch(f"{type(root).__name__} is not as expected: {'; '.join(differences)}")
+    return rows
+
+
+def parameters(method: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of a callable's parameters, without a bound ``self``."""
+    return tuple(inspect.signature(method).parameters)
+
+
+def _resolve(root: Any, path: str) -> Any:
+    for name in filter(None, path.split(".")):
+        root = getattr(root, name, None)
+        if root is None:
+            return None
+    return root

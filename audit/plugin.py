@@ -1,0 +1,90 @@
+"""What vLLM's plugin mechanism calls, in every process that loads plugins.
+
+Inert unless ``KVLEDGER_DIR`` is set. It wraps one function, ``SchedulerConfig.get_scheduler_cls``,
+which only an EngineCore calls, just before it makes its scheduler; so it is light everywhere else,
+and out-of-tree schedulers are observed too. vLLM calls plugin functions bare
+(``vllm/plugins/__init__.py``): nothing may leave :func:`install`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger("kvledger")
+
+_MARK = "__kvledger__"
+_counter = itertools.count()
+
+
+def install() -> None:
+    """The ``vllm.general_plugins`` entry point. Idempotent; never raises."""
+    try:
+        if os.environ.get("KVLEDGER_DIR"):
+            _install()
+    except Exception as error:  # an escaping exception would kill the engine core
+        logger.warning("kvledger is off: %s: %s", type(error).__name__, error)
+
+
+def _install() -> None:
+    from vllm.config.scheduler import SchedulerConfig
+
+    if hasattr(SchedulerConfig.get_scheduler_cls, _MARK):
+        return
+    original = SchedulerConfig.get_scheduler_cls
+
+    @functools.wraps(original)
+    def get_scheduler_cls(self: Any) -> Any:
+        chosen = original(self)
+        try:
+            _observe_instances(chosen)
+        except Exception as error:  # serving goes on unobserved
+            logger.warning("kvledger is off: %s: %s", type(error).__name__, error)
+        return chosen
+
+    setattr(get_scheduler_cls, _MARK, True)
+    SchedulerConfig.get_scheduler_cls = get_scheduler_cls
+
+
+def _observe_instances(scheduler_class: Any) -> None:
+    """Every instance of exactly this class will be observed from the end of its ``__init__``."""
+    if getattr(scheduler_class.__init__, _MARK, None) is scheduler_class:
+        return
+    original: Callable[..., None] = scheduler_class.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if type(self) is scheduler_class:
+            observe(self)
+
+    setattr(init, _MARK, scheduler_class)
+    scheduler_class.__init__ = init
+
+
+def observe(scheduler: Any) -> object | None:
+    """Put one live scheduler under observation into ``$KVLEDGER_DIR``; None if it can't be.
+
+    Never raises: a host that does not fit is told in one log line and runs on unobserved.
+    """
+    try:
+        from kvledger.audit.engines import choose, host_version
+        from kvledger.audit.recorder import Recorder
+
+        observer_class = choose(scheduler)
+        name = f"engine-{time.time_ns() // 1_000_000}-{os.getpid()}-{next(_counter)}"
+        recorder = Recorder(Path(os.environ["KVLEDGER_DIR"]) / name)
+        observer = observer_class(scheduler, recorder, version=host_version())
+        observer.start()
+        recorder.on_exit = functools.partial(observer.stop, "exit")
+        logger.info("kvledger observes %s into %s", type(scheduler).__name__, name)
+        return observer
+    except Exception as error:  # serving goes on unobserved
+        logger.warning("kvledger is off: %s: %s", type(error).__name__, error)
+        return None

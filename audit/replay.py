@@ -1,0 +1,224 @@
+"""Journals replayed: each into a book of its own, books together into one audit.
+
+The outer ring: this module reads files. A :class:`Book` is also what a live journal is followed
+into, so that its figures of ended requests only ever rise. Memory is bounded by open requests: an
+account is summed up when it closes, and let go unless somebody keeps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from difflib import get_close_matches
+from pathlib import Path
+
+import msgspec
+
+from kvledger.audit.account import Account, Line, Statement
+from kvledger.audit.auditor import Auditor, Verdict
+from kvledger.audit.catalogue import Violation
+from kvledger.audit.differences import Reconciliation
+from kvledger.audit.errors import LedgerError
+from kvledger.audit.events import EngineStarted, Event
+from kvledger.audit.journal import Reader, find_journals
+from kvledger.audit.ledger import Totals, Watch
+
+Severity: tuple[Verdict, ...] = ("clean", "unknown", "violated")
+"""Verdicts, the worse ones last."""
+
+HINTS = 10_000
+"""How many request ids are remembered, so as to suggest one for a mistyped one."""
+
+
+class Book:
+    """One engine's journal, audited, with the sums of what has ended.
+
+    ``closed`` are the totals of ended requests, ``requests`` their number by verdict and outcome.
+    ``keep`` keeps every account in ``accounts``; ``watch(request_id)`` keeps the accounts, and
+    their statements' lines, of those that it names.
+    """
+
+    def __init__(self, path: Path, *, keep: bool = False, watch: Watch | None = None) -> None:
+        self.path = path
+        self.auditor = Auditor(keep_closed=True, watch=watch)
+        self.closed = Totals()
+        self.requests: dict[tuple[str, str], int] = {}
+        self.reconciliation = Reconciliation()
+        self.accounts: list[Account] = []
+        self.notes: list[str] = []
+        self.events = 0
+        self._keep = keep
+        self._violating: set[str] = set()
+
+    def feed(self, number: int, event: Event) -> list[Violation]:
+        """Audit one event; the findings that are new."""
+        auditor = self.auditor
+        found = auditor.feed(event, number)
+        if found:
+            self._violating.update(v.request for v in found if v.request and _wrong(v))
+        if auditor.ledger.closed:
+            self._take_closed()
+        return found
+
+    def read(self, reader: Reader, lock: AbstractContextManager[object] | None = None) -> None:
+        """Audit what the journal holds by now, holding ``lock`` for a batch at a time."""
+        feed, hold = self.feed, lock or nullcontext()
+        for batch in reader.poll():
+            with hold:
+                number = batch.first_event
+                for event in batch.events:
+                    feed(number, event)
+                    number += 1
+                self.events += len(batch.events)
+
+    def _take_closed(self) -> None:
+        closed = self.auditor.ledger.closed
+        for account in closed.values():
+            self.closed.add(account)
+            self.reconciliation.add(account)
+            kind = (self._verdict(account), account.outcome or "unknown")
+            self.requests[kind] = self.requests.get(kind, 0) + 1
+            self._violating.discard(account.request_id)
+            if self._keep or account.lines is not None:
+                self.accounts.append(account)
+        closed.clear()
+
+    def _verdict(self, account: Account) -> Verdict:
+        if account.request_id in self._violating:
+            return "violated"
+        return "unknown" if account.unknown is not None else "clean"
+
+    def finish(self) -> None:
+        """No more will come: reconcile what is still open as it stands."""
+        for account in self.auditor.ledger.open.values():
+            self.reconciliation.add(account)
+            if self._keep or account.lines is not None:
+                self.accounts.append(account)
+
+    @property
+    def engine(self) -> EngineStarted | None:
+        """What the engine said of itself when it started."""
+        return self.auditor.ledger.engine
+
+    @property
+    def name(self) -> str:
+        """The engine's name in findings and labels."""
+        return self.auditor.engine or self.path.name
+
+
+def _wrong(violation: Violation) -> bool:
+    return violation.severity == "violation"
+
+
+class Audit:
+    """The audit of one journal or several, one :class:`Book` each."""
+
+    def __init__(self, books: list[Book]) -> None:
+        self.books = books
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst of the books' verdicts."""
+        return max((book.auditor.verdict for book in self.books), key=Severity.index)
+
+    @property
+    def totals(self) -> Totals:
+        """Sums over all accounts of all engines."""
+        totals = Totals()
+        for book in self.books:
+            _add(totals, book.auditor.ledger.totals())
+        return totals
+
+    @property
+    def reconciliation(self) -> Reconciliation:
+        """All engines' figures, reconciled."""
+        merged = Reconciliation()
+        for book in self.books:
+            merged.merge(book.reconciliation)
+        return merged
+
+    @property
+    def violations(self) -> list[Violation]:
+        """All findings, drifts too, by engine and first sight."""
+        return [violation for book in self.books for violation in book.auditor.violations]
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader should know of how it was read: torn tails, doubts."""
+        return [note for book in self.books for note in (*book.notes, *book.auditor.doubts)]
+
+
+def _add(totals: Totals, more: Totals) -> None:
+    for field in msgspec.structs.fields(Totals):
+        sum_, tokens = getattr(totals, field.name), getattr(more, field.name)
+        if isinstance(sum_, dict):
+            for cause, of_cause in tokens.items():
+                sum_[cause] = sum_.get(cause, 0) + of_cause
+        else:
+            setattr(totals, field.name, sum_ + tokens)
+
+
+def audit_paths(paths: Iterable[Path], *, keep: bool = False, watch: Watch | None = None) -> Audit:
+    """Replay every journal at or under ``paths``. Raises :class:`LedgerError` if there is none."""
+    return Audit([_replay(path, keep=keep, watch=watch) for path in find_journals(paths)])
+
+
+def _replay(path: Path, *, keep: bool, watch: Watch | None) -> Book:
+    book = Book(path, keep=keep, watch=watch)
+    with Reader(path) as reader:
+        book.read(reader)
+        book.notes += [str(damage) for damage in reader.damage]
+        if not reader.ended:
+            book.notes.append("the engine is alive, this is up to now")
+        elif not reader.stopped:
+            book.notes.append("the engine did not end in good order, its last moments may be missing")
+    book.finish()
+    return book
+
+
+class RequestStatement:
+    """One request's account with every posting on it, and what was found in it."""
+
+    def __init__(self, book: Book, account: Account) -> None:
+        self.engine = book.name
+        self.path = book.path
+        self.account: Statement = account.freeze()
+        self.lines: list[Line] = account.lines or []
+        self.findings = [
+            violation
+            for violation in book.auditor.violations
+            if violation.request == account.request_id
+        ]
+
+
+def statement(path: Path, request_id: str) -> RequestStatement:
+    """Replay ``path`` for one request: by its id, or a beginning of it that only one has.
+
+    Raises :class:`LedgerError` if there is none, or more than one.
+    """
+    seen: list[str] = []
+
+    def watched(name: str) -> bool:
+        if len(seen) < HINTS:
+            seen.append(name)
+        return name.startswith(request_id)
+
+    audit = audit_paths([path], watch=watched)
+    found = [(book, account) for book in audit.books for account in book.accounts]
+    exact = [pair for pair in found if pair[1].request_id == request_id]
+    if exact:
+        return RequestStatement(*exact[-1])
+    if not found:
+        close = list(_close(request_id, seen))
+        hint = f"; there are {', '.join(close)}" if close else ""
+        raise LedgerError(f"No request of {path} is called {request_id!r}{hint}.")
+    names = sorted({account.request_id for _, account in found})
+    if len(names) > 1:
+        shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+        raise LedgerError(f"{len(names)} requests begin with {request_id!r}: {shown}.")
+    return RequestStatement(*found[-1])
+
+
+def _close(request_id: str, seen: list[str]) -> Iterator[str]:
+    """A few names worth trying."""
+    yield from get_close_matches(request_id, seen, n=3, cutoff=0.5) or seen[:3]

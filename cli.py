@@ -1,0 +1,247 @@
+"""The command line: a verb parses, calls one function and prints. No logic here.
+
+Everything but typer is imported when a verb needs it: ``kvledger --help`` is quick, and no verb
+needs vLLM but ``demo``. Exit codes are in :data:`EPILOG` and in the README.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+import kvledger
+
+CODES = {"clean": 0, "violated": 1, "unknown": 3}
+BAD_INPUT = 2
+OWN_BUG = 70
+INTERRUPTED = 130
+
+EPILOG = (
+    "Exit codes: 0 clean; 1 violated; 2 bad usage or input; 3 unknown (events are missing) and "
+    "nothing violated; 4 the demo's engine did not run; 70 a defect of kvledger."
+)
+
+app = typer.Typer(
+    name="kvledger",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    epilog=EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+JournalPaths = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="PATH...",
+        show_default=False,
+        help="Journals, folders of journals, or single segments.",
+    ),
+]
+JournalPath = Annotated[
+    Path, typer.Argument(metavar="PATH", show_default=False, help="A journal, or a folder of them.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(kvledger.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version."),
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of whatever goes wrong.")
+    ] = False,
+) -> None:
+    """Audit the KV-cache token accounting of vLLM engines."""
+
+
+@app.command(epilog=EPILOG)
+def audit(
+    paths: JournalPaths,
+    format: Annotated[
+        str, typer.Option("--format", metavar="text|json", help="For a person or a machine.")
+    ] = "text",
+) -> None:
+    """Replay journals and say whether the engine's accounts are right."""
+    if format not in ("text", "json"):
+        raise typer.BadParameter(f"{format!r} is neither text nor json.")
+    from kvledger.audit.replay import audit_paths
+    from kvledger.exporters.audit_report import as_json, report
+
+    found = report(audit_paths(paths))
+    if format == "json":
+        typer.echo(as_json(found))
+    else:
+        from kvledger.exporters import terminal
+
+        terminal.show(terminal.audit(found))
+    raise typer.Exit(CODES[found.verdict])
+
+
+@app.command()
+def show(
+    path: JournalPath,
+    request: Annotated[
+        str,
+        typer.Argument(
+            metavar="REQUEST",
+            show_default=False,
+            help="The request's id, or a beginning of it that no other has.",
+        ),
+    ],
+    every: Annotated[
+        bool, typer.Option("--every", help="Every entry on a line of its own.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Print the account statement of one request, entry by entry."""
+    from kvledger.audit.replay import statement
+
+    found = statement(path, request)
+    if json:
+        from kvledger.exporters.audit_report import as_json, statement_data
+
+        typer.echo(as_json(statement_data(found)))
+    else:
+        from kvledger.exporters import statement as drawn
+        from kvledger.exporters import terminal
+
+        terminal.show(drawn.statement(found, every_entry=every))
+
+
+@app.command()
+def explain(
+    id: Annotated[
+        str,
+        typer.Argument(
+            metavar="[ID]", show_default=False, help="Such as tokens/balance; none lists them all."
+        ),
+    ] = "",
+) -> None:
+    """Say what an invariant promises, when it is broken, and where that was seen."""
+    from kvledger.audit.catalogue import explain as explained
+
+    if id:
+        typer.echo(explained(id))
+    else:
+        from kvledger.exporters import terminal
+
+        terminal.show(terminal.catalogue())
+
+
+@app.command(epilog=EPILOG)
+def demo(
+    inject: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|list",
+            show_default=False,
+            help="Put an upstream defect back into the engine; list names them. "
+            "The exit code is then 0 if the audit names the defect, and 1 if it does not.",
+        ),
+    ] = None,
+    json: Json = False,
+    keep: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            show_default=False,
+            help="An empty or new folder for journal, log and result. Default: a temporary one, "
+            "which stays too.",
+        ),
+    ] = None,
+) -> None:
+    """Run a real vLLM engine on this machine's CPU, observed, and audit what it did.
+
+    A tiny model made on the spot, shared prefixes, too few blocks and a connector on a folder; it
+    takes less than a minute. Needs the vllm extra: pip install 'kvledger[vllm]'.
+    """
+    from kvledger.exporters import demo_report
+
+    if inject == "list":
+        demo_report.show_injections()
+        return
+    raise typer.Exit(demo_report.run(inject, keep, as_json=json))
+
+
+@app.command()
+def serve(
+    path: JournalPath,
+    address: Annotated[
+        str,
+        typer.Option("--web.listen-address", metavar="HOST:PORT", help="Where to listen."),
+    ] = "127.0.0.1:9464",
+) -> None:
+    """Follow journals, live or not, and serve their figures at /metrics for Prometheus."""
+    from kvledger.exporters.prometheus import serve as serving
+
+    serving(path, address, lambda url: typer.echo(f"Serving {url}", err=True))
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(kvledger.__version__)
+
+
+# --- how it ends ----------------------------------------------------------------------------------------
+
+
+def main() -> NoReturn:
+    """Run the command line; whatever goes wrong is one sentence and an exit code."""
+    debug = "--debug" in sys.argv[1:]
+    try:
+        code = app(standalone_mode=False) or 0
+        sys.stdout.flush()
+    except BrokenPipeError:
+        code = _quiet_pipe()
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        code = _tell(error)
+    sys.exit(code)
+
+
+def _quiet_pipe() -> int:
+    """Whoever read our output has gone: say nothing more, not even at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _tell(error: Exception) -> int:
+    from kvledger.audit.errors import LedgerError
+
+    usage = getattr(error, "format_message", None)  # click's errors, whichever click typer uses
+    if isinstance(error, LedgerError):
+        sentence, code = str(error), error.exit_code
+    elif usage is not None:
+        sentence, code = usage() or "No command was given.", BAD_INPUT
+    elif isinstance(error, ModuleNotFoundError):
+        sentence, code = f"This command needs {error.name}, which is not installed.", BAD_INPUT
+    else:
+        said = f"{type(error).__name__}: {error}"
+        sentence = f"kvledger itself failed ({said}); --debug shows where"
+        code = OWN_BUG
+    sentence = " ".join(sentence.split())
+    sentence = sentence[:1].upper() + sentence[1:]
+    print(sentence if sentence.endswith((".", "?", "!")) else f"{sentence}.", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    main()

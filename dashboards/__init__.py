@@ -1,0 +1,1 @@
+"""Dashboards: builders of dashboards, rules and Kubernetes pieces, and what they built."""

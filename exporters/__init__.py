@@ -1,0 +1,1 @@
+"""Figures for people and machines: they read the audit, never an engine."""

@@ -1,0 +1,137 @@
+"""The demo as a person or a machine sees it. The run itself is in ``audit/demo/run.py``."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from kvledger.audit.demo.injections import INJECTIONS
+from kvledger.audit.demo.run import Demo
+from kvledger.audit.demo.run import run as run_demo
+from kvledger.exporters import audit_report, statement, terminal
+from kvledger.exporters.audit_report import Difference, Plan, Report
+
+CODES = {"clean": 0, "violated": 1, "unknown": 3}
+ENGINE_FAILED = 4
+
+
+def show_injections() -> None:
+    """Print the defects that can be put back."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    for injection in INJECTIONS.values():
+        table.add_row(Text(injection.name, style="bold"), Text(injection.summary))
+    terminal.show(table)
+
+
+def run(inject: str | None, folder: Path | None, *, as_json: bool) -> int:
+    """Run the demo with a progress bar, print what it gave, and return the exit code."""
+    with terminal.progress("vLLM serves the demo's requests") as progress:
+        demo = run_demo(inject, folder, progress)
+    report = audit_report.report(demo.audit)
+    if as_json:
+        print(audit_report.as_json(data(demo, report)))
+    else:
+        terminal.show(Group(*_blocks(demo, report)))
+    return exit_code(demo, report)
+
+
+def exit_code(demo: Demo, report: Report) -> int:
+    """The audit's own; with an injection 0 if it was found and 1 if not; 4 if the engine failed."""
+    if demo.injection is not None:
+        return 0 if demo.found else 1
+    return ENGINE_FAILED if demo.failure is not None else CODES[report.verdict]
+
+
+def data(demo: Demo, report: Report) -> dict[str, object]:
+    """The demo as one object: the audit's, and what only the demo knows."""
+    found = demo.injection.expected_invariant if demo.injection else None
+    counters, named = _counters(demo) or (None, [])
+    report_data: dict[str, object] = audit_report.plain(report)
+    return {
+        **report_data,
+        "engine_counters": audit_report.plain(counters),
+        "engine_counter_differences": audit_report.plain(named),
+        "engine_failure": demo.failure,
+        "engine_refusals": demo.refusals,
+        "elapsed_seconds": demo.elapsed_seconds,
+        "injection": demo.injection.name if demo.injection else None,
+        "expected": found,
+        "found": demo.found if demo.injection else None,
+        "statement": audit_report.statement_data(demo.statement) if demo.statement else None,
+        "journal": str(demo.journal),
+        "log": str(demo.log),
+    }
+
+
+def _counters(demo: Demo) -> tuple[Plan, list[Difference]] | None:
+    """The engine's counters as a row; they do not say of how many requests they are."""
+    if demo.counters is None:
+        return None
+    named = audit_report.differences(demo.to_counters, "reported", "counters")
+    return audit_report.plan(demo.counters, -1), named
+
+
+def _blocks(demo: Demo, report: Report) -> Iterator[RenderableType]:
+    yield _heading(demo, report)
+    yield Text()
+    yield terminal.sources(report, _counters(demo))
+    yield Text()
+    yield terminal.work(report.work)
+    for part in (
+        terminal.external(report.external),
+        statement.statement(demo.statement) if demo.statement else None,
+        terminal.findings(report.violations),
+        terminal.notes([*report.notes, *(f"the engine: {said}" for said in demo.refusals)]),
+    ):
+        if part is not None:
+            yield Text()
+            yield part
+    yield Text()
+    yield terminal.verdict(report)
+    if demo.injection is not None:
+        yield _outcome(demo)
+    yield Text()
+    yield _next(demo, report)
+
+
+def _heading(demo: Demo, report: Report) -> Text:
+    engine = report.journals[0]
+    text = Text.assemble(
+        (f"{engine.engine} {engine.version}", "bold"),
+        f" served {report.requests} requests with {report.preemptions} preemptions"
+        f" in {demo.elapsed_seconds:.0f} s" * bool(demo.elapsed_seconds),
+    )
+    if demo.injection is not None:
+        text.append(f"\nInjected: {demo.injection.name}, {demo.injection.summary}")
+    if demo.failure is not None:
+        text.append(f"\nThe engine failed: {demo.failure} (see {demo.log})", style="bold red")
+    return text
+
+
+def _outcome(demo: Demo) -> Text:
+    assert demo.injection is not None
+    wanted, name = demo.injection.expected_invariant, demo.injection.name
+    if demo.found:
+        return Text(f"The injected defect {name} was found: {wanted}", style="bold green")
+    return Text(f"The injected defect {name} was not found: no {wanted}", style="bold red")
+
+
+def _next(demo: Demo, report: Report) -> Group:
+    journal = shlex.quote(str(demo.journal))
+    commands = [f"kvledger audit {journal}"]
+    if demo.statement is not None:
+        commands.append(f"kvledger show {journal} {shlex.quote(demo.statement.account.request_id)}")
+    ids = list(dict.fromkeys(found.id for found in report.violations))
+    commands.append(f"kvledger explain {ids[0]}" if ids else "kvledger demo --inject list")
+    lines = [Padding(Text(command, overflow="fold"), (0, 0, 0, 2)) for command in commands]
+    return Group(
+        Text.assemble(("The journal is in ", "bold"), str(demo.journal)),
+        terminal.title("Next"),
+        *lines,
+    )

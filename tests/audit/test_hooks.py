@@ -1,0 +1,177 @@
+"""Wrapping and giving back, on plain Python objects: no engine is needed to break a hook."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvledger.audit.hooks import PATIENCE, EngineMismatch, Hook, Hooks
+
+
+class Host:
+    """A stand-in engine."""
+
+    def __init__(self) -> None:
+        self.part = Part()
+
+    def run(self, tokens: int, fast: bool = False) -> int:
+        """Doubles."""
+        return tokens * 2
+
+
+class Part:
+    def load(self, name: str) -> str:
+        return name.upper()
+
+
+class Watcher:
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def before(self, *args: Any, **kwargs: Any) -> str:
+        return f"before {args}"
+
+    def after(self, token: Any, result: Any, *args: Any, **kwargs: Any) -> None:
+        self.seen.append((token, result, args, kwargs))
+
+    def raises(self, *_: Any, **__: Any) -> None:
+        raise RuntimeError("a broken observer")
+
+
+RUN = Hook("", "run", (("tokens", "fast"),), "before", "after")
+LOAD = Hook("part", "load", (("name",),), after="after")
+
+
+def hooks(
+    table: tuple[Hook, ...], host: Host, watcher: Watcher, failed: list[Any] | None = None
+) -> Hooks:
+    heard = [] if failed is None else failed
+    return Hooks(table, host, watcher, lambda *what: heard.append(what))
+
+
+def test_an_observer_sees_arguments_and_result_and_the_caller_its_own_result() -> None:
+    host, watcher = Host(), Watcher()
+    hooks((RUN, LOAD), host, watcher)
+
+    assert host.run(3, fast=True) == 6
+    assert host.part.load("a") == "A"
+    assert [("before (3,)", 6, (3,), {"fast": True}), (None, "A", ("a",), {})] == watcher.seen
+
+
+def test_removing_leaves_no_trace() -> None:
+    host, watcher = Host(), Watcher()
+    before = dict(vars(host)), dict(vars(host.part))
+    hooks((RUN, LOAD), host, watcher).remove()
+
+    assert before == (vars(host), vars(host.part))
+    assert host.run(3) == 6
+    assert watcher.seen == []
+
+
+def test_an_attribute_that_the_instance_had_itself_is_put_back() -> None:
+    host = Host()
+
+    def mine(tokens: int, fast: bool = False) -> int:
+        return tokens
+
+    host.run = mine  # type: ignore[method-assign]
+    hooks((RUN,), host, Watcher()).remove()
+
+    assert vars(host)["run"] is mine
+
+
+def test_a_wrapper_put_over_ours_stays_and_ours_passes_through() -> None:
+    host, watcher = Host(), Watcher()
+    ours = hooks((RUN,), host, watcher)
+    inner = host.run
+    host.run = lambda tokens, fast=False: inner(tokens, fast) + 1  # type: ignore[method-assign]
+    ours.remove()
+
+    assert host.run(3) == 7
+    assert watcher.seen == []
+
+
+def test_the_wrapper_keeps_name_doc_and_signature() -> None:
+    import inspect
+
+    host = Host()
+    signature = inspect.signature(host.run)
+    hooks((RUN,), host, Watcher())
+
+    assert ("run", "Doubles.", signature) == (
+        host.run.__name__,
+        host.run.__doc__,
+        inspect.signature(host.run),
+    )
+
+
+def test_a_failing_observer_never_reaches_the_caller_and_removes_itself() -> None:
+    host, failed = Host(), list[Any]()
+    ours = hooks((RUN._replace(before="raises"), LOAD), host, Watcher(), failed)
+
+    assert [host.run(n) for n in range(PATIENCE + 3)] == [2 * n for n in range(PATIENCE + 3)]
+    assert [removed for _, _, removed in failed] == [False] * (PATIENCE - 1) + [True]
+    assert {"run": PATIENCE} == ours.failures
+    assert ["part.load"] == ours.live
+    assert "run" not in vars(host)
+
+
+def test_a_failing_failure_handler_does_not_reach_the_caller_either() -> None:
+    host = Host()
+
+    def worse(*_: Any) -> None:
+        raise RuntimeError("worse")
+
+    Hooks((RUN._replace(after="raises"),), host, Watcher(), worse)
+
+    assert host.run(1) == 2
+
+
+def test_the_hosts_own_exception_passes_unchanged() -> None:
+    class Failing(Host):
+        def run(self, tokens: int, fast: bool = False) -> int:
+            raise KeyError("the host's own")
+
+    host, watcher = Failing(), Watcher()
+    hooks((RUN,), host, watcher)
+
+    with pytest.raises(KeyError, match="the host's own"):
+        host.run(1)
+    assert watcher.seen == []
+
+
+@pytest.mark.parametrize(
+    ("hook", "says"),
+    [
+        (Hook("", "run", (("tokens",),)), r"run takes \(tokens, fast\), not \(tokens\)"),
+        (Hook("", "walk", ((),)), "walk is missing"),
+        (Hook("engine", "load", ((),)), "engine.load is missing"),
+    ],
+)
+def test_a_host_that_differs_is_refused_whole(hook: Hook, says: str) -> None:
+    host = Host()
+    with pytest.raises(EngineMismatch, match=says):
+        hooks((RUN, LOAD, hook), host, Watcher())
+
+    assert "run" not in vars(host)
+    assert "load" not in vars(host.part)
+
+
+def test_an_optional_hook_may_be_missing() -> None:
+    host = Host()
+    ours = hooks((RUN, Hook("connector", "load", (), optional=True)), host, Watcher())
+
+    assert ["run"] == ours.live
+
+
+def test_only_a_boundary_may_raise() -> None:
+    host = Host()
+
+    def boundary() -> None:
+        raise AssertionError("strict")
+
+    Hooks((RUN._replace(boundary=True),), host, Watcher(), lambda *_: None, boundary)
+
+    with pytest.raises(AssertionError, match="strict"):
+        host.run(1)

@@ -1,0 +1,418 @@
+"""The driver reaches the states that it is built to reach, by the engine's own figures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.engine import FinishReason
+from vllm.v1.request import RequestStatus
+
+from kvledger.audit.conformance.courses import COURSES
+from kvledger.audit.conformance.driver import Driver, start, tokens
+
+
+def told(driver: Driver, kind: str) -> list[Any]:
+    return [word for word in driver.connector.script.told if type(word).__name__ == kind]
+
+
+def prefill(driver: Driver, request_id: str) -> tuple[int, int, int]:
+    """What the engine reports of a prompt: local, external, computed."""
+    stats = driver.prefill_stats(request_id)
+    return (stats.num_local_cached_tokens, stats.num_external_cached_tokens, stats.num_computed_tokens)
+
+
+def finish_reason(driver: Driver, request_id: str) -> Any:
+    return driver.delivered[request_id][-1].finish_reason
+
+
+@pytest.mark.parametrize("name", COURSES)
+def test_every_course_leaves_the_engine_idle(name: str) -> None:
+    driver = COURSES[name]()
+
+    pool = driver.scheduler.kv_cache_manager.block_pool
+    assert not driver.scheduler.requests
+    assert not driver.in_flight
+    assert not driver.runner.loading
+    assert driver.setup.blocks - 1 == pool.get_num_free_blocks()  # one is the null block
+
+
+def test_a_longer_prompt_of_a_family_continues_the_shorter() -> None:
+    assert tokens(40, "a") == tokens(100, "a")[:40]
+    assert tokens(40, "a") != tokens(40, "b")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_prefill_and_decode(asynchronous: bool) -> None:
+    driver = start(asynchronous=asynchronous)
+    r = driver.add("r", 100, 5)
+    driver.run()
+
+    assert prefill(driver, "r") == (0, 0, 100)
+    assert r.num_output_tokens == 5
+    assert r.num_computed_tokens == 104
+    assert finish_reason(driver, "r") is FinishReason.LENGTH
+
+
+def test_stop_token() -> None:
+    driver = start()
+    r = driver.add("r", 10, 50, stop_at=3)
+    driver.run()
+
+    assert r.num_output_tokens == 3
+    assert finish_reason(driver, "r") is FinishReason.STOP
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    def accepted() -> list[int]:
+        driver = start(drafts=3)
+        driver.add("r", 40, 30)
+        driver.run()
+        return [len(output.new_token_ids) for output in driver.delivered["r"]]
+
+    assert accepted() == accepted()
+
+
+def test_shared_prefix() -> None:
+    driver = start()
+    driver.add("a", 100, 1)
+    driver.run()
+    driver.add("b", 100, 1, shares=("a", 70))
+    driver.run()
+
+    assert prefill(driver, "b") == (64, 0, 36)
+
+
+def test_prefill_chunks_sample_nothing() -> None:
+    driver = start(max_batched_tokens=64)
+    r = driver.add("r", 150, 2)
+
+    for computed, sampled in ((64, 0), (128, 0), (150, 1)):
+        driver.step()
+        assert (r.num_computed_tokens, r.num_output_tokens) == (computed, sampled)
+
+
+def test_preempted_for_want_of_blocks_in_prefill() -> None:
+    driver = start(blocks=12, max_batched_tokens=64)
+    driver.add("early", 96, 30)
+    late = driver.add("late", 96, 4)
+    while not late.num_preemptions:
+        before = late.num_computed_tokens
+        driver.step()
+    assert 0 < before < late.num_prompt_tokens
+    assert late.num_output_tokens == 0
+    driver.run()
+
+    assert prefill(driver, "late") == (0, 0, 96)
+    assert finish_reason(driver, "late") is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_preempted_for_want_of_blocks_in_decode(asynchronous: bool) -> None:
+    driver = start(blocks=13, asynchronous=asynchronous)
+    driver.add("early", 64, 60)
+    late = driver.add("late", 64, 60)
+    while not late.num_preemptions:
+        driver.step()
+    assert late.num_output_tokens > 0
+    driver.run()
+
+    assert late.num_preemptions == 1
+    assert late.num_output_tokens == 60
+
+
+@pytest.mark.parametrize(("drop", "tokens_out"), [(False, 2), (True, 1)])
+def test_forced_preemption_with_a_step_in_flight(drop: bool, tokens_out: int) -> None:
+    driver = start(asynchronous=True)
+    r = driver.add("r", 40, 8)
+    driver.schedule()
+    driver.output()
+    driver.schedule()
+    driver.preempt("r", drop=drop)
+
+    assert r.status == RequestStatus.PREEMPTED
+    assert r.num_stale_output_tokens == 1
+    driver.output()
+    assert r.num_output_tokens == tokens_out
+    driver.run()
+    assert r.num_output_tokens == 8
+
+
+@pytest.mark.parametrize("kv_role", ["kv_both", "kv_consumer"])
+def test_a_producer_loses_output_in_flight_on_preemption(kv_role: str) -> None:
+    driver = start(asynchronous=True, connector="scripted", kv_role=kv_role)
+    r = driver.add("r", 40, 8)
+    driver.schedule()
+    driver.preempt("r")
+
+    assert r.drop_stale_output == (kv_role == "kv_both")
+
+
+def test_abort_while_waiting() -> None:
+    driver = start()
+    r = driver.add("r", 40)
+    driver.abort("r")
+
+    assert r.status == RequestStatus.FINISHED_ABORTED
+    assert r.num_computed_tokens == 0
+
+
+def test_abort_in_prefill() -> None:
+    driver = start(max_batched_tokens=64)
+    r = driver.add("r", 100)
+    driver.step()
+    driver.abort("r")
+
+    assert (r.num_computed_tokens, r.num_output_tokens) == (64, 0)
+
+
+def test_abort_with_a_step_in_flight() -> None:
+    driver = start(asynchronous=True)
+    r = driver.add("r", 40)
+    driver.step()
+    driver.step()
+    driver.abort("r")
+    driver.run()
+
+    assert r.num_output_tokens == 1
+
+
+def test_abort_while_waiting_for_remote_kv() -> None:
+    """The blocks stay held until the transfer has ended."""
+    driver = start(connector="scripted")
+    pool = driver.scheduler.kv_cache_manager.block_pool
+    free = pool.get_num_free_blocks()
+    driver.connector.say("r", (96, True))
+    driver.add("r", 150)
+    driver.step()
+    driver.abort("r")
+
+    assert free - 6 == pool.get_num_free_blocks()
+    driver.schedule()
+    driver.output(finished_recving=["r"])
+    assert free == pool.get_num_free_blocks()
+
+
+def test_async_scheduling_runs_one_step_ahead() -> None:
+    driver = start(asynchronous=True)
+    r = driver.add("r", 40, 4)
+
+    assert driver.step() == {}
+    assert (r.num_computed_tokens, r.num_output_placeholders) == (40, 1)
+    driver.step()
+    assert len(driver.in_flight) == 1
+    assert (r.num_computed_tokens, r.num_output_placeholders, r.num_output_tokens) == (41, 1, 1)
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "eagle"])
+def test_rejected_drafts_are_taken_back(drafter: str) -> None:
+    driver = start(drafts=3, drafter=drafter)
+    r = driver.add("r", 50, 40)
+    driver.step()
+    for accepted, computed in ((1, 52), (0, 53), (3, 57)):
+        driver.step(accepted=accepted)
+        assert r.num_computed_tokens == computed
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "eagle"])
+def test_rejected_drafts_are_taken_back_under_async_scheduling(drafter: str) -> None:
+    driver = start(drafts=3, drafter=drafter, asynchronous=True)
+    r = driver.add("r", 50, 40)
+    driver.step()
+    driver.step()
+    assert (r.num_computed_tokens, r.num_output_placeholders) == (54, 4)
+    driver.step(accepted=1)
+
+    # Two steps of four; of the first two are confirmed and two rejected.
+    assert (r.num_computed_tokens, r.num_output_placeholders, r.num_output_tokens) == (56, 4, 3)
+
+
+def test_external_hit_synchronous() -> None:
+    driver = start(connector="scripted")
+    driver.connector.store("r", 170)
+    driver.add("r", 200, 1)
+    driver.run()
+
+    assert prefill(driver, "r") == (0, 160, 40)
+    (plan,) = told(driver, "Plan")
+    assert [(load.request_id, load.external_tokens) for load in plan.loads] == [("r", 160)]
+
+
+def test_external_hit_asynchronous_waits_for_remote_kv() -> None:
+    driver = start(connector="scripted")
+    driver.connector.say("r", (160, True))
+    r = driver.add("r", 200, 2)
+    for _ in range(3):
+        driver.step()
+        assert r.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        assert r.num_computed_tokens == 160
+    driver.step(finished_recving=["r"])
+    driver.step()
+
+    assert r.status == RequestStatus.RUNNING
+    assert r.num_computed_tokens == 200
+
+
+def test_a_worker_cannot_finish_what_it_was_not_told_to_load() -> None:
+    driver = start(connector="scripted")
+    driver.add("r", 50)
+    driver.schedule()
+
+    with pytest.raises(AssertionError, match="not told to load"):
+        driver.output(finished_recving=["r"])
+
+
+def test_deferred_lookup_is_asked_again() -> None:
+    driver = start(connector="scripted")
+    driver.connector.say("r", None, None, 32)
+    driver.add("r", 50, 1)
+    driver.run()
+
+    assert [None, None, 32] == [asked.answer[0] for asked in told(driver, "Asked")]
+
+
+def test_full_external_hit_computes_the_last_token_again() -> None:
+    driver = start(connector="scripted")
+    driver.connector.store("r", 96, asynchronous=True)
+    driver.add("r", 96, 1)
+    driver.step(finished_recving=["r"])
+
+    assert {"r": 1} == driver.schedule().num_scheduled_tokens
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_synchronous_load_fails_and_is_recomputed(asynchronous: bool) -> None:
+    driver = start(connector="scripted", asynchronous=asynchronous)
+    driver.connector.say("r", 160)
+    r = driver.add("r", 200, 2)
+    driver.schedule()
+    driver.output(invalid_blocks=driver.blocks("r")[4:10])
+
+    assert r.num_computed_tokens == 64
+    assert r.num_output_tokens == 0
+    # In 0.32 and 0.33 the async scheduler keeps the failed step's output placeholder.
+    left = r.num_output_placeholders
+    assert {"r": 136 + left} == driver.schedule().num_scheduled_tokens
+
+
+@pytest.mark.parametrize(("first_bad", "scheduled"), [(4, 136), (0, 200)])
+def test_asynchronous_load_fails_and_is_recomputed(first_bad: int, scheduled: int) -> None:
+    driver = start(connector="scripted")
+    driver.connector.say("r", (160, True))
+    driver.add("r", 200, 2)
+    driver.schedule()
+    driver.output(invalid_blocks=driver.blocks("r")[first_bad:], finished_recving=["r"])
+
+    assert {"r": scheduled} == driver.schedule().num_scheduled_tokens
+
+
+@pytest.mark.parametrize("load", [160, (160, True)], ids=["synchronous", "asynchronous"])
+def test_failed_load_fails_the_request(load: Any) -> None:
+    driver = start(connector="scripted", load_failure_policy="fail")
+    driver.connector.say("r", load)
+    r = driver.add("r", 200, 2)
+    driver.schedule()
+    received = ["r"] if isinstance(load, tuple) else []
+    driver.output(invalid_blocks=driver.blocks("r")[4:10], finished_recving=received)
+
+    assert r.status == RequestStatus.FINISHED_ERROR
+
+
+def test_receive_fails_as_a_whole() -> None:
+    driver = start(connector="scripted", groups=("full", "sliding"), blocks=128)
+    driver.connector.say("r", (160, True))
+    driver.add("r", 200, 2)
+    driver.schedule()
+    driver.output(failed_recving=["r"])
+
+    assert {"r": 200} == driver.schedule().num_scheduled_tokens
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_prefix_cache_reset_under_a_running_request(asynchronous: bool) -> None:
+    driver = start(asynchronous=asynchronous)
+    r = driver.add("r", 50, 8)
+    for _ in range(3):
+        driver.step()
+    assert driver.reset_prefix_cache(running=True)
+
+    assert r.num_preemptions == 1
+    assert {"r": r.num_tokens} == driver.schedule().num_scheduled_tokens
+    driver.run()
+    assert r.num_output_tokens == 8
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_session_keeps_its_kv_between_chunks(asynchronous: bool) -> None:
+    driver = start(asynchronous=asynchronous)
+    s = driver.add("s", 40, 4, resumable=True)
+    driver.run()
+    assert s.status == RequestStatus.WAITING_FOR_STREAMING_REQ
+    assert s.num_computed_tokens == 43
+
+    driver.add("s", 30, 4, resumable=True)
+    assert s.num_prompt_tokens == 73  # the last output token is given up
+    assert {"s": 30} == driver.schedule().num_scheduled_tokens
+    driver.drain()
+    driver.run()
+    driver.close("s")
+    assert s.is_finished()
+
+
+def test_pooling() -> None:
+    driver = start(pooling=True, max_batched_tokens=64)
+    r = driver.add("r", 100)
+    driver.run()
+
+    assert r.num_output_tokens == 0
+    assert r.num_computed_tokens == 100
+    assert driver.delivered["r"][-1].pooling_output is not None
+
+
+def test_priority_preempts_the_lowest() -> None:
+    driver = start(policy="priority", blocks=13)
+    low = driver.add("low", 64, 60, priority=9)
+    driver.step()
+    high = driver.add("high", 64, 60, priority=0)
+    driver.run()
+
+    assert (low.num_preemptions, high.num_preemptions) == (1, 0)
+
+
+def test_hybrid_groups_give_blocks_out_of_the_window_back() -> None:
+    driver = start(groups=("full", "sliding"), blocks=64, sliding_window=32, max_batched_tokens=64)
+    driver.add("r", 200, 2)
+    for _ in range(4):
+        driver.step()
+
+    full, sliding = driver.blocks("r", 0), driver.blocks("r", 1)
+    assert len(full) == len(sliding) == 13
+    assert 0 not in full
+    assert sliding.count(0) >= 8  # the null block stands where one was given back
+
+
+def test_blocks_of_a_finished_request_stay_held_until_sent() -> None:
+    driver = start(connector="scripted")
+    driver.connector.script.delay_free.add("r")
+    driver.add("r", 40, 1)
+    driver.step()
+    assert driver.connector.held == {"r"}
+    driver.run()
+
+    assert not driver.connector.held
+    assert not driver.scheduler.requests
+
+
+def test_drafts_for_a_request_without_any_are_padding() -> None:
+    """A request that starts with one token to compute gets drafts of -1; none is accepted."""
+    driver = start(drafts=3, connector="scripted")
+    driver.connector.store("r", 96, asynchronous=True)
+    r = driver.add("r", 96, 5)
+    driver.step(finished_recving="all")
+
+    assert driver.schedule().scheduled_spec_decode_tokens == {"r": [-1, -1, -1]}
+    driver.output()
+    assert (r.num_computed_tokens, r.num_output_tokens) == (96, 1)

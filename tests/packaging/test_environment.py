@@ -1,0 +1,106 @@
+"""The set-up: pip's configuration in uv's words, and files that say names and versions, not places."""
+
+import importlib.util
+import re
+import subprocess
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CONSTRAINTS = sorted((ROOT / "constraints").glob("*.txt"))
+
+
+def pins(path: Path) -> list[str]:
+    return [line for line in path.read_text().splitlines() if not line.startswith("#")]
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    """scripts/environment.py, working on an empty folder instead of the checkout."""
+    spec = importlib.util.spec_from_file_location("environment", ROOT / "scripts/environment.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "VENV", tmp_path)
+    monkeypatch.setattr(module, "WHOLE", tmp_path / "kvledger-whole.stamp")
+    return module
+
+
+def test_pip_options_become_uvs(environment: ModuleType) -> None:
+    listed = """\
+global.extra-index-url='file:///one file:///two'
+global.find-links='/wheels\\n/more wheels'
+global.timeout='60'
+install.index-url='mirror'
+"""
+    assert {
+        "UV_EXTRA_INDEX_URL": "file:///one file:///two",
+        "UV_FIND_LINKS": "/wheels,/more,wheels",
+        "UV_INDEX_URL": "mirror",
+    } == environment.from_pip(listed)
+
+
+@pytest.mark.parametrize(
+    ("listed", "expected"),
+    [
+        ("global.index-url='a'\ninstall.index-url='b'", "b"),
+        (":env:.index-url='c'\nglobal.index-url='a'\ninstall.index-url='b'", "c"),
+    ],
+)
+def test_the_nearer_scope_wins(environment: ModuleType, listed: str, expected: str) -> None:
+    assert {"UV_INDEX_URL": expected} == environment.from_pip(listed)
+
+
+def test_other_options_are_no_matter(environment: ModuleType) -> None:
+    assert {} == environment.from_pip("global.require-virtualenv='true'\nfreeze.find-links='x'\n")
+
+
+def test_routes_are_tried_in_order_and_all_refusals_are_shown(
+    environment: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """uv is played by a shell that refuses with what it was asked."""
+    monkeypatch.setattr(environment, "PYTHON", "/bin/sh")
+    with pytest.raises(SystemExit) as refused:
+        environment.uv_install(["x"], [([], {}), (["--torch-backend", "cpu"], {})])
+    assert 3 == len(str(refused.value).split("\n\n"))
+
+
+def test_a_venv_that_was_copied_here_is_not_ours(environment: ModuleType) -> None:
+    environment.WHOLE.write_text("/elsewhere/.venv")
+    assert not environment.is_whole()
+
+
+def test_a_venv_without_an_interpreter_is_not_whole(
+    environment: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    environment.WHOLE.write_text(str(tmp_path))
+    monkeypatch.setattr(environment, "PYTHON", tmp_path / "bin/python")
+    assert not environment.is_whole()
+
+
+@pytest.mark.parametrize("path", CONSTRAINTS, ids=lambda path: path.name)
+def test_constraints_are_sorted_names_with_exact_versions(path: Path) -> None:
+    lines = pins(path)
+    assert [] == [line for line in lines if not re.fullmatch(r"[a-z0-9][a-z0-9-]*==[0-9][0-9a-z.+]*", line)]
+    assert lines == sorted(lines, key=lambda line: line.split("==")[0])
+
+
+def test_no_name_is_pinned_twice() -> None:
+    names = [line.split("==")[0] for path in CONSTRAINTS for line in pins(path)]
+    assert [] == sorted({name for name in names if names.count(name) > 1})
+
+
+def test_no_file_names_a_package_registry() -> None:
+    """Where packages come from is the machine's business; the names are split so that this file may pass."""
+    hosts = "|".join(("pypi" r"\.org", "python" r"hosted\.org", "download\\.pytorch"))
+    git = ["git", "-c", "safe.directory=*", "grep", "--untracked", "-lE", hosts]
+    found = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (1, "") == (found.returncode, found.stdout)  # 1 is git's word for: nothing found
+
+
+def test_ci_runs_the_whole_check() -> None:
+    script = ROOT / ".ci/run"
+    assert script.stat().st_mode & 0o111
+    assert "make test" in script.read_text()

@@ -1,0 +1,170 @@
+"""The naive model gives the golden figures, and the histories language says what it should."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from kvledger.audit.events import Delivered, Event, Repeated, Stepped
+from tests.histories import (
+    DOCUMENTED,
+    GOLDEN,
+    WOVEN,
+    Golden,
+    Word,
+    Woven,
+    compressed,
+    events,
+    parse,
+    weave,
+)
+from tests.naive import Naive, account, check
+from tests.strategies import Story, random_histories
+
+
+def by_title(row: Golden | Woven) -> str:
+    """A test's name is its row's title."""
+    return row.title
+
+
+def expect(row: Golden, figures: dict[str, Any]) -> None:
+    """Every column of one golden row."""
+    assert (
+        row.scheduled,
+        row.first_prompt,
+        row.first_output,
+        row.rework,
+        row.rejected,
+        row.overrun,
+        row.loaded_again,
+        row.hit_again,
+        row.plan,
+    ) == (
+        figures["scheduled"],
+        figures["first_prompt"],
+        figures["first_output"],
+        sum(figures["rework"].values()),
+        figures["rejected"],
+        figures["overrun"],
+        figures["loaded_again"],
+        figures["hit_again"],
+        figures["plan"],
+    )
+    sources = ("local", "external", "computed", "unattained")
+    settled = [tuple(chunk[source] for source in sources) for chunk in figures["settlements"]]
+    assert [row.settled, *row.later] == settled
+    if row.rework_by_cause is not None:
+        assert row.rework_by_cause == figures["rework"]
+    if row.voided is not None:
+        assert row.voided == figures["voided"]
+
+
+@pytest.mark.parametrize("row", GOLDEN, ids=by_title)
+def test_golden_row(row: Golden) -> None:
+    """Every row holds, the row itself adds up, and no engine statement differs from the model."""
+    assert row.scheduled == (
+        row.first_prompt + row.first_output + row.rework + row.rejected + row.overrun
+    )
+    model = Naive()
+    for event in row.events():
+        model.apply(event)
+    figures = model.result()[0]
+
+    expect(row, figures)
+    check(figures)
+    assert [] == model.differences
+
+
+@pytest.mark.parametrize("woven", WOVEN, ids=by_title)
+def test_golden_row_of_several_requests(woven: Woven) -> None:
+    """Each request has the figures of its own row."""
+    model = Naive()
+    for event in woven.events():
+        model.apply(event)
+    figures = model.result()
+
+    for number, row in enumerate(woven.rows):
+        expect(row, figures[number])
+        check(figures[number])
+    assert [] == model.differences
+
+
+@pytest.mark.parametrize("row", GOLDEN, ids=by_title)
+def test_compression_changes_nothing(row: Golden) -> None:
+    """Repeats written as such give the same figures."""
+    assert account(row.events()) == account(compressed(row.events()))
+
+
+def test_the_documented_table_is_whole() -> None:
+    """Eighteen rows in ``histories.md``, each title once."""
+    assert 18 == len(DOCUMENTED)
+    titles = [row.title for row in (*GOLDEN, *WOVEN)]
+    assert len(titles) == len(set(titles))
+
+
+def test_parse_reads_every_word() -> None:
+    """The numbers and marks of each kind of word."""
+    assert [
+        Word("A", 0, 32, 128),
+        Word("L", 0, 64),
+        Word("s", 0, 4, 3),
+        Word("o", 0, 1, 3),
+        Word("o", 0, mark="+"),
+        Word("p", 0, mark="reset"),
+        Word("F", 0, 2),
+    ] == parse(200, "A32+128 L64 s4/3 o1/3 o+ p:reset F-2")
+
+
+def test_parse_repeats_and_joins() -> None:
+    """``(...)x2`` is written out; ``&`` joins words about several requests."""
+    assert parse(9, "s1 o+ s1 o+") == parse(9, "(s1 o+)x2")
+    assert [Word("s", 0, 4), Word("s", 1, 2, joined=True)] == parse(9, "a.s4&b.s2")
+
+
+@pytest.mark.parametrize("words", ["Z", "A5", "s", "o+/3", "A64+0"])
+def test_parse_refuses(words: str) -> None:
+    """What is no word, and a first hit longer than the prompt."""
+    with pytest.raises(ValueError, match=r"not a word|longer"):
+        parse(50, words)
+
+
+def test_steady_decode_becomes_one_repeat() -> None:
+    """Twenty equal steps are one step, one output, one :class:`Repeated`."""
+    stream = compressed(events(8, "A0+0 s8 o+ (s1 o+)x20 F"))
+
+    # The first s1 differs from s8; its output is that of s8.
+    assert [19] == [event.times for event in stream if isinstance(event, Repeated)]
+
+
+def test_steps_are_written_as_differences() -> None:
+    """Only what changed is named, and who left."""
+    stream: list[Event] = weave(
+        {0: 8, 1: 8}, "a.A0+0 b.A0+0 a.s8&b.s8 a.o+&b.o+ a.s1&b.s1 a.o+&b.o+ b.F a.s1 a.o+ a.F"
+    )
+    steps = [event for event in stream if isinstance(event, Stepped)]
+    outputs = [event for event in stream if isinstance(event, Delivered)]
+
+    assert [[0, 8, 0, 8, 1, 8, 0, 8], [0, 1, 0, 9, 1, 1, 0, 9], []] == [s.changed for s in steps]
+    assert [[], [], [1]] == [step.dropped for step in steps]
+    assert [[0, 1, 1, 1], [], []] == [output.changed for output in outputs]
+
+
+@settings(max_examples=1000, deadline=None)
+@given(random_histories())
+def test_any_history_adds_up(story: Story) -> None:
+    """Identities hold at every moment, and the simulated engine states what the model counts."""
+    model = Naive()
+    for event in story.events:
+        model.apply(event)
+        for figures in model.result().values():
+            check(figures)
+    assert [] == model.differences
+
+
+@settings(max_examples=200, deadline=None)
+@given(random_histories(repeats=False))
+def test_compressing_any_history_changes_nothing(story: Story) -> None:
+    """``compressed`` loses nothing."""
+    assert account(story.events) == account(compressed(story.events))
