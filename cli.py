@@ -20,6 +20,7 @@ CODES = {"clean": 0, "violated": 1, "unknown": 3}
 BAD_INPUT = 2
 OWN_BUG = 70
 INTERRUPTED = 130
+READER_GONE = 141
 
 EPILOG = (
     "Exit codes: 0 clean; 1 violated; 2 bad usage or input; 3 unknown (events are missing) and "
@@ -31,6 +32,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     epilog=EPILOG,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -75,7 +77,7 @@ def audit(
         str, typer.Option("--format", metavar="text|json", help="For a person or a machine.")
     ] = "text",
 ) -> None:
-    """Replay journals and say whether the engine's accounts are right."""
+    """Replay journals; say if the accounts are right."""
     if format not in ("text", "json"):
         raise typer.BadParameter(f"{format!r} is neither text nor json.")
     from kvledger.audit.replay import audit_paths
@@ -102,12 +104,10 @@ def show(
             help="The request's id, or a beginning of it that no other has.",
         ),
     ],
-    every: Annotated[
-        bool, typer.Option("--every", help="Every entry on a line of its own.")
-    ] = False,
+    every: Annotated[bool, typer.Option("--every", help="Every entry on a line of its own.")] = False,
     json: Json = False,
 ) -> None:
-    """Print the account statement of one request, entry by entry."""
+    """Print the account statement of one request."""
     from kvledger.audit.replay import statement
 
     found = statement(path, request)
@@ -131,7 +131,7 @@ def explain(
         ),
     ] = "",
 ) -> None:
-    """Say what an invariant promises, when it is broken, and where that was seen."""
+    """Say what an invariant promises and when it is broken."""
     from kvledger.audit.catalogue import explain as explained
 
     if id:
@@ -164,7 +164,7 @@ def demo(
         ),
     ] = None,
 ) -> None:
-    """Run a real vLLM engine on this machine's CPU, observed, and audit what it did.
+    """Run a real vLLM engine on this CPU and audit it.
 
     A tiny model made on the spot, shared prefixes, too few blocks and a connector on a folder; it
     takes less than a minute. Needs the vllm extra: pip install 'kvledger[vllm]'.
@@ -185,7 +185,7 @@ def serve(
         typer.Option("--web.listen-address", metavar="HOST:PORT", help="Where to listen."),
     ] = "127.0.0.1:9464",
 ) -> None:
-    """Follow journals, live or not, and serve their figures at /metrics for Prometheus."""
+    """Follow journals; serve /metrics for Prometheus."""
     from kvledger.exporters.prometheus import serve as serving
 
     serving(path, address, lambda url: typer.echo(f"Serving {url}", err=True))
@@ -204,10 +204,13 @@ def main() -> NoReturn:
     """Run the command line; whatever goes wrong is one sentence and an exit code."""
     debug = "--debug" in sys.argv[1:]
     try:
-        code = app(standalone_mode=False) or 0
+        code = app([word for word in sys.argv[1:] if word != "--debug"], standalone_mode=False) or 0
         sys.stdout.flush()
     except BrokenPipeError:
-        code = _quiet_pipe()
+        code = _reader_gone()
+    except SystemExit as leaving:  # typer and rich turn a broken pipe into this
+        gone = isinstance(leaving.__context__, BrokenPipeError)
+        code = _reader_gone() if gone else leaving.code
     except KeyboardInterrupt:
         code = INTERRUPTED
     except Exception as error:
@@ -217,20 +220,23 @@ def main() -> NoReturn:
     sys.exit(code)
 
 
-def _quiet_pipe() -> int:
+def _reader_gone() -> int:
     """Whoever read our output has gone: say nothing more, not even at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    return READER_GONE
 
 
 def _tell(error: Exception) -> int:
     from kvledger.audit.errors import LedgerError
 
     usage = getattr(error, "format_message", None)  # click's errors, whichever click typer uses
+    if type(error).__name__ == "NoArgsIsHelpError":
+        print(usage() if usage else error)
+        return BAD_INPUT
     if isinstance(error, LedgerError):
         sentence, code = str(error), error.exit_code
     elif usage is not None:
-        sentence, code = usage() or "No command was given.", BAD_INPUT
+        sentence, code = usage(), BAD_INPUT
     elif isinstance(error, ModuleNotFoundError):
         sentence, code = f"This command needs {error.name}, which is not installed.", BAD_INPUT
     else:

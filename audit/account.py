@@ -27,15 +27,28 @@ REVOKED = "revoked"
 
 
 class Span:
-    """Positions [start, end) whose KV came to be from ``source`` in life ``life``."""
+    """Positions [start, end) whose KV came to be from ``source`` in life ``life``.
 
-    __slots__ = ("end", "life", "source", "start")
+    ``again``: they had come to be before, without a valid origin.
+    """
 
-    def __init__(self, start: int, end: int, source: str, life: int) -> None:
+    __slots__ = ("again", "end", "life", "source", "start")
+
+    def __init__(self, start: int, end: int, source: str, life: int, again: bool = False) -> None:
         self.start = start
         self.end = end
         self.source = source
         self.life = life
+        self.again = again
+
+    def continues(self, last: Span) -> bool:
+        """Whether this and ``last`` are one span."""
+        return (
+            last.end == self.start
+            and last.source is self.source
+            and last.life == self.life
+            and last.again == self.again
+        )
 
 
 class Spans:
@@ -77,7 +90,7 @@ class Spans:
                 for piece in ((row.start, low), (high, row.end)):
                     if piece[0] < piece[1]:
                         kept.append(Span(*piece, REVOKED, row.life))
-                kept.append(Span(low, high, source, life))
+                kept.append(Span(low, high, source, life, again=True))
                 kept.sort(key=_start)
             else:
                 kept.append(row)
@@ -100,8 +113,8 @@ class Spans:
                 kept.append(row)
                 continue
             if row.start < start:
-                kept.append(Span(row.start, start, row.source, life))
-            if row.source in (COMPUTED, REVOKED):
+                kept.append(Span(row.start, start, row.source, life, row.again))
+            if row.source in (COMPUTED, REVOKED) or row.again:
                 kept.append(Span(max(start, row.start), row.end, REVOKED, life))
         self.rows = kept
 
@@ -131,11 +144,11 @@ class Spans:
         return self.rows[-1].end if self.rows else 0
 
     def _append(self, start: int, end: int, source: str, life: int) -> None:
-        last = self.rows[-1] if self.rows else None
-        if last and last.end == start and last.source is source and last.life == life:
-            last.end = end
+        row = Span(start, end, source, life)
+        if self.rows and row.continues(self.rows[-1]):
+            self.rows[-1].end = end
         else:
-            self.rows.append(Span(start, end, source, life))
+            self.rows.append(row)
 
 
 def _start(row: Span) -> int:
@@ -145,9 +158,8 @@ def _start(row: Span) -> int:
 def _joined(rows: list[Span]) -> list[Span]:
     joined: list[Span] = []
     for row in rows:
-        last = joined[-1] if joined else None
-        if last and last.end == row.start and last.source is row.source and last.life == row.life:
-            last.end = row.end
+        if joined and row.continues(joined[-1]):
+            joined[-1].end = row.end
         else:
             joined.append(row)
     return joined

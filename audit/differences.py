@@ -194,9 +194,7 @@ def between_settled_and_plan(account: Account, plan: Figures | None) -> dict[str
     return differences
 
 
-def _compare(
-    account: Account, plan: Figures, settled: Figures, differences: dict[str, Figures]
-) -> None:
+def _compare(account: Account, plan: Figures, settled: Figures, differences: dict[str, Figures]) -> None:
     """Position by position: what the plan gave one source, and another gave first."""
     prompt = _first_prompt_tokens(account)
     left = Figures()

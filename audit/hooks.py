@@ -30,8 +30,8 @@ class Hook(NamedTuple):
 
     ``owner``: dotted path from the root object, "" for the root itself. ``parameters``: the
     signatures that fit, as parameter names without ``self``; () when any will do. ``before`` sees
-    the call's arguments and its result is handed to ``after``, which sees (that, the call's result,
-    the arguments). ``optional``: a host without owner or method is no mismatch.
+    the call's arguments and its result is handed to ``after``, which sees (that, or None where it
+    raised; the call's result; the arguments). ``optional``: a host without owner or method is no mismatch.
     """
 
     owner: str
@@ -122,7 +122,7 @@ class Hooks:
                 except Exception as error:  # an observer must never stop the engine
                     self._fail(name, error)
             result = original(*args, **kwargs)
-            if after is not None:
+            if after is not None and self._active:
                 try:
                     after(token, result, *args, **kwargs)
                 except Exception as error:  # an observer must never stop the engine

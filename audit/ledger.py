@@ -178,6 +178,7 @@ class Ledger:
         self._skip_deliveries = 0
         self._expected_local = [0, 0, 0]
         self._expected_external = [0, 0, 0]
+        self._blind: str | None = None
         self._count_unsure = False
         self._reports_last = False
         self._entries: list[Entry] = []
@@ -259,9 +260,7 @@ class Ledger:
 
     def _hook_failed(self, event: ev.HookFailed) -> None:
         self.hook_failures += 1
-        self._count_unsure = True
-        for account in self.open.values():
-            _make_unknown(account, f"the observer {event.hook} failed")
+        self._forget(f"the observer {event.hook} failed")
         self._enter(event)
 
     def _forget(self, reason: str) -> None:
@@ -272,6 +271,7 @@ class Ledger:
             account.in_flight_tokens = 0
         self._roster = {}
         self._undelivered.clear()
+        self._blind = reason
         self._count_unsure = True
 
     # --- coming and being looked up -----------------------------------------------------------------
@@ -358,11 +358,12 @@ class Ledger:
         expected = {"local": self._expected_local, "external": self._expected_external}
         for source, requests, queries, hits in said:
             if requests >= 0 and not self._count_unsure:
-                subject = Counted(requests, queries, hits, *expected[source], source)
+                own = expected[source]
+                subject = Counted(requests, queries, hits, own[0], own[1], own[2], source)
                 self._entries.append(Entry(self.number, event.step, self.at, subject, None))
         self._expected_local = [0, 0, 0]
         self._expected_external = [0, 0, 0]
-        self._count_unsure = False
+        self._count_unsure = self._blind is not None
 
     # --- external tokens --------------------------------------------------------------------------
 
@@ -440,6 +441,8 @@ class Ledger:
                 if not flight.overrun:
                     flight.overrun = True
                     account.overrun += flight.tokens
+        if event.cause in ("session", "past_stop"):
+            self._past_the_end(account, event.computed_tokens)
         if event.cause == "released":
             self._end_life(account, "load_failed")
         else:
@@ -463,6 +466,8 @@ class Ledger:
 
     def _stepped(self, event: ev.Stepped) -> None:
         self.step = event.step
+        if self._blind is not None:
+            return  # what it differs from was lost
         changed = event.changed
         if changed or event.dropped:
             roster = dict(self._roster)
@@ -510,6 +515,8 @@ class Ledger:
         return self._begin_life(account, 0, 0)
 
     def _delivered(self, event: ev.Delivered) -> None:
+        if self._blind is not None:
+            return
         changed = event.changed
         for i in range(0, len(changed), 2):
             account = self.open.get(changed[i])
@@ -625,6 +632,8 @@ class Ledger:
 
     def _repeated(self, event: ev.Repeated) -> None:
         """The first few by hand, until all that is in flight is of this step; the rest at once."""
+        if self._blind is not None:
+            return
         times = event.times
         nothing: frozenset[int] = frozenset()
         by_hand = times if self._skip_deliveries else min(times, len(self._undelivered) + 1)
@@ -689,6 +698,9 @@ class Ledger:
         life = account.life
         if life is None:
             return
+        if life.pending and life.ran and not life.asynchronous and cause in ("blocks", "reset"):
+            # The step in flight loads it all the same; the engine will hear of no failure now.
+            self._load(account, life, life.pending_end, "failed")
         if life.pending:
             self._void(account, life, life.pending_start, life.pending_end, _VOID[cause])
             life.pending_start = life.pending_end
@@ -724,11 +736,7 @@ class Ledger:
         account.outcome = event.reason
         account.closed_at = self.at
         if event.sequence_tokens >= 0:
-            # Executed past the end of the sequence: drafts accepted beyond a stop.
-            beyond = account.spans.end - max(event.sequence_tokens, account.prompt_tokens)
-            beyond = min(max(0, beyond), account.first_output)
-            account.first_output -= beyond
-            account.overrun += beyond
+            self._past_the_end(account, event.sequence_tokens)
         for flight in account.in_flight:
             if not flight.overrun:
                 flight.overrun = True
@@ -738,6 +746,15 @@ class Ledger:
             self._settle(account)
         self._enter(event, account)
         self._close(event.request, account)
+
+    def _past_the_end(self, account: Account, end: int) -> None:
+        """Drafts accepted beyond a stop were executed past the end of the sequence: overrun."""
+        beyond = account.spans.end - max(end, account.prompt_tokens)
+        beyond = min(max(0, beyond), account.first_output)
+        if beyond:
+            account.first_output -= beyond
+            account.overrun += beyond
+            account.spans.truncate(account.spans.end - beyond)
 
     def _close(self, request: int, account: Account) -> None:
         self.open.pop(request, None)
@@ -759,8 +776,9 @@ class Ledger:
     def _snapshot(self, event: ev.Snapshot) -> None:
         """A reader that came along checks it as a census; one that begins here starts from it."""
         self.step = event.step
-        begins_here = not self._undelivered and not self._roster
+        begins_here = self._blind is not None or not (self._undelivered or self._roster)
         self._roster = {}
+        self._blind = None
         if begins_here:
             self._skip_deliveries = event.undelivered_steps
         named = set()
@@ -810,6 +828,8 @@ class Ledger:
         account = Account(request, request_id, prompt_tokens, self.at)
         if self._watch is not None and self._watch(request_id):
             account.lines = []
+        if self._blind is not None:
+            _make_unknown(account, self._blind)
         self.open[request] = account
         return account
 
@@ -867,7 +887,7 @@ class Ledger:
 def _delivered_end(account: Account, end: int) -> int:
     """``end``, less what is still in flight in the present life: that KV has not come to be."""
     for flight in account.in_flight:
-        if flight.life is account.life:
+        if flight.life is account.life and flight.invalid_from < 0:
             return min(flight.start, end)
     return end
 

@@ -33,11 +33,12 @@ def install() -> None:
 
 
 def _install() -> None:
-    from vllm.config.scheduler import SchedulerConfig
+    from kvledger.audit.engines import scheduler_config
 
-    if hasattr(SchedulerConfig.get_scheduler_cls, _MARK):
+    config = scheduler_config()
+    if hasattr(config.get_scheduler_cls, _MARK):
         return
-    original = SchedulerConfig.get_scheduler_cls
+    original = config.get_scheduler_cls
 
     @functools.wraps(original)
     def get_scheduler_cls(self: Any) -> Any:
@@ -49,7 +50,7 @@ def _install() -> None:
         return chosen
 
     setattr(get_scheduler_cls, _MARK, True)
-    SchedulerConfig.get_scheduler_cls = get_scheduler_cls
+    config.get_scheduler_cls = get_scheduler_cls
 
 
 def _observe_instances(scheduler_class: Any) -> None:

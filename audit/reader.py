@@ -101,7 +101,7 @@ class Reader:
         self._file: FileIO | None = None
         self._frames_at = 0
         self._name = ""
-        self._jumped = False
+        self._jumped_from: Position | None = None
         self._skipping = False
         self._broken: list[tuple[str, int, str]] = []
         self._decode = msgspec.msgpack.Decoder(Payload).decode
@@ -182,8 +182,9 @@ class Reader:
                 raise LedgerError(f"{path} can't be opened: {error.strerror}.") from error
             self._name = path.name
             self._frames_at = 0
-            self._jumped = number > self.position.segment
-            if self._jumped:
+            self._jumped_from = None
+            if number > self.position.segment:
+                self._jumped_from = self.position
                 self.position = replace(self.position, segment=number, offset=0)
                 self._skipping = False
             return True
@@ -238,6 +239,7 @@ class Reader:
                 yield gap
         last = events[-1]
         start = self.position
+        self._jumped_from = None
         self.position = Position(start.segment, end, payload.batch + 1, first + len(events), last.at)
         self.stopped = type(last) is EngineStopped
         yield Batch(first, events, start, start.offset == self._frames_at)
@@ -251,8 +253,7 @@ class Reader:
         if not self._broken:
             if type(first) is Gap and first.lost_events >= missing:
                 return None  # the writer says so itself
-            whole_segments = self._jumped and self.position.offset == self._frames_at
-            self._break(REMOVED if whole_segments else UNWRITTEN)
+            self._break(REMOVED if self._jumped_from is not None else UNWRITTEN)
         return self._gap(missing, first.at)
 
     def _break(self, reason: str) -> None:
@@ -266,7 +267,7 @@ class Reader:
         self._note(lost_events)
         if reason in (CORRUPT, UNREADABLE, DISORDER):
             reason = f"{reason} {name} at byte {offset}"
-        position = self.position
+        position = self._jumped_from or self.position
         gap = Gap(position.at if position.at >= 0 else at, lost_events, reason)
         return Batch(max(position.event, 0), [gap], position, False)
 

@@ -291,7 +291,6 @@ class Recorder:
 
     def _fail(self, error: Exception) -> None:
         """Be inert from now on, and say so once."""
-        self.failures += 1
         self._shut()
         queue = self._queue
         while queue:
@@ -300,6 +299,7 @@ class Recorder:
                 item.done.set()
             elif not isinstance(item, _Close):
                 self._unwritten += 2 if isinstance(item, _Restart) else 1
+        self.failures += 1
         logger.warning("kvledger records nothing in %s: %r", self.folder, error)
 
     def _shut(self) -> None:

@@ -96,6 +96,11 @@ class Book:
                 self.accounts.append(account)
 
     @property
+    def remarks(self) -> list[str]:
+        """How it was read, and why its verdict can't be clean."""
+        return [*self.notes, *self.auditor.doubts]
+
+    @property
     def engine(self) -> EngineStarted | None:
         """What the engine said of itself when it started."""
         return self.auditor.ledger.engine
@@ -144,8 +149,10 @@ class Audit:
 
     @property
     def notes(self) -> list[str]:
-        """What a reader should know of how it was read: torn tails, doubts."""
-        return [note for book in self.books for note in (*book.notes, *book.auditor.doubts)]
+        """What a reader should know of how it was read: torn tails, doubts. Named where several."""
+        if len(self.books) == 1:
+            return self.books[0].remarks
+        return [f"{book.path.name}: {note}" for book in self.books for note in book.remarks]
 
 
 def _add(totals: Totals, more: Totals) -> None:
@@ -185,9 +192,7 @@ class RequestStatement:
         self.account: Statement = account.freeze()
         self.lines: list[Line] = account.lines or []
         self.findings = [
-            violation
-            for violation in book.auditor.violations
-            if violation.request == account.request_id
+            violation for violation in book.auditor.violations if violation.request == account.request_id
         ]
 
 

@@ -3,6 +3,7 @@
 Knows nothing of who writes or reads. ``docs/journal.md`` is the same in prose. Rules of the format:
 
 - A segment is a header line and frames, each frame a length, a CRC32 and a msgpack payload.
+- The header names the schema and bears a CRC32 of its own: one flipped bit is damage, not "newer".
 - A frame counts only when it is whole and its checksum fits; nothing else is ever decoded.
 - An empty payload is no frame: the zeros that a file system may leave after a power cut would
   otherwise look like a run of valid empty frames (the CRC32 of nothing is 0).
@@ -25,7 +26,6 @@ from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import SCHEMA, AnyEvent
 
 MAGIC = b"kvledger journal "
-HEADER = MAGIC + b"%d\n" % SCHEMA
 FRAME = struct.Struct("<II")
 """Before every payload: its length in bytes and its CRC32."""
 
@@ -34,7 +34,7 @@ MAX_PAYLOAD_BYTES = 64 << 20
 
 LOCK = "lock"
 _NAME = re.compile(r"(\d{8,})\.kvl")
-_HEADER_LINE = re.compile(re.escape(MAGIC) + rb"(\d{1,9})\n")
+_HEADER_LINE = re.compile(re.escape(MAGIC) + rb"(\d{1,9}) ([0-9a-f]{8})\n")
 _HEADER_BYTES = 64
 _READ_BYTES = 1 << 20
 
@@ -76,6 +76,15 @@ def segments(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+def header(schema: int) -> bytes:
+    """The first line of a segment, in every schema: magic, schema, CRC32 of the two."""
+    line = MAGIC + b"%d" % schema
+    return line + b" %08x\n" % crc32(line)
+
+
+HEADER = header(SCHEMA)
+
+
 def frame(payload: bytes) -> bytes:
     """A payload with its length and checksum."""
     return FRAME.pack(len(payload), crc32(payload)) + payload
@@ -91,6 +100,8 @@ def read_header(descriptor: int, name: str) -> tuple[int, Tail]:
     if line is None:
         return 0, Tail.SHORT if HEADER.startswith(data) else Tail.BAD
     schema = int(line.group(1))
+    if line.group() != header(schema):
+        return 0, Tail.BAD
     if schema > SCHEMA:
         raise newer_schema(name, f"schema {schema}")
     return line.end(), Tail.WHOLE

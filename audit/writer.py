@@ -106,27 +106,28 @@ class JournalWriter:
     def write(self, events: Iterable[Event]) -> None:
         """Append ``events``. What can't be written is lost and counted."""
         encoded: list[bytes] = []
-        total = 0
+        total, at = 0, self.at
         for event in events:
             try:
-                one = self._encode(event)
-                self.at = event.at
+                one, at_next = self._encode(event), event.at
             except Exception as error:  # a value of the host that is no plain number
-                self._append(encoded)
-                encoded, total = [], 0
+                if encoded:
+                    self._append(encoded, at)
+                    encoded, total = [], 0
                 self._lose(1, f"an event can't be encoded: {type(error).__name__}")
                 continue
             if total + len(one) > BATCH_BYTES and len(encoded) >= 2:
-                self._append(encoded)
+                self._append(encoded, at)
                 encoded, total = [], 0
             encoded.append(one)
             total += len(one)
-        self._append(encoded)
+            at = at_next
+        self._append(encoded, at)
 
     def idle(self) -> None:
         """Nothing came for a while: say what is untold, and remove what is too old."""
         if self._untold_events and not self._rotating:
-            self._append([])
+            self._append([], self.at)
         self._expire()
 
     def close(self) -> None:
@@ -146,7 +147,7 @@ class JournalWriter:
 
     # --- one batch ----------------------------------------------------------------------------------
 
-    def _append(self, encoded: list[bytes]) -> None:
+    def _append(self, encoded: list[bytes], at: int) -> None:
         if self._rotating and encoded:
             self._rotating = False
             self._begin_segment(encoded)
@@ -158,6 +159,7 @@ class JournalWriter:
             self._lose(len(encoded), self._untold_reason)
         else:
             self._tell_loss()
+        self.at = at
 
     def _tell_loss(self) -> bool:
         """Write the Gap that is owed, if any. False: it is still owed."""

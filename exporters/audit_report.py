@@ -152,11 +152,7 @@ def report(audit: Audit) -> Report:
         reported=reported(reconciliation),
         differences=[
             *differences(reconciliation.to_plan, "settled", "plan"),
-            *(
-                differences(reconciliation.to_reported, "plan", "reported")
-                if reconciliation.reports
-                else ()
-            ),
+            *(differences(reconciliation.to_reported, "plan", "reported") if reconciliation.reports else ()),
         ],
         work=_work(totals),
         external=External(
@@ -251,7 +247,7 @@ def _journal(book: Book) -> Journal:
         stopped=book.auditor.ledger.stopped,
         events=book.events,
         verdict=book.auditor.verdict,
-        notes=[*book.notes, *book.auditor.doubts],
+        notes=book.remarks,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def show_injections() -> None:
 
 def run(inject: str | None, folder: Path | None, *, as_json: bool) -> int:
     """Run the demo with a progress bar, print what it gave, and return the exit code."""
-    with terminal.progress("vLLM serves the demo's requests") as progress:
+    with terminal.progress("vLLM starts", "vLLM serves requests") as progress:
         demo = run_demo(inject, folder, progress)
     report = audit_report.report(demo.audit)
     if as_json:
@@ -85,9 +86,9 @@ def _blocks(demo: Demo, report: Report) -> Iterator[RenderableType]:
     yield terminal.work(report.work)
     for part in (
         terminal.external(report.external),
-        statement.statement(demo.statement) if demo.statement else None,
-        terminal.findings(report.violations),
-        terminal.notes([*report.notes, *(f"the engine: {said}" for said in demo.refusals)]),
+        statement.statement(demo.statement, findings=False) if demo.statement else None,
+        terminal.findings(report.violations, most=3),
+        terminal.notes([*report.notes, *_refusals(demo)]),
     ):
         if part is not None:
             yield Text()
@@ -112,6 +113,11 @@ def _heading(demo: Demo, report: Report) -> Text:
     if demo.failure is not None:
         text.append(f"\nThe engine failed: {demo.failure} (see {demo.log})", style="bold red")
     return text
+
+
+def _refusals(demo: Demo) -> Iterator[str]:
+    for said, times in Counter(demo.refusals).items():
+        yield f"the engine's counters refused a figure {times} times: {said}"
 
 
 def _outcome(demo: Demo) -> Text:

@@ -134,12 +134,9 @@ METRICS: tuple[Metric, ...] = (
         "kvledger_planned_prompt_tokens",
         "tokens",
         "counter",
-        "Prompt tokens by the promise of the first admission that ran, what vLLM 0.27.1 and later "
-        "report.",
+        "Prompt tokens by the promise of the first admission that ran, what vLLM 0.27.1 and later report.",
         (*ENGINE, "source"),
-        _values(
-            lambda book: {"local": book.closed.plan_local, "external": book.closed.plan_external}
-        ),
+        _values(lambda book: {"local": book.closed.plan_local, "external": book.closed.plan_external}),
     ),
     Metric(
         "kvledger_work_tokens",
@@ -308,7 +305,7 @@ def markdown() -> str:
         "",
         "`kvledger serve PATH` serves these at `/metrics`. Figures of tokens and requests are of",
         "requests that have ended; requests that lost events touched are in none but",
-        "`kvledger_requests_total{verdict=\"unknown\"}`. `engine` names one observed process.",
+        '`kvledger_requests_total{verdict="unknown"}`. `engine` names one observed process.',
         "",
         "| name | kind | labels | what it is |",
         "|---|---|---|---|",

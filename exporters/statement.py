@@ -21,22 +21,20 @@ FOLD = 3
 """So many like entries in a row, or more, become one line."""
 
 
-def statement(request: RequestStatement, *, every_entry: bool = False) -> Group:
-    """The whole statement, drawn."""
+def statement(request: RequestStatement, *, every_entry: bool = False, findings: bool = True) -> Group:
+    """The whole statement, drawn; with what was found in this request unless told otherwise."""
     account = request.account
     parts: list[RenderableType] = [*_head(request), Text(), _table(request.lines, every_entry)]
     parts += [Text(), *(_settled(account))]
     found = terminal.findings([finding(violation) for violation in request.findings])
-    if found is not None:
+    if found is not None and findings:
         parts += [Text(), found]
     return Group(*parts)
 
 
 def _head(request: RequestStatement) -> Iterator[Text]:
     account = request.account
-    yield Text.assemble(
-        ("Account of ", "bold"), (account.request_id, "bold"), f"   {request.engine}"
-    )
+    yield Text.assemble(("Account of ", "bold"), (account.request_id, "bold"), f"   {request.engine}")
     closed = f"{account.closed_at / 1e6:.3f} s" if account.closed_at >= 0 else "still open"
     yield Text(
         f"{terminal.counted(account.prompt_tokens, 'prompt token')}, opened {account.added_at / 1e6:.3f} s, "

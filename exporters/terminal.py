@@ -24,8 +24,8 @@ from kvledger.exporters.audit_report import Difference, External, Finding, Plan,
 PLAIN_WIDTH = 100
 """Columns where the output is no terminal and COLUMNS says nothing."""
 
-SHOWN_FINDINGS = 5
-"""Findings of one invariant that are told in full."""
+SHOWN_FINDINGS = 10
+"""Findings of one invariant that are told; the JSON has them all."""
 
 VERDICTS = {"clean": "bold green", "violated": "bold red", "unknown": "bold yellow"}
 CAUSES = {
@@ -56,10 +56,15 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def show(*parts: RenderableType) -> None:
-    """Print to standard output."""
+    """Print to standard output; without the blanks at line ends where nobody looks."""
     out = console()
-    for part in parts:
-        out.print(part)
+    if out.is_terminal:
+        out.print(*parts, sep="\n")
+        return
+    with out.capture() as captured:
+        out.print(*parts, sep="\n")
+    for line in captured.get().splitlines():
+        print(line.rstrip())
 
 
 # --- the audit --------------------------------------------------------------------------------------
@@ -94,15 +99,13 @@ def title(text: str) -> Text:
     return Text(text, style="bold")
 
 
-def _journals(report: Report) -> Table:
-    grid = Table.grid(padding=(0, 2))
+def _journals(report: Report) -> Group:
+    lines: list[RenderableType] = []
     for journal in report.journals:
-        grid.add_row(
-            Text(f"{journal.engine} {journal.version} pid {journal.process_id}", style="bold"),
-            Text(f"{journal.events:,} events", style="dim"),
-            Text(journal.path, style="dim", overflow="fold"),
-        )
-    return grid
+        name = f"{journal.engine} {journal.version} pid {journal.process_id}"
+        lines.append(Text.assemble((name, "bold"), f", {counted(journal.events, 'event')}"))
+        lines.append(_indented(Text(journal.path, style="dim", overflow="fold")))
+    return Group(*lines)
 
 
 def _figures_table(label: str, *columns: str) -> Table:
@@ -115,9 +118,7 @@ def _figures_table(label: str, *columns: str) -> Table:
 
 def sources(report: Report, counters: tuple[Plan, list[Difference]] | None) -> Group:
     """Settled figures, plan, reports and counters, and every difference by name between them."""
-    table = _figures_table(
-        "tokens", "local", "external", "computed", "unattained", "total", "requests"
-    )
+    table = _figures_table("tokens", "local", "external", "computed", "unattained", "total", "requests")
     settled = report.totals
     _row(
         table,
@@ -195,38 +196,37 @@ def external(external: External) -> Group | None:
 # --- findings ---------------------------------------------------------------------------------------
 
 
-def findings(found: list[Finding]) -> Group | None:
-    """Every finding in a sentence, where and how often; only the first few of one invariant."""
+def findings(found: list[Finding], most: int = SHOWN_FINDINGS) -> Group | None:
+    """Findings by invariant, a sentence each, at ``most`` so many of one."""
     if not found:
         return None
-    shown: list[RenderableType] = []
-    of_id: dict[str, int] = {}
+    by_id: dict[str, list[Finding]] = {}
     for finding in found:
-        of_id[finding.id] = of_id.get(finding.id, 0) + 1
-        if of_id[finding.id] <= SHOWN_FINDINGS:
-            shown.append(_finding(finding))
-    for id, times in of_id.items():
-        if times > SHOWN_FINDINGS:
-            more = f"{id}: {times - SHOWN_FINDINGS:,} more requests; --format json names them all"
-            shown.append(_indented(Text(more, style="dim")))
-    return Group(title("Findings"), *shown)
+        by_id.setdefault(finding.id, []).append(finding)
+    parts: list[RenderableType] = [title("Findings")]
+    for id, group in by_id.items():
+        wrong = group[0].severity == "violation"
+        style = "bold red" if wrong else "bold yellow"
+        count = f"  in {len(group):,} requests" if len(group) > 1 else ""
+        parts.append(_indented(Text.assemble((group[0].severity, style), "  ", (id, "bold"), count)))
+        parts += [_indented(_finding(finding), 4) for finding in group[:most]]
+        if len(group) > most:
+            more = f"and {len(group) - most:,} more, in the JSON"
+            parts.append(_indented(Text(more, style="dim"), 4))
+    return Group(*parts)
 
 
-def _finding(found: Finding) -> Padding:
-    wrong = found.severity == "violation"
-    head = Text.assemble(
-        (found.severity, "bold red" if wrong else "bold yellow"),
-        "  ",
-        (found.id, "bold"),
-        f"  {found.request or 'engine'}, step {found.step}",
-    )
+def _finding(found: Finding) -> Text:
+    head = Text(f"step {found.step}: ", style="dim")
+    text = Text.assemble(head, found.message)
     if found.repeats:
-        head.append(f", seen {found.repeats + 1} times, last at step {found.last_step}")
-    return _indented(Group(head, _indented(Text(found.message))))
+        again = f" Seen {found.repeats + 1:,} times, last at step {found.last_step}."
+        text.append(again, style="dim")
+    return text
 
 
-def _indented(part: RenderableType) -> Padding:
-    return Padding(part, (0, 0, 0, 2), expand=False)
+def _indented(part: RenderableType, columns: int = 2) -> Padding:
+    return Padding(part, (0, 0, 0, columns), expand=False)
 
 
 def notes(lines: list[str]) -> Group | None:
@@ -264,14 +264,23 @@ def catalogue() -> Table:
 
 
 @contextmanager
-def progress(text: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on standard error; ``yielded(done, total)`` moves it. Plain lines where nobody looks."""
+def progress(before: str, text: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on standard error, called ``before`` until ``yielded(done, total)`` moves it.
+
+    One plain line where nobody looks. Nothing is drawn before the first move.
+    """
     out = console(stderr=True)
-    if not out.is_terminal:
-        out.print(Text(f"{text} ..."))
-        yield lambda done, total: None
-        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=out, transient=True) as bar:
-        task = bar.add_task(text, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    bar = Progress(*columns, TimeElapsedColumn(), console=out, transient=True)
+    task = bar.add_task(before, total=None)
+
+    def move(done: int, total: int) -> None:
+        if not bar.live.is_started and not done:
+            bar.start() if out.is_terminal else out.print(Text(f"{before} ..."))
+        if done:
+            bar.update(task, description=text, completed=done, total=total)
+
+    try:
+        yield move
+    finally:
+        bar.stop()

@@ -41,6 +41,7 @@ PIP_TO_UV = {
 }
 
 Environ = dict[str, str]
+Route = tuple[list[str], Environ]  # flags and environment of one way to ask uv
 
 
 def main(target: str) -> None:
@@ -114,25 +115,24 @@ def install(target: str) -> None:
     """Install the CPU build of torch, then the rest, which keeps the torch that is there."""
     configured = uv_environ()
     extra = configured.pop("UV_EXTRA_INDEX_URL", "")
-    # Extra indexes come last: one that is broken or holds only a part must not stop us. Among them any
-    # may hold the pinned version, as with pip; uv would otherwise stop at the first that knows the name.
+    # Of extra indexes any may hold the pinned version, as with pip; uv would stop at the first that knows
+    # the name. They come late, and there is a route without find-links: pip gets by where one is broken.
     everywhere = configured | {"UV_EXTRA_INDEX_URL": extra, "UV_INDEX_STRATEGY": "unsafe-best-match"}
-    routes: list[tuple[list[str], Environ]] = [([], configured)]
-    routes += [([], everywhere)] if extra else []
-    cpu_index: tuple[list[str], Environ] = (["--torch-backend", "cpu"], configured)
+    plain = {name: value for name, value in configured.items() if name != "UV_FIND_LINKS"}
+    routes: list[Route] = [([], configured), ([], everywhere), ([], plain)]
 
-    pins = PINS[target]
     say("installing torch for the CPU")
     # PyTorch's own index is asked for torch alone: what else it holds is often older.
-    uv_install([*pins, "--no-deps", "torch"], [routes[0], cpu_index, *routes[1:]])
+    cpu_index: Route = (["--torch-backend", "cpu"], plain)
+    uv_install([*PINS[target], "--no-deps", "torch"], [routes[0], cpu_index, *routes[1:]])
     say(f"installing what `make {target}` needs")
-    uv_install([*pins, *BUILD_PINS, *SETS[target]], routes)
+    uv_install([*PINS[target], *BUILD_PINS, *SETS[target]], routes)
 
 
-def uv_install(arguments: list[str], routes: list[tuple[list[str], Environ]]) -> None:
+def uv_install(arguments: list[str], routes: list[Route]) -> None:
     """Install by the first route that can; exit with uv's own words for each if none can."""
     uv = [str(PYTHON), "-m", "uv", "pip", "install", "--python", str(PYTHON)]
-    refusals = []
+    refusals: dict[str, None] = {}
     for flags, environ in routes:
         tried = subprocess.run(
             [*uv, *flags, *arguments, "--dry-run"],
@@ -142,7 +142,7 @@ def uv_install(arguments: list[str], routes: list[tuple[list[str], Environ]]) ->
             WHOLE.unlink(missing_ok=True)
             run([*uv, *flags, *arguments], environ)
             return
-        refusals.append(tried.stderr.strip())
+        refusals[tried.stderr.strip()] = None  # in order, each once
     sys.exit("\n\n".join([*refusals, f"kvledger: uv can't install {' '.join(arguments)} and says why above"]))
 
 

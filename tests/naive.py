@@ -33,12 +33,17 @@ from kvledger.audit.events import (
     Stepped,
 )
 
-LOAD_AFTER_DEATH = False
+LOAD_AFTER_DEATH = True
 """Is a synchronous load, in flight when its life ends by preemption, loaded by the late output?
 
-The device did load it, so True would be the truth; the rule we were given voids it (`preempted`).
+The device did load it (it is taken as loaded at the preemption itself).
 """
 
+CAUSE_OF_PROMISES = True
+"""Does a promise that came to nothing, discarded with its life, give the cause of later rework?
+
+False: the position keeps the cause for which its KV truly ceased to be, in an earlier life.
+"""
 
 SESSION_FORGETS = True
 """Does a session's new chunk stand on fresh positions, where output was cut away before?
@@ -197,8 +202,12 @@ class Request:
         """Everything in the life is discarded."""
         for position in sorted(life.pending):
             self.void(life, position, void_cause)
+        scheduled = sum(work.tokens for work in self.works if work.life is life and not work.closed)
+        promised = range(life.local, min(life.local + life.external, life.count - scheduled))
         for position in range(life.count):
             self.lose(position, cause)
+            if CAUSE_OF_PROMISES and position in promised:
+                self.at(position).lost = cause
         self.discarded[cause] += life.count
         life.count = 0
         life.over = cause
@@ -209,6 +218,14 @@ class Request:
             if not work.closed:
                 self.counts["overrun"] += work.tokens
                 work.closed = True
+
+    def past_the_end(self, end: int) -> None:
+        """What was executed as output from position ``end`` up was executed for nothing."""
+        for number, position in self.positions.items():
+            if number >= end and position.first_output:
+                self.counts["first_output"] -= position.first_output
+                self.counts["overrun"] += position.first_output
+                position.first_output = 0
 
     # The figures.
 
@@ -249,9 +266,7 @@ class Request:
         life = self.life
         figures["rework"] = {cause: tokens for cause, tokens in self.rework.items() if tokens}
         figures["voided"] = {cause: tokens for cause, tokens in self.voided.items() if tokens}
-        figures["discarded"] = {
-            cause: tokens for cause, tokens in self.discarded.items() if tokens
-        }
+        figures["discarded"] = {cause: tokens for cause, tokens in self.discarded.items() if tokens}
         figures["settlements"] = [dict(settled) for settled in self.settlements]
         figures["plan"] = self.plan
         figures["computed"] = life.count if life else 0
@@ -367,19 +382,18 @@ class Naive:
         for position in sorted(life.pending):
             if position >= valid:
                 one.void(life, position, "failed")
-        for number, position in one.positions.items():
+        for number, record in one.positions.items():
             if number < valid:
                 continue
-            if position.origin_life == life.number:
-                position.origin, position.origin_life = None, 0
-            if life.number in position.came:
+            if record.origin_life == life.number:
+                record.origin, record.origin_life = None, 0
+            if life.number in record.came:
                 # It was never valid: what it was lost for before stays the cause, unless this
                 # life had executed it since.
-                position.came.discard(life.number)
-                if life.number not in position.executed:
-                    position.alive = 0
-            if number < life.count:
-                one.lose(number, "load_failed")
+                record.came.discard(life.number)
+                if life.number not in record.executed:
+                    record.alive = 0
+            one.lose(number, "load_failed")
         for work in one.works:
             if work.life is life and not work.closed:
                 work.void_from = min(valid, work.void_from if work.void_from is not None else valid)
@@ -393,6 +407,8 @@ class Naive:
         if life is None:
             return
         self.state(event, "before the roll back", event.before_tokens, life.count)
+        if event.cause in ("session", "past_stop"):
+            one.past_the_end(event.computed_tokens)
         if event.cause == "released":
             one.end_life(life, "released", "released")
             return
@@ -518,11 +534,7 @@ class Naive:
             self.state(event, "in flight at the end", event.in_flight_tokens, one.undelivered)
         one.overrun()
         if event.sequence_tokens >= 0:
-            for number, position in one.positions.items():
-                if number >= event.sequence_tokens and position.first_output:
-                    one.counts["first_output"] -= position.first_output
-                    one.counts["overrun"] += position.first_output
-                    position.first_output = 0
+            one.past_the_end(event.sequence_tokens)
         if life is not None:
             one.end_life(life, "finished", "finished")
         if not one.settled:

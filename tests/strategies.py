@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from hypothesis import strategies as st
+from tests.histories import Counters, Engine, Part, compressed
 
 from kvledger.audit.events import Event
-from tests.histories import Counters, Engine, Part, compressed
 
 BLOCK = 4
 ROUNDS = 80
@@ -161,9 +161,8 @@ class Simulation:
                 self.remote(actor)
             elif actor.state == "paused" and not self.rare():
                 self.extend(actor)
-            elif actor.state == "running" and self.counters(actor).waits:
-                if self.counters(actor).asynchronous and self.choices.chance(64):
-                    self.engine.finish_load(actor.request)
+            elif actor.state == "running" and self.overdue(actor) and self.choices.chance(64):
+                self.engine.finish_load(actor.request)
         if self.rare():
             self.engine.census()
         if self.rare():
@@ -171,6 +170,11 @@ class Simulation:
             self.engine.reset(bool(running))
             for actor in running:
                 self.preempt(actor, "reset", delivered=False)
+
+    def overdue(self, actor: Actor) -> bool:
+        """It runs over an asynchronous promise that nobody reported as finished."""
+        one = self.counters(actor)
+        return one.waits and one.asynchronous
 
     def abort(self, actor: Actor) -> None:
         """The client goes away, at whatever moment."""

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-
-from kvledger.audit.events import Delivered, Event, Repeated, Stepped
 from tests.histories import (
     DOCUMENTED,
     GOLDEN,
@@ -22,6 +20,8 @@ from tests.histories import (
 )
 from tests.naive import Naive, account, check
 from tests.strategies import Story, random_histories
+
+from kvledger.audit.events import Delivered, Event, Repeated, Stepped
 
 
 def by_title(row: Golden | Woven) -> str:
@@ -64,9 +64,7 @@ def expect(row: Golden, figures: dict[str, Any]) -> None:
 @pytest.mark.parametrize("row", GOLDEN, ids=by_title)
 def test_golden_row(row: Golden) -> None:
     """Every row holds, the row itself adds up, and no engine statement differs from the model."""
-    assert row.scheduled == (
-        row.first_prompt + row.first_output + row.rework + row.rejected + row.overrun
-    )
+    assert row.scheduled == (row.first_prompt + row.first_output + row.rework + row.rejected + row.overrun)
     model = Naive()
     for event in row.events():
         model.apply(event)

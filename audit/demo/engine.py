@@ -11,72 +11,25 @@ what vLLM and its C++ parts print goes to a log file. vLLM is imported late, aft
 
 import argparse
 import hashlib
-import importlib.util
 import json
 import os
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
 from kvledger.audit.demo import workload
 from kvledger.audit.demo.injections import INJECTIONS, Injection
 from kvledger.audit.demo.model import write_model
+from kvledger.audit.demo.surroundings import quiet, settle_environment, share_bytecode
 
 WORDS = ("prompt", "cache", "preempt", "external", "generation")
 """A counter belongs in the result when its name has one of these."""
 
 EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """The worker within EngineCore. By its name "uni" the CPU platform would turn it into a process."""
-
-
-def settle_environment(*, in_process: bool) -> None:
-    """What must stand in the environment before vLLM is imported."""
-    os.environ.update(
-        VLLM_ENABLE_V1_MULTIPROCESSING="0" if in_process else "1",
-        VLLM_LOGGING_LEVEL="ERROR",
-        VLLM_CPU_KVCACHE_SPACE="1",
-        VLLM_CPU_OMP_THREADS_BIND="nobind",
-        VLLM_NO_USAGE_STATS="1",
-        HF_HUB_OFFLINE="1",
-        OMP_NUM_THREADS="1",  # sums in one order: digests that can be compared
-        TOKENIZERS_PARALLELISM="false",
-    )
-
-
-def share_bytecode(folder: Path) -> None:
-    """Where bytecode isn't kept, keeps it in `folder` for this run: EngineCore imports it all again.
-
-    Compiling vLLM and what it needs takes ten seconds, a process.
-    """
-    torch = importlib.util.find_spec("torch")
-    kept = torch and torch.origin and Path(importlib.util.cache_from_source(torch.origin)).exists()
-    if sys.dont_write_bytecode and not kept:
-        sys.dont_write_bytecode = False
-        sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(folder)
-
-
-@contextmanager
-def quiet(log: Path) -> Iterator[tuple[TextIO, TextIO]]:
-    """Sends this process's output, and its children's, to `log`; yields the outputs of before."""
-    with (
-        os.fdopen(os.dup(1), "w") as stdout,
-        os.fdopen(os.dup(2), "w") as stderr,
-        log.open("wb") as sink,
-    ):
-        os.dup2(sink.fileno(), 1)
-        os.dup2(sink.fileno(), 2)
-        try:
-            yield stdout, stderr
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os.dup2(stdout.fileno(), 1)
-            os.dup2(stderr.fileno(), 2)
 
 
 def start_engine(folder: Path, seed: int) -> Any:
@@ -130,9 +83,7 @@ def add_wave(engine: Any, wave: workload.Wave, seed: int) -> None:
         engine.add_request(
             ask.id,
             {"prompt_token_ids": ask.token_ids(seed)},
-            SamplingParams(
-                temperature=0.0, max_tokens=ask.output_tokens, ignore_eos=True, detokenize=False
-            ),
+            SamplingParams(temperature=0.0, max_tokens=ask.output_tokens, ignore_eos=True, detokenize=False),
         )
     if pausing:
         core.call_utility("resume_scheduler")
@@ -222,8 +173,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--log", type=Path, default=Path(os.devnull), help="what vLLM prints")
     asked = parser.parse_args(arguments)
     if asked.inject == "list":
-        for injection in INJECTIONS.values():
-            print(f"{injection.name:20} {injection.summary}")
+        for listed in INJECTIONS.values():
+            print(f"{listed.name:20} {listed.summary}")
         return 0
     if asked.output is None:
         parser.error("--output is needed")

@@ -25,7 +25,7 @@ from kvledger.audit.errors import LedgerError
 from kvledger.audit.replay import Audit, RequestStatement, audit_paths, statement
 
 Progress = Callable[[int, int], None]
-"""Told how many requests are done, and of how many."""
+"""Told how many requests are done, and of how many; first (0, 0), when the engine starts."""
 
 COUNTER = 'vllm:prompt_tokens_by_source{{source="{source}"}}'
 BY_SOURCE = {
@@ -76,14 +76,20 @@ class Demo:
         return any(violation.id == wanted for violation in self.audit.violations)
 
     def _statement(self) -> RequestStatement | None:
-        """Of the most preempted request; of those that show the injected defect, if any does."""
+        """Of the most preempted request, and of such the one to which most happened twice.
+
+        Where requests show the injected defect it is one of them.
+        """
         wanted = self.injection.expected_invariant if self.injection else None
         showing = {v.request for v in self.audit.violations if v.id == wanted}
-        ranked = sorted(
-            self.accounts,
-            key=lambda a: (a.request_id in showing, a.preemptions, len(a.lives), -a.request),
-        )
-        return statement(self.journal, ranked[-1].request_id) if ranked else None
+
+        def rank(account: Account) -> tuple[bool, int, int, int]:
+            again = sum(account.rework.values()) + account.hit_again + account.loaded_again
+            return account.request_id in showing, account.preemptions, again, -account.request
+
+        if not self.accounts:
+            return None
+        return statement(self.journal, max(self.accounts, key=rank).request_id)
 
 
 def run(inject: str | None, folder: Path | None, progress: Progress) -> Demo:
@@ -131,9 +137,7 @@ def _empty_folder(folder: Path | None) -> Path:
     return folder.absolute()
 
 
-def _run_engine(
-    folder: Path, inject: str | None, progress: Progress
-) -> tuple[dict[str, Any], str | None]:
+def _run_engine(folder: Path, inject: str | None, progress: Progress) -> tuple[dict[str, Any], str | None]:
     """What the engine told at its end, and how it failed if it did."""
     result, errors = folder / "result.json", folder / "engine.err"
     command = [sys.executable, "-m", "kvledger.audit.demo.engine"]
@@ -144,6 +148,7 @@ def _run_engine(
             command, stdout=subprocess.PIPE, stderr=sink, env=_environment(folder), text=True
         )
         try:
+            progress(0, 0)
             _follow(process, progress)
             code = process.wait()
         finally:

@@ -64,7 +64,12 @@ def _tokens(seed: int, content: str, count_tokens: int) -> list[int]:
 
 
 def _ask(
-    wave: str, role: str, prompt_tokens: int, output_tokens: int, shared_tokens: int, topic: str = ""
+    wave: str,
+    role: str,
+    prompt_tokens: int,
+    output_tokens: int,
+    shared_tokens: int,
+    topic: str = "",
 ) -> Ask:
     prefix = "system" if shared_tokens else ""
     content = f"{topic} {role}"
@@ -106,10 +111,9 @@ CROWDED = (
 """The default: the same nine cold, then from the connector's folder, then nine others."""
 
 EDGE = ("edge", 125, 30, 64)
-FIT = ("fit-1", 99, 28, 64)
-FIT_TOO = ("fit-2", 100, 27, 64)
-TINY = ("tiny", 20, 10, 0)
-BARE = ("bare", 60, 4, 0)
+FITS = (("fit-1", 99, 30, 64), ("fit-2", 100, 29, 64), ("fit-3", 98, 31, 64))
+TINY = ("tiny", 20, 13, 0)
+BARE = ("bare", 40, 24, 0)
 DEEP = ("deep", 90, 4, 0)
 
 OUTGROWN = (
@@ -129,17 +133,17 @@ Its local hit is then longer than the prompt the connector compares with, and th
 
 EVICTED_WHILE_WAITING = (
     Wave((_lead("before"),)),
-    Wave(tuple(_ask("before", *lengths) for lengths in (EDGE, FIT, FIT_TOO))),
+    Wave(tuple(_ask("before", *lengths) for lengths in (EDGE, *FITS[:2]))),
     Wave((_lead("after"),), reset=True),
     Wave((_ask("before", *BARE),)),
-    Wave(tuple(_ask("after", *lengths) for lengths in (EDGE, FIT, FIT_TOO, TINY, BARE))),
+    Wave(tuple(_ask("after", *lengths) for lengths in (EDGE, *FITS[:2], TINY, BARE))),
 )
 """A request finds its first block in the cache, must wait, and loses it to another meanwhile."""
 
 OLDEST_HIT = (
     Wave((_lead("before"),)),
     Wave((_ask("before", *DEEP),)),
-    Wave(tuple(_ask("between", *lengths) for lengths in (EDGE, FIT, FIT_TOO, TINY))),
+    Wave(tuple(_ask("between", *lengths) for lengths in (*FITS, TINY))),
     Wave((_ask("after", *DEEP),)),
 )
-"""A request's local hit is the next block to be reused when blocks for its external hit are taken."""
+"""A request takes a block for its external hit, and the next one to be reused is its local hit."""

@@ -35,3 +35,10 @@ def host_version() -> str:
     import vllm
 
     return str(vllm.__version__)
+
+
+def scheduler_config() -> Any:
+    """vLLM's class whose ``get_scheduler_cls`` an EngineCore calls before it makes its scheduler."""
+    from vllm.config.scheduler import SchedulerConfig
+
+    return SchedulerConfig

@@ -14,6 +14,8 @@ walks the running requests but a step that differs, and the census.
 
 from __future__ import annotations
 
+import functools
+import operator
 import time
 from typing import Any, ClassVar, Protocol
 
@@ -164,6 +166,7 @@ class V1Observer:
         self._planned: list[ev.LoadPlanned] = []
         self._promises: dict[str, tuple[int, list[int]]] = {}
         self._counted = (0, 0, 0, 0, 0, 0)
+        self._lived: set[str] = set()
         self._unreported: set[str] = set()
         self._draining: set[str] = set()
         self._load_failures: set[str] = set()
@@ -204,6 +207,8 @@ class V1Observer:
         self._held = None
         self._resync = True
         self._emit(ev.HookFailed(self._now(), hook, f"{type(error).__name__}: {error}", removed))
+        if removed:  # without it every later figure would be wrong
+            self.stop(f"the observer of {hook} kept failing")
 
     def _restart(self) -> None:
         """Tell the reader everything that lives, so that it may begin here."""
@@ -235,7 +240,6 @@ class V1Observer:
 
     def _snapshot_row(self, request: Any) -> ev.SnapshotRow:
         request_id = request.request_id
-        known = request_id in self._ids
         number = self._intern(request_id)
         if request.prefill_stats is not None:
             self._unreported.add(request_id)
@@ -243,9 +247,9 @@ class V1Observer:
             request=number,
             request_id=request_id,
             prompt_tokens=request.num_prompt_tokens,
-            fresh=known
-            or (
-                request.num_computed_tokens == 0
+            fresh=(
+                request_id not in self._lived
+                and request.num_computed_tokens == 0
                 and request.num_preemptions == 0
                 and request.num_output_tokens == 0
             ),
@@ -344,47 +348,43 @@ class V1Observer:
     def scheduled(self, _: None, output: Any, *__: Any, **___: Any) -> None:
         tokens = output.num_scheduled_tokens
         drafts = output.scheduled_spec_decode_tokens
+        self._undelivered += bool(tokens)
         if self._attempts:
             self._admit(tokens)
         if not tokens:
             return
-        self._undelivered += 1
         if self._same_step:
             self._say_held_back(self._now())
-        if not (drafts or self._drafts or self._dropped or self._anew) and tokens == self._tokens:
+        drafted = dict(zip(drafts, map(len, drafts.values()), strict=True)) if drafts else drafts
+        if (
+            tokens == self._tokens
+            and drafted == self._drafts
+            and not (self._dropped or self._anew)
+        ):
             self._same_step = self._step
-            return
-        self._step_differs(tokens, {r: len(d) for r, d in drafts.items()} if drafts else {})
+        else:
+            self._step_differs(tokens, drafted)
 
     def _step_differs(self, tokens: dict[str, int], drafts: dict[str, int]) -> None:
         ids, requests, anew = self._ids, self.scheduler.requests, self._anew
-        last, last_drafts = self._tokens.get, self._drafts.get
-        changed: list[int] = []
-        if drafts or self._drafts:
-            for request_id, count in tokens.items():
-                drafted = drafts.get(request_id, 0)
-                if (
-                    last(request_id) != count
-                    or drafted != last_drafts(request_id, 0)
-                    or request_id in anew
-                ):
-                    computed = requests[request_id].num_computed_tokens
-                    changed += (ids[request_id], count, drafted, computed)
-        else:
-            for request_id, count in tokens.items():
-                if last(request_id) != count or request_id in anew:
-                    computed = requests[request_id].num_computed_tokens
-                    changed += (ids[request_id], count, 0, computed)
-        dropped = self._dropped
-        dropped += sorted(ids[request_id] for request_id in self._tokens.keys() - tokens.keys())
-        self._tokens, self._tokens_owned, self._drafts = tokens, False, drafts
+        known = list(map(self._tokens.get, tokens))  # in C; no Python runs for what stays the same
+        differ = {r for (r, count), last in zip(tokens.items(), known, strict=True) if count != last}
         if anew:
+            differ |= anew & tokens.keys()
             self._anew = set()
-        if changed or dropped:
-            self._emit(ev.Stepped(self._now(), self._step, changed, dropped))
-            self._dropped = []
-        else:  # speculative, and equal all the same
-            self._same_step = self._step
+        if drafts != self._drafts:
+            differ.update(r for r, _ in drafts.items() ^ self._drafts.items() if r in tokens)
+        changed: list[int] = []
+        for request_id in tokens if len(differ) > 1 else differ:
+            if request_id in differ:
+                computed = requests[request_id].num_computed_tokens
+                changed += (ids[request_id], tokens[request_id], drafts.get(request_id, 0), computed)
+        dropped = self._dropped
+        if len(known) - known.count(None) < len(self._tokens):
+            dropped += sorted(ids[request_id] for request_id in self._tokens.keys() - tokens.keys())
+        self._tokens, self._tokens_owned, self._drafts = tokens, False, drafts
+        self._dropped = []
+        self._emit(ev.Stepped(self._now(), self._step, changed, dropped))
 
     def _admit(self, scheduled: dict[str, int]) -> None:
         """Say what became of this step's look-ups."""
@@ -440,6 +440,7 @@ class V1Observer:
         )
         if replayed:
             self._emit(ev.RolledBack(now, number, "replay", computed + replayed, computed))
+        self._lived.add(request_id)
         if scheduled:
             self._anew.add(request_id)
         self._sampled.pop(request_id, None)
@@ -516,8 +517,8 @@ class V1Observer:
     ) -> None:
         held, self._held, self._output = self._held, None, None
         tokens = scheduler_output.num_scheduled_tokens
+        self._undelivered -= bool(tokens)
         if tokens and before is not None:
-            self._undelivered -= 1
             lengths, ignored = before
             self._deliver(tokens, lengths, ignored, model_runner_output)
             if self._unreported and not self._unreported.isdisjoint(tokens):
@@ -548,13 +549,15 @@ class V1Observer:
             else:
                 self._emit(ev.Delivered(self._output_at, [], []))
             return
-        index, ids, sampled = output.req_id_to_index, self._ids, self._sampled
+        ids, sampled = self._ids, self._sampled
+        known = map(sampled.get, order)  # in C; no Python runs for what stays the same
+        answers = zip(order, lengths or [0] * len(order), known, strict=True)
         changed: list[int] = []
-        for request_id in tokens:
-            length = lengths[index[request_id]] if lengths else 0
-            if sampled.get(request_id) != length and request_id in ids:
+        for request_id, length in [(r, length) for r, length, last in answers if length != last]:
+            number = ids.get(request_id)
+            if number is not None and request_id in tokens:
                 sampled[request_id] = length
-                changed += (ids[request_id], length)
+                changed += (number, length)
         skipped = [*ignored, *self._load_failures.intersection(tokens)]
         unheard = [ids[request_id] for request_id in dict.fromkeys(skipped) if request_id in ids]
         self._emit(ev.Delivered(self._output_at, changed, unheard))
@@ -563,9 +566,9 @@ class V1Observer:
     def _report(self, result: Any) -> None:
         """The figures the engine hands its front end, once a request."""
         for outputs in result.values():
-            for output in outputs.outputs:
+            for output in filter(_prefill_stats, outputs.outputs):
                 figures = output.prefill_stats
-                if figures is not None and output.request_id in self._ids:
+                if output.request_id in self._ids:
                     self._unreported.discard(output.request_id)
                     self._emit(
                         ev.Reported(
@@ -617,10 +620,10 @@ class V1Observer:
         }
 
     def load_failed(
-        self, before: dict[str, int], result: set[str], failed: set[Any], *_: Any
+        self, before: dict[str, int] | None, result: set[str], failed: set[Any], *_: Any
     ) -> None:
         self._load_failures |= result
-        for request_id, tokens in before.items():
+        for request_id, tokens in (before or {}).items():
             request = self.scheduler.requests[request_id]
             computed = request.num_computed_tokens
             if computed != tokens and request_id in self._ids:
@@ -643,7 +646,9 @@ class V1Observer:
         failed = request.request_id in self.scheduler.failed_recving_kv_req_ids
         return request.num_computed_tokens, failed
 
-    def remote_wait_ended(self, before: tuple[int, bool], _: None, request: Any) -> None:
+    def remote_wait_ended(self, before: tuple[int, bool] | None, _: None, request: Any) -> None:
+        if before is None:
+            return
         tokens, failed = before
         computed = request.num_computed_tokens
         if failed and tokens == 0:
@@ -665,8 +670,10 @@ class V1Observer:
         )
 
     def preempted(
-        self, before: tuple[int, int, int], _: None, request: Any, *__: Any, **___: Any
+        self, before: tuple[int, int, int] | None, _: None, request: Any, *__: Any, **___: Any
     ) -> None:
+        if before is None:
+            return
         request_id = request.request_id
         if before[1]:
             self._draining.add(request_id)
@@ -706,8 +713,8 @@ class V1Observer:
             self._turn_ends(request, request.num_computed_tokens)
         return int(request.num_computed_tokens)
 
-    def turn_stopped(self, before: int, finished: bool, request: Any) -> None:
-        if finished or request.status.name != "WAITING_FOR_STREAMING_REQ":
+    def turn_stopped(self, before: int | None, finished: bool, request: Any) -> None:
+        if before is None or finished or request.status.name != "WAITING_FOR_STREAMING_REQ":
             return
         self._turn_ends(request, before)
 
@@ -745,7 +752,7 @@ class V1Observer:
             ev.Finished(
                 at=self._now(),
                 request=number,
-                reason=request.status.name.removeprefix("FINISHED_").lower(),
+                reason=_reason(request.status),
                 computed_tokens=request.num_computed_tokens,
                 in_flight_tokens=request.num_in_flight_tokens,
                 placeholder_tokens=request.num_output_placeholders,
@@ -782,6 +789,7 @@ class V1Observer:
             self._dropped.append(number)
         self._sampled.pop(request_id, None)
         self._unreported.discard(request_id)
+        self._lived.discard(request_id)
         self._draining.discard(request_id)
         self._anew.discard(request_id)
 
@@ -814,6 +822,15 @@ class V1Observer:
 
     def _now(self) -> int:
         return (time.monotonic_ns() - self._began) // 1000
+
+
+@functools.cache
+def _reason(status: Any) -> str:
+    """``stopped`` for ``RequestStatus.FINISHED_STOPPED``."""
+    return str(status.name).removeprefix("FINISHED_").lower()
+
+
+_prefill_stats = operator.attrgetter("prefill_stats")
 
 
 def _cache_counters(stats: Any) -> tuple[int, int, int]:

@@ -6,8 +6,8 @@ import pytest
 
 from kvledger.audit.account import Account, Settlement
 from kvledger.audit.events import (
-    Admitted,
     AdmissionFailed,
+    Admitted,
     Census,
     Delivered,
     Event,

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-
-from kvledger.audit.events import Event
 from tests.histories import GOLDEN, WOVEN, Golden, Woven, compressed, request_id
 from tests.naive import Naive
 from tests.strategies import Story, random_histories
+
+from kvledger.audit.events import Event
 
 Ledger = pytest.importorskip("kvledger.audit.ledger").Ledger
 
@@ -89,8 +89,7 @@ def figures_of(ledger: Any, request: int) -> dict[str, Any]:
     if figures["plan"] is not None:
         figures["plan"] = tuple(figures["plan"])
     figures["settlements"] = [
-        {name: getattr(settlement, name) for name in SETTLED}
-        for settlement in statement.settlements
+        {name: getattr(settlement, name) for name in SETTLED} for settlement in statement.settlements
     ]
     figures["unknown"] = statement.unknown
     return figures

@@ -41,20 +41,23 @@ RING = [
     "audit.auditor",
 ]
 LEFTWARD = {name: Rule(ours=("audit.errors", *RING[: place + 1])) for place, name in enumerate(RING)}
+EVENTS = ("audit.errors", "audit.events")
 OUTER = Rule(ours=("audit",))
 
 RULES = LEFTWARD | {
     "__init__": Rule(libraries=NONE, ours=("audit.attach",)),
     "__main__": Rule(libraries=NONE, ours=("cli",)),
     "cli": Rule(ours=("attach", *FOLDERS), libraries=frozenset({"rich", "typer"})),
-    # the pure part, and what carries its events
+    # the pure part
     "audit": Rule(libraries=NONE, ours=("audit.errors", *RING)),
     "audit.errors": Rule(libraries=NONE),
     "audit.differences": Rule(ours=("audit.events", "audit.account", "audit.ledger")),
-    "audit.segments": Rule(ours=("audit.errors", "audit.events")),
-    "audit.journal": Rule(ours=("audit.errors", "audit.events", "audit.segments", "audit.writer")),
-    "audit.writer": Rule(ours=("audit.errors", "audit.events", "audit.segments")),
-    "audit.recorder": Rule(ours=("audit.errors", "audit.events")),
+    # the journal, in its files: segments <- writer, reader <- journal, and the buffer before the writer
+    "audit.segments": Rule(ours=EVENTS),
+    "audit.writer": Rule(ours=(*EVENTS, "audit.segments")),
+    "audit.reader": Rule(ours=(*EVENTS, "audit.segments")),
+    "audit.journal": Rule(ours=(*EVENTS, "audit.segments", "audit.writer", "audit.reader")),
+    "audit.recorder": Rule(ours=(*EVENTS, "audit.writer")),
     # what touches a host
     "audit.hooks": Rule(libraries=NONE),
     "audit.engines": Rule(

@@ -1,0 +1,270 @@
+"""What a step of the real scheduler costs: with vLLM's own statistics, without, and observed.
+
+Three engines of one seed live in one process and take turns, a block of steps each, so that
+whatever else the machine does meets all of them. Rules of this file:
+
+- Timed is what an engine's step spends in the scheduler: ``add_request``, ``schedule`` and
+  ``update_from_output``. The made-up model's output is made outside of it.
+- CPU is the stepping thread's own, and for the observed engine all of the writer thread's, whenever
+  it was spent: that is the whole process, without the benchmark itself.
+- A round is as many steps as lie between two censuses, so that each has one. Rounds are compared,
+  and medians taken of their ratios.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.stats import Estimate, estimate, percentile
+from kvledger.audit import plugin
+from kvledger.audit.conformance.driver import Driver, Step, tokens
+from kvledger.audit.conformance.host import Setup, block_hasher, build_request
+from kvledger.audit.engines.v1 import CENSUS_STEPS
+
+FAMILIES = 8
+"""Shared prefixes; each has a length of its own."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What runs, and what it may cost observed. Lengths are inclusive ranges of tokens."""
+
+    name: str
+    running: int
+    limit: float
+    prompt_tokens: tuple[int, int] = (64, 256)
+    output_tokens: tuple[int, int] | None = None
+    """None: requests decode for as long as they are asked to."""
+    drafts: int = 0
+    warm_up_steps: int = 64
+    block_steps: int = 16
+
+
+WORKLOADS = (
+    Workload("steady decode, 256 running", 256, 1.01),
+    Workload("steady decode, 1,024 running", 1024, 1.01),
+    Workload("churn, 256 running", 256, 1.03, output_tokens=(16, 64), warm_up_steps=256),
+    Workload("speculative, 3 drafts, 256 running", 256, 1.03, drafts=3),
+)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured. ``steps`` of a round are a multiple of every block."""
+
+    rounds: int
+    steps: int = CENSUS_STEPS
+
+    def sequence_tokens(self, workload: Workload) -> int:
+        """As long as a request may become that never ends."""
+        steps = workload.warm_up_steps + self.rounds * self.steps
+        return workload.prompt_tokens[1] + (steps + 8) * (workload.drafts + 1)
+
+
+class Lane:
+    """One engine and its clients, who keep ``running`` requests in it."""
+
+    def __init__(self, workload: Workload, effort: Effort, *, log_stats: bool) -> None:
+        self.workload = workload
+        most = workload.output_tokens
+        self._longest = most[1] if most else effort.sequence_tokens(workload)
+        length = workload.prompt_tokens[1] + self._longest
+        setup = Setup(
+            blocks=workload.running * (-(-length // 16) + 1),
+            max_running=workload.running,
+            max_model_len=length + 16,
+            drafts=workload.drafts,
+            log_stats=log_stats,
+        )
+        self.driver = Driver(setup, seed=1, record=False)
+        self.scheduler: Any = self.driver.scheduler
+        self._hasher = block_hasher(self.scheduler)
+        self._dice = random.Random(2)
+        self.requests = 0
+        self.request_steps = 0
+        self.generated_tokens = 0
+
+    def _arrive(self) -> Any:
+        dice, workload = self._dice, self.workload
+        name = f"request-{self.requests:08d}"
+        self.requests += 1
+        prompt_tokens = dice.randint(*workload.prompt_tokens)
+        family = dice.randrange(FAMILIES)
+        shared = min(prompt_tokens, 16 * family)
+        prompt = _family(family)[:shared] + tokens(prompt_tokens - shared, name)
+        output = workload.output_tokens
+        return build_request(
+            name,
+            prompt,
+            hasher=self._hasher,
+            max_tokens=dice.randint(*output) if output else self._longest,
+        )
+
+    def step(self) -> tuple[float, float]:
+        """One engine step; CPU seconds of this thread and wall seconds in the scheduler."""
+        scheduler, runner = self.scheduler, self.driver.runner
+        arrivals = [self._arrive() for _ in range(self.workload.running - len(scheduler.requests))]
+        cpu, wall = -time.thread_time(), -time.perf_counter()
+        for request in arrivals:
+            scheduler.add_request(request)
+        scheduled = scheduler.schedule()
+        wall += time.perf_counter()
+        cpu += time.thread_time()
+
+        step = Step.of(scheduled, scheduler.requests)
+        answer = runner.answer(step, scheduler.requests, None)
+        self.request_steps += len(scheduled.num_scheduled_tokens)
+        self.generated_tokens += sum(map(len, answer.sampled_token_ids))
+
+        cpu -= time.thread_time()
+        wall -= time.perf_counter()
+        scheduler.update_from_output(scheduled, answer)
+        wall += time.perf_counter()
+        cpu += time.thread_time()
+        if self.workload.drafts:
+            scheduler.update_draft_token_ids(runner.drafts(step))
+        return cpu, wall
+
+
+@functools.cache
+def _family(number: int) -> list[int]:
+    return tokens(16 * FAMILIES, f"family {number}")
+
+
+class ObservedLane(Lane):
+    """A lane under the plugin's own observation, into a journal on disk."""
+
+    def __init__(self, workload: Workload, effort: Effort, folder: Path) -> None:
+        super().__init__(workload, effort, log_stats=True)
+        self.observer, self.recorder = observe(self.scheduler, folder)
+
+    def settle(self) -> None:
+        """Have the writer do now what it has to do."""
+        if not self.recorder.flush(60.0):
+            raise RuntimeError("the journal's disk does not answer")
+
+
+def observe(scheduler: Any, folder: Path) -> tuple[Any, Any]:
+    """As the plugin does it: the observer and its recorder, writing below ``folder``."""
+    os.environ["KVLEDGER_DIR"] = str(folder)
+    try:
+        observer: Any = plugin.observe(scheduler)
+    finally:
+        del os.environ["KVLEDGER_DIR"]
+    if observer is None:
+        raise RuntimeError("this vLLM can't be observed")
+    return observer, observer.sink
+
+
+@dataclass
+class Measured:
+    """One workload's rounds: CPU seconds and the 99th percentile wall second of each lane."""
+
+    workload: Workload
+    cpu: dict[str, list[float]] = field(default_factory=dict)
+    p99: dict[str, list[float]] = field(default_factory=dict)
+    steps: int = 0
+    writer_seconds: float = 0.0
+    journal: Path = Path()
+    journal_bytes: int = 0
+    requests: int = 0
+    request_steps: int = 0
+    generated_tokens: int = 0
+
+    def cpu_ratio(self, over: str, under: str) -> Estimate:
+        """CPU a step, one lane over another."""
+        return _ratio(self.cpu[over], self.cpu[under])
+
+    def p99_ratio(self, over: str, under: str) -> Estimate:
+        """99th percentile of wall seconds a step, one lane over another."""
+        return _ratio(self.p99[over], self.p99[under])
+
+
+def _ratio(over: list[float], under: list[float]) -> Estimate:
+    return estimate([a / b for a, b in zip(over, under, strict=True)])
+
+
+def measure(
+    workload: Workload, effort: Effort, folder: Path, progress: Callable[[str], None]
+) -> Measured:
+    """Run ``workload`` in the lanes ``off``, ``on`` (vLLM's ``log_stats``) and ``observed``."""
+    observed = ObservedLane(workload, effort, folder)
+    lanes: dict[str, Lane] = {
+        "off": Lane(workload, effort, log_stats=False),
+        "on": Lane(workload, effort, log_stats=True),
+        "observed": observed,
+    }
+    found = Measured(workload, {name: [] for name in lanes}, {name: [] for name in lanes})
+    for lane in lanes.values():
+        for _ in range(workload.warm_up_steps):
+            lane.step()
+    observed.settle()
+    before = _Counts(observed)
+    gc.collect()
+    gc.freeze()
+    dice = random.Random(3)
+    for number in range(effort.rounds):
+        progress(f"{workload.name}: round {number + 1} of {effort.rounds}")
+        _round(lanes, observed, effort, found, dice)
+    before.rise(observed, found)
+    observed.observer.stop("detached")
+    observed.recorder.close()
+    gc.unfreeze()
+    return found
+
+
+class _Counts:
+    """What the observed lane had done before the first round."""
+
+    def __init__(self, lane: ObservedLane) -> None:
+        self._before = self._now(lane)
+
+    @staticmethod
+    def _now(lane: ObservedLane) -> tuple[int, int, int, int]:
+        written = lane.recorder.written_bytes
+        return written, lane.requests, lane.request_steps, lane.generated_tokens
+
+    def rise(self, lane: ObservedLane, found: Measured) -> None:
+        """Say in ``found`` what came since."""
+        rise = (after - old for old, after in zip(self._before, self._now(lane), strict=True))
+        found.journal = lane.recorder.folder
+        found.journal_bytes, found.requests, found.request_steps, found.generated_tokens = rise
+
+
+def _round(
+    lanes: dict[str, Lane],
+    observed: ObservedLane,
+    effort: Effort,
+    found: Measured,
+    dice: random.Random,
+) -> None:
+    gc.collect()
+    steps: dict[str, list[tuple[float, float]]] = {name: [] for name in lanes}
+    writer = -observed.recorder.writer_seconds
+    for block in _blocks(effort.steps, found.workload.block_steps):
+        for name in dice.sample(list(lanes), len(lanes)):
+            lane = lanes[name]
+            steps[name] += [lane.step() for _ in range(block)]
+            if lane is observed:
+                observed.settle()
+    time.sleep(0.01)  # the writer notes its CPU time after the flush
+    writer += observed.recorder.writer_seconds
+    found.writer_seconds += writer
+    found.steps += effort.steps
+    for name, pairs in steps.items():
+        cpu = sum(cpu for cpu, _ in pairs)
+        found.cpu[name].append(cpu + (writer if lanes[name] is observed else 0.0))
+        found.p99[name].append(percentile([wall for _, wall in pairs], 99))
+
+
+def _blocks(steps: int, block_steps: int) -> Iterator[int]:
+    for start in range(0, steps, block_steps):
+        yield min(block_steps, steps - start)

@@ -1,0 +1,41 @@
+"""Running something on a real scheduler under observation, and auditing what was seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvledger.audit.auditor import Auditor
+from kvledger.audit.engines import choose, host_version
+from kvledger.audit.events import Event
+from kvledger.audit.recorder import MemoryRecorder
+
+Course = Callable[..., Any]
+
+
+def observe(course: Course, **setup: Any) -> tuple[Any, list[Event]]:
+    """Run a course with an observer on its scheduler; the driver and every event, in order."""
+    sink = MemoryRecorder()
+    observers = []
+
+    def attach(scheduler: Any) -> None:
+        observer = choose(scheduler)(scheduler, sink, version=host_version())
+        observer.start()
+        observers.append(observer)
+
+    driver = course(attach, **setup)
+    for observer in observers:
+        observer.stop("exit")
+    return driver, sink.take()
+
+
+def audited(events: list[Event]) -> Auditor:
+    """The auditor after all of ``events``; a check that raises is raised."""
+    auditor = Auditor(keep_closed=True, debug=True)
+    auditor.feed_all(events)
+    return auditor
+
+
+def found(auditor: Auditor) -> set[tuple[str, str | None]]:
+    """Invariant and request of every finding, drift included."""
+    return {(violation.id, violation.request) for violation in auditor.violations}

@@ -1,0 +1,160 @@
+"""An observer may fail; serving may not. Each fault here leaves the engine's outputs as they were."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvledger.audit.attach import AuditError, attach
+from kvledger.audit.conformance.courses import COURSES
+from kvledger.audit.conformance.driver import Driver, Setup, start
+from kvledger.audit.engines import choose, host_version
+from kvledger.audit.engines.v1 import V1Observer
+from kvledger.audit.errors import LedgerError
+from kvledger.audit.hooks import PATIENCE, EngineMismatch
+from kvledger.audit.recorder import MemoryRecorder
+from tests.engines.observed import audited, observe
+
+COURSE = COURSES["crowd_async_external"]
+OBSERVERS = sorted(
+    {name for hook in V1Observer.HOOKS for name in (hook.before, hook.after) if name}
+)
+
+
+def outputs(driver: Driver) -> dict[str, list[Any]]:
+    """Everything that clients would have got, token by token."""
+    return {
+        request_id: [(o.new_token_ids, str(o.finish_reason)) for o in delivered]
+        for request_id, delivered in driver.delivered.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def bare() -> dict[str, list[Any]]:
+    return outputs(COURSE())
+
+
+def test_observed_outputs_are_those_of_a_bare_engine(bare: dict[str, list[Any]]) -> None:
+    driver, _ = observe(COURSE)
+
+    assert bare == outputs(driver)
+
+
+@pytest.mark.parametrize("name", OBSERVERS)
+def test_an_observer_that_raises_changes_nothing_and_is_told(
+    name: str, bare: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: V1Observer, *_: Any, **__: Any) -> None:
+        raise RuntimeError("a broken observer")
+
+    monkeypatch.setattr(V1Observer, name, broken)
+    driver, events = observe(COURSE)
+    auditor = audited(events)
+
+    assert bare == outputs(driver)
+    failures = [event for event in events if type(event).__name__ == "HookFailed"]
+    called = len(failures) > 0
+    assert ("unknown" if called else "clean") == auditor.verdict
+    assert len(failures) <= 2 * PATIENCE
+    if called and len(failures) >= PATIENCE:
+        assert any(failure.removed for failure in failures)  # type: ignore[attr-defined]
+
+
+def test_a_sink_that_raises_changes_nothing(bare: dict[str, list[Any]]) -> None:
+    class Broken(MemoryRecorder):
+        def record(self, event: Any) -> None:
+            raise OSError("no space left on device")
+
+    def watch(scheduler: Any) -> None:
+        choose(scheduler)(scheduler, Broken(), version=host_version()).start()
+
+    assert bare == outputs(COURSE(watch))
+
+
+def test_a_host_with_another_signature_is_refused_and_untouched() -> None:
+    scheduler = start().scheduler
+
+    def update_from_output(scheduler_output: Any, model_runner_output: Any, extra: int) -> None:
+        raise AssertionError("never called")
+
+    scheduler.update_from_output = update_from_output
+    before = dict(vars(scheduler))
+
+    with pytest.raises(EngineMismatch, match="update_from_output takes .*extra"):
+        choose(scheduler)
+    with pytest.raises(LedgerError, match="can't be observed"):
+        attach(scheduler)
+    assert before == vars(scheduler)
+
+
+def test_detaching_leaves_no_trace() -> None:
+    driver = start(connector="scripted")
+    scheduler = driver.scheduler
+    parts = (scheduler, scheduler.kv_cache_manager, scheduler.connector)
+    before = [set(vars(part)) for part in parts]
+
+    with attach(scheduler) as audit:
+        driver.add("r", 100, 3)
+        driver.run()
+
+    assert before == [set(vars(part)) for part in parts]
+    assert audit.account("r").settled is not None
+    driver.add("later", 50, 2)
+    driver.run()
+    with pytest.raises(LedgerError, match="later"):
+        audit.account("later")
+
+
+def test_two_observers_of_one_scheduler_part_in_any_order() -> None:
+    driver = start()
+    before = set(vars(driver.scheduler))
+    first, second = attach(driver.scheduler), attach(driver.scheduler)
+    driver.add("r", 100, 3)
+    first.detach()
+    driver.run()
+    second.detach()
+
+    assert "clean" == second.verdict
+    assert second.account("r").outcome
+    driver.add("later", 50, 2)
+    driver.run()
+    left = set(vars(driver.scheduler)) - before
+    assert all(hasattr(getattr(driver.scheduler, name), "__wrapped__") for name in left)
+
+
+def test_attaching_late_is_unknown_for_what_ran_and_clean_for_what_comes() -> None:
+    driver = start()
+    driver.add("early", 100, 6)
+    driver.step()
+    driver.step()
+    with attach(driver.scheduler) as audit:
+        driver.add("late", 100, 3)
+        driver.run()
+
+    assert "unknown" == audit.verdict
+    assert [] == audit.violations
+    assert "the trace begins in its midst" == audit.account("early").unknown
+    assert audit.account("late").unknown is None
+
+
+def test_strict_raises_at_the_step_that_violates() -> None:
+    """Stock 0.32 leaks a placeholder when a synchronous load fails under async scheduling."""
+    driver = Driver(Setup(connector="scripted", asynchronous=True))
+    driver.connector.say("r", 160)
+    driver.add("r", 200, 3)
+    with attach(driver.scheduler, strict=True) as audit:
+        driver.schedule()
+        driver.output(invalid_blocks=driver.blocks("r")[4:10])
+        with pytest.raises(AuditError, match="tokens/in-flight") as caught:
+            driver.run()
+
+    assert "r" == caught.value.violation.request
+    assert audit.violations
+
+
+def test_what_is_no_engine_is_refused_in_one_sentence() -> None:
+    with pytest.raises(LedgerError, match="No scheduler is reachable from this int"):
+        attach(3)
