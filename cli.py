@@ -204,7 +204,8 @@ def main() -> NoReturn:
     """Run the command line; whatever goes wrong is one sentence and an exit code."""
     debug = "--debug" in sys.argv[1:]
     try:
-        code = app([word for word in sys.argv[1:] if word != "--debug"], standalone_mode=False) or 0
+        words = [word for word in sys.argv[1:] if word != "--debug"]
+        code = app(words, prog_name="kvledger", standalone_mode=False) or 0
         sys.stdout.flush()
     except BrokenPipeError:
         code = _reader_gone()

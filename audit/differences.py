@@ -22,7 +22,7 @@ SOURCES = (LOCAL, EXTERNAL, COMPUTED, UNATTAINED)
 
 UNEXPLAINED = "unexplained"
 CAUSES = {
-    "resumed_with_hits": "preempted in prefill, resumed with more hits",
+    "resumed_with_hits": "preempted in prefill, resumed with hits",
     "earlier_admission": "given by an earlier admission that never ran",
     "load_failed": "the load failed, the tokens were computed",
     "load_failed_below": "a failed load took hits with it",
@@ -279,7 +279,8 @@ def _why_reported(account: Account, plan: Figures | None, reported: Figures | No
     for life in account.lives:
         if life.number == first.number:
             continue
-        if (life.local, life.external) == (reported.local, reported.external):
+        whole = reported.total == plan.total
+        if whole and (life.local, life.external) == (reported.local, reported.external):
             return "last_admission"
         left = plan.local + plan.external - life.external
         if life.external == reported.external and reported.local in (left, max(0, left)):

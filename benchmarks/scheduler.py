@@ -18,16 +18,20 @@ import gc
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.stats import Estimate, estimate, percentile
+
 from kvledger.audit import plugin
 from kvledger.audit.conformance.driver import Driver, Step, tokens
 from kvledger.audit.conformance.host import Setup, block_hasher, build_request
 from kvledger.audit.engines.v1 import CENSUS_STEPS
+
+BLOCK_STEPS = 16
+"""How long a lane's turn is: some 40 ms. After it the writer thread is made to write."""
 
 FAMILIES = 8
 """Shared prefixes; each has a length of its own."""
@@ -37,6 +41,7 @@ FAMILIES = 8
 class Workload:
     """What runs, and what it may cost observed. Lengths are inclusive ranges of tokens."""
 
+    key: str
     name: str
     running: int
     limit: float
@@ -44,21 +49,26 @@ class Workload:
     output_tokens: tuple[int, int] | None = None
     """None: requests decode for as long as they are asked to."""
     drafts: int = 0
-    warm_up_steps: int = 64
-    block_steps: int = 16
+
+    @property
+    def warm_up_steps(self) -> int:
+        """Until all run, and ends have spread over the steps."""
+        return 2 * self.output_tokens[1] if self.output_tokens else 64
 
 
 WORKLOADS = (
-    Workload("steady decode, 256 running", 256, 1.01),
-    Workload("steady decode, 1,024 running", 1024, 1.01),
-    Workload("churn, 256 running", 256, 1.03, output_tokens=(16, 64), warm_up_steps=256),
-    Workload("speculative, 3 drafts, 256 running", 256, 1.03, drafts=3),
+    Workload("steady-256", "steady decode, 256 running", 256, 1.01),
+    Workload("steady-1024", "steady decode, 1,024 running", 1024, 1.01),
+    Workload("churn", "churn, 1 to 2 ends a step", 256, 1.03, output_tokens=(64, 256)),
+    Workload("churn-short", "churn, 6 to 7 ends a step", 256, 1.03, output_tokens=(16, 64)),
+    Workload("speculative", "speculative, 3 drafts", 256, 1.03, drafts=3),
 )
+BY_KEY = {workload.key: workload for workload in WORKLOADS}
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured. ``steps`` of a round are a multiple of every block."""
+    """How much is measured: ``steps`` a round, of each lane."""
 
     rounds: int
     steps: int = CENSUS_STEPS
@@ -151,6 +161,11 @@ class ObservedLane(Lane):
         if not self.recorder.flush(60.0):
             raise RuntimeError("the journal's disk does not answer")
 
+    def close(self) -> None:
+        """End the observation, and the journal."""
+        self.observer.stop("detached")
+        self.recorder.close()
+
 
 def observe(scheduler: Any, folder: Path) -> tuple[Any, Any]:
     """As the plugin does it: the observer and its recorder, writing below ``folder``."""
@@ -164,6 +179,9 @@ def observe(scheduler: Any, folder: Path) -> tuple[Any, Any]:
     return observer, observer.sink
 
 
+Progress = Callable[[str], None]
+
+
 @dataclass
 class Measured:
     """One workload's rounds: CPU seconds and the 99th percentile wall second of each lane."""
@@ -173,10 +191,8 @@ class Measured:
     p99: dict[str, list[float]] = field(default_factory=dict)
     steps: int = 0
     writer_seconds: float = 0.0
-    journal: Path = Path()
     journal_bytes: int = 0
     requests: int = 0
-    request_steps: int = 0
     generated_tokens: int = 0
 
     def cpu_ratio(self, over: str, under: str) -> Estimate:
@@ -192,9 +208,7 @@ def _ratio(over: list[float], under: list[float]) -> Estimate:
     return estimate([a / b for a, b in zip(over, under, strict=True)])
 
 
-def measure(
-    workload: Workload, effort: Effort, folder: Path, progress: Callable[[str], None]
-) -> Measured:
+def measure(workload: Workload, effort: Effort, folder: Path, progress: Progress) -> Measured:
     """Run ``workload`` in the lanes ``off``, ``on`` (vLLM's ``log_stats``) and ``observed``."""
     observed = ObservedLane(workload, effort, folder)
     lanes: dict[str, Lane] = {
@@ -207,36 +221,22 @@ def measure(
         for _ in range(workload.warm_up_steps):
             lane.step()
     observed.settle()
-    before = _Counts(observed)
+    before = _counts(observed)
     gc.collect()
     gc.freeze()
     dice = random.Random(3)
     for number in range(effort.rounds):
         progress(f"{workload.name}: round {number + 1} of {effort.rounds}")
         _round(lanes, observed, effort, found, dice)
-    before.rise(observed, found)
-    observed.observer.stop("detached")
-    observed.recorder.close()
+    rise = [after - old for old, after in zip(before, _counts(observed), strict=True)]
+    found.journal_bytes, found.requests, found.generated_tokens = rise
+    observed.close()
     gc.unfreeze()
     return found
 
 
-class _Counts:
-    """What the observed lane had done before the first round."""
-
-    def __init__(self, lane: ObservedLane) -> None:
-        self._before = self._now(lane)
-
-    @staticmethod
-    def _now(lane: ObservedLane) -> tuple[int, int, int, int]:
-        written = lane.recorder.written_bytes
-        return written, lane.requests, lane.request_steps, lane.generated_tokens
-
-    def rise(self, lane: ObservedLane, found: Measured) -> None:
-        """Say in ``found`` what came since."""
-        rise = (after - old for old, after in zip(self._before, self._now(lane), strict=True))
-        found.journal = lane.recorder.folder
-        found.journal_bytes, found.requests, found.request_steps, found.generated_tokens = rise
+def _counts(lane: ObservedLane) -> tuple[int, int, int]:
+    return lane.recorder.written_bytes, lane.requests, lane.generated_tokens
 
 
 def _round(
@@ -249,10 +249,10 @@ def _round(
     gc.collect()
     steps: dict[str, list[tuple[float, float]]] = {name: [] for name in lanes}
     writer = -observed.recorder.writer_seconds
-    for block in _blocks(effort.steps, found.workload.block_steps):
+    for _ in range(0, effort.steps, BLOCK_STEPS):
         for name in dice.sample(list(lanes), len(lanes)):
             lane = lanes[name]
-            steps[name] += [lane.step() for _ in range(block)]
+            steps[name] += [lane.step() for _ in range(BLOCK_STEPS)]
             if lane is observed:
                 observed.settle()
     time.sleep(0.01)  # the writer notes its CPU time after the flush
@@ -263,8 +263,3 @@ def _round(
         cpu = sum(cpu for cpu, _ in pairs)
         found.cpu[name].append(cpu + (writer if lanes[name] is observed else 0.0))
         found.p99[name].append(percentile([wall for _, wall in pairs], 99))
-
-
-def _blocks(steps: int, block_steps: int) -> Iterator[int]:
-    for start in range(0, steps, block_steps):
-        yield min(block_steps, steps - start)

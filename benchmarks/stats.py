@@ -21,9 +21,7 @@ class Estimate(NamedTuple):
 def estimate(samples: Sequence[float]) -> Estimate:
     """The median of ``samples``, and where it lies in 95 % of samples drawn from them again."""
     dice = random.Random(0)
-    medians = sorted(
-        median(dice.choices(samples, k=len(samples))) for _ in range(RESAMPLES)
-    )
+    medians = sorted(median(dice.choices(samples, k=len(samples))) for _ in range(RESAMPLES))
     return Estimate(median(samples), medians[RESAMPLES // 40], medians[-RESAMPLES // 40])
 
 

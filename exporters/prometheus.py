@@ -23,6 +23,9 @@ from kvledger.audit.journal import Reader, find_journals
 from kvledger.audit.replay import Book
 from kvledger.exporters.metrics import METRICS, Metric
 
+Started = Callable[[str], None]
+"""Told the URL."""
+
 POLL_SECONDS = 0.5
 """How often a journal is asked for more, and the folder for new journals."""
 
@@ -74,7 +77,7 @@ class Follower:
         self.books: dict[Path, Book] = {}
         self._path = path
         self._readers: dict[Path, Reader] = {}
-        self._find(required=True)
+        self.find(required=True)
 
     def catch_up(self) -> None:
         """Read all that is there by now."""
@@ -86,10 +89,11 @@ class Follower:
     def follow(self, stop: threading.Event) -> None:
         """Read what comes, until told to stop."""
         while not stop.wait(POLL_SECONDS):
-            self._find(required=False)
+            self.find()
             self.catch_up()
 
-    def _find(self, *, required: bool) -> None:
+    def find(self, *, required: bool = False) -> None:
+        """Look for journals that were not there before."""
         try:
             found = find_journals([self._path])
         except LedgerError:
@@ -103,7 +107,7 @@ class Follower:
                 self._readers[path] = Reader(path)
 
 
-def serve(path: Path, address: str, started: Callable[[str], None]) -> None:
+def serve(path: Path, address: str, started: Started) -> None:
     """Follow the journals under ``path`` and serve ``/metrics`` at ``address`` until interrupted.
 
     ``started`` is told the URL once scrapes are answered. Raises :class:`LedgerError` for an

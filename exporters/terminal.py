@@ -283,4 +283,5 @@ def progress(before: str, text: str) -> Iterator[Callable[[int, int], None]]:
     try:
         yield move
     finally:
-        bar.stop()
+        if bar.live.is_started:
+            bar.stop()

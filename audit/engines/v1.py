@@ -15,8 +15,8 @@ walks the running requests but a step that differs, and the census.
 from __future__ import annotations
 
 import functools
-import operator
 import time
+from itertools import repeat
 from typing import Any, ClassVar, Protocol
 
 from kvledger.audit import events as ev
@@ -156,6 +156,7 @@ class V1Observer:
         self._anew: set[str] = set()
         self._order: list[str] | None = None
         self._lengths: list[int] | None = None
+        self._numbers: list[int] = []
         self._sampled: dict[str, int] = {}
         self._same_step = 0
         self._repeats = 0
@@ -357,9 +358,9 @@ class V1Observer:
             self._say_held_back(self._now())
         drafted = dict(zip(drafts, map(len, drafts.values()), strict=True)) if drafts else drafts
         if (
-            tokens == self._tokens
+            not (self._anew or self._dropped)
+            and tokens == self._tokens
             and drafted == self._drafts
-            and not (self._dropped or self._anew)
         ):
             self._same_step = self._step
         else:
@@ -367,18 +368,18 @@ class V1Observer:
 
     def _step_differs(self, tokens: dict[str, int], drafts: dict[str, int]) -> None:
         ids, requests, anew = self._ids, self.scheduler.requests, self._anew
-        known = list(map(self._tokens.get, tokens))  # in C; no Python runs for what stays the same
-        differ = {r for (r, count), last in zip(tokens.items(), known, strict=True) if count != last}
-        if anew:
-            differ |= anew & tokens.keys()
-            self._anew = set()
+        known = list(map(self._tokens.get, tokens))
+        pairs = zip(tokens.items(), known, strict=True)
+        differ = [request_id for (request_id, count), last in pairs if count != last]
+        others = anew & tokens.keys()
         if drafts != self._drafts:
-            differ.update(r for r, _ in drafts.items() ^ self._drafts.items() if r in tokens)
+            others |= {r for r, _ in drafts.items() ^ self._drafts.items() if r in tokens}
+        differ += sorted(others.difference(differ))
+        self._anew = set()
         changed: list[int] = []
-        for request_id in tokens if len(differ) > 1 else differ:
-            if request_id in differ:
-                computed = requests[request_id].num_computed_tokens
-                changed += (ids[request_id], tokens[request_id], drafts.get(request_id, 0), computed)
+        for request_id in differ:
+            computed = requests[request_id].num_computed_tokens
+            changed += (ids[request_id], tokens[request_id], drafts.get(request_id, 0), computed)
         dropped = self._dropped
         if len(known) - known.count(None) < len(self._tokens):
             dropped += sorted(ids[request_id] for request_id in self._tokens.keys() - tokens.keys())
@@ -521,8 +522,8 @@ class V1Observer:
         if tokens and before is not None:
             lengths, ignored = before
             self._deliver(tokens, lengths, ignored, model_runner_output)
-            if self._unreported and not self._unreported.isdisjoint(tokens):
-                self._report(result)
+            if self._unreported:
+                self._report(result, model_runner_output, lengths)
         for event in held or ():
             self._emit(event)
         for request_id in self._gone:
@@ -537,50 +538,70 @@ class V1Observer:
         self, tokens: dict[str, int], lengths: list[int], ignored: list[str], output: Any
     ) -> None:
         order = output.req_ids
-        if (
-            lengths == self._lengths
-            and not ignored
-            and not self._load_failures
-            and (order is self._order or order == self._order)
-        ):
+        same = order is self._order or order == self._order
+        if same and lengths == self._lengths and not (ignored or self._load_failures):
             if self._same_step:
                 self._same_step = 0
                 self._repeats += 1
             else:
                 self._emit(ev.Delivered(self._output_at, [], []))
             return
-        ids, sampled = self._ids, self._sampled
-        known = map(sampled.get, order)  # in C; no Python runs for what stays the same
-        answers = zip(order, lengths or [0] * len(order), known, strict=True)
-        changed: list[int] = []
-        for request_id, length in [(r, length) for r, length, last in answers if length != last]:
-            number = ids.get(request_id)
-            if number is not None and request_id in tokens:
-                sampled[request_id] = length
-                changed += (number, length)
+        lengths, ids = lengths or [0] * len(order), self._ids
+        changed = self._changed_lengths(order, lengths, same)
         skipped = [*ignored, *self._load_failures.intersection(tokens)]
         unheard = [ids[request_id] for request_id in dict.fromkeys(skipped) if request_id in ids]
         self._emit(ev.Delivered(self._output_at, changed, unheard))
         self._order, self._lengths = order, None if skipped else lengths
 
-    def _report(self, result: Any) -> None:
-        """The figures the engine hands its front end, once a request."""
-        for outputs in result.values():
-            for output in filter(_prefill_stats, outputs.outputs):
-                figures = output.prefill_stats
-                if output.request_id in self._ids:
-                    self._unreported.discard(output.request_id)
-                    self._emit(
-                        ev.Reported(
-                            self._output_at,
-                            self._ids[output.request_id],
-                            figures.num_prompt_tokens,
-                            figures.num_local_cached_tokens,
-                            figures.num_external_cached_tokens,
-                            figures.num_computed_tokens,
-                            figures.num_cached_tokens,
-                        )
+    def _changed_lengths(self, order: list[str], lengths: list[int], same: bool) -> list[int]:
+        """What :class:`~kvledger.audit.events.Delivered` says: numbers and lengths that differ."""
+        ids, sampled, known = self._ids, self._sampled, self._lengths
+        if same and known is not None:
+            numbers = self._numbers = self._numbers or list(map(ids.get, order, repeat(-1)))
+            if -1 not in numbers:
+                sampled.update(zip(order, lengths, strict=True))
+                rows = zip(numbers, lengths, known, strict=True)
+                return [n for row in rows if row[1] != row[2] for n in row[:2]]
+        self._numbers = []
+        changed: list[int] = []
+        answers = zip(order, lengths, map(sampled.get, order), strict=True)
+        for request_id, length in [(r, length) for r, length, last in answers if length != last]:
+            number = ids.get(request_id)
+            if number is not None:  # else its end came before its output
+                sampled[request_id] = length
+                changed += (number, length)
+        return changed
+
+    def _report(self, result: Any, output: Any, lengths: list[int]) -> None:
+        """The figures the engine hands its front end, once a request.
+
+        They come with its first output; the youngest stand last.
+        """
+        index = output.req_id_to_index
+        due = len([r for r in self._unreported if r in index and (not lengths or lengths[index[r]])])
+        reports: list[ev.Reported] = []
+        for outputs in result.values() if due else ():
+            for told in reversed(outputs.outputs):
+                figures = told.prefill_stats
+                if figures is None or told.request_id not in self._ids:
+                    continue
+                self._unreported.discard(told.request_id)
+                reports.append(
+                    ev.Reported(
+                        self._output_at,
+                        self._ids[told.request_id],
+                        figures.num_prompt_tokens,
+                        figures.num_local_cached_tokens,
+                        figures.num_external_cached_tokens,
+                        figures.num_computed_tokens,
+                        figures.num_cached_tokens,
                     )
+                )
+                due -= 1
+                if due <= 0:
+                    break
+        for report in reversed(reports):
+            self._emit(report)
 
     def _at_rest(self) -> None:
         """Between two steps: a snapshot if one is wanted, a census if one is due."""
@@ -781,6 +802,7 @@ class V1Observer:
 
     def _forget(self, request_id: str) -> None:
         number = self._ids.pop(request_id)
+        self._order = None
         if request_id in self._tokens:
             if not self._tokens_owned:
                 self._tokens, self._tokens_owned = dict(self._tokens), True
@@ -828,9 +850,6 @@ class V1Observer:
 def _reason(status: Any) -> str:
     """``stopped`` for ``RequestStatus.FINISHED_STOPPED``."""
     return str(status.name).removeprefix("FINISHED_").lower()
-
-
-_prefill_stats = operator.attrgetter("prefill_stats")
 
 
 def _cache_counters(stats: Any) -> tuple[int, int, int]:

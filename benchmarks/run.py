@@ -1,0 +1,228 @@
+"""`make bench`: measures what observing costs, and prints one table.
+
+Every figure is a median over rounds with its 95 % bootstrap interval, and most are ratios of two
+things that took turns in one process: only ratios mean the same on another machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple, TextIO
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # as `python -m benchmarks.run` has it
+
+from benchmarks.stats import Estimate
+
+from kvledger.audit.demo.surroundings import quiet, settle_environment
+from kvledger.audit.engines import host_version
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "performance.md"
+SCHEDULER = ("steady-256", "steady-1024", "churn", "churn-short", "speculative")
+REPLAY = ("churn-short", "speculative")
+PARTS = (*SCHEDULER, "engine", "replay")
+
+Progress = Callable[[str], None]
+
+
+class Row(NamedTuple):
+    """One line of the table; ``part`` measures it again."""
+
+    what: str
+    figure: str
+    interval: str
+    target: str
+    met: bool | None
+    part: str
+
+
+class Amount(NamedTuple):
+    """How much is measured."""
+
+    rounds: int
+    steps: int
+    pairs: int
+    replays: int
+    requests: tuple[int, int]
+
+
+FULL = Amount(rounds=20, steps=512, pairs=60, replays=9, requests=(10_000, 100_000))
+QUICK = Amount(rounds=2, steps=16, pairs=2, replays=2, requests=(100, 200))
+
+
+def scheduler_rows(key: str, amount: Amount, folder: Path, progress: Progress) -> Iterator[Row]:
+    """A workload on the real scheduler, and the journal that was written of it."""
+    from benchmarks.scheduler import BY_KEY, Effort, measure
+
+    workload = BY_KEY[key]
+    found = measure(workload, Effort(amount.rounds, amount.steps), folder, progress)
+    ours, tail = found.cpu_ratio("observed", "on"), found.p99_ratio("observed", "on")
+    limit = workload.limit
+    yield _ratio(f"{workload.name}: CPU a step, observed / bare", ours, key, at_most=limit)
+    yield _ratio(f"{workload.name}: p99 step, observed / bare", tail, key)
+    peer, tail = found.cpu_ratio("on", "off"), found.p99_ratio("on", "off")
+    yield _ratio(f"{workload.name}: CPU a step, vLLM's log_stats on / off", peer, key)
+    yield _ratio(f"{workload.name}: p99 step, vLLM's log_stats on / off", tail, key)
+    if key.startswith("steady"):
+        size = found.journal_bytes / found.generated_tokens
+        what = f"{workload.name}: journal, bytes a token"
+        yield Row(what, f"{size:.3f}", "", "at most 0.1", size <= 0.1, key)
+    if workload.output_tokens and found.requests:
+        size = found.journal_bytes / found.requests
+        what = f"{workload.name}: journal, bytes a request"
+        yield Row(what, f"{size:.0f}", "", "at most 1,024", size <= 1024, key)
+
+
+def engine_rows(amount: Amount, folder: Path, progress: Progress) -> Iterator[Row]:
+    """The real engine."""
+    from benchmarks import engine
+
+    with quiet(folder / "engine.log"):
+        ratio = engine.measure(amount.pairs, folder, progress)
+    yield _ratio("real engine on this CPU: tokens a second, observed / bare", ratio, "engine", at_least=0.99)
+
+
+def replay_rows(amount: Amount, folder: Path, progress: Progress) -> Iterator[Row]:
+    """An audit of a journal: its speed and its memory."""
+    from benchmarks import replay
+    from benchmarks.scheduler import BY_KEY
+
+    for key in REPLAY:
+        workload = BY_KEY[key]
+        progress(f"replay: {workload.name}")
+        rate = replay.request_steps_per_second(workload, amount.steps, amount.replays, folder)
+        yield Row(
+            f"{workload.name}: request-steps audited a second",
+            f"{rate.median:,.0f}",
+            f"{rate.low:,.0f} to {rate.high:,.0f}",
+            "at least 200,000",
+            rate.median >= 200_000,
+            "replay",
+        )
+    few, many = amount.requests
+    progress(f"replay: memory over {many:,} requests")
+    growth = replay.peak_bytes(many, folder) / replay.peak_bytes(few, folder)
+    yield Row(
+        f"replay: peak memory, {many:,} requests / {few:,} requests",
+        f"{growth:.3f}",
+        "",
+        "at most 1.1",
+        growth <= 1.1,
+        "replay",
+    )
+
+
+def _ratio(what: str, ratio: Estimate, part: str, at_most: float = 0.0, at_least: float = 0.0) -> Row:
+    target, met = "", None
+    if at_most:
+        target, met = f"at most {at_most}", ratio.median <= at_most
+    if at_least:
+        target, met = f"at least {at_least}", ratio.median >= at_least
+    return Row(what, f"{ratio.median:.4f}", f"{ratio.low:.4f} to {ratio.high:.4f}", target, met, part)
+
+
+HEADINGS = ("what", "median", "95 % interval", "target", "met", "command")
+
+
+def table(rows: list[Row]) -> str:
+    """The table, in Markdown that lines up."""
+    met = {None: "", True: "yes", False: "no"}
+    cells = [
+        (row.what, row.figure, row.interval, row.target, met[row.met], f"make bench ARGS={row.part}")
+        for row in rows
+    ]
+    widths = [max(map(len, column)) for column in zip(HEADINGS, *cells, strict=True)]
+    ruler = tuple("-" * width for width in widths)
+    return "\n".join(
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
+        for line in (HEADINGS, ruler, *cells)
+    )
+
+
+def machine() -> str:
+    """What all this ran on, in one sentence."""
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        models = (line for line in cpuinfo.read_text().splitlines() if line.startswith("model name"))
+        name = next(models, f":{name}").split(":", 1)[1].strip()
+    load = os.getloadavg()[0]
+    return (
+        f"{os.cpu_count()} CPUs ({name}, shared: load {load:.1f} at the start), "
+        f"{platform.system()} {platform.release().split('-')[0]}, "
+        f"Python {platform.python_version()}, vLLM {host_version()}."
+    )
+
+
+def page(rows: list[Row], ran_on: str) -> str:
+    """docs/performance.md."""
+    return f"""# What it costs
+
+Made by `make bench ARGS=--write`; do not edit. It ran on {ran_on}
+
+{table(rows)}
+
+*CPU a step* is CPU time in `add_request`, `schedule` and `update_from_output` of vLLM's real
+scheduler, with made-up model output, and for the observed engine all CPU time of the writer thread
+besides. *Bare* is the same engine with its own statistics on, as it serves. The lanes take turns of
+16 steps in one process; a round is {FULL.steps} steps of each, {FULL.rounds} rounds, and the figure
+is the median of the rounds' ratios with its 95 % bootstrap interval. *p99 step* is wall time. A step
+of a real engine waits for the model besides, so what it costs there is less by as much.
+
+*Steady* is decode only. *Churn* has prompts of 64 to 256 tokens, partly shared, and outputs of 64 to
+256 tokens, or of 16 to 64. *Speculative* accepts a random number of three drafts; 256 requests run
+where nothing else is said.
+
+The *real engine* has the demo's model of some 0.4 million weights, so its steps are as short as steps
+get. A replay reads, decodes and checks a journal in which no step repeats the one before.
+"""
+
+
+def measure(parts: list[str], amount: Amount, progress: Progress) -> Iterator[Row]:
+    """All rows of ``parts``, in the table's order."""
+    with tempfile.TemporaryDirectory(prefix="kvledger-bench-") as name:
+        folder = Path(name)
+        for part in parts:
+            if part in SCHEDULER:
+                yield from scheduler_rows(part, amount, folder, progress)
+            else:
+                rows = engine_rows if part == "engine" else replay_rows
+                yield from rows(amount, folder, progress)
+
+
+def _teller(terminal: TextIO) -> Progress:
+    def tell(what: str) -> None:
+        if terminal.isatty():
+            print(f"\r\033[K{what}", end="", file=terminal, flush=True)
+
+    return tell
+
+
+def main() -> int:
+    """Measures and prints; 0, whatever the figures are: performance is never a timed test."""
+    parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--quick", action="store_true", help="only show that it works")
+    parser.add_argument("--write", action="store_true", help=f"also write {PAGE.relative_to(ROOT)}")
+    asked = parser.parse_args()
+    settle_environment(in_process=True)
+    os.environ.pop("KVLEDGER_DIR", None)
+    ran_on = machine()
+    tell = _teller(sys.stderr)
+    parts = [part for part in PARTS if part in (asked.parts or PARTS)]
+    rows = list(measure(parts, QUICK if asked.quick else FULL, tell))
+    tell("")
+    print(f"{ran_on}\n\n{table(rows)}")
+    if asked.write:
+        PAGE.write_text(page(rows, ran_on))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

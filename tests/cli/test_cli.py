@@ -1,0 +1,380 @@
+"""The command line from outside: exit codes, one clear sentence, one JSON object."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests import journals
+from tests.histories import events
+
+from kvledger import __version__, cli
+from kvledger.audit.events import SCHEMA, Gap
+from kvledger.audit.segments import header
+
+
+class Outcome:
+    """What one run of the command line left behind."""
+
+    def __init__(self, code: object, out: str, err: str) -> None:
+        self.code = code
+        self.out = out
+        self.err = err
+
+    @property
+    def sentence(self) -> str:
+        """The one line on standard error, and nothing else anywhere."""
+        assert "" == self.out
+        (line,) = self.err.splitlines()
+        assert not line[0].islower()
+        assert line.endswith((".", "?"))
+        return line
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs the command line in this process."""
+
+    def call(*words: str | Path) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["kvledger", *map(str, words)])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        told = capsys.readouterr()
+        return Outcome(left.value.code, told.out, told.err)
+
+    return call
+
+
+@pytest.fixture
+def clean(tmp_path: Path) -> Path:
+    return journals.clean(tmp_path / "clean")
+
+
+@pytest.fixture
+def violated(tmp_path: Path) -> Path:
+    return journals.violated(tmp_path / "violated")
+
+
+@pytest.fixture
+def unknown(tmp_path: Path) -> Path:
+    return journals.write(tmp_path / "unknown", [*events(10, "A0+0 s10 o+"), Gap(900, 5, "full")])
+
+
+def segment(folder: Path) -> Path:
+    return max(folder.glob("*.kvl"))
+
+
+# --- audit ----------------------------------------------------------------------------------------
+
+
+def test_clean_is_0(run: Any, clean: Path) -> None:
+    told = run("audit", clean)
+
+    assert (0, "") == (told.code, told.err)
+    assert told.out.endswith("clean: 1 request, 0 violations, 1 preemption\n")
+
+
+def test_violated_is_1(run: Any, violated: Path) -> None:
+    told = run("audit", violated)
+
+    assert 1 == told.code
+    assert "tokens/negative" in told.out
+
+
+def test_unknown_is_3(run: Any, unknown: Path) -> None:
+    told = run("audit", unknown)
+
+    assert 3 == told.code
+    assert "events were lost" in told.out
+
+
+def test_violated_outweighs_unknown(run: Any, clean: Path, unknown: Path, violated: Path) -> None:
+    assert 1 == run("audit", clean, unknown, violated).code
+    assert 3 == run("audit", clean, unknown).code
+
+
+def test_the_json_is_one_object(run: Any, violated: Path) -> None:
+    told = run("audit", violated, "--format", "json")
+    found = json.loads(told.out)
+
+    assert 1 == told.code
+    assert ("violated", 1, 0, 0) == tuple(found[k] for k in ("verdict", "requests", "unknown", "drift"))
+    assert {
+        "prompt_tokens": 200,
+        "local": 0,
+        "external": 104,
+        "computed": 96,
+        "unattained": 0,
+    } == found["totals"]
+    assert (0, 32, 168) == tuple(found["plan"][k] for k in ("local", "external", "computed"))
+    work = found["work"]
+    kinds = ("first_prompt", "first_output", "rework", "rejected", "overrun", "in_flight")
+    assert work["scheduled"] == sum(work[kind] for kind in kinds)
+    first = found["violations"][0]
+    assert {"id", "severity", "engine", "request", "step", "message", "figures"} <= first.keys()
+    assert ("tokens/negative", "violation", "request-0") == (first["id"], first["severity"], first["request"])
+    assert -128 == first["figures"]["local_tokens"]
+
+
+def test_several_paths_are_one_audit(run: Any, clean: Path, violated: Path) -> None:
+    found = json.loads(run("audit", clean, violated, "--format", "json").out)
+
+    assert 2 == found["requests"] == len(found["journals"])
+
+
+def test_a_single_segment(run: Any, clean: Path) -> None:
+    assert 0 == run("audit", segment(clean)).code
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [("audit",), ("show", "x"), ("serve",)])
+def test_a_missing_path(run: Any, tmp_path: Path, words: tuple[str, ...]) -> None:
+    verb, *rest = words
+    told = run(verb, tmp_path / "nowhere", *rest)
+
+    assert 2 == told.code
+    assert f"There is no {tmp_path / 'nowhere'}." == told.sentence
+
+
+def test_an_empty_folder(run: Any, tmp_path: Path) -> None:
+    told = run("audit", tmp_path)
+
+    assert 2 == told.code
+    assert "is empty" in told.sentence
+
+
+def test_a_folder_without_journals(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    told = run("audit", tmp_path)
+
+    assert 2 == told.code
+    assert "holds no kvledger journal" in told.sentence
+
+
+def test_a_file_that_is_no_journal(run: Any, tmp_path: Path) -> None:
+    other = tmp_path / "other.bin"
+    other.write_bytes(os.urandom(1_000))
+    told = run("audit", other)
+
+    assert 2 == told.code
+    assert f"{other} is not a kvledger journal." == told.sentence
+
+
+def test_a_newer_schema(run: Any, clean: Path) -> None:
+    path = segment(clean)
+    data = path.read_bytes()
+    path.write_bytes(data.replace(header(SCHEMA), header(SCHEMA + 8), 1))
+    told = run("audit", clean)
+
+    assert 2 == told.code
+    assert f"schema {SCHEMA + 8}" in told.sentence
+
+
+def test_a_torn_tail_is_read_up_to_the_tear(run: Any, tmp_path: Path) -> None:
+    """And said so: what was lost is not known, so the verdict is unknown."""
+    folder = journals.write(tmp_path / "torn", events(200, journals.CLEAN))
+    path = segment(folder)
+    path.write_bytes(path.read_bytes()[:-3])
+    told = run("audit", folder)
+
+    assert 3 == told.code
+    assert f"torn tail at {path.name} byte " in told.out
+    assert "clean: 1 request" not in told.out
+
+
+def test_a_corrupted_segment_is_said(run: Any, clean: Path) -> None:
+    path = segment(clean)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    path.write_bytes(data)
+    told = run("audit", clean)
+
+    assert 3 == told.code
+    assert path.name in told.out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("audit",), "Missing argument"),
+        (("audit", "x", "--format", "xml"), "'xml' is neither text nor json"),
+        (("audit", "x", "--frmat", "json"), "No such option: --frmat"),
+        (("adit",), "No such command 'adit'"),
+        (("show", "x"), "Missing argument"),
+        (("explain", "tokens/negativ"), "did you mean tokens/negative"),
+        (("demo", "--inject", "nothing"), "No injection is called 'nothing'"),
+        (("serve", "x", "--web.listen-address", "here"), "'here' is no listen address"),
+    ],
+)
+def test_bad_usage_is_one_sentence(run: Any, words: tuple[str, ...], said: str) -> None:
+    told = run(*words)
+
+    assert 2 == told.code
+    assert said in told.sentence
+
+
+def test_no_command_prints_help(run: Any) -> None:
+    told = run()
+
+    assert 2 == told.code
+    assert "Usage: kvledger" in told.out
+    assert "" == told.err
+
+
+# --- our own failures -------------------------------------------------------------------------------
+
+
+def test_our_own_bug_is_one_sentence_too(run: Any, clean: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object) -> None:
+        raise RuntimeError("the sky\nfell")
+
+    monkeypatch.setattr("kvledger.audit.replay.find_journals", broken)
+    told = run("audit", clean)
+
+    assert 70 == told.code
+    assert "Kvledger itself failed (RuntimeError: the sky fell); --debug shows where." == told.sentence
+
+
+def test_debug_shows_the_traceback_wherever_it_stands(run: Any, tmp_path: Path) -> None:
+    for words in (("--debug", "audit", tmp_path), ("audit", tmp_path, "--debug")):
+        told = run(*words)
+        assert 2 == told.code
+        assert "Traceback" in told.err
+
+
+def test_interrupted_quietly(run: Any, clean: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvledger.audit.replay.find_journals", interrupted)
+    told = run("audit", clean)
+
+    assert (130, "", "") == (told.code, told.out, told.err)
+
+
+def test_a_reader_that_leaves_early(tmp_path: Path) -> None:
+    """kvledger audit ... | head -1"""
+    for number in range(200):
+        journals.clean(tmp_path / f"engine-{number}")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvledger", "audit", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+
+    assert b"" == process.stderr.read()
+    process.stderr.close()
+    assert 141 == process.wait(30)
+
+
+# --- the other verbs ----------------------------------------------------------------------------------
+
+
+def test_version(run: Any) -> None:
+    assert f"{__version__}\n" == run("version").out == run("--version").out
+
+
+def test_show(run: Any, violated: Path) -> None:
+    told = run("show", violated, "request-0")
+
+    assert 0 == told.code
+    assert "loaded 160 of the promise (88 again)" in told.out
+    assert "tokens/negative" in told.out
+
+
+def test_show_as_json(run: Any, violated: Path) -> None:
+    found = json.loads(run("show", violated, "request-0", "--json").out)
+
+    assert {"account", "lines", "findings", "engine", "journal"} == found.keys()
+    assert "request-0" == found["account"]["request_id"]
+
+
+def test_explain(run: Any) -> None:
+    told = run("explain", "tokens/negative")
+
+    assert 0 == told.code
+    assert told.out.startswith("tokens/negative (violation)\n")
+
+
+def test_explain_lists_them_all(run: Any) -> None:
+    from kvledger.audit.catalogue import catalogue
+
+    told = run("explain")
+
+    assert all(id in told.out for id in catalogue())
+
+
+def test_the_demo_without_vllm_says_what_to_install(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    told = run("demo", "--keep", tmp_path / "demo")
+
+    assert 2 == told.code
+    assert "pip install 'kvledger[vllm]'" in told.sentence
+    assert not (tmp_path / "demo").exists()
+
+
+def test_injections_are_listed_without_vllm(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    told = run("demo", "--inject", "list")
+
+    assert 0 == told.code
+    assert "negative-local-hit" in told.out and "promise-not-loaded" in told.out
+
+
+def test_serve_answers_scrapes_until_interrupted(clean: Path) -> None:
+    command = [sys.executable, "-m", "kvledger", "serve", str(clean)]
+    process = subprocess.Popen(
+        [*command, "--web.listen-address", "127.0.0.1:0"], stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    try:
+        url = process.stderr.readline().split()[-1]
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            shown = answer.read().decode()
+    finally:
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+        process.stderr.close()
+        code = process.wait(30)
+
+    assert 'source="external"} 104.0' in shown
+    assert ("", 130) == (rest, code)
+
+
+def test_the_command_line_imports_nothing_heavy() -> None:
+    """Help is quick, and works where vLLM, torch and pandas are not installed."""
+    program = (
+        "import sys, kvledger.cli\n"
+        "heavy = {'vllm', 'torch', 'pandas', 'numpy', 'rich.progress', 'prometheus_client', 'msgspec'}\n"
+        "print(sorted(heavy & sys.modules.keys()))"
+    )
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+
+    assert "[]\n" == told.stdout
+
+
+def test_reading_a_journal_imports_no_engine(clean: Path) -> None:
+    program = (
+        "import sys\n"
+        "sys.modules.update(dict.fromkeys(('vllm', 'torch', 'pandas', 'lmcache')))\n"
+        "from kvledger.cli import main\n"
+        "main()"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", program, "audit", str(clean)], capture_output=True, text=True
+    )
+
+    assert (0, "") == (told.returncode, told.stderr)

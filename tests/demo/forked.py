@@ -1,0 +1,88 @@
+"""Runs the demo's engine several times for one import of vLLM, each in a fork of this process.
+
+`python forked.py FOLDER RUN...`, a run being an injection's name or `seed-N`. Each leaves RUN.json,
+what engine.py writes, and RUN.seen.json: preemptions, resumptions and negative matches as the real
+scheduler made them. Those stand in no counter, so they are seen here, beneath the injections.
+"""
+
+import gc
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from kvledger.audit.demo import engine
+from kvledger.audit.demo.surroundings import settle_environment
+
+IMPORTED_ONCE = (
+    "vllm.entrypoints.llm",
+    "vllm.distributed.kv_transfer.kv_connector.v1.example_connector",
+    "vllm.model_executor.models.qwen3",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.worker.cpu_worker",
+)
+
+
+def see(seen: dict[str, list[Any]]) -> None:
+    """Wraps three methods of the real engine; what they do is not changed."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    preempt, allocate = Scheduler._preempt_request, KVCacheManager.allocate_slots
+    match = ExampleConnector.get_num_new_matched_tokens
+
+    def preempting(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        seen["preempted"].append("decode" if request.num_output_tokens else "prefill")
+        return preempt(self, request, *args, **kwargs)
+
+    def allocating(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        blocks = allocate(self, request, *args, **kwargs)
+        if blocks is not None and request.num_preemptions and "new_computed_blocks" in kwargs:
+            local, external = kwargs["num_new_computed_tokens"], kwargs["num_external_computed_tokens"]
+            seen["resumed"].append({"local": local, "external": external})
+        return blocks
+
+    def matching(self: Any, *args: Any) -> Any:
+        answer = match(self, *args)
+        if answer[0] < 0:
+            seen["negative_matches"].append(answer[0])
+        return answer
+
+    Scheduler._preempt_request, KVCacheManager.allocate_slots = preempting, allocating
+    ExampleConnector.get_num_new_matched_tokens = matching
+
+
+def run(folder: Path, name: str) -> int:
+    seen: dict[str, list[Any]] = {"preempted": [], "resumed": [], "negative_matches": []}
+    see(seen)
+    chosen = ["--seed", name[5:]] if name.startswith("seed-") else ["--inject", name]
+    output = ["--output", str(folder / f"{name}.json"), "--log", str(folder / f"{name}.log")]
+    code = engine.main(["--in-process", *chosen, *output])
+    (folder / f"{name}.seen.json").write_text(json.dumps(seen))
+    return code
+
+
+def main(folder: Path, names: list[str]) -> int:
+    settle_environment(in_process=True)
+    for module in IMPORTED_ONCE:
+        importlib.import_module(module)
+    gc.freeze()  # a collection in a child would go through, and copy, all of this
+
+    failed = 0
+    for name in names:
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                code = run(folder, name)
+            finally:
+                os._exit(code)
+        failed |= os.waitpid(child, 0)[1]
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))

@@ -1,0 +1,198 @@
+"""The demo's engine side, on the real engine: what its workload brings about, on every run."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvledger.audit.demo import workload
+from kvledger.audit.demo.injections import INJECTIONS
+from kvledger.audit.demo.model import write_model
+
+pytest.importorskip("vllm")
+
+SOURCES = [
+    f'vllm:prompt_tokens_by_source{{source="{source}"}}'
+    for source in ("local_compute", "local_cache_hit", "external_kv_transfer")
+]
+FORKED = Path(__file__).with_name("forked.py")
+
+
+def python(*arguments: str | Path) -> str:
+    """What the program printed. No journal is written: nothing is observed here."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("KVLEDGER", "VLLM"))}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2] / "src")
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Results of all in-process runs: two seeds, and every injection."""
+    made = tmp_path_factory.mktemp("demo")
+    python(FORKED, made, "seed-0", "seed-1", *INJECTIONS)
+    return made
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> dict[str, Any]:
+    return result(folder, "seed-0")
+
+
+@pytest.fixture(scope="module")
+def own_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The run as users have it; `printed` is its standard output."""
+    output = tmp_path_factory.mktemp("own") / "result.json"
+    printed = python("-m", "kvledger.audit.demo.engine", "--output", output)
+    return json.loads(output.read_text()) | {"printed": printed}
+
+
+def result(folder: Path, name: str) -> dict[str, Any]:
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def seen(folder: Path, name: str) -> dict[str, list[Any]]:
+    return result(folder, f"{name}.seen")
+
+
+def digests(told: dict[str, Any]) -> dict[str, str]:
+    return {request["id"]: request["digest"] for request in told["requests"]}
+
+
+def test_every_request_gets_all_it_asked_for(plain):
+    asked = {ask.id: ask for wave in workload.CROWDED for ask in wave.asks}
+
+    assert len(plain["requests"]) >= 24
+    assert {name: (ask.prompt_tokens, ask.output_tokens) for name, ask in asked.items()} == {
+        request["id"]: (request["prompt_tokens"], request["output_tokens"]) for request in plain["requests"]
+    }
+
+
+def test_preemptions_in_prefill_and_in_decode(folder, plain):
+    assert Counter(prefill=8, decode=4) == Counter(seen(folder, "seed-0")["preempted"])
+    assert plain["counters"]["vllm:num_preemptions"] == 12
+
+
+def test_requests_resume_from_the_local_cache_and_externally(folder):
+    resumed = seen(folder, "seed-0")["resumed"]
+
+    assert any(hit["local"] > 0 and hit["external"] == 0 for hit in resumed)
+    assert any(hit["external"] > 0 for hit in resumed)
+
+
+def test_prompts_are_hit_locally_and_externally_and_every_token_is_counted_once(plain):
+    counters = plain["counters"]
+
+    assert all(counters[source] > 0 for source in SOURCES)
+    assert counters["vllm:prompt_tokens"] == sum(counters[source] for source in SOURCES)
+
+
+def test_what_comes_from_the_connectors_folder_gives_the_same_answers(plain):
+    """The second crowd repeats the first, after the local cache was emptied."""
+    answers = digests(plain)
+    again = {name: answers[name] for name in answers if name.startswith("again-")}
+
+    assert again == {name: answers[name.replace("again", "cold")] for name in again}
+
+
+def test_released_defects_are_kept_clear_of(folder, plain):
+    assert seen(folder, "seed-0")["negative_matches"] == []
+    assert plain["refused_by_the_engines_counters"] == []
+
+
+def test_a_request_that_can_be_matched_never_outgrows_what_was_saved():
+    """Else the connector looks for a file that it never wrote, and the engine ends."""
+    block = workload.BLOCK_TOKENS
+    for wave in workload.CROWDED:
+        for ask in wave.asks:
+            unmatched = ask.prompt_tokens % block == 1
+            last_whole_tokens = (ask.prompt_tokens - 1) // block * block
+            assert unmatched or ask.prompt_tokens + ask.output_tokens <= last_whole_tokens + block
+
+
+# --- the same on every run --------------------------------------------------------------------------
+
+
+def test_a_process_of_its_own_changes_nothing(plain, own_process):
+    assert digests(plain) == digests(own_process)
+    assert plain["counters"] == own_process["counters"]
+
+
+def test_a_seed_changes_the_tokens_and_not_the_accounts(folder, plain):
+    other = result(folder, "seed-1")
+
+    assert plain["counters"] == other["counters"]
+    assert digests(plain) != digests(other)
+
+
+def test_standard_output_is_progress_and_nothing_else(own_process):
+    lines = [json.loads(line) for line in own_process["printed"].splitlines()]
+
+    assert lines == [{"done": done, "of": 29} for done in range(1, 30)]
+
+
+def test_weights_are_the_same_for_the_same_seed(tmp_path):
+    one, two, other = (
+        (write_model(tmp_path / name, seed) / "model.safetensors").read_bytes()
+        for name, seed in (("one", 7), ("two", 7), ("other", 8))
+    )
+
+    assert one == two != other
+
+
+# --- injections -------------------------------------------------------------------------------------
+
+
+def test_the_list_names_every_injection():
+    listed = python("-m", "kvledger.audit.demo.engine", "--inject", "list")
+
+    assert list(INJECTIONS) == [line.split()[0] for line in listed.splitlines()]
+
+
+def test_negative_local_hit_is_refused_and_costs_the_iterations_other_figures(folder, plain):
+    told = result(folder, "negative-local-hit")
+
+    assert ["Counters can only be incremented by non-negative amounts."] * 4 == told[
+        "refused_by_the_engines_counters"
+    ]
+    assert told["counters"]["vllm:generation_tokens"] < plain["counters"]["vllm:generation_tokens"]
+    assert digests(told) == digests(plain)
+
+
+def test_clamped_local_hit_makes_more_of_the_prompts_than_there_is(folder):
+    counters = result(folder, "clamped-local-hit")["counters"]
+
+    assert sum(counters[source] for source in SOURCES) > counters["vllm:prompt_tokens"]
+
+
+def test_promise_not_loaded_shows_in_the_answers_only(folder, plain):
+    told = result(folder, "promise-not-loaded")
+
+    assert told["counters"] == plain["counters"]
+    assert digests(told) != digests(plain)
+
+
+def test_lookup_counted_counts_more_queries_than_prompts_have_tokens(folder, plain):
+    counters = result(folder, "lookup-counted")["counters"]
+
+    assert plain["counters"]["vllm:prefix_cache_queries"] == plain["counters"]["vllm:prompt_tokens"]
+    assert counters["vllm:prefix_cache_queries"] > counters["vllm:prompt_tokens"]
+
+
+@pytest.mark.parametrize(("name", "role"), [("stale-lookup", "bare"), ("double-allocation", "deep")])
+def test_one_block_for_two_gives_a_wrong_answer(folder, name, role):
+    answers = digests(result(folder, name))
+
+    assert answers[f"before-{role}"] != answers[f"after-{role}"]
+
+
+def test_negative_match_needs_no_patch_and_preempts_again_and_again(folder):
+    assert seen(folder, "negative-match")["negative_matches"] == [-32] * 7
+    assert result(folder, "negative-match")["counters"]["vllm:num_preemptions"] == 7

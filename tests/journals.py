@@ -1,0 +1,48 @@
+"""Journals on disk, made of histories, for tests of what reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.histories import GOLDEN, Golden, events
+
+from kvledger.audit.events import EngineStarted, EngineStopped, Event, Reported, Snapshot
+from kvledger.audit.journal import JournalWriter
+
+STARTED = EngineStarted(0, 1.7e9, "vllm", "0.32.0", "v1", "tokens", 4000, {})
+CLEAN = "A0+32 L s56 o P A0+160 L s40 o+ s1 o+ F"
+"""Prompt 200: preempted in mid-prefill, asked again (vLLM#36752)."""
+
+
+def write(folder: Path, stream: Iterable[Event], *, stopped: bool = True) -> Path:
+    """A journal of one engine that saw ``stream``; returns its folder."""
+    writer = JournalWriter(folder)
+    writer.rotate()
+    writer.write([STARTED, Snapshot(0, 0, [], 0), *stream])
+    if stopped:
+        writer.write([EngineStopped(1_000_000, "shutdown")])
+    writer.close()
+    return folder
+
+
+def clean(folder: Path) -> Path:
+    """One request, two lives, nothing wrong."""
+    return write(folder, events(200, CLEAN))
+
+
+def violated(folder: Path) -> Path:
+    """The same, and the engine reports its sources from two instants."""
+    return write(folder, reported(events(200, CLEAN), local=-128, external=160, computed=168))
+
+
+def reported(stream: list[Event], *, local: int, external: int, computed: int) -> list[Event]:
+    """The same stream with the engine's report just before the end."""
+    prompt = local + external + computed
+    report = Reported(stream[-1].at, 0, prompt, local, external, computed, local + external)
+    return [*stream[:-1], report, stream[-1]]
+
+
+def titled(beginning: str) -> Golden:
+    """The first golden history whose title begins so."""
+    return next(row for row in GOLDEN if row.title.startswith(beginning))
