@@ -38,7 +38,7 @@ CAUSES = {
     "not_reported_yet": "still running, not reported",
     "last_admission": "reported from a later admission",
     "mixed_instants": "reported from two instants",
-    "refused": "lost where the engine's counter refused a negative figure",
+    "refused": "refused by the engine's counter",
     UNEXPLAINED: "unexplained",
 }
 """Every cause of a difference, in words."""

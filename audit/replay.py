@@ -7,7 +7,7 @@ account is summed up when it closes, and let go unless somebody keeps it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
 from pathlib import Path
@@ -197,9 +197,10 @@ class RequestStatement:
 
 
 def statement(path: Path, request_id: str) -> RequestStatement:
-    """Replay ``path`` for one request: by its id, or a beginning of it that only one has.
+    """Replay ``path`` for one request: by its id, the client's id, or a beginning that only one has.
 
-    Raises :class:`LedgerError` if there is none, or more than one.
+    vLLM appends ``-`` and eight digits to the id that its client gave or got. Of several requests
+    of one id the last is taken. Raises :class:`LedgerError` if there is none, or more than one.
     """
     seen: list[str] = []
 
@@ -210,20 +211,18 @@ def statement(path: Path, request_id: str) -> RequestStatement:
 
     audit = audit_paths([path], watch=watched)
     found = [(book, account) for book in audit.books for account in book.accounts]
-    exact = [pair for pair in found if pair[1].request_id == request_id]
-    if exact:
-        return RequestStatement(*exact[-1])
-    if not found:
-        close = list(_close(request_id, seen))
-        hint = f"; there are {', '.join(close)}" if close else ""
-        raise LedgerError(f"No request of {path} is called {request_id!r}{hint}.")
-    names = sorted({account.request_id for _, account in found})
+    names = {account.request_id for _, account in found}
+    for narrower in ({request_id}, {name for name in names if name.startswith(f"{request_id}-")}):
+        names = names & narrower or names
+    if not names:
+        hint = ", ".join(_close(request_id, seen))
+        raise LedgerError(f"No request of {path} is called {request_id!r}; there are {hint or 'none'}.")
     if len(names) > 1:
-        shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+        shown = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
         raise LedgerError(f"{len(names)} requests begin with {request_id!r}: {shown}.")
-    return RequestStatement(*found[-1])
+    return RequestStatement(*[pair for pair in found if pair[1].request_id in names][-1])
 
 
-def _close(request_id: str, seen: list[str]) -> Iterator[str]:
+def _close(request_id: str, seen: list[str]) -> list[str]:
     """A few names worth trying."""
-    yield from get_close_matches(request_id, seen, n=3, cutoff=0.5) or seen[:3]
+    return get_close_matches(request_id, seen, n=3, cutoff=0.5) or seen[:3]

@@ -43,8 +43,9 @@ class Row(NamedTuple):
 
 
 class Amount(NamedTuple):
-    """How much is measured."""
+    """How much is measured. ``share`` of the requests run that a workload asks for."""
 
+    share: float
     rounds: int
     steps: int
     pairs: int
@@ -52,15 +53,15 @@ class Amount(NamedTuple):
     requests: tuple[int, int]
 
 
-FULL = Amount(rounds=20, steps=512, pairs=60, replays=9, requests=(10_000, 100_000))
-QUICK = Amount(rounds=2, steps=16, pairs=2, replays=2, requests=(100, 200))
+FULL = Amount(share=1.0, rounds=20, steps=512, pairs=120, replays=9, requests=(10_000, 100_000))
+QUICK = Amount(share=0.1, rounds=2, steps=16, pairs=2, replays=2, requests=(100, 200))
 
 
 def scheduler_rows(key: str, amount: Amount, folder: Path, progress: Progress) -> Iterator[Row]:
     """A workload on the real scheduler, and the journal that was written of it."""
     from benchmarks.scheduler import BY_KEY, Effort, measure
 
-    workload = BY_KEY[key]
+    workload = BY_KEY[key].shrunk(amount.share)
     found = measure(workload, Effort(amount.rounds, amount.steps), folder, progress)
     ours, tail = found.cpu_ratio("observed", "on"), found.p99_ratio("observed", "on")
     limit = workload.limit
@@ -94,7 +95,7 @@ def replay_rows(amount: Amount, folder: Path, progress: Progress) -> Iterator[Ro
     from benchmarks.scheduler import BY_KEY
 
     for key in REPLAY:
-        workload = BY_KEY[key]
+        workload = BY_KEY[key].shrunk(amount.share)
         progress(f"replay: {workload.name}")
         rate = replay.request_steps_per_second(workload, amount.steps, amount.replays, folder)
         yield Row(

@@ -19,7 +19,7 @@ import os
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,10 @@ class Workload:
     def warm_up_steps(self) -> int:
         """Until all run, and ends have spread over the steps."""
         return 2 * self.output_tokens[1] if self.output_tokens else 64
+
+    def shrunk(self, share: float) -> Workload:
+        """The same with this share of its requests running."""
+        return replace(self, running=int(self.running * share))
 
 
 WORKLOADS = (

@@ -111,7 +111,7 @@ def _heading(demo: Demo, report: Report) -> Text:
     if demo.injection is not None:
         text.append(f"\nInjected: {demo.injection.name}, {demo.injection.summary}")
     if demo.failure is not None:
-        text.append(f"\nThe engine failed: {demo.failure} (see {demo.log})", style="bold red")
+        text.append(f"\nThe engine failed: {demo.failure}", style="bold red")
     return text
 
 

@@ -108,7 +108,7 @@ def run(inject: str | None, folder: Path | None, progress: Progress) -> Demo:
     told, failure = _run_engine(folder, inject, progress)
     journal = folder / "journal"
     if failure is not None and not (journal.is_dir() and any(journal.iterdir())):
-        raise EngineFailed(f"The engine did not come up: {failure} (see {folder / 'engine.log'}).")
+        raise EngineFailed(f"The engine did not come up: {failure}.")
     if not journal.is_dir():
         raise EngineFailed(
             f"The engine ran unobserved: kvledger's plugin was not loaded (see "
@@ -154,7 +154,7 @@ def _run_engine(folder: Path, inject: str | None, progress: Progress) -> tuple[d
         finally:
             _stop(process)
     if code:
-        return {}, _last_words(errors) or _last_words(folder / "engine.log") or f"exit code {code}"
+        return {}, _last_words(errors, folder / "engine.log") or f"it ended with exit code {code}"
     told: dict[str, Any] = json.loads(result.read_text())
     return told, None
 
@@ -187,11 +187,14 @@ def _stop(process: subprocess.Popen[str]) -> None:
         process.wait()
 
 
-def _last_words(log: Path) -> str:
-    """The last line that says something; tracebacks end in one."""
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    said = [line.strip() for line in lines if line.strip() and not line.startswith(" ")]
-    return said[-1] if said else ""
+def _last_words(*logs: Path) -> str:
+    """The last line that says something, tracebacks end in one, and where it stands."""
+    for log in logs:
+        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+        said = [line.strip() for line in lines if line.strip() and not line.startswith(" ")]
+        if said:
+            return f"{said[-1]} (see {log})"
+    return ""
 
 
 # --- the engine's own counters ------------------------------------------------------------------------

@@ -8,10 +8,10 @@ but a step that differs.
 from __future__ import annotations
 
 import time
+from itertools import repeat
 from typing import Any, Protocol
 
 from kvledger.audit import events as ev
-
 
 FLUSH_SECONDS = 1.0
 """Longest that equal steps are only counted before the journal is told of them."""
@@ -53,6 +53,7 @@ class StepLog:
         self._anew: set[str] = set()
         self._order: list[str] | None = None
         self._lengths: list[int] | None = None
+        self._numbers: list[int] = []
         self._sampled: dict[str, int] = {}
         self._same_step = 0
         self._repeats = 0
@@ -113,80 +114,81 @@ class StepLog:
     def scheduled(
         self, step: int, tokens: dict[str, int], drafts: dict[str, Any], requests: dict[str, Any]
     ) -> None:
-        """A step with scheduled ``tokens`` by request, of which ``drafts`` (sequences) are drafts."""
+        """A step scheduled ``tokens`` by request, of which ``drafts`` (sequences) are drafts."""
         if self._same_step:
             self.say_held_back(self.now())
-        if not (drafts or self._drafts or self._dropped or self._anew) and tokens == self._tokens:
+        drafted = dict(zip(drafts, map(len, drafts.values()), strict=True)) if drafts else drafts
+        if not (self._anew or self._dropped) and tokens == self._tokens and drafted == self._drafts:
             self._same_step = step
-            return
-        lengths = {r: len(d) for r, d in drafts.items()} if drafts else {}
-        self._step_differs(step, tokens, lengths, requests)
+        else:
+            self._step_differs(step, tokens, drafted, requests)
 
     def _step_differs(
         self, step: int, tokens: dict[str, int], drafts: dict[str, int], requests: dict[str, Any]
     ) -> None:
         ids, anew = self.ids, self._anew
-        last, last_drafts = self._tokens.get, self._drafts.get
+        known = list(map(self._tokens.get, tokens))
+        pairs = zip(tokens.items(), known, strict=True)
+        differ = [request_id for (request_id, count), last in pairs if count != last]
+        others = anew & tokens.keys()
+        if drafts != self._drafts:
+            others |= {r for r, _ in drafts.items() ^ self._drafts.items() if r in tokens}
+        differ += sorted(others.difference(differ))
+        self._anew = set()
         changed: list[int] = []
-        if drafts or self._drafts:
-            for request_id, count in tokens.items():
-                drafted = drafts.get(request_id, 0)
-                if (
-                    last(request_id) != count
-                    or drafted != last_drafts(request_id, 0)
-                    or request_id in anew
-                ):
-                    computed = requests[request_id].num_computed_tokens
-                    changed += (ids[request_id], count, drafted, computed)
-        else:
-            for request_id, count in tokens.items():
-                if last(request_id) != count or request_id in anew:
-                    computed = requests[request_id].num_computed_tokens
-                    changed += (ids[request_id], count, 0, computed)
+        for request_id in differ:
+            computed = requests[request_id].num_computed_tokens
+            changed += (ids[request_id], tokens[request_id], drafts.get(request_id, 0), computed)
         dropped = self._dropped
-        dropped += sorted(ids[request_id] for request_id in self._tokens.keys() - tokens.keys())
+        if len(known) - known.count(None) < len(self._tokens):
+            dropped += sorted(ids[request_id] for request_id in self._tokens.keys() - tokens.keys())
         self._tokens, self._tokens_owned, self._drafts = tokens, False, drafts
-        if anew:
-            self._anew = set()
-        if changed or dropped:
-            self.emit(ev.Stepped(self.now(), step, changed, dropped))
-            self._dropped = []
-        else:  # speculative, and equal all the same
-            self._same_step = step
+        self._dropped = []
+        self.emit(ev.Stepped(self.now(), step, changed, dropped))
 
-    def delivered(
-        self, at: int, tokens: dict[str, int], lengths: list[int], output: Any, skipped: list[str]
-    ) -> None:
-        """The output of a step of ``tokens``: ``lengths`` sampled, in the order of ``output.req_ids``.
+    def delivered(self, at: int, lengths: list[int], output: Any, skipped: list[str]) -> None:
+        """The oldest step's output: ``lengths`` sampled, in the order of ``output.req_ids``.
 
         ``skipped``: requests whose output the engine threw away.
         """
         order = output.req_ids
-        if (
-            lengths == self._lengths
-            and not skipped
-            and (order is self._order or order == self._order)
-        ):
+        same = order is self._order or order == self._order
+        if same and lengths == self._lengths and not skipped:
             if self._same_step:
                 self._same_step = 0
                 self._repeats += 1
             else:
                 self.emit(ev.Delivered(at, [], []))
             return
-        index, ids, sampled = output.req_id_to_index, self.ids, self._sampled
-        changed: list[int] = []
-        for request_id in tokens:
-            length = lengths[index[request_id]] if lengths else 0
-            if sampled.get(request_id) != length and request_id in ids:
-                sampled[request_id] = length
-                changed += (ids[request_id], length)
-        unheard = [ids[request_id] for request_id in skipped if request_id in ids]
+        lengths, ids = lengths or [0] * len(order), self.ids
+        changed = self._changed_lengths(order, lengths, same)
+        unheard = [ids[request_id] for request_id in dict.fromkeys(skipped) if request_id in ids]
         self.emit(ev.Delivered(at, changed, unheard))
         self._order, self._lengths = order, None if skipped else lengths
+
+    def _changed_lengths(self, order: list[str], lengths: list[int], same: bool) -> list[int]:
+        """What :class:`~kvledger.audit.events.Delivered` says: numbers and lengths that differ."""
+        ids, sampled, known = self.ids, self._sampled, self._lengths
+        if same and known is not None:
+            numbers = self._numbers = self._numbers or list(map(ids.get, order, repeat(-1)))
+            if -1 not in numbers:
+                sampled.update(zip(order, lengths, strict=True))
+                rows = zip(numbers, lengths, known, strict=True)
+                return [n for row in rows if row[1] != row[2] for n in row[:2]]
+        self._numbers = []
+        changed: list[int] = []
+        answers = zip(order, lengths, map(sampled.get, order), strict=True)
+        for request_id, length in [(r, length) for r, length, last in answers if length != last]:
+            number = ids.get(request_id)
+            if number is not None:  # else its end came before its output
+                sampled[request_id] = length
+                changed += (number, length)
+        return changed
 
     def forget(self, request_id: str) -> None:
         """A request is gone from the engine."""
         number = self.ids.pop(request_id)
+        self._order = None
         if request_id in self._tokens:
             if not self._tokens_owned:
                 self._tokens, self._tokens_owned = dict(self._tokens), True

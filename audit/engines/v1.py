@@ -14,32 +14,16 @@ walks the running requests but a step that differs, and the census.
 
 from __future__ import annotations
 
-import functools
 import time
-from itertools import repeat
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from kvledger.audit import events as ev
 from kvledger.audit.engines.plans import READERS
+from kvledger.audit.engines.steps import Sink, StepLog
 from kvledger.audit.hooks import Hook, Hooks
 
 CENSUS_STEPS = 512
 CENSUS_SECONDS = 10.0
-FLUSH_SECONDS = 1.0
-"""Longest that equal steps are only counted before the journal is told of them."""
-
-
-class Sink(Protocol):
-    """Where events go: a :class:`~kvledger.audit.recorder.Recorder` or a list in memory."""
-
-    wants_snapshot: bool
-    """The reader can't follow until it is told everything again (rotation, or loss)."""
-
-    def record(self, event: ev.Event) -> None:
-        """Take one event; never raises, never blocks."""
-
-    def restart(self, started: ev.EngineStarted, snapshot: ev.Snapshot) -> None:
-        """Begin anew with these two."""
 
 
 class _Attempt:
@@ -94,9 +78,7 @@ class V1Observer:
             "load_failure_begins",
             "load_failed",
         ),
-        Hook(
-            "", "_update_waiting_for_remote_kv", (("request",),), "wait_ends", "remote_wait_ended"
-        ),
+        Hook("", "_update_waiting_for_remote_kv", (("request",),), "wait_ends", "remote_wait_ended"),
         Hook(
             "",
             "reset_prefix_cache",
@@ -137,30 +119,14 @@ class V1Observer:
 
     def __init__(self, scheduler: Any, sink: Sink, *, version: str, level: str = "tokens") -> None:
         self.scheduler = scheduler
-        self.sink = sink
         self.version = version
         self.level = level
         self.hooks: Hooks | None = None
-        self._began = time.monotonic_ns()
+        self.log = StepLog(sink)
         # Since 0.33 the count is lowered by drafts accepted beyond a stop.
         self._trims = hasattr(scheduler, "_drain_deferred_loads")
-        self._ids: dict[str, int] = {}
-        self._next_id = 0
         self._step = 0
         self._stopped = False
-        # The last step and output, as the reader knows them.
-        self._tokens: dict[str, int] = {}
-        self._tokens_owned = False
-        self._drafts: dict[str, int] = {}
-        self._dropped: list[int] = []
-        self._anew: set[str] = set()
-        self._order: list[str] | None = None
-        self._lengths: list[int] | None = None
-        self._numbers: list[int] = []
-        self._sampled: dict[str, int] = {}
-        self._same_step = 0
-        self._repeats = 0
-        self._undelivered = 0
         # What is under way.
         self._attempts: dict[str, _Attempt] = {}
         self._failed_attempts: dict[str, ev.AdmissionFailed] = {}
@@ -171,14 +137,13 @@ class V1Observer:
         self._unreported: set[str] = set()
         self._draining: set[str] = set()
         self._load_failures: set[str] = set()
-        self._held: list[ev.Event] | None = None
         self._gone: list[str] = []
         self._output: tuple[Any, list[int]] | None = None
         self._output_at = 0
         self._resetting = False
         self._resync = False
         self._census_step = 0
-        self._census_at = self._flushed_at = self._now()
+        self._census_at = self.log.now()
 
     # --- beginning and end ------------------------------------------------------------------------
 
@@ -195,32 +160,26 @@ class V1Observer:
         if self.hooks is not None:
             self.hooks.remove()
         for failed in self._failed_attempts.values():
-            self._emit(failed)
-        self._emit(ev.EngineStopped(self._now(), reason))
+            self.log.emit(failed)
+        self.log.emit(ev.EngineStopped(self.log.now(), reason))
 
     def shutting_down(self) -> None:
         self.stop("shutdown")
-        close = getattr(self.sink, "close", None)
+        close = getattr(self.log.sink, "close", None)
         if close is not None:
             close()
 
     def _hook_failed(self, hook: str, error: Exception, removed: bool) -> None:
-        self._held = None
+        self.log.held = None
         self._resync = True
-        self._emit(ev.HookFailed(self._now(), hook, f"{type(error).__name__}: {error}", removed))
+        self.log.emit(ev.HookFailed(self.log.now(), hook, f"{type(error).__name__}: {error}", removed))
         if removed:  # without it every later figure would be wrong
             self.stop(f"the observer of {hook} kept failing")
 
     def _restart(self) -> None:
         """Tell the reader everything that lives, so that it may begin here."""
-        self._say_held_back(self._now())
         self._resync = False
-        self._tokens, self._tokens_owned = {}, False
-        self._drafts = {}
-        self._dropped = []
-        self._sampled = {}
-        self._order = self._lengths = None
-        now = self._now()
+        now = self.log.now()
         rows = [
             self._snapshot_row(request)
             for request in self.scheduler.requests.values()
@@ -236,12 +195,12 @@ class V1Observer:
             process_id=_process_id(),
             configuration=_configuration(self.scheduler),
         )
-        self.sink.restart(started, ev.Snapshot(now, self._step, rows, self._undelivered))
+        self.log.restart(started, ev.Snapshot(now, self._step, rows, self.log.undelivered))
         self._census_step, self._census_at = self._step, now
 
     def _snapshot_row(self, request: Any) -> ev.SnapshotRow:
         request_id = request.request_id
-        number = self._intern(request_id)
+        number = self.log.intern(request_id)
         if request.prefill_stats is not None:
             self._unreported.add(request_id)
         return ev.SnapshotRow(
@@ -265,13 +224,13 @@ class V1Observer:
 
     def request_added(self, _: None, __: None, request: Any) -> None:
         request_id = request.request_id
-        if request_id in self._ids or request_id not in self.scheduler.requests:
+        if request_id in self.log.ids or request_id not in self.scheduler.requests:
             return  # a session's next chunk, or its end
         self._unreported.add(request_id)
-        self._emit(
+        self.log.emit(
             ev.RequestAdded(
-                at=self._now(),
-                request=self._intern(request_id),
+                at=self.log.now(),
+                request=self.log.intern(request_id),
                 request_id=request_id,
                 prompt_tokens=request.num_prompt_tokens,
                 max_tokens=request.max_tokens,
@@ -299,9 +258,7 @@ class V1Observer:
             attempt.queried = num_computed_tokens
             attempt.matched, attempt.asynchronous = result
 
-    def promised(
-        self, _: None, __: None, request: Any, blocks: Any, num_external_tokens: int
-    ) -> None:
+    def promised(self, _: None, __: None, request: Any, blocks: Any, num_external_tokens: int) -> None:
         attempt = self._attempts.get(request.request_id)
         if attempt is None:
             return  # its promise was made in an earlier step
@@ -342,50 +299,19 @@ class V1Observer:
             covered = promise.index(missing[0]) * size if missing else tokens
             self._planned.append(
                 ev.LoadPlanned(
-                    self._now(), self._ids[request_id], self._step, min(covered, tokens), missing
+                    self.log.now(), self.log.ids[request_id], self._step, min(covered, tokens), missing
                 )
             )
 
     def scheduled(self, _: None, output: Any, *__: Any, **___: Any) -> None:
         tokens = output.num_scheduled_tokens
         drafts = output.scheduled_spec_decode_tokens
-        self._undelivered += bool(tokens)
+        self.log.undelivered += bool(tokens)
         if self._attempts:
             self._admit(tokens)
         if not tokens:
             return
-        if self._same_step:
-            self._say_held_back(self._now())
-        drafted = dict(zip(drafts, map(len, drafts.values()), strict=True)) if drafts else drafts
-        if (
-            not (self._anew or self._dropped)
-            and tokens == self._tokens
-            and drafted == self._drafts
-        ):
-            self._same_step = self._step
-        else:
-            self._step_differs(tokens, drafted)
-
-    def _step_differs(self, tokens: dict[str, int], drafts: dict[str, int]) -> None:
-        ids, requests, anew = self._ids, self.scheduler.requests, self._anew
-        known = list(map(self._tokens.get, tokens))
-        pairs = zip(tokens.items(), known, strict=True)
-        differ = [request_id for (request_id, count), last in pairs if count != last]
-        others = anew & tokens.keys()
-        if drafts != self._drafts:
-            others |= {r for r, _ in drafts.items() ^ self._drafts.items() if r in tokens}
-        differ += sorted(others.difference(differ))
-        self._anew = set()
-        changed: list[int] = []
-        for request_id in differ:
-            computed = requests[request_id].num_computed_tokens
-            changed += (ids[request_id], tokens[request_id], drafts.get(request_id, 0), computed)
-        dropped = self._dropped
-        if len(known) - known.count(None) < len(self._tokens):
-            dropped += sorted(ids[request_id] for request_id in self._tokens.keys() - tokens.keys())
-        self._tokens, self._tokens_owned, self._drafts = tokens, False, drafts
-        self._dropped = []
-        self._emit(ev.Stepped(self._now(), self._step, changed, dropped))
+        self.log.scheduled(self._step, tokens, drafts, self.scheduler.requests)
 
     def _admit(self, scheduled: dict[str, int]) -> None:
         """Say what became of this step's look-ups."""
@@ -397,21 +323,21 @@ class V1Observer:
             else:
                 self._not_admitted(request_id, attempt)
         for planned in self._planned:
-            self._emit(planned)
+            self.log.emit(planned)
         self._planned = []
         self._count_lookups(admitted)
 
     def _admitted(self, request_id: str, attempt: _Attempt, scheduled: int) -> None:
-        number, request, now = self._ids[request_id], attempt.request, self._now()
+        number, request, now = self.log.ids[request_id], attempt.request, self.log.now()
         failed = self._failed_attempts.pop(request_id, None)
         if failed is not None:
-            self._emit(failed)
+            self.log.emit(failed)
         deferred = getattr(self.scheduler, "deferred_loads", {}).get(request_id)
         if deferred is not None:  # 0.33: the connector is told only when the load may start
             attempt.external = deferred[1]
-        self._emit(ev.LookedUp(now, number, self._step, attempt.looked_up))
+        self.log.emit(ev.LookedUp(now, number, self._step, attempt.looked_up))
         if attempt.queried >= 0:
-            self._emit(
+            self.log.emit(
                 ev.Matched(
                     now,
                     number,
@@ -426,7 +352,7 @@ class V1Observer:
         if scheduled and self.scheduler.prefix_replay_tokens:
             replayed = max(0, attempt.local + attempt.external - request.replay_start)
             replayed = replayed if request.replay_start else 0
-        self._emit(
+        self.log.emit(
             ev.Admitted(
                 at=now,
                 request=number,
@@ -440,12 +366,9 @@ class V1Observer:
             )
         )
         if replayed:
-            self._emit(ev.RolledBack(now, number, "replay", computed + replayed, computed))
+            self.log.emit(ev.RolledBack(now, number, "replay", computed + replayed, computed))
         self._lived.add(request_id)
-        if scheduled:
-            self._anew.add(request_id)
-        self._sampled.pop(request_id, None)
-        self._lengths = None
+        self.log.admitted(request_id, runs=scheduled > 0)
 
     def _not_admitted(self, request_id: str, attempt: _Attempt) -> None:
         """Equal failed attempts in a row are one event, told when they end."""
@@ -461,10 +384,10 @@ class V1Observer:
             ):
                 attempts = last.attempts + 1
             else:
-                self._emit(last)
+                self.log.emit(last)
         self._failed_attempts[request_id] = ev.AdmissionFailed(
-            self._now(),
-            self._ids[request_id],
+            self.log.now(),
+            self.log.ids[request_id],
             self._step,
             reason,
             attempt.looked_up,
@@ -491,7 +414,7 @@ class V1Observer:
             self.scheduler, "defer_async_loads", False
         ):
             rise[3:] = (-1, -1, -1)
-        self._emit(ev.LookupsCounted(self._now(), self._step, *rise))
+        self.log.emit(ev.LookupsCounted(self.log.now(), self._step, *rise))
 
     # --- an output ------------------------------------------------------------------------------------
 
@@ -508,24 +431,23 @@ class V1Observer:
                 elif request_id in scheduled and request.drop_stale_output:
                     ignored.append(request_id)
         self._load_failures = set()
-        self._held = []
+        self.log.held = []
         self._output = model_runner_output, lengths
-        self._output_at = self._now()
+        self._output_at = self.log.now()
         return lengths, ignored
 
-    def output_taken(
-        self, before: Any, result: Any, scheduler_output: Any, model_runner_output: Any
-    ) -> None:
-        held, self._held, self._output = self._held, None, None
+    def output_taken(self, before: Any, result: Any, scheduler_output: Any, model_runner_output: Any) -> None:
+        held, self.log.held, self._output = self.log.held, None, None
         tokens = scheduler_output.num_scheduled_tokens
-        self._undelivered -= bool(tokens)
+        self.log.undelivered -= bool(tokens)
         if tokens and before is not None:
             lengths, ignored = before
-            self._deliver(tokens, lengths, ignored, model_runner_output)
+            skipped = [*ignored, *self._load_failures.intersection(tokens)]
+            self.log.delivered(self._output_at, lengths, model_runner_output, skipped)
             if self._unreported:
                 self._report(result, model_runner_output, lengths)
         for event in held or ():
-            self._emit(event)
+            self.log.emit(event)
         for request_id in self._gone:
             self._forget(request_id)
         self._gone = []
@@ -533,44 +455,6 @@ class V1Observer:
         if transfers is not None and transfers.finished_recving:
             self._loads_finished(transfers.finished_recving)
         self._at_rest()
-
-    def _deliver(
-        self, tokens: dict[str, int], lengths: list[int], ignored: list[str], output: Any
-    ) -> None:
-        order = output.req_ids
-        same = order is self._order or order == self._order
-        if same and lengths == self._lengths and not (ignored or self._load_failures):
-            if self._same_step:
-                self._same_step = 0
-                self._repeats += 1
-            else:
-                self._emit(ev.Delivered(self._output_at, [], []))
-            return
-        lengths, ids = lengths or [0] * len(order), self._ids
-        changed = self._changed_lengths(order, lengths, same)
-        skipped = [*ignored, *self._load_failures.intersection(tokens)]
-        unheard = [ids[request_id] for request_id in dict.fromkeys(skipped) if request_id in ids]
-        self._emit(ev.Delivered(self._output_at, changed, unheard))
-        self._order, self._lengths = order, None if skipped else lengths
-
-    def _changed_lengths(self, order: list[str], lengths: list[int], same: bool) -> list[int]:
-        """What :class:`~kvledger.audit.events.Delivered` says: numbers and lengths that differ."""
-        ids, sampled, known = self._ids, self._sampled, self._lengths
-        if same and known is not None:
-            numbers = self._numbers = self._numbers or list(map(ids.get, order, repeat(-1)))
-            if -1 not in numbers:
-                sampled.update(zip(order, lengths, strict=True))
-                rows = zip(numbers, lengths, known, strict=True)
-                return [n for row in rows if row[1] != row[2] for n in row[:2]]
-        self._numbers = []
-        changed: list[int] = []
-        answers = zip(order, lengths, map(sampled.get, order), strict=True)
-        for request_id, length in [(r, length) for r, length, last in answers if length != last]:
-            number = ids.get(request_id)
-            if number is not None:  # else its end came before its output
-                sampled[request_id] = length
-                changed += (number, length)
-        return changed
 
     def _report(self, result: Any, output: Any, lengths: list[int]) -> None:
         """The figures the engine hands its front end, once a request.
@@ -583,13 +467,13 @@ class V1Observer:
         for outputs in result.values() if due else ():
             for told in reversed(outputs.outputs):
                 figures = told.prefill_stats
-                if figures is None or told.request_id not in self._ids:
+                if figures is None or told.request_id not in self.log.ids:
                     continue
                 self._unreported.discard(told.request_id)
                 reports.append(
                     ev.Reported(
                         self._output_at,
-                        self._ids[told.request_id],
+                        self.log.ids[told.request_id],
                         figures.num_prompt_tokens,
                         figures.num_local_cached_tokens,
                         figures.num_external_cached_tokens,
@@ -601,23 +485,23 @@ class V1Observer:
                 if due <= 0:
                     break
         for report in reversed(reports):
-            self._emit(report)
+            self.log.emit(report)
 
     def _at_rest(self) -> None:
         """Between two steps: a snapshot if one is wanted, a census if one is due."""
-        now = self._now()
-        if self.sink.wants_snapshot or self._resync:
+        now = self.log.now()
+        if self.log.sink.wants_snapshot or self._resync:
             self._restart()
         elif self._step - self._census_step >= CENSUS_STEPS or (
             now - self._census_at >= CENSUS_SECONDS * 1e6
         ):
             self._census(now)
-        elif self._repeats and now - self._flushed_at >= FLUSH_SECONDS * 1e6:
-            self._say_held_back(now)
+        else:
+            self.log.flush(now)
 
     def _census(self, now: int) -> None:
         self._census_step, self._census_at = self._step, now
-        scheduler, ids = self.scheduler, self._ids
+        scheduler, ids = self.scheduler, self.log.ids
         rows: list[int] = []
         for request in scheduler.running:
             rows += (
@@ -630,37 +514,32 @@ class V1Observer:
         pool = scheduler.kv_cache_manager.block_pool
         waiting = scheduler.get_request_counts()[1]
         free = pool.get_num_free_blocks()
-        self._emit(ev.Census(now, self._step, rows, waiting, free, pool.num_gpu_blocks))
+        self.log.emit(ev.Census(now, self._step, rows, waiting, free, pool.num_gpu_blocks))
 
     # --- external loads -------------------------------------------------------------------------------
 
     def load_failure_begins(self, *_: Any, **__: Any) -> dict[str, int]:
         return {
-            request_id: request.num_computed_tokens
-            for request_id, request in self.scheduler.requests.items()
+            request_id: request.num_computed_tokens for request_id, request in self.scheduler.requests.items()
         }
 
-    def load_failed(
-        self, before: dict[str, int] | None, result: set[str], failed: set[Any], *_: Any
-    ) -> None:
+    def load_failed(self, before: dict[str, int] | None, result: set[str], failed: set[Any], *_: Any) -> None:
         self._load_failures |= result
         for request_id, tokens in (before or {}).items():
             request = self.scheduler.requests[request_id]
             computed = request.num_computed_tokens
-            if computed != tokens and request_id in self._ids:
+            if computed != tokens and request_id in self.log.ids:
                 waiting = request.status.name == "WAITING_FOR_REMOTE_KVS"
-                self._emit(
-                    ev.LoadFailed(self._now(), self._ids[request_id], tokens, computed, waiting)
+                self.log.emit(
+                    ev.LoadFailed(self.log.now(), self.log.ids[request_id], tokens, computed, waiting)
                 )
 
     def _loads_finished(self, request_ids: Any) -> None:
         for request_id in request_ids:
             request = self.scheduler.requests.get(request_id)
-            if request is not None and request_id in self._ids:
-                self._emit(
-                    ev.LoadFinished(
-                        self._now(), self._ids[request_id], request.num_computed_tokens
-                    )
+            if request is not None and request_id in self.log.ids:
+                self.log.emit(
+                    ev.LoadFinished(self.log.now(), self.log.ids[request_id], request.num_computed_tokens)
                 )
 
     def wait_ends(self, request: Any) -> tuple[int, bool]:
@@ -678,8 +557,8 @@ class V1Observer:
             cause = "replay" if self.scheduler.prefix_replay_tokens else "full_hit"
         else:
             return
-        number = self._ids[request.request_id]
-        self._emit(ev.RolledBack(self._now(), number, cause, tokens, computed))
+        number = self.log.ids[request.request_id]
+        self.log.emit(ev.RolledBack(self.log.now(), number, cause, tokens, computed))
 
     # --- preemption, sessions, the end -------------------------------------------------------------------
 
@@ -699,10 +578,10 @@ class V1Observer:
         if before[1]:
             self._draining.add(request_id)
         managers = self.scheduler.kv_cache_manager.coordinator.single_type_managers
-        self._emit(
+        self.log.emit(
             ev.Preempted(
-                at=self._now(),
-                request=self._ids[request_id],
+                at=self.log.now(),
+                request=self.log.ids[request_id],
                 step=self._step,
                 cause="reset" if self._resetting else "blocks",
                 before_tokens=before[0],
@@ -726,7 +605,7 @@ class V1Observer:
         **___: Any,
     ) -> None:
         self._resetting = False
-        self._emit(ev.CacheReset(self._now(), bool(result), bool(reset_running_requests)))
+        self.log.emit(ev.CacheReset(self.log.now(), bool(result), bool(reset_running_requests)))
 
     def stop_begins(self, request: Any) -> int:
         # A queued chunk is taken up inside; the rollback has to be told before it.
@@ -746,14 +625,14 @@ class V1Observer:
         frontier = before - request.num_output_placeholders
         if request.status.name == "WAITING_FOR_STREAMING_REQ":
             frontier = request.num_computed_tokens
-        number = self._ids[request.request_id]
-        self._emit(ev.RolledBack(self._now(), number, "session", before, frontier))
+        number = self.log.ids[request.request_id]
+        self.log.emit(ev.RolledBack(self.log.now(), number, "session", before, frontier))
 
     def session_extended(self, _: None, __: None, session: Any, *___: Any) -> None:
-        self._emit(
+        self.log.emit(
             ev.Extended(
-                self._now(),
-                self._ids[session.request_id],
+                self.log.now(),
+                self.log.ids[session.request_id],
                 session.num_prompt_tokens,
                 session.num_computed_tokens,
             )
@@ -761,17 +640,17 @@ class V1Observer:
 
     def finished(self, request: Any, *_: Any, **__: Any) -> None:
         request_id = request.request_id
-        number = self._ids.get(request_id)
+        number = self.log.ids.get(request_id)
         if number is None or request_id in self._gone:
             return
         failed = self._failed_attempts.pop(request_id, None)
         if failed is not None:
-            self._emit(failed)
+            self.log.emit(failed)
         if not request.resumable:
             self._past_stop(request, request.num_computed_tokens)
-        self._emit(
+        self.log.emit(
             ev.Finished(
-                at=self._now(),
+                at=self.log.now(),
                 request=number,
                 reason=_reason(request.status),
                 computed_tokens=request.num_computed_tokens,
@@ -781,7 +660,7 @@ class V1Observer:
                 output_tokens=request.num_output_tokens,
             )
         )
-        if self._held is None:
+        if self.log.held is None:
             self._forget(request_id)
         else:  # its last output has not been told yet
             self._gone.append(request_id)
@@ -796,57 +675,16 @@ class V1Observer:
             return computed
         trimmed = lengths[index] - len(output.sampled_token_ids[index])
         if trimmed > 0:
-            number, at = self._ids[request.request_id], self._output_at
-            self._emit(ev.RolledBack(at, number, "past_stop", computed + trimmed, computed))
+            number, at = self.log.ids[request.request_id], self._output_at
+            self.log.emit(ev.RolledBack(at, number, "past_stop", computed + trimmed, computed))
         return computed
 
     def _forget(self, request_id: str) -> None:
-        number = self._ids.pop(request_id)
-        self._order = None
-        if request_id in self._tokens:
-            if not self._tokens_owned:
-                self._tokens, self._tokens_owned = dict(self._tokens), True
-            del self._tokens[request_id]
-            self._drafts.pop(request_id, None)
-            self._dropped.append(number)
-        self._sampled.pop(request_id, None)
-        self._unreported.discard(request_id)
-        self._lived.discard(request_id)
-        self._draining.discard(request_id)
-        self._anew.discard(request_id)
-
-    # --- saying it ------------------------------------------------------------------------------------
-
-    def _emit(self, event: ev.Event) -> None:
-        if self._held is not None and not isinstance(event, ev.LoadFailed):
-            self._held.append(event)
-            return
-        if self._repeats or self._same_step:
-            self._say_held_back(event.at)
-        self.sink.record(event)
-
-    def _say_held_back(self, now: int) -> None:
-        """Equal steps so far are told, and a step still without output, before what differs."""
-        self._flushed_at = now
-        if self._repeats:
-            self.sink.record(ev.Repeated(now, self._repeats))
-            self._repeats = 0
-        if self._same_step:
-            self.sink.record(ev.Stepped(now, self._same_step, [], []))
-            self._same_step = 0
-
-    def _intern(self, request_id: str) -> int:
-        number = self._ids.get(request_id)
-        if number is None:
-            number = self._ids[request_id] = self._next_id
-            self._next_id += 1
-        return number
-
-    def _now(self) -> int:
-        return (time.monotonic_ns() - self._began) // 1000
+        self.log.forget(request_id)
+        for known in (self._unreported, self._lived, self._draining):
+            known.discard(request_id)
 
 
-@functools.cache
 def _reason(status: Any) -> str:
     """``stopped`` for ``RequestStatus.FINISHED_STOPPED``."""
     return str(status.name).removeprefix("FINISHED_").lower()

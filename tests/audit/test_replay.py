@@ -122,6 +122,14 @@ def test_an_ambiguous_beginning_names_the_candidates(tmp_path: Path) -> None:
         statement(folder, "chat")
 
 
+def test_the_clients_id_goes_before_a_mere_beginning(tmp_path: Path) -> None:
+    """vLLM's requests 1-abc and 10-def: 1 is the first."""
+    two = [RequestAdded(1, 0, "10-0a1b2c3d", 5), RequestAdded(2, 1, "1-4e5f6a7b", 5)]
+    folder = journals.write(tmp_path / "one", two)
+
+    assert "1-4e5f6a7b" == statement(folder, "1").account.request_id
+
+
 def test_an_open_request_has_a_statement(tmp_path: Path) -> None:
     folder = journals.write(tmp_path / "one", events(10, "A0+0 s10 o+"))
 
