@@ -39,6 +39,7 @@ CAUSES = {
     "last_admission": "reported from a later admission",
     "mixed_instants": "reported from two instants",
     "refused": "refused by the engine's counter",
+    "unknown_here": "of requests that are unknown here",
     UNEXPLAINED: "unexplained",
 }
 """Every cause of a difference, in words."""

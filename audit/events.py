@@ -343,6 +343,26 @@ class Snapshot(Event, frozen=True, array_like=True, tag=23):
     undelivered_steps: int
 
 
+# --- look-ups that outlive their step -----------------------------------------------------------------
+
+
+class LookupKept(Event, frozen=True, array_like=True, tag=24):
+    """The engine still goes by a local look-up that an earlier step made, or keeps one for nobody.
+
+    ``local_tokens`` is the answer that it remembers, of step ``looked_up_step`` (-1: not seen);
+    ``cached_tokens`` is what the cache held for the request when this was seen (-1: not asked).
+    ``ended``: the request ends and its answer stays behind. Otherwise the admission that follows,
+    in step ``step``, uses it.
+    """
+
+    request: int
+    step: int
+    looked_up_step: int
+    local_tokens: int
+    cached_tokens: int
+    ended: bool
+
+
 AnyEvent = (
     EngineStarted
     | EngineStopped
@@ -368,4 +388,5 @@ AnyEvent = (
     | Finished
     | Census
     | Snapshot
+    | LookupKept
 )

@@ -190,7 +190,7 @@ class Ledger:
             ev.RequestAdded: self._request_added,
             ev.LookedUp: self._looked_up,
             ev.Matched: self._matched,
-            ev.AdmissionFailed: self._note,
+            ev.AdmissionFailed: self._admission_failed,
             ev.Admitted: self._admitted,
             ev.LookupsCounted: self._lookups_counted,
             ev.LoadPlanned: self._load_planned,
@@ -207,6 +207,7 @@ class Ledger:
             ev.Finished: self._finished,
             ev.Census: self._census,
             ev.Snapshot: self._snapshot,
+            ev.LookupKept: self._note,
         }
 
     def apply(self, event: ev.Event, number: int | None = None) -> list[Entry]:
@@ -293,6 +294,12 @@ class Ledger:
     def _matched(self, event: ev.Matched) -> None:
         account = self._account(event.request)
         account.matched_external = event.external_tokens
+        self._enter(event, account)
+
+    def _admission_failed(self, event: ev.AdmissionFailed) -> None:
+        account = self._account(event.request)
+        account.looked_up_step = event.step
+        account.looked_up_local = event.local_tokens
         self._enter(event, account)
 
     def _note(self, event: ev.Event) -> None:

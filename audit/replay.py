@@ -33,7 +33,8 @@ HINTS = 10_000
 class Book:
     """One engine's journal, audited, with the sums of what has ended.
 
-    ``closed`` are the totals of ended requests, ``requests`` their number by verdict and outcome.
+    ``closed`` are the totals of ended requests, ``requests`` their number by verdict and outcome,
+    ``unknown`` the number of unknown ones by the reason.
     ``keep`` keeps every account in ``accounts``; ``watch(request_id)`` keeps the accounts, and
     their statements' lines, of those that it names.
     """
@@ -47,6 +48,7 @@ class Book:
         self.accounts: list[Account] = []
         self.notes: list[str] = []
         self.events = 0
+        self.unknown: dict[str, int] = {}
         self._keep = keep
         self._violating: set[str] = set()
 
@@ -75,13 +77,18 @@ class Book:
         closed = self.auditor.ledger.closed
         for account in closed.values():
             self.closed.add(account)
-            self.reconciliation.add(account)
             kind = (self._verdict(account), account.outcome or "unknown")
             self.requests[kind] = self.requests.get(kind, 0) + 1
             self._violating.discard(account.request_id)
-            if self._keep or account.lines is not None:
-                self.accounts.append(account)
+            self._sort(account)
         closed.clear()
+
+    def _sort(self, account: Account) -> None:
+        self.reconciliation.add(account)
+        if account.unknown is not None:
+            self.unknown[account.unknown] = self.unknown.get(account.unknown, 0) + 1
+        if self._keep or account.lines is not None:
+            self.accounts.append(account)
 
     def _verdict(self, account: Account) -> Verdict:
         if account.request_id in self._violating:
@@ -91,14 +98,13 @@ class Book:
     def finish(self) -> None:
         """No more will come: reconcile what is still open as it stands."""
         for account in self.auditor.ledger.open.values():
-            self.reconciliation.add(account)
-            if self._keep or account.lines is not None:
-                self.accounts.append(account)
+            self._sort(account)
 
     @property
     def remarks(self) -> list[str]:
         """How it was read, and why its verdict can't be clean."""
-        return [*self.notes, *self.auditor.doubts]
+        reasons = [f"in {requests} of them: {reason}" for reason, requests in self.unknown.items()]
+        return [*self.notes, *self.auditor.doubts, *reasons]
 
     @property
     def engine(self) -> EngineStarted | None:

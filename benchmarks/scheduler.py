@@ -180,7 +180,7 @@ def observe(scheduler: Any, folder: Path) -> tuple[Any, Any]:
         del os.environ["KVLEDGER_DIR"]
     if observer is None:
         raise RuntimeError("this vLLM can't be observed")
-    return observer, observer.sink
+    return observer, observer.log.sink
 
 
 Progress = Callable[[str], None]

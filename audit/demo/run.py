@@ -214,13 +214,18 @@ def between_reported_and_counters(
     """The named differences between what the engine reported and what its counters show.
 
     The front end adds up one iteration's reports and increments computed, local and external, in
-    this order; a negative sum is refused with an error, and what comes after it is not counted.
+    this order; a negative sum is refused with an error, and what comes after it is not counted. The
+    counters include requests whose accounts are unknown, and no figure of ours does.
     """
     step = Step()
     iterations: dict[int, Figures] = {}
     requests: dict[int, int] = {}
     for account in accounts:
-        if account.reported is not None and account.settlements and account.unknown is None:
+        if account.reported is None:
+            continue
+        if account.unknown is not None:
+            step.add("unknown_here", Figures(*account.reported))
+        if account.settlements:
             at = account.settlements[0].step
             iterations.setdefault(at, Figures()).add(Figures(*account.reported))
             requests[at] = requests.get(at, 0) + 1

@@ -13,10 +13,14 @@ from typing import Any
 
 import pytest
 from tests import journals
+from tests.histories import events
 
 from kvledger.audit.demo import run as demo
 from kvledger.audit.demo.run import Demo, EngineFailed
+from kvledger.audit.differences import Figures
 from kvledger.audit.errors import LedgerError
+from kvledger.audit.events import HookFailed
+from kvledger.audit.replay import audit_paths
 from kvledger.exporters import demo_report
 from kvledger.exporters.audit_report import report
 
@@ -175,3 +179,16 @@ def test_a_person_is_told_what_to_run_next(
     told = "".join(shown.split())
     for command in (f"audit {journal}", f"show {journal} request-0", "explain tokens/negative"):
         assert f"kvledger {command}".replace(" ", "") in told
+
+
+def test_the_counters_hold_what_is_unknown_here(tmp_path: Path) -> None:
+    """An account that lost events is in no figure of ours, and its report is in the engine's."""
+    stream = journals.reported(events(10, "A0+0 s10 o+ F"), local=0, external=0, computed=10)
+    lost = [*stream[:2], HookFailed(1, "hook", "error", False), *stream[2:]]
+    audit = audit_paths([journals.write(tmp_path / "one", lost)], keep=True)
+    (book,) = audit.books
+
+    step = demo.between_reported_and_counters(audit.reconciliation, Figures(computed=10), book.accounts)
+
+    assert ["unknown_here"] == list(step.differences)
+    assert "in 1 of them: the observer hook failed" in audit.notes

@@ -1,0 +1,224 @@
+"""Look-ups of waiting requests, and what became of them: the admissions of a step.
+
+A look-up is only told when its step is over: as an admission, or, counted while they stay equal, as
+attempts that led to none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvledger.audit import events as ev
+from kvledger.audit.engines.observer import Observer
+from kvledger.audit.engines.plans import READERS
+
+
+class _Attempt:
+    """One waiting request's look-up in the current step."""
+
+    __slots__ = ("asynchronous", "external", "local", "looked_up", "matched", "queried", "request")
+
+    def __init__(self, request: Any, looked_up: int) -> None:
+        self.request = request
+        self.looked_up = looked_up
+        self.local = looked_up
+        self.external = 0
+        self.matched: int | None = 0
+        self.asynchronous = False
+        self.queried = -1
+
+
+class AdmissionObserver(Observer):
+    """Watches the prefix cache look-up, the connector's match and what is allocated for them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._attempts: dict[str, _Attempt] = {}
+        self._planned: list[ev.LoadPlanned] = []
+        self._promises: dict[str, tuple[int, list[int]]] = {}
+        self._counted = (0, 0, 0, 0, 0, 0)
+
+    def step_begins(self) -> None:
+        """Nothing has been looked up in this step yet."""
+        if self._attempts:
+            self._attempts = {}
+        if self._promises:
+            self._promises = {}
+        self._counted = self._counters()
+
+    def looked_up(self, _: None, result: Any, request: Any, *__: Any, **___: Any) -> None:
+        attempt = self._attempts.get(request.request_id)
+        if attempt is None:
+            self._attempts[request.request_id] = _Attempt(request, result[1])
+        else:  # asked again within the step, after the connector's answer
+            attempt.looked_up = attempt.local = result[1]
+
+    def _attempt(self, request: Any) -> _Attempt:
+        """This step's look-up of a request; one without an answer where it used an older one."""
+        attempt = self._attempts.get(request.request_id)
+        if attempt is None:
+            attempt = self._attempts[request.request_id] = _Attempt(request, -1)
+            attempt.local = 0
+        return attempt
+
+    def local_hit_used(self, _: None, __: None, request: Any, num_hits: int) -> None:
+        self._attempt(request).local = num_hits
+
+    def matched(self, _: None, result: Any, request: Any, num_computed_tokens: int) -> None:
+        attempt = self._attempt(request)
+        attempt.queried = num_computed_tokens
+        attempt.matched, attempt.asynchronous = result
+
+    def promised(self, _: None, __: None, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        attempt = self._attempts.get(request.request_id)
+        if attempt is None:
+            return  # its promise was made in an earlier step
+        attempt.external = num_external_tokens
+        if num_external_tokens > 0:
+            groups = blocks.get_block_ids()
+            self._promises[request.request_id] = (
+                num_external_tokens,
+                list(groups[0]) if len(groups) == 1 else [],
+            )
+
+    def load_planned(self, _: None, plan: Any, scheduler_output: Any) -> None:
+        if not self._promises:
+            return
+        reader = READERS.get(type(self.scheduler.connector).__name__)
+        if reader is None:
+            return
+        size = self.scheduler.block_size
+        filled = reader(plan, size)
+        for request_id, (tokens, blocks) in self._promises.items():
+            attempt = self._attempts[request_id]
+            if attempt.asynchronous or not blocks:
+                continue
+            local = attempt.local
+            promise = blocks[local // size : -(-(local + tokens) // size)]
+            missing = [block for block in promise if block not in filled]
+            covered = promise.index(missing[0]) * size if missing else tokens
+            self._planned.append(
+                ev.LoadPlanned(
+                    self.log.now(), self.log.ids[request_id], self._step, min(covered, tokens), missing
+                )
+            )
+
+    def _admit(self, scheduled: dict[str, int]) -> None:
+        """Say what became of this step's look-ups."""
+        admitted = False
+        for request_id, attempt in self._attempts.items():
+            if request_id in scheduled or attempt.request.status.name == "WAITING_FOR_REMOTE_KVS":
+                admitted = True
+                self._admitted(request_id, attempt, scheduled.get(request_id, 0))
+            else:
+                self._not_admitted(request_id, attempt)
+        for planned in self._planned:
+            self.log.emit(planned)
+        self._planned = []
+        self._count_lookups(admitted)
+
+    def _admitted(self, request_id: str, attempt: _Attempt, scheduled: int) -> None:
+        number, request, now = self.log.ids[request_id], attempt.request, self.log.now()
+        failed = self._failed_attempts.pop(request_id, None)
+        if failed is not None:
+            self.log.emit(failed)
+        deferred = getattr(self.scheduler, "deferred_loads", {}).get(request_id)
+        if deferred is not None:  # 0.33: the connector is told only when the load may start
+            attempt.external = deferred[1]
+        if attempt.looked_up >= 0:
+            self.log.emit(ev.LookedUp(now, number, self._step, attempt.looked_up))
+        if attempt.queried >= 0:
+            self.log.emit(
+                ev.Matched(
+                    now,
+                    number,
+                    self._step,
+                    attempt.queried,
+                    attempt.matched,
+                    attempt.asynchronous,
+                )
+            )
+        computed = request.num_computed_tokens - scheduled
+        replayed = 0
+        if scheduled and getattr(self.scheduler, "prefix_replay_tokens", 0):
+            replayed = max(0, attempt.local + attempt.external - request.replay_start)
+            replayed = replayed if request.replay_start else 0
+        self.log.emit(
+            ev.Admitted(
+                at=now,
+                request=number,
+                step=self._step,
+                resumed=self.preemptions(request) > 0,
+                local_tokens=attempt.local,
+                external_tokens=attempt.external,
+                asynchronous=not scheduled,
+                computed_tokens=computed + replayed,
+                counted=self.counts_lookups(request),
+            )
+        )
+        if replayed:
+            self.log.emit(ev.RolledBack(now, number, "replay", computed + replayed, computed))
+        self._lived.add(request_id)
+        self.log.admitted(request_id, runs=scheduled > 0)
+
+    def _not_admitted(self, request_id: str, attempt: _Attempt) -> None:
+        """Equal failed attempts in a row are one event, told when they end."""
+        if attempt.looked_up < 0:
+            return
+        reason = "deferred" if attempt.matched is None else "not_allocated"
+        external = attempt.matched or 0
+        last = self._failed_attempts.get(request_id)
+        attempts = 1
+        if last is not None:
+            if (
+                last.reason == reason
+                and last.local_tokens == attempt.looked_up
+                and last.external_tokens == external
+            ):
+                attempts = last.attempts + 1
+            else:
+                self.log.emit(last)
+        self._failed_attempts[request_id] = ev.AdmissionFailed(
+            self.log.now(),
+            self.log.ids[request_id],
+            self._step,
+            reason,
+            attempt.looked_up,
+            external,
+            attempts,
+        )
+
+    def counts_lookups(self, request: Any) -> bool:
+        """Whether the engine's statistics count this request's look-ups."""
+        return bool(self.scheduler.kv_cache_manager.prefix_cache_lookup_enabled(request))
+
+    def _counters(self) -> tuple[int, int, int, int, int, int]:
+        manager = self.scheduler.kv_cache_manager
+        return (
+            *_cache_counters(manager.prefix_cache_stats),
+            *_cache_counters(getattr(self.scheduler, "connector_prefix_cache_stats", None)),
+        )
+
+    def _count_lookups(self, admitted: bool) -> None:
+        before, after = self._counted, self._counters()
+        if not admitted and before == after:
+            return
+        rise = [new - old for old, new in zip(before, after, strict=True)]
+        manager = self.scheduler.kv_cache_manager
+        if manager.prefix_cache_stats is None:
+            rise[:3] = (-1, -1, -1)
+        if getattr(self.scheduler, "connector_prefix_cache_stats", None) is None or getattr(
+            self.scheduler, "defer_async_loads", False
+        ):
+            rise[3:] = (-1, -1, -1)
+        self.log.emit(ev.LookupsCounted(self.log.now(), self._step, *rise))
+
+
+def _cache_counters(stats: Any) -> tuple[int, int, int]:
+    if stats is None:
+        return 0, 0, 0
+    return (
+        stats.requests + stats.preempted_requests,
+        stats.queries + stats.preempted_queries,
+        stats.hits + stats.preempted_hits,
+    )

@@ -1,0 +1,202 @@
+"""What every v1 adapter's observer does at rest: beginning, ending, snapshots and the census.
+
+The figures that not every release has are asked for here, in one place each.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any, ClassVar
+
+from kvledger.audit import events as ev
+from kvledger.audit.engines.plans import READERS
+from kvledger.audit.engines.steps import Sink, StepLog
+from kvledger.audit.hooks import Hook, Hooks
+
+CENSUS_STEPS = 512
+CENSUS_SECONDS = 10.0
+
+
+class Observer:
+    """Watches one scheduler. ``start`` wraps it, ``stop`` gives it back."""
+
+    NAME: ClassVar[str]
+    HOOKS: ClassVar[tuple[Hook, ...]]
+    FIGURES: ClassVar[str] = "first"
+    """Which admission's hits the engine reports: ``first`` or ``last`` before the first output."""
+
+    def __init__(self, scheduler: Any, sink: Sink, *, version: str, level: str = "tokens") -> None:
+        self.scheduler = scheduler
+        self.version = version
+        self.level = level
+        self.hooks: Hooks | None = None
+        self.log = StepLog(sink)
+        self._step = 0
+        self._stopped = False
+        self._failed_attempts: dict[str, ev.AdmissionFailed] = {}
+        self._lived: set[str] = set()
+        self._unreported: set[str] = set()
+        self._resync = False
+        self._census_step = 0
+        self._census_at = self.log.now()
+
+    def start(self, boundary: Any = None) -> None:
+        """Wrap the scheduler. Raises :class:`~kvledger.audit.hooks.EngineMismatch` untouched."""
+        self.hooks = Hooks(self.HOOKS, self.scheduler, self, self._hook_failed, boundary)
+        self._restart()
+
+    def stop(self, reason: str) -> None:
+        """Say what is still to be said and give the scheduler back. Idempotent."""
+        if self._stopped:
+            return
+        self._stopped = True
+        if self.hooks is not None:
+            self.hooks.remove()
+        for failed in self._failed_attempts.values():
+            self.log.emit(failed)
+        self.log.emit(ev.EngineStopped(self.log.now(), reason))
+
+    def shutting_down(self) -> None:
+        self.stop("shutdown")
+        close = getattr(self.log.sink, "close", None)
+        if close is not None:
+            close()
+
+    def _hook_failed(self, hook: str, error: Exception, removed: bool) -> None:
+        self.log.held = None
+        self._resync = True
+        self.log.emit(ev.HookFailed(self.log.now(), hook, f"{type(error).__name__}: {error}", removed))
+        if removed:  # without it every later figure would be wrong
+            self.stop(f"the observer of {hook} kept failing")
+
+    def _restart(self) -> None:
+        """Tell the reader everything that lives, so that it may begin here."""
+        self._resync = False
+        now = self.log.now()
+        rows = [
+            self._snapshot_row(request)
+            for request in self.scheduler.requests.values()
+            if not request.is_finished()
+        ]
+        started = ev.EngineStarted(
+            at=now,
+            wall_seconds=time.time(),
+            engine="vllm",
+            version=self.version,
+            adapter=self.NAME,
+            level=self.level,
+            process_id=os.getpid(),
+            configuration=self.configuration(),
+        )
+        self.log.restart(started, ev.Snapshot(now, self._step, rows, self.log.undelivered))
+        self._census_step, self._census_at = self._step, now
+
+    def _snapshot_row(self, request: Any) -> ev.SnapshotRow:
+        request_id = request.request_id
+        number = self.log.intern(request_id)
+        if self.unreported(request):
+            self._unreported.add(request_id)
+        return ev.SnapshotRow(
+            request=number,
+            request_id=request_id,
+            prompt_tokens=request.num_prompt_tokens,
+            fresh=(
+                request_id not in self._lived
+                and request.num_computed_tokens == 0
+                and self.preemptions(request) == 0
+                and request.num_output_tokens == 0
+            ),
+            computed_tokens=request.num_computed_tokens,
+            in_flight_tokens=self.in_flight(request),
+            placeholder_tokens=self.placeholders(request),
+            sequence_tokens=request.num_tokens,
+            preemptions=self.preemptions(request),
+        )
+
+    def _at_rest(self) -> None:
+        """Between two steps: a snapshot if one is wanted, a census if one is due."""
+        now = self.log.now()
+        if self.log.sink.wants_snapshot or self._resync:
+            self._restart()
+        elif self._step - self._census_step >= CENSUS_STEPS or (
+            now - self._census_at >= CENSUS_SECONDS * 1e6
+        ):
+            self._census(now)
+        else:
+            self.log.flush(now)
+
+    def _census(self, now: int) -> None:
+        self._census_step, self._census_at = self._step, now
+        scheduler, ids = self.scheduler, self.log.ids
+        rows: list[int] = []
+        for request in scheduler.running:
+            rows += (
+                ids[request.request_id],
+                request.num_computed_tokens,
+                self.in_flight(request),
+                self.placeholders(request),
+                request.num_tokens,
+            )
+        pool = scheduler.kv_cache_manager.block_pool
+        waiting = scheduler.get_request_counts()[1]
+        free = pool.get_num_free_blocks()
+        self.log.emit(ev.Census(now, self._step, rows, waiting, free, pool.num_gpu_blocks))
+
+    # --- figures that not every release has -------------------------------------------------------
+
+    def in_flight(self, request: Any) -> int:
+        """Tokens of steps whose output has not come, by the engine's count; -1 before 0.27."""
+        return int(getattr(request, "num_in_flight_tokens", -1))
+
+    def placeholders(self, request: Any) -> int:
+        """Output placeholders of asynchronous scheduling; -1 before 0.10."""
+        return int(getattr(request, "num_output_placeholders", -1))
+
+    def preemptions(self, request: Any) -> int:
+        """How often it was preempted; counted by the engine since 0.12."""
+        return int(getattr(request, "num_preemptions", 0))
+
+    def unreported(self, request: Any) -> bool:
+        """Whether the engine has still to tell where this prompt came from."""
+        return request.prefill_stats is not None
+
+    def configuration(self) -> dict[str, ev.Setting]:
+        """Plain settings that the figures depend on; no paths, no prompts, no addresses."""
+        scheduler = self.scheduler
+        config = scheduler.vllm_config
+        transfer = config.kv_transfer_config
+        connector = scheduler.connector
+        return {
+            "model": _model_name(config.model_config),
+            "scheduler": type(scheduler).__name__,
+            "asynchronous": bool(getattr(config.scheduler_config, "async_scheduling", False)),
+            "policy": str(config.scheduler_config.policy),
+            "block_size": int(config.cache_config.block_size),
+            "blocks": int(config.cache_config.num_gpu_blocks or 0),
+            "groups": len(scheduler.kv_cache_config.kv_cache_groups),
+            "max_running": int(scheduler.max_num_running_reqs),
+            "max_batched_tokens": int(config.scheduler_config.max_num_batched_tokens),
+            "max_model_len": int(scheduler.max_model_len),
+            "prefix_caching": bool(config.cache_config.enable_prefix_caching),
+            "drafts": int(scheduler.num_spec_tokens),
+            "connector": type(connector).__name__ if connector is not None else None,
+            "plan": "read" if type(connector).__name__ in READERS else "opaque",
+            "load_failure_policy": _failure_policy(transfer),
+            "log_stats": bool(scheduler.log_stats),
+            "figures": self.FIGURES,
+            "data_parallel_rank": int(getattr(config.parallel_config, "data_parallel_rank", 0)),
+            "census_steps": CENSUS_STEPS,
+        }
+
+
+def _model_name(config: Any) -> str:
+    """The served name; of a local path its last part only."""
+    name = getattr(config, "served_model_name", "") or ""
+    name = str(name[0] if isinstance(name, list) else name)
+    return name.rstrip("/").rsplit("/", 1)[-1] if name.startswith(("/", ".")) else name
+
+
+def _failure_policy(transfer: Any) -> str | None:
+    """What becomes of a request whose load failed; before 0.17 it is always executed again."""
+    return None if transfer is None else str(getattr(transfer, "kv_load_failure_policy", "recompute"))
