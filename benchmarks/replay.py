@@ -33,6 +33,7 @@ def request_steps_per_second(workload: Workload, steps: int, rounds: int, folder
     lane.close()
     journal = lane.recorder.folder
     request_steps = lane.request_steps - repeated_steps(journal) * workload.running
+    audit(journal)
     rates = []
     for _ in range(rounds):
         gc.collect()

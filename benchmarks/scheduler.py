@@ -28,7 +28,6 @@ from benchmarks.stats import Estimate, estimate, percentile
 from kvledger.audit import plugin
 from kvledger.audit.conformance.driver import Driver, Step, tokens
 from kvledger.audit.conformance.host import Setup, block_hasher, build_request
-from kvledger.audit.engines.v1 import CENSUS_STEPS
 
 BLOCK_STEPS = 16
 """How long a lane's turn is: some 40 ms. After it the writer thread is made to write."""
@@ -75,7 +74,7 @@ class Effort:
     """How much is measured: ``steps`` a round, of each lane."""
 
     rounds: int
-    steps: int = CENSUS_STEPS
+    steps: int = 512
 
     def sequence_tokens(self, workload: Workload) -> int:
         """As long as a request may become that never ends."""

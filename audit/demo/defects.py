@@ -8,7 +8,6 @@ before the engine is built. Not here: what each is called and where it was repor
 import functools
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 Refusals = list[str]
 
@@ -129,27 +128,6 @@ def stale_lookup(_: Refusals) -> None:
 
     _replace(Scheduler, "_get_local_prefix_cache_hit", looked_up)
     _replace(KVCacheManager, "allocate_slots", allocated)
-
-
-def double_allocation(_: Refusals) -> None:
-    """Blocks for the external hit leave the free queue while the local hits still lie in it.
-
-    Upstream this needed two cache groups, one taking what the other had found. Here one group does
-    both, and its order is turned round; the effect is the same block twice in a request's table.
-    """
-    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
-
-    def make(original: Any) -> Any:
-        def allocate_new_computed_blocks(self: Any, *args: Any, **kwargs: Any) -> None:
-            late: list[Any] = []
-            with patch.object(self.block_pool, "touch", late.append):
-                original(self, *args, **kwargs)
-            for hits in late:
-                self.block_pool.touch(hits)
-
-        return allocate_new_computed_blocks
-
-    _replace(KVCacheCoordinator, "allocate_new_computed_blocks", make)
 
 
 def nothing(_: Refusals) -> None:

@@ -11,7 +11,6 @@ from kvledger.audit.demo import defects
 from kvledger.audit.demo.workload import (
     CROWDED,
     EVICTED_WHILE_WAITING,
-    OLDEST_HIT,
     OUTGROWN,
     Wave,
 )
@@ -65,14 +64,6 @@ _TABLE = (
         "tokens/stale-lookup",
         defects.stale_lookup,
         EVICTED_WHILE_WAITING,
-    ),
-    Injection(
-        "double-allocation",
-        "blocks for external tokens are taken before the local hits are held, and may be those",
-        "https://github.com/vllm-project/vllm/pull/44409",
-        "blocks/double-allocation",
-        defects.double_allocation,
-        OLDEST_HIT,
     ),
     Injection(
         "negative-match",

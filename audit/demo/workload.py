@@ -114,7 +114,6 @@ EDGE = ("edge", 125, 30, 64)
 FITS = (("fit-1", 99, 30, 64), ("fit-2", 100, 29, 64), ("fit-3", 98, 31, 64))
 TINY = ("tiny", 20, 13, 0)
 BARE = ("bare", 40, 24, 0)
-DEEP = ("deep", 90, 4, 0)
 
 OUTGROWN = (
     Wave((_lead("outgrown"),)),
@@ -139,11 +138,3 @@ EVICTED_WHILE_WAITING = (
     Wave(tuple(_ask("after", *lengths) for lengths in (EDGE, *FITS[:2], TINY, BARE))),
 )
 """A request finds its first block in the cache, must wait, and loses it to another meanwhile."""
-
-OLDEST_HIT = (
-    Wave((_lead("before"),)),
-    Wave((_ask("before", *DEEP),)),
-    Wave(tuple(_ask("between", *lengths) for lengths in (*FITS, TINY))),
-    Wave((_ask("after", *DEEP),)),
-)
-"""A request takes a block for its external hit, and the next one to be reused is its local hit."""

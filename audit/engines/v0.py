@@ -26,7 +26,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from kvledger.audit import events as ev
 from kvledger.audit.engines.steps import Sink, StepLog
@@ -82,14 +82,10 @@ class _Followed:
         return count + self.chunk if count == self.then else count
 
 
-class _Answer:
+class _Answer(NamedTuple):
     """The requests of an output, in the order of its step."""
 
-    __slots__ = ("req_id_to_index", "req_ids")
-
-    def __init__(self, req_ids: list[str]) -> None:
-        self.req_ids = req_ids
-        self.req_id_to_index = dict(zip(req_ids, range(len(req_ids)), strict=True))
+    req_ids: list[str]
 
 
 class V0Observer:
@@ -389,7 +385,7 @@ class V0Observer:
             if data.get_num_computed_tokens() != known.then + known.chunk:
                 self._census_due |= not known.group.is_finished()
             known.chunk, known.then = 0, -1
-        self._log.delivered(self._log.now(), tokens, lengths, _Answer(list(tokens)), [])
+        self._log.delivered(self._log.now(), lengths, _Answer(list(tokens)), [])
 
     def _at_rest(self) -> None:
         """Between two steps: a snapshot if one is wanted, a census if one is due."""

@@ -26,7 +26,7 @@ from kvledger.audit.catalogue import (
     Witness,
     invariant,
 )
-from kvledger.audit.events import Admitted, Finished, Preempted, Reported
+from kvledger.audit.events import Admitted, Finished, LookupKept, Preempted, Reported
 from kvledger.audit.ledger import Counted, Entry, Stated
 
 
@@ -327,7 +327,7 @@ def reset_on_preemption(entry: Entry) -> Iterator[Witness]:
 
 @invariant(
     "tokens/stale-lookup",
-    on=(Admitted,),
+    on=(Admitted, LookupKept),
     says="Request {request} was admitted in step {step} with {local_tokens} local tokens, but "
     "step {looked_up_step} found {looked_up_tokens}: the hit is not that of the cache as it is.",
     references=(VLLM_18955, VLLM_18957),
@@ -336,15 +336,21 @@ def reset_on_preemption(entry: Entry) -> Iterator[Witness]:
         "a hit no longer than the replayed window, given up whole",
         "a failed attempt before, in the same step or an earlier one, when the cache was asked "
         "again",
+        "a later chunk of a prompt, which goes by the hit of the first (vLLM v0)",
+        "an answer of none that is kept while the cache still has none: nothing is taken for a hit",
     ),
 )
 def stale_lookup(entry: Entry) -> Iterator[Witness]:
     """The local hit used at an admission is the answer of a look-up in the same step.
 
-    Violated when an answer is kept from an attempt that failed, and the cache has changed since:
-    blocks are taken for hits that hold something else now.
+    Violated when an answer is kept from an attempt that failed: the cache may have changed since,
+    and blocks are taken for hits that hold something else now. Violated too when a request ends and
+    its answer stays behind, for nobody and for ever.
     """
     said, account = entry.subject, _account(entry)
+    if isinstance(said, LookupKept):
+        yield from _kept(said)
+        return
     assert isinstance(said, Admitted)
     local, found = said.local_tokens, account.looked_up_local
     if account.looked_up_step == said.step:
@@ -367,6 +373,24 @@ def stale_lookup(entry: Entry) -> Iterator[Witness]:
         looked_up_step=account.looked_up_step,
         looked_up_tokens=found,
     )
+
+
+def _kept(said: LookupKept) -> Iterator[Witness]:
+    figures = {"step": said.step, "local_tokens": said.local_tokens, "looked_up_step": said.looked_up_step}
+    if said.ended:
+        yield Witness(
+            "Request {request} has ended, but the answer to its look-up of step {looked_up_step} "
+            "({local_tokens} tokens) is still kept: nothing will ever release it.",
+            **figures,
+        )
+    elif said.local_tokens or said.cached_tokens > 0:
+        yield Witness(
+            "Request {request} was admitted in step {step} with the {local_tokens} local tokens "
+            "that step {looked_up_step} had found for an attempt that failed; for it the cache holds "
+            "{cached_tokens} now.",
+            **figures,
+            cached_tokens=said.cached_tokens,
+        )
 
 
 @invariant(

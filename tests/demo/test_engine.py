@@ -186,11 +186,10 @@ def test_lookup_counted_counts_more_queries_than_prompts_have_tokens(folder, pla
     assert counters["vllm:prefix_cache_queries"] > counters["vllm:prompt_tokens"]
 
 
-@pytest.mark.parametrize(("name", "role"), [("stale-lookup", "bare"), ("double-allocation", "deep")])
-def test_one_block_for_two_gives_a_wrong_answer(folder, name, role):
-    answers = digests(result(folder, name))
+def test_one_block_for_two_gives_a_wrong_answer(folder):
+    answers = digests(result(folder, "stale-lookup"))
 
-    assert answers[f"before-{role}"] != answers[f"after-{role}"]
+    assert answers["before-bare"] != answers["after-bare"]
 
 
 def test_negative_match_needs_no_patch_and_preempts_again_and_again(folder):

