@@ -10,7 +10,7 @@ READY := @$(PYTHON) scripts/environment.py
 help: ## list these targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile
 
-demo: ## run a real engine on this CPU, break it, and watch the ledger say where
+demo: ## run a real engine on this CPU and audit it
 	$(READY) demo
 	@$(BIN)/kvledger demo $(ARGS)
 
@@ -28,6 +28,7 @@ bench: ## measure what the hooks cost an engine step
 docs: ## write the generated pages again
 	$(READY) test
 	$(BIN)/python -m kvledger.audit.catalogue > docs/invariants.md
+	$(BIN)/python -m kvledger.exporters.metrics > docs/metrics.md
 
 clean: ## remove the environment, builds and caches
 	rm -rf .venv .venv.lock .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist

@@ -10,11 +10,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from tests.engines.observed import audited, found, observe
+from tests.histories import GOLDEN
+
 from kvledger.audit.conformance.courses import COURSES, HISTORIES
 from kvledger.audit.conformance.driver import Attach, Driver, start
 from kvledger.audit.conformance.workloads import crowd
-from tests.engines.observed import audited, found, observe
-from tests.histories import GOLDEN
 
 FAILED_LOAD_COUNTED = ("connector/failed-load-counted", "r")
 """Upstream leaves failed loads in the external figure, on purpose (vLLM #37460): drift."""
@@ -100,9 +101,7 @@ def test_a_golden_history_on_the_real_scheduler(title: str) -> None:
     ],
     ids=lambda setup: "-".join(map(str, setup.values())) or "plain",
 )
-def test_a_random_crowd_raises_no_alarm(
-    seed: int, asynchronous: bool, setup: dict[str, object]
-) -> None:
+def test_a_random_crowd_raises_no_alarm(seed: int, asynchronous: bool, setup: dict[str, object]) -> None:
     """Requests with shared prefixes come, are preempted, resumed and aborted at random."""
     _, events = observe(crowd, seed=seed, requests=40, asynchronous=asynchronous, **setup)
     auditor = audited(events)

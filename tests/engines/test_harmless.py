@@ -8,6 +8,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from tests.engines.observed import audited, observe
+
 from kvledger.audit.attach import AuditError, attach
 from kvledger.audit.conformance.courses import COURSES
 from kvledger.audit.conformance.driver import Driver, Setup, start
@@ -16,12 +18,9 @@ from kvledger.audit.engines.v1 import V1Observer
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.hooks import PATIENCE, EngineMismatch
 from kvledger.audit.recorder import MemoryRecorder
-from tests.engines.observed import audited, observe
 
 COURSE = COURSES["crowd_async_external"]
-OBSERVERS = sorted(
-    {name for hook in V1Observer.HOOKS for name in (hook.before, hook.after) if name}
-)
+OBSERVERS = sorted({name for hook in V1Observer.HOOKS for name in (hook.before, hook.after) if name})
 
 
 def outputs(driver: Driver) -> dict[str, list[Any]]:

@@ -1,0 +1,77 @@
+"""The demo's engine, bare and observed in several ways, each in a fork of one import of vLLM.
+
+`python -m tests.engines.forked FOLDER VARIANT...` leaves VARIANT.json, what engine.py writes, and for
+observed ones the journal in VARIANT.journal.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.demo.forked import IMPORTED_ONCE
+
+from kvledger.audit.demo import engine
+from kvledger.audit.demo.surroundings import settle_environment
+from kvledger.audit.engines.v1 import V1Observer
+
+
+def bare() -> None:
+    """No observer at all."""
+    del os.environ["KVLEDGER_DIR"]
+
+
+def observed() -> None:
+    """As a user has it."""
+
+
+def broken() -> None:
+    """An observer that raises at every output."""
+
+    def raises(self: V1Observer, *_: Any, **__: Any) -> None:
+        raise RuntimeError("a broken observer")
+
+    V1Observer.output_taken = raises  # type: ignore[method-assign]
+
+
+def mismatched() -> None:
+    """A host whose signature is not the one that the adapter declares."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    add_request = Scheduler.add_request
+    Scheduler.add_request = lambda self, request, surprise=None: add_request(self, request)
+
+
+VARIANTS = {each.__name__: each for each in (bare, observed, broken, mismatched)}
+
+
+def run(folder: Path, name: str) -> int:
+    os.environ["KVLEDGER_DIR"] = str(folder / f"{name}.journal")
+    VARIANTS[name]()
+    return engine.main(["--in-process", "--output", str(folder / f"{name}.json")])
+
+
+def main(folder: Path, names: list[str]) -> int:
+    settle_environment(in_process=True)
+    for module in IMPORTED_ONCE:
+        importlib.import_module(module)
+    gc.freeze()
+    failed = 0
+    for name in names:
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                code = run(folder, name)
+            finally:
+                os._exit(code)
+        failed |= os.waitpid(child, 0)[1]
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
