@@ -191,6 +191,24 @@ def serve(
     serving(path, address, lambda url: typer.echo(f"Serving {url}", err=True))
 
 
+@app.command(epilog="Exit codes: 0 an engine here would be observed; 1 it would not.")
+def doctor(json: Json = False) -> None:
+    """Say if an engine here would be observed, and what of it."""
+    from kvledger.audit.doctor import diagnose
+
+    found = diagnose()
+    if json:
+        from kvledger.exporters.audit_report import as_json
+        from kvledger.exporters.doctor_report import as_data
+
+        typer.echo(as_json(as_data(found)))
+    else:
+        from kvledger.exporters import doctor_report, terminal
+
+        terminal.show(doctor_report.diagnosis(found))
+    raise typer.Exit(0 if found.observed else 1)
+
+
 @app.command()
 def version() -> None:
     """Print the version."""

@@ -20,6 +20,7 @@ from kvledger.audit.errors import LedgerError
 from kvledger.audit.hooks import EngineMismatch
 from kvledger.audit.ledger import Totals
 from kvledger.audit.recorder import MemoryRecorder
+from kvledger.audit.replay import pick
 
 
 class AuditError(AssertionError):
@@ -61,11 +62,16 @@ class Audit:
         return str(self._auditor.verdict)
 
     def account(self, request_id: str) -> Statement:
-        """The frozen account of one request. Raises LedgerError if it was never seen."""
+        """The frozen account of one request: by its id, the client's id, or a beginning of it.
+
+        vLLM appends ``-`` and eight digits to the id that its client gave or got. Raises
+        LedgerError if no request was seen that is called so, or more than one.
+        """
         self._catch_up()
-        statement = self._auditor.ledger.account(request_id)
-        if statement is None:
-            raise LedgerError(f"No request {request_id!r} was seen since the audit began.")
+        ledger = self._auditor.ledger
+        names = [account.request_id for account in ledger.accounts()]
+        statement = ledger.account(pick(request_id, set(names), names, "this audit"))
+        assert statement is not None
         return statement
 
     def detach(self) -> None:

@@ -52,6 +52,8 @@ class Auditor:
         self.engine = engine
         self.check_failures: dict[str, int] = {}
         """Our own bugs: how often each check raised."""
+        self.violating: set[int] = set()
+        """Requests that a violation was found in; whoever takes their accounts takes them out."""
         self.not_kept: dict[str, int] = {}
         """Sights beyond the first :data:`FINDINGS_KEPT` findings, by invariant."""
         self._debug = bool(os.environ.get("KVLEDGER_DEBUG")) if debug is None else debug
@@ -97,6 +99,8 @@ class Auditor:
 
     def _find(self, row: Invariant, entry: Entry, witness: Witness) -> Violation | None:
         account = entry.account
+        if account is not None and row.severity == "violation":
+            self.violating.add(account.request)
         key = (row.id, None if account is None else account.request)
         known = self._findings.get(key)
         if known is not None:

@@ -75,12 +75,16 @@ LMCACHE_2929 = _lmcache(2929)
 LMCACHE_3269 = _lmcache(3269)
 
 
+Figure = int | str | list[int]
+"""A count, a word, or ids."""
+
+
 class Witness:
     """That an invariant was broken: the figures, and other words than the usual where needed."""
 
     __slots__ = ("figures", "says")
 
-    def __init__(self, says: str | None = None, /, **figures: int | str) -> None:
+    def __init__(self, says: str | None = None, /, **figures: Figure) -> None:
         self.says = says
         self.figures = figures
 
@@ -127,7 +131,7 @@ class Violation(msgspec.Struct, frozen=True):
     step: int
     at: int
     message: str
-    figures: dict[str, int | str]
+    figures: dict[str, Figure]
     references: list[Reference]
     repeats: int
     last_step: int

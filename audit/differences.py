@@ -28,18 +28,20 @@ CAUSES = {
     "load_failed_below": "a failed load took hits with it",
     "never_loaded": "promised, never loaded",
     "preempted_before_load": "preempted before the load was done",
-    "ended_early": "ended before its first output",
+    "ended_early": "ended before any output",
     "never_ran": "ended before it ran",
     "unsettled": "still running, not settled",
     "session_chunk": "later chunk of a session, never planned",
     "negative_match": "a negative match, taken at its word",
     "beyond_prompt": "promised beyond the prompt",
-    "not_reported": "ended before its first output, never reported",
+    "not_reported": "ended before any output, never reported",
     "not_reported_yet": "still running, not reported",
     "last_admission": "reported from a later admission",
     "mixed_instants": "reported from two instants",
     "refused": "refused by the engine's counter",
     "unknown_here": "of requests that are unknown here",
+    "resumed": "resumed after a preemption, left out",
+    "failed_attempts": "attempts that led to no admission",
     UNEXPLAINED: "unexplained",
 }
 """Every cause of a difference, in words."""
@@ -144,7 +146,7 @@ class Reconciliation:
             self.reported.add(reported)
             self.reports += 1
         if reported != plan:
-            cause = _why_reported(account, plan, reported)
+            cause = why_reported(account, plan, reported)
             moved = Figures()
             moved.add(reported or Figures())
             moved.add(plan or Figures(), -1)
@@ -267,15 +269,19 @@ def _why_void(life: Life) -> str:
 # --- plan and report ----------------------------------------------------------------------------------
 
 
-def _why_reported(account: Account, plan: Figures | None, reported: Figures | None) -> str:
+def ended_early(account: Account) -> bool:
+    """Whether a request ended before any output: its prompt was settled only by its end."""
+    return account.closed_at >= 0 and any(s.at == account.closed_at for s in account.settlements[:1])
+
+
+def why_reported(account: Account, plan: Figures | None, reported: Figures | None) -> str:
     """Why the engine's report of a request is not its plan."""
     if plan is None:
         return UNEXPLAINED
     if reported is None:
         if account.closed_at < 0:
             return "not_reported_yet"
-        ended_early = any(chunk.at == account.closed_at for chunk in account.settlements[:1])
-        return "not_reported" if ended_early else UNEXPLAINED
+        return "not_reported" if ended_early(account) else UNEXPLAINED
     first = next(life for life in account.lives if life.ran)
     for life in account.lives:
         if life.number == first.number:

@@ -9,6 +9,7 @@ Rules of this file:
   are never recorded.
 - A field that repeats one of the engine's own figures is a *statement* (``computed_tokens`` is the
   engine's ``num_computed_tokens``). The ledger reconciles statements; it never takes them as truth.
+  -1 states nothing: the engine has no such count, or none at that instant.
 - A position is an index into a request's sequence: prompt first, then output tokens.
 - Fields are only ever appended, with a default; a change of meaning raises :data:`SCHEMA`.
 

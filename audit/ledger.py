@@ -180,7 +180,7 @@ class Ledger:
         self._expected_external = [0, 0, 0]
         self._blind: str | None = None
         self._count_unsure = False
-        self._reports_last = False
+        self._reports = "first"
         self._entries: list[Entry] = []
         self._posting: dict[type[ev.Event], Callable[..., None]] = {
             ev.EngineStarted: self._engine_started,
@@ -247,7 +247,7 @@ class Ledger:
     def _engine_started(self, event: ev.EngineStarted) -> None:
         if self.engine is None:
             self.engine = event
-            self._reports_last = event.configuration.get("figures") == "last"
+            self._reports = str(event.configuration.get("figures"))
         self._enter(event)
 
     def _engine_stopped(self, event: ev.EngineStopped) -> None:
@@ -508,7 +508,7 @@ class Ledger:
                 life.ran = True
                 if account.plan is None:
                     account.plan = (life.local, life.external)
-                if account.reporting is None or (self._reports_last and not account.settled):
+                if account.reporting is None or (self._reports == "last" and not account.settled):
                     account.reporting = life
             if account.lines is not None:
                 note = f"scheduled ({drafts} of it drafts)" if drafts else "scheduled"
@@ -681,8 +681,13 @@ class Ledger:
     def _reported(self, event: ev.Reported) -> None:
         account = self._account(event.request)
         account.reports += 1
+        if self._reports == "mixed":
+            account.reporting = _life_reported(account, event)
         if account.reported is None:
             account.reported = (event.local_tokens, event.external_tokens, event.computed_tokens)
+        if account.lines is not None:
+            told = f"{event.local_tokens} local, {event.external_tokens} external"
+            self._line(account, f"reported: {told}, {event.computed_tokens} computed")
         self._enter(event, account)
 
     # --- preemption, sessions, the end ----------------------------------------------------------------
@@ -815,7 +820,7 @@ class Ledger:
     def _restate(self, account: Account, row: ev.SnapshotRow) -> None:
         if account.life is None and row.computed_tokens:
             self._begin_life(account, 0, 0)
-        account.computed = row.computed_tokens
+        account.computed = max(0, row.computed_tokens)
         account.sequence_tokens = row.sequence_tokens
         account.settled = account.settled or row.sequence_tokens > account.prompt_tokens
 
@@ -859,7 +864,7 @@ class Ledger:
         placeholders: int = -1,
         sequence: int = -1,
     ) -> None:
-        if account.unknown is None:
+        if account.unknown is None and computed != -1:
             subject = Stated(
                 instant,
                 computed,
@@ -889,6 +894,17 @@ class Ledger:
                     account.computed,
                 )
             )
+
+
+def _life_reported(account: Account, event: ev.Reported) -> Life | None:
+    """The life whose hits these are, less what failed to load; else the first that ran."""
+    executed_again = event.cached_tokens + 1 == event.prompt_tokens
+    for life in account.lives:
+        external = life.external - life.voided.get("failed", 0)
+        surplus = event.local_tokens - life.local
+        if event.external_tokens == external and (surplus == 0 or (executed_again and surplus == 1)):
+            return life
+    return account.reporting
 
 
 def _delivered_end(account: Account, end: int) -> int:

@@ -7,7 +7,7 @@ account is summed up when it closes, and let go unless somebody keeps it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
 from pathlib import Path
@@ -25,6 +25,9 @@ from kvledger.audit.ledger import Totals, Watch
 
 Severity: tuple[Verdict, ...] = ("clean", "unknown", "violated")
 """Verdicts, the worse ones last."""
+
+JOURNAL = "journal"
+"""The folder of journals inside one that a demo leaves."""
 
 HINTS = 10_000
 """How many request ids are remembered, so as to suggest one for a mistyped one."""
@@ -50,14 +53,11 @@ class Book:
         self.events = 0
         self.unknown: dict[str, int] = {}
         self._keep = keep
-        self._violating: set[str] = set()
 
     def feed(self, number: int, event: Event) -> list[Violation]:
         """Audit one event; the findings that are new."""
         auditor = self.auditor
         found = auditor.feed(event, number)
-        if found:
-            self._violating.update(v.request for v in found if v.request and _wrong(v))
         if auditor.ledger.closed:
             self._take_closed()
         return found
@@ -79,7 +79,7 @@ class Book:
             self.closed.add(account)
             kind = (self._verdict(account), account.outcome or "unknown")
             self.requests[kind] = self.requests.get(kind, 0) + 1
-            self._violating.discard(account.request_id)
+            self.auditor.violating.discard(account.request)
             self._sort(account)
         closed.clear()
 
@@ -91,7 +91,7 @@ class Book:
             self.accounts.append(account)
 
     def _verdict(self, account: Account) -> Verdict:
-        if account.request_id in self._violating:
+        if account.request in self.auditor.violating:
             return "violated"
         return "unknown" if account.unknown is not None else "clean"
 
@@ -115,10 +115,6 @@ class Book:
     def name(self) -> str:
         """The engine's name in findings and labels."""
         return self.auditor.engine or self.path.name
-
-
-def _wrong(violation: Violation) -> bool:
-    return violation.severity == "violation"
 
 
 class Audit:
@@ -173,7 +169,18 @@ def _add(totals: Totals, more: Totals) -> None:
 
 def audit_paths(paths: Iterable[Path], *, keep: bool = False, watch: Watch | None = None) -> Audit:
     """Replay every journal at or under ``paths``. Raises :class:`LedgerError` if there is none."""
-    return Audit([_replay(path, keep=keep, watch=watch) for path in find_journals(paths)])
+    found = dict.fromkeys(journal for path in paths for journal in _journals(path))
+    return Audit([_replay(path, keep=keep, watch=watch) for path in found])
+
+
+def _journals(path: Path) -> list[Path]:
+    """The journals at or under ``path``, or under those of the demo that left this folder."""
+    try:
+        return find_journals([path])
+    except LedgerError:
+        if not (path / JOURNAL).is_dir():
+            raise
+        return find_journals([path / JOURNAL])
 
 
 def _replay(path: Path, *, keep: bool, watch: Watch | None) -> Book:
@@ -217,18 +224,27 @@ def statement(path: Path, request_id: str) -> RequestStatement:
 
     audit = audit_paths([path], watch=watched)
     found = [(book, account) for book in audit.books for account in book.accounts]
-    names = {account.request_id for _, account in found}
+    name = pick(request_id, {account.request_id for _, account in found}, seen, str(path))
+    return RequestStatement(*[pair for pair in found if pair[1].request_id == name][-1])
+
+
+def pick(request_id: str, names: set[str], hints: Sequence[str], where: str) -> str:
+    """The one of ``names`` that ``request_id`` means: itself, else ``request_id-...``, else a beginning.
+
+    Raises :class:`LedgerError` if there is none, with some of ``hints``, or more than one.
+    """
+    names = {name for name in names if name.startswith(request_id)}
     for narrower in ({request_id}, {name for name in names if name.startswith(f"{request_id}-")}):
         names = names & narrower or names
     if not names:
-        hint = ", ".join(_close(request_id, seen))
-        raise LedgerError(f"No request of {path} is called {request_id!r}; there are {hint or 'none'}.")
+        hint = ", ".join(_close(request_id, hints))
+        raise LedgerError(f"No request of {where} is called {request_id!r}; there are {hint or 'none'}.")
     if len(names) > 1:
         shown = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
         raise LedgerError(f"{len(names)} requests begin with {request_id!r}: {shown}.")
-    return RequestStatement(*[pair for pair in found if pair[1].request_id in names][-1])
+    return names.pop()
 
 
-def _close(request_id: str, seen: list[str]) -> list[str]:
+def _close(request_id: str, seen: Sequence[str]) -> Sequence[str]:
     """A few names worth trying."""
     return get_close_matches(request_id, seen, n=3, cutoff=0.5) or seen[:3]

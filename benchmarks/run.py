@@ -1,6 +1,6 @@
 """`make bench`: measures what observing costs, and prints one table.
 
-Every figure is a median over rounds with its 95 % bootstrap interval, and most are ratios of two
+Figures are medians, with their 95 % bootstrap interval, and most are ratios of two
 things that took turns in one process: only ratios mean the same on another machine.
 """
 
@@ -171,10 +171,11 @@ Made by `make bench ARGS=--write`; do not edit. It ran on {ran_on}
 
 *CPU a step* is CPU time in `add_request`, `schedule` and `update_from_output` of vLLM's real
 scheduler, with made-up model output, and for the observed engine all CPU time of the writer thread
-besides. *Bare* is the same engine with its own statistics on, as it serves. The lanes take turns of
-16 steps in one process; a round is {FULL.steps} steps of each, {FULL.rounds} rounds, and the figure
-is the median of the rounds' ratios with its 95 % bootstrap interval. *p99 step* is wall time. A step
-of a real engine waits for the model besides, so what it costs there is less by as much.
+besides. *Bare* is the same engine with its own statistics on, as it serves. The engines take turns
+of 16 steps in one process, {FULL.rounds} rounds of {FULL.steps} steps each and with new engines; every
+turn is compared with its neighbours', and the figure is the median over the rounds of these ratios'
+medians, with its 95 % bootstrap interval. *p99 step* is wall time, compared by the round. A step of a real engine waits for the model besides,
+so there the share is less.
 
 *Steady* is decode only. *Churn* has prompts of 64 to 256 tokens, partly shared, and outputs of 64 to
 256 tokens, or of 16 to 64. *Speculative* accepts a random number of three drafts; 256 requests run

@@ -7,20 +7,25 @@ whatever else the machine does meets all of them. Rules of this file:
   ``update_from_output``. The made-up model's output is made outside of it.
 - CPU is the stepping thread's own, and for the observed engine all of the writer thread's, whenever
   it was spent: that is the whole process, without the benchmark itself.
-- A round is as many steps as lie between two censuses, so that each has one. Rounds are compared,
-  and medians taken of their ratios.
+- Turns are compared, each with its neighbours', and a round is the median of these ratios. What the
+  writer thread used in a round is spread over its turns. The one turn of a round in which the
+  census is taken is not seen in a median: it is some 200 us in 512 steps.
+- Every round has new engines, made in any order: where things lie in memory is worth a percent or
+  two, and is the same for as long as they live. The figure is the median of the rounds.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
+import operator
 import os
 import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.stats import Estimate, estimate, percentile
@@ -29,8 +34,11 @@ from kvledger.audit import plugin
 from kvledger.audit.conformance.driver import Driver, Step, tokens
 from kvledger.audit.conformance.host import Setup, block_hasher, build_request
 
-BLOCK_STEPS = 16
-"""How long a lane's turn is: some 40 ms. After it the writer thread is made to write."""
+TURN_STEPS = 16
+"""A lane's turn is some 40 ms, near enough to the other lanes' to meet the same machine.
+
+After it the writer thread is made to write, as in a real engine it does every ten steps or so.
+"""
 
 FAMILIES = 8
 """Shared prefixes; each has a length of its own."""
@@ -78,7 +86,7 @@ class Effort:
 
     def sequence_tokens(self, workload: Workload) -> int:
         """As long as a request may become that never ends."""
-        steps = workload.warm_up_steps + self.rounds * self.steps
+        steps = workload.warm_up_steps + self.steps
         return workload.prompt_tokens[1] + (steps + 8) * (workload.drafts + 1)
 
 
@@ -164,6 +172,18 @@ class ObservedLane(Lane):
         if not self.recorder.flush(60.0):
             raise RuntimeError("the journal's disk does not answer")
 
+    def so_far(self) -> tuple[float, int, int, int]:
+        """The writer thread's CPU seconds; journal bytes, requests and generated tokens."""
+        self.settle()
+        time.sleep(0.02)  # the writer notes its CPU time after the flush
+        recorder = self.recorder
+        return (
+            recorder.writer_seconds,
+            recorder.written_bytes,
+            self.requests,
+            self.generated_tokens,
+        )
+
     def close(self) -> None:
         """End the observation, and the journal."""
         self.observer.stop("detached")
@@ -187,82 +207,79 @@ Progress = Callable[[str], None]
 
 @dataclass
 class Measured:
-    """One workload's rounds: CPU seconds and the 99th percentile wall second of each lane."""
+    """One workload's rounds: of every round and pair of lanes what one cost over the other."""
 
-    workload: Workload
-    cpu: dict[str, list[float]] = field(default_factory=dict)
-    p99: dict[str, list[float]] = field(default_factory=dict)
-    steps: int = 0
-    writer_seconds: float = 0.0
+    cpu: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+    p99: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     journal_bytes: int = 0
     requests: int = 0
     generated_tokens: int = 0
 
     def cpu_ratio(self, over: str, under: str) -> Estimate:
         """CPU a step, one lane over another."""
-        return _ratio(self.cpu[over], self.cpu[under])
+        return estimate(self.cpu[over, under])
 
     def p99_ratio(self, over: str, under: str) -> Estimate:
         """99th percentile of wall seconds a step, one lane over another."""
-        return _ratio(self.p99[over], self.p99[under])
+        return estimate(self.p99[over, under])
 
 
-def _ratio(over: list[float], under: list[float]) -> Estimate:
-    return estimate([a / b for a, b in zip(over, under, strict=True)])
+PAIRS = (("observed", "on"), ("on", "off"))
 
 
 def measure(workload: Workload, effort: Effort, folder: Path, progress: Progress) -> Measured:
     """Run ``workload`` in the lanes ``off``, ``on`` (vLLM's ``log_stats``) and ``observed``."""
-    observed = ObservedLane(workload, effort, folder)
-    lanes: dict[str, Lane] = {
-        "off": Lane(workload, effort, log_stats=False),
-        "on": Lane(workload, effort, log_stats=True),
-        "observed": observed,
-    }
-    found = Measured(workload, {name: [] for name in lanes}, {name: [] for name in lanes})
-    for lane in lanes.values():
-        for _ in range(workload.warm_up_steps):
-            lane.step()
-    observed.settle()
-    before = _counts(observed)
-    gc.collect()
-    gc.freeze()
+    found = Measured({pair: [] for pair in PAIRS}, {pair: [] for pair in PAIRS})
     dice = random.Random(3)
     for number in range(effort.rounds):
         progress(f"{workload.name}: round {number + 1} of {effort.rounds}")
-        _round(lanes, observed, effort, found, dice)
-    rise = [after - old for old, after in zip(before, _counts(observed), strict=True)]
-    found.journal_bytes, found.requests, found.generated_tokens = rise
-    observed.close()
-    gc.unfreeze()
+        lanes = _build(workload, effort, folder, dice)
+        gc.collect()
+        gc.freeze()
+        try:
+            _round(lanes, effort, found, dice)
+        finally:
+            gc.unfreeze()
     return found
 
 
-def _counts(lane: ObservedLane) -> tuple[int, int, int]:
-    return lane.recorder.written_bytes, lane.requests, lane.generated_tokens
+def _build(workload: Workload, effort: Effort, folder: Path, dice: random.Random) -> dict[str, Lane]:
+    """New lanes, warm, in any order: what stands where in memory is worth a percent or two."""
+    makers: dict[str, Callable[[], Lane]] = {
+        "off": lambda: Lane(workload, effort, log_stats=False),
+        "on": lambda: Lane(workload, effort, log_stats=True),
+        "observed": lambda: ObservedLane(workload, effort, folder),
+    }
+    lanes = {name: makers[name]() for name in dice.sample(list(makers), len(makers))}
+    for lane in lanes.values():
+        for _ in range(workload.warm_up_steps):
+            lane.step()
+    return lanes
 
 
-def _round(
-    lanes: dict[str, Lane],
-    observed: ObservedLane,
-    effort: Effort,
-    found: Measured,
-    dice: random.Random,
-) -> None:
-    gc.collect()
-    steps: dict[str, list[tuple[float, float]]] = {name: [] for name in lanes}
-    writer = -observed.recorder.writer_seconds
-    for _ in range(0, effort.steps, BLOCK_STEPS):
+def _round(lanes: dict[str, Lane], effort: Effort, found: Measured, dice: random.Random) -> None:
+    observed = lanes["observed"]
+    assert isinstance(observed, ObservedLane)
+    cpu: dict[str, list[float]] = {name: [] for name in lanes}
+    wall: dict[str, list[float]] = {name: [] for name in lanes}
+    before = observed.so_far()
+    turns = effort.steps // TURN_STEPS
+    for _ in range(turns):
         for name in dice.sample(list(lanes), len(lanes)):
             lane = lanes[name]
-            steps[name] += [lane.step() for _ in range(BLOCK_STEPS)]
+            steps = [lane.step() for _ in range(TURN_STEPS)]
             if lane is observed:
                 observed.settle()
-    time.sleep(0.01)  # the writer notes its CPU time after the flush
-    writer += observed.recorder.writer_seconds
-    found.writer_seconds += writer
-    found.steps += effort.steps
-    for name, pairs in steps.items():
-        cpu = sum(cpu for cpu, _ in pairs)
-        found.cpu[name].append(cpu + (writer if lanes[name] is observed else 0.0))
-        found.p99[name].append(percentile([wall for _, wall in pairs], 99))
+            cpu[name].append(sum(seconds for seconds, _ in steps))
+            wall[name] += [seconds for _, seconds in steps]
+    writer, written, requests, tokens_ = map(operator.sub, observed.so_far(), before)
+    observed.close()
+    found.journal_bytes += int(written)
+    found.requests += int(requests)
+    found.generated_tokens += int(tokens_)
+    cpu["observed"] = [seconds + writer / turns for seconds in cpu["observed"]]
+    for over, under in PAIRS:
+        ratios = map(operator.truediv, cpu[over], cpu[under])
+        found.cpu[over, under].append(median(ratios))
+        tails = percentile(wall[over], 99), percentile(wall[under], 99)
+        found.p99[over, under].append(tails[0] / tails[1])

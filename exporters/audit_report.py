@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from kvledger.audit.account import COMPUTED, EXTERNAL, LOCAL
-from kvledger.audit.catalogue import Violation
+from kvledger.audit.catalogue import Figure, Violation
 from kvledger.audit.differences import CAUSES, Figures, Reconciliation, Step
 from kvledger.audit.ledger import Totals
 from kvledger.audit.replay import Audit, Book, RequestStatement
@@ -102,7 +102,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     at_seconds: float
     message: str
-    figures: dict[str, int | str]
+    figures: dict[str, Figure]
     references: list[str]
     repeats: int
     last_step: int

@@ -13,13 +13,20 @@ from rich.table import Table
 from rich.text import Text
 
 from kvledger.audit.demo.injections import INJECTIONS
-from kvledger.audit.demo.run import Demo
+from kvledger.audit.demo.lookups import COUNTERS, Asked, Differences, Lookups
+from kvledger.audit.demo.run import PREEMPTIONS, Demo
 from kvledger.audit.demo.run import run as run_demo
+from kvledger.audit.differences import CAUSES
 from kvledger.exporters import audit_report, statement, terminal
 from kvledger.exporters.audit_report import Difference, Plan, Report
 
 CODES = {"clean": 0, "violated": 1, "unknown": 3}
 ENGINE_FAILED = 4
+
+_ASKED = (
+    "The counters are vllm:prefix_cache_queries and _hits (local), "
+    "vllm:external_prefix_cache_queries and _hits (the connector, asked for the rest)."
+)
 
 
 def show_injections() -> None:
@@ -58,6 +65,8 @@ def data(demo: Demo, report: Report) -> dict[str, object]:
         **report_data,
         "engine_counters": audit_report.plain(counters),
         "engine_counter_differences": audit_report.plain(named),
+        "lookups": _lookups_data(demo.lookups),
+        "engine_preemptions": demo.counted_preemptions,
         "engine_failure": demo.failure,
         "engine_refusals": demo.refusals,
         "elapsed_seconds": demo.elapsed_seconds,
@@ -78,6 +87,21 @@ def _counters(demo: Demo) -> tuple[Plan, list[Difference]] | None:
     return audit_report.plan(demo.counters, -1), named
 
 
+def _lookups_data(lookups: Lookups) -> dict[str, object]:
+    counters = lookups.counters
+    steps = (("admitted", "counters", lookups.to_counters), ("counters", "reported", lookups.to_reported))
+    return {
+        "admitted": audit_report.plain(lookups.admitted),
+        "counters": counters and {name: getattr(counters, name) for name in COUNTERS},
+        "reported": audit_report.plain(lookups.reported),
+        "differences": [
+            {"from": from_, "to": to, "cause": cause, "text": CAUSES[cause], **audit_report.plain(asked)}
+            for from_, to, step in steps
+            for cause, asked in step.items()
+        ],
+    }
+
+
 def _blocks(demo: Demo, report: Report) -> Iterator[RenderableType]:
     yield _heading(demo, report)
     yield Text()
@@ -85,10 +109,11 @@ def _blocks(demo: Demo, report: Report) -> Iterator[RenderableType]:
     yield Text()
     yield terminal.work(report.work)
     for part in (
+        _lookups(demo.lookups),
         terminal.external(report.external),
         statement.statement(demo.statement, findings=False) if demo.statement else None,
         terminal.findings(report.violations, most=3),
-        terminal.notes([*report.notes, *_refusals(demo)]),
+        terminal.notes([*report.notes, *_refusals(demo), *_preemptions(demo, report)]),
     ):
         if part is not None:
             yield Text()
@@ -118,6 +143,46 @@ def _heading(demo: Demo, report: Report) -> Text:
 def _refusals(demo: Demo) -> Iterator[str]:
     for said, times in Counter(demo.refusals).items():
         yield f"the engine's counters refused a figure {times} times: {said}"
+
+
+def _preemptions(demo: Demo, report: Report) -> Iterator[str]:
+    counted, untold = demo.counted_preemptions, demo.untold_preemptions
+    if counted is None or counted == report.preemptions:
+        return
+    known = counted + untold == report.preemptions
+    why = f"it never hears of a request that ends before any output ({untold})"
+    yield (
+        f"{PREEMPTIONS} counts {counted} of {report.preemptions} preemptions: "
+        f"{why if known else 'unexplained'}"
+    )
+
+
+def _lookups(lookups: Lookups) -> Group | None:
+    """What the caches were asked, step by step to what the engine's reports make of it."""
+    if lookups.counters is None:
+        return None
+    table = terminal.figures_table("tokens", "local asked", "found", "external asked", "found", "look-ups")
+    _lookup_row(table, "Ledger, every admission", lookups.admitted)
+    _lookup_differences(table, lookups.to_counters)
+    _lookup_row(table, "The engine's counters", lookups.counters)
+    if lookups.reported is not None:
+        _lookup_differences(table, lookups.to_reported)
+        _lookup_row(table, "Reported by the engine", lookups.reported)
+    return Group(terminal.title("What the caches were asked for, and had", _ASKED), table)
+
+
+def _lookup_row(table: Table, label: str, asked: Asked) -> None:
+    cells = [f"{getattr(asked, name):,}" for name in COUNTERS]
+    cells.append(f"{asked.lookups:,}" if asked.lookups >= 0 else "")
+    table.add_row(label, *cells, style="bold")
+
+
+def _lookup_differences(table: Table, differences: Differences) -> None:
+    rows = (
+        (cause, CAUSES[cause], tuple(getattr(asked, name) for name in COUNTERS), abs(asked.lookups))
+        for cause, asked in differences.items()
+    )
+    terminal.difference_rows(table, rows)
 
 
 def _outcome(demo: Demo) -> Text:

@@ -20,6 +20,13 @@ from kvledger.exporters.audit_report import finding
 FOLD = 3
 """So many like entries in a row, or more, become one line."""
 
+_LEGEND = (
+    "A life lasts from an admission to a preemption or the end; the balance is the tokens whose KV "
+    "it has, or is about to have."
+)
+_WORDS = {f"discarded: {cause}": f"discarded: {terminal.CAUSES[cause]}" for cause in ("blocks", "reset")}
+"""What the ledger says in a word, for who does not know its words."""
+
 
 def statement(request: RequestStatement, *, every_entry: bool = False, findings: bool = True) -> Group:
     """The whole statement, drawn; with what was found in this request unless told otherwise."""
@@ -42,6 +49,7 @@ def _head(request: RequestStatement) -> Iterator[Text]:
         f"{_lives(len(account.lives))}, "
         f"{terminal.counted(account.preemptions, 'preemption')}"
     )
+    yield Text(_LEGEND, style="dim")
     if account.unknown is not None:
         yield Text(f"Unknown: {account.unknown}. Figures are as far as seen.", style="yellow")
 
@@ -101,7 +109,7 @@ def _add(table: Table, line: Line, text: str) -> None:
         f"{line.at / 1e6:.3f}",
         str(line.step),
         str(line.life) if line.life else "",
-        Text(text, style="" if line.credit or line.debit else "dim"),
+        Text(_WORDS.get(text, text), style="" if line.credit or line.debit else "dim"),
         f"{line.debit:,}" if line.debit else "",
         f"{line.credit:,}" if line.credit else "",
         f"{line.balance:,}",

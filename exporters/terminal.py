@@ -47,6 +47,13 @@ CAUSES = {
 }
 """Causes of rework and of void promises, in words."""
 
+_SOURCES = (
+    "Each token once, by what gave its KV first: the engine's cache (local), the connector (external), "
+    "a computation. Unattained: none, the request ended before."
+)
+_WORK = "Each scheduled token once. Rework: computed again, because what had been computed was lost."
+_TWICE = "A second time: the request had them before, and lost them."
+
 
 def console(*, stderr: bool = False) -> Console:
     """Where output goes; no colour and a fixed width where nobody looks."""
@@ -94,9 +101,10 @@ def _blocks(*parts: RenderableType | None) -> Iterator[RenderableType]:
         yield part
 
 
-def title(text: str) -> Text:
-    """The heading of a block."""
-    return Text(text, style="bold")
+def title(text: str, legend: str = "") -> Text:
+    """The heading of a block, and below it what its words mean."""
+    below = (f"\n{legend}", "dim") if legend else ""
+    return Text.assemble((text, "bold"), below)
 
 
 def _journals(report: Report) -> Group:
@@ -108,7 +116,8 @@ def _journals(report: Report) -> Group:
     return Group(*lines)
 
 
-def _figures_table(label: str, *columns: str) -> Table:
+def figures_table(label: str, *columns: str) -> Table:
+    """A table of a label and figures, each column as wide as it must be."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column(label, ratio=None, min_width=24)
     for column in columns:
@@ -118,7 +127,7 @@ def _figures_table(label: str, *columns: str) -> Table:
 
 def sources(report: Report, counters: tuple[Plan, list[Difference]] | None) -> Group:
     """Settled figures, plan, reports and counters, and every difference by name between them."""
-    table = _figures_table("tokens", "local", "external", "computed", "unattained", "total", "requests")
+    table = figures_table("tokens", "local", "external", "computed", "unattained", "total", "requests")
     settled = report.totals
     _row(
         table,
@@ -134,9 +143,9 @@ def sources(report: Report, counters: tuple[Plan, list[Difference]] | None) -> G
         rows.append(("The engine's counters", counters[0], "counters"))
         named += counters[1]
     for label, plan, key in rows:
-        _difference_rows(table, [row for row in named if row.to == key])
+        difference_rows(table, [_cells(row) for row in named if row.to == key])
         _row(table, label, (plan.local, plan.external, plan.computed, 0), plan.requests)
-    return Group(title("Where prompt tokens came from"), table)
+    return Group(title("Where prompt tokens came from", _SOURCES), table)
 
 
 def _row(table: Table, label: str, figures: tuple[int, ...], requests: int) -> None:
@@ -145,25 +154,26 @@ def _row(table: Table, label: str, figures: tuple[int, ...], requests: int) -> N
     table.add_row(label, *cells, style="bold")
 
 
-def _difference_rows(table: Table, differences: Iterable[Difference]) -> None:
-    rows = list(differences)
-    for row in rows:
-        figures = (row.local, row.external, row.computed, row.unattained)
-        wrong = row.cause == "unexplained"
-        cells = [f"{n:+,}" if n else "" for n in (*figures, sum(figures))]
-        table.add_row(
-            _indented(Text(row.text)),
-            *cells,
-            f"{row.requests:,}" if row.requests else "",
-            style="bold red" if wrong else "cyan",
-        )
-    if not rows:
+def _cells(row: Difference) -> tuple[str, str, tuple[int, ...], int]:
+    figures = (row.local, row.external, row.computed, row.unattained)
+    return row.cause, row.text, (*figures, sum(figures)), row.requests
+
+
+def difference_rows(table: Table, rows: Iterable[tuple[str, str, tuple[int, ...], int]]) -> None:
+    """The differences between two rows: cause, text, signed figures, and of how many."""
+    nothing = True
+    for cause, text, figures, count in rows:
+        nothing = False
+        cells = [f"{n:+,}" if n else "" for n in figures]
+        style = "bold red" if cause == "unexplained" else "cyan"
+        table.add_row(_indented(Text(text)), *cells, f"{count:,}" if count else "", style=style)
+    if nothing:
         table.add_row(_indented(Text("no difference")), style="dim")
 
 
 def work(work: Work) -> Group:
     """Scheduled tokens by what became of them."""
-    table = _figures_table("tokens", "scheduled", "share")
+    table = figures_table("tokens", "scheduled", "share")
     rows = [("first prompt", work.first_prompt), ("first output", work.first_output)]
     rows += [(f"rework: {CAUSES.get(c, c)}", n) for c, n in work.rework_by_cause.items()]
     rows += [("rejected drafts", work.rejected), ("overrun past the stop", work.overrun)]
@@ -176,21 +186,21 @@ def work(work: Work) -> Group:
     table.add_row("sum", f"{summed:,}", "", style="bold")
     if summed != work.scheduled:
         table.add_row("scheduled", f"{work.scheduled:,}", "not the sum", style="bold red")
-    return Group(title("What the engine worked on"), table)
+    return Group(title("What the engine worked on", _WORK), table)
 
 
 def external(external: External) -> Group | None:
     """What became of the connector's promises; nothing where there were none."""
     if not (external.promised or external.hit_again or external.loaded_again):
         return None
-    table = _figures_table("tokens", "")
+    table = figures_table("tokens", "")
     table.add_row("promised", f"{external.promised:,}")
     table.add_row("loaded", f"{external.loaded:,}")
     for cause, tokens in external.voided.items():
         table.add_row(f"void: {CAUSES.get(cause, cause)}", f"{tokens:,}")
-    table.add_row("loaded again: had come to be before", f"{external.loaded_again:,}")
-    table.add_row("local, hit again: had come to be before", f"{external.hit_again:,}")
-    return Group(title("What the connector promised, and what came twice"), table)
+    table.add_row("of it a second time", f"{external.loaded_again:,}")
+    table.add_row("local hits, a second time", f"{external.hit_again:,}")
+    return Group(title("What the connector promised, and what came twice", _TWICE), table)
 
 
 # --- findings ---------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ def build(names: Sequence[str]) -> None:
                 make(name)
 
 
-def run(name: str, command: Sequence[str]) -> None:
+def run(name: str, command: list[str]) -> None:
     """Become `command` in a release; programs are looked for in .venv first."""
     known(name)
     if not is_built(name):

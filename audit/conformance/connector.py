@@ -13,6 +13,7 @@ Three ways to say what the external cache holds, asked in this order:
 
 # mypy: disallow-subclassing-any=False
 
+import inspect
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as _base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-_SupportsHMA: Any = getattr(_base, "SupportsHMA", object)
+_SupportsHMA: Any = getattr(_base, "SupportsHMA", object)  # since 0.11
+_TAKES_LAYOUT = "kv_cache_config" in inspect.signature(KVConnectorBase_V1.__init__).parameters  # since 0.12
 
 Answer = int | tuple[int, bool] | None
 """External tokens beyond the local hit; with True where they load asynchronously; None to defer."""
@@ -82,7 +84,7 @@ class ScriptedConnector(KVConnectorBase_V1):
     """The scheduler side of an external cache, as scripted; the worker side is never called."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)
+        super().__init__(vllm_config, role, *[kv_cache_config] * _TAKES_LAYOUT)
         self.script = Script()
         self.block_size: int = vllm_config.cache_config.block_size
         self.held: set[str] = set()

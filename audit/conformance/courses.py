@@ -4,29 +4,27 @@ One function for each golden history, under the history's own name. Each starts 
 scheduler to `attach`, drives request `r` through the history and leaves the engine idle. Requests
 with other names only prepare the pool. Blocks hold 16 tokens.
 
-`COURSES` also holds every workload of the modules named in `REGISTERED`.
+`COURSES` also holds every workload of the modules named in `REGISTERED`. As a program, this lists
+them, and says of each that the installed vLLM can't be driven through what it lacks.
 """
+
+from collections.abc import Callable
 
 from kvledger.audit.conformance import external, workloads
 from kvledger.audit.conformance.driver import Attach, Driver, start
-from kvledger.audit.conformance.register import WORKLOADS, Course
+from kvledger.audit.conformance.register import WORKLOADS, Course, Drive
 
 REGISTERED = (workloads, external)
 HISTORIES: dict[str, Course] = {}
 """Course by the name of the golden history."""
 
 
-def _history(name: str) -> "_Register":
-    return _Register(name)
+def _history(title: str, *requires: str) -> Callable[[Drive], Drive]:
+    def register(drive: Drive) -> Drive:
+        HISTORIES[title] = Course(drive.__name__, drive, requires=frozenset(requires))
+        return drive
 
-
-class _Register:
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __call__(self, course: Course) -> Course:
-        HISTORIES[self.name] = course
-        return course
+    return register
 
 
 def _warm(driver: Driver, tokens: int) -> None:
@@ -124,7 +122,7 @@ def resumed_cold(attach: Attach = id) -> Driver:
     return driver
 
 
-@_history("LMCache#1969: resumed, local then external")
+@_history("LMCache#1969: resumed, local then external", "deferred look-up")
 def resumed_local_then_external(attach: Attach = id) -> Driver:
     """While `r` is deferred, a filler takes all of the pool but the first block that `r` left."""
     driver = start(attach, connector="scripted", blocks=6)
@@ -138,7 +136,7 @@ def resumed_local_then_external(attach: Attach = id) -> Driver:
     return driver
 
 
-@_history("asynchronous load fails in part, recomputed")
+@_history("asynchronous load fails in part, recomputed", "failed load")
 def asynchronous_load_fails_in_part(attach: Attach = id) -> Driver:
     driver = start(attach, connector="scripted")
     driver.connector.say("r", (160, True))
@@ -149,7 +147,7 @@ def asynchronous_load_fails_in_part(attach: Attach = id) -> Driver:
     return driver
 
 
-@_history("asynchronous load fails wholly, looked up anew")
+@_history("asynchronous load fails wholly, looked up anew", "failed load")
 def asynchronous_load_fails_wholly(attach: Attach = id) -> Driver:
     driver = start(attach, connector="scripted")
     driver.connector.say("r", (160, True))
@@ -171,7 +169,7 @@ def three_drafts(attach: Attach = id) -> Driver:
     return driver
 
 
-@_history("async scheduling, one step ahead, overrun at stop")
+@_history("async scheduling, one step ahead, overrun at stop", "async")
 def overrun_at_stop(attach: Attach = id) -> Driver:
     driver = start(attach, asynchronous=True)
     driver.add("r", 40, stop_at=2)
@@ -179,7 +177,7 @@ def overrun_at_stop(attach: Attach = id) -> Driver:
     return driver
 
 
-@_history("async, preempted with a step in flight, delivered")
+@_history("async, preempted with a step in flight, delivered", "async")
 def preempted_in_flight_delivered(attach: Attach = id) -> Driver:
     driver = start(attach, asynchronous=True)
     driver.add("r", 40, 3)
@@ -192,7 +190,7 @@ def preempted_in_flight_delivered(attach: Attach = id) -> Driver:
     return driver
 
 
-@_history("async, preempted with a step in flight, dropped")
+@_history("async, preempted with a step in flight, dropped", "async", "dropped output")
 def preempted_in_flight_dropped(attach: Attach = id) -> Driver:
     driver = start(attach, asynchronous=True)
     driver.add("r", 40, 2)
@@ -227,5 +225,15 @@ def aborted_in_remote_wait(attach: Attach = id) -> Driver:
     return driver
 
 
-COURSES: dict[str, Course] = {course.__name__: course for course in HISTORIES.values()} | WORKLOADS
+COURSES: dict[str, Course] = {course.name: course for course in HISTORIES.values()} | WORKLOADS
 """Every course by the name of its function."""
+
+
+def runnable() -> dict[str, Course]:
+    """The courses that this host can be driven through."""
+    return {name: course for name, course in COURSES.items() if not course.lacking()}
+
+
+if __name__ == "__main__":
+    for name, course in COURSES.items():
+        print(f"{name:44}{'; '.join(course.lacking()) or 'runs here'}")

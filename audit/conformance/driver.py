@@ -8,11 +8,11 @@ It does not know that anybody observes, and it holds no truth about tokens: what
 itself is only that it is used as an engine would use it.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvledger.audit.conformance import release
 from kvledger.audit.conformance.host import Setup, block_hasher, build_request, build_scheduler
 from kvledger.audit.conformance.runner import FIRST_TOKEN, Accepted, Runner, Step, Transfers, tokens
 
@@ -93,22 +93,21 @@ class Driver:
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     def reset_prefix_cache(self, running: bool = False) -> bool:
-        return bool(self.scheduler.reset_prefix_cache(reset_running_requests=running))
+        how = {"reset_running_requests": True} if running else {}
+        return bool(self.scheduler.reset_prefix_cache(**how))
 
     def preempt(self, request_id: str, *, drop: bool | None = None) -> None:
         """Preempt a running request as `schedule()` would for want of blocks.
 
         `drop`: whether its output in flight is lost; by default what the connector asks for.
+        In 0.9 and 0.10 this takes a step, in which the other running requests go on.
         """
-        scheduler = self.scheduler
-        request = scheduler.requests[request_id]
-        scheduler.running.remove(request)
-        if drop is None:
-            drop = getattr(scheduler, "requires_kv_delivery", False)
-        how = {"drop_stale_output": True} if drop else {}
-        scheduler._preempt_request(request, time.monotonic(), **how)
-        # Between two steps it may run again in the next, where the runner must take it for new.
-        scheduler.prev_step_scheduled_req_ids.discard(request_id)
+        request = self.scheduler.requests[request_id]
+        scheduled = release.preempt(self.scheduler, request, drop)
+        if scheduled is not None:
+            self.in_flight.append(Step.of(scheduled, self.scheduler.requests))
+            if not self.setup.asynchronous:
+                self.output()
 
     # What the engine does.
 
@@ -129,10 +128,10 @@ class Driver:
         if self.connector is not None:
             held: set[str] = getattr(self.connector, "held", set())
             said = Transfers(**transfers)
-            answer.kv_connector_output = self.runner.transfers(step, said, held)
-        outputs: dict[int, Any] = self.scheduler.update_from_output(step.scheduled, answer)
-        if self.setup.drafts and not self.setup.asynchronous and step.scheduled.num_scheduled_tokens:
-            self.scheduler.update_draft_token_ids(self.runner.drafts(step))
+            self.runner.transfer(step, said, held, answer)
+        drafting = self.setup.drafts and not self.setup.asynchronous
+        drafts = self.runner.drafts(step) if drafting and step.scheduled.num_scheduled_tokens else None
+        outputs: dict[int, Any] = release.take_output(self.scheduler, step.scheduled, answer, drafts)
         if self._record:
             for of_client in outputs.values():
                 for output in of_client.outputs:
@@ -168,8 +167,9 @@ class Driver:
         return list(self.scheduler.kv_cache_manager.get_block_ids(request_id)[group])
 
     def prefill_stats(self, request_id: str) -> Any:
-        """vLLM's PrefillStats as delivered with a request's first output, or None."""
-        stats = (output.prefill_stats for output in self.delivered.get(request_id, ()))
+        """vLLM's PrefillStats (since 0.20) as delivered with a request's first output, or None."""
+        outputs = self.delivered.get(request_id, ())
+        stats = (getattr(output, "prefill_stats", None) for output in outputs)
         return next((found for found in stats if found is not None), None)
 
 

@@ -7,7 +7,7 @@ scripted, and the loads that fail do so because the workload says which blocks n
 from typing import Any
 
 from kvledger.audit.conformance.driver import Attach, Driver, start
-from kvledger.audit.conformance.register import BOTH, workload
+from kvledger.audit.conformance.register import BOTH, HYBRID, workload
 
 
 @workload(**BOTH)
@@ -45,7 +45,7 @@ def abort_everywhere(attach: Attach = id, **setup: Any) -> Driver:
     return driver
 
 
-@workload(**BOTH)
+@workload("deferred look-up", **BOTH)
 def external_sync(attach: Attach = id, **setup: Any) -> Driver:
     """A hit beyond the local one, a deferred lookup and one that the local cache covers."""
     driver = start(attach, connector="scripted", **setup)
@@ -87,7 +87,7 @@ def external_preempted(attach: Attach = id, **setup: Any) -> Driver:
         driver.drain()
         driver.preempt("r")
         driver.reset_prefix_cache()
-        while driver.scheduler.requests["r"].num_preemptions and not driver.scheduler.running:
+        while not driver.scheduler.running:
             driver.step(finished_recving="all")
     driver.run()
     return driver
@@ -105,34 +105,34 @@ def _failing(driver: Driver, first_bad: int, asynchronous: bool) -> Driver:
     return driver
 
 
-@workload(**BOTH)
+@workload("failed load", **BOTH)
 def load_failure_sync(attach: Attach = id, **setup: Any) -> Driver:
     return _failing(start(attach, connector="scripted", **setup), 4, False)
 
 
-@workload(**BOTH)
+@workload("failed load", "failure policy", **BOTH)
 def load_failure_sync_policy_fail(attach: Attach = id, **setup: Any) -> Driver:
     driver = start(attach, connector="scripted", load_failure_policy="fail", **setup)
     return _failing(driver, 4, False)
 
 
-@workload(**BOTH)
+@workload("failed load", **BOTH)
 def load_failure_async_partial(attach: Attach = id, **setup: Any) -> Driver:
     return _failing(start(attach, connector="scripted", **setup), 4, True)
 
 
-@workload(**BOTH)
+@workload("failed load", **BOTH)
 def load_failure_async_total(attach: Attach = id, **setup: Any) -> Driver:
     return _failing(start(attach, connector="scripted", **setup), 0, True)
 
 
-@workload(**BOTH)
+@workload("failed load", "failure policy", **BOTH)
 def load_failure_async_policy_fail(attach: Attach = id, **setup: Any) -> Driver:
     driver = start(attach, connector="scripted", load_failure_policy="fail", **setup)
     return _failing(driver, 4, True)
 
 
-@workload(**BOTH, groups={"groups": ("full", "sliding"), "blocks": 128})
+@workload("failed load as a whole", **BOTH, groups={"groups": HYBRID, "blocks": 128})
 def load_failure_as_a_whole(attach: Attach = id, **setup: Any) -> Driver:
     """The worker names the request, not its blocks."""
     driver = start(attach, connector="scripted", **setup)

@@ -1,8 +1,8 @@
 """vLLM's objects, built offline: configuration, KV cache layout, scheduler, request.
 
-Everything that depends on the release is here and nowhere else in this package. The configuration
-is a real `VllmConfig` for a model that exists only as a `config.json` in the temporary directory;
-no weight, tokenizer or address is ever looked up.
+How a release has its objects built is here and nowhere else in this package; how it is driven is in
+`kvledger.audit.conformance.release`. The configuration is a real `VllmConfig` for a model that exists
+only as a `config.json` in the temporary directory; no weight, tokenizer or address is ever looked up.
 
 The platform decides on async scheduling and on hybrid pools while the configuration is built (the
 CPU switches the first off, an unknown platform the second), so both are set afterwards; the
@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 CONNECTOR_MODULE = f"{__package__}.connector"
 STOP_TOKEN = 2
+BlockHasher = Callable[[Any], list[Any]]
 _MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -77,15 +78,15 @@ class Setup:
 
 def build_scheduler(setup: Setup) -> Any:
     """A real Scheduler, or AsyncScheduler, with an empty pool."""
-    from vllm.v1.core.kv_cache_utils import init_none_hash
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core import kv_cache_utils
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.structured_output import StructuredOutputManager
 
     config = _vllm_config(setup)
-    init_none_hash(_hash_function(config))
-    return _call(
-        AsyncScheduler if setup.asynchronous else Scheduler,
+    if (begin_hashing := getattr(kv_cache_utils, "init_none_hash", None)) is not None:
+        begin_hashing(_hash_function(config))
+    arguments = _known(
+        Scheduler,
         vllm_config=config,
         kv_cache_config=_kv_cache_config(setup),
         structured_output_manager=StructuredOutputManager(config),
@@ -94,24 +95,30 @@ def build_scheduler(setup: Setup) -> Any:
         include_finished_set=False,
         log_stats=setup.log_stats,
     )
+    if not setup.asynchronous:
+        return Scheduler(**arguments)
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    return AsyncScheduler(**arguments)
 
 
-def block_hasher(scheduler: Any) -> Callable[[Any], list[Any]]:
-    """What the engine gives to every request, so that its blocks can be found again."""
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+def block_hasher(scheduler: Any) -> BlockHasher | None:
+    """What the engine gives to every request, so that its blocks can be found again.
+
+    None in 0.9, where the KV cache manager has it.
+    """
+    from vllm.v1.core import kv_cache_utils
 
     config = scheduler.vllm_config
-    hasher: Callable[[Any], list[Any]] = get_request_block_hasher(
-        config.cache_config.block_size, _hash_function(config)
-    )
-    return hasher
+    make = getattr(kv_cache_utils, "get_request_block_hasher", None)
+    return make and make(config.cache_config.block_size, _hash_function(config))
 
 
 def build_request(
     request_id: str,
     prompt: list[int],
     *,
-    hasher: Callable[[Any], list[Any]],
+    hasher: BlockHasher | None,
     max_tokens: int,
     pooling: bool = False,
     resumable: bool = False,
@@ -131,8 +138,11 @@ def build_request(
         request_id=request_id,
         prompt_token_ids=prompt,
         sampling_params=None if pooling else sampling,
-        pooling_params=PoolingParams(task="embed") if pooling else None,
+        pooling_params=_call(PoolingParams, task="embed") if pooling else None,
         eos_token_id=None,
+        multi_modal_inputs=None,
+        multi_modal_hashes=None,
+        multi_modal_placeholders=None,
         arrival_time=arrival_seconds,
         priority=priority,
         block_hasher=hasher,
@@ -141,7 +151,10 @@ def build_request(
 
 
 def _hash_function(config: Any) -> Callable[[Any], Any]:
-    from vllm.utils.hashing import get_hash_fn_by_name
+    try:
+        from vllm.utils.hashing import get_hash_fn_by_name
+    except ModuleNotFoundError:  # up to 0.10
+        from vllm.utils import get_hash_fn_by_name
 
     function: Callable[[Any], Any] = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
     return function
@@ -258,6 +271,7 @@ def _kv_cache_config(setup: Setup) -> Any:
         "num_kv_heads": 1,
         "head_size": 1,
         "dtype": torch.float32,
+        "use_mla": False,
     }
     specs = {
         "full": lambda: _call(FullAttentionSpec, **shape),
@@ -270,8 +284,12 @@ def _kv_cache_config(setup: Setup) -> Any:
 
 
 def _call(function: Callable[..., Any], **arguments: Any) -> Any:
-    """Call with those of the arguments that this release knows."""
+    return function(**_known(function, **arguments))
+
+
+def _known(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
+    """Those of the arguments that this release knows."""
     known = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
-        return function(**arguments)
-    return function(**{name: value for name, value in arguments.items() if name in known})
+        return arguments
+    return {name: value for name, value in arguments.items() if name in known}

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
 
+from kvledger.audit.conformance import release
 from kvledger.audit.conformance.host import STOP_TOKEN, Setup
 
 FIRST_TOKEN = 3
@@ -52,8 +53,7 @@ class Step:
             if (request := requests[name]).num_computed_tokens < request.num_tokens
         )
         started = (new.req_id for new in scheduled.scheduled_new_reqs)
-        resumed = scheduled.scheduled_cached_reqs.resumed_req_ids
-        return cls(scheduled, unsampled, frozenset(chain(started, resumed)))
+        return cls(scheduled, unsampled, frozenset(chain(started, release.resumed(scheduled))))
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,6 @@ class Runner:
 
     def __init__(self, setup: Setup, seed: int) -> None:
         import torch
-        from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 
         self.stop_at: dict[str, int] = {}
         """Request to the number of its output token that is the stop token."""
@@ -80,9 +79,8 @@ class Runner:
         self._setup = setup
         self._random = random.Random(seed)
         self._answers = 0
-        self._output: Any = ModelRunnerOutput
-        self._transfers: Any = KVConnectorOutput
-        self._drafts: Any = DraftTokenIds
+        self._output = release.output_maker()
+        self._drafts = release.drafts_class()
         self._pooled: Any = torch.zeros(1)
 
     def answer(self, step: Step, requests: Mapping[str, Any], accepted: Accepted) -> Any:
@@ -115,8 +113,8 @@ class Runner:
             draft_token_ids=[[] if name in step.unsampled else proposed[:] for name in names],
         )
 
-    def transfers(self, step: Step, said: Transfers, held: set[str]) -> Any:
-        """A KVConnectorOutput. `held`: finished requests that wait for their sending to end."""
+    def transfer(self, step: Step, said: Transfers, held: set[str], answer: Any) -> None:
+        """Report with `answer`. `held`: finished requests that wait for their sending to end."""
         loads = getattr(step.scheduled.kv_connector_metadata, "loads", ())
         self.loading.update(load.request_id for load in loads if load.asynchronous)
         everything = said.finished_recving == "all"
@@ -127,12 +125,12 @@ class Runner:
         self.loading -= received
         sent = set(held if said.finished_sending == "all" else said.finished_sending)
         held -= sent
-        failed = {"failed_recving": set(said.failed_recving)} if said.failed_recving else {}
-        return self._transfers(
-            finished_sending=sent or None,
-            finished_recving=received or None,
+        release.report_transfers(
+            answer,
+            finished_sending=sent,
+            finished_recving=received,
             invalid_block_ids=set(said.invalid_blocks),
-            **failed,
+            failed_recving=set(said.failed_recving),
         )
 
     def _accepted(self, name: str, drafted: int, step: Step, accepted: Accepted) -> int:

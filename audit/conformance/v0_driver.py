@@ -95,9 +95,7 @@ class Driver:
         prompt = tokens(shared, family) + tokens(prompt_tokens - shared, f"own {request_id}")
         self._added += 1
         adapter = _lora_request(lora)
-        sequence = Sequence(
-            self._added, _inputs(prompt, embeds), self.setup.block_size, lora_request=adapter
-        )
+        sequence = Sequence(self._added, _inputs(prompt, embeds), self.setup.block_size, lora_request=adapter)
         group = SequenceGroup(
             request_id,
             [sequence],

@@ -8,7 +8,7 @@ import random
 from typing import Any
 
 from kvledger.audit.conformance.driver import Attach, Driver, start
-from kvledger.audit.conformance.register import BOTH, workload
+from kvledger.audit.conformance.register import BOTH, HYBRID, workload
 
 
 @workload(**BOTH)
@@ -43,11 +43,13 @@ def chunked(attach: Attach = id, **setup: Any) -> Driver:
     return driver
 
 
-@workload(**BOTH, external={"connector": "scripted"}, consumer={"kv_role": "kv_consumer"})
+@workload(
+    **BOTH,
+    external={"connector": "scripted"},
+    consumer={"connector": "scripted", "asynchronous": True, "kv_role": "kv_consumer"},
+)
 def preempt_prefill(attach: Attach = id, **setup: Any) -> Driver:
     """`late` finds no block for its second chunk and gives its first up."""
-    if "kv_role" in setup:
-        setup = {"connector": "scripted", "asynchronous": True, **setup}
     driver = start(attach, blocks=12, max_batched_tokens=64, **setup)
     driver.add("early", 96, 30)
     driver.add("late", 96, 4)
@@ -85,11 +87,11 @@ def preempt_forced(attach: Attach = id, **setup: Any) -> Driver:
 @workload(
     sync={},
     eagle={"drafter": "eagle"},
-    **{"async": {"asynchronous": True}},
-    async_eagle={"asynchronous": True, "drafter": "eagle"},
+    **{"async": {"asynchronous": True, "drafts": 3}},
+    async_eagle={"asynchronous": True, "drafts": 3, "drafter": "eagle"},
 )
-def speculative(attach: Attach = id, **setup: Any) -> Driver:
-    driver = start(attach, drafts=3, max_batched_tokens=64, **setup)
+def speculative(attach: Attach = id, *, drafts: int = 3, **setup: Any) -> Driver:
+    driver = start(attach, drafts=drafts, max_batched_tokens=64, **setup)
     driver.add("a", 100, 20)
     driver.add("b", 30, 20, stop_at=7)
     driver.run()
@@ -98,7 +100,7 @@ def speculative(attach: Attach = id, **setup: Any) -> Driver:
     return driver
 
 
-@workload(**BOTH, speculative={"asynchronous": True, "drafts": 2})
+@workload("reset under running requests", **BOTH, speculative={"asynchronous": True, "drafts": 2})
 def reset_running(attach: Attach = id, **setup: Any) -> Driver:
     """The prefix cache is reset under running requests, in prefill and in decode."""
     driver = start(attach, max_batched_tokens=64, **setup)
@@ -112,7 +114,12 @@ def reset_running(attach: Attach = id, **setup: Any) -> Driver:
     return driver
 
 
-@workload(**BOTH, speculative={"drafts": 3}, async_speculative={"asynchronous": True, "drafts": 3})
+@workload(
+    "session",
+    **BOTH,
+    speculative={"drafts": 3},
+    async_speculative={"asynchronous": True, "drafts": 3},
+)
 def session(attach: Attach = id, **setup: Any) -> Driver:
     """Later chunks arrive while the session waits for one, and before it has asked."""
     driver = start(attach, max_batched_tokens=64, **setup)
@@ -139,10 +146,10 @@ def pooling(attach: Attach = id, **setup: Any) -> Driver:
     return driver
 
 
-@workload(**BOTH, external={"connector": "scripted"})
-def hybrid(attach: Attach = id, **setup: Any) -> Driver:
+@workload(**BOTH, external={"connector": "scripted", "groups": HYBRID})
+def hybrid(attach: Attach = id, *, groups: Any = HYBRID, **setup: Any) -> Driver:
     """One pool, a full and a sliding window group: blocks out of the window are given back."""
-    driver = start(attach, groups=("full", "sliding"), blocks=128, max_batched_tokens=64, **setup)
+    driver = start(attach, groups=groups, blocks=128, max_batched_tokens=64, **setup)
     if "connector" in setup:
         driver.connector.store("a", 96)
     driver.add("a", 200, 40)
@@ -170,7 +177,7 @@ def priority(attach: Attach = id, **setup: Any) -> Driver:
     async_external={"connector": "scripted", "asynchronous": True},
     async_consumer={"connector": "scripted", "asynchronous": True, "kv_role": "kv_consumer"},
     async_speculative={"asynchronous": True, "drafts": 2},
-    hybrid={"groups": ("full", "sliding")},
+    hybrid={"groups": HYBRID},
 )
 def crowd(attach: Attach = id, *, seed: int = 0, requests: int = 60, **setup: Any) -> Driver:
     """Requests of all lengths in a pool too small for them, some aborted."""

@@ -92,16 +92,23 @@ def add_wave(engine: Any, wave: workload.Wave, seed: int) -> None:
 def run_waves(llm: Any, waves: tuple[workload.Wave, ...], seed: int, out: TextIO) -> list[Any]:
     """Drives the engine step by step through `waves`; says on `out` how far it has come."""
     finished: list[Any] = []
-    expected = sum(len(wave.asks) for wave in waves)
+    expected, done = sum(len(wave.asks) for wave in waves), 0
     for wave in waves:
         if wave.reset:
             assert llm.reset_prefix_cache(), "a reset between waves finds every block free"
         add_wave(llm.llm_engine, wave, seed)
+        leaving = {ask.given_up_at: ask.id for ask in wave.asks if ask.given_up_at}
         while llm.llm_engine.has_unfinished_requests():
             for output in llm.llm_engine.step():
+                ended = int(output.finished)
                 if output.finished:
                     finished.append(output)
-                    print(json.dumps({"done": len(finished), "of": expected}), file=out, flush=True)
+                if output.request_id in leaving:
+                    llm.llm_engine.abort_request([leaving.pop(output.request_id)])
+                    ended += 1
+                if ended:
+                    done += ended
+                    print(json.dumps({"done": done, "of": expected}), file=out, flush=True)
     return finished
 
 

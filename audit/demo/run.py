@@ -20,9 +20,19 @@ from typing import Any
 
 from kvledger.audit.account import Account
 from kvledger.audit.demo.injections import INJECTIONS, Injection
-from kvledger.audit.differences import UNEXPLAINED, Figures, Reconciliation, Step
+from kvledger.audit.demo.lookups import Lookups
+from kvledger.audit.differences import (
+    UNEXPLAINED,
+    Figures,
+    Reconciliation,
+    Step,
+    between_settled_and_plan,
+    ended_early,
+    planned,
+)
 from kvledger.audit.errors import LedgerError
-from kvledger.audit.replay import Audit, RequestStatement, audit_paths, statement
+from kvledger.audit.journal import read
+from kvledger.audit.replay import JOURNAL, Audit, RequestStatement, audit_paths, statement
 
 Progress = Callable[[int, int], None]
 """Told how many requests are done, and of how many; first (0, 0), when the engine starts."""
@@ -33,6 +43,7 @@ BY_SOURCE = {
     "external": "external_kv_transfer",
     "computed": "local_compute",
 }
+PREEMPTIONS = "vllm:num_preemptions"
 
 
 class EngineFailed(LedgerError):
@@ -45,14 +56,17 @@ class Demo:
     """What one run of the demo gave.
 
     ``counters`` are the engine's own, None if it had none to tell; ``to_counters`` are the named
-    differences from what it reported. ``failure`` says how the engine ended, where it did not end
-    well; ``refusals`` is what its counters said of figures that they did not take.
+    differences from what it reported. ``lookups`` is the like of what the caches were asked for.
+    ``counted_preemptions`` is the engine's figure; its front end never hears of the
+    ``untold_preemptions``, of requests that ended before any output. ``failure`` says how the engine
+    ended, where it did not end well; ``refusals`` is what its counters said of figures that they did
+    not take.
     """
 
     def __init__(
         self, folder: Path, injection: Injection | None, told: dict[str, Any], failure: str | None
     ) -> None:
-        self.journal = folder / "journal"
+        self.journal = folder / JOURNAL
         self.log = folder / "engine.log"
         self.injection = injection
         self.failure = failure
@@ -61,12 +75,18 @@ class Demo:
         self.refusals: list[str] = told.get("refused_by_the_engines_counters", [])
         self.audit: Audit = audit_paths([self.journal], keep=True)
         self.accounts = [account for book in self.audit.books for account in book.accounts]
-        self.counters = engine_counters(told.get("counters", {}))
+        told_counters: dict[str, float] = told.get("counters", {})
+        self.counters = engine_counters(told_counters)
         self.to_counters = Step()
         if self.counters is not None:
             self.to_counters = between_reported_and_counters(
                 self.audit.reconciliation, self.counters, self.accounts
             )
+        events = (row for book in self.audit.books for row in read(book.path))
+        self.lookups = Lookups(events, told_counters)
+        counted = told_counters.get(PREEMPTIONS)
+        self.counted_preemptions = None if counted is None else int(counted)
+        self.untold_preemptions = sum(a.preemptions for a in self.accounts if ended_early(a))
         self.statement = self._statement()
 
     @property
@@ -76,16 +96,19 @@ class Demo:
         return any(violation.id == wanted for violation in self.audit.violations)
 
     def _statement(self) -> RequestStatement | None:
-        """Of the most preempted request, and of such the one to which most happened twice.
+        """Of the most preempted request: of several one that did not go as planned, if there is one,
+        and then the one to which most happened twice.
 
         Where requests show the injected defect it is one of them.
         """
         wanted = self.injection.expected_invariant if self.injection else None
         showing = {v.request for v in self.audit.violations if v.id == wanted}
 
-        def rank(account: Account) -> tuple[bool, int, int, int]:
+        def rank(account: Account) -> tuple[bool, int, bool, int, int]:
             again = sum(account.rework.values()) + account.hit_again + account.loaded_again
-            return account.request_id in showing, account.preemptions, again, -account.request
+            astray = bool(between_settled_and_plan(account, planned(account))) and account.reports > 0
+            shows = account.request_id in showing
+            return shows, account.preemptions, astray, again, -account.request
 
         if not self.accounts:
             return None
@@ -106,7 +129,7 @@ def run(inject: str | None, folder: Path | None, progress: Progress) -> Demo:
         )
     folder = _empty_folder(folder)
     told, failure = _run_engine(folder, inject, progress)
-    journal = folder / "journal"
+    journal = folder / JOURNAL
     if failure is not None and not (journal.is_dir() and any(journal.iterdir())):
         raise EngineFailed(f"The engine did not come up: {failure}.")
     if not journal.is_dir():
@@ -160,7 +183,7 @@ def _run_engine(folder: Path, inject: str | None, progress: Progress) -> tuple[d
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    environment = os.environ | {"KVLEDGER_DIR": str(folder / "journal")}
+    environment = os.environ | {"KVLEDGER_DIR": str(folder / JOURNAL)}
     if chosen := environment.get("VLLM_PLUGINS"):
         environment["VLLM_PLUGINS"] = f"{chosen},kvledger"
     return environment

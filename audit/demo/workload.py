@@ -12,8 +12,10 @@ keeps clear of (each was seen on vLLM 0.32):
 - It loads a resumed request by the blocks of its *sequence*, which it never saved once that has
   more whole blocks than the prompt. So a request that can be matched ends in the block after its
   prompt's last whole one ("fit", "bare"). For the same reason its answer can't be negative.
-- A prompt of one token more than whole blocks is saved under one name and looked up under another.
-  So such a request ("grow", "lead") is never matched, and may grow as long as it likes.
+- A prompt of one token more than whole blocks is saved under one name and looked up under another,
+  a block less. So such a request ("grow", "lead") is never matched, and may grow as long as it
+  likes. "overtaken" is one too, but for another's file under the shorter name: it must then not be
+  alone when it resumes, or its one chunk would reach the block that the file lacks.
 """
 
 import random
@@ -41,6 +43,8 @@ class Ask:
     output_tokens: int
     prefix: str = ""
     shared_tokens: int = 0
+    given_up_at: str = ""
+    """The id of a request at whose first output the client of this one gives up; it is aborted."""
 
     def token_ids(self, seed: int) -> list[int]:
         """The prompt; the same for the same seed, prefix and content."""
@@ -101,14 +105,45 @@ def _crowd(wave: str, topic: str) -> tuple[Ask, ...]:
     )
 
 
+def _race() -> tuple[Ask, ...]:
+    """Two that share a prompt are preempted in prefill; the second has saved more of it by then.
+
+    The first step fills eight blocks. It gives "overtaken" its first block; "saver" hits that one,
+    computes the next, and saves both. In the second step all four that grow want a block, and there
+    are two: the other two are taken from "saver" and from "overtaken", and what these had goes from
+    the local cache too. So "overtaken" was promised nothing when it first came, and finds two
+    blocks in the connector's folder when two that grow have ended and it resumes.
+    """
+    grow = [_ask("race", f"grow-{n}", 97, tokens, 64) for n, tokens in enumerate((8, 8, 20, 20), 1)]
+    return (
+        *grow,
+        Ask("race-overtaken", "overtaken", 97, 4, "question", 66),
+        Ask("race-saver", "saver", 70, 1, "question", 66),
+    )
+
+
+def _quit() -> tuple[Ask, ...]:
+    """Both want a block a step; at the sixth there is none, and the second loses its five.
+
+    It then waits for as long as the first runs, many steps, and its client gives up meanwhile: in
+    whichever of them the abort arrives, the accounts are the same.
+    """
+    return (
+        Ask("quit-long", "long", 161, 120),
+        Ask("quit-short", "short", 193, 4, given_up_at="quit-long"),
+    )
+
+
 CROWDED = (
     Wave((_lead("cold"),)),
     Wave(_crowd("cold", "first")),
     Wave((_lead("again"),), reset=True),
     Wave(_crowd("again", "first")),
-    Wave(_crowd("fresh", "second")),
+    Wave((_lead("race"),)),
+    Wave(_race()),
+    Wave(_quit()),
 )
-"""The default: the same nine cold, then from the connector's folder, then nine others."""
+"""The default: the same nine cold, then from the connector's folder; a race, and one that gives up."""
 
 EDGE = ("edge", 125, 30, 64)
 FITS = (("fit-1", 99, 30, 64), ("fit-2", 100, 29, 64), ("fit-3", 98, 31, 64))

@@ -8,26 +8,80 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvledger.audit.engines.bare import bare_scheduler
+from kvledger.audit.engines.v0 import V0Observer
 from kvledger.audit.engines.v1 import V1Observer
+from kvledger.audit.engines.v1_009 import V1Observer009
+from kvledger.audit.engines.v1_012 import V1Observer012
+from kvledger.audit.engines.v1_017 import V1Observer017, V1Observer018
+from kvledger.audit.engines.v1_020 import V1Observer020
 from kvledger.audit.hooks import EngineMismatch, check
 
-ADAPTERS: tuple[type[V1Observer], ...] = (V1Observer,)
+__all__ = [
+    "ADAPTERS",
+    "Adapter",
+    "bare_scheduler",
+    "choose",
+    "differences",
+    "host_version",
+    "out_of_reach",
+    "scheduler_config",
+]
+
+Adapter = type[V1Observer] | type[V0Observer]
+
+ADAPTERS: tuple[Adapter, ...] = (
+    V1Observer,
+    V1Observer020,
+    V1Observer018,
+    V1Observer017,
+    V1Observer012,
+    V1Observer009,
+    V0Observer,
+)
+"""Newest first: what an older family needs is often there still."""
 
 
-def choose(scheduler: Any) -> type[V1Observer]:
+def choose(scheduler: Any) -> Adapter:
     """The adapter whose whole table fits ``scheduler``.
 
     Raises :class:`EngineMismatch`, naming what differs from the nearest adapter.
     """
-    refusals = []
+    nearest, least = ADAPTERS[0], None
     for adapter in ADAPTERS:
-        try:
-            check(adapter.HOOKS, scheduler)
-        except EngineMismatch as mismatch:
-            refusals.append(mismatch)
-        else:
+        found = differences(adapter, scheduler)
+        if not found:
             return adapter
-    raise min(refusals, key=lambda mismatch: len(str(mismatch)))
+        if least is None or len(found) < len(least):
+            nearest, least = adapter, found
+    raise EngineMismatch(
+        f"{type(scheduler).__name__} is not as {nearest.NAME}, the nearest adapter, expects: "
+        + "; ".join(least or ())
+    )
+
+
+def differences(adapter: Adapter, scheduler: Any) -> list[str]:
+    """What ``scheduler`` lacks, or has otherwise, of all that ``adapter`` relies on."""
+    found = []
+    for hook in adapter.HOOKS:
+        try:
+            check((hook,), scheduler)
+        except EngineMismatch as mismatch:
+            found.append(str(mismatch).partition(": ")[2])
+    needed = getattr(adapter, "HAS", ())
+    found += [f"{name} is missing" for name in needed if not hasattr(scheduler, name)]
+    fields = getattr(adapter, "OUTPUT", ())
+    if fields and not found:
+        had = output_fields()
+        found += [f"EngineCoreOutput has no {name}" for name in fields if name not in had]
+    return found
+
+
+def output_fields() -> tuple[str, ...]:
+    """The fields of what a v1 engine tells its front end of a request."""
+    from vllm.v1.engine import EngineCoreOutput
+
+    return tuple(EngineCoreOutput.__struct_fields__)
 
 
 def host_version() -> str:
@@ -42,3 +96,20 @@ def scheduler_config() -> Any:
     from vllm.config.scheduler import SchedulerConfig
 
     return SchedulerConfig
+
+
+def out_of_reach(adapter: Adapter) -> str:
+    """Why the plugin can't get at an engine's scheduler here, in one sentence; "" if it can."""
+    version = host_version()
+    if adapter is V0Observer:
+        return f"The plugin does not reach the v0 scheduler of vLLM {version}."
+    try:
+        config = scheduler_config()
+    except ImportError:
+        config = None
+    if hasattr(config, "get_scheduler_cls"):
+        return ""
+    return (
+        f"The plugin does not reach the scheduler of vLLM {version}, which has no "
+        "SchedulerConfig.get_scheduler_cls; kvledger.attach does."
+    )

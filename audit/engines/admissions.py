@@ -6,7 +6,7 @@ attempts that led to none.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from kvledger.audit import events as ev
 from kvledger.audit.engines.observer import Observer
@@ -30,6 +30,9 @@ class _Attempt:
 
 class AdmissionObserver(Observer):
     """Watches the prefix cache look-up, the connector's match and what is allocated for them."""
+
+    COUNTED: ClassVar[tuple[str, ...]] = ("local", "external")
+    """The look-up statistics that this release keeps by admission."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -107,7 +110,7 @@ class AdmissionObserver(Observer):
         """Say what became of this step's look-ups."""
         admitted = False
         for request_id, attempt in self._attempts.items():
-            if request_id in scheduled or attempt.request.status.name == "WAITING_FOR_REMOTE_KVS":
+            if request_id in scheduled or self.waits_for_load(attempt.request):
                 admitted = True
                 self._admitted(request_id, attempt, scheduled.get(request_id, 0))
             else:
@@ -138,7 +141,7 @@ class AdmissionObserver(Observer):
                     attempt.asynchronous,
                 )
             )
-        computed = request.num_computed_tokens - scheduled
+        computed = self.computed(request) - scheduled
         replayed = 0
         if scheduled and getattr(self.scheduler, "prefix_replay_tokens", 0):
             replayed = max(0, attempt.local + attempt.external - request.replay_start)
@@ -205,7 +208,7 @@ class AdmissionObserver(Observer):
             return
         rise = [new - old for old, new in zip(before, after, strict=True)]
         manager = self.scheduler.kv_cache_manager
-        if manager.prefix_cache_stats is None:
+        if manager.prefix_cache_stats is None or "local" not in self.COUNTED:
             rise[:3] = (-1, -1, -1)
         if getattr(self.scheduler, "connector_prefix_cache_stats", None) is None or getattr(
             self.scheduler, "defer_async_loads", False

@@ -23,8 +23,12 @@ class Observer:
 
     NAME: ClassVar[str]
     HOOKS: ClassVar[tuple[Hook, ...]]
+    HAS: ClassVar[tuple[str, ...]] = ()
+    """What the scheduler must have besides the hooked methods."""
+    OUTPUT: ClassVar[tuple[str, ...]] = ()
+    """Fields of the engine's output that are read."""
     FIGURES: ClassVar[str] = "first"
-    """Which admission's hits the engine reports: ``first`` or ``last`` before the first output."""
+    """Which admission's hits the engine reports: see ``semantics``."""
 
     def __init__(self, scheduler: Any, sink: Sink, *, version: str, level: str = "tokens") -> None:
         self.scheduler = scheduler
@@ -36,7 +40,7 @@ class Observer:
         self._stopped = False
         self._failed_attempts: dict[str, ev.AdmissionFailed] = {}
         self._lived: set[str] = set()
-        self._unreported: set[str] = set()
+        self._unreported: dict[str, int] = {}
         self._resync = False
         self._census_step = 0
         self._census_at = self.log.now()
@@ -96,23 +100,29 @@ class Observer:
         request_id = request.request_id
         number = self.log.intern(request_id)
         if self.unreported(request):
-            self._unreported.add(request_id)
+            self._unreported[request_id] = request.num_prompt_tokens
         return ev.SnapshotRow(
             request=number,
             request_id=request_id,
             prompt_tokens=request.num_prompt_tokens,
             fresh=(
                 request_id not in self._lived
-                and request.num_computed_tokens == 0
+                and self.computed(request) == 0
                 and self.preemptions(request) == 0
                 and request.num_output_tokens == 0
             ),
-            computed_tokens=request.num_computed_tokens,
+            computed_tokens=self.computed(request),
             in_flight_tokens=self.in_flight(request),
             placeholder_tokens=self.placeholders(request),
             sequence_tokens=request.num_tokens,
             preemptions=self.preemptions(request),
         )
+
+    def _forget(self, request_id: str) -> None:
+        """It is gone from the engine."""
+        self.log.forget(request_id)
+        self._unreported.pop(request_id, None)
+        self._lived.discard(request_id)
 
     def _at_rest(self) -> None:
         """Between two steps: a snapshot if one is wanted, a census if one is due."""
@@ -144,6 +154,14 @@ class Observer:
         self.log.emit(ev.Census(now, self._step, rows, waiting, free, pool.num_gpu_blocks))
 
     # --- figures that not every release has -------------------------------------------------------
+
+    def computed(self, request: Any) -> int:
+        """The engine's count of computed tokens; -1 where it says nothing."""
+        return int(request.num_computed_tokens)
+
+    def waits_for_load(self, request: Any) -> bool:
+        """Whether an asynchronous load holds it back."""
+        return bool(request.status.name == "WAITING_FOR_REMOTE_KVS")
 
     def in_flight(self, request: Any) -> int:
         """Tokens of steps whose output has not come, by the engine's count; -1 before 0.27."""

@@ -21,13 +21,16 @@ from kvledger.audit.events import Admitted, Matched, Reported
 from kvledger.audit.ledger import Entry, Voided
 
 _BLOCKS_NAMED = 8
+_NOT_LOADED = (
+    "{tokens} external tokens promised to request {request} from position {start} up were never "
+    "loaded, yet it ran over them"
+)
 
 
 @invariant(
     "connector/promise-not-loaded",
     on=(Voided,),
-    says="{tokens} external tokens promised to request {request} from position {start} up were "
-    "never loaded, yet it ran over them{blocks}.",
+    says=_NOT_LOADED + ".",
     references=(LMCACHE_1969, LMCACHE_1361, LMCACHE_2007),
     near_misses=(
         "a load that was reported failed: its tokens are rolled back and executed",
@@ -45,10 +48,11 @@ def promise_not_loaded(entry: Entry) -> Iterator[Witness]:
     assert isinstance(said, Voided)
     if said.cause in ("not_planned", "never_loaded"):
         yield Witness(
+            f"{_NOT_LOADED}{_named(said.blocks)}.",
             tokens=said.tokens,
             cause=said.cause,
             start=said.start,
-            blocks=_named(said.blocks),
+            blocks=said.blocks,
         )
 
 

@@ -49,8 +49,7 @@ def _corrected(said: Reported) -> bool:
     references=(VLLM_36752, VLLM_36533, VLLM_36755, VLLM_34079, LMCACHE_2912),
     near_misses=(
         "a prompt that is wholly a hit: local + external equal the prompt",
-        "the one token of a full hit that is executed again, added back to the local hit (vLLM "
-        "up to 0.19)",
+        "the one token of a full hit that is executed again, added back to the local hit (vLLM up to 0.19)",
     ),
 )
 def negative(entry: Entry) -> Iterator[Witness]:
@@ -134,6 +133,7 @@ def source_sum(entry: Entry) -> Iterator[Witness]:
         "vLLM 0.20 to 0.26 report the last admission before the first output, 0.27.1 and later the "
         "first that ran",
         "a load that failed wholly: the request is looked up anew, and that admission counts",
+        "a part that failed to load, taken off the external figure again (vLLM up to 0.19)",
         "a session reports once a chunk at most",
     ),
 )
@@ -156,7 +156,8 @@ def set_once(entry: Entry) -> Iterator[Witness]:
     said_local = said.local_tokens
     if said_local == life.local + 1 and _corrected(said):
         said_local = life.local
-    if (said_local, said.external_tokens) != (life.local, life.external):
+    loaded = life.external - life.voided.get("failed", 0)
+    if said_local != life.local or said.external_tokens not in (life.external, loaded):
         yield Witness(
             local_tokens=said.local_tokens,
             external_tokens=said.external_tokens,
@@ -232,8 +233,7 @@ _RAN_TO_ITS_END = frozenset(("stopped", "length"))
     near_misses=(
         "drafts and asynchronous steps in flight stand past the sequence until they are answered",
         "drafts that were accepted past the stop",
-        "a pooling or encoder-only request executes its whole sequence: it has no last token to "
-        "feed",
+        "a pooling or encoder-only request executes its whole sequence: it has no last token to feed",
     ),
 )
 def beyond_sequence(entry: Entry) -> Iterator[Witness]:
@@ -334,8 +334,7 @@ def reset_on_preemption(entry: Entry) -> Iterator[Witness]:
     near_misses=(
         "the tail of a hit, less than a block, given up for a longer external one",
         "a hit no longer than the replayed window, given up whole",
-        "a failed attempt before, in the same step or an earlier one, when the cache was asked "
-        "again",
+        "a failed attempt before, in the same step or an earlier one, when the cache was asked again",
         "a later chunk of a prompt, which goes by the hit of the first (vLLM v0)",
         "an answer of none that is kept while the cache still has none: nothing is taken for a hit",
     ),

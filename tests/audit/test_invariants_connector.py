@@ -27,6 +27,7 @@ def test_a_resumed_request_whose_load_is_not_planned():
         "18 external tokens promised to request request-0 from position 16 up were never loaded, "
         "yet it ran over them (blocks never filled: 1000, 1001)."
     ) == violation.message
+    assert [1000, 1001] == violation.figures["blocks"]
 
 
 @violates("connector/promise-not-loaded")
@@ -48,6 +49,7 @@ def test_many_blocks_are_not_all_named():
     assert "(blocks never filled: 1000, 1001, 1002, 1003, 1004, 1005, 1006, 1007 and 12 more)" in (
         violation.message
     )
+    assert list(range(1000, 1020)) == violation.figures["blocks"]
 
 
 @near_miss("connector/promise-not-loaded")

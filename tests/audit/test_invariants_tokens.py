@@ -3,6 +3,18 @@
 from __future__ import annotations
 
 import pytest
+from tests.audit.lies import (
+    audited,
+    found,
+    miscounted,
+    place,
+    report,
+    reported,
+    told,
+    with_after,
+    without,
+)
+from tests.histories import events
 
 from kvledger.audit.account import Account, Settlement
 from kvledger.audit.events import (
@@ -13,6 +25,7 @@ from kvledger.audit.events import (
     Event,
     Finished,
     LookedUp,
+    LookupKept,
     LookupsCounted,
     Preempted,
     RolledBack,
@@ -20,17 +33,6 @@ from kvledger.audit.events import (
 )
 from kvledger.audit.invariants.tokens import source_sum, suspense
 from kvledger.audit.ledger import Entry
-from tests.audit.lies import (
-    audited,
-    found,
-    miscounted,
-    report,
-    reported,
-    told,
-    with_after,
-    without,
-)
-from tests.histories import events
 
 violates = pytest.mark.violates
 near_miss = pytest.mark.near_miss
@@ -355,6 +357,56 @@ def test_a_hit_that_nobody_asked_for():
     assert ["tokens/stale-lookup"] == found(without(events(100, "A64+0 s36 o+ F"), LookedUp))
 
 
+def kept(stream: list[Event], local: int, cached: int, *, ended: bool = False) -> list[Event]:
+    """The stream, a look-up of step 0 standing in for that of its first admission, or left over."""
+    said = LookupKept(10, 0, 1, 0, local, cached, ended)
+    at = place(stream, Finished if ended else Admitted)
+    stream = [*stream[:at], said, *stream[at:]]
+    return stream if ended else told(stream, LookedUp, step=0, local_tokens=local)
+
+
+@violates("tokens/stale-lookup")
+@pytest.mark.parametrize(
+    ("local", "cached"),
+    [(64, 0), (64, 48), (64, 64), (0, 64)],
+    ids=["none is left", "less is left", "all is left", "there is more now"],
+)
+def test_an_answer_that_was_kept_is_used(local: int, cached: int):
+    """vLLM#18957, as the v0 adapter sees it: the answer of a failed attempt, and the cache now."""
+    stream = kept(events(100, f"A{local}+0 s{100 - local} o+ F"), local, cached)
+
+    (violation,) = audited(stream).violations
+
+    assert "tokens/stale-lookup" == violation.id
+    assert (local, cached, 0) == tuple(
+        violation.figures[name] for name in ("local_tokens", "cached_tokens", "looked_up_step")
+    )
+
+
+@violates("tokens/stale-lookup")
+def test_an_answer_that_outlives_its_request():
+    """vLLM#18957: of a request that was ignored, or aborted after an attempt that failed."""
+    stream = kept(events(100, "F:ignored"), 0, 0, ended=True)
+
+    (violation,) = audited(stream).violations
+
+    assert (
+        "Request request-0 has ended, but the answer to its look-up of step 0 (0 tokens) is still "
+        "kept: nothing will ever release it."
+    ) == violation.message
+
+
+@near_miss("tokens/stale-lookup")
+def test_an_answer_of_none_is_kept_while_there_is_none():
+    assert [] == found(kept(events(100, "A0+0 s100 o+ F"), 0, 0))
+
+
+@near_miss("tokens/stale-lookup")
+def test_later_chunks_go_by_the_hit_of_the_first():
+    """v0 remembers a prompt's hit from chunk to chunk: one look-up, one admission."""
+    assert [] == found(events(200, "A64+0 s64 o s64 o s8 o+ F"))
+
+
 @near_miss("tokens/stale-lookup")
 def test_the_tail_of_a_block_given_up_for_a_longer_external_hit():
     """70 found, 6 of them less than a block; 32 external from 64 up reach further."""
@@ -400,18 +452,14 @@ def test_an_engine_that_counts_only_what_it_has():
     """No connector; and a request that may not read the cache is not counted."""
     stream = told(events(100, "A0+0 s100 o+ F"), Admitted, counted=False)
 
-    assert [] == found(
-        with_after(stream, Stepped, 0, LookupsCounted(10_000, 1, 0, 0, 0, -1, -1, -1))
-    )
+    assert [] == found(with_after(stream, Stepped, 0, LookupsCounted(10_000, 1, 0, 0, 0, -1, -1, -1)))
 
 
 @near_miss("tokens/lookup-counted-once")
 def test_a_whole_local_hit_asks_the_connector_for_nothing():
     stream = events(96, "A96+0 R1 s1 o+ F")
 
-    assert [] == found(
-        with_after(stream, Stepped, 0, LookupsCounted(10_000, 1, 1, 96, 96, 0, 0, 0))
-    )
+    assert [] == found(with_after(stream, Stepped, 0, LookupsCounted(10_000, 1, 1, 96, 96, 0, 0, 0)))
 
 
 # --- tokens/suspense -----------------------------------------------------------------------------

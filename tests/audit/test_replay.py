@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from tests import journals
 from tests.histories import GOLDEN, events
 
 from kvledger.audit.errors import LedgerError
-from kvledger.audit.events import Gap, RequestAdded
+from kvledger.audit.events import Gap, Reported, RequestAdded
 from kvledger.audit.replay import Book, audit_paths, statement
 
 
@@ -67,6 +68,22 @@ def test_a_book_counts_ended_requests_by_verdict_and_outcome(tmp_path: Path) -> 
 
     assert {("clean", "stopped"): 1} == good.requests
     assert {("violated", "stopped"): 1} == bad.requests
+
+
+def test_a_violating_request_is_never_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where so many were found that this one's finding is not kept."""
+    monkeypatch.setattr("kvledger.audit.auditor.FINDINGS_KEPT", 1)
+    wrong = [
+        replace(event, request=request) if isinstance(event, Reported) else event
+        for request in range(3)
+        for event in journals.reported(
+            events(200, journals.CLEAN, request=request), local=-128, external=160, computed=168
+        )
+    ]
+    (book,) = audit_paths([journals.write(tmp_path / "bad", wrong)]).books
+
+    assert {("violated", "stopped"): 3} == book.requests
+    assert set() == book.auditor.violating
 
 
 def test_figures_of_closed_accounts_never_fall(tmp_path: Path) -> None:
@@ -128,6 +145,17 @@ def test_the_clients_id_goes_before_a_mere_beginning(tmp_path: Path) -> None:
     folder = journals.write(tmp_path / "one", two)
 
     assert "1-4e5f6a7b" == statement(folder, "1").account.request_id
+
+
+def test_what_the_engine_reports_is_on_the_statement(tmp_path: Path) -> None:
+    lines = statement(journals.violated(tmp_path / "one"), "request-0").lines
+
+    (told,) = (line for line in lines if line.text.startswith("reported"))
+    assert ("reported: -128 local, 160 external, 168 computed", 0, 0) == (
+        told.text,
+        told.credit,
+        told.debit,
+    )
 
 
 def test_an_open_request_has_a_statement(tmp_path: Path) -> None:

@@ -11,14 +11,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="measures a real vLLM"
-)
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="measures a real vLLM")
 
 
 def test_quick_run_prints_a_row_for_every_part() -> None:
     """Of the parts that need no engine; `make bench` is the way to run it all."""
-    parts = ["steady-256", "churn", "speculative", "replay"]
+    parts = ["steady-256", "replay"]
     done = subprocess.run(
         [sys.executable, "benchmarks/run.py", "--quick", *parts],
         cwd=ROOT,

@@ -1,7 +1,7 @@
 """Runs the demo's engine several times for one import of vLLM, each in a fork of this process.
 
 `python forked.py FOLDER RUN...`, a run being an injection's name or `seed-N`. Each leaves RUN.json,
-what engine.py writes, and RUN.seen.json: preemptions, resumptions and negative matches as the real
+what engine.py writes, and RUN.seen.json: preemptions, admissions and negative matches as the real
 scheduler made them. Those stand in no counter, so they are seen here, beneath the injections.
 """
 
@@ -25,7 +25,7 @@ IMPORTED_ONCE = (
 )
 
 
-def see(seen: dict[str, list[Any]]) -> None:
+def see(seen: dict[str, Any]) -> None:
     """Wraps three methods of the real engine; what they do is not changed."""
     from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -40,9 +40,10 @@ def see(seen: dict[str, list[Any]]) -> None:
 
     def allocating(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         blocks = allocate(self, request, *args, **kwargs)
-        if blocks is not None and request.num_preemptions and "new_computed_blocks" in kwargs:
+        if blocks is not None and "new_computed_blocks" in kwargs:
             local, external = kwargs["num_new_computed_tokens"], kwargs["num_external_computed_tokens"]
-            seen["resumed"].append({"local": local, "external": external})
+            name = request.request_id.rpartition("-")[0]
+            seen["admitted"].setdefault(name, []).append((local, external))
         return blocks
 
     def matching(self: Any, *args: Any) -> Any:
@@ -56,7 +57,7 @@ def see(seen: dict[str, list[Any]]) -> None:
 
 
 def run(folder: Path, name: str) -> int:
-    seen: dict[str, list[Any]] = {"preempted": [], "resumed": [], "negative_matches": []}
+    seen: dict[str, Any] = {"preempted": [], "admitted": {}, "negative_matches": []}
     see(seen)
     chosen = ["--seed", name[5:]] if name.startswith("seed-") else ["--inject", name]
     output = ["--output", str(folder / f"{name}.json"), "--log", str(folder / f"{name}.log")]

@@ -15,6 +15,7 @@ import pytest
 from tests import journals
 from tests.histories import events
 
+from kvledger.audit.demo import lookups
 from kvledger.audit.demo import run as demo
 from kvledger.audit.demo.run import Demo, EngineFailed
 from kvledger.audit.differences import Figures
@@ -114,6 +115,34 @@ def test_a_counter_that_nothing_explains(stand_in: Any, tmp_path: Path) -> None:
 
     assert ["refused", "unexplained"] == list(found.to_counters.differences)
     assert 21 == found.to_counters.differences["unexplained"].figures.total
+
+
+def test_look_ups_and_preemptions_stand_beside_the_engines_counters(
+    stand_in: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = dict(zip(lookups.COUNTERS.values(), (200, 0, 200, 32), strict=True))
+    stand_in(f"write('clean'); tell(counters={COUNTERS | more | {demo.PREEMPTIONS: 0}!r})")
+    found, _ = run(tmp_path / "demo")
+    shown = report(found.audit)
+
+    assert 0 == found.counted_preemptions
+    assert ["resumed"] == list(found.lookups.to_counters)
+    data = demo_report.data(found, shown)["lookups"]
+    assert [("admitted", "counters", "resumed", -200)] == [
+        (row["from"], row["to"], row["cause"], row["local_queries"]) for row in data["differences"]
+    ]
+    demo_report.terminal.show(*demo_report._blocks(found, shown))
+    lines = capsys.readouterr().out.splitlines()
+    shown_lines = [" ".join(line.split()) for line in lines]
+    assert "resumed after a preemption, left out -200 -200 -160 1" in shown_lines
+    assert f"{demo.PREEMPTIONS} counts 0 of 1 preemptions: unexplained" in shown_lines
+
+
+def test_a_kept_folder_may_be_audited_itself(stand_in: Any, tmp_path: Path) -> None:
+    stand_in("write('clean'); tell()")
+    run(tmp_path / "demo")
+
+    assert "clean" == audit_paths([tmp_path / "demo"]).verdict
 
 
 def test_an_engine_that_dies_is_audited_all_the_same(stand_in: Any, tmp_path: Path) -> None:

@@ -1,0 +1,94 @@
+"""The whole corpus under observation, in whatever release is installed: `python -m` this module.
+
+Prints one JSON line a course, and no other line: what was found, the verdict and its doubts, where each
+prompt came from in the end (local, external, computed and unattained tokens), accounts that do not
+balance and those still open. A course that this host can't be driven through says why (``left_out``);
+one that raised says what. Arguments name courses; none means all.
+"""
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kvledger.audit.account import Settlement, Statement
+from kvledger.audit.auditor import Auditor
+from kvledger.audit.engines import choose, host_version
+from kvledger.audit.recorder import MemoryRecorder
+
+
+def main(names: list[str]) -> None:
+    """Run the named courses, or all."""
+    from kvledger.audit.conformance.courses import COURSES
+
+    said = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):
+        for name in names or COURSES:
+            print(json.dumps({"course": name, **outcome(COURSES[name])}), file=said, flush=True)
+
+
+def outcome(course: Callable[..., Any]) -> dict[str, Any]:
+    """What came of one course."""
+    lacking = course.lacking() if hasattr(course, "lacking") else []
+    if lacking:
+        return {"left_out": lacking}
+    auditor = Auditor(keep_closed=True, debug=True)
+    error = ""
+    with observed(auditor) as attach:
+        try:
+            course(attach)
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+    accounts = list(auditor.ledger.accounts())
+    said: dict[str, Any] = {
+        "findings": [[violation.id, violation.request] for violation in auditor.violations],
+        "verdict": auditor.verdict,
+        "settled": {account.request_id: list(map(_sources, account.settlements)) for account in accounts},
+        "doubts": auditor.doubts,
+        "unbalanced": [account.request_id for account in accounts if not balances(account.freeze())],
+        "open": [account.request_id for account in auditor.ledger.open.values()],
+    }
+    return {**said, "raised": error} if error else said
+
+
+def _sources(settled: Settlement) -> list[int]:
+    return [settled.local, settled.external, settled.computed, settled.unattained]
+
+
+@contextlib.contextmanager
+def observed(auditor: Auditor) -> Iterator[Callable[[Any], None]]:
+    """What is attached to within the block is audited by its end."""
+    sink = MemoryRecorder()
+    observers: list[Any] = []
+
+    def attach(scheduler: Any) -> None:
+        observer = choose(scheduler)(scheduler, sink, version=host_version())
+        observer.start()
+        observers.append(observer)
+
+    try:
+        yield attach
+    finally:
+        for observer in observers:
+            observer.stop("exit")
+        auditor.feed_all(sink.take())
+
+
+def balances(account: Statement) -> bool:
+    """Whether all sums of a frozen account come out."""
+    work = account.first_prompt + account.first_output + sum(account.rework.values())
+    return bool(
+        account.unknown is None
+        and account.scheduled == work + account.rejected + account.overrun
+        and account.promised == account.loaded + sum(account.voided.values())
+        and account.suspense == 0
+        and all(
+            s.local + s.external + s.computed + s.unattained == s.prompt_tokens - s.carried
+            for s in account.settlements
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

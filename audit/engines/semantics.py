@@ -1,0 +1,232 @@
+"""What the engine's figures mean, release by release, and what can't be checked because of it.
+
+One row a meaning, in force from release ``since`` up to, not with, ``until``. Adapters are chosen by
+what a host has, never by this table; it puts into words what they found in the releases, and
+``kvledger doctor`` prints it. A release between two that were read is taken to be like the older.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+Release = tuple[int, ...]
+
+
+class Meaning(NamedTuple):
+    """``word`` is for machines, ``says`` for people.
+
+    ``unchecked``: invariants that have nothing to go by then; ``in_part``: those that see less.
+    """
+
+    figure: str
+    since: Release
+    until: Release | None
+    word: str
+    says: str
+    unchecked: tuple[str, ...] = ()
+    in_part: tuple[str, ...] = ()
+
+
+REPORTED = ("tokens/set-once", "connector/failed-load-counted")
+"""Invariants of reported figures alone."""
+
+MEANINGS: tuple[Meaning, ...] = (
+    Meaning(
+        "prompt figures",
+        (0, 9),
+        (0, 16),
+        "none",
+        "The engine does not tell local from external prompt tokens.",
+        unchecked=REPORTED,
+        in_part=("tokens/negative", "tokens/source-sum"),
+    ),
+    Meaning(
+        "prompt figures",
+        (0, 16),
+        (0, 20),
+        "mixed",
+        "The cached tokens are of the first admission that ran, the external ones of the last time "
+        "the connector was asked; local is the difference.",
+        in_part=("tokens/set-once",),
+    ),
+    Meaning(
+        "prompt figures",
+        (0, 20),
+        (0, 27),
+        "last",
+        "All prompt figures are of the last admission before the first output.",
+    ),
+    Meaning(
+        "prompt figures",
+        (0, 27),
+        None,
+        "first",
+        "All prompt figures are of the first admission that ran.",
+    ),
+    Meaning(
+        "a negative figure",
+        (0, 16),
+        (0, 19),
+        "kept",
+        "A local figure below zero is counted as it is; a Prometheus counter refuses it.",
+    ),
+    Meaning(
+        "a negative figure",
+        (0, 19),
+        (0, 20),
+        "clamped",
+        "A local figure below zero is counted as zero, and the sum of the sources is too high.",
+    ),
+    Meaning(
+        "a full hit",
+        (0, 16),
+        (0, 20),
+        "added back",
+        "The token of a full hit that is executed again is counted as computed and as a local hit.",
+    ),
+    Meaning(
+        "failed loads",
+        (0, 16),
+        (0, 20),
+        "taken off",
+        "Tokens that failed to load are taken off the external figure; of a synchronous load they "
+        "then count as local hits.",
+        unchecked=("connector/failed-load-counted",),
+    ),
+    Meaning(
+        "failed loads",
+        (0, 20),
+        None,
+        "counted",
+        "Tokens that failed to load stay in the external figure.",
+    ),
+    Meaning(
+        "local look-ups",
+        (0, 9),
+        (0, 27),
+        "attempts",
+        "Counted at the look-up: an attempt that leads to no admission counts too.",
+        in_part=("tokens/lookup-counted-once",),
+    ),
+    Meaning("local look-ups", (0, 27), None, "admissions", "Counted once an admission."),
+    Meaning(
+        "external look-ups",
+        (0, 9),
+        (0, 12),
+        "none",
+        "The engine does not count them.",
+        unchecked=("tokens/lookup-counted-once",),
+    ),
+    Meaning(
+        "external look-ups",
+        (0, 12),
+        (0, 16),
+        "runs",
+        "Counted when a request begins to run, over its whole sequence.",
+        unchecked=("tokens/lookup-counted-once",),
+    ),
+    Meaning("external look-ups", (0, 16), None, "admissions", "Counted once an admission."),
+    Meaning(
+        "load failure policy",
+        (0, 9),
+        (0, 12),
+        "none",
+        "A load can't be reported failed.",
+    ),
+    Meaning(
+        "load failure policy",
+        (0, 12),
+        (0, 16),
+        "recompute",
+        "What failed to load is executed; there is no other choice.",
+    ),
+    Meaning(
+        "load failure policy",
+        (0, 16),
+        None,
+        "fail",
+        "By default a request whose load failed ends with an error.",
+    ),
+    Meaning(
+        "a waiting load",
+        (0, 9),
+        (0, 18),
+        "uncounted",
+        "A request that waits for remote KV states no computed tokens.",
+        in_part=("tokens/balance", "tokens/unexplained-drop"),
+    ),
+    Meaning(
+        "a waiting load",
+        (0, 18),
+        None,
+        "promised",
+        "A request that waits for remote KV counts what it was promised.",
+    ),
+    Meaning(
+        "tokens in flight",
+        (0, 9),
+        (0, 10),
+        "none",
+        "The engine counts neither tokens in flight nor output placeholders.",
+        unchecked=("tokens/in-flight",),
+    ),
+    Meaning(
+        "tokens in flight",
+        (0, 10),
+        (0, 27),
+        "placeholders",
+        "The engine counts output placeholders only.",
+        in_part=("tokens/in-flight",),
+    ),
+    Meaning("tokens in flight", (0, 27), None, "counted", "The engine counts tokens in flight."),
+    Meaning(
+        "output in flight at a preemption",
+        (0, 9),
+        (0, 27),
+        "delivered",
+        "Delivered; thrown away only after a reset of the cache under running requests (since 0.12).",
+    ),
+    Meaning(
+        "output in flight at a preemption",
+        (0, 27),
+        None,
+        "asked",
+        "Delivered, or dropped where the connector has to deliver the KV.",
+    ),
+    Meaning(
+        "drafts accepted past a stop",
+        (0, 9),
+        (0, 33),
+        "kept",
+        "They stay in the count of a request that ends.",
+    ),
+    Meaning("drafts accepted past a stop", (0, 33), None, "trimmed", "They are taken off the count."),
+)
+
+
+def release(version: str) -> Release:
+    """``(0, 12, 0)`` for ``0.12.0.post2+cpu``; () where there is no number."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
+
+
+def meanings(version: str) -> dict[str, Meaning]:
+    """What each figure means in a release, by figure."""
+    number = release(version)
+    return {
+        row.figure: row
+        for row in MEANINGS
+        if row.since <= number and (row.until is None or number < row.until)
+    }
+
+
+def limits(version: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Invariants that can't be checked in a release, and those that see less, each with the reason."""
+    unchecked: dict[str, str] = {}
+    in_part: dict[str, str] = {}
+    for figure, row in meanings(version).items():
+        reason = f"{figure}: {row.says}"
+        unchecked.update(dict.fromkeys(row.unchecked, reason))
+        in_part.update(dict.fromkeys(row.in_part, reason))
+    return unchecked, {name: why for name, why in in_part.items() if name not in unchecked}

@@ -1,0 +1,185 @@
+"""The release matrix: every report on every release, expected beside found.
+
+Usage: python3 scripts/matrix.py [--write] [NAME...]     all releases, or these, or `core`
+
+Runs the scheduler-level corpus of `kvledger.audit.conformance` under observation in each release's
+environment (scripts/releases.py), prints one grid, and exits with 1 where something expected was not
+found or something was found that nobody expects. `--write` makes docs/detection.md of a whole run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from expectations import KNOWN, REPORTS, Known, Report
+from releases import BIN, CORE, MATRIX, build, environ
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "detection.md"
+
+
+@dataclass
+class Outcome:
+    """What the corpus gave in one release."""
+
+    release: str
+    lines: dict[str, dict[str, object]] = field(default_factory=dict)
+    error: str = ""
+
+    def findings(self, course: str) -> set[str]:
+        """Ids found in a course."""
+        found = self.lines.get(course, {}).get("findings", [])
+        assert isinstance(found, list)
+        return {row[0] for row in found}
+
+    @property
+    def left_out(self) -> list[str]:
+        return [name for name, line in self.lines.items() if line.get("left_out")]
+
+    def unexpected(self) -> list[str]:
+        """What nobody expects here: false alarms, doubts, accounts that do not balance."""
+        said = []
+        for course, line in self.lines.items():
+            extra = self.findings(course) - expected_ids(course, self.release)
+            wrong = [f"found {each}" for each in sorted(extra)]
+            wrong += [f"{key}: {line[key]}" for key in ("doubts", "unbalanced", "open", "raised") if line.get(key)]
+            if line.get("balanced") is False:
+                wrong.append("does not balance")
+            said += [f"{self.release}: {course}: {each}" for each in wrong if not excused(course, self.release)]
+        return said
+
+
+def expected_ids(course: str, release: str) -> set[str]:
+    """Ids that may be found in a course of a release."""
+    ids = {known.id for known in KNOWN if known.covers(course, release)}
+    for report in REPORTS:
+        if course in report.courses and release in report.found_in:
+            ids.update(report.ids)
+    return ids
+
+
+def excused(course: str, release: str) -> bool:
+    """Whether the host itself is known to go wrong in this course."""
+    return any(known.covers(course, release) and known.host_fails for known in KNOWN)
+
+
+def run(name: str) -> Outcome:
+    """The corpus in one release."""
+    module = "kvledger.audit.conformance." + ("v0" if name.endswith("-v0") else "matrix")
+    done = subprocess.run(
+        [str(BIN / "python"), "-m", module],
+        env=environ(name) | {"PYTHONPATH": os.pathsep.join((environ(name).get("PYTHONPATH", ""), str(ROOT / "src")))},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    outcome = Outcome(name)
+    for line in done.stdout.splitlines():
+        if line.startswith("{"):
+            told = json.loads(line)
+            outcome.lines[told["course"]] = told
+    if done.returncode or not outcome.lines:
+        outcome.error = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+    return outcome
+
+
+def cell(report: Report, outcome: Outcome) -> tuple[str, bool]:
+    """What stands in the grid for a report in a release, and whether it is as expected."""
+    run_here = [c for c in report.courses if c in outcome.lines and c not in outcome.left_out]
+    if not run_here:
+        return "-", outcome.release not in report.found_in
+    seen = [c for c in run_here if outcome.findings(c) & set(report.ids)]
+    if outcome.release in report.found_in:
+        return (f"found {len(seen)}/{len(run_here)}", len(seen) == len(run_here))
+    return ("silent", True) if not seen else (f"FOUND {len(seen)}", False)
+
+
+def grid(outcomes: Sequence[Outcome]) -> tuple[list[list[str]], list[str]]:
+    """Rows of text, header first, and what is not as expected."""
+    rows = [["release", "courses", "left out", "clean", *(report.key for report in REPORTS)]]
+    wrong: list[str] = []
+    for outcome in outcomes:
+        if outcome.error:
+            wrong.append(f"{outcome.release}: {outcome.error}")
+        alarms = outcome.unexpected()
+        wrong += alarms
+        ran = len(outcome.lines) - len(outcome.left_out)
+        clean = sum(not outcome.findings(c) for c in outcome.lines) - len(outcome.left_out)
+        row = [outcome.release, str(ran), str(len(outcome.left_out)), str(clean)]
+        for report in REPORTS:
+            text, right = cell(report, outcome)
+            row.append(text if right else f"{text} (!)")
+            if not right:
+                wrong.append(f"{outcome.release}: {report.key}: {text}")
+        rows.append(row)
+    return rows, wrong
+
+
+def text(rows: list[list[str]]) -> str:
+    """The grid, aligned."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def page(rows: list[list[str]], outcomes: Sequence[Outcome]) -> str:
+    """docs/detection.md."""
+    head, *body = rows
+    table = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *("| " + " | ".join(r) + " |" for r in body)]
+    known = [
+        f"| `{k.id}` | {k.first} to {k.last} | {k.why} | {', '.join(f'`{c}`' for c in k.courses)} |" for k in KNOWN
+    ]
+    reports = [f"- **{r.key}** ([{r.reference[0]}]({r.reference[1]})): {r.says}" for r in REPORTS]
+    return "\n".join(
+        [
+            "# Detection",
+            "",
+            "Made by `make releases`: the real scheduler of each release, driven with made-up model output",
+            "through the corpus of `kvledger.audit.conformance`, under observation. *found n/n*: in each of",
+            "the n courses that drive the engine into the fault, it was found. *silent*: those courses ran",
+            "and nothing was said. *-*: the release can't be driven there (v0 or v1 only, or no such",
+            "feature). *clean* counts the courses in which nothing at all was found; the others are listed",
+            "below, release by release, and nothing else was found anywhere.",
+            "",
+            *table,
+            "",
+            *reports,
+            "",
+            "## What else is found on released engines",
+            "",
+            "| finding | releases | what it is | courses |",
+            "|---|---|---|---|",
+            *known,
+            "",
+        ]
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    write = "--write" in arguments
+    words = [word for word in arguments if word != "--write"]
+    names = [name for word in words or MATRIX for name in (CORE if word == "core" else [word])]
+    build(names)
+    outcomes = []
+    for name in names:
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        outcomes.append(run(name))
+    rows, wrong = grid(outcomes)
+    print(text(rows))
+    for each in wrong:
+        print(f"not as expected: {each}")
+    if write and not words:
+        PAGE.write_text(page(rows, outcomes))
+    print(f"{len(outcomes)} releases, {len(wrong)} not as expected")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,140 @@
+"""An adapter is chosen by what the host has; one that fits none is refused by what differs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.engines.stand_ins import stand_in
+
+from kvledger.audit import engines
+from kvledger.audit.catalogue import catalogue
+from kvledger.audit.engines import ADAPTERS, Adapter, choose
+from kvledger.audit.engines.semantics import MEANINGS, limits, meanings, release
+from kvledger.audit.engines.v0 import V0Observer
+from kvledger.audit.engines.v1 import V1Observer
+from kvledger.audit.engines.v1_009 import V1Observer009
+from kvledger.audit.engines.v1_012 import V1Observer012
+from kvledger.audit.engines.v1_017 import V1Observer017, V1Observer018
+from kvledger.audit.engines.v1_020 import V1Observer020
+from kvledger.audit.hooks import EngineMismatch
+
+RELEASES = {
+    V1Observer: ("0.27.1", "0.30.0", "0.32.0", "0.33.0"),
+    V1Observer020: ("0.20.0", "0.22.1", "0.23.0", "0.24.0"),
+    V1Observer018: ("0.18.1", "0.19.1"),
+    V1Observer017: ("0.17.0",),
+    V1Observer012: ("0.12.0.post2",),
+    V1Observer009: ("0.9.2.post2", "0.10.2.post2"),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever vLLM is installed, its outputs have none of the fields that are read."""
+    _has(monkeypatch)
+
+
+def _has(monkeypatch: pytest.MonkeyPatch, *fields: str) -> None:
+    monkeypatch.setattr(engines, "output_fields", lambda: fields)
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter: adapter.NAME)
+def test_each_adapter_is_chosen_by_its_own_signatures(
+    adapter: Adapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _has(monkeypatch, *getattr(adapter, "OUTPUT", ()))
+
+    assert adapter is choose(stand_in(adapter))
+
+
+def test_the_output_tells_0_19_from_0_20(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their schedulers have the same signatures."""
+    scheduler = stand_in(V1Observer018)
+    _has(monkeypatch, "num_cached_tokens", "num_external_computed_tokens")
+    assert V1Observer018 is choose(scheduler)
+    _has(monkeypatch, "prefill_stats")
+    assert V1Observer020 is choose(scheduler)
+
+
+def test_a_release_that_has_more_than_is_hooked_is_no_mismatch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheduler = stand_in(V1Observer)
+    scheduler.novelty = lambda surprise: None
+    _has(monkeypatch, "prefill_stats", "novelty")
+
+    assert V1Observer is choose(scheduler)
+
+
+def test_a_method_that_not_every_release_has_may_be_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheduler: Any = stand_in(V1Observer)
+    del type(scheduler)._handle_failed_recving
+    del scheduler.connector
+    _has(monkeypatch, "prefill_stats")
+
+    assert V1Observer is choose(scheduler)
+
+
+def test_an_unknown_host_is_refused_by_what_differs_from_the_nearest_adapter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheduler: Any = stand_in(V1Observer012)
+    type(scheduler).schedule = lambda self, surprise: None
+    with pytest.raises(EngineMismatch) as refused:
+        choose(scheduler)
+
+    assert (
+        "Scheduler is not as v1-0.12, the nearest adapter, expects: schedule takes (surprise), not ()"
+        == str(refused.value)
+    )
+
+
+def test_a_field_that_is_read_and_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(EngineMismatch, match="EngineCoreOutput has no prefill_stats"):
+        choose(stand_in(V1Observer))
+
+
+# --- what figures mean ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("adapter", "version"), [(adapter, version) for adapter, all_of in RELEASES.items() for version in all_of]
+)
+def test_the_table_says_what_the_adapter_says(adapter: type[V1Observer], version: str) -> None:
+    meant = meanings(version)
+
+    assert adapter.FIGURES == meant["prompt figures"].word
+    assert ("local" in adapter.COUNTED) == (meant["local look-ups"].word == "admissions")
+    assert ("external" in adapter.COUNTED) == (meant["external look-ups"].word == "admissions")
+
+
+@pytest.mark.parametrize("version", [version for all_of in RELEASES.values() for version in all_of])
+def test_each_figure_has_one_meaning_in_a_release(version: str) -> None:
+    number = release(version)
+    rows = [r.figure for r in MEANINGS if r.since <= number and (r.until is None or number < r.until)]
+
+    assert len(rows) == len(set(rows))
+
+
+def test_only_invariants_that_there_are_can_be_limited() -> None:
+    named = {name for row in MEANINGS for name in (*row.unchecked, *row.in_part)}
+
+    assert named <= set(catalogue())
+
+
+def test_the_newest_release_has_no_limits() -> None:
+    assert ({}, {}) == limits("0.33.0")
+
+
+def test_what_is_not_checked_at_all_is_not_checked_in_part() -> None:
+    unchecked, in_part = limits("0.10.2.post2")
+
+    assert "tokens/lookup-counted-once" in unchecked
+    assert set() == set(unchecked) & set(in_part)
+
+
+def test_v0_has_a_table_of_its_own() -> None:
+    assert V0Observer is choose(stand_in(V0Observer))

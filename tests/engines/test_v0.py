@@ -1,0 +1,326 @@
+"""The v0 adapter on the real v0 scheduler: only where vLLM 0.9 is (`scripts/releases.py run 0.9.1-v0`).
+
+0.9.1 keeps the answer of a look-up whose attempt failed (vLLM PR #18957), 0.9.2 forgets it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.core.scheduler", exc_type=ImportError)
+
+from tests.engines.observed import audited, found
+from vllm.core.scheduler import Scheduler
+
+from kvledger.audit import events as ev
+from kvledger.audit.conformance import v0_driver
+from kvledger.audit.conformance.v0 import COURSES
+from kvledger.audit.conformance.v0 import audited as report
+from kvledger.audit.conformance.v0_courses import CLEAN, CROWDED, VARIANTS
+from kvledger.audit.conformance.v0_driver import Attach, Driver, start
+from kvledger.audit.conformance.v0_stale import STALE, UNFIXED
+from kvledger.audit.engines.v0 import V0Observer
+from kvledger.audit.hooks import PATIENCE, EngineMismatch
+from kvledger.audit.recorder import MemoryRecorder
+
+FORGETS = hasattr(Scheduler, "remove_seq_from_computed_blocks_tracker")
+"""0.9.2 and later."""
+STALE_LOOKUP = "tokens/stale-lookup"
+OBSERVERS = sorted({name for hook in V0Observer.HOOKS for name in (hook.before, hook.after) if name})
+
+
+def attached(sink: MemoryRecorder, scheduler: Any) -> V0Observer:
+    observer = V0Observer(scheduler, sink, version="0.9")
+    observer.start()
+    return observer
+
+
+def observe(course: Any, **setup: Any) -> tuple[Driver, list[ev.Event]]:
+    """Run a course with an observer on its scheduler; the driver and every event, in order."""
+    sink, observers = MemoryRecorder(), []
+
+    def attach(scheduler: Any) -> None:
+        observers.append(attached(sink, scheduler))
+
+    driver = course(attach, **setup)
+    for observer in observers:
+        observer.stop("exit")
+    return driver, sink.take()
+
+
+@pytest.mark.parametrize("name", COURSES)
+def test_accounts_balance(name: str) -> None:
+    said = report(name)
+
+    assert said.balanced
+    assert [] == said.doubts
+    assert {id_ for id_, _ in said.findings} <= {STALE_LOOKUP}
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_a_clean_workload_raises_no_alarm(name: str) -> None:
+    assert [] == report(name).findings
+
+
+@pytest.mark.parametrize("name", STALE)
+def test_a_look_up_that_is_kept(name: str) -> None:
+    said = report(name)
+
+    assert ((STALE_LOOKUP, "r") in said.findings) is not FORGETS
+    assert not (FORGETS and said.findings)
+
+
+@pytest.mark.parametrize("name", UNFIXED)
+def test_a_look_up_that_0_9_2_keeps_too(name: str) -> None:
+    """An infeasible swapped group is ignored without being freed."""
+    driver, events = observe(COURSES[name])
+
+    assert {(STALE_LOOKUP, "r")} == found(audited(events))
+    assert driver.remembered()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("name", CROWDED)
+def test_a_random_crowd(name: str, seed: int) -> None:
+    said = report(name, seed=seed)
+
+    assert said.balanced
+    assert [] == said.doubts
+    silent = FORGETS or "uncached" in name
+    assert (set() if silent else {STALE_LOOKUP}) == {id_ for id_, _ in said.findings}
+
+
+def test_the_figures_of_a_hit_that_is_gone() -> None:
+    """64 tokens found when there was no room, none of them left when there is."""
+    _, events = observe(STALE["too_few_blocks_at_first"])
+    kept = [event for event in events if isinstance(event, ev.LookupKept)]
+    if FORGETS:
+        assert [] == kept
+        return
+    (violation,) = audited(events).violations
+
+    assert [(64, 0, False)] == [(k.local_tokens, k.cached_tokens, k.ended) for k in kept]
+    assert "the 64 local tokens that step 6 had found" in violation.message
+    assert "the cache holds 0 now" in violation.message
+
+
+# --- figures, to the token ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_where_shared_prefixes_came_from(variant: str) -> None:
+    _, events = observe(CLEAN[f"shared_prefix{variant}"])
+    ledger = audited(events).ledger
+    settled = {name: ledger.closed[name].freeze().settled for name in ("first", "second", "same", "shorter")}
+
+    assert {
+        "first": (0, 100),
+        "second": (64, 36),
+        "same": (96, 0),  # its last token is executed again
+        "shorter": (80, 15),
+    } == {name: (one.local, one.computed) for name, one in settled.items() if one is not None}
+    same = ledger.closed["same"].freeze()
+    assert {"full_hit": 1} == same.rework
+    assert 1 + 3 == same.scheduled - same.overrun
+
+
+def test_blocks_still_to_be_computed_are_no_hit() -> None:
+    _, events = observe(CLEAN["together"])
+    ledger = audited(events).ledger
+
+    assert 32 == ledger.closed["b"].freeze().first_prompt
+
+
+def test_a_life_goes_on_while_it_is_swapped_out() -> None:
+    driver, events = observe(CLEAN["too_few_blocks_swapped"])
+    late = audited(events).ledger.closed["late"].freeze()
+
+    assert driver.scheduler.num_cumulative_preemption
+    assert 1 == len(late.lives)
+    assert {} == late.rework
+
+
+def test_preempted_and_computed_again() -> None:
+    _, events = observe(CLEAN["preempted_once_uncached"])
+    late = audited(events).ledger.closed["late"].freeze()
+
+    assert ["blocks", "finished"] == [life.ended_by for life in late.lives]
+    assert late.rework["blocks"] == late.lives[0].discarded
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_step_in_flight_at_the_end_is_overrun(asynchronous: bool) -> None:
+    """The asynchronous output processor looks for stops one step late."""
+    _, events = observe(CLEAN["plain_asynchronous" if asynchronous else "plain"])
+    accounts = audited(events).ledger.closed.values()
+
+    overrun = sum(account.overrun for account in accounts)
+    assert (overrun > 0) is asynchronous
+
+
+# --- what is not as it was promised ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("tokens", "id_"), [(16, "tokens/balance"), (-16, "tokens/unexplained-drop")])
+def test_a_count_that_moves_by_itself_is_found_at_the_next_rest(tokens: int, id_: str) -> None:
+    def course(attach: Attach) -> Driver:
+        driver = start(attach, chunked_prefill=True, max_batched_tokens=64)
+        group = driver.add("r", 200, 3)
+        driver.add("s", 20, 9)
+        driver.step()
+        group.first_seq.data._num_computed_tokens += tokens
+        driver.step()
+        driver.step()
+        return driver
+
+    _, events = observe(course)
+
+    assert {(id_, "r")} == found(audited(events))
+
+
+def test_a_group_of_two_sequences_is_unknown_and_never_wrong() -> None:
+    def course(attach: Attach) -> Driver:
+        from vllm.sequence import Sequence
+
+        driver = start(attach)
+        add = driver.scheduler.add_seq_group
+
+        def twice(group: Any) -> None:
+            first = group.first_seq
+            group.seqs = [first, Sequence(77, first.inputs, 16)]
+            add(group)
+
+        driver.scheduler.add_seq_group = twice
+        driver.add("two", 20)
+        driver.scheduler.add_seq_group = add
+        driver.add("r", 20, 3)
+        driver.scheduler.waiting.popleft()
+        driver.run()
+        return driver
+
+    _, events = observe(course)
+    auditor = audited(events)
+
+    assert [] == auditor.violations
+    assert ["1 accounts are unknown"] == auditor.doubts
+
+
+# --- it may fail; serving may not -----------------------------------------------------------------
+
+CROWD = CROWDED["crowd_chunked_asynchronous"]
+
+
+@pytest.fixture(scope="module")
+def bare() -> dict[str, list[int]]:
+    return CROWD().outputs
+
+
+def test_observed_outputs_are_those_of_a_bare_engine(bare: dict[str, list[int]]) -> None:
+    assert bare == observe(CROWD)[0].outputs
+
+
+@pytest.mark.parametrize("name", OBSERVERS)
+def test_an_observer_that_raises_changes_nothing_and_is_told(
+    name: str, bare: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: V0Observer, *_: Any, **__: Any) -> None:
+        raise RuntimeError("a broken observer")
+
+    monkeypatch.setattr(V0Observer, name, broken)
+    driver, events = observe(CROWD)
+    failures = [event for event in events if isinstance(event, ev.HookFailed)]
+    unknown = [account for account in audited(events).ledger.accounts() if account.unknown]
+
+    assert bare == driver.outputs
+    assert len(failures) <= 2 * PATIENCE
+    assert bool(failures) == bool(unknown)
+
+
+def test_a_sink_that_raises_changes_nothing(bare: dict[str, list[int]]) -> None:
+    class Broken(MemoryRecorder):
+        def record(self, event: ev.Event) -> None:
+            raise OSError("no space left on device")
+
+    assert bare == CROWD(lambda scheduler: attached(Broken(), scheduler)).outputs
+
+
+def test_detaching_leaves_no_trace() -> None:
+    driver = start()
+    parts = (driver.scheduler, driver.scheduler.block_manager)
+    before = [set(vars(part)) for part in parts]
+    sink = MemoryRecorder()
+    observer = attached(sink, driver.scheduler)
+    driver.add("r", 50, 3)
+    driver.run()
+    observer.stop("detached")
+
+    assert before == [set(vars(part)) for part in parts]
+    assert "clean" == audited(sink.take()).verdict
+
+
+def test_attaching_late_is_unknown_for_what_ran_and_clean_for_what_comes() -> None:
+    driver = start(chunked_prefill=True, max_batched_tokens=64)
+    driver.add("early", 100, 6)
+    driver.step()
+    sink = MemoryRecorder()
+    observer = attached(sink, driver.scheduler)
+    driver.add("late", 100, 3)
+    driver.run()
+    observer.stop("exit")
+    auditor = audited(sink.take())
+
+    assert [] == auditor.violations
+    assert "the trace begins in its midst" == auditor.ledger.closed["early"].unknown
+    assert auditor.ledger.closed["late"].unknown is None
+
+
+@pytest.mark.parametrize("name", CROWDED)
+def test_a_snapshot_may_be_wanted_at_any_rest(name: str) -> None:
+    class Demanding(MemoryRecorder):
+        steps = 0
+
+        def record(self, event: ev.Event) -> None:
+            self.steps += isinstance(event, ev.Stepped)
+            self.wants_snapshot = self.steps % 7 == 0
+            super().record(event)
+
+    sink = Demanding()
+    CROWDED[name](lambda scheduler: attached(sink, scheduler))
+    auditor = audited(sink.take())
+
+    assert {violation.id for violation in auditor.violations} <= {STALE_LOOKUP}
+    assert [] == auditor.doubts
+    assert not (FORGETS and auditor.violations)
+
+
+def test_a_host_that_differs_is_refused_and_untouched() -> None:
+    scheduler = start().scheduler
+
+    def free_seq(seq: Any, now: float) -> None:
+        raise AssertionError("never called")
+
+    scheduler.free_seq = free_seq
+    before = dict(vars(scheduler))
+    with pytest.raises(EngineMismatch, match=r"free_seq takes .*now"):
+        attached(MemoryRecorder(), scheduler)
+    assert before == vars(scheduler)
+
+
+def test_several_tokens_a_step_are_refused() -> None:
+    scheduler = start().scheduler
+    scheduler.scheduler_config.num_lookahead_slots = 3
+
+    with pytest.raises(EngineMismatch, match="several tokens a step"):
+        attached(MemoryRecorder(), scheduler)
+
+
+def test_nothing_of_a_prompt_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No token id of a prompt may stand in any event; these ids are like no count."""
+    telling = list(range(900_000_000, 900_000_100))
+    monkeypatch.setattr(v0_driver, "tokens", lambda count, _: telling[:count])
+    _, events = observe(CLEAN["plain"])
+
+    assert len(events) > 10
+    assert not any(str(token) in repr(event) for event in events for token in telling)
