@@ -456,9 +456,7 @@ class Ledger:
             self._lose(account, event.computed_tokens, account.computed, event.cause)
         self._enter(event, account)
 
-    def _lose(
-        self, account: Account, start: int, end: int, cause: str, alive_from: int = 0
-    ) -> None:
+    def _lose(self, account: Account, start: int, end: int, cause: str, alive_from: int = 0) -> None:
         """The life's count falls from ``end`` to ``start``; below ``alive_from`` no KV was lost."""
         tokens = end - start
         if tokens <= 0:
@@ -877,9 +875,7 @@ class Ledger:
             )
             self._entries.append(Entry(self.number, self.step, self.at, subject, account))
 
-    def _line(
-        self, account: Account, text: str, credit: int = 0, debit: int = 0, life: int = 0
-    ) -> None:
+    def _line(self, account: Account, text: str, credit: int = 0, debit: int = 0, life: int = 0) -> None:
         if account.lines is not None:
             number = life or (account.life.number if account.life else len(account.lives))
             account.lines.append(

@@ -174,8 +174,8 @@ scheduler, with made-up model output, and for the observed engine all CPU time o
 besides. *Bare* is the same engine with its own statistics on, as it serves. The engines take turns
 of 16 steps in one process, {FULL.rounds} rounds of {FULL.steps} steps each and with new engines; every
 turn is compared with its neighbours', and the figure is the median over the rounds of these ratios'
-medians, with its 95 % bootstrap interval. *p99 step* is wall time, compared by the round. A step of a real engine waits for the model besides,
-so there the share is less.
+medians, with its 95 % bootstrap interval. *p99 step* is wall time, compared by the round. A step of
+a real engine waits for the model besides, so there the share is less.
 
 *Steady* is decode only. *Churn* has prompts of 64 to 256 tokens, partly shared, and outputs of 64 to
 256 tokens, or of 16 to 64. *Speculative* accepts a random number of three drafts; 256 requests run

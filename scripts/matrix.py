@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from expectations import KNOWN, REPORTS, Known, Report
+from expectations import KNOWN, REPORTS, Report
 from releases import BIN, CORE, MATRIX, build, environ
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,10 +50,14 @@ class Outcome:
         for course, line in self.lines.items():
             extra = self.findings(course) - expected_ids(course, self.release)
             wrong = [f"found {each}" for each in sorted(extra)]
-            wrong += [f"{key}: {line[key]}" for key in ("doubts", "unbalanced", "open", "raised") if line.get(key)]
+            wrong += [
+                f"{key}: {line[key]}" for key in ("doubts", "unbalanced", "open", "raised") if line.get(key)
+            ]
             if line.get("balanced") is False:
                 wrong.append("does not balance")
-            said += [f"{self.release}: {course}: {each}" for each in wrong if not excused(course, self.release)]
+            said += [
+                f"{self.release}: {course}: {each}" for each in wrong if not excused(course, self.release)
+            ]
         return said
 
 
@@ -61,7 +65,7 @@ def expected_ids(course: str, release: str) -> set[str]:
     """Ids that may be found in a course of a release."""
     ids = {known.id for known in KNOWN if known.covers(course, release)}
     for report in REPORTS:
-        if course in report.courses and release in report.found_in:
+        if report.drives(course) and release in report.found_in:
             ids.update(report.ids)
     return ids
 
@@ -76,7 +80,8 @@ def run(name: str) -> Outcome:
     module = "kvledger.audit.conformance." + ("v0" if name.endswith("-v0") else "matrix")
     done = subprocess.run(
         [str(BIN / "python"), "-m", module],
-        env=environ(name) | {"PYTHONPATH": os.pathsep.join((environ(name).get("PYTHONPATH", ""), str(ROOT / "src")))},
+        env=environ(name)
+        | {"PYTHONPATH": os.pathsep.join((environ(name).get("PYTHONPATH", ""), str(ROOT / "src")))},
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -93,7 +98,7 @@ def run(name: str) -> Outcome:
 
 def cell(report: Report, outcome: Outcome) -> tuple[str, bool]:
     """What stands in the grid for a report in a release, and whether it is as expected."""
-    run_here = [c for c in report.courses if c in outcome.lines and c not in outcome.left_out]
+    run_here = [c for c in outcome.lines if report.drives(c) and c not in outcome.left_out]
     if not run_here:
         return "-", outcome.release not in report.found_in
     seen = [c for c in run_here if outcome.findings(c) & set(report.ids)]
@@ -132,9 +137,14 @@ def text(rows: list[list[str]]) -> str:
 def page(rows: list[list[str]], outcomes: Sequence[Outcome]) -> str:
     """docs/detection.md."""
     head, *body = rows
-    table = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *("| " + " | ".join(r) + " |" for r in body)]
+    table = [
+        "| " + " | ".join(head) + " |",
+        "|" + "---|" * len(head),
+        *("| " + " | ".join(r) + " |" for r in body),
+    ]
     known = [
-        f"| `{k.id}` | {k.first} to {k.last} | {k.why} | {', '.join(f'`{c}`' for c in k.courses)} |" for k in KNOWN
+        f"| `{k.id}` | {k.first} to {k.last} | {k.why} | {', '.join(f'`{c}`' for c in k.courses)} |"
+        for k in KNOWN
     ]
     reports = [f"- **{r.key}** ([{r.reference[0]}]({r.reference[1]})): {r.says}" for r in REPORTS]
     return "\n".join(

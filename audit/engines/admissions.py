@@ -210,8 +210,10 @@ class AdmissionObserver(Observer):
         manager = self.scheduler.kv_cache_manager
         if manager.prefix_cache_stats is None or "local" not in self.COUNTED:
             rise[:3] = (-1, -1, -1)
-        if getattr(self.scheduler, "connector_prefix_cache_stats", None) is None or getattr(
-            self.scheduler, "defer_async_loads", False
+        if (
+            getattr(self.scheduler, "connector_prefix_cache_stats", None) is None
+            or getattr(self.scheduler, "defer_async_loads", False)
+            or "external" not in self.COUNTED
         ):
             rise[3:] = (-1, -1, -1)
         self.log.emit(ev.LookupsCounted(self.log.now(), self._step, *rise))

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
+from tests.audit.lies import audited, found, miscounted, report, reported, started, told, with_after
+from tests.histories import GOLDEN, WOVEN, Golden, Woven, events, weave
+from tests.strategies import Story, random_histories
 
 from kvledger.audit import auditor as module
 from kvledger.audit.auditor import Auditor
@@ -23,9 +26,6 @@ from kvledger.audit.events import (
     SnapshotRow,
 )
 from kvledger.audit.ledger import Entry
-from tests.audit.lies import audited, found, miscounted, report, reported, started, told, with_after
-from tests.histories import GOLDEN, WOVEN, Golden, Woven, events, weave
-from tests.strategies import Story, random_histories
 
 NEVER_LOADED = {"never_loaded", "not_planned"}
 STALE = told(events(100, "A64+0 s36 o+ F"), LookedUp, step=0)
@@ -111,9 +111,7 @@ def test_a_repeat_is_counted_and_not_returned():
     returned = auditor.feed_all([started(), *stream])
 
     assert [("tokens/balance", 0, 1)] == [(v.id, v.repeats, v.last_step) for v in returned]
-    assert [("tokens/balance", 1, 2)] == [
-        (v.id, v.repeats, v.last_step) for v in auditor.violations
-    ]
+    assert [("tokens/balance", 1, 2)] == [(v.id, v.repeats, v.last_step) for v in auditor.violations]
 
 
 def test_each_request_is_a_finding_of_its_own():

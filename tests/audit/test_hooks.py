@@ -43,9 +43,7 @@ RUN = Hook("", "run", (("tokens", "fast"),), "before", "after")
 LOAD = Hook("part", "load", (("name",),), after="after")
 
 
-def hooks(
-    table: tuple[Hook, ...], host: Host, watcher: Watcher, failed: list[Any] | None = None
-) -> Hooks:
+def hooks(table: tuple[Hook, ...], host: Host, watcher: Watcher, failed: list[Any] | None = None) -> Hooks:
     heard = [] if failed is None else failed
     return Hooks(table, host, watcher, lambda *what: heard.append(what))
 

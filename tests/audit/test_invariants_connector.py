@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-
-from kvledger.audit.events import Admitted, Matched
 from tests.audit.lies import audited, found, report, reported, told
 from tests.histories import events
+
+from kvledger.audit.events import Admitted, Matched
 
 violates = pytest.mark.violates
 near_miss = pytest.mark.near_miss

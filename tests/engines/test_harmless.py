@@ -82,7 +82,7 @@ def test_a_host_with_another_signature_is_refused_and_untouched() -> None:
     scheduler.update_from_output = update_from_output
     before = dict(vars(scheduler))
 
-    with pytest.raises(EngineMismatch, match="update_from_output takes .*extra"):
+    with pytest.raises(EngineMismatch, match=r"update_from_output takes .*extra"):
         choose(scheduler)
     with pytest.raises(LedgerError, match="can't be observed"):
         attach(scheduler)
