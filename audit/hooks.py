@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 PATIENCE = 5
 """Failures of one hook after which it removes itself."""
@@ -43,26 +43,95 @@ class Hook(NamedTuple):
     boundary: bool = False
 
 
+class Dispatcher:
+    """A method of a class, replaced by one that asks whether *this* instance is watched.
+
+    Nothing is set on the instance: touching its ``__dict__`` would cost every later attribute access
+    of it (CPython 3.11 and later keep attributes inline until then), and an engine step makes
+    thousands. The class gets its own attribute back when its last watched instance is let go.
+    """
+
+    installed: ClassVar[dict[tuple[type, str], Dispatcher]] = {}
+
+    def __init__(self, cls: type, name: str) -> None:
+        self.cls = cls
+        self.name = name
+        self.watched: dict[int, list[Callable[..., Any]]] = {}
+        """Wrappers of one instance, by its id; the last one is called."""
+        self.let_go: list[Callable[..., Any]] = []
+        """Wrappers that passed away beneath others, which still call through them."""
+        self._raw = cls.__dict__.get(name)
+        self.original: Callable[..., Any] = getattr(cls, name)
+        original, watched = self.original, self.watched
+
+        @functools.wraps(original)
+        def dispatch(instance: Any, *args: Any, **kwargs: Any) -> Any:
+            wrappers = watched.get(id(instance))
+            if wrappers:
+                return wrappers[-1](*args, **kwargs)
+            return original(instance, *args, **kwargs)
+
+        self.method = dispatch
+        setattr(cls, name, dispatch)
+
+    @classmethod
+    def of(cls, owner: Any, name: str) -> Dispatcher | None:
+        """The dispatcher of a live object's method; None if the attribute is the object's own."""
+        kind = type(owner)
+        method = getattr(owner, name)
+        found = getattr(kind, name, None)
+        if not (inspect.ismethod(method) and method.__self__ is owner and method.__func__ is found):
+            return None
+        known = cls.installed.get((kind, name))
+        if known is None or known.method is not found:
+            known = cls.installed[kind, name] = Dispatcher(kind, name)
+        return known
+
+    def release(self) -> None:
+        """Give the class its attribute back, once nobody is watched through it."""
+        if self.watched or self.cls.__dict__.get(self.name) is not self.method:
+            return
+        Dispatcher.installed.pop((self.cls, self.name), None)
+        if self._raw is None:
+            delattr(self.cls, self.name)
+        else:
+            setattr(self.cls, self.name, self._raw)
+
+
 class Wrapping:
-    """One attribute of ``owner`` replaced by an observed one."""
+    """One method of one live object, observed; the object is held until :meth:`undo`."""
 
     def __init__(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Any]) -> None:
         self.owner = owner
         self.name = name
-        self._was_own = name in vars(owner)
-        self._raw = vars(owner).get(name)
-        self.wrapper = make(getattr(owner, name))
-        setattr(owner, name, self.wrapper)
+        self._dispatcher = Dispatcher.of(owner, name)
+        if self._dispatcher is None:
+            self._raw = vars(owner).get(name)
+            self.wrapper = make(getattr(owner, name))
+            setattr(owner, name, self.wrapper)
+        else:
+            wrappers = self._dispatcher.watched.setdefault(id(owner), [])
+            inner = wrappers[-1] if wrappers else self._dispatcher.original.__get__(owner)
+            self.wrapper = make(inner)
+            wrappers.append(self.wrapper)
 
     def undo(self) -> bool:
-        """Put the attribute back; False if somebody has wrapped it again since."""
-        if vars(self.owner).get(self.name) is not self.wrapper:
-            return False
-        if self._was_own:
+        """Take it off; False if somebody has wrapped it again since (ours then passes through)."""
+        if self._dispatcher is None:
+            if vars(self.owner).get(self.name) is not self.wrapper:
+                return False
             setattr(self.owner, self.name, self._raw)
-        else:
-            delattr(self.owner, self.name)
-        return True
+            return True
+        watched = self._dispatcher.watched
+        wrappers = watched.get(id(self.owner), [])
+        on_top = bool(wrappers) and wrappers[-1] is self.wrapper
+        self._dispatcher.let_go.append(self.wrapper)
+        while wrappers and wrappers[-1] in self._dispatcher.let_go:
+            self._dispatcher.let_go.remove(wrappers.pop())
+        if not wrappers:
+            watched.pop(id(self.owner), None)
+            self._dispatcher.release()
+        return on_top
 
 
 class Hooks:
