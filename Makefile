@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := @$(PYTHON) scripts/environment.py
 
-.PHONY: help demo test bench docs clean
+.PHONY: help demo test bench releases docs clean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -24,6 +24,10 @@ test: ## lint, type-check and test
 bench: ## measure what the hooks cost an engine step
 	$(READY) test
 	$(BIN)/python benchmarks/run.py $(ARGS)
+
+releases: ## every vLLM release of the matrix: reports expected beside found
+	$(READY) test
+	$(PYTHON) scripts/matrix.py $(ARGS)
 
 docs: ## write the generated pages again
 	$(READY) test

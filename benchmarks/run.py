@@ -53,7 +53,7 @@ class Amount(NamedTuple):
     requests: tuple[int, int]
 
 
-FULL = Amount(share=1.0, rounds=12, steps=512, pairs=120, replays=9, requests=(10_000, 100_000))
+FULL = Amount(share=1.0, rounds=6, steps=256, pairs=40, replays=5, requests=(2_000, 20_000))
 QUICK = Amount(share=0.1, rounds=2, steps=16, pairs=2, replays=2, requests=(100, 200))
 
 
@@ -172,10 +172,10 @@ Made by `make bench ARGS=--write`; do not edit. It ran on {ran_on}
 *CPU a step* is CPU time in `add_request`, `schedule` and `update_from_output` of vLLM's real
 scheduler, with made-up model output, and for the observed engine all CPU time of the writer thread
 besides. *Bare* is the same engine with its own statistics on, as it serves. The engines take turns
-of 16 steps in one process, {FULL.rounds} rounds of {FULL.steps} steps each and with new engines; every
-turn is compared with its neighbours', and the figure is the median over the rounds of these ratios'
-medians, with its 95 % bootstrap interval. *p99 step* is wall time, compared by the round. A step of
-a real engine waits for the model besides, so there the share is less.
+of 16 steps in one process, {FULL.rounds} rounds of {FULL.steps} steps each, with new engines for
+every round. Every turn is compared with its neighbours', and the figure is the median over the
+rounds of these ratios' medians, with its 95 % bootstrap interval. *p99 step* is wall time, compared
+by the round. A step of a real engine waits for the model besides, so there the share is less.
 
 *Steady* is decode only. *Churn* has prompts of 64 to 256 tokens, partly shared, and outputs of 64 to
 256 tokens, or of 16 to 64. *Speculative* accepts a random number of three drafts; 256 requests run

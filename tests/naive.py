@@ -202,7 +202,8 @@ class Request:
         """Everything in the life is discarded."""
         for position in sorted(life.pending):
             self.void(life, position, void_cause)
-        scheduled = sum(work.tokens for work in self.works if work.life is life and not work.closed)
+        own = [work for work in self.works if work.life is life and not work.closed]
+        scheduled = sum(work.tokens for work in own if work.void_from is None)
         promised = range(life.local, min(life.local + life.external, life.count - scheduled))
         for position in range(life.count):
             self.lose(position, cause)

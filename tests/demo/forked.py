@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def run(folder: Path, name: str) -> int:
     return code
 
 
-def main(folder: Path, names: list[str]) -> int:
+def main(folder: Path, names: list[str], run: Callable[[Path, str], int] = run) -> int:
     settle_environment(in_process=True)
     for module in IMPORTED_ONCE:
         importlib.import_module(module)

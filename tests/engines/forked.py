@@ -6,17 +6,14 @@ observed ones the journal in VARIANT.journal.
 
 from __future__ import annotations
 
-import gc
-import importlib
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from tests.demo.forked import IMPORTED_ONCE
+from tests.demo.forked import main
 
 from kvledger.audit.demo import engine
-from kvledger.audit.demo.surroundings import settle_environment
 from kvledger.audit.engines.v1 import V1Observer
 
 
@@ -55,23 +52,5 @@ def run(folder: Path, name: str) -> int:
     return engine.main(["--in-process", "--output", str(folder / f"{name}.json")])
 
 
-def main(folder: Path, names: list[str]) -> int:
-    settle_environment(in_process=True)
-    for module in IMPORTED_ONCE:
-        importlib.import_module(module)
-    gc.freeze()
-    failed = 0
-    for name in names:
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                code = run(folder, name)
-            finally:
-                os._exit(code)
-        failed |= os.waitpid(child, 0)[1]
-    return 1 if failed else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:], run))
