@@ -56,8 +56,8 @@ class Diagnosis(msgspec.Struct, frozen=True):
 def diagnose() -> Diagnosis:
     """Look at this environment. Imports vLLM, if it is there; never raises for what it finds."""
     host, adapter, scheduler, problems = _host()
-    number = host or ""
-    unchecked, in_part = limits(number)
+    meant = meanings(host or "", v0=bool(adapter and adapter.NAME.startswith("v0")))
+    unchecked, in_part = limits(meant)
     names = list(catalogue()) if adapter else []
     plugin, of_plugin = _plugin()
     directory, of_directory = _directory()
@@ -67,7 +67,7 @@ def diagnose() -> Diagnosis:
         adapter=adapter.NAME if adapter else None,
         hooks=live,
         missing_hooks=missing,
-        meanings=[Meant(row.figure, row.word, row.says) for row in meanings(number).values()],
+        meanings=[Meant(row.figure, row.word, row.says) for row in meant.values()],
         checked=[name for name in names if name not in unchecked],
         checked_in_part={name: why for name, why in in_part.items() if name in names},
         not_checked={name: why for name, why in unchecked.items() if name in names},

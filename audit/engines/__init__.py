@@ -6,6 +6,7 @@ An adapter is chosen by what the host *has* (signatures) and reported by what it
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 from kvledger.audit.engines.bare import bare_scheduler
@@ -14,7 +15,7 @@ from kvledger.audit.engines.v1 import V1Observer
 from kvledger.audit.engines.v1_009 import V1Observer009
 from kvledger.audit.engines.v1_012 import V1Observer012
 from kvledger.audit.engines.v1_017 import V1Observer017, V1Observer018
-from kvledger.audit.engines.v1_020 import V1Observer020
+from kvledger.audit.engines.v1_020 import V1Observer020, V1Observer026
 from kvledger.audit.hooks import EngineMismatch, check
 
 __all__ = [
@@ -32,6 +33,7 @@ Adapter = type[V1Observer] | type[V0Observer]
 
 ADAPTERS: tuple[Adapter, ...] = (
     V1Observer,
+    V1Observer026,
     V1Observer020,
     V1Observer018,
     V1Observer017,
@@ -69,12 +71,20 @@ def differences(adapter: Adapter, scheduler: Any) -> list[str]:
         except EngineMismatch as mismatch:
             found.append(str(mismatch).partition(": ")[2])
     needed = getattr(adapter, "HAS", ())
-    found += [f"{name} is missing" for name in needed if not hasattr(scheduler, name)]
+    found += [f"{name} is missing" for name in needed if not _has(scheduler, name)]
     fields = getattr(adapter, "OUTPUT", ())
     if fields and not found:
         had = output_fields()
         found += [f"EngineCoreOutput has no {name}" for name in fields if name not in had]
     return found
+
+
+def _has(scheduler: Any, path: str) -> bool:
+    try:
+        attrgetter(path)(scheduler)
+    except AttributeError:
+        return False
+    return True
 
 
 def output_fields() -> tuple[str, ...]:

@@ -24,7 +24,7 @@ class Observer:
     NAME: ClassVar[str]
     HOOKS: ClassVar[tuple[Hook, ...]]
     HAS: ClassVar[tuple[str, ...]] = ()
-    """What the scheduler must have besides the hooked methods."""
+    """What the scheduler must have besides the hooked methods, as dotted paths."""
     OUTPUT: ClassVar[tuple[str, ...]] = ()
     """Fields of the engine's output that are read."""
     FIGURES: ClassVar[str] = "first"
@@ -164,7 +164,7 @@ class Observer:
         return bool(request.status.name == "WAITING_FOR_REMOTE_KVS")
 
     def in_flight(self, request: Any) -> int:
-        """Tokens of steps whose output has not come, by the engine's count; -1 before 0.27."""
+        """Tokens of steps whose output has not come, by the engine's count; -1 before 0.26."""
         return int(getattr(request, "num_in_flight_tokens", -1))
 
     def placeholders(self, request: Any) -> int:
@@ -172,7 +172,7 @@ class Observer:
         return int(getattr(request, "num_output_placeholders", -1))
 
     def preemptions(self, request: Any) -> int:
-        """How often it was preempted; counted by the engine since 0.12."""
+        """How often it was preempted; counted by the engine since 0.11."""
         return int(getattr(request, "num_preemptions", 0))
 
     def unreported(self, request: Any) -> bool:
@@ -216,5 +216,5 @@ def _model_name(config: Any) -> str:
 
 
 def _failure_policy(transfer: Any) -> str | None:
-    """What becomes of a request whose load failed; before 0.17 it is always executed again."""
+    """What becomes of a request whose load failed; before 0.13 it is always executed again."""
     return None if transfer is None else str(getattr(transfer, "kv_load_failure_policy", "recompute"))

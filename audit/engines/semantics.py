@@ -53,13 +53,13 @@ MEANINGS: tuple[Meaning, ...] = (
     Meaning(
         "prompt figures",
         (0, 20),
-        (0, 27),
+        (0, 26),
         "last",
         "All prompt figures are of the last admission before the first output.",
     ),
     Meaning(
         "prompt figures",
-        (0, 27),
+        (0, 26),
         None,
         "first",
         "All prompt figures are of the first admission that ran.",
@@ -113,37 +113,31 @@ MEANINGS: tuple[Meaning, ...] = (
     Meaning(
         "external look-ups",
         (0, 9),
-        (0, 12),
+        (0, 11),
         "none",
         "The engine does not count them.",
         unchecked=("tokens/lookup-counted-once",),
     ),
     Meaning(
         "external look-ups",
-        (0, 12),
+        (0, 11),
         (0, 16),
         "runs",
         "Counted when a request begins to run, over its whole sequence.",
         unchecked=("tokens/lookup-counted-once",),
     ),
     Meaning("external look-ups", (0, 16), None, "admissions", "Counted once an admission."),
+    Meaning("load failure policy", (0, 9), (0, 11), "none", "A load can't be reported failed."),
     Meaning(
         "load failure policy",
-        (0, 9),
-        (0, 12),
-        "none",
-        "A load can't be reported failed.",
-    ),
-    Meaning(
-        "load failure policy",
-        (0, 12),
-        (0, 16),
+        (0, 11),
+        (0, 17),
         "recompute",
-        "What failed to load is executed; there is no other choice.",
+        "What failed to load is executed; since 0.13 unless configured otherwise.",
     ),
     Meaning(
         "load failure policy",
-        (0, 16),
+        (0, 17),
         None,
         "fail",
         "By default a request whose load failed ends with an error.",
@@ -174,12 +168,12 @@ MEANINGS: tuple[Meaning, ...] = (
     Meaning(
         "tokens in flight",
         (0, 10),
-        (0, 27),
+        (0, 26),
         "placeholders",
         "The engine counts output placeholders only.",
         in_part=("tokens/in-flight",),
     ),
-    Meaning("tokens in flight", (0, 27), None, "counted", "The engine counts tokens in flight."),
+    Meaning("tokens in flight", (0, 26), None, "counted", "The engine counts tokens in flight."),
     Meaning(
         "output in flight at a preemption",
         (0, 9),
@@ -205,27 +199,57 @@ MEANINGS: tuple[Meaning, ...] = (
 )
 
 
+V0: tuple[Meaning, ...] = (
+    Meaning(
+        "prompt figures",
+        (0, 9),
+        (0, 10),
+        "none",
+        "The v0 scheduler reports none, and knows no connector.",
+        unchecked=(*REPORTED, "connector/promise-not-loaded", "connector/negative-match"),
+        in_part=("tokens/negative", "tokens/source-sum"),
+    ),
+    Meaning(
+        "look-ups",
+        (0, 9),
+        (0, 10),
+        "uncounted",
+        "The v0 scheduler does not count them by request.",
+        unchecked=("tokens/lookup-counted-once",),
+    ),
+    Meaning(
+        "tokens in flight",
+        (0, 9),
+        (0, 10),
+        "none",
+        "The v0 scheduler counts neither tokens in flight nor output placeholders.",
+        unchecked=("tokens/in-flight",),
+    ),
+)
+"""For the v0 scheduler, which 0.9 still has."""
+
+
 def release(version: str) -> Release:
     """``(0, 12, 0)`` for ``0.12.0.post2+cpu``; () where there is no number."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()
 
 
-def meanings(version: str) -> dict[str, Meaning]:
+def meanings(version: str, *, v0: bool = False) -> dict[str, Meaning]:
     """What each figure means in a release, by figure."""
     number = release(version)
     return {
         row.figure: row
-        for row in MEANINGS
+        for row in (V0 if v0 else MEANINGS)
         if row.since <= number and (row.until is None or number < row.until)
     }
 
 
-def limits(version: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Invariants that can't be checked in a release, and those that see less, each with the reason."""
+def limits(meant: dict[str, Meaning]) -> tuple[dict[str, str], dict[str, str]]:
+    """Invariants that can't be checked by these, and those that see less, each with the reason."""
     unchecked: dict[str, str] = {}
     in_part: dict[str, str] = {}
-    for figure, row in meanings(version).items():
+    for figure, row in meant.items():
         reason = f"{figure}: {row.says}"
         unchecked.update(dict.fromkeys(row.unchecked, reason))
         in_part.update(dict.fromkeys(row.in_part, reason))

@@ -2,7 +2,7 @@
 
 ``schedule()`` preempts by itself: the one seam is the freeing of the blocks of a request that is still
 running. What it did then is looked at when the step is over, and told before the step's admissions.
-The engine does not count preemptions: they are counted here. A load can't fail.
+Before 0.11 the engine does not count preemptions: they are counted here. Nor can a load fail.
 """
 
 from __future__ import annotations
@@ -37,6 +37,14 @@ class V1Observer009(V1Observer012):
         ),
         Hook("", "add_request", (("request",),), after="request_added"),
         Hook("", "_free_request", (("request",),), before="finished"),
+        Hook(
+            "",
+            "_handle_invalid_blocks",
+            (("invalid_block_ids",),),
+            "load_failure_begins",
+            "load_failed",
+            optional=True,  # since 0.11
+        ),
         Hook("", "_update_waiting_for_remote_kv", (("request",),), "wait_ends", "remote_wait_ended"),
         Hook("", "reset_prefix_cache", ((),), "reset_begins", "cache_reset"),
         Hook("", "shutdown", ((),), before="shutting_down"),
@@ -53,7 +61,8 @@ class V1Observer009(V1Observer012):
         self._preemptions: dict[str, int] = {}
 
     def preemptions(self, request: Any) -> int:
-        return self._preemptions.get(request.request_id, 0)
+        own = self._preemptions.get(request.request_id, 0)
+        return int(getattr(request, "num_preemptions", own))
 
     def free_begins(self, request: Any) -> tuple[int, int, int] | None:
         return self.preemption_begins(request) if request.status.name == "RUNNING" else None

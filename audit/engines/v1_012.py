@@ -1,8 +1,8 @@
 """vLLM v1, releases 0.12 to 0.15: where they differ from 0.16.
 
-The front end has no prompt tokens by source: nothing is reported. Nor are there sessions. Statistics
-of the connector count a request again when its asynchronous load has landed, and the whole sequence
-as asked for: no look-up is counted by admission.
+The front end has no prompt tokens by source: nothing is reported. Statistics of the connector count a
+request when it begins to run, and its whole sequence as asked for: no look-up is counted by
+admission.
 """
 
 from __future__ import annotations
@@ -47,6 +47,15 @@ class V1Observer012(V1Observer017):
             (("reset_running_requests",), ("reset_running_requests", "reset_connector")),
             "reset_begins",
             "cache_reset",
+        ),
+        # Sessions came with 0.15.
+        Hook("", "_handle_stopped_request", (("request",),), "stop_begins", "turn_stopped", optional=True),
+        Hook(
+            "",
+            "_update_request_as_session",
+            (("session", "update"),),
+            after="session_extended",
+            optional=True,
         ),
         Hook("", "shutdown", ((),), before="shutting_down"),
         Hook("kv_cache_manager", "get_computed_blocks", (("request",),), after="looked_up"),

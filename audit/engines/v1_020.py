@@ -4,7 +4,7 @@
   reset of the cache under running requests is it thrown away, by a flag (0.20) or a number of outputs
   (0.22) that the asynchronous scheduler honours. What was thrown away is seen afterwards: the
   request's output has not grown.
-- The engine does not count tokens in flight.
+- Before 0.26 the engine does not count tokens in flight, and reports the last admission's hits.
 - The look-up's answer is the hit that is used, and look-up statistics count it at once: an attempt
   that leads to no admission too. ``LookupsCounted`` says -1 of them.
 - A turn of a session that ends keeps the whole count, placeholders with it.
@@ -96,3 +96,11 @@ class V1Observer020(V1Observer):
 
     def _frontier(self, request: Any, before: int) -> int:
         return before
+
+
+class V1Observer026(V1Observer020):
+    """Watches one scheduler of 0.26, whose prompt figures are already those of 0.27."""
+
+    NAME: ClassVar[str] = "v1-0.26"
+    FIGURES: ClassVar[str] = "first"
+    HAS: ClassVar[tuple[str, ...]] = ("kv_cache_manager.estimate_cached_tokens",)

@@ -15,8 +15,9 @@ def stand_in(adapter: Adapter) -> Any:
         owner = owners.setdefault(hook.owner, type(hook.owner, (), {}))
         names = hook.parameters[-1] if hook.parameters else ()
         setattr(owner, hook.method, eval(f"lambda {', '.join(('self', *names))}: None"))
-    for name in getattr(adapter, "HAS", ()):
-        setattr(scheduler, name, lambda self: None)
+    for path in getattr(adapter, "HAS", ()):
+        owner, _, name = path.rpartition(".")
+        setattr(owners[owner], name, lambda self: None)
     made = scheduler()
     for name, owner in owners.items():
         if name:

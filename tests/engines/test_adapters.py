@@ -10,22 +10,23 @@ from tests.engines.stand_ins import stand_in
 from kvledger.audit import engines
 from kvledger.audit.catalogue import catalogue
 from kvledger.audit.engines import ADAPTERS, Adapter, choose
-from kvledger.audit.engines.semantics import MEANINGS, limits, meanings, release
+from kvledger.audit.engines.semantics import MEANINGS, V0, limits, meanings, release
 from kvledger.audit.engines.v0 import V0Observer
 from kvledger.audit.engines.v1 import V1Observer
 from kvledger.audit.engines.v1_009 import V1Observer009
 from kvledger.audit.engines.v1_012 import V1Observer012
 from kvledger.audit.engines.v1_017 import V1Observer017, V1Observer018
-from kvledger.audit.engines.v1_020 import V1Observer020
+from kvledger.audit.engines.v1_020 import V1Observer020, V1Observer026
 from kvledger.audit.hooks import EngineMismatch
 
 RELEASES = {
     V1Observer: ("0.27.1", "0.30.0", "0.32.0", "0.33.0"),
-    V1Observer020: ("0.20.0", "0.22.1", "0.23.0", "0.24.0"),
+    V1Observer026: ("0.26.0",),
+    V1Observer020: ("0.20.0", "0.22.1", "0.23.0", "0.24.0", "0.25.1"),
     V1Observer018: ("0.18.1", "0.19.1"),
-    V1Observer017: ("0.17.0",),
-    V1Observer012: ("0.12.0.post2",),
-    V1Observer009: ("0.9.2.post2", "0.10.2.post2"),
+    V1Observer017: ("0.16.0", "0.17.0"),
+    V1Observer012: ("0.12.0.post2", "0.15.1"),
+    V1Observer009: ("0.9.2.post2", "0.10.2.post2", "0.11.2"),
 }
 
 
@@ -81,15 +82,15 @@ def test_a_method_that_not_every_release_has_may_be_missing(
 def test_an_unknown_host_is_refused_by_what_differs_from_the_nearest_adapter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    scheduler: Any = stand_in(V1Observer012)
+    scheduler: Any = stand_in(V1Observer)
     type(scheduler).schedule = lambda self, surprise: None
     with pytest.raises(EngineMismatch) as refused:
         choose(scheduler)
 
     assert (
-        "Scheduler is not as v1-0.12, the nearest adapter, expects: schedule takes (surprise), not ()"
-        == str(refused.value)
-    )
+        "Scheduler is not as v1-0.27, the nearest adapter, expects: "
+        "schedule takes (surprise), not (throttle_prefills)"
+    ) == str(refused.value)
 
 
 def test_a_field_that_is_read_and_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,17 +121,17 @@ def test_each_figure_has_one_meaning_in_a_release(version: str) -> None:
 
 
 def test_only_invariants_that_there_are_can_be_limited() -> None:
-    named = {name for row in MEANINGS for name in (*row.unchecked, *row.in_part)}
+    named = {name for row in (*MEANINGS, *V0) for name in (*row.unchecked, *row.in_part)}
 
     assert named <= set(catalogue())
 
 
 def test_the_newest_release_has_no_limits() -> None:
-    assert ({}, {}) == limits("0.33.0")
+    assert ({}, {}) == limits(meanings("0.33.0"))
 
 
 def test_what_is_not_checked_at_all_is_not_checked_in_part() -> None:
-    unchecked, in_part = limits("0.10.2.post2")
+    unchecked, in_part = limits(meanings("0.10.2.post2"))
 
     assert "tokens/lookup-counted-once" in unchecked
     assert set() == set(unchecked) & set(in_part)
