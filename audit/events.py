@@ -26,7 +26,7 @@ SCHEMA = 1
 Setting = str | int | float | bool | None
 
 
-class Event(msgspec.Struct, frozen=True, array_like=True):
+class Event(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Anything that was seen. ``at``: microseconds since the engine started."""
 
     at: int

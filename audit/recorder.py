@@ -222,23 +222,27 @@ class Recorder:
         """Write everything that is queued now; False after the last there will ever be."""
         queue = self._queue
         while queue:
-            batch: list[Event] = []
-            mark: _Restart | _Flush | _Close | None = None
-            while queue and mark is None and len(batch) < BATCH_EVENTS:
-                item = queue.popleft()
-                if type(item) in _MARKS:
-                    mark = cast("_Restart | _Flush | _Close", item)
-                else:
-                    batch.append(cast(Event, item))
-            if batch:
-                self._write(batch)
-            if mark is not None and not self._obey(mark):
-                return False
+            taken = [queue.popleft() for _ in range(min(len(queue), BATCH_EVENTS))]
+            if _MARKS.isdisjoint(map(type, taken)):
+                self._write(cast("list[Event]", taken))
+            else:
+                queue.extendleft(reversed(taken))
+                if not self._write_up_to_mark():
+                    return False
             self._ask()
         if self._writer is not None:
             self._writer.idle()
         self._ask()
         return True
+
+    def _write_up_to_mark(self) -> bool:
+        """Write what is queued before the next mark, and do what that says; False after the last."""
+        batch: list[Event] = []
+        while type(item := self._queue.popleft()) not in _MARKS:
+            batch.append(cast(Event, item))
+        if batch:
+            self._write(batch)
+        return self._obey(cast("_Restart | _Flush | _Close", item))
 
     def _write(self, events: list[Event]) -> None:
         self._taken += len(events)

@@ -17,7 +17,6 @@ import errno
 import os
 import struct
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -103,14 +102,25 @@ class JournalWriter:
         """The next batch begins a segment; its first events are EngineStarted and Snapshot."""
         self._rotating = True
 
-    def write(self, events: Iterable[Event]) -> None:
+    def write(self, events: list[Event]) -> None:
         """Append ``events``. What can't be written is lost and counted."""
+        try:
+            encoded = list(map(self._encode, events))
+        except Exception:  # a value of the host that is no plain number
+            encoded = []
+        if encoded and sum(map(len, encoded)) <= BATCH_BYTES:
+            self._append(encoded, events[-1].at)
+        else:
+            self._write_singly(events)
+
+    def _write_singly(self, events: list[Event]) -> None:
+        """As :meth:`write`, in several batches, without what can't be encoded."""
         encoded: list[bytes] = []
         total, at = 0, self.at
         for event in events:
             try:
                 one, at_next = self._encode(event), event.at
-            except Exception as error:  # a value of the host that is no plain number
+            except Exception as error:
                 if encoded:
                     self._append(encoded, at)
                     encoded, total = [], 0

@@ -39,7 +39,7 @@ class AdmissionObserver(Observer):
         self._attempts: dict[str, _Attempt] = {}
         self._planned: list[ev.LoadPlanned] = []
         self._promises: dict[str, tuple[int, list[int]]] = {}
-        self._counted = (0, 0, 0, 0, 0, 0)
+        self._counted: tuple[int, int, int, int, int, int] | None = None
 
     def step_begins(self) -> None:
         """Nothing has been looked up in this step yet."""
@@ -47,7 +47,9 @@ class AdmissionObserver(Observer):
             self._attempts = {}
         if self._promises:
             self._promises = {}
-        self._counted = self._counters()
+        scheduler = self.scheduler
+        nobody_waits = len(scheduler.requests) == len(scheduler.running)
+        self._counted = None if nobody_waits else self._counters()
 
     def looked_up(self, _: None, result: Any, request: Any, *__: Any, **___: Any) -> None:
         attempt = self._attempts.get(request.request_id)
@@ -204,7 +206,7 @@ class AdmissionObserver(Observer):
 
     def _count_lookups(self, admitted: bool) -> None:
         before, after = self._counted, self._counters()
-        if not admitted and before == after:
+        if before is None or (not admitted and before == after):
             return
         rise = [new - old for old, new in zip(before, after, strict=True)]
         manager = self.scheduler.kv_cache_manager

@@ -1,20 +1,24 @@
 """The event stream's own bookkeeping: interned requests, steps as differences, equal steps as a count.
 
 Knows no host: the observers of every adapter write through one :class:`StepLog`. Here is the hot
-path. A step equal to the one before costs one dict comparison; nothing walks the running requests
-but a step that differs.
+path. A step equal to the one before costs a comparison of lists that the interpreter makes by itself;
+so do the differences of one that is not: no statement here runs once for every running request.
 """
 
 from __future__ import annotations
 
 import time
-from itertools import repeat
+from itertools import chain, compress, repeat
+from operator import ne
 from typing import Any, Protocol
 
 from kvledger.audit import events as ev
 
 FLUSH_SECONDS = 1.0
 """Longest that equal steps are only counted before the journal is told of them."""
+
+UNTOLD = -1
+"""For the number of tokens in an output: the reader has been told of none yet."""
 
 
 class Sink(Protocol):
@@ -45,16 +49,18 @@ class StepLog:
         self.flushed_at = 0
         self._next_id = 0
         self._began = time.monotonic_ns()
-        # The last step and output, as the reader knows them.
-        self._tokens: dict[str, int] = {}
-        self._tokens_owned = False
+        # The last step, as the reader knows it: who, how many tokens each, drafts where there are any.
+        self._names: list[str] = []
+        self._counts: list[int] = []
         self._drafts: dict[str, int] = {}
         self._dropped: list[int] = []
-        self._anew: set[str] = set()
+        self._anew: dict[str, None] = {}
+        # The last output; by request only lengths that are not one, and not yet those of _order.
         self._order: list[str] | None = None
         self._lengths: list[int] | None = None
         self._numbers: list[int] = []
         self._sampled: dict[str, int] = {}
+        self._sampled_behind = False
         self._same_step = 0
         self._repeats = 0
 
@@ -97,18 +103,19 @@ class StepLog:
     def restart(self, started: ev.EngineStarted, snapshot: ev.Snapshot) -> None:
         """Begin anew: the next step names everyone."""
         self.say_held_back(snapshot.at)
-        self._tokens, self._tokens_owned = {}, False
+        self._names, self._counts = [], []
         self._drafts = {}
         self._dropped = []
-        self._sampled = {}
+        self._sampled, self._sampled_behind = dict.fromkeys(self.ids, UNTOLD), False
         self._order = self._lengths = None
         self.sink.restart(started, snapshot)
 
     def admitted(self, request_id: str, runs: bool) -> None:
         """A life begins: its next step and output are written whatever they are."""
         if runs:
-            self._anew.add(request_id)
-        self._sampled.pop(request_id, None)
+            self._anew[request_id] = None
+        self._remember_sampled()
+        self._sampled[request_id] = UNTOLD
         self._lengths = None
 
     def scheduled(
@@ -117,34 +124,44 @@ class StepLog:
         """A step scheduled ``tokens`` by request, of which ``drafts`` (sequences) are drafts."""
         if self._same_step:
             self.say_held_back(self.now())
-        drafted = dict(zip(drafts, map(len, drafts.values()), strict=True)) if drafts else drafts
-        if not (self._anew or self._dropped) and tokens == self._tokens and drafted == self._drafts:
+        names, counts = list(tokens), list(tokens.values())
+        drafted = list(map(len, drafts.values())) if drafts else []
+        if (
+            names == self._names
+            and counts == self._counts
+            and drafted == list(self._drafts.values())
+            and not (self._anew or self._dropped)
+            and (not drafts or list(drafts) == list(self._drafts))
+        ):
             self._same_step = step
-        else:
-            self._step_differs(step, tokens, drafted, requests)
+            return
+        self._step_differs(step, names, counts, dict(zip(drafts, drafted, strict=True)), requests)
 
     def _step_differs(
-        self, step: int, tokens: dict[str, int], drafts: dict[str, int], requests: dict[str, Any]
+        self, step: int, names: list[str], counts: list[int], drafts: dict[str, int], requests: dict[str, Any]
     ) -> None:
-        ids, anew = self.ids, self._anew
-        known = list(map(self._tokens.get, tokens))
-        pairs = zip(tokens.items(), known, strict=True)
-        differ = [request_id for (request_id, count), last in pairs if count != last]
-        others = anew & tokens.keys()
+        ids, anew, dropped = self.ids, self._anew, self._dropped
+        if names == [*self._names, *anew]:  # as ever: who ran before, then who was admitted
+            known = [*self._counts, *repeat(0, len(anew))]
+        else:
+            before = dict(zip(self._names, self._counts, strict=True))
+            known = [0 if name in anew else before.pop(name, 0) for name in names]
+            dropped += sorted(ids[name] for name in before if name not in anew or name not in names)
+        differ = list(compress(zip(names, counts, strict=True), map(ne, counts, known)))
         if drafts != self._drafts:
-            others |= {r for r, _ in drafts.items() ^ self._drafts.items() if r in tokens}
-        differ += sorted(others.difference(differ))
-        self._anew = set()
+            told = dict(differ)
+            changed_drafts = {name for name, _ in drafts.items() ^ self._drafts.items()}
+            rows = zip(names, counts, strict=True)
+            differ += [row for row in rows if row[0] in changed_drafts and row[0] not in told]
         changed: list[int] = []
-        for request_id in differ:
-            computed = requests[request_id].num_computed_tokens
-            changed += (ids[request_id], tokens[request_id], drafts.get(request_id, 0), computed)
-        dropped = self._dropped
-        if len(known) - known.count(None) < len(self._tokens):
-            dropped += sorted(ids[request_id] for request_id in self._tokens.keys() - tokens.keys())
-        self._tokens, self._tokens_owned, self._drafts = tokens, False, drafts
-        self._dropped = []
-        self.emit(ev.Stepped(self.now(), step, changed, dropped))
+        for name, count in differ:
+            changed += (ids[name], count, drafts.get(name, 0), requests[name].num_computed_tokens)
+        self._names, self._counts, self._drafts = names, counts, drafts
+        self._anew, self._dropped = {}, []
+        if changed or dropped:
+            self.emit(ev.Stepped(self.now(), step, changed, dropped))
+        else:  # only the order is another
+            self._same_step = step
 
     def delivered(self, at: int, lengths: list[int], output: Any, skipped: list[str]) -> None:
         """The oldest step's output: ``lengths`` sampled, in the order of ``output.req_ids``.
@@ -152,6 +169,7 @@ class StepLog:
         ``skipped``: requests whose output the engine threw away.
         """
         order = output.req_ids
+        lengths = lengths or [0] * len(order)
         same = order is self._order or order == self._order
         if same and lengths == self._lengths and not skipped:
             if self._same_step:
@@ -160,40 +178,61 @@ class StepLog:
             else:
                 self.emit(ev.Delivered(at, [], []))
             return
-        lengths, ids = lengths or [0] * len(order), self.ids
-        changed = self._changed_lengths(order, lengths, same)
+        ids, known = self.ids, None if skipped else self._lengths
+        if same and known is not None:
+            self._numbers = self._numbers or list(map(ids.get, order, repeat(-1)))
+        if same and known is not None and -1 not in self._numbers:
+            self._sampled_behind = True
+            differs = list(map(ne, lengths, known))
+            pairs = zip(compress(self._numbers, differs), compress(lengths, differs), strict=True)
+            changed = list(chain.from_iterable(pairs))
+        else:
+            self._remember_sampled()
+            self._numbers = []
+            changed = self._changed_lengths(order, lengths, output.req_id_to_index)
         unheard = [ids[request_id] for request_id in dict.fromkeys(skipped) if request_id in ids]
         self.emit(ev.Delivered(at, changed, unheard))
         self._order, self._lengths = order, None if skipped else lengths
 
-    def _changed_lengths(self, order: list[str], lengths: list[int], same: bool) -> list[int]:
+    def _changed_lengths(self, order: list[str], lengths: list[int], index: dict[str, int]) -> list[int]:
         """What :class:`~kvledger.audit.events.Delivered` says: numbers and lengths that differ."""
-        ids, sampled, known = self.ids, self._sampled, self._lengths
-        if same and known is not None:
-            numbers = self._numbers = self._numbers or list(map(ids.get, order, repeat(-1)))
-            if -1 not in numbers:
-                sampled.update(zip(order, lengths, strict=True))
-                rows = zip(numbers, lengths, known, strict=True)
-                return [n for row in rows if row[1] != row[2] for n in row[:2]]
-        self._numbers = []
+        ids, sampled = self.ids, self._sampled
+        if lengths.count(1) == len(lengths):  # then only those whose last was not one
+            differ = [(name, 1) for name in sampled if name in index]
+        else:
+            differs = map(ne, lengths, map(sampled.get, order, repeat(1)))
+            differ = list(compress(zip(order, lengths, strict=True), differs))
         changed: list[int] = []
-        answers = zip(order, lengths, map(sampled.get, order), strict=True)
-        for request_id, length in [(r, length) for r, length, last in answers if length != last]:
-            number = ids.get(request_id)
-            if number is not None:  # else its end came before its output
-                sampled[request_id] = length
-                changed += (number, length)
+        for name, length in differ:
+            number = ids.get(name)
+            if number is None:  # its end came before its output
+                continue
+            changed += (number, length)
+            if length == 1:
+                del sampled[name]
+            else:
+                sampled[name] = length
         return changed
+
+    def _remember_sampled(self) -> None:
+        """The last lengths by request, before their order is given up."""
+        if self._sampled_behind and self._order is not None and self._lengths is not None:
+            for name, length in zip(self._order, self._lengths, strict=True):
+                if length == 1:
+                    self._sampled.pop(name, None)
+                else:
+                    self._sampled[name] = length
+        self._sampled_behind = False
 
     def forget(self, request_id: str) -> None:
         """A request is gone from the engine."""
         number = self.ids.pop(request_id)
+        self._remember_sampled()
         self._order = None
-        if request_id in self._tokens:
-            if not self._tokens_owned:
-                self._tokens, self._tokens_owned = dict(self._tokens), True
-            del self._tokens[request_id]
+        if request_id in self._names:
+            place = self._names.index(request_id)
+            del self._names[place], self._counts[place]
             self._drafts.pop(request_id, None)
             self._dropped.append(number)
         self._sampled.pop(request_id, None)
-        self._anew.discard(request_id)
+        self._anew.pop(request_id, None)

@@ -9,7 +9,7 @@ Order of events in one step: preemptions and rollbacks as they happen, then admi
 plan, look-up statistics, then the step. For an output: load failures, the output, the figures
 reported, then what ended because of it.
 
-Cost follows what changed. A step equal to the one before is one dict comparison here; nothing
+Cost follows what changed. A step equal to the one before is a comparison of two lists; nothing
 walks the running requests but a step that differs, and the census.
 """
 
@@ -20,6 +20,9 @@ from typing import Any, ClassVar
 from kvledger.audit import events as ev
 from kvledger.audit.engines.lives import LifeObserver
 from kvledger.audit.hooks import Hook
+
+AT_REST_STEPS = 4
+"""So often it is asked whether a snapshot or a census is due."""
 
 
 class V1Observer(LifeObserver):
@@ -157,8 +160,9 @@ class V1Observer(LifeObserver):
         if tokens and before is not None:
             lengths, stale = before
             ignored = self._ignored(stale) if stale else []
-            skipped = [*ignored, *self._load_failures.intersection(tokens)]
-            self.log.delivered(self._output_at, lengths, model_runner_output, skipped)
+            if self._load_failures:
+                ignored += self._load_failures.intersection(tokens)
+            self.log.delivered(self._output_at, lengths, model_runner_output, ignored)
             if self._unreported:
                 self._report(result, model_runner_output, lengths)
         for event in held or ():
@@ -169,7 +173,8 @@ class V1Observer(LifeObserver):
         received = self.received(model_runner_output)
         if received:
             self._loads_finished(received)
-        self._at_rest()
+        if self._resync or not self._step % AT_REST_STEPS:
+            self._at_rest()
 
     def _report(self, result: Any, output: Any, lengths: list[int]) -> None:
         """The figures the engine hands its front end, once a request.
