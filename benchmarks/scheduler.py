@@ -35,9 +35,12 @@ from kvledger.audit.conformance.driver import Driver, Step, tokens
 from kvledger.audit.conformance.host import Setup, block_hasher, build_request
 
 TURN_STEPS = 16
-"""A lane's turn is some 40 ms, near enough to the other lanes' to meet the same machine.
+"""A lane's turn is some 40 to 80 ms, near enough to the other lanes' to meet the same machine."""
 
-After it the writer thread is made to write, as in a real engine it does every ten steps or so.
+SETTLE_TURNS = 3
+"""After so many turns the writer thread is made to write.
+
+That is every 0.1 to 0.25 s of the engine's own time; by itself it writes every 0.25 s.
 """
 
 FAMILIES = 8
@@ -264,11 +267,11 @@ def _round(lanes: dict[str, Lane], effort: Effort, found: Measured, dice: random
     wall: dict[str, list[float]] = {name: [] for name in lanes}
     before = observed.so_far()
     turns = effort.steps // TURN_STEPS
-    for _ in range(turns):
+    for turn in range(turns):
         for name in dice.sample(list(lanes), len(lanes)):
             lane = lanes[name]
             steps = [lane.step() for _ in range(TURN_STEPS)]
-            if lane is observed:
+            if lane is observed and turn % SETTLE_TURNS == SETTLE_TURNS - 1:
                 observed.settle()
             cpu[name].append(sum(seconds for seconds, _ in steps))
             wall[name] += [seconds for _, seconds in steps]

@@ -40,6 +40,8 @@ class AdmissionObserver(Observer):
         self._planned: list[ev.LoadPlanned] = []
         self._promises: dict[str, tuple[int, list[int]]] = {}
         self._counted: tuple[int, int, int, int, int, int] | None = None
+        self._deferred: dict[str, Any] = getattr(self.scheduler, "deferred_loads", {})
+        self._replays = bool(getattr(self.scheduler, "prefix_replay_tokens", 0))
 
     def step_begins(self) -> None:
         """Nothing has been looked up in this step yet."""
@@ -127,9 +129,8 @@ class AdmissionObserver(Observer):
         failed = self._failed_attempts.pop(request_id, None)
         if failed is not None:
             self.log.emit(failed)
-        deferred = getattr(self.scheduler, "deferred_loads", {}).get(request_id)
-        if deferred is not None:  # 0.33: the connector is told only when the load may start
-            attempt.external = deferred[1]
+        if request_id in self._deferred:  # 0.33: the connector is told only when the load may start
+            attempt.external = self._deferred[request_id][1]
         if attempt.looked_up >= 0:
             self.log.emit(ev.LookedUp(now, number, self._step, attempt.looked_up))
         if attempt.queried >= 0:
@@ -145,7 +146,7 @@ class AdmissionObserver(Observer):
             )
         computed = self.computed(request) - scheduled
         replayed = 0
-        if scheduled and getattr(self.scheduler, "prefix_replay_tokens", 0):
+        if scheduled and self._replays:
             replayed = max(0, attempt.local + attempt.external - request.replay_start)
             replayed = replayed if request.replay_start else 0
         self.log.emit(

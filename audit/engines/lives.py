@@ -6,6 +6,7 @@ concern, until it has been answered.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from kvledger.audit import events as ev
@@ -164,6 +165,7 @@ class LifeObserver(LoadObserver):
         self._draining.discard(request_id)
 
 
+@functools.cache
 def _reason(status: Any) -> str:
     """``stopped`` for ``RequestStatus.FINISHED_STOPPED``."""
     return str(status.name).removeprefix("FINISHED_").lower()

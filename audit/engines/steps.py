@@ -7,8 +7,9 @@ so do the differences of one that is not: no statement here runs once for every 
 
 from __future__ import annotations
 
+import contextlib
 import time
-from itertools import chain, compress, repeat
+from itertools import compress, repeat
 from operator import ne
 from typing import Any, Protocol
 
@@ -52,6 +53,7 @@ class StepLog:
         # The last step, as the reader knows it: who, how many tokens each, drafts where there are any.
         self._names: list[str] = []
         self._counts: list[int] = []
+        self._single = False
         self._drafts: dict[str, int] = {}
         self._dropped: list[int] = []
         self._anew: dict[str, None] = {}
@@ -103,7 +105,7 @@ class StepLog:
     def restart(self, started: ev.EngineStarted, snapshot: ev.Snapshot) -> None:
         """Begin anew: the next step names everyone."""
         self.say_held_back(snapshot.at)
-        self._names, self._counts = [], []
+        self._names, self._counts, self._single = [], [], False
         self._drafts = {}
         self._dropped = []
         self._sampled, self._sampled_behind = dict.fromkeys(self.ids, UNTOLD), False
@@ -117,6 +119,15 @@ class StepLog:
         self._remember_sampled()
         self._sampled[request_id] = UNTOLD
         self._lengths = None
+
+    def scheduled_again(self, step: int, names: list[str]) -> bool:
+        """Tell a step of one token for each of ``names``, if it equals the last; else False."""
+        if not self._single or names != self._names or self._anew or self._dropped:
+            return False
+        if self._same_step:
+            self.say_held_back(self.now())
+        self._same_step = step
+        return True
 
     def scheduled(
         self, step: int, tokens: dict[str, int], drafts: dict[str, Any], requests: dict[str, Any]
@@ -147,7 +158,7 @@ class StepLog:
             before = dict(zip(self._names, self._counts, strict=True))
             known = [0 if name in anew else before.pop(name, 0) for name in names]
             dropped += sorted(ids[name] for name in before if name not in anew or name not in names)
-        differ = list(compress(zip(names, counts, strict=True), map(ne, counts, known)))
+        differ = [(names[place], counts[place]) for place in _differing(counts, known)]
         if drafts != self._drafts:
             told = dict(differ)
             changed_drafts = {name for name, _ in drafts.items() ^ self._drafts.items()}
@@ -157,6 +168,7 @@ class StepLog:
         for name, count in differ:
             changed += (ids[name], count, drafts.get(name, 0), requests[name].num_computed_tokens)
         self._names, self._counts, self._drafts = names, counts, drafts
+        self._single = not drafts and counts.count(1) == len(counts)
         self._anew, self._dropped = {}, []
         if changed or dropped:
             self.emit(ev.Stepped(self.now(), step, changed, dropped))
@@ -183,9 +195,8 @@ class StepLog:
             self._numbers = self._numbers or list(map(ids.get, order, repeat(-1)))
         if same and known is not None and -1 not in self._numbers:
             self._sampled_behind = True
-            differs = list(map(ne, lengths, known))
-            pairs = zip(compress(self._numbers, differs), compress(lengths, differs), strict=True)
-            changed = list(chain.from_iterable(pairs))
+            numbers = self._numbers
+            changed = [n for place in _differing(lengths, known) for n in (numbers[place], lengths[place])]
         else:
             self._remember_sampled()
             self._numbers = []
@@ -200,8 +211,8 @@ class StepLog:
         if lengths.count(1) == len(lengths):  # then only those whose last was not one
             differ = [(name, 1) for name in sampled if name in index]
         else:
-            differs = map(ne, lengths, map(sampled.get, order, repeat(1)))
-            differ = list(compress(zip(order, lengths, strict=True), differs))
+            last = list(map(sampled.get, order, repeat(1)))
+            differ = [(order[place], lengths[place]) for place in _differing(lengths, last)]
         changed: list[int] = []
         for name, length in differ:
             number = ids.get(name)
@@ -229,10 +240,20 @@ class StepLog:
         number = self.ids.pop(request_id)
         self._remember_sampled()
         self._order = None
-        if request_id in self._names:
+        with contextlib.suppress(ValueError):  # it may not have been in the last step
             place = self._names.index(request_id)
             del self._names[place], self._counts[place]
             self._drafts.pop(request_id, None)
             self._dropped.append(number)
         self._sampled.pop(request_id, None)
         self._anew.pop(request_id, None)
+
+
+def _differing(new: list[int], old: list[int]) -> list[int]:
+    """Places at which two lists of one length differ; few as a rule, and near each other."""
+    places: list[int] = []
+    for start in range(0, len(new), 32):
+        here, there = new[start : start + 32], old[start : start + 32]
+        if here != there:
+            places += compress(range(start, start + 32), map(ne, here, there))
+    return places

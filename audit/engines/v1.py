@@ -139,7 +139,11 @@ class V1Observer(LifeObserver):
             self._admit(tokens)
         if not tokens:
             return
-        self.log.scheduled(self._step, tokens, drafts, self.scheduler.requests)
+        # A step of decodes has everyone in this list too, in the order of ``tokens``.
+        names = getattr(output.scheduled_cached_reqs, "req_ids", [])
+        single = len(names) == len(tokens) == output.total_num_scheduled_tokens and not drafts
+        if not (single and self.log.scheduled_again(self._step, names)):
+            self.log.scheduled(self._step, tokens, drafts, self.scheduler.requests)
 
     # --- an output ------------------------------------------------------------------------------------
 
