@@ -67,7 +67,7 @@ def peak_bytes(requests: int, folder: Path) -> int:
     writer.rotate()
     writer.write(_beginning())
     for number in range(requests + OPEN):
-        writer.write(_step(number, requests))
+        writer.write(list(_step(number, requests)))
     writer.write([ev.EngineStopped(requests, "shutdown")])
     writer.close()
     assert not writer.lost_events

@@ -53,7 +53,7 @@ class Amount(NamedTuple):
     requests: tuple[int, int]
 
 
-FULL = Amount(share=1.0, rounds=8, steps=240, pairs=40, replays=5, requests=(2_000, 20_000))
+FULL = Amount(share=1.0, rounds=8, steps=240, pairs=40, replays=5, requests=(20_000, 100_000))
 QUICK = Amount(share=0.1, rounds=2, steps=16, pairs=2, replays=2, requests=(100, 200))
 
 
@@ -218,8 +218,11 @@ def main() -> int:
     ran_on = machine()
     tell = _teller(sys.stderr)
     parts = [part for part in PARTS if part in (asked.parts or PARTS)]
-    rows = list(measure(parts, QUICK if asked.quick else FULL, tell))
-    tell("")
+    rows = []
+    for row in measure(parts, QUICK if asked.quick else FULL, tell):
+        rows.append(row)
+        tell("")
+        print(f"{row.what}: {row.figure} ({row.interval})", file=sys.stderr, flush=True)
     print(f"{ran_on}\n\n{table(rows)}")
     if asked.write:
         PAGE.write_text(page(rows, ran_on))
