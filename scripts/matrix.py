@@ -134,6 +134,20 @@ def text(rows: list[list[str]]) -> str:
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
+def together(wrong: Sequence[str]) -> list[str]:
+    """The same thing in several releases or courses, in one line of at most a few of each."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for each in wrong:
+        release, _, rest = each.partition(": ")
+        course, _, what = rest.rpartition(": ")
+        places.setdefault((release, what), []).append(course)
+    lines = []
+    for (release, what), courses in places.items():
+        more = f" and {len(courses) - 4} more" if len(courses) > 4 else ""
+        lines.append(f"{release}: {what}: {', '.join(courses[:4])}{more}")
+    return lines
+
+
 def page(rows: list[list[str]], outcomes: Sequence[Outcome]) -> str:
     """docs/detection.md."""
     head, *body = rows
@@ -183,7 +197,7 @@ def main(arguments: Sequence[str]) -> int:
         outcomes.append(run(name))
     rows, wrong = grid(outcomes)
     print(text(rows))
-    for each in wrong:
+    for each in together(wrong):
         print(f"not as expected: {each}")
     if write and not words:
         PAGE.write_text(page(rows, outcomes))

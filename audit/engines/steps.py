@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Container
 from itertools import compress, repeat
 from operator import ne
 from typing import Any, Protocol
@@ -175,12 +176,14 @@ class StepLog:
         else:  # only the order is another
             self._same_step = step
 
-    def delivered(self, at: int, lengths: list[int], output: Any, skipped: list[str]) -> None:
-        """The oldest step's output: ``lengths`` sampled, in the order of ``output.req_ids``.
+    def delivered(
+        self, at: int, lengths: list[int], order: list[str], index: Container[str], skipped: list[str]
+    ) -> None:
+        """The oldest step's output: ``lengths`` sampled, in the order of the requests.
 
-        ``skipped``: requests whose output the engine threw away.
+        ``index`` holds the same requests, for look-ups. ``skipped``: requests whose output the
+        engine threw away.
         """
-        order = output.req_ids
         lengths = lengths or [0] * len(order)
         same = order is self._order or order == self._order
         if same and lengths == self._lengths and not skipped:
@@ -200,12 +203,12 @@ class StepLog:
         else:
             self._remember_sampled()
             self._numbers = []
-            changed = self._changed_lengths(order, lengths, output.req_id_to_index)
+            changed = self._changed_lengths(order, lengths, index)
         unheard = [ids[request_id] for request_id in dict.fromkeys(skipped) if request_id in ids]
         self.emit(ev.Delivered(at, changed, unheard))
         self._order, self._lengths = order, None if skipped else lengths
 
-    def _changed_lengths(self, order: list[str], lengths: list[int], index: dict[str, int]) -> list[int]:
+    def _changed_lengths(self, order: list[str], lengths: list[int], index: Container[str]) -> list[int]:
         """What :class:`~kvledger.audit.events.Delivered` says: numbers and lengths that differ."""
         ids, sampled = self.ids, self._sampled
         if lengths.count(1) == len(lengths):  # then only those whose last was not one

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from kvledger.audit import events as ev
 from kvledger.audit.engines.observer import CENSUS_STEPS
@@ -39,12 +39,6 @@ from kvledger.audit.engines.v0_sequence import (
     refuse_what_is_not_accounted,
 )
 from kvledger.audit.hooks import Hook
-
-
-class _Answer(NamedTuple):
-    """The requests of an output, in the order of its step."""
-
-    req_ids: list[str]
 
 
 class V0Observer(LookupObserver):
@@ -205,7 +199,7 @@ class V0Observer(LookupObserver):
             if data.get_num_computed_tokens() != known.then + known.chunk:
                 self._census_due |= not known.group.is_finished()
             known.chunk, known.then = 0, -1
-        self.log.delivered(self.log.now(), lengths, _Answer(list(tokens)), [])
+        self.log.delivered(self.log.now(), lengths, list(tokens), tokens, [])
 
     def _at_rest(self) -> None:
         """Between two steps; a count that is not what its step promised is told at once."""

@@ -166,7 +166,8 @@ class V1Observer(LifeObserver):
             ignored = self._ignored(stale) if stale else []
             if self._load_failures:
                 ignored += self._load_failures.intersection(tokens)
-            self.log.delivered(self._output_at, lengths, model_runner_output, ignored)
+            order, index = model_runner_output.req_ids, model_runner_output.req_id_to_index
+            self.log.delivered(self._output_at, lengths, order, index, ignored)
             if self._unreported:
                 self._report(result, model_runner_output, lengths)
         for event in held or ():
