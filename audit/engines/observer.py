@@ -15,7 +15,7 @@ from kvledger.audit.engines.steps import Sink, StepLog
 from kvledger.audit.hooks import Hook, Hooks
 
 CENSUS_STEPS = 512
-CENSUS_SECONDS = 10.0
+CENSUS_SECONDS = 30.0
 
 
 class Observer:

@@ -130,7 +130,7 @@ def source_sum(entry: Entry) -> Iterator[Witness]:
     "{plan_external_tokens}: these figures are not of one admission.",
     references=(VLLM_36752, VLLM_37460),
     near_misses=(
-        "vLLM 0.20 to 0.26 report the last admission before the first output, 0.27.1 and later the "
+        "vLLM 0.20 to 0.25 report the last admission before the first output, 0.26 and later the "
         "first that ran",
         "a load that failed wholly: the request is looked up anew, and that admission counts",
         "a part that failed to load, taken off the external figure again (vLLM up to 0.19)",
