@@ -123,6 +123,30 @@ def show(
 
 
 @app.command()
+def timeline(
+    paths: JournalPaths,
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", metavar="FILE", show_default=False, help="The file to write; - prints."
+        ),
+    ],
+) -> None:
+    """Draw a trace for Perfetto or chrome://tracing.
+
+    A track a request, a slice a life, arrows from preemption to resume, counters of requests and
+    free blocks. Open the file at https://ui.perfetto.dev.
+    """
+    from kvledger.exporters.timeline import save, write_timeline
+
+    if str(output) == "-":
+        write_timeline(paths, sys.stdout)
+        return
+    count = save(paths, output)
+    typer.echo(f"{output}: {count:,} trace events. Open it at https://ui.perfetto.dev.", err=True)
+
+
+@app.command()
 def explain(
     id: Annotated[
         str,

@@ -169,8 +169,12 @@ def _add(totals: Totals, more: Totals) -> None:
 
 def audit_paths(paths: Iterable[Path], *, keep: bool = False, watch: Watch | None = None) -> Audit:
     """Replay every journal at or under ``paths``. Raises :class:`LedgerError` if there is none."""
-    found = dict.fromkeys(journal for path in paths for journal in _journals(path))
-    return Audit([_replay(path, keep=keep, watch=watch) for path in found])
+    return Audit([_replay(path, keep=keep, watch=watch) for path in find(paths)])
+
+
+def find(paths: Iterable[Path]) -> list[Path]:
+    """Every journal at or under ``paths``, each once. Raises :class:`LedgerError` if there is none."""
+    return list(dict.fromkeys(journal for path in paths for journal in _journals(path)))
 
 
 def _journals(path: Path) -> list[Path]:

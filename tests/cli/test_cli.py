@@ -337,7 +337,11 @@ def test_injections_are_listed_without_vllm(run: Any, monkeypatch: pytest.Monkey
 def test_serve_answers_scrapes_until_interrupted(clean: Path) -> None:
     command = [sys.executable, "-m", "kvledger", "serve", str(clean)]
     process = subprocess.Popen(
-        [*command, "--web.listen-address", "127.0.0.1:0"], stderr=subprocess.PIPE, text=True
+        [*command, "--web.listen-address", "127.0.0.1:0"],
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell that starts us in the background has it ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stderr is not None
     try:

@@ -1,0 +1,205 @@
+"""A trace as a picture: Chrome's trace event format, which Perfetto and chrome://tracing open.
+
+An engine is a process, a request a track of it, a life a slice; what lies between lives is a slice
+that waits. Arrows lead from a preemption to the life that resumes, and findings are marks. Counters
+show how many requests run and wait, and the free blocks where a census saw them. Times are
+microseconds from the start of the engine that started first.
+
+The format: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from kvledger.audit import events as ev
+from kvledger.audit.account import Account, Life
+from kvledger.audit.errors import LedgerError
+from kvledger.audit.journal import Reader
+from kvledger.audit.replay import Book, find
+
+Slice = dict[str, Any]
+
+
+def write_timeline(paths: Sequence[Path], out: IO[str]) -> int:
+    """Write one JSON object of the trace events of all journals at ``paths``; how many there are.
+
+    Memory is bounded by what is open, as in an audit. Raises :class:`LedgerError` for a path that
+    holds no journal.
+    """
+    journals = [_Track(number, path) for number, path in enumerate(find(paths), 1)]
+    began = min((track.began for track in journals), default=0.0)
+    out.write('{"displayTimeUnit":"ms","traceEvents":[')
+    count = 0
+    for track in journals:
+        for event in track.events(round((track.began - began) * 1e6)):
+            out.write(("," if count else "") + "\n" + json.dumps(event, separators=(",", ":")))
+            count += 1
+    out.write("\n]}\n")
+    return count
+
+
+def save(paths: Sequence[Path], output: Path) -> int:
+    """Write the timeline to a file, whole or not at all. Raises :class:`LedgerError`."""
+    draft = output.with_name(f"{output.name}.new")
+    try:
+        with draft.open("w") as out:
+            count = write_timeline(paths, out)
+        draft.replace(output)
+    except OSError as error:
+        raise LedgerError(f"{output} can't be written: {error.strerror}.") from error
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+    return count
+
+
+class _Track:
+    """One engine's journal, as trace events."""
+
+    def __init__(self, number: int, path: Path) -> None:
+        self.number = number
+        self.path = path
+        self.began = _start(path)
+        self._open = 0
+        self._running: set[int] = set()
+        self._flows = 0
+
+    def events(self, offset: int) -> Iterator[Slice]:
+        """All of them; ``offset`` microseconds are added to every time."""
+        for event in self._events():
+            if "ts" in event:
+                event["ts"] += offset
+            yield {"pid": self.number, **event}
+
+    def _events(self) -> Iterator[Slice]:
+        book = Book(self.path, keep=True)
+        last = 0
+        with Reader(self.path) as reader:
+            for batch in reader.poll():
+                for number, event in enumerate(batch.events, batch.first_event):
+                    found = book.feed(number, event)
+                    last = max(last, event.at)
+                    for violation in found:
+                        account = book.auditor.ledger.account(violation.request or "")
+                        track = account.request if account is not None else None
+                        yield _mark(violation.at, violation.id, track, {"says": violation.message})
+                    yield from self._counters(event)
+                for closed in book.accounts:
+                    yield from self._request(closed, last)
+                book.accounts.clear()
+        engine = book.engine
+        name = f"{book.name} ({engine.configuration.get('model', '')})" if engine else self.path.name
+        yield _named("process_name", name)
+        for still_open in book.auditor.ledger.open.values():
+            yield from self._request(still_open, last)
+
+    def _request(self, account: Account, last: int) -> Iterator[Slice]:
+        """A request's track. One that is still open ends at the journal's ``last`` event."""
+        request = account.request
+        yield {"tid": request, **_named("thread_name", account.request_id)}
+        yield {"tid": request, "ph": "M", "name": "thread_sort_index", "args": {"sort_index": request}}
+        end = account.closed_at if account.closed_at >= 0 else last
+        free_since = account.added_at
+        for life in account.lives:
+            if life.began_at > free_since:
+                yield _slice("waits", "wait", request, free_since, life.began_at, {})
+            until = life.ended_at if life.ended_at >= 0 else end
+            yield _slice(f"life {life.number}", "life", request, life.began_at, until, _figures(life))
+            if life.number > 1:
+                self._flows += 1
+                arrow = {"cat": "resumed", "name": "resumed", "id": self._flows, "tid": request}
+                yield {**arrow, "ph": "s", "ts": free_since}
+                yield {**arrow, "ph": "f", "bp": "e", "ts": life.began_at}
+            free_since = until
+        if end > free_since:
+            yield _slice("waits", "wait", request, free_since, end, {})
+        for settlement in account.settlements:
+            yield _mark(
+                settlement.at,
+                "prompt settled",
+                request,
+                {
+                    "local": settlement.local,
+                    "external": settlement.external,
+                    "computed": settlement.computed,
+                    "unattained": settlement.unattained,
+                },
+            )
+
+    def _counters(self, event: ev.Event) -> Iterator[Slice]:
+        """How many run and wait, when that changes. Whoever was scheduled since it waited runs."""
+        before = self._open, len(self._running)
+        match event:
+            case ev.Snapshot():
+                self._open, self._running = len(event.rows), set()
+            case ev.RequestAdded():
+                self._open += 1
+            case ev.Stepped():
+                self._running.update(event.changed[::4])
+            case ev.Preempted():
+                self._running.discard(event.request)
+            case ev.RolledBack() if event.cause == "session":
+                self._running.discard(event.request)
+            case ev.Finished():
+                self._open -= 1
+                self._running.discard(event.request)
+            case ev.Census():
+                yield _counter(event.at, "free blocks", {"free": event.free_blocks})
+        running = len(self._running)
+        if before != (self._open, running):
+            yield _counter(event.at, "requests", {"running": running, "waiting": self._open - running})
+
+
+def _figures(life: Life) -> dict[str, Any]:
+    """What a life's slice says when it is chosen; tokens."""
+    figures = {
+        "ended by": life.ended_by or "still open",
+        "local": life.local,
+        "external": life.external,
+        "loaded": life.loaded,
+        "scheduled": life.scheduled,
+        "rejected": life.rejected,
+        "discarded": life.discarded,
+    }
+    return {**figures, **{f"voided: {cause}": tokens for cause, tokens in life.voided.items()}}
+
+
+def _slice(name: str, category: str, request: int, start: int, end: int, args: dict[str, Any]) -> Slice:
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": category,
+        "tid": request,
+        "ts": start,
+        "dur": max(0, end - start),
+        "args": args,
+    }
+
+
+def _mark(at: int, name: str, request: int | None, args: dict[str, Any]) -> Slice:
+    """An instant on a request's track, or on the whole engine."""
+    scope = {"s": "p"} if request is None else {"s": "t", "tid": request}
+    return {"ph": "i", "name": name, "cat": "mark", "ts": at, "args": args, **scope}
+
+
+def _counter(at: int, name: str, args: dict[str, int]) -> Slice:
+    return {"ph": "C", "name": name, "ts": at, "args": args}
+
+
+def _named(kind: str, name: str) -> Slice:
+    return {"ph": "M", "name": kind, "args": {"name": name}}
+
+
+def _start(path: Path) -> float:
+    """When the engine started, in seconds since 1970; the journal's first event says it."""
+    with Reader(path) as reader:
+        for batch in reader.poll():
+            for event in batch.events:
+                if isinstance(event, ev.EngineStarted):
+                    return event.wall_seconds - event.at / 1e6
+    return 0.0
