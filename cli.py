@@ -123,6 +123,40 @@ def show(
 
 
 @app.command()
+def summary(
+    paths: JournalPaths,
+    by: Annotated[
+        str,
+        typer.Option(
+            "--by",
+            metavar="engine|model|hour|outcome|REGEX",
+            show_default=False,
+            help="A row for each; REGEX over request ids, its first group names the row.",
+        ),
+    ] = "",
+    format: Annotated[
+        str, typer.Option("--format", metavar="table|json|csv", help="For a person or a machine.")
+    ] = "table",
+) -> None:
+    """Add journals up: hit rates, rework, preemptions, waiting."""
+    if format not in ("table", "json", "csv"):
+        raise typer.BadParameter(f"{format!r} is none of table, json and csv.")
+    from kvledger.exporters import summary as summed
+
+    rows = summed.summarize(paths, by)
+    if format == "csv":
+        typer.echo(summed.as_csv(rows))
+    elif format == "json":
+        from kvledger.exporters.audit_report import as_json
+
+        typer.echo(as_json(rows))
+    else:
+        from kvledger.exporters import terminal
+
+        terminal.show(summed.table(rows))
+
+
+@app.command()
 def timeline(
     paths: JournalPaths,
     output: Annotated[

@@ -236,6 +236,18 @@ def lookups_disagree() -> Figures:
     return figures(parts["load failed wholly"], "; ".join(said), "; ".join(right))
 
 
+def full_hit_runs_unseen() -> Figures:
+    seen = course("full_external_hit")
+    (said,) = seen.of("Reported", "r")
+    account = seen.account("r")
+    rework = ", ".join(f"{tokens} for {cause}" for cause, tokens in account.rework.items())
+    return figures(
+        seen,
+        f"{said.computed_tokens} tokens of the prompt computed",
+        f"{account.first_prompt} computed first, and again: {rework}",
+    )
+
+
 def never_fits_again() -> Figures:
     from kvledger.audit.conformance.v0 import COURSES
 
@@ -418,6 +430,17 @@ FAULTS: tuple[Fault, ...] = (
         lookups_disagree,
         "load failed wholly: look-ups 160, prompts 0; ended by its failed load: look-ups 160, prompts 0; "
         "aborted before an output: look-ups 160, prompts 0",
+    ),
+    Fault(
+        "full-hit-runs-unseen",
+        "An asynchronous load that covers the whole prompt leaves nothing to compute, yet its last token "
+        "is executed once more to have logits. The engine reports no computed token. In the ledger it is "
+        "rework, for the cause `full_hit`: the prompt's sources are right, and the work is not lost.",
+        "0.20.0 to 0.33.0; up to 0.19.1 the token is added to the computed and to the local tokens",
+        ("0.20.0", "0.33.0"),
+        SCHEDULER.format("_update_waiting_for_remote_kv"),
+        full_hit_runs_unseen,
+        "0 tokens of the prompt computed",
     ),
     Fault(
         "never-fits-again",

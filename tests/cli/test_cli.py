@@ -334,6 +334,33 @@ def test_injections_are_listed_without_vllm(run: Any, monkeypatch: pytest.Monkey
     assert "negative-local-hit" in told.out and "promise-not-loaded" in told.out
 
 
+@pytest.mark.parametrize("format", ["table", "json", "csv"])
+def test_summary_in_three_forms(run: Any, clean: Path, format: str) -> None:
+    told = run("summary", clean, "--by", "outcome", "--format", format)
+
+    assert (0, "") == (told.code, told.err)
+    assert "all requests" in told.out
+
+
+def test_summary_refuses_another_form(run: Any, clean: Path) -> None:
+    told = run("summary", clean, "--format", "xml")
+
+    assert 2 == told.code
+    assert "'xml' is none of table, json and csv" in told.sentence
+
+
+def test_a_timeline_in_a_file(run: Any, clean: Path, tmp_path: Path) -> None:
+    told = run("timeline", clean, "-o", tmp_path / "t.json")
+
+    assert (0, "") == (told.code, told.out)
+    assert "trace events" in told.err
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+
+
+def test_a_timeline_printed(run: Any, clean: Path) -> None:
+    assert json.loads(run("timeline", clean, "-o", "-").out)["traceEvents"]
+
+
 def test_serve_answers_scrapes_until_interrupted(clean: Path) -> None:
     command = [sys.executable, "-m", "kvledger", "serve", str(clean)]
     process = subprocess.Popen(
