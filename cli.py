@@ -157,6 +157,26 @@ def summary(
 
 
 @app.command()
+def diff(
+    before: Annotated[Path, typer.Argument(metavar="A", show_default=False, help="A journal, or a folder.")],
+    after: Annotated[Path, typer.Argument(metavar="B", show_default=False, help="The other one.")],
+    json: Json = False,
+) -> None:
+    """Say what changed from one trace to another, and what their releases mean by a figure."""
+    from kvledger.exporters import diff as compared
+
+    found = compared.compare([before], [after])
+    if json:
+        from kvledger.exporters.audit_report import as_json
+
+        typer.echo(as_json(found))
+    else:
+        from kvledger.exporters import terminal
+
+        terminal.show(compared.drawn(found))
+
+
+@app.command()
 def timeline(
     paths: JournalPaths,
     output: Annotated[

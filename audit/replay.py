@@ -112,6 +112,16 @@ class Book:
         return self.auditor.ledger.engine
 
     @property
+    def meanings(self) -> dict[str, str]:
+        """By figure that the engine reports, what its release means by it."""
+        from kvledger.audit.engines.semantics import meanings
+
+        if self.engine is None:
+            return {}
+        found = meanings(self.engine.version, v0=self.engine.adapter.startswith("v0"))
+        return {figure: row.says for figure, row in found.items()}
+
+    @property
     def name(self) -> str:
         """The engine's name in findings and labels."""
         return self.auditor.engine or self.path.name

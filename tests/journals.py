@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from msgspec.structs import replace
 from tests.histories import GOLDEN, Golden, events
 
 from kvledger.audit.events import EngineStarted, EngineStopped, Event, Reported, Snapshot
@@ -15,11 +16,13 @@ CLEAN = "A0+32 L s56 o P A0+160 L s40 o+ s1 o+ F"
 """Prompt 200: preempted in mid-prefill, asked again (vLLM#36752)."""
 
 
-def write(folder: Path, stream: Iterable[Event], *, stopped: bool = True) -> Path:
+def write(
+    folder: Path, stream: Iterable[Event], *, stopped: bool = True, version: str = STARTED.version
+) -> Path:
     """A journal of one engine that saw ``stream``; returns its folder."""
     writer = JournalWriter(folder)
     writer.rotate()
-    writer.write([STARTED, Snapshot(0, 0, [], 0), *stream])
+    writer.write([replace(STARTED, version=version), Snapshot(0, 0, [], 0), *stream])
     if stopped:
         writer.write([EngineStopped(1_000_000, "shutdown")])
     writer.close()

@@ -349,6 +349,11 @@ def test_summary_refuses_another_form(run: Any, clean: Path) -> None:
     assert "'xml' is none of table, json and csv" in told.sentence
 
 
+def test_diff_in_words_and_json(run: Any, clean: Path, violated: Path) -> None:
+    assert "tokens/negative" in run("diff", clean, violated).out
+    assert json.loads(run("diff", clean, violated, "--json").out)["verdicts"] == ["clean", "violated"]
+
+
 def test_a_timeline_in_a_file(run: Any, clean: Path, tmp_path: Path) -> None:
     told = run("timeline", clean, "-o", tmp_path / "t.json")
 
