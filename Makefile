@@ -33,6 +33,7 @@ docs: ## write the generated pages again
 	$(READY) test
 	$(BIN)/python -m kvledger.audit.catalogue > docs/invariants.md
 	$(BIN)/python -m kvledger.exporters.metrics > docs/metrics.md
+	$(BIN)/python -m kvledger.exporters.tables > docs/tables.md
 
 clean: ## remove the environment, builds and caches
 	rm -rf .venv .venv.lock .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist

@@ -19,6 +19,7 @@ import kvledger
 CODES = {"clean": 0, "violated": 1, "unknown": 3}
 BAD_INPUT = 2
 OWN_BUG = 70
+EXTRAS = {"analysis": ("pandas", "plotly", "pyarrow"), "vllm": ("torch", "vllm"), "lmcache": ("lmcache",)}
 INTERRUPTED = 130
 READER_GONE = 141
 
@@ -174,6 +175,23 @@ def diff(
         from kvledger.exporters import terminal
 
         terminal.show(compared.drawn(found))
+
+
+@app.command()
+def export(
+    paths: JournalPaths,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIR", show_default=False, help="The folder to write.")
+    ],
+) -> None:
+    """Write a trace's tables as Parquet: requests, lives, entries, violations, steps.
+
+    Needs the analysis extra: pip install 'kvledger[analysis]'. Columns are in docs/tables.md.
+    """
+    from kvledger.exporters.parquet import export as written
+
+    for name, count in written(paths, output).items():
+        typer.echo(f"{output / name}.parquet: {count:,} rows", err=True)
 
 
 @app.command()
@@ -335,7 +353,11 @@ def _tell(error: Exception) -> int:
     elif usage is not None:
         sentence, code = usage(), BAD_INPUT
     elif isinstance(error, ModuleNotFoundError):
-        sentence, code = f"This command needs {error.name}, which is not installed.", BAD_INPUT
+        name = (error.name or "a module").partition(".")[0]
+        extra = next((extra for extra, needs in EXTRAS.items() if name in needs), "")
+        sentence = f"This command needs {name}, which is not installed"
+        sentence += f"; install it with: pip install 'kvledger[{extra}]'" if extra else ""
+        code = BAD_INPUT
     else:
         said = f"{type(error).__name__}: {error}"
         sentence = f"kvledger itself failed ({said}); --debug shows where"

@@ -349,6 +349,25 @@ def test_summary_refuses_another_form(run: Any, clean: Path) -> None:
     assert "'xml' is none of table, json and csv" in told.sentence
 
 
+def test_export_says_what_it_wrote(run: Any, clean: Path, tmp_path: Path) -> None:
+    told = run("export", clean, "-o", tmp_path / "tables")
+
+    assert (0, "") == (told.code, told.out)
+    assert f"{tmp_path}/tables/requests.parquet: 1 rows" in told.err.splitlines()
+
+
+def test_a_missing_extra_is_named(
+    run: Any, clean: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "kvledger.exporters.parquet", raising=False)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+
+    told = run("export", clean, "-o", tmp_path / "tables")
+
+    assert 2 == told.code
+    assert told.sentence.endswith("pip install 'kvledger[analysis]'.")
+
+
 def test_diff_in_words_and_json(run: Any, clean: Path, violated: Path) -> None:
     assert "tokens/negative" in run("diff", clean, violated).out
     assert json.loads(run("diff", clean, violated, "--json").out)["verdicts"] == ["clean", "violated"]
