@@ -150,34 +150,39 @@ class V1Observer(LifeObserver):
     def output_arrives(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Before the engine takes it: stop handling trims the token lists in place."""
         lengths = list(map(len, model_runner_output.sampled_token_ids))
-        stale = self._stale(scheduler_output.num_scheduled_tokens) if self._draining else None
-        self._load_failures = set()
-        self.log.held = []
         self._output = model_runner_output, lengths
+        stale = self._stale(scheduler_output.num_scheduled_tokens) if self._draining else None
+        if self._load_failures:
+            self._load_failures = set()
+        self.log.held = []
         self._output_at = self.log.now()
         return lengths, stale
 
     def output_taken(self, before: Any, result: Any, scheduler_output: Any, model_runner_output: Any) -> None:
-        held, self.log.held, self._output = self.log.held, None, None
+        log = self.log
+        held, log.held, self._output = log.held, None, None
         tokens = scheduler_output.num_scheduled_tokens
-        self.log.undelivered -= bool(tokens)
+        log.undelivered -= bool(tokens)
         if tokens and before is not None:
             lengths, stale = before
             ignored = self._ignored(stale) if stale else []
             if self._load_failures:
                 ignored += self._load_failures.intersection(tokens)
             order, index = model_runner_output.req_ids, model_runner_output.req_id_to_index
-            self.log.delivered(self._output_at, lengths, order, index, ignored)
+            log.delivered(self._output_at, lengths, order, index, ignored)
             if self._unreported:
                 self._report(result, model_runner_output, lengths)
-        for event in held or ():
-            self.log.emit(event)
-        for request_id in self._gone:
-            self._forget(request_id)
-        self._gone = []
-        received = self.received(model_runner_output)
-        if received:
-            self._loads_finished(received)
+        if held:
+            for event in held:
+                log.emit(event)
+        if self._gone:
+            for request_id in self._gone:
+                self._forget(request_id)
+            self._gone = []
+        if self.scheduler.connector is not None:
+            received = self.received(model_runner_output)
+            if received:
+                self._loads_finished(received)
         if self._resync or not self._step % AT_REST_STEPS:
             self._at_rest()
 
