@@ -193,7 +193,7 @@ KNOWN: tuple[Known, ...] = (
         ("crowd_async_external",),
         "0.27.1",
         "0.27.1",
-        "the scheduler never ends: requests wait for each other's blocks",
+        "the scheduler goes on for ever, and requests with it; why is not known",
         host_fails=True,
     ),
 )
