@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -27,6 +28,14 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "detection.md"
 WHOLE = ROOT / "docs" / "whole-engine-0.17.0.txt"
 """What scripts/whole_engine_017.py printed."""
+
+
+class Amiss(NamedTuple):
+    """Something that is not as expected; ``course`` is empty where it is no single one."""
+
+    release: str
+    what: str
+    course: str = ""
 
 
 @dataclass
@@ -47,9 +56,9 @@ class Outcome:
     def left_out(self) -> list[str]:
         return [name for name, line in self.lines.items() if line.get("left_out")]
 
-    def unexpected(self) -> list[str]:
+    def unexpected(self) -> list[Amiss]:
         """What nobody expects here: false alarms, doubts, accounts that do not balance."""
-        said = []
+        said: list[Amiss] = []
         for course, line in self.lines.items():
             extra = self.findings(course) - expected_ids(course, self.release)
             wrong = [f"found {each}" for each in sorted(extra)]
@@ -64,7 +73,7 @@ class Outcome:
                 settled = report.settles.get(course)
                 if settled and not line.get("left_out") and line.get("settled") != settled:
                     wrong.append(f"settled {line.get('settled')}, not {settled}")
-            said += [f"{self.release}: {course}: {each}" for each in wrong]
+            said += [Amiss(self.release, each, course) for each in wrong]
         return said
 
 
@@ -115,13 +124,13 @@ def cell(report: Report, outcome: Outcome) -> tuple[str, bool]:
     return ("silent", True) if not seen else (f"FOUND {len(seen)}", False)
 
 
-def grid(outcomes: Sequence[Outcome]) -> tuple[list[list[str]], list[str]]:
+def grid(outcomes: Sequence[Outcome]) -> tuple[list[list[str]], list[Amiss]]:
     """Rows of text, header first, and what is not as expected."""
     rows = [["release", "courses", "left out", "clean", *(report.key for report in REPORTS)]]
-    wrong: list[str] = []
+    wrong: list[Amiss] = []
     for outcome in outcomes:
         if outcome.error:
-            wrong.append(f"{outcome.release}: {outcome.error}")
+            wrong.append(Amiss(outcome.release, outcome.error))
         alarms = outcome.unexpected()
         wrong += alarms
         ran = len(outcome.lines) - len(outcome.left_out)
@@ -131,7 +140,7 @@ def grid(outcomes: Sequence[Outcome]) -> tuple[list[list[str]], list[str]]:
             text, right = cell(report, outcome)
             row.append(text if right else f"{text} (!)")
             if not right:
-                wrong.append(f"{outcome.release}: {report.key}: {text}")
+                wrong.append(Amiss(outcome.release, f"{report.key}: {text}"))
         rows.append(row)
     return rows, wrong
 
@@ -150,17 +159,15 @@ def _code(word: str) -> str:
     return f"`{word}`"
 
 
-def together(wrong: Sequence[str]) -> list[str]:
-    """The same thing in several releases or courses, in one line of at most a few of each."""
+def together(wrong: Sequence[Amiss]) -> list[str]:
+    """The same thing in several courses, in one line that names a few of them."""
     places: dict[tuple[str, str], list[str]] = {}
     for each in wrong:
-        release, _, rest = each.partition(": ")
-        course, _, what = rest.rpartition(": ")
-        places.setdefault((release, what), []).append(course)
+        places.setdefault((each.release, each.what), []).append(each.course)
     lines = []
     for (release, what), courses in places.items():
         more = f" and {len(courses) - 4} more" if len(courses) > 4 else ""
-        lines.append(f"{release}: {what}: {', '.join(courses[:4])}{more}")
+        lines.append(": ".join(filter(None, (release, what, ", ".join(courses[:4]) + more))))
     return lines
 
 

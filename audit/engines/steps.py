@@ -1,8 +1,9 @@
 """The event stream's own bookkeeping: interned requests, steps as differences, equal steps as a count.
 
 Knows no host: the observers of every adapter write through one :class:`StepLog`. Here is the hot
-path. A step equal to the one before costs a comparison of lists that the interpreter makes by itself;
-so do the differences of one that is not: no statement here runs once for every running request.
+path. A step equal to the one before costs a comparison of lists that the interpreter makes by itself.
+Nothing here runs once for every running request but where their order is another, or where lengths
+other than one have to be remembered.
 """
 
 from __future__ import annotations
