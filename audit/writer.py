@@ -106,33 +106,33 @@ class JournalWriter:
         """Append ``events``. What can't be written is lost and counted."""
         try:
             encoded = list(map(self._encode, events))
-        except Exception:  # a value of the host that is no plain number
-            encoded = []
-        if encoded and sum(map(len, encoded)) <= BATCH_BYTES:
-            self._append(encoded, events[-1].at)
-        else:
-            self._write_singly(events)
+            ats = [event.at for event in events]
+        except Exception:  # a value of the host that is no plain number, or no event
+            self._write_what_can_be(events)
+            return
+        first, total = 0, 0
+        if sum(map(len, encoded)) > BATCH_BYTES:
+            for place, one in enumerate(encoded):
+                if total + len(one) > BATCH_BYTES and place - first >= 2:
+                    self._append(encoded[first:place], ats[place - 1])
+                    first, total = place, 0
+                total += len(one)
+        self._append(encoded[first:], ats[-1] if ats else self.at)
 
-    def _write_singly(self, events: list[Event]) -> None:
-        """As :meth:`write`, in several batches, without what can't be encoded."""
-        encoded: list[bytes] = []
-        total, at = 0, self.at
+    def _write_what_can_be(self, events: list[Event]) -> None:
+        """As :meth:`write`, where one of them at least can't be encoded."""
+        good: list[Event] = []
         for event in events:
             try:
-                one, at_next = self._encode(event), event.at
+                self._encode(event), event.at
             except Exception as error:
-                if encoded:
-                    self._append(encoded, at)
-                    encoded, total = [], 0
+                if good:
+                    self.write(good)
+                    good = []
                 self._lose(1, f"an event can't be encoded: {type(error).__name__}")
-                continue
-            if total + len(one) > BATCH_BYTES and len(encoded) >= 2:
-                self._append(encoded, at)
-                encoded, total = [], 0
-            encoded.append(one)
-            total += len(one)
-            at = at_next
-        self._append(encoded, at)
+            else:
+                good.append(event)
+        self.write(good)
 
     def idle(self) -> None:
         """Nothing came for a while: say what is untold, and remove what is too old."""

@@ -284,12 +284,17 @@ def test_a_waiting_flush_returns_when_the_writer_breaks(
     assert time.monotonic() - begun < 5
 
 
-def test_what_is_no_event_is_lost_and_nothing_else(tmp_path: Path) -> None:
+@pytest.mark.parametrize("odd", [object(), {"an": "object"}], ids=["not encodable", "encodable"])
+@pytest.mark.parametrize("last", [False, True])
+def test_what_is_no_event_is_lost_and_nothing_else(tmp_path: Path, odd: Any, last: bool) -> None:
     recorder = Recorder(tmp_path / "engine")
     recorder.restart(started(), snapshot())
-    odd: Any = object()
-    recorder.record(odd)
-    recorder.record(repeated(1))
+    if last:
+        recorder.record(repeated(1))
+        recorder.record(odd)
+    else:
+        recorder.record(odd)
+        recorder.record(repeated(1))
     recorder.close()
 
     assert repeated(1) in events(tmp_path / "engine")
