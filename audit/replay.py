@@ -7,7 +7,7 @@ account is summed up when it closes, and let go unless somebody keeps it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
 from pathlib import Path
@@ -20,7 +20,7 @@ from kvledger.audit.catalogue import Violation
 from kvledger.audit.differences import Reconciliation
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import EngineStarted, Event
-from kvledger.audit.journal import Reader, find_journals
+from kvledger.audit.journal import Batch, Reader, find_journals
 from kvledger.audit.ledger import Totals, Watch
 
 Severity: tuple[Verdict, ...] = ("clean", "unknown", "violated")
@@ -64,14 +64,25 @@ class Book:
 
     def read(self, reader: Reader, lock: AbstractContextManager[object] | None = None) -> None:
         """Audit what the journal holds by now, holding ``lock`` for a batch at a time."""
+        for _ in self.batches(reader, lock):
+            pass
+
+    def batches(
+        self, reader: Reader, lock: AbstractContextManager[object] | None = None
+    ) -> Iterator[tuple[Batch, list[Violation]]]:
+        """As :meth:`read`, giving each batch when it is audited, with the findings that are new."""
         feed, hold = self.feed, lock or nullcontext()
         for batch in reader.poll():
+            found: list[Violation] = []
             with hold:
                 number = batch.first_event
                 for event in batch.events:
-                    feed(number, event)
+                    new = feed(number, event)
+                    if new:
+                        found += new
                     number += 1
                 self.events += len(batch.events)
+            yield batch, found
 
     def _take_closed(self) -> None:
         closed = self.auditor.ledger.closed

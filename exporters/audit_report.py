@@ -20,6 +20,11 @@ from kvledger.audit.replay import Audit, Book, RequestStatement
 FIGURES = (LOCAL, EXTERNAL, COMPUTED, "unattained")
 
 
+def share(part: int, whole: int) -> float | None:
+    """A part of a whole, 1 for all of it; None where there is nothing to divide by."""
+    return part / whole if whole else None
+
+
 class Journal(msgspec.Struct, frozen=True, kw_only=True):
     """One journal that was read. ``stopped`` is None where no orderly end was seen."""
 

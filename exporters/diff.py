@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvledger.audit.replay import Audit, audit_paths
-from kvledger.exporters.terminal import figures_table, title
+from kvledger.exporters.audit_report import share
+from kvledger.exporters.terminal import figures_table, percent, title
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +80,7 @@ def _figures(audit: Audit) -> Iterator[Figure]:
     yield _figure("unknown requests", totals.unknown_requests)
     yield _figure("prompt tokens", totals.prompt_tokens)
     for name in ("local", "external", "computed", "unattained"):
-        yield _figure(name, _ratio(getattr(totals, name), totals.prompt_tokens), of="prompt tokens")
+        yield _figure(name, share(getattr(totals, name), totals.prompt_tokens), of="prompt tokens")
     yield _figure("scheduled tokens", totals.scheduled)
     for name, tokens in (
         ("first prompt", totals.first_prompt),
@@ -88,19 +89,15 @@ def _figures(audit: Audit) -> Iterator[Figure]:
         ("rejected", totals.rejected),
         ("overrun", totals.overrun),
     ):
-        yield _figure(name, _ratio(tokens, totals.scheduled), of="scheduled tokens")
-    yield _figure("scheduled tokens", _ratio(totals.scheduled, known), per="request")
-    yield _figure("preemptions", _ratio(totals.preemptions, totals.requests), per="request")
+        yield _figure(name, share(tokens, totals.scheduled), of="scheduled tokens")
+    yield _figure("scheduled tokens", share(totals.scheduled, known), per="request")
+    yield _figure("preemptions", share(totals.preemptions, totals.requests), per="request")
     yield _figure("promised tokens", totals.promised)
-    yield _figure("loaded", _ratio(totals.loaded, totals.promised), of="promised tokens")
+    yield _figure("loaded", share(totals.loaded, totals.promised), of="promised tokens")
 
 
 def _figure(name: str, figure: float | None, of: str = "", per: str = "") -> Figure:
     return Figure(name=name, before=figure, after=None, of=of, per=per)
-
-
-def _ratio(part: int, whole: int) -> float | None:
-    return part / whole if whole else None
 
 
 def _engines(audit: Audit) -> list[str]:
@@ -171,7 +168,7 @@ def _shown(figure: float | None, row: Figure) -> str:
     if figure is None:
         return "-"
     if row.of:
-        return f"{figure:.1%}".replace("%", " %")
+        return percent(figure)
     return f"{figure:,.2f}" if row.per else f"{figure:,.0f}"
 
 
@@ -183,4 +180,4 @@ def _change(row: Figure) -> str:
         return f"{change * 100:+.1f} points"
     if not row.before:
         return f"{change:+,.2f}" if row.per else f"{change:+,.0f}"
-    return f"{change / row.before:+.1%}".replace("%", " %")
+    return f"{100 * change / row.before:+.1f} %"

@@ -23,7 +23,8 @@ from kvledger.audit.errors import LedgerError
 from kvledger.audit.journal import Reader
 from kvledger.audit.ledger import Totals
 from kvledger.audit.replay import Book, find
-from kvledger.exporters.terminal import figures_table
+from kvledger.exporters.audit_report import share
+from kvledger.exporters.terminal import figures_table, percent
 
 KEYS = ("engine", "model", "hour", "outcome")
 ALL = "all requests"
@@ -81,11 +82,11 @@ class _Group:
             external=totals.external,
             computed=totals.computed,
             unattained=totals.unattained,
-            local_share=_share(totals.local, totals.prompt_tokens),
-            external_share=_share(totals.external, totals.prompt_tokens),
+            local_share=share(totals.local, totals.prompt_tokens),
+            external_share=share(totals.external, totals.prompt_tokens),
             scheduled=totals.scheduled,
             rework=rework,
-            rework_share=_share(rework, totals.scheduled),
+            rework_share=share(rework, totals.scheduled),
             rejected=totals.rejected,
             overrun=totals.overrun,
             preemptions=totals.preemptions,
@@ -115,10 +116,8 @@ def summarize(paths: Sequence[Path], by: str = "") -> list[Row]:
                 groups.setdefault(key(account), _Group()).add(account, until)
 
         with Reader(path) as reader:
-            for batch in reader.poll():
-                for number, event in enumerate(batch.events, batch.first_event):
-                    book.feed(number, event)
-                    last = event.at
+            for batch, _ in book.batches(reader):
+                last = batch.events[-1].at if batch.events else last
                 for account in book.accounts:
                     add(account, account.closed_at)
                 book.accounts.clear()
@@ -172,10 +171,6 @@ def _waited(account: Account, until: int) -> int:
     return waited + max(0, until - since)
 
 
-def _share(part: int, whole: int) -> float | None:
-    return part / whole if whole else None
-
-
 def table(rows: Sequence[Row]) -> Table:
     """For a terminal: what matters of each group, the sum at the end."""
     columns = ("requests", "prompt", "local", "external", "rework", "preempted", "waited, s")
@@ -188,17 +183,13 @@ def table(rows: Sequence[Row]) -> Table:
             Text(row.group, style="bold" if total else ""),
             f"{row.requests:,}",
             f"{row.prompt_tokens:,}",
-            _percent(row.local_share),
-            _percent(row.external_share),
-            _percent(row.rework_share),
+            "" if row.local_share is None else percent(row.local_share),
+            "" if row.external_share is None else percent(row.external_share),
+            "" if row.rework_share is None else percent(row.rework_share),
             f"{row.preemptions:,}",
             f"{row.wait_seconds:,.1f}",
         )
     return drawn
-
-
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{share:.1%}".replace("%", " %")
 
 
 def as_csv(rows: Sequence[Row]) -> str:

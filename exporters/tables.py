@@ -140,12 +140,10 @@ class _Trace:
     def rows(self) -> Iterator[tuple[str, Rows]]:
         book = self._book
         with Reader(self.path) as reader:
-            for batch in reader.poll():
+            for batch, _ in book.batches(reader):
                 steps: Rows = []
-                for number, event in enumerate(batch.events, batch.first_event):
-                    book.feed(number, event)
-                    if "steps" in self._wanted:
-                        steps += self._steps(event)
+                if "steps" in self._wanted:
+                    steps = [row for event in batch.events for row in self._steps(event)]
                 if steps:
                     yield "steps", steps
                 yield from self._accounts(book.accounts)

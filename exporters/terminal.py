@@ -180,7 +180,7 @@ def work(work: Work) -> Group:
     if work.in_flight:
         rows.append(("in flight", work.in_flight))
     for label, tokens in rows:
-        share = f"{100 * tokens / work.scheduled:.1f} %" if work.scheduled else ""
+        share = percent(tokens / work.scheduled) if work.scheduled else ""
         table.add_row(label, f"{tokens:,}", share if tokens else "")
     summed = sum(tokens for _, tokens in rows)
     table.add_row("sum", f"{summed:,}", "", style="bold")
@@ -254,6 +254,11 @@ def verdict(report: Report) -> Text:
     counts += [f"{counted(report.unknown, 'request')} unknown"] if report.unknown else []
     counts += [counted(report.preemptions, "preemption")]
     return Text.assemble((report.verdict, VERDICTS[report.verdict]), f": {', '.join(counts)}")
+
+
+def percent(share: float) -> str:
+    """``41.1 %`` for 0.411."""
+    return f"{100 * share:.1f} %"
 
 
 def counted(n: int, noun: str) -> str:
