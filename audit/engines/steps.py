@@ -52,10 +52,12 @@ class StepLog:
         self.flushed_at = 0
         self._next_id = 0
         self._began = time.monotonic_ns()
-        # The last step, as the reader knows it: who, how many tokens each, drafts where there are any.
+        # The last step, as the reader knows it: who, how many tokens each, drafts where there are any;
+        # and who had other than one, where only newcomers had.
         self._names: list[str] = []
         self._counts: list[int] = []
         self._single = False
+        self._odd: list[str] | None = []
         self._drafts: dict[str, int] = {}
         self._dropped: list[int] = []
         self._anew: dict[str, None] = {}
@@ -65,6 +67,7 @@ class StepLog:
         self._numbers: list[int] = []
         self._sampled: dict[str, int] = {}
         self._sampled_behind = False
+        self._ones: list[int] = []
         self._same_step = 0
         self._repeats = 0
 
@@ -107,7 +110,7 @@ class StepLog:
     def restart(self, started: ev.EngineStarted, snapshot: ev.Snapshot) -> None:
         """Begin anew: the next step names everyone."""
         self.say_held_back(snapshot.at)
-        self._names, self._counts, self._single = [], [], False
+        self._names, self._counts, self._single, self._odd = [], [], False, []
         self._drafts = {}
         self._dropped = []
         self._sampled, self._sampled_behind = dict.fromkeys(self.ids, UNTOLD), False
@@ -154,13 +157,22 @@ class StepLog:
         self, step: int, names: list[str], counts: list[int], drafts: dict[str, int], requests: dict[str, Any]
     ) -> None:
         ids, anew, dropped = self.ids, self._anew, self._dropped
+        newcomers = list(zip(anew, counts[len(counts) - len(anew) :], strict=False))
+        odd = [name for name, count in newcomers if count != 1]
+        only_newcomers = len(counts) - counts.count(1) == len(odd)
         if names == [*self._names, *anew]:  # as ever: who ran before, then who was admitted
-            known = [*self._counts, *repeat(0, len(anew))]
+            if only_newcomers and self._odd is not None:
+                differ = [*zip(self._odd, repeat(1)), *newcomers]
+            else:
+                known = [*self._counts, *repeat(0, len(anew))]
+                differ = [(names[place], counts[place]) for place in _differing(counts, known)]
         else:
             before = dict(zip(self._names, self._counts, strict=True))
             known = [0 if name in anew else before.pop(name, 0) for name in names]
             dropped += sorted(ids[name] for name in before if name not in anew or name not in names)
-        differ = [(names[place], counts[place]) for place in _differing(counts, known)]
+            differ = [(names[place], counts[place]) for place in _differing(counts, known)]
+            only_newcomers = only_newcomers and names[len(names) - len(anew) :] == list(anew)
+        self._odd = odd if only_newcomers else None
         if drafts != self._drafts:
             told = dict(differ)
             changed_drafts = {name for name, _ in drafts.items() ^ self._drafts.items()}
@@ -177,6 +189,12 @@ class StepLog:
         else:  # only the order is another
             self._same_step = step
 
+    def one_each(self, requests: int) -> list[int]:
+        """An output's lengths where each is one; the same list as long as their number is the same."""
+        if len(self._ones) != requests:
+            self._ones = [1] * requests
+        return self._ones
+
     def delivered(
         self, at: int, lengths: list[int], order: list[str], index: Container[str], skipped: list[str]
     ) -> None:
@@ -187,7 +205,7 @@ class StepLog:
         """
         lengths = lengths or [0] * len(order)
         same = order is self._order or order == self._order
-        if same and lengths == self._lengths and not skipped:
+        if same and (lengths is self._lengths or lengths == self._lengths) and not skipped:
             if self._same_step:
                 self._same_step = 0
                 self._repeats += 1
@@ -212,7 +230,7 @@ class StepLog:
     def _changed_lengths(self, order: list[str], lengths: list[int], index: Container[str]) -> list[int]:
         """What :class:`~kvledger.audit.events.Delivered` says: numbers and lengths that differ."""
         ids, sampled = self.ids, self._sampled
-        if lengths.count(1) == len(lengths):  # then only those whose last was not one
+        if lengths is self._ones or lengths.count(1) == len(lengths):  # then only those whose last was not one
             differ = [(name, 1) for name in sampled if name in index]
         else:
             last = list(map(sampled.get, order, repeat(1)))
@@ -247,6 +265,8 @@ class StepLog:
         with contextlib.suppress(ValueError):  # it may not have been in the last step
             place = self._names.index(request_id)
             del self._names[place], self._counts[place]
+            if self._odd and request_id in self._odd:
+                self._odd.remove(request_id)
             self._drafts.pop(request_id, None)
             self._dropped.append(number)
         self._sampled.pop(request_id, None)

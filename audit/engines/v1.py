@@ -103,6 +103,12 @@ class V1Observer(LifeObserver):
         Hook("connector", "build_connector_meta", (), after="load_planned", optional=True),
     )
 
+    def __init__(self, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(scheduler, *args, **kwargs)
+        # Without drafts (a diffusion model's canvas is one too) a request samples one token or none.
+        diffuses = getattr(scheduler.vllm_config, "diffusion_config", None) is not None
+        self._one_at_most = getattr(scheduler, "num_spec_tokens", -1) == 0 and not diffuses
+
     # --- arrivals and look-ups ------------------------------------------------------------------------
 
     def request_added(self, _: None, __: None, request: Any) -> None:
@@ -149,7 +155,11 @@ class V1Observer(LifeObserver):
 
     def output_arrives(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Before the engine takes it: stop handling trims the token lists in place."""
-        lengths = list(map(len, model_runner_output.sampled_token_ids))
+        sampled = model_runner_output.sampled_token_ids
+        if self._one_at_most and sampled and type(sampled[0]) is list and [] not in sampled:
+            lengths = self.log.one_each(len(sampled))
+        else:
+            lengths = list(map(len, sampled))
         self._output = model_runner_output, lengths
         stale = self._stale(scheduler_output.num_scheduled_tokens) if self._draining else None
         if self._load_failures:
