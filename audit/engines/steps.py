@@ -230,7 +230,7 @@ class StepLog:
     def _changed_lengths(self, order: list[str], lengths: list[int], index: Container[str]) -> list[int]:
         """What :class:`~kvledger.audit.events.Delivered` says: numbers and lengths that differ."""
         ids, sampled = self.ids, self._sampled
-        if lengths is self._ones or lengths.count(1) == len(lengths):  # then only those whose last was not one
+        if lengths is self._ones or lengths.count(1) == len(lengths):  # only those whose last was not one
             differ = [(name, 1) for name in sampled if name in index]
         else:
             last = list(map(sampled.get, order, repeat(1)))
