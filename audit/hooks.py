@@ -153,8 +153,8 @@ class Hooks:
         self.live: list[str] = []
         self._failed = failed
         self._boundary = boundary
-        self._active = True
         self._wrappings: dict[str, Wrapping] = {}
+        self._silenced: list[Wrapping] = []
         rows = check(table, root)
         try:
             for hook, owner in rows:
@@ -168,9 +168,11 @@ class Hooks:
 
     def remove(self) -> None:
         """Put every wrapped attribute back. What cannot be put back becomes a pass-through."""
-        self._active = False
         for name in list(self._wrappings):
             self._wrappings.pop(name).undo()
+        for wrapping in self._silenced:
+            wrapping.undo()
+        self._silenced.clear()
         self.live.clear()
 
     def _observed(
@@ -179,10 +181,11 @@ class Hooks:
         before: Observer | None = getattr(observer, hook.before) if hook.before else None
         after: Observer | None = getattr(observer, hook.after) if hook.after else None
         boundary = self._boundary if hook.boundary else None
+        wrappings = self._wrappings
 
         @functools.wraps(original)
         def observed(*args: Any, **kwargs: Any) -> Any:
-            if not self._active or name not in self._wrappings:
+            if name not in wrappings:
                 return original(*args, **kwargs)
             token = None
             if before is not None:
@@ -191,7 +194,7 @@ class Hooks:
                 except Exception as error:  # an observer must never stop the engine
                     self._fail(name, error)
             result = original(*args, **kwargs)
-            if after is not None and self._active:
+            if after is not None and name in wrappings:
                 try:
                     after(token, result, *args, **kwargs)
                 except Exception as error:  # an observer must never stop the engine
@@ -213,7 +216,8 @@ class Hooks:
                     self.live.remove(name)
             self._failed(name, error, removed)
         except Exception:  # nothing leaves a hook, not even this
-            self._active = False
+            self._silenced += self._wrappings.values()
+            self._wrappings.clear()
 
 
 def check(table: tuple[Hook, ...], root: Any) -> list[tuple[Hook, Any]]:

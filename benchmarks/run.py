@@ -53,7 +53,7 @@ class Amount(NamedTuple):
     requests: tuple[int, int]
 
 
-FULL = Amount(share=1.0, rounds=8, steps=240, pairs=40, replays=5, requests=(20_000, 100_000))
+FULL = Amount(share=1.0, rounds=12, steps=240, pairs=120, replays=5, requests=(20_000, 100_000))
 QUICK = Amount(share=0.1, rounds=2, steps=16, pairs=2, replays=2, requests=(100, 200))
 
 

@@ -151,15 +151,15 @@ class AdmissionObserver(Observer):
             replayed = replayed if request.replay_start else 0
         self.log.emit(
             ev.Admitted(
-                at=now,
-                request=number,
-                step=self._step,
-                resumed=self.preemptions(request) > 0,
-                local_tokens=attempt.local,
-                external_tokens=attempt.external,
-                asynchronous=not scheduled,
-                computed_tokens=computed + replayed,
-                counted=self.counts_lookups(request),
+                now,
+                number,
+                self._step,
+                self.preemptions(request) > 0,
+                attempt.local,
+                attempt.external,
+                not scheduled,
+                computed + replayed,
+                self.counts_lookups(request),
             )
         )
         if replayed:
@@ -199,11 +199,11 @@ class AdmissionObserver(Observer):
         return bool(self.scheduler.kv_cache_manager.prefix_cache_lookup_enabled(request))
 
     def _counters(self) -> tuple[int, int, int, int, int, int]:
-        manager = self.scheduler.kv_cache_manager
-        return (
-            *_cache_counters(manager.prefix_cache_stats),
-            *_cache_counters(getattr(self.scheduler, "connector_prefix_cache_stats", None)),
-        )
+        scheduler = self.scheduler
+        local = _cache_counters(scheduler.kv_cache_manager.prefix_cache_stats)
+        if scheduler.connector is None:
+            return (*local, 0, 0, 0)
+        return (*local, *_cache_counters(getattr(scheduler, "connector_prefix_cache_stats", None)))
 
     def _count_lookups(self, admitted: bool) -> None:
         before, after = self._counted, self._counters()
