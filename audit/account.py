@@ -221,6 +221,7 @@ class Life:
         "ended_at",
         "ended_by",
         "external",
+        "load_ended_at",
         "loaded",
         "local",
         "missing_blocks",
@@ -254,6 +255,7 @@ class Life:
         self.began_step = 0
         self.ended_at = -1
         self.ended_by = ""
+        self.load_ended_at = -1
 
     @property
     def pending(self) -> int:
@@ -396,6 +398,7 @@ class Account:
         "settlements",
         "spans",
         "suspense",
+        "traceparent",
         "unknown",
         "voided",
     )
@@ -412,6 +415,7 @@ class Account:
         self.unknown: str | None = None
         self.pooling = False
         self.resumable = False
+        self.traceparent: str | None = None
 
         self.spans = Spans()
         self.losses = Losses()

@@ -7,16 +7,20 @@ the rest, so that its memory is bounded by what is open, not by how often an eng
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 from msgspec.structs import replace
 
+from kvledger.audit.account import Account
 from kvledger.audit.catalogue import Check, Invariant, Violation, Witness, catalogue
 from kvledger.audit.events import EngineStarted, Event
 from kvledger.audit.ledger import Entry, Ledger, Watch
 
 Verdict = Literal["clean", "violated", "unknown"]
+
+Sighted = Callable[[str, int, Account | None], None]
+"""Told the invariant's id, the event's ``at`` and the account concerned."""
 
 FINDINGS_KEPT = 1_000
 """Findings kept of one invariant; later requests that break it are only counted."""
@@ -37,7 +41,8 @@ class Auditor:
     """Feeds events to its ledger, and what they meant to the checks.
 
     ``engine`` names the engine in violations (else its first event does). ``debug`` raises when a
-    check itself fails, which is counted otherwise; by default it is KVLEDGER_DEBUG.
+    check itself fails, which is counted otherwise; by default it is KVLEDGER_DEBUG. ``sighted`` is
+    told of every sight of a broken invariant, repeats too.
     """
 
     def __init__(
@@ -47,6 +52,7 @@ class Auditor:
         keep_closed: bool = False,
         watch: Watch | None = None,
         debug: bool | None = None,
+        sighted: Sighted | None = None,
     ) -> None:
         self.ledger = Ledger(keep_closed=keep_closed, watch=watch)
         self.engine = engine
@@ -57,6 +63,7 @@ class Auditor:
         self.not_kept: dict[str, int] = {}
         """Sights beyond the first :data:`FINDINGS_KEPT` findings, by invariant."""
         self._debug = bool(os.environ.get("KVLEDGER_DEBUG")) if debug is None else debug
+        self._sighted = sighted
         self._findings: dict[tuple[str, int | None], _Finding] = {}
         self._kept: dict[str, int] = {}
         self._subscribed: dict[type, tuple[tuple[Invariant, Check], ...]] = {}
@@ -101,6 +108,8 @@ class Auditor:
         account = entry.account
         if account is not None and row.severity == "violation":
             self.violating.add(account.request)
+        if self._sighted is not None:
+            self._sighted(row.id, entry.at, account)
         key = (row.id, None if account is None else account.request)
         known = self._findings.get(key)
         if known is not None:

@@ -175,6 +175,30 @@ def _first_prompt_tokens(account: Account) -> int:
     return account.settlements[0].prompt_tokens if account.settlements else account.prompt_tokens
 
 
+class Compared(msgspec.Struct, frozen=True):
+    """One of the engine's own counters beside the ledger's figure, both since a common baseline.
+
+    ``drift`` is counted less ledger, by cause; what no cause covers is ``unexplained``.
+    """
+
+    figure: str
+    counted: float
+    ledger: float
+    drift: dict[str, float]
+
+
+class Beside(msgspec.Struct, frozen=True):
+    """An engine's own counters beside the ledger's figures. Times are Unix seconds, 0.0 for never.
+
+    ``answered``: whether the last scrape of the engine succeeded.
+    """
+
+    rows: tuple[Compared, ...] = ()
+    answered: bool = False
+    scraped_seconds: float = 0.0
+    baseline_seconds: float = 0.0
+
+
 # --- settled and plan -------------------------------------------------------------------------------
 
 

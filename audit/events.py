@@ -76,7 +76,10 @@ class HookFailed(Event, frozen=True, array_like=True, tag=3):
 
 
 class RequestAdded(Event, frozen=True, array_like=True, tag=4):
-    """A request came to the scheduler. ``prompt_tokens`` is the length of its prompt."""
+    """A request came to the scheduler. ``prompt_tokens`` is the length of its prompt.
+
+    ``traceparent`` is the caller's trace context (W3C), where the engine was handed one.
+    """
 
     request: int
     request_id: str
@@ -85,6 +88,7 @@ class RequestAdded(Event, frozen=True, array_like=True, tag=4):
     priority: int = 0
     pooling: bool = False
     resumable: bool = False
+    traceparent: str | None = None
 
 
 class LookedUp(Event, frozen=True, array_like=True, tag=5):

@@ -281,6 +281,7 @@ class Ledger:
         account = self._open(event.request, event.request_id, event.prompt_tokens)
         account.pooling = event.pooling
         account.resumable = event.resumable
+        account.traceparent = event.traceparent
         self._enter(event, account)
 
     def _looked_up(self, event: ev.LookedUp) -> None:
@@ -392,6 +393,8 @@ class Ledger:
             return
         life = account.life
         waited = life is not None and life.pending and not life.ran
+        if life is not None and life.asynchronous and not life.ran:
+            life.load_ended_at = self.at
         if life is not None and life.pending:
             self._load(account, life, event.computed_tokens, "failed")
         self._enter(event, account)
@@ -403,6 +406,8 @@ class Ledger:
         self._state(account, "load failed", event.before_tokens)
         life, valid = account.life, event.computed_tokens
         if life is not None:
+            if life.asynchronous and not life.ran:
+                life.load_ended_at = self.at
             if life.pending_end > valid:
                 kept = max(life.pending_start, valid)
                 self._void(account, life, kept, life.pending_end, "failed")

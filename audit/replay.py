@@ -7,7 +7,8 @@ account is summed up when it closes, and let go unless somebody keeps it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
 from pathlib import Path
@@ -17,11 +18,12 @@ import msgspec
 from kvledger.audit.account import Account, Line, Statement
 from kvledger.audit.auditor import Auditor, Verdict
 from kvledger.audit.catalogue import Violation
-from kvledger.audit.differences import Reconciliation
+from kvledger.audit.differences import Beside, Reconciliation
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import EngineStarted, Event
 from kvledger.audit.journal import Batch, Reader, find_journals
 from kvledger.audit.ledger import Totals, Watch
+from kvledger.audit.tallies import TALLIED, Tallies
 
 Severity: tuple[Verdict, ...] = ("clean", "unknown", "violated")
 """Verdicts, the worse ones last."""
@@ -37,14 +39,18 @@ class Book:
     """One engine's journal, audited, with the sums of what has ended.
 
     ``closed`` are the totals of ended requests, ``requests`` their number by verdict and outcome,
-    ``unknown`` the number of unknown ones by the reason.
+    ``unknown`` the number of unknown ones by the reason; ``tallies`` is what metrics need beyond.
+    ``on_closed`` are told of every account that closes, with its verdict, before it is let go.
+    ``beside`` is what the engine's own counters say, for whoever scrapes them.
+    ``read_seconds`` is when the journal was last read to its end (0.0: never), Unix time.
     ``keep`` keeps every account in ``accounts``; ``watch(request_id)`` keeps the accounts, and
     their statements' lines, of those that it names.
     """
 
     def __init__(self, path: Path, *, keep: bool = False, watch: Watch | None = None) -> None:
         self.path = path
-        self.auditor = Auditor(keep_closed=True, watch=watch)
+        self.tallies = Tallies()
+        self.auditor = Auditor(keep_closed=True, watch=watch, sighted=self._sighted)
         self.closed = Totals()
         self.requests: dict[tuple[str, str], int] = {}
         self.reconciliation = Reconciliation()
@@ -52,14 +58,20 @@ class Book:
         self.notes: list[str] = []
         self.events = 0
         self.unknown: dict[str, int] = {}
+        self.on_closed: list[Callable[[Account, Verdict], None]] = []
+        self.beside: Beside | None = None
+        self.read_seconds = 0.0
         self._keep = keep
 
     def feed(self, number: int, event: Event) -> list[Violation]:
         """Audit one event; the findings that are new."""
         auditor = self.auditor
         found = auditor.feed(event, number)
+        tally = TALLIED.get(type(event))
+        if tally is not None:
+            tally(self.tallies, event)
         if auditor.ledger.closed:
-            self._take_closed()
+            self._take_closed(event)
         return found
 
     def read(self, reader: Reader, lock: AbstractContextManager[object] | None = None) -> None:
@@ -72,6 +84,7 @@ class Book:
     ) -> Iterator[tuple[Batch, list[Violation]]]:
         """As :meth:`read`, giving each batch when it is audited, with the findings that are new."""
         feed, hold = self.feed, lock or nullcontext()
+        begun = time.time()
         for batch in reader.poll():
             found: list[Violation] = []
             with hold:
@@ -83,16 +96,24 @@ class Book:
                     number += 1
                 self.events += len(batch.events)
             yield batch, found
+        self.read_seconds = begun  # what came since may not have been seen
 
-    def _take_closed(self) -> None:
+    def _take_closed(self, event: Event) -> None:
         closed = self.auditor.ledger.closed
         for account in closed.values():
+            verdict = self._verdict(account)
             self.closed.add(account)
-            kind = (self._verdict(account), account.outcome or "unknown")
+            kind = (verdict, account.outcome or "unknown")
             self.requests[kind] = self.requests.get(kind, 0) + 1
+            self.tallies.close(account, verdict, event)
             self.auditor.violating.discard(account.request)
             self._sort(account)
+            for tell in self.on_closed:
+                tell(account, verdict)
         closed.clear()
+
+    def _sighted(self, id: str, at: int, account: Account | None) -> None:
+        self.tallies.sighted(id, at, account)
 
     def _sort(self, account: Account) -> None:
         self.reconciliation.add(account)

@@ -1,36 +1,32 @@
 """The one metric table: name, unit, kind, help, labels, reader. Everything else is made from it.
 
-A reader takes the books of the engines that are followed and gives samples. What it reads of tokens
-and requests are the sums of *ended* requests, for two reasons: what an open account holds may still
-move from one heading to another (a draft accepted past the stop becomes overrun), and an account
-that turns unknown is taken out of the sums; a counter may do neither.
-
-``python -m kvledger.exporters.metrics`` prints ``docs/metrics.md``.
+A reader (``readings.py``) takes the books of the engines that are followed and gives samples;
+:func:`collect` is what every exporter asks. ``python -m kvledger.exporters.metrics`` prints
+``docs/metrics.md``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-import kvledger
+from kvledger.audit.catalogue import catalogue
 from kvledger.audit.replay import Book
+from kvledger.audit.tallies import REWORK, SHARES, TIMES, VERDICTS, WAIT_SECONDS, Distribution
+from kvledger.exporters import readings as read
+from kvledger.exporters.readings import Reader, Sample
 
-Kind = Literal["counter", "gauge", "info"]
+Kind = Literal["counter", "gauge", "histogram", "info"]
 
-
-class Sample(NamedTuple):
-    """One value; ``labels`` in the order of the metric's own."""
-
-    labels: tuple[str, ...]
-    value: float
-
-
-Reader = Callable[[Sequence[Book]], Iterable[Sample]]
+SUFFIXES: dict[Kind, str] = {"counter": "_total", "gauge": "", "histogram": "", "info": "_info"}
 
 
 class Metric(NamedTuple):
-    """One row. A counter is exposed with ``_total`` behind its name, an info with ``_info``."""
+    """One row. A counter is exposed with ``_total`` behind its name, an info with ``_info``.
+
+    ``words``: the values of labels that have a closed set of them; each is shown from the start.
+    ``bounds``: a histogram's, the last but infinity.
+    """
 
     name: str
     unit: str
@@ -38,281 +34,532 @@ class Metric(NamedTuple):
     help: str
     labels: tuple[str, ...]
     read: Reader
+    words: Mapping[str, Sequence[str]] = {}
+    bounds: tuple[float, ...] = ()
 
     @property
     def exposed(self) -> str:
         """The name as a scrape shows it."""
-        return self.name + {"counter": "_total", "gauge": "", "info": "_info"}[self.kind]
+        return self.name + SUFFIXES[self.kind]
 
 
-# --- readers ------------------------------------------------------------------------------------------
+class Group(NamedTuple):
+    """Metrics of one subject, with what there is to know of all of them."""
 
+    title: str
+    says: str
+    metrics: tuple[Metric, ...]
 
-def _engines(of: Callable[[Book], Iterable[tuple[tuple[str, ...], float]]]) -> Reader:
-    """Reads one engine at a time, and puts its name before the labels."""
-
-    def read(books: Sequence[Book]) -> Iterator[Sample]:
-        for book in books:
-            for labels, value in of(book):
-                yield Sample((book.name, *labels), value)
-
-    return read
-
-
-def _value(of: Callable[[Book], float]) -> Reader:
-    return _engines(lambda book: [((), of(book))])
-
-
-def _values(of: Callable[[Book], dict[str, int]]) -> Reader:
-    return _engines(lambda book: [((key,), value) for key, value in of(book).items()])
-
-
-def _prompt_tokens(book: Book) -> dict[str, int]:
-    closed = book.closed
-    return {
-        "local": closed.local,
-        "external": closed.external,
-        "computed": closed.computed,
-        "unattained": closed.unattained,
-    }
-
-
-def _work(book: Book) -> dict[str, int]:
-    closed = book.closed
-    return {
-        "first_prompt": closed.first_prompt,
-        "first_output": closed.first_output,
-        "rework": sum(closed.rework.values()),
-        "rejected": closed.rejected,
-        "overrun": closed.overrun,
-    }
-
-
-def _requests(book: Book) -> Iterator[tuple[tuple[str, ...], float]]:
-    yield from book.requests.items()
-
-
-def _violations(book: Book) -> Iterator[tuple[tuple[str, ...], float]]:
-    seen: dict[tuple[str, str], int] = {}
-    for violation in book.auditor.violations:
-        key = (violation.id, str(violation.severity))
-        seen[key] = seen.get(key, 0) + 1 + violation.repeats
-    for key, times in seen.items():
-        yield key, times + book.auditor.not_kept.get(key[0], 0)
-
-
-def _engine(book: Book) -> Iterator[tuple[tuple[str, ...], float]]:
-    if book.engine is not None:
-        yield (book.engine.engine, book.engine.version, book.engine.adapter), 1
-
-
-def _last_event(book: Book) -> float:
-    started = book.engine
-    if started is None:
-        return 0.0
-    return started.wall_seconds + (book.auditor.ledger.at - started.at) / 1e6
-
-
-def _build(books: Sequence[Book]) -> Iterator[Sample]:
-    yield Sample((kvledger.__version__,), 1)
-
-
-# --- the table ------------------------------------------------------------------------------------------
 
 ENGINE = ("engine",)
+TOKENS = "tokens"
+IDS = tuple(catalogue())
 
-METRICS: tuple[Metric, ...] = (
-    Metric(
-        "kvledger_prompt_tokens",
-        "tokens",
-        "counter",
-        "Prompt tokens by where their KV first came from, settled once a request.",
-        (*ENGINE, "source"),
-        _values(_prompt_tokens),
+GROUPS: tuple[Group, ...] = (
+    Group(
+        "Prompts",
+        "Where the prompts' KV came from. `kvledger_prompt_tokens_total` is settled once a request and "
+        "is never changed by a preemption, a resumption or a second look-up.",
+        (
+            Metric(
+                "kvledger_prompt_tokens",
+                TOKENS,
+                "counter",
+                "Prompt tokens by where their KV first came from, settled once a request.",
+                (*ENGINE, "source"),
+                read.values(read.SOURCES, read.prompt_tokens),
+                {"source": read.SOURCES},
+            ),
+            Metric(
+                "kvledger_planned_prompt_tokens",
+                TOKENS,
+                "counter",
+                "Prompt tokens by the promise of the first admission that ran, which is what vLLM 0.26 and "
+                "later report.",
+                (*ENGINE, "source"),
+                read.values(read.PLANNED, lambda book: book.tallies.plan),
+                {"source": read.PLANNED},
+            ),
+            Metric(
+                "kvledger_planned_negative_tokens",
+                TOKENS,
+                "counter",
+                "How far below zero promises of a source lay; in no other figure, so that no counter falls.",
+                (*ENGINE, "source"),
+                read.values(read.PLANNED, lambda book: book.tallies.plan_negative),
+                {"source": read.PLANNED},
+            ),
+        ),
     ),
-    Metric(
-        "kvledger_planned_prompt_tokens",
-        "tokens",
-        "counter",
-        "Prompt tokens by the promise of the first admission that ran, what vLLM 0.27.1 and later report.",
-        (*ENGINE, "source"),
-        _values(lambda book: {"local": book.closed.plan_local, "external": book.closed.plan_external}),
+    Group(
+        "Work",
+        "What the engine scheduled, and what became of it. The kinds of `kvledger_work_tokens_total` sum "
+        "to all that was scheduled; `kvledger_rework_tokens_total` is its kind `rework` by cause.",
+        (
+            Metric(
+                "kvledger_work_tokens",
+                TOKENS,
+                "counter",
+                "Scheduled tokens by what became of them.",
+                (*ENGINE, "kind"),
+                read.values(read.WORK, read.work),
+                {"kind": read.WORK},
+            ),
+            Metric(
+                "kvledger_rework_tokens",
+                TOKENS,
+                "counter",
+                "Tokens scheduled again, by the cause for which their KV had ceased to be.",
+                (*ENGINE, "cause"),
+                read.values(read.LOSSES, lambda book: book.closed.rework),
+                {"cause": read.LOSSES},
+            ),
+            Metric(
+                "kvledger_discarded_tokens",
+                TOKENS,
+                "counter",
+                "Tokens whose KV was given up with their life, by cause.",
+                (*ENGINE, "cause"),
+                read.values(read.DISCARDS, lambda book: book.closed.discarded),
+                {"cause": read.DISCARDS},
+            ),
+            Metric(
+                "kvledger_hit_again_tokens",
+                TOKENS,
+                "counter",
+                "Local hits of later lives over tokens that had come to be before.",
+                ENGINE,
+                read.value(lambda book: book.closed.hit_again),
+            ),
+            Metric(
+                "kvledger_loaded_again_tokens",
+                TOKENS,
+                "counter",
+                "External loads of later lives over tokens that had come to be before.",
+                ENGINE,
+                read.value(lambda book: book.closed.loaded_again),
+            ),
+        ),
     ),
-    Metric(
-        "kvledger_work_tokens",
-        "tokens",
-        "counter",
-        "Scheduled tokens by what became of them.",
-        (*ENGINE, "kind"),
-        _values(_work),
+    Group(
+        "External tokens",
+        "What the connector promised, and what came of it: promised = loaded + voided. The events do not "
+        "say of a load whether it was a prefill node's hand-over (transfer) or a cache's hit (store), nor "
+        "its tier; `kvledger_engine_info` has the `connector`, by which a fleet can tell them apart where "
+        "each engine has one.",
+        (
+            Metric(
+                "kvledger_external_promised_tokens",
+                TOKENS,
+                "counter",
+                "External tokens that the connector promised, at every admission.",
+                ENGINE,
+                read.value(lambda book: book.closed.promised),
+            ),
+            Metric(
+                "kvledger_external_loaded_tokens",
+                TOKENS,
+                "counter",
+                "External tokens that came.",
+                ENGINE,
+                read.value(lambda book: book.closed.loaded),
+            ),
+            Metric(
+                "kvledger_external_voided_tokens",
+                TOKENS,
+                "counter",
+                "External tokens that were promised and did not come, by cause.",
+                (*ENGINE, "cause"),
+                read.values(read.VOIDS, lambda book: book.closed.voided),
+                {"cause": read.VOIDS},
+            ),
+        ),
     ),
-    Metric(
-        "kvledger_rework_tokens",
-        "tokens",
-        "counter",
-        "Tokens scheduled again, by the cause for which their KV had ceased to be.",
-        (*ENGINE, "cause"),
-        _values(lambda book: book.closed.rework),
+    Group(
+        "Look-ups",
+        "What the engine counted of its own look-ups, resumed requests included (`vllm:prefix_cache_*` "
+        "leave those out). They count as they happen. An engine that runs without statistics counts none.",
+        (
+            Metric(
+                "kvledger_lookups",
+                "",
+                "counter",
+                "Look-ups that the engine counted, by cache.",
+                (*ENGINE, "cache"),
+                read.lookups(lambda asked: asked.lookups),
+                {"cache": read.CACHES},
+            ),
+            Metric(
+                "kvledger_lookup_queried_tokens",
+                TOKENS,
+                "counter",
+                "Tokens that were looked up, by cache.",
+                (*ENGINE, "cache"),
+                read.lookups(lambda asked: asked.queried),
+                {"cache": read.CACHES},
+            ),
+            Metric(
+                "kvledger_lookup_hit_tokens",
+                TOKENS,
+                "counter",
+                "Tokens that were found, by cache.",
+                (*ENGINE, "cache"),
+                read.lookups(lambda asked: asked.hit),
+                {"cache": read.CACHES},
+            ),
+        ),
     ),
-    Metric(
-        "kvledger_external_promised_tokens",
-        "tokens",
-        "counter",
-        "External tokens that the connector promised, at every admission.",
-        ENGINE,
-        _value(lambda book: book.closed.promised),
+    Group(
+        "Requests",
+        "A request is counted when it ends; the histograms leave unknown ones out. Their buckets bear the "
+        "latest request as an exemplar, with the caller's trace id where the engine was handed one.",
+        (
+            Metric(
+                "kvledger_requests",
+                "",
+                "counter",
+                "Requests that have ended, by verdict and outcome.",
+                (*ENGINE, "verdict", "outcome"),
+                read.engines(read.requests),
+                {"verdict": VERDICTS, "outcome": read.OUTCOMES},
+            ),
+            Metric(
+                "kvledger_open_requests",
+                "",
+                "gauge",
+                "Requests whose accounts are open.",
+                ENGINE,
+                read.value(lambda book: len(book.auditor.ledger.open)),
+            ),
+            Metric(
+                "kvledger_preemptions",
+                "",
+                "counter",
+                "Preemptions by cause, as they happen.",
+                (*ENGINE, "cause"),
+                read.values(read.PREEMPTIONS, lambda book: book.tallies.preemptions),
+                {"cause": read.PREEMPTIONS},
+            ),
+            Metric(
+                "kvledger_request_cached_ratio",
+                "ratio",
+                "histogram",
+                "The share of a request's prompt that was local or external.",
+                ENGINE,
+                read.value(lambda book: book.tallies.cached_share),
+                bounds=SHARES,
+            ),
+            Metric(
+                "kvledger_request_rework_ratio",
+                "ratio",
+                "histogram",
+                "The share of a request's scheduled tokens that was rework.",
+                ENGINE,
+                read.value(lambda book: book.tallies.rework_share),
+                bounds=REWORK,
+            ),
+            Metric(
+                "kvledger_request_preemptions",
+                "",
+                "histogram",
+                "How often a request was preempted.",
+                ENGINE,
+                read.value(lambda book: book.tallies.preempted),
+                bounds=TIMES,
+            ),
+            Metric(
+                "kvledger_request_remote_wait_seconds",
+                "seconds",
+                "histogram",
+                "How long a request waited for remote KV in all, of those that did.",
+                ENGINE,
+                read.value(lambda book: book.tallies.remote_wait),
+                bounds=WAIT_SECONDS,
+            ),
+        ),
     ),
-    Metric(
-        "kvledger_external_loaded_tokens",
-        "tokens",
-        "counter",
-        "External tokens that came.",
-        ENGINE,
-        _value(lambda book: book.closed.loaded),
+    Group(
+        "Findings",
+        "Every invariant of [the catalogue](invariants.md) is there from the start. A *violation* means that "
+        "the engine is wrong; a *drift*, that it counts by a rule that misleads.",
+        (
+            Metric(
+                "kvledger_violations",
+                "",
+                "counter",
+                "How often an invariant was seen broken.",
+                (*ENGINE, "id", "severity"),
+                read.violations,
+                {"id": IDS, "severity": ("violation", "drift")},
+            ),
+            Metric(
+                "kvledger_last_violation_timestamp_seconds",
+                "seconds",
+                "gauge",
+                "When an invariant was last seen broken, Unix time; no series for one that never was.",
+                (*ENGINE, "id", "severity"),
+                read.engines(read.last_violations),
+            ),
+        ),
     ),
-    Metric(
-        "kvledger_external_voided_tokens",
-        "tokens",
-        "counter",
-        "External tokens that were promised and did not come, by cause.",
-        (*ENGINE, "cause"),
-        _values(lambda book: book.closed.voided),
+    Group(
+        "Coverage",
+        "Whether silence means health. An engine that is not `live` is not observed: `detached` and `failed` "
+        "engines may serve on, `stopped` ones ended in good order, `dead` ones did not. Tokens of requests "
+        "that lost events touched are `unknown`.",
+        (
+            Metric(
+                "kvledger_engine_observed",
+                "",
+                "gauge",
+                "1 while the engine is under observation, else 0.",
+                ENGINE,
+                read.value(lambda book: float(read.state(book) == "live")),
+            ),
+            Metric(
+                "kvledger_engine_state",
+                "",
+                "gauge",
+                "1 for what became of the observation of an engine, 0 for the other states.",
+                (*ENGINE, "state"),
+                read.engines(read.states),
+                {"state": read.STATES},
+            ),
+            Metric(
+                "kvledger_audited_tokens",
+                TOKENS,
+                "counter",
+                "Prompt and output tokens of requests that have ended, by verdict.",
+                (*ENGINE, "verdict"),
+                read.values(VERDICTS, lambda book: book.tallies.sequence_tokens),
+                {"verdict": VERDICTS},
+            ),
+            Metric(
+                "kvledger_journal_lag_seconds",
+                "seconds",
+                "gauge",
+                "All that was written until so many seconds ago has been read; 0 of an engine that is gone.",
+                ENGINE,
+                read.engines(read.lag),
+            ),
+            Metric(
+                "kvledger_events",
+                "",
+                "counter",
+                "Events read from the engine's journal.",
+                ENGINE,
+                read.value(lambda book: book.events),
+            ),
+            Metric(
+                "kvledger_last_event_timestamp_seconds",
+                "seconds",
+                "gauge",
+                "When the last event read happened, Unix time.",
+                ENGINE,
+                read.value(read.last_event),
+            ),
+            Metric(
+                "kvledger_gaps",
+                "",
+                "counter",
+                "How often events were lost, by whether it is known how many.",
+                (*ENGINE, "size"),
+                read.values(read.GAP_SIZES, read.gaps),
+                {"size": read.GAP_SIZES},
+            ),
+            Metric(
+                "kvledger_lost_events",
+                "",
+                "counter",
+                "Events lost, in gaps of known size.",
+                ENGINE,
+                read.value(lambda book: book.tallies.lost_events),
+            ),
+            Metric(
+                "kvledger_hook_failures",
+                "",
+                "counter",
+                "How often an observer failed in the engine.",
+                ENGINE,
+                read.value(lambda book: book.auditor.ledger.hook_failures),
+            ),
+            Metric(
+                "kvledger_check_failures",
+                "",
+                "counter",
+                "How often a check itself failed: a defect of kvledger.",
+                ENGINE,
+                read.value(lambda book: sum(book.auditor.check_failures.values())),
+            ),
+            Metric(
+                "kvledger_checkpoint_timestamp_seconds",
+                "seconds",
+                "gauge",
+                "When the engine's account was last saved, Unix time; no series where it never was.",
+                ENGINE,
+                read.engines(read.checkpoint),
+            ),
+            Metric(
+                "kvledger_unnamed_journals",
+                "",
+                "gauge",
+                "Journals in which no engine has said its name; they are in no other metric.",
+                (),
+                read.unnamed,
+            ),
+        ),
     ),
-    Metric(
-        "kvledger_hit_again_tokens",
-        "tokens",
-        "counter",
-        "Local hits of later lives over tokens that had come to be before.",
-        ENGINE,
-        _value(lambda book: book.closed.hit_again),
+    Group(
+        "Reconciliation",
+        "The engine's own counters beside the ledger, since a common baseline, where the engine's own "
+        "metrics are scraped too ([reconciliation](reconciliation.md)). `figure` names a counter. Only the "
+        "cause `unexplained` is worth an alert.",
+        (
+            Metric(
+                "kvledger_reconciliation_engine",
+                "",
+                "gauge",
+                "What the engine's own counter rose by.",
+                (*ENGINE, "figure"),
+                read.beside("counted"),
+            ),
+            Metric(
+                "kvledger_reconciliation_ledger",
+                "",
+                "gauge",
+                "What the ledger's figure rose by.",
+                (*ENGINE, "figure"),
+                read.beside("ledger"),
+            ),
+            Metric(
+                "kvledger_reconciliation_drift",
+                "",
+                "gauge",
+                "The engine's figure less the ledger's, by cause.",
+                (*ENGINE, "figure", "cause"),
+                read.engines(read.drift),
+            ),
+            Metric(
+                "kvledger_reconciliation_up",
+                "",
+                "gauge",
+                "Whether the last scrape of the engine's own metrics succeeded.",
+                ENGINE,
+                read.reconciled("answered"),
+            ),
+            Metric(
+                "kvledger_reconciliation_scrape_timestamp_seconds",
+                "seconds",
+                "gauge",
+                "When the engine's own metrics were last read, Unix time.",
+                ENGINE,
+                read.reconciled("scraped_seconds"),
+            ),
+            Metric(
+                "kvledger_reconciliation_baseline_timestamp_seconds",
+                "seconds",
+                "gauge",
+                "Since when the two are compared, Unix time.",
+                ENGINE,
+                read.reconciled("baseline_seconds"),
+            ),
+        ),
     ),
-    Metric(
-        "kvledger_loaded_again_tokens",
-        "tokens",
-        "counter",
-        "External loads of later lives over tokens that had come to be before.",
-        ENGINE,
-        _value(lambda book: book.closed.loaded_again),
-    ),
-    Metric(
-        "kvledger_discarded_tokens",
-        "tokens",
-        "counter",
-        "Tokens whose KV was given up with their life, by cause.",
-        (*ENGINE, "cause"),
-        _values(lambda book: book.closed.discarded),
-    ),
-    Metric(
-        "kvledger_preemptions",
-        "",
-        "counter",
-        "Preemptions of requests that have ended.",
-        ENGINE,
-        _value(lambda book: book.closed.preemptions),
-    ),
-    Metric(
-        "kvledger_requests",
-        "",
-        "counter",
-        "Requests that have ended, by verdict (clean, violated, unknown) and outcome.",
-        (*ENGINE, "verdict", "outcome"),
-        _engines(_requests),
-    ),
-    Metric(
-        "kvledger_open_requests",
-        "",
-        "gauge",
-        "Requests whose accounts are open.",
-        ENGINE,
-        _value(lambda book: len(book.auditor.ledger.open)),
-    ),
-    Metric(
-        "kvledger_violations",
-        "",
-        "counter",
-        "How often an invariant was seen broken, by its id and severity (violation, drift).",
-        (*ENGINE, "id", "severity"),
-        _engines(_violations),
-    ),
-    Metric(
-        "kvledger_gaps",
-        "",
-        "counter",
-        "How often events were lost.",
-        ENGINE,
-        _value(lambda book: book.auditor.ledger.gaps),
-    ),
-    Metric(
-        "kvledger_hook_failures",
-        "",
-        "counter",
-        "How often an observer failed in the engine.",
-        ENGINE,
-        _value(lambda book: book.auditor.ledger.hook_failures),
-    ),
-    Metric(
-        "kvledger_check_failures",
-        "",
-        "counter",
-        "How often a check itself failed: a defect of kvledger.",
-        ENGINE,
-        _value(lambda book: sum(book.auditor.check_failures.values())),
-    ),
-    Metric(
-        "kvledger_events",
-        "",
-        "counter",
-        "Events read from the engine's journal.",
-        ENGINE,
-        _value(lambda book: book.events),
-    ),
-    Metric(
-        "kvledger_last_event_timestamp_seconds",
-        "seconds",
-        "gauge",
-        "When the last event read happened, Unix time.",
-        ENGINE,
-        _value(_last_event),
-    ),
-    Metric(
-        "kvledger_engine",
-        "",
-        "info",
-        "The engines under observation.",
-        (*ENGINE, "host", "version", "adapter"),
-        _engines(_engine),
-    ),
-    Metric(
-        "kvledger_build",
-        "",
-        "info",
-        "The kvledger that serves this.",
-        ("version",),
-        _build,
+    Group(
+        "Who is who",
+        "To join these figures with the engine's own, group by `engine_index` and what your scrape adds "
+        "(pod, instance): vLLM calls that index `engine`. `model_name` is the served one; of a local path "
+        "only the last part.",
+        (
+            Metric(
+                "kvledger_engine",
+                "",
+                "info",
+                "The engines under observation, those that are gone included.",
+                (*ENGINE, *read.ENGINE_LABELS),
+                read.engines(read.engine),
+            ),
+            Metric(
+                "kvledger_build",
+                "",
+                "info",
+                "The kvledger that serves this.",
+                ("version",),
+                read.build,
+            ),
+        ),
     ),
 )
+
+METRICS: tuple[Metric, ...] = tuple(metric for group in GROUPS for metric in group.metrics)
+
+
+def collect(books: Sequence[Book]) -> list[tuple[Metric, list[Sample]]]:
+    """Every metric with its samples of now; what two journals of one engine say is one sample.
+
+    Counters and histograms are summed, since the earlier of two; of the rest the later journal's
+    holds, and of an info there is one an engine.
+    """
+    return [(metric, merged(metric, metric.read(books))) for metric in METRICS]
+
+
+def merged(metric: Metric, samples: Iterable[Sample]) -> list[Sample]:
+    """One sample for each set of labels."""
+    found: dict[tuple[str, ...], Sample] = {}
+    for sample in samples:
+        key = sample.labels[:1] if metric.kind == "info" else sample.labels
+        known = found.get(key)
+        if known is not None and metric.kind in ("counter", "histogram"):
+            sample = _summed(known, sample)
+        found[key] = sample
+    return list(found.values())
+
+
+def _summed(one: Sample, other: Sample) -> Sample:
+    created = min(one.created, other.created)
+    if isinstance(one.value, Distribution) and isinstance(other.value, Distribution):
+        both = Distribution(
+            one.value.bounds,
+            [a + b for a, b in zip(one.value.counts, other.value.counts, strict=True)],
+            one.value.sum + other.value.sum,
+            one.value.exemplars | other.value.exemplars,
+        )
+        return Sample(one.labels, both, created)
+    assert not isinstance(one.value, Distribution) and not isinstance(other.value, Distribution)
+    return Sample(one.labels, one.value + other.value, created, other.exemplar or one.exemplar)
 
 
 # --- the page -------------------------------------------------------------------------------------------
 
+HEAD = """# Metrics
+
+Made by `python -m kvledger.exporters.metrics`; do not edit.
+
+`kvledger serve PATH` serves these at `/metrics`. `engine` names one observed process. Unless a line
+says otherwise, figures of tokens and requests are of requests that have ended, and requests that
+lost events touched are in none but `kvledger_requests_total` and `kvledger_audited_tokens_total`,
+with the verdict `unknown`. Labels with a closed set of values show every one of it from the start, at
+zero; `other` stands for a word that this release does not know. No label bears a request's id:
+exemplars do, in the OpenMetrics format.
+"""
+
 
 def markdown() -> str:
     """docs/metrics.md."""
-    lines = [
-        "# Metrics",
-        "",
-        "Made by `python -m kvledger.exporters.metrics`; do not edit.",
-        "",
-        "`kvledger serve PATH` serves these at `/metrics`. Figures of tokens and requests are of",
-        "requests that have ended; requests that lost events touched are in none but",
-        '`kvledger_requests_total{verdict="unknown"}`. `engine` names one observed process.',
-        "",
-        "| name | kind | labels | what it is |",
-        "|---|---|---|---|",
-    ]
-    for metric in METRICS:
-        labels = ", ".join(f"`{label}`" for label in metric.labels)
-        lines.append(f"| `{metric.exposed}` | {metric.kind} | {labels} | {metric.help} |")
+    lines = [HEAD.rstrip("\n")]
+    for group in GROUPS:
+        lines += ["", f"## {group.title}", "", group.says, ""]
+        lines += ["| name | kind | unit | labels | what it is |", "|---|---|---|---|---|"]
+        for metric in group.metrics:
+            labels = ", ".join(f"`{label}`" for label in metric.labels)
+            lines.append(f"| `{metric.exposed}` | {metric.kind} | {metric.unit} | {labels} | {metric.help} |")
+        for metric in group.metrics:
+            for label, words in metric.words.items():
+                shown = "every id of the catalogue" if words is IDS else ", ".join(f"`{w}`" for w in words)
+                lines += ["", f"`{metric.exposed}`: `{label}` is {shown}."]
+            if metric.bounds:
+                bounds = ", ".join(f"{bound:g}" for bound in metric.bounds)
+                lines += ["", f"`{metric.exposed}`: buckets up to {bounds}."]
     return "\n".join(lines) + "\n"
 
 

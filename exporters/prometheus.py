@@ -10,63 +10,90 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from math import inf, isinf
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar as OpenMetricsExemplar
 
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.journal import Reader, find_journals
 from kvledger.audit.replay import Book
-from kvledger.exporters.metrics import METRICS, Metric
+from kvledger.audit.tallies import Distribution, Exemplar
+from kvledger.exporters.metrics import METRICS, SUFFIXES, Metric, collect
+from kvledger.exporters.readings import Sample
 
 Started = Callable[[str], None]
 """Told the URL."""
+
+EXEMPLAR_CHARACTERS = 128
+"""What OpenMetrics allows the names and values of an exemplar's labels together."""
 
 POLL_SECONDS = 0.5
 """How often a journal is asked for more, and the folder for new journals."""
 
 
 class BookCollector(Collector):
-    """The metric table as Prometheus families; two books of one name are summed."""
+    """The metric table as Prometheus families."""
 
-    def __init__(self, books: Callable[[], list[Book]], lock: threading.Lock) -> None:
+    def __init__(self, books: Callable[[], list[Book]], lock: AbstractContextManager[object]) -> None:
         self._books = books
         self._lock = lock
 
     def describe(self) -> Iterator[Family]:
         """Every family, empty; so registration reads no book."""
-        return (_family(metric) for metric in METRICS)
+        return (family(metric, ()) for metric in METRICS)
 
     def collect(self) -> Iterator[Family]:
         """Every family with its values of now."""
         with self._lock:
-            books = self._books()
-            samples = [(metric, list(metric.read(books))) for metric in METRICS]
-        for metric, read in samples:
-            summed: dict[tuple[str, ...], float] = {}
-            for labels, value in read:
-                apart = metric.kind != "counter"
-                summed[labels] = value + (0 if apart else summed.get(labels, 0))
-            yield _family(metric, summed)
+            families = [family(metric, samples) for metric, samples in collect(self._books())]
+        yield from families
 
 
-def _family(metric: Metric, values: dict[tuple[str, ...], float] | None = None) -> Family:
-    family: CounterMetricFamily | GaugeMetricFamily | InfoMetricFamily
-    if metric.kind == "info":
-        # What an info says is its labels; the family takes them as the value.
-        family = InfoMetricFamily(metric.name, metric.help, labels=())
-        for labels in values or {}:
-            family.add_metric((), dict(zip(metric.labels, labels, strict=True)))
-        return family
-    kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-    family = kind(metric.name, metric.help, labels=metric.labels)
-    for labels, value in (values or {}).items():
-        family.add_metric(labels, value)
-    return family
+def family(metric: Metric, samples: Iterable[Sample]) -> Family:
+    """One metric as prometheus_client has it, created times and exemplars included."""
+    shown = Family(metric.name, metric.help, metric.kind, metric.unit)
+    for sample in samples:
+        labels = dict(zip(metric.labels, sample.labels, strict=True))
+        value = sample.value
+        if isinstance(value, Distribution):
+            _buckets(shown, labels, value)
+        else:
+            suffix = SUFFIXES[metric.kind]
+            shown.add_sample(metric.name + suffix, labels, value, exemplar=_exemplar(sample.exemplar))
+        if sample.created and metric.kind in ("counter", "histogram"):
+            shown.add_sample(f"{metric.name}_created", labels, sample.created)
+    return shown
+
+
+def _buckets(shown: Family, labels: dict[str, str], spread: Distribution) -> None:
+    """Counts up to each bound, then their number and sum."""
+    upto = 0
+    for place, bound in enumerate((*spread.bounds, inf)):
+        upto += spread.counts[place]
+        exemplar = _exemplar(spread.exemplars.get(place))
+        of_bound = {**labels, "le": "+Inf" if isinf(bound) else str(float(bound))}
+        shown.add_sample(f"{shown.name}_bucket", of_bound, upto, exemplar=exemplar)
+    shown.add_sample(f"{shown.name}_count", labels, upto)
+    shown.add_sample(f"{shown.name}_sum", labels, spread.sum)
+
+
+def _exemplar(exemplar: Exemplar | None) -> OpenMetricsExemplar | None:
+    """As OpenMetrics has it: at most 128 characters of labels, so the trace id, then the request's."""
+    if exemplar is None:
+        return None
+    labels: dict[str, str] = {}
+    left = EXEMPLAR_CHARACTERS
+    for name, text in (("trace_id", exemplar.trace_id), ("request_id", exemplar.request_id)):
+        if text and len(name) + len(text) <= left:
+            labels[name] = text
+            left -= len(name) + len(text)
+    return OpenMetricsExemplar(labels, exemplar.value, exemplar.at_seconds) if labels else None
 
 
 class Follower:

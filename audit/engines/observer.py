@@ -204,6 +204,7 @@ class Observer:
             "log_stats": bool(scheduler.log_stats),
             "figures": self.FIGURES,
             "data_parallel_rank": int(getattr(config.parallel_config, "data_parallel_rank", 0)),
+            "engine_index": _engine_index(config.parallel_config),
             "census_steps": CENSUS_STEPS,
         }
 
@@ -213,6 +214,11 @@ def _model_name(config: Any) -> str:
     name = getattr(config, "served_model_name", "") or ""
     name = str(name[0] if isinstance(name, list) else name)
     return name.rstrip("/").rsplit("/", 1)[-1] if name.startswith(("/", ".")) else name
+
+
+def _engine_index(config: Any) -> int:
+    """What the engine's own metrics call it. Where there is an index, a dense model's ranks are all 0."""
+    return int(getattr(config, "data_parallel_index", getattr(config, "data_parallel_rank", 0)))
 
 
 def _failure_policy(transfer: Any) -> str | None:

@@ -15,11 +15,15 @@ walks the running requests but a step that differs, and the census.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from kvledger.audit import events as ev
 from kvledger.audit.engines.lives import LifeObserver
 from kvledger.audit.hooks import Hook
+
+TRACEPARENT = re.compile(r"[0-9a-f]{2}(-[0-9a-f]{32})(-[0-9a-f]{16})(-[0-9a-f]{2})")
 
 AT_REST_STEPS = 4
 """So often it is asked whether a snapshot or a census is due."""
@@ -127,6 +131,7 @@ class V1Observer(LifeObserver):
                 priority=request.priority,
                 pooling=request.pooling_params is not None,
                 resumable=getattr(request, "resumable", False),
+                traceparent=_traceparent(getattr(request, "trace_headers", None)),
             )
         )
 
@@ -234,3 +239,11 @@ class V1Observer(LifeObserver):
             figures.num_computed_tokens,
             figures.num_cached_tokens,
         )
+
+
+def _traceparent(headers: Mapping[str, str] | None) -> str | None:
+    """The caller's trace context, of all its headers this one alone, and only if it is well formed."""
+    if not headers:
+        return None
+    said = headers.get("traceparent")
+    return said if isinstance(said, str) and TRACEPARENT.fullmatch(said) else None

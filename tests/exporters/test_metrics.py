@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import threading
 from pathlib import Path
 from typing import cast
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse
 from tests import journals
 from tests.histories import GOLDEN, events
 
+from kvledger.audit.catalogue import catalogue
 from kvledger.audit.errors import LedgerError
-from kvledger.audit.events import EngineStopped, Snapshot
+from kvledger.audit.events import EngineStopped, Event, Gap, Snapshot
 from kvledger.audit.journal import JournalWriter
 from kvledger.audit.replay import Book, audit_paths
+from kvledger.audit.tallies import Exemplar
 from kvledger.exporters import metrics, prometheus
 from kvledger.exporters.metrics import METRICS
+from kvledger.exporters.readings import OTHER, STATES
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,6 +79,151 @@ def test_the_exposition_is_what_the_table_says(tmp_path: Path) -> None:
     for metric in METRICS:
         kind = "gauge" if metric.kind == "info" else metric.kind
         assert f"# TYPE {metric.exposed} {kind}" in text
+
+
+def started(*stream: Event) -> Book:
+    book = Book(Path("nowhere"))
+    for number, event in enumerate([journals.STARTED, Snapshot(0, 0, [], 0), *stream]):
+        book.feed(number, event)
+    return book
+
+
+def labelled(books: list[Book], name: str, *labels: str) -> dict[tuple[str, ...], float]:
+    """The samples of one metric by the values of these labels."""
+    family = {metric.exposed: metric for metric in METRICS}[name]
+    assert set(labels) <= set(family.labels)
+    return {
+        tuple(sample.labels[label] for label in labels): sample.value
+        for found in scraped(books).collect()
+        for sample in found.samples
+        if sample.name == name
+    }
+
+
+@pytest.mark.parametrize(
+    "metric", [metric for metric in METRICS if metric.words], ids=lambda metric: metric.name
+)
+def test_every_word_is_there_at_zero_before_anything_happened(metric: metrics.Metric) -> None:
+    found = labelled([started()], metric.exposed, *metric.words)
+
+    for place, words in enumerate(metric.words.values()):
+        assert set(words) <= {labels[place] for labels in found}
+    assert {0.0} == set(found.values()) or metric.kind == "gauge"
+
+
+def test_every_invariant_is_there_at_zero_with_its_severity() -> None:
+    found = labelled([started()], "kvledger_violations_total", "id", "severity")
+
+    assert {(row.id, row.severity): 0.0 for row in catalogue().values()} == found
+
+
+def test_a_word_that_nobody_knows_is_other() -> None:
+    stream = events(200, "A0+0 s200 o+ P:lightning A0+0 s201 o+ F:vanished")
+    found = labelled([started(*stream)], "kvledger_preemptions_total", "cause")
+    assert 1 == found[OTHER,] == sum(found.values())
+
+    outcomes = labelled([started(*stream)], "kvledger_requests_total", "outcome", "verdict")
+    assert 1 == outcomes[OTHER, "clean"] == sum(outcomes.values())
+
+
+def test_both_schedulers_words_for_the_length_are_one() -> None:
+    for reason in ("length", "length_capped"):
+        stream = events(200, f"A0+0 s200 o+ F:{reason}")
+        found = labelled([started(*stream)], "kvledger_requests_total", "outcome", "verdict")
+        assert 1 == found["length", "clean"]
+
+
+def test_a_negative_promise_lowers_no_counter() -> None:
+    book = started(*events(200, "A40+-8 s168 o+ F"))
+
+    planned = labelled([book], "kvledger_planned_prompt_tokens_total", "source")
+    below = labelled([book], "kvledger_planned_negative_tokens_total", "source")
+    assert (0, 8) == (planned["external",], below["external",])
+    assert 200 == sum(planned.values()) - sum(below.values())
+
+
+def test_the_state_of_an_engine(tmp_path: Path) -> None:
+    """Live while its writer holds the lock; by the reason that it gave; dead without one."""
+    writer = JournalWriter(tmp_path / "live")
+    writer.rotate()
+    writer.write([journals.STARTED, Snapshot(0, 0, [], 0)])
+    followed = prometheus.Follower(tmp_path)
+    followed.catch_up()
+    (book,) = followed.books.values()
+    reasons = {"shutdown": "stopped", "detached": "detached", "the observer of x kept failing": "failed"}
+
+    found = labelled([book], "kvledger_engine_state", "state")
+    assert {(state,): float(state == "live") for state in STATES} == found
+    assert {(): 1.0} == labelled([book], "kvledger_engine_observed")
+    writer.close()
+    assert 1 == labelled([book], "kvledger_engine_state", "state")["dead",]
+    for reason, state in reasons.items():
+        ended = started(EngineStopped(1, reason))
+        assert 1 == labelled([ended], "kvledger_engine_state", "state")[state,]
+        assert {(): 0.0} == labelled([ended], "kvledger_engine_observed")
+
+
+def test_the_share_that_was_audited() -> None:
+    clean = events(200, "A0+0 s200 o+ F")
+    book = started(*clean)
+    lost = [Gap(10_000, 5, "x"), *events(100, "A0+0 s100 o+ F")]
+    for number, event in enumerate(lost, 100):
+        book.feed(number, event)
+
+    assert {("clean",): 201, ("violated",): 0, ("unknown",): 101} == labelled(
+        [book], "kvledger_audited_tokens_total", "verdict"
+    )
+    assert {("known",): 1, ("unknown",): 0} == labelled([book], "kvledger_gaps_total", "size")
+
+
+def test_a_journal_without_a_name_is_counted_and_shown_nowhere_else() -> None:
+    book = Book(Path("nowhere"))
+    book.feed(0, Gap(0, -1, "x"))
+
+    assert {(): 1.0} == labelled([book], "kvledger_unnamed_journals")
+    assert {} == labelled([book], "kvledger_gaps_total", "size")
+
+
+def test_openmetrics_is_read_back_with_created_times_and_exemplars(tmp_path: Path) -> None:
+    books = audit_paths([journals.violated(tmp_path / "one")]).books
+    samples = {
+        (sample.name, tuple(sample.labels.get(label, "") for label in ("id", "source", "le"))): sample
+        for family in parse(openmetrics(scraped(books)).decode())
+        for sample in family.samples
+    }
+
+    found = samples["kvledger_violations_total", ("tokens/negative", "", "")]
+    assert {"request_id": "request-0"} == found.exemplar.labels
+    assert 1.7e9 == samples["kvledger_violations_created", ("tokens/negative", "", "")].value
+    assert 1.7e9 == samples["kvledger_request_cached_ratio_created", ("", "", "")].value
+    bucket = samples["kvledger_request_cached_ratio_bucket", ("", "", "0.75")]
+    assert (1.0, 0.52) == (bucket.value, bucket.exemplar.value)
+
+
+def test_an_exemplar_is_never_longer_than_openmetrics_allows() -> None:
+    """A request id that does not fit beside the trace id is left out, never cut."""
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    fits = prometheus._exemplar(Exemplar("r" * 78, trace, 1.0, 2.0))
+    long = prometheus._exemplar(Exemplar("r" * 79, trace, 1.0, 2.0))
+
+    assert fits is not None and {"trace_id": trace, "request_id": "r" * 78} == fits.labels
+    assert long is not None and {"trace_id": trace} == long.labels
+    assert prometheus._exemplar(Exemplar("r" * 200, "", 1.0, 2.0)) is None
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is in Debian's package prometheus")
+def test_promtool_finds_nothing_amiss(tmp_path: Path) -> None:
+    books = audit_paths([journals.violated(tmp_path / "one")]).books
+    text = generate_latest(scraped(books))
+    checked = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True)
+
+    assert (0, b"") == (checked.returncode, checked.stdout + checked.stderr)
+
+
+def test_no_label_bears_a_request(tmp_path: Path) -> None:
+    books = audit_paths([journals.violated(tmp_path / "one")]).books
+
+    assert b"request-0" not in generate_latest(scraped(books))
 
 
 def test_work_sums_to_what_was_scheduled(tmp_path: Path) -> None:
