@@ -42,6 +42,10 @@ CAUSES = {
     "unknown_here": "of requests that are unknown here",
     "resumed": "resumed after a preemption, left out",
     "failed_attempts": "attempts that led to no admission",
+    "lookup_counted": "look-ups that the engine counted otherwise than it made them",
+    "dropped": "dropped by the front end, whose client had gone",
+    "untold": "of requests that have had no output since",
+    "window": "within the range of the figures around the scrape",
     UNEXPLAINED: "unexplained",
 }
 """Every cause of a difference, in words."""
@@ -173,6 +177,22 @@ def planned(account: Account) -> Figures | None:
 def _first_prompt_tokens(account: Account) -> int:
     """The prompt that was planned: a session's first chunk."""
     return account.settlements[0].prompt_tokens if account.settlements else account.prompt_tokens
+
+
+FIGURES = (
+    "prompt_tokens",
+    "local_tokens",
+    "external_tokens",
+    "computed_tokens",
+    "cached_tokens",
+    "local_queried_tokens",
+    "local_hit_tokens",
+    "external_queried_tokens",
+    "external_hit_tokens",
+    "preemptions",
+    "requests",
+)
+"""Figures that an engine's own counters can be compared in."""
 
 
 class Compared(msgspec.Struct, frozen=True):

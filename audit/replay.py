@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -24,6 +25,9 @@ from kvledger.audit.events import EngineStarted, Event
 from kvledger.audit.journal import Batch, Reader, find_journals
 from kvledger.audit.ledger import Totals, Watch
 from kvledger.audit.tallies import TALLIED, Tallies
+
+if TYPE_CHECKING:
+    from kvledger.audit.engines.semantics import Meaning
 
 Severity: tuple[Verdict, ...] = ("clean", "unknown", "violated")
 """Verdicts, the worse ones last."""
@@ -69,7 +73,7 @@ class Book:
         found = auditor.feed(event, number)
         tally = TALLIED.get(type(event))
         if tally is not None:
-            tally(self.tallies, event)
+            tally(self.tallies, event, auditor.ledger.open)
         if auditor.ledger.closed:
             self._take_closed(event)
         return found
@@ -146,12 +150,19 @@ class Book:
     @property
     def meanings(self) -> dict[str, str]:
         """By figure that the engine reports, what its release means by it."""
+        return {figure: row.says for figure, row in self._meanings().items()}
+
+    @property
+    def words(self) -> dict[str, str]:
+        """As :attr:`meanings`, each in a word for machines."""
+        return {figure: row.word for figure, row in self._meanings().items()}
+
+    def _meanings(self) -> dict[str, Meaning]:
         from kvledger.audit.engines.semantics import meanings
 
         if self.engine is None:
             return {}
-        found = meanings(self.engine.version, v0=self.engine.adapter.startswith("v0"))
-        return {figure: row.says for figure, row in found.items()}
+        return meanings(self.engine.version, v0=self.engine.adapter.startswith("v0"))
 
     @property
     def name(self) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -28,6 +28,13 @@ SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
 REWORK = (0.0, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75)
 TIMES = (0, 1, 2, 3, 5, 8, 13, 21)
 WAIT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+PLANNED = (LOCAL, EXTERNAL, COMPUTED)
+TOLD = ("stopped", "length", "length_capped", "repetition")
+"""Outcomes that come with an output, and so after the front end has heard all that was before."""
+
+Open = Mapping[int, Account]
 
 
 class Exemplar(msgspec.Struct, frozen=True):
@@ -104,6 +111,13 @@ class Tallies(msgspec.Struct):
     ``created_seconds``: when it came under observation. ``lookups`` is what the engine counted.
     ``plan`` and ``plan_negative`` keep what was planned above and below zero apart.
     ``sequence_tokens``: prompt and output of ended requests, by verdict.
+
+    For comparing with the engine's own counters, as they happen: what it ``reported`` to its front
+    end, in all and of requests that ended unknown here; the look-ups of admissions (``admitted``),
+    of them those after a preemption (``resumed``); ``told_preemptions`` of requests that ended by
+    themselves, and so had output after each, and the ``most_preemptions`` of one; the
+    ``largest_prompt`` reported.
+    ``from_start``: nothing had run when it came under observation.
     """
 
     clock_seconds: float = 0.0
@@ -117,6 +131,15 @@ class Tallies(msgspec.Struct):
     plan_negative: dict[str, int] = {}
     sequence_tokens: dict[str, int] = {}
     violations: dict[str, Sights] = {}
+    begun: bool = False
+    from_start: bool = False
+    reported: dict[str, int] = {}
+    reported_unknown: dict[str, int] = {}
+    admitted: dict[str, Lookups] = msgspec.field(default_factory=_no_lookups)
+    resumed: dict[str, Lookups] = msgspec.field(default_factory=_no_lookups)
+    told_preemptions: int = 0
+    most_preemptions: int = 0
+    largest_prompt: int = 0
     cached_share: Distribution = msgspec.field(default_factory=lambda: Distribution.over(SHARES))
     rework_share: Distribution = msgspec.field(default_factory=lambda: Distribution.over(REWORK))
     preempted: Distribution = msgspec.field(default_factory=lambda: Distribution.over(TIMES))
@@ -128,24 +151,52 @@ class Tallies(msgspec.Struct):
 
     # --- while it runs --------------------------------------------------------------------------------
 
-    def started(self, event: ev.EngineStarted) -> None:
+    def started(self, event: ev.EngineStarted, _: Open) -> None:
         """The engine, or a segment of its journal, begins."""
         self.clock_seconds = event.wall_seconds - event.at / 1e6
         if not self.created_seconds:
             self.created_seconds = event.wall_seconds
 
-    def looked_up(self, event: ev.LookupsCounted) -> None:
+    def began(self, event: ev.Snapshot, _: Open) -> None:
+        """A segment says who lives; the first says whether anything was before it."""
+        if not self.begun:
+            self.begun = True
+            self.from_start = event.step == 0 and not event.rows
+
+    def looked_up(self, event: ev.LookupsCounted, _: Open) -> None:
         """The engine counted look-ups; -1 stands for what it does not count."""
         if event.local_requests >= 0:
             self.lookups["local"].add(event.local_requests, event.local_queries, event.local_hits)
         if event.external_requests >= 0:
             self.lookups["external"].add(event.external_requests, event.external_queries, event.external_hits)
 
-    def preempt(self, event: ev.Preempted) -> None:
+    def preempt(self, event: ev.Preempted, _: Open) -> None:
         """A request was preempted."""
         _add(self.preemptions, event.cause, 1)
 
-    def gap(self, event: ev.Gap) -> None:
+    def admit(self, event: ev.Admitted, open: Open) -> None:
+        """A life began: its look-ups, as the engine should count them."""
+        account = open.get(event.request)
+        if account is None:
+            return
+        local, sequence = event.local_tokens, account.sequence_tokens
+        asked = {"local": (1, sequence, local)} if event.counted else {}
+        if sequence != local:
+            asked["external"] = (1, sequence - local, event.external_tokens)
+        for cache, figures in asked.items():
+            self.admitted[cache].add(*figures)
+            if event.resumed:
+                self.resumed[cache].add(*figures)
+
+    def report(self, event: ev.Reported, _: Open) -> None:
+        """The engine told its front end where a prompt came from."""
+        for source, tokens in zip(
+            PLANNED, (event.local_tokens, event.external_tokens, event.computed_tokens), strict=True
+        ):
+            _add(self.reported, source, tokens)
+        self.largest_prompt = max(self.largest_prompt, event.prompt_tokens)
+
+    def gap(self, event: ev.Gap, _: Open) -> None:
         """Events were lost."""
         if event.lost_events < 0:
             self.gaps_of_unknown_size += 1
@@ -172,8 +223,13 @@ class Tallies(msgspec.Struct):
             # What the engine says of its length is all there may be, where the arrival was not seen.
             said = event.sequence_tokens if type(event) is ev.Finished else -1
             _add(self.sequence_tokens, verdict, max(sequence, said))
+            for source, tokens in zip(PLANNED, account.reported or (), strict=False):
+                _add(self.reported_unknown, source, tokens)
             return
         _add(self.sequence_tokens, verdict, sequence)
+        if account.outcome in TOLD:
+            self.told_preemptions += account.preemptions
+            self.most_preemptions = max(self.most_preemptions, account.preemptions)
         self._plan(account)
         self._spread(account)
 
@@ -208,13 +264,16 @@ class Tallies(msgspec.Struct):
         spread.observe(value, Exemplar(account.request_id, trace_id(account), value, at_seconds))
 
 
-TALLIED: dict[type[ev.Event], Callable[[Tallies, Any], None]] = {
+TALLIED: dict[type[ev.Event], Callable[[Tallies, Any, Open], None]] = {
     ev.EngineStarted: Tallies.started,
+    ev.Snapshot: Tallies.began,
+    ev.Admitted: Tallies.admit,
+    ev.Reported: Tallies.report,
     ev.LookupsCounted: Tallies.looked_up,
     ev.Preempted: Tallies.preempt,
     ev.Gap: Tallies.gap,
 }
-"""What is told of which event, after the ledger has posted it."""
+"""What is told of which event, after the ledger has posted it, with the accounts that are open."""
 
 
 def remote_wait(account: Account) -> int | None:
