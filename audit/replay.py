@@ -102,7 +102,7 @@ class Book:
             yield batch, found
         self.read_seconds = begun  # what came since may not have been seen
 
-    def _take_closed(self, event: Event) -> None:
+    def _take_closed(self, event: Event | None = None) -> None:
         closed = self.auditor.ledger.closed
         for account in closed.values():
             verdict = self._verdict(account)

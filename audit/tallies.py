@@ -71,6 +71,12 @@ class Distribution(msgspec.Struct):
         if exemplar is not None:
             self.exemplars[place] = exemplar
 
+    def merge(self, other: Distribution) -> None:
+        """Add what another observed."""
+        self.counts = [mine + more for mine, more in zip(self.counts, other.counts, strict=True)]
+        self.sum += other.sum
+        self.exemplars = self.exemplars | other.exemplars
+
     @property
     def observed(self) -> int:
         """How many figures were counted."""
@@ -214,10 +220,30 @@ class Tallies(msgspec.Struct):
         sights.request_id = "" if account is None else account.request_id
         sights.trace_id = "" if account is None else trace_id(account)
 
+    def merge(self, other: Tallies) -> None:
+        """Add those of another engine of the same name, which ran later."""
+        if self.created_seconds and other.created_seconds:
+            self.created_seconds = min(self.created_seconds, other.created_seconds)
+        self.created_seconds = self.created_seconds or other.created_seconds
+        self.clock_seconds = other.clock_seconds or self.clock_seconds
+        for name in ("gaps_of_known_size", "gaps_of_unknown_size", "lost_events"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("preemptions", "plan", "plan_negative", "sequence_tokens"):
+            for key, more in getattr(other, name).items():
+                _add(getattr(self, name), key, more)
+        for cache, asked in other.lookups.items():
+            self.lookups[cache].add(asked.lookups, asked.queried, asked.hit)
+        for id, sights in other.violations.items():
+            known = self.violations.get(id)
+            times = known.times if known else 0
+            self.violations[id] = msgspec.structs.replace(sights, times=times + sights.times)
+        for name in ("cached_share", "rework_share", "preempted", "remote_wait"):
+            getattr(self, name).merge(getattr(other, name))
+
     # --- when an account closes -------------------------------------------------------------------------
 
-    def close(self, account: Account, verdict: str, event: ev.Event) -> None:
-        """A request has ended, with ``event``; of an unknown one only its size counts."""
+    def close(self, account: Account, verdict: str, event: ev.Event | None) -> None:
+        """A request has ended, with ``event`` if it is known; of an unknown one only its size counts."""
         sequence = account.sequence_tokens
         if account.unknown is not None:
             # What the engine says of its length is all there may be, where the arrival was not seen.

@@ -518,12 +518,9 @@ def merged(metric: Metric, samples: Iterable[Sample]) -> list[Sample]:
 def _summed(one: Sample, other: Sample) -> Sample:
     created = min(one.created, other.created)
     if isinstance(one.value, Distribution) and isinstance(other.value, Distribution):
-        both = Distribution(
-            one.value.bounds,
-            [a + b for a, b in zip(one.value.counts, other.value.counts, strict=True)],
-            one.value.sum + other.value.sum,
-            one.value.exemplars | other.value.exemplars,
-        )
+        both = Distribution.over(one.value.bounds)
+        both.merge(one.value)
+        both.merge(other.value)
         return Sample(one.labels, both, created)
     assert not isinstance(one.value, Distribution) and not isinstance(other.value, Distribution)
     return Sample(one.labels, one.value + other.value, created, other.exemplar or one.exemplar)

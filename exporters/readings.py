@@ -48,6 +48,7 @@ OUTCOMES = (
     "ignored",
     "error",
     "repetition",
+    "engine_ended",
     "unknown",
     OTHER,
 )

@@ -139,3 +139,18 @@ def test_every_request_of_a_verdict_has_its_tokens_there() -> None:
         fed = book(*row.events())
         assert {verdict for verdict, _ in fed.requests} == set(fed.tallies.sequence_tokens)
         assert fed.tallies.preempted.observed == fed.closed.requests - fed.closed.unknown_requests
+
+
+def test_two_engines_of_one_name_are_added() -> None:
+    """All that a metric shows; what compares with one process's counters is that process's own."""
+    once = tallies(*journals.reported(events(200, journals.CLEAN), local=-128, external=160, computed=168))
+    twice = Tallies()
+    for _ in range(2):
+        twice.merge(once)
+
+    assert (1.7e9, 2, 2) == (twice.created_seconds, twice.preemptions["blocks"], twice.cached_share.observed)
+    assert {id: 2 * sights.times for id, sights in once.violations.items()} == {
+        id: sights.times for id, sights in twice.violations.items()
+    }
+    assert {verdict: 2 * tokens for verdict, tokens in once.sequence_tokens.items()} == twice.sequence_tokens
+    assert 1 == once.cached_share.observed
