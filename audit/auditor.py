@@ -22,7 +22,7 @@ FINDINGS_KEPT = 1_000
 """Findings kept of one invariant; later requests that break it are only counted."""
 
 
-class _Finding:
+class Finding:
     """A violation as first seen, and how often since."""
 
     __slots__ = ("last_step", "repeats", "violation")
@@ -57,7 +57,7 @@ class Auditor:
         self.not_kept: dict[str, int] = {}
         """Sights beyond the first :data:`FINDINGS_KEPT` findings, by invariant."""
         self._debug = bool(os.environ.get("KVLEDGER_DEBUG")) if debug is None else debug
-        self._findings: dict[tuple[str, int | None], _Finding] = {}
+        self._findings: dict[tuple[str, int | None], Finding] = {}
         self._kept: dict[str, int] = {}
         self._subscribed: dict[type, tuple[tuple[Invariant, Check], ...]] = {}
         for row in catalogue().values():
@@ -128,7 +128,7 @@ class Auditor:
             repeats=0,
             last_step=entry.step,
         )
-        self._findings[key] = _Finding(violation)
+        self._findings[key] = Finding(violation)
         self._kept[row.id] = self._kept.get(row.id, 0) + 1
         return violation
 
