@@ -132,6 +132,18 @@ class Auditor:
         self._kept[row.id] = self._kept.get(row.id, 0) + 1
         return violation
 
+    def absorb(self, other: Auditor) -> None:
+        """Add what another auditor found, of an engine that is gone: of each invariant one finding stays."""
+        self.engine = self.engine or other.engine
+        self.ledger.absorb(other.ledger)
+        for finding in other._findings.values():
+            known = self._findings.setdefault((finding.violation.id, None), Finding(finding.violation))
+            known.repeats += finding.repeats + (known.violation is not finding.violation)
+            known.last_step = finding.last_step
+        for table, more in ((self.not_kept, other.not_kept), (self.check_failures, other.check_failures)):
+            for id, times in more.items():
+                table[id] = table.get(id, 0) + times
+
     @property
     def violations(self) -> list[Violation]:
         """All findings kept, drifts too, by first sight, with their repeats up to now."""

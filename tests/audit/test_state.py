@@ -40,7 +40,7 @@ def picture(value: Any, seen: dict[int, int] | None = None) -> Any:
     By identity: two equal accounts are not one account.
     """
     seen = {} if seen is None else seen
-    if isinstance(value, msgspec.Struct) or isinstance(value, tuple) and hasattr(value, "_fields"):
+    if isinstance(value, msgspec.Struct) or (isinstance(value, tuple) and hasattr(value, "_fields")):
         return type(value).__name__, [picture(one, seen) for one in fields(value)]
     if isinstance(value, dict):
         return [(picture(key, seen), picture(one, seen)) for key, one in value.items()]

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import cast
 
-import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from tests import journals
-from tests.histories import GOLDEN, events
+from tests.histories import GOLDEN
 
-from kvledger.audit.errors import LedgerError
-from kvledger.audit.events import EngineStopped, Snapshot
-from kvledger.audit.journal import JournalWriter
 from kvledger.audit.replay import Book, audit_paths
 from kvledger.exporters import metrics, prometheus
 from kvledger.exporters.metrics import METRICS
@@ -106,28 +101,3 @@ def test_engines_of_one_name_are_summed(tmp_path: Path) -> None:
     labels = {"engine": "vllm 0.32.0 pid 4000", "source": "external"}
 
     assert 208 == scraped(books).get_sample_value("kvledger_prompt_tokens_total", labels)
-
-
-def test_a_live_journal_is_followed(tmp_path: Path) -> None:
-    """What is written later is in the next scrape; so is a journal that comes later."""
-    writer = JournalWriter(tmp_path / "live")
-    writer.rotate()
-    writer.write([journals.STARTED, Snapshot(0, 0, [], 0)])
-    follower = prometheus.Follower(tmp_path)
-    follower.catch_up()
-    (book,) = follower.books.values()
-    assert 0 == book.closed.requests
-
-    writer.write([*events(200, journals.CLEAN), EngineStopped(10_000, "shutdown")])
-    journals.clean(tmp_path / "second")
-    follower.find()
-    follower.catch_up()
-    writer.close()
-
-    assert [1, 1] == [book.closed.requests for book in follower.books.values()]
-
-
-@pytest.mark.parametrize("address", ["9464", "localhost:", "localhost:http", "localhost:70000"])
-def test_a_listen_address_that_is_none(address: str, tmp_path: Path) -> None:
-    with pytest.raises(LedgerError, match="is no listen address"):
-        prometheus.serve(tmp_path, address, cast("prometheus.Started", None))
