@@ -7,6 +7,8 @@ Rules of this file:
 - Only the classes of :data:`OBJECTS` and :data:`STRUCTS` are written, each by its place there. An
   attribute that holds anything else fails :func:`capture`, so none is forgotten silently.
 - All of an object's attributes are carried but those of :data:`REBUILT`, which its constructor makes.
+- A struct that a book, an auditor or a ledger holds itself needs no place: its type is the one that
+  the constructor put there.
 - An object met twice is written once: accounts and lives are the same ones afterwards.
 - Every class is written with the same attributes, so their names are part of the format: where they
   differ (:func:`layout`) nothing is restored, for an attribute that begins late would tell lies.
@@ -73,7 +75,7 @@ REBUILT: dict[type, frozenset[str]] = {
 }
 """What a constructor makes anew, and what lasts for one event only."""
 
-_OBJECT, _AGAIN, _STRUCT, _LIST, _TUPLE, _SET, _DEQUE, _DICT = range(8)
+_OBJECT, _AGAIN, _STRUCT, _LIST, _TUPLE, _SET, _DEQUE, _DICT, _HELD = range(9)
 _SCALARS = frozenset({type(None), bool, int, float, str})
 _ITEMS: dict[type, int] = {list: _LIST, tuple: _TUPLE, set: _SET, deque: _DEQUE}
 _MAKERS: dict[int, Callable[[Any], Any]] = {code: kind for kind, code in _ITEMS.items()}
@@ -121,7 +123,7 @@ def layout() -> str:
 
 
 @cache
-def attributes(kind: type) -> tuple[str, ...]:
+def attributes(kind: Any) -> tuple[str, ...]:
     """What is carried of an instance of ``kind``, by name and in the order that it is written."""
     every = getattr(kind, "__slots__", None) or vars(_BLANK[kind]())
     return tuple(sorted(set(every) - REBUILT.get(kind, frozenset())))
@@ -171,10 +173,16 @@ class _Writer:
         self._seen[id(value)] = len(self._seen)
         place, getter = self._getters[type(value)]
         scalars, ways = _SCALARS, self._ways
+        made = type(value) in REBUILT
         row = [_OBJECT, place]
         for one in getter(value):
             kind = type(one)
-            row.append(one if kind in scalars else ways[kind](one) if kind in ways else self.value(one))
+            if kind in scalars:
+                row.append(one)
+            elif kind in ways:
+                row.append(ways[kind](one))
+            else:
+                row.append([_HELD, one] if made and isinstance(one, msgspec.Struct) else self.value(one))
         return row
 
     def _struct(self, value: Any) -> list[Any]:
@@ -204,15 +212,24 @@ class _Reader:
     def fill(self, into: Any, row: list[Any]) -> Any:
         """Give ``into`` the attributes of the object that ``row`` is of."""
         code, place, *values = row
-        kind = OBJECTS[place]
+        kind: type = OBJECTS[place]
         if code != _OBJECT or type(into) is not kind:
             raise ValueError("not the object that belongs here")
         self._seen.append(into)
         for name, value in zip(attributes(kind), values, strict=True):
-            # What its constructor makes in part (an auditor's ledger) is filled, the rest made anew.
             made = getattr(into, name) if kind in REBUILT else None
-            setattr(into, name, self.fill(made, value) if type(made) in REBUILT else self.value(value))
+            setattr(into, name, self._part(made, value))
         return into
+
+    def _part(self, made: Any, value: Any) -> Any:
+        """An attribute, where its owner's constructor has ``made`` one of its own."""
+        if type(made) in REBUILT:
+            return self.fill(made, value)
+        if type(value) is list and value[0] == _HELD:
+            if not isinstance(made, msgspec.Struct):
+                raise ValueError("a struct of no known type")
+            return msgspec.convert(value[1], type(made))
+        return self.value(value)
 
     def value(self, value: Any) -> Any:
         """What was written as ``value``."""

@@ -18,6 +18,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -218,6 +219,8 @@ class Follower:
         with self.lock:
             one.book.end(stopped=one.reader.stopped)
         one.ended = True
+        # Its journal may be removed from now on; what it held should be ours by then.
+        self._due_at = min(self._due_at, self._saved_at + LEAST_SAVE_SECONDS)
 
     def _trouble(self, one: Followed, sentence: str) -> None:
         if sentence != one.trouble:
@@ -331,7 +334,7 @@ class Follower:
         for raw in found.past:
             self._restored(raw, Path(), self._take_over)
         for known in found.journals:
-            self._restored(known.book, self._place(known.name), lambda book, k=known: self._go_on(book, k))
+            self._restored(known.book, self._place(known.name), partial(self._go_on, known))
 
     def _restored(self, data: msgspec.Raw, path: Path, use: Callable[[Book], None]) -> None:
         try:
@@ -340,7 +343,7 @@ class Follower:
             self._lose("checkpoint damaged")
             self._tell(f"{error} {path.name} is read from its beginning, as far as it is there.")
 
-    def _go_on(self, book: Book, known: JournalState) -> None:
+    def _go_on(self, known: JournalState, book: Book) -> None:
         if not book.path.exists():
             if not known.ended:
                 book.end(stopped=known.stopped)

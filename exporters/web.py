@@ -33,6 +33,8 @@ CONNECTIONS = 32
 DEADLINE_SECONDS = 15.0
 SOCKET_SECONDS = 5.0
 HEADER_BYTES = 32 << 10
+POLL_SECONDS = 0.2
+"""How often deadlines are looked at, and at most how long an end is waited for."""
 
 Environ = dict[str, Any]
 Start = Callable[..., Any]
@@ -82,13 +84,13 @@ class Server(ThreadingMixIn, WSGIServer):
         self._tls = security.tls
         self._connections: dict[int, _Connection] = {}
         self._guard = threading.Lock()
-        super().__init__((host, port), _Handler)
+        super().__init__((host, port), cast("Any", _Handler))
         self.set_app(site)
 
     def server_bind(self) -> None:
         """As the base, but its look-up of a full host name may take as long as a resolver likes."""
         TCPServer.server_bind(self)
-        self.server_name, self.server_port = self.server_address[:2]
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
         self.setup_environ()
 
     @property
@@ -129,7 +131,7 @@ class Server(ThreadingMixIn, WSGIServer):
                 del self._connections[id(request)]
 
     def service_actions(self) -> None:
-        """Called twice a second: whoever is past the deadline goes."""
+        """Called at every poll: whoever is past the deadline goes."""
         long_ago = time.monotonic() - DEADLINE_SECONDS
         with self._guard:
             for connection in self._connections.values():
@@ -206,6 +208,6 @@ def listen(address: str, site: Application, security: Security = OPEN) -> Server
         server = Server(host, port, site, security)
     except OSError as error:
         raise LedgerError(f"Can't listen on {host}:{port}: {error.strerror}.") from error
-    serving = functools.partial(server.serve_forever, poll_interval=0.5)
+    serving = functools.partial(server.serve_forever, poll_interval=POLL_SECONDS)
     threading.Thread(target=serving, name="kvledger-web", daemon=True).start()
     return server

@@ -154,6 +154,33 @@ def test_all_that_a_book_holds_is_carried() -> None:
         assert set(vars(instance)) == set(state.attributes(kind)) | NOT_CARRIED[kind]
 
 
+class Sums(msgspec.Struct):
+    """What somebody may count besides."""
+
+    waits: dict[tuple[str, str], int] = {}
+    buckets: list[float] = []
+
+
+def test_a_struct_that_a_book_holds_is_carried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its class: nothing need be said of it."""
+    constructor = Book.__init__
+
+    def extended(self: Book, *args: Any, **given: Any) -> None:
+        constructor(self, *args, **given)
+        self.sums = Sums()  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(Book, "__init__", extended)
+    monkeypatch.setattr(state, "attributes", state.attributes.__wrapped__)
+    monkeypatch.setattr(state, "layout", state.layout.__wrapped__)
+    book: Any = Book(PATH)
+    book.sums.waits["a", "b"] = 7
+    book.sums.buckets += [0.5, 2.0]
+
+    restored: Any = state.restore(state.capture(book), PATH)
+
+    assert Sums({("a", "b"): 7}, [0.5, 2.0]) == restored.sums
+
+
 def test_what_has_no_place_is_refused_by_name() -> None:
     book = Book(PATH)
     book.notes.append(cast("str", object()))

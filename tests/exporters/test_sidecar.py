@@ -15,16 +15,15 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 from tests import journals
+from tests.exporters.crash import counted, renumbered
 from tests.histories import GOLDEN, events
 
 from kvledger.audit import checkpoint, reader, state
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import EngineStopped, Event, Snapshot
 from kvledger.audit.journal import JournalWriter, Limits
-from kvledger.audit.replay import Book
 from kvledger.audit.segments import frame, header
 from kvledger.exporters import sidecar
-from kvledger.exporters.metrics import METRICS
 from kvledger.exporters.sidecar import Follower
 
 HISTORY = events(200, journals.CLEAN)
@@ -56,22 +55,6 @@ class Engine:
         self.writer.abandon()
 
 
-def renumbered(event: Any, request: int) -> Event:
-    if hasattr(event, "request_id"):
-        return replace(event, request=request, request_id=f"r-{request}")
-    if hasattr(event, "request"):
-        return replace(event, request=request)
-    changes: dict[str, Any] = {}
-    if width := {"Stepped": 4, "Delivered": 2}.get(type(event).__name__):
-        flat = list(event.changed)
-        flat[::width] = [request] * len(flat[::width])
-        changes["changed"] = flat
-    for name in ("dropped", "ignored"):
-        if hasattr(event, name):
-            changes[name] = [request] * len(getattr(event, name))
-    return replace(event, **changes) if changes else event
-
-
 @contextlib.contextmanager
 def following(path: Path, **given: Any) -> Iterator[Follower]:
     """A follower with its state under ``path``, caught up; closed without a last checkpoint."""
@@ -82,16 +65,6 @@ def following(path: Path, **given: Any) -> Iterator[Follower]:
         yield follower
     finally:
         follower.close()
-
-
-def counters(books: list[Book]) -> dict[tuple[str, tuple[str, ...]], float]:
-    """Every counter as a scrape sums it."""
-    found: dict[tuple[str, tuple[str, ...]], float] = {}
-    for metric in METRICS:
-        if metric.kind == "counter":
-            for labels, value in metric.read(books):
-                found[metric.name, labels] = found.get((metric.name, labels), 0) + value
-    return found
 
 
 def ended(follower: Follower) -> int:
@@ -127,11 +100,11 @@ def test_a_restarted_engine_is_a_journal_of_its_own(tmp_path: Path) -> None:
     first.serve()
     first.kill()
     with following(tmp_path) as follower:
-        before = counters(follower.books)
+        before = counted(follower.books)
         second = Engine(tmp_path / "b", wall_seconds=200.0)
         second.serve()
         follower.poll()
-        after = counters(follower.books)
+        after = counted(follower.books)
         assert ["vllm 0.32.0 pid 4000"] * 2 == [book.name for book in follower.books]
         assert all(after[key] >= value for key, value in before.items())
         second.stop()
@@ -166,29 +139,29 @@ def test_an_engine_whose_journal_was_removed_stays_in_the_sums(tmp_path: Path) -
         journals.write(tmp_path / f"engine-{number}", row.events())
     journals.violated(tmp_path / "violated")
     with following(tmp_path) as follower:
-        before = counters(follower.books)
+        before = counted(follower.books)
         for journal in tmp_path.glob("*[!.]*"):
             if journal.name != checkpoint.HIDDEN:
                 shutil.rmtree(journal)
                 follower.poll()
-                assert before == counters(follower.books)
+                assert before == counted(follower.books)
         assert {} == follower.journals
         created = [book.created for book in follower.books]
         follower.save()
 
     with following(tmp_path) as follower:
-        assert before == counters(follower.books)
+        assert before == counted(follower.books)
         assert created == [book.created for book in follower.books]
 
 
 def test_the_journal_of_an_engine_may_vanish_while_nobody_follows(tmp_path: Path) -> None:
     journals.violated(tmp_path / "engine")
     with following(tmp_path) as follower:
-        before = counters(follower.books)
+        before = counted(follower.books)
     shutil.rmtree(tmp_path / "engine")
 
     with following(tmp_path) as follower:
-        assert before == counters(follower.books)
+        assert before == counted(follower.books)
 
 
 def test_the_longest_gone_engines_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,7 +293,7 @@ def test_a_restart_goes_on_where_it_was(tmp_path: Path) -> None:
         engine.serve(HISTORY[cut:])
         engine.stop()
         with following(folder) as resumed, following(folder, folder=None) as whole:
-            assert counters(whole.books) == counters(resumed.books)
+            assert counted(whole.books) == counted(resumed.books)
             [restored], [uninterrupted] = resumed.books, whole.books
             assert state.capture(uninterrupted) == state.capture(restored)
 
@@ -394,14 +367,14 @@ def test_a_damaged_checkpoint_is_counted_and_nothing_is_wrong(tmp_path: Path, sp
     engine.serve()
     engine.stop()
     with following(tmp_path) as follower:
-        before = counters(follower.books)
+        before = counted(follower.books)
     place = tmp_path / checkpoint.HIDDEN / checkpoint.NAME
     place.write_bytes(spoil(place.read_bytes()))
     told: list[str] = []
 
     for _ in range(2):
         with following(tmp_path, told=told) as follower:
-            assert before == counters(follower.books)
+            assert before == counted(follower.books)
             assert {"checkpoint damaged": 1} == follower.health.lost
     assert [f"{place} is damaged. Every journal is read from its beginning, as far as it is there."] == told
 
@@ -481,7 +454,7 @@ def test_damage_is_told_once_over_restarts(tmp_path: Path, decodes: bool) -> Non
             engine.stop()
             resumed.poll()
             whole.poll()
-            assert counters(whole.books) == counters(resumed.books)
+            assert counted(whole.books) == counted(resumed.books)
             assert [one.damage for one in whole.journals.values()] == [1]
             assert [one.damage for one in resumed.journals.values()] == [1]
 
