@@ -47,10 +47,10 @@ PROMPT_TOKENS = 1_000
 class Load(NamedTuple):
     """What was measured beside the engines. Seconds; ``cpu_share`` of one core."""
 
+    engines: int
     cpu_share: float
     lag_median: float
     lag_worst: float
-    caught_up_seconds: float
 
 
 class Engine:
@@ -194,21 +194,19 @@ def measure(seconds: float, folder: Path, engines: int = ENGINES) -> Load:
     serving = subprocess.Popen([sys.executable, *words], stderr=subprocess.PIPE, text=True)
     assert serving.stderr is not None
     try:
-        began = time.monotonic()
         url = serving.stderr.readline().split()[-1]
-        caught_up = time.monotonic() - began
         process = psutil.Process(serving.pid)
         before, since = sum(process.cpu_times()[:2]), time.monotonic()
         lags: list[float] = []
         while time.monotonic() - since < seconds:
-            time.sleep(SCRAPE_SECONDS)
+            time.sleep(min(SCRAPE_SECONDS, seconds))
             lags += _lags(url)
         share = (sum(process.cpu_times()[:2]) - before) / (time.monotonic() - since)
     finally:
         serving.terminate()
         serving.communicate()
         writing.communicate("")
-    return Load(share, percentile(lags, 50), max(lags), caught_up)
+    return Load(engines, share, percentile(lags, 50), max(lags))
 
 
 _LAST = re.compile(r"^kvledger_last_event_timestamp_seconds\{.*\} (\S+)$", re.MULTILINE)
@@ -223,7 +221,7 @@ def _lags(url: str) -> Iterator[float]:
 
 # --- memory -----------------------------------------------------------------------------------------------
 
-OPEN = 64
+REQUESTS = 200_000
 
 
 def resident_bytes(requests: int, folder: Path) -> tuple[int, int]:
@@ -256,19 +254,23 @@ def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--generate", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--engines", type=int, default=ENGINES)
     parser.add_argument("--seconds", type=float, default=60.0, help="how long the fleet is followed")
-    parser.add_argument("--requests", type=int, default=200_000, help="how many the memory row has")
+    parser.add_argument("--requests", type=int, default=REQUESTS, help="how many the memory row has")
     asked = parser.parse_args()
     if asked.generate:
         generate(asked.generate, asked.engines)
         return
     with tempfile.TemporaryDirectory(prefix="kvledger-bench-") as name:
         load = measure(asked.seconds, Path(name), asked.engines)
-        print(load, flush=True)
         few, many = resident_bytes(asked.requests, Path(name))
-        print(few, many, many / few)
+    for what, figure in (
+        (f"share of a core beside {load.engines} engines", f"{load.cpu_share:.2f}"),
+        ("lag in seconds, median and worst", f"{load.lag_median:.2f}, {load.lag_worst:.2f}"),
+        (f"MiB resident after {asked.requests // 10:,} requests", f"{few / 2**20:.1f}"),
+        (f"MiB resident after {asked.requests:,} requests", f"{many / 2**20:.1f}"),
+    ):
+        print(f"| {what:50} | {figure:>12} |")
 
 
 if __name__ == "__main__":
