@@ -123,7 +123,7 @@ def layout() -> str:
 
 
 @cache
-def attributes(kind: Any) -> tuple[str, ...]:
+def attributes(kind: type) -> tuple[str, ...]:
     """What is carried of an instance of ``kind``, by name and in the order that it is written."""
     every = getattr(kind, "__slots__", None) or vars(_BLANK[kind]())
     return tuple(sorted(set(every) - REBUILT.get(kind, frozenset())))
@@ -174,7 +174,7 @@ class _Writer:
         place, getter = self._getters[type(value)]
         scalars, ways = _SCALARS, self._ways
         made = type(value) in REBUILT
-        row = [_OBJECT, place]
+        row: list[Any] = [_OBJECT, place]
         for one in getter(value):
             kind = type(one)
             if kind in scalars:
@@ -212,8 +212,8 @@ class _Reader:
     def fill(self, into: Any, row: list[Any]) -> Any:
         """Give ``into`` the attributes of the object that ``row`` is of."""
         code, place, *values = row
-        kind: type = OBJECTS[place]
-        if code != _OBJECT or type(into) is not kind:
+        kind = OBJECTS[place]
+        if code != _OBJECT or not isinstance(into, kind):
             raise ValueError("not the object that belongs here")
         self._seen.append(into)
         for name, value in zip(attributes(kind), values, strict=True):

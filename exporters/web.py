@@ -4,8 +4,9 @@ The parser is http.server's, as in prometheus_client. What is added are limits, 
 slow, huge or malformed costs nobody else anything:
 
 - A connection has :data:`DEADLINE_SECONDS` in all, and a socket answers within :data:`SOCKET_SECONDS`.
-- There are at most :data:`CONNECTIONS`. One more than that costs the oldest that has not yet said what
-  it wants its place, for a scrape says so at once.
+- There is room for :data:`CONNECTIONS`. One more costs the oldest that has not yet said what it wants
+  its place, for a scrape says so at once; else the oldest that takes longer than
+  :data:`ANSWER_SECONDS`.
 - A request's headers have :data:`HEADER_BYTES`; bodies are not read.
 - The handshake of TLS and the check of a password happen in the connection's own thread.
 """
@@ -32,6 +33,7 @@ from kvledger.audit.errors import LedgerError
 CONNECTIONS = 32
 DEADLINE_SECONDS = 15.0
 SOCKET_SECONDS = 5.0
+ANSWER_SECONDS = 2.0
 HEADER_BYTES = 32 << 10
 POLL_SECONDS = 0.2
 """How often deadlines are looked at, and at most how long an end is waited for."""
@@ -59,15 +61,17 @@ OPEN = Security()
 class _Connection:
     """One that is open: since when, its socket, and whether it still has to say what it wants."""
 
-    __slots__ = ("asking", "since", "socket")
+    __slots__ = ("asking", "cut_off", "since", "socket")
 
     def __init__(self, opened: socket.socket) -> None:
         self.since = time.monotonic()
         self.socket = opened
         self.asking = True
+        self.cut_off = False
 
     def cut(self) -> None:
         """Wake its thread with an end of file. On the plain socket: TLS has nothing to say any more."""
+        self.cut_off = True
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
 
@@ -103,16 +107,29 @@ class Server(ThreadingMixIn, WSGIServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         """A thread for this connection, if there is room or room can be made."""
         with self._guard:
-            if len(self._connections) >= CONNECTIONS:
-                asking = [one for one in self._connections.values() if one.asking]
-                if not asking:
-                    self.shutdown_request(request)
-                    return
-                oldest = min(asking, key=lambda one: one.since)
-                oldest.asking = False  # it is on its way out; the next one costs another its place
-                oldest.cut()
+            if len(self._connections) >= CONNECTIONS and not self._make_room():
+                self.shutdown_request(request)
+                return
             self._connections[id(request)] = _Connection(request)
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no thread can be started
+            self._forget(request)
+            raise
+
+    def _make_room(self) -> bool:
+        """Cut off who has not said what it wants, else who takes long to hear the answer."""
+        long_ago = time.monotonic() - ANSWER_SECONDS
+        known = self._connections.values()
+        slow = [one for one in known if not one.cut_off and (one.asking or one.since < long_ago)]
+        if not slow or len(known) >= 2 * CONNECTIONS:
+            return False
+        min(slow, key=lambda one: (not one.asking, one.since)).cut()
+        return True
+
+    def _forget(self, request: Any) -> None:
+        with self._guard:
+            del self._connections[id(request)]
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """In the connection's own thread."""
@@ -127,8 +144,7 @@ class Server(ThreadingMixIn, WSGIServer):
                 tls.do_handshake()
                 _Handler(cast("socket.socket", tls), client_address, self, connection)
         finally:
-            with self._guard:
-                del self._connections[id(request)]
+            self._forget(request)
 
     def service_actions(self) -> None:
         """Called at every poll: whoever is past the deadline goes."""
@@ -166,6 +182,10 @@ class _Handler(WSGIRequestHandler):
     def address_string(self) -> str:
         """No look-up of names."""
         return str(self.client_address[0])
+
+    def get_stderr(self) -> Any:
+        """Where wsgiref would tell of a client that went away in the midst of its answer."""
+        return io.StringIO()
 
     def log_message(self, format: str, *args: Any) -> None:
         """Scrapes are no news."""
