@@ -850,6 +850,11 @@ class Ledger:
         for request in list(self.open):
             self._vanish(request)
 
+    def forget_steps(self) -> None:
+        """Let go of the steps, and of the ended requests in them: there will be no more."""
+        self._roster = {}
+        self._undelivered.clear()
+
     def absorb(self, other: Ledger) -> None:
         """Add what another ledger counted and closed. The earlier engine stands."""
         if other.engine is not None:

@@ -116,6 +116,7 @@ class Book:
             self._take_closed()
         for request in list(ledger.open):
             self.feed(ledger.number, Finished(ledger.at, request, "engine_ended", -1, -1, -1, -1, -1))
+        ledger.forget_steps()
 
     def absorb(self, other: Book) -> None:
         """Add the sums of another engine, which has ended, so that it can be let go."""
