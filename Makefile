@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := @$(PYTHON) scripts/environment.py
 
-.PHONY: help demo test bench releases docs clean
+.PHONY: help demo test bench crash releases docs clean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -24,6 +24,10 @@ test: ## lint, type-check and test
 bench: ## measure what the hooks cost an engine step
 	$(READY) test
 	$(BIN)/python benchmarks/run.py $(ARGS)
+
+crash: ## kill the sidecar 300 times while it is scraped; KILLS=n for another number
+	$(READY) test
+	KVLEDGER_KILLS=$(or $(KILLS),300) $(BIN)/python -m pytest -q tests/exporters/test_crash.py $(ARGS)
 
 releases: ## every vLLM release of the matrix: reports expected beside found
 	$(READY) test

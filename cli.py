@@ -19,7 +19,12 @@ import kvledger
 CODES = {"clean": 0, "violated": 1, "unknown": 3}
 BAD_INPUT = 2
 OWN_BUG = 70
-EXTRAS = {"analysis": ("pandas", "plotly", "pyarrow"), "vllm": ("torch", "vllm"), "lmcache": ("lmcache",)}
+EXTRAS = {
+    "analysis": ("pandas", "plotly", "pyarrow"),
+    "vllm": ("torch", "vllm"),
+    "lmcache": ("lmcache",),
+    "web": ("bcrypt", "yaml"),
+}
 INTERRUPTED = 130
 READER_GONE = 141
 
@@ -280,11 +285,45 @@ def serve(
         str,
         typer.Option("--web.listen-address", metavar="HOST:PORT", help="Where to listen."),
     ] = "127.0.0.1:9464",
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--web.config.file",
+            metavar="FILE",
+            show_default=False,
+            help="TLS and users, in the format of Prometheus's exporter-toolkit. "
+            "Needs the web extra: pip install 'kvledger[web]'.",
+        ),
+    ] = None,
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            show_default=False,
+            help="Where the checkpoint is kept. Default: .kvledger under PATH.",
+        ),
+    ] = None,
+    engine_url: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--engine-url",
+            metavar="URL",
+            show_default=False,
+            help="An engine's own /metrics, to stand beside the ledger's. Repeatable.",
+        ),
+    ] = None,
 ) -> None:
-    """Follow journals; serve /metrics for Prometheus."""
-    from kvledger.exporters.prometheus import serve as serving
+    """Follow journals; serve /metrics for Prometheus.
 
-    serving(path, address, lambda url: typer.echo(f"Serving {url}", err=True))
+    Every engine under PATH, those to come included; / shows what else is served. A restart goes on
+    exactly where it was.
+    """
+    from kvledger.exporters.serve import serve as serving
+
+    def tell(said: str) -> None:
+        typer.echo(said, err=True)
+
+    serving(path, address, tell, folder=state, config=config, engine_urls=engine_url or ())
 
 
 @app.command(epilog="Exit codes: 0 an engine here would be observed; 1 it would not.")

@@ -26,7 +26,7 @@ FINDINGS_KEPT = 1_000
 """Findings kept of one invariant; later requests that break it are only counted."""
 
 
-class _Finding:
+class Finding:
     """A violation as first seen, and how often since."""
 
     __slots__ = ("last_step", "repeats", "violation")
@@ -64,7 +64,7 @@ class Auditor:
         """Sights beyond the first :data:`FINDINGS_KEPT` findings, by invariant."""
         self._debug = bool(os.environ.get("KVLEDGER_DEBUG")) if debug is None else debug
         self._sighted = sighted
-        self._findings: dict[tuple[str, int | None], _Finding] = {}
+        self._findings: dict[tuple[str, int | None], Finding] = {}
         self._kept: dict[str, int] = {}
         self._subscribed: dict[type, tuple[tuple[Invariant, Check], ...]] = {}
         for row in catalogue().values():
@@ -137,9 +137,21 @@ class Auditor:
             repeats=0,
             last_step=entry.step,
         )
-        self._findings[key] = _Finding(violation)
+        self._findings[key] = Finding(violation)
         self._kept[row.id] = self._kept.get(row.id, 0) + 1
         return violation
+
+    def absorb(self, other: Auditor) -> None:
+        """Add what another auditor found, of an engine that is gone: of each invariant one finding stays."""
+        self.engine = self.engine or other.engine
+        self.ledger.absorb(other.ledger)
+        for finding in other._findings.values():
+            known = self._findings.setdefault((finding.violation.id, None), Finding(finding.violation))
+            known.repeats += finding.repeats + (known.violation is not finding.violation)
+            known.last_step = finding.last_step
+        for table, more in ((self.not_kept, other.not_kept), (self.check_failures, other.check_failures)):
+            for id, times in more.items():
+                table[id] = table.get(id, 0) + times
 
     @property
     def violations(self) -> list[Violation]:

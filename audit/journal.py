@@ -27,6 +27,7 @@ __all__ = [
     "Position",
     "Reader",
     "find_journals",
+    "holds_journal",
     "is_live",
     "read",
     "tail",
@@ -88,10 +89,10 @@ def _find(path: Path) -> list[Path]:
                 raise LedgerError(f"There is no {path}.")
             _check_segment(path)
             return [path]
-        if _holds_journal(path):
+        if holds_journal(path):
             return [path]
         inside = sorted(path.iterdir())
-        found = [folder for folder in inside if folder.is_dir() and _holds_journal(folder)]
+        found = [folder for folder in inside if folder.is_dir() and holds_journal(folder)]
     except OSError as error:
         raise LedgerError(f"{path} can't be read: {error.strerror}.") from error
     if found:
@@ -100,7 +101,8 @@ def _find(path: Path) -> list[Path]:
     raise LedgerError(f"{path} {what}.")
 
 
-def _holds_journal(folder: Path) -> bool:
+def holds_journal(folder: Path) -> bool:
+    """Whether a folder is a journal. Raises :class:`LedgerError` if it only looks like one."""
     found = segments(folder)
     for path in found.values():
         try:

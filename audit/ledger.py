@@ -137,6 +137,15 @@ class Totals(msgspec.Struct):
         _merge(self.voided, account.voided)
         _merge(self.discarded, account.discarded)
 
+    def merge(self, other: Totals) -> None:
+        """Add another's sums."""
+        for name in self.__struct_fields__:
+            sum_, more = getattr(self, name), getattr(other, name)
+            if isinstance(sum_, dict):
+                _merge(sum_, more)
+            else:
+                setattr(self, name, sum_ + more)
+
     def copy(self) -> Totals:
         """An independent copy."""
         return msgspec.structs.replace(
@@ -234,6 +243,12 @@ class Ledger:
         """Closed (if kept), then open accounts."""
         yield from self.closed.values()
         yield from self.open.values()
+
+    @property
+    def read_to(self) -> float:
+        """When the last event posted happened, Unix time; 0 before the first."""
+        started = self.engine
+        return started.wall_seconds + (self.at - started.at) / 1e6 if started else 0.0
 
     def totals(self) -> Totals:
         """Sums over all accounts ever seen, open ones included."""
@@ -834,6 +849,28 @@ class Ledger:
         account.outcome = "unknown"
         account.closed_at = self.at
         self._close(request, account)
+
+    def lose_open(self) -> None:
+        """The engine is gone, and nobody saw how those that are open ended."""
+        for request in list(self.open):
+            self._vanish(request)
+
+    def forget_steps(self) -> None:
+        """Let go of the steps, and of the ended requests in them: there will be no more."""
+        self._roster = {}
+        self._undelivered.clear()
+
+    def absorb(self, other: Ledger) -> None:
+        """Add what another ledger counted and closed. The earlier engine stands."""
+        if other.engine is not None:
+            read_to = max(self.read_to, other.read_to)
+            if self.engine is None or other.engine.wall_seconds < self.engine.wall_seconds:
+                self.engine = other.engine
+            self.at = self.engine.at + round((read_to - self.engine.wall_seconds) * 1e6)
+        self.stopped = other.stopped
+        self.gaps += other.gaps
+        self.hook_failures += other.hook_failures
+        self._totals.merge(other._totals)
 
     # --- helpers -------------------------------------------------------------------------------------
 

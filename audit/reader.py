@@ -133,6 +133,20 @@ class Reader:
             self.ended = True
             self.close()
 
+    @property
+    def resumable(self) -> Position:
+        """Where another reader would go on exactly as this one.
+
+        That is ``position``, but before what is damaged and not yet told as a Gap, and after the
+        segment whose damage was told.
+        """
+        if not self._broken:
+            after = replace(self.position, segment=self.position.segment + 1, offset=0)
+            return after if self._skipping else self.position
+        name, offset, _ = self._broken[0]
+        segment = segment_number(Path(name)) or self.position.segment
+        return replace(self.position, segment=segment, offset=offset)
+
     def close(self) -> None:
         """Close the open segment. Idempotent; a later poll opens it again."""
         if self._file is not None:

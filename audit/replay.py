@@ -14,14 +14,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from kvledger.audit.account import Account, Line, Statement
 from kvledger.audit.auditor import Auditor, Verdict
 from kvledger.audit.catalogue import Violation
 from kvledger.audit.differences import Beside, Reconciliation
 from kvledger.audit.errors import LedgerError
-from kvledger.audit.events import EngineStarted, Event
+from kvledger.audit.events import EngineStarted, Event, Finished
 from kvledger.audit.journal import Batch, Reader, find_journals
 from kvledger.audit.ledger import Totals, Watch
 from kvledger.audit.tallies import TALLIED, Tallies
@@ -46,7 +44,8 @@ class Book:
     ``unknown`` the number of unknown ones by the reason; ``tallies`` is what metrics need beyond.
     ``on_closed`` are told of every account that closes, with its verdict, before it is let go.
     ``beside`` is what the engine's own counters say, for whoever scrapes them.
-    ``read_seconds`` is when the journal was last read to its end (0.0: never), Unix time.
+    ``read_seconds`` is when the journal was last read to its end (0.0: never), Unix time,
+    ``checkpoint_seconds`` when this was last saved.
     ``keep`` keeps every account in ``accounts``; ``watch(request_id)`` keeps the accounts, and
     their statements' lines, of those that it names.
     """
@@ -65,6 +64,7 @@ class Book:
         self.on_closed: list[Callable[[Account, Verdict], None]] = []
         self.beside: Beside | None = None
         self.read_seconds = 0.0
+        self.checkpoint_seconds = 0.0
         self._keep = keep
 
     def feed(self, number: int, event: Event) -> list[Violation]:
@@ -131,6 +131,32 @@ class Book:
             return "violated"
         return "unknown" if account.unknown is not None else "clean"
 
+    def end(self, *, stopped: bool) -> None:
+        """The engine is gone, and its open requests with it.
+
+        They ended there if observation did so in good order (``stopped``), and where nobody saw it if
+        not, or if the engine went on unobserved. Called at the end of a journal that was followed.
+        """
+        ledger = self.auditor.ledger
+        if not stopped or ledger.stopped == "detached":
+            ledger.lose_open()
+            self._take_closed()
+        for request in list(ledger.open):
+            self.feed(ledger.number, Finished(ledger.at, request, "engine_ended", -1, -1, -1, -1, -1))
+        ledger.forget_steps()
+
+    def absorb(self, other: Book) -> None:
+        """Add the sums of another engine, which has ended, so that it can be let go."""
+        self.auditor.absorb(other.auditor)
+        self.closed.merge(other.closed)
+        self.reconciliation.merge(other.reconciliation)
+        self.tallies.merge(other.tallies)
+        self.events += other.events
+        for kind, requests in other.requests.items():
+            self.requests[kind] = self.requests.get(kind, 0) + requests
+        for reason, requests in other.unknown.items():
+            self.unknown[reason] = self.unknown.get(reason, 0) + requests
+
     def finish(self) -> None:
         """No more will come: reconcile what is still open as it stands."""
         for account in self.auditor.ledger.open.values():
@@ -146,6 +172,11 @@ class Book:
     def engine(self) -> EngineStarted | None:
         """What the engine said of itself when it started."""
         return self.auditor.ledger.engine
+
+    @property
+    def created(self) -> float:
+        """Since when its sums count, Unix time: the start of the engine, or of what was left to read."""
+        return self.engine.wall_seconds if self.engine else 0.0
 
     @property
     def meanings(self) -> dict[str, str]:
@@ -186,7 +217,7 @@ class Audit:
         """Sums over all accounts of all engines."""
         totals = Totals()
         for book in self.books:
-            _add(totals, book.auditor.ledger.totals())
+            totals.merge(book.auditor.ledger.totals())
         return totals
 
     @property
@@ -208,16 +239,6 @@ class Audit:
         if len(self.books) == 1:
             return self.books[0].remarks
         return [f"{book.path.name}: {note}" for book in self.books for note in book.remarks]
-
-
-def _add(totals: Totals, more: Totals) -> None:
-    for field in msgspec.structs.fields(Totals):
-        sum_, tokens = getattr(totals, field.name), getattr(more, field.name)
-        if isinstance(sum_, dict):
-            for cause, of_cause in tokens.items():
-                sum_[cause] = sum_.get(cause, 0) + of_cause
-        else:
-            setattr(totals, field.name, sum_ + tokens)
 
 
 def audit_paths(paths: Iterable[Path], *, keep: bool = False, watch: Watch | None = None) -> Audit:

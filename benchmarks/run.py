@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "performance.md"
 SCHEDULER = ("steady-256", "steady-1024", "churn", "churn-short", "speculative")
 REPLAY = ("churn-short", "speculative")
-PARTS = (*SCHEDULER, "engine", "replay")
+PARTS = (*SCHEDULER, "engine", "replay", "sidecar")
 
 Progress = Callable[[str], None]
 
@@ -51,10 +51,13 @@ class Amount(NamedTuple):
     pairs: int
     replays: int
     requests: tuple[int, int]
+    seconds: float
 
 
-FULL = Amount(share=1.0, rounds=12, steps=240, pairs=120, replays=5, requests=(20_000, 100_000))
-QUICK = Amount(share=0.1, rounds=2, steps=16, pairs=2, replays=2, requests=(100, 200))
+FULL = Amount(
+    share=1.0, rounds=12, steps=240, pairs=120, replays=5, requests=(20_000, 100_000), seconds=120.0
+)
+QUICK = Amount(share=0.1, rounds=2, steps=16, pairs=2, replays=2, requests=(100, 200), seconds=2.0)
 
 
 def scheduler_rows(key: str, amount: Amount, folder: Path, progress: Progress) -> Iterator[Row]:
@@ -117,6 +120,24 @@ def replay_rows(amount: Amount, folder: Path, progress: Progress) -> Iterator[Ro
         growth <= 1.1,
         "replay",
     )
+
+
+def sidecar_rows(amount: Amount, folder: Path, progress: Progress) -> Iterator[Row]:
+    """The sidecar beside a fleet that is written in real time; its memory over many requests."""
+    from benchmarks import sidecar
+
+    progress(f"sidecar: beside a fleet, {amount.seconds:.0f} seconds")
+    load = sidecar.measure(amount.seconds, folder, max(2, round(sidecar.ENGINES * amount.share)))
+    fleet = f"sidecar: {load.engines} engines, 50 steps and 5 requests a second each"
+    share, lag = load.cpu_share, load.lag_worst
+    yield Row(f"{fleet}: share of a core", f"{share:.2f}", "", "at most 0.5", share <= 0.5, "sidecar")
+    what = f"{fleet}: lag in seconds (median {load.lag_median:.1f}), worst"
+    yield Row(what, f"{lag:.1f}", "", "at most 2", lag <= 2, "sidecar")
+    requests = round(sidecar.REQUESTS * amount.share)
+    progress(f"sidecar: memory over {requests:,} requests")
+    few, many = sidecar.resident_bytes(requests, folder)
+    what = f"sidecar: resident memory after {requests:,} requests / after a tenth"
+    yield Row(what, f"{many / few:.3f}", "", "at most 1.1", many / few <= 1.1, "sidecar")
 
 
 def _ratio(what: str, ratio: Estimate, part: str, at_most: float = 0.0, at_least: float = 0.0) -> Row:
@@ -194,8 +215,10 @@ def measure(parts: list[str], amount: Amount, progress: Progress) -> Iterator[Ro
             if part in SCHEDULER:
                 yield from scheduler_rows(part, amount, folder, progress)
             else:
-                rows = engine_rows if part == "engine" else replay_rows
-                yield from rows(amount, folder, progress)
+                yield from ROWS[part](amount, folder, progress)
+
+
+ROWS = {"engine": engine_rows, "replay": replay_rows, "sidecar": sidecar_rows}
 
 
 def _teller(terminal: TextIO) -> Progress:

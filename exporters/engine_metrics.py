@@ -79,6 +79,14 @@ def fetch(url: str) -> str:
     return text.decode()
 
 
+def check_url(url: str) -> None:
+    """Raises :class:`LedgerError` for what is no URL of metrics."""
+    if not url.startswith(("http://", "https://")):
+        raise LedgerError(
+            f"{url!r} is no URL of an engine's metrics; one looks like http://localhost:8000/metrics."
+        )
+
+
 def match(engines: Iterable[Engine], books: Sequence[Book]) -> dict[Engine, Book]:
     """Each engine's book, where exactly one is live that can be meant, and no other engine means it."""
     live = [book for book in books if book.tallies.begun and state(book) == "live"]
@@ -120,10 +128,7 @@ class Reconciler:
         clock: Callable[[], float] = time.time,
     ) -> None:
         for url in urls:
-            if not url.startswith(("http://", "https://")):
-                raise LedgerError(
-                    f"{url!r} is no URL of an engine's metrics; one is http://localhost:8000/metrics."
-                )
+            check_url(url)
         self._urls = urls
         self._books = books
         self._lock = lock

@@ -208,9 +208,8 @@ def last_event(book: Book) -> float:
 
 def checkpoint(book: Book) -> Iterator[tuple[tuple[str, ...], float]]:
     """Unix time of the last checkpoint, where there are any."""
-    seconds = getattr(book, "checkpoint_seconds", None)
-    if seconds:
-        yield (), seconds
+    if book.checkpoint_seconds:
+        yield (), book.checkpoint_seconds
 
 
 def unnamed(books: Sequence[Book]) -> Iterator[Sample]:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 
 def test_quick_run_prints_a_row_for_every_part() -> None:
     """Of the parts that need no engine; `make bench` is the way to run it all."""
-    parts = ["steady-256", "replay"]
+    parts = ["steady-256", "replay", "sidecar"]
     done = subprocess.run(
         [sys.executable, "benchmarks/run.py", "--quick", *parts],
         cwd=ROOT,

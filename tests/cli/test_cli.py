@@ -16,8 +16,10 @@ from tests import journals
 from tests.histories import events
 
 from kvledger import __version__, cli
+from kvledger.audit import checkpoint
 from kvledger.audit.events import SCHEMA, Gap
 from kvledger.audit.segments import header
+from kvledger.exporters.serve import state_folder
 
 
 class Outcome:
@@ -385,7 +387,9 @@ def test_a_timeline_printed(run: Any, clean: Path) -> None:
     assert json.loads(run("timeline", clean, "-o", "-").out)["traceEvents"]
 
 
-def test_serve_answers_scrapes_until_interrupted(clean: Path) -> None:
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+def test_serve_answers_scrapes_until_told_to_stop(clean: Path, ending: signal.Signals) -> None:
+    """Then it saves once more, says nothing, and ends with 0."""
     command = [sys.executable, "-m", "kvledger", "serve", str(clean)]
     process = subprocess.Popen(
         [*command, "--web.listen-address", "127.0.0.1:0"],
@@ -399,14 +403,66 @@ def test_serve_answers_scrapes_until_interrupted(clean: Path) -> None:
         url = process.stderr.readline().split()[-1]
         with urllib.request.urlopen(url, timeout=30) as answer:
             shown = answer.read().decode()
+        (clean / ".kvledger" / "checkpoint").unlink()
     finally:
-        process.send_signal(signal.SIGINT)
+        process.send_signal(ending)
         rest = process.stderr.read()
         process.stderr.close()
         code = process.wait(30)
 
     assert 'source="external"} 104.0' in shown
-    assert ("", 130) == (rest, code)
+    assert ("", 0) == (rest, code)
+    assert (clean / ".kvledger" / "checkpoint").exists()
+
+
+def test_serve_with_a_state_that_is_no_folder(run: Any, clean: Path, tmp_path: Path) -> None:
+    (tmp_path / "state").write_text("x")
+    told = run("serve", clean, "--web.listen-address", ":0", "--state", tmp_path / "state")
+
+    assert (2, f"{tmp_path / 'state'} can't be written: File exists.") == (told.code, told.sentence)
+
+
+def test_serve_with_a_state_that_another_has(run: Any, clean: Path, tmp_path: Path) -> None:
+    held = checkpoint.take(tmp_path / "state")
+    told = run("serve", clean, "--web.listen-address", ":0", "--state", tmp_path / "state")
+    os.close(held)
+
+    assert 2 == told.code
+    assert told.sentence.startswith(f"Another kvledger serve keeps its state in {tmp_path / 'state'};")
+
+
+def test_serve_with_a_configuration_that_is_not_right(run: Any, clean: Path, tmp_path: Path) -> None:
+    (tmp_path / "web.yml").write_text("tls_config: {}")
+    told = run("serve", clean, "--web.config.file", tmp_path / "web.yml")
+
+    assert 2 == told.code
+    assert "contains unknown field `tls_config`" in told.sentence
+
+
+@pytest.mark.parametrize("library", ["yaml", "bcrypt"])
+def test_serve_without_the_web_extra(
+    run: Any, clean: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str
+) -> None:
+    """Only a configuration asks for it."""
+    for name in ("web_config", "web_users"):
+        monkeypatch.delitem(sys.modules, f"kvledger.exporters.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, library, None)
+    (tmp_path / "web.yml").write_text("basic_auth_users: {a: b}")
+    told = run("serve", clean, "--web.config.file", tmp_path / "web.yml")
+
+    assert 2 == told.code
+    assert f"needs {library}, which is not installed" in told.sentence
+    assert "pip install 'kvledger[web]'" in told.sentence
+
+
+def test_a_folder_that_cannot_be_written_keeps_no_checkpoint(
+    clean: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(os, "access", lambda *_: False)
+
+    assert state_folder(clean, told.append) is None
+    assert [f"No checkpoint is kept, for {clean} can't be written: name a folder with --state."] == told
 
 
 def test_the_command_line_imports_nothing_heavy() -> None:

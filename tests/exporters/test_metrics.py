@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import threading
 from pathlib import Path
-from typing import cast
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -16,9 +15,8 @@ from tests import journals
 from tests.histories import GOLDEN, events
 
 from kvledger.audit.catalogue import catalogue
-from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import EngineStopped, Event, Gap, Snapshot
-from kvledger.audit.journal import JournalWriter
+from kvledger.audit.journal import JournalWriter, Reader
 from kvledger.audit.replay import Book, audit_paths
 from kvledger.audit.tallies import Exemplar
 from kvledger.exporters import metrics, prometheus
@@ -28,9 +26,9 @@ from kvledger.exporters.readings import OTHER, STATES
 ROOT = Path(__file__).parents[2]
 
 
-def scraped(books: list[Book]) -> CollectorRegistry:
+def scraped(books: list[Book], *, created: bool = False) -> CollectorRegistry:
     registry = CollectorRegistry()
-    registry.register(prometheus.BookCollector(lambda: books, threading.Lock()))
+    registry.register(prometheus.BookCollector(lambda: books, threading.Lock(), created=created))
     return registry
 
 
@@ -147,9 +145,9 @@ def test_the_state_of_an_engine(tmp_path: Path) -> None:
     writer = JournalWriter(tmp_path / "live")
     writer.rotate()
     writer.write([journals.STARTED, Snapshot(0, 0, [], 0)])
-    followed = prometheus.Follower(tmp_path)
-    followed.catch_up()
-    (book,) = followed.books.values()
+    book = Book(tmp_path / "live")
+    with Reader(book.path) as reader:
+        book.read(reader)
     reasons = {"shutdown": "stopped", "detached": "detached", "the observer of x kept failing": "failed"}
 
     found = labelled([book], "kvledger_engine_state", "state")
@@ -188,7 +186,7 @@ def test_openmetrics_is_read_back_with_created_times_and_exemplars(tmp_path: Pat
     books = audit_paths([journals.violated(tmp_path / "one")]).books
     samples = {
         (sample.name, tuple(sample.labels.get(label, "") for label in ("id", "source", "le"))): sample
-        for family in parse(openmetrics(scraped(books)).decode())
+        for family in parse(openmetrics(scraped(books, created=True)).decode())
         for sample in family.samples
     }
 
@@ -258,28 +256,3 @@ def test_engines_of_one_name_are_summed(tmp_path: Path) -> None:
     labels = {"engine": "vllm 0.32.0 pid 4000", "source": "external"}
 
     assert 208 == scraped(books).get_sample_value("kvledger_prompt_tokens_total", labels)
-
-
-def test_a_live_journal_is_followed(tmp_path: Path) -> None:
-    """What is written later is in the next scrape; so is a journal that comes later."""
-    writer = JournalWriter(tmp_path / "live")
-    writer.rotate()
-    writer.write([journals.STARTED, Snapshot(0, 0, [], 0)])
-    follower = prometheus.Follower(tmp_path)
-    follower.catch_up()
-    (book,) = follower.books.values()
-    assert 0 == book.closed.requests
-
-    writer.write([*events(200, journals.CLEAN), EngineStopped(10_000, "shutdown")])
-    journals.clean(tmp_path / "second")
-    follower.find()
-    follower.catch_up()
-    writer.close()
-
-    assert [1, 1] == [book.closed.requests for book in follower.books.values()]
-
-
-@pytest.mark.parametrize("address", ["9464", "localhost:", "localhost:http", "localhost:70000"])
-def test_a_listen_address_that_is_none(address: str, tmp_path: Path) -> None:
-    with pytest.raises(LedgerError, match="is no listen address"):
-        prometheus.serve(tmp_path, address, cast("prometheus.Started", None))

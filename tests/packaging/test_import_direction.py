@@ -69,6 +69,8 @@ RULES = LEFTWARD | {
     "audit.plugin": OUTER,
     "audit.doctor": OUTER,
     "audit.replay": OUTER,
+    "audit.state": OUTER,
+    "audit.checkpoint": OUTER,
     "audit.pytest_plugin": OUTER._replace(libraries=frozenset({"pytest"})),
     "audit.demo": OUTER._replace(libraries=MSGSPEC | HOST),
     "audit.conformance": OUTER._replace(libraries=MSGSPEC | HOST),

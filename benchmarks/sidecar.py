@@ -1,0 +1,277 @@
+"""What the sidecar costs beside a fleet: its share of a core, its lag, and its memory.
+
+`make bench ARGS=sidecar`, or alone with ``python benchmarks/sidecar.py``, which takes ``--requests
+1000000`` for the long form of the memory row. Rules of this file:
+
+- Engines are made up, and their journals are real: written in real time by the real writer, by another
+  process, as the recorder writes them (a batch every 0.25 s, equal steps only counted).
+- The sidecar is `kvledger serve` itself, with its checkpoint, scraped every 5 s.
+- Lag is the age of the last event that a scrape tells of, so all that lies between is in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import re
+import select
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # as `python -m benchmarks.sidecar` has it
+
+import psutil
+from benchmarks.stats import percentile
+
+from kvledger.audit import events as ev
+from kvledger.audit.journal import JournalWriter, Limits
+from kvledger.exporters.sidecar import Follower
+
+ENGINES = 20
+STEPS_A_SECOND = 50
+RUNNING = 256
+REQUESTS_A_SECOND = 5
+WRITE_SECONDS = 0.25
+FLUSH_SECONDS = 1.0
+SCRAPE_SECONDS = 5.0
+PROMPT_TOKENS = 1_000
+
+
+class Load(NamedTuple):
+    """What was measured beside the engines. Seconds; ``cpu_share`` of one core."""
+
+    engines: int
+    cpu_share: float
+    lag_median: float
+    lag_worst: float
+
+
+class Engine:
+    """A made-up engine of :data:`RUNNING` requests, of which one ends and one comes at times."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self._writer = JournalWriter(folder)
+        self._wall = time.time()
+        self._began = time.monotonic()
+        self._process_id = number
+        self._step = 0
+        self._next = RUNNING
+        self._running = deque(range(RUNNING))
+        self._computed = dict.fromkeys(range(RUNNING), 0)
+        self._fresh: int | None = None
+        self._gone = -1
+        self._same = 0
+        self._flushed_at = 0
+        self._events: list[ev.Event] = []
+        self._writer.rotate()
+        self._begin()
+
+    @property
+    def at(self) -> int:
+        return int((time.monotonic() - self._began) * 1e6)
+
+    def _begin(self) -> None:
+        tell = self._events.append
+        settings: dict[str, ev.Setting] = {"figures": "first", "asynchronous": True}
+        tell(
+            ev.EngineStarted(0, self._wall, "vllm", "0.32.0", "made up", "tokens", self._process_id, settings)
+        )
+        tell(ev.Snapshot(0, 0, [], 0))
+        for request in self._running:
+            self._arrive(request)
+        self._schedule(dict.fromkeys(self._running, PROMPT_TOKENS), [])
+        self._schedule(dict.fromkeys(self._running, 1), [])
+        tell(ev.Delivered(self.at, [n for r in self._running for n in (r, 1)], []))
+        self._alike(2)
+
+    def _arrive(self, request: int) -> None:
+        at, tell = self.at, self._events.append
+        self._computed[request] = 0
+        tell(ev.RequestAdded(at, request, f"cmpl-{self._process_id}-{request:012d}", PROMPT_TOKENS))
+        tell(ev.LookedUp(at, request, self._step + 1, 0))
+        tell(ev.Admitted(at, request, self._step + 1, False, 0, 0, False, 0))
+
+    def _schedule(self, changed: dict[int, int], dropped: list[int]) -> None:
+        """A step; its output comes after the next one is scheduled."""
+        self._step += 1
+        for request in self._running:
+            self._computed[request] += changed.get(request, 1)
+        rows = [n for r, tokens in changed.items() for n in (r, tokens, 0, self._computed[r])]
+        self._events.append(ev.Stepped(self.at, self._step, rows, dropped))
+
+    def _alike(self, steps: int) -> None:
+        self._step += steps
+        self._same += steps
+        for request in self._running:
+            self._computed[request] += steps
+
+    def step(self) -> None:
+        """One comes and one stops; the next step is without the one that stopped; most are alike."""
+        if self._fresh is not None:
+            self._say_same()
+            self._schedule({self._fresh: 1}, [self._gone])
+            self._events.append(ev.Delivered(self.at, [self._fresh, 1], []))
+            told = ev.Reported(self.at, self._fresh, PROMPT_TOKENS, 0, 0, PROMPT_TOKENS, 0)
+            self._events.append(told)
+            self._fresh = None
+        elif self._step % (STEPS_A_SECOND // REQUESTS_A_SECOND) == self._process_id % 7:
+            self._say_same()
+            self._come_and_go()
+        else:
+            self._alike(1)
+            if self.at - self._flushed_at > FLUSH_SECONDS * 1e6:
+                self._say_same()
+
+    def _come_and_go(self) -> None:
+        """The output that comes stops the oldest, while it is in the next step already."""
+        self._fresh, self._gone = self._next, self._running[0]
+        self._next += 1
+        self._arrive(self._fresh)
+        self._running.append(self._fresh)
+        self._schedule({self._fresh: PROMPT_TOKENS}, [])
+        self._events.append(ev.Delivered(self.at, [], []))
+        self._running.popleft()
+        tokens = self._computed.pop(self._gone)
+        output = tokens - PROMPT_TOKENS
+        self._events.append(ev.Finished(self.at, self._gone, "length", tokens, 1, 1, tokens, output))
+
+    def _say_same(self) -> None:
+        self._flushed_at = self.at
+        if self._same:
+            self._events.append(ev.Repeated(self._flushed_at, self._same))
+            self._same = 0
+
+    def write(self) -> None:
+        """What the recorder's thread does."""
+        events, self._events = self._events, []
+        self._writer.write(events)
+
+    def close(self) -> None:
+        self._say_same()
+        self._events.append(ev.EngineStopped(self.at, "shutdown"))
+        self.write()
+        self._writer.close()
+
+
+def generate(folder: Path, engines: int) -> None:
+    """Write the journals of a fleet in real time, until standard input ends."""
+    fleet = [Engine(folder / f"engine-{number:02d}", number) for number in range(engines)]
+    writes = STEPS_A_SECOND * WRITE_SECONDS
+    began, tick = time.monotonic(), 0
+    print("writing", flush=True)
+    while not _asked_to_stop():
+        tick += 1
+        for number, engine in enumerate(fleet):
+            engine.step()
+            if int(tick / writes + number / engines) != int((tick - 1) / writes + number / engines):
+                engine.write()
+        time.sleep(max(0.0, began + tick / STEPS_A_SECOND - time.monotonic()))
+    for engine in fleet:
+        engine.close()
+
+
+def _asked_to_stop() -> bool:
+    return bool(select.select([sys.stdin], [], [], 0)[0])
+
+
+def measure(seconds: float, folder: Path, engines: int = ENGINES) -> Load:
+    """The sidecar beside a fleet, for so long."""
+    root = folder / "fleet"
+    root.mkdir()
+    words = [sys.executable, __file__, "--generate", str(root), "--engines", str(engines)]
+    writing = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert writing.stdout is not None and writing.stdin is not None
+    writing.stdout.readline()
+    time.sleep(1)
+    words = ["-m", "kvledger", "serve", str(root), "--web.listen-address", "127.0.0.1:0"]
+    serving = subprocess.Popen([sys.executable, *words], stderr=subprocess.PIPE, text=True)
+    assert serving.stderr is not None
+    try:
+        url = serving.stderr.readline().split()[-1]
+        process = psutil.Process(serving.pid)
+        before, since = sum(process.cpu_times()[:2]), time.monotonic()
+        lags: list[float] = []
+        while time.monotonic() - since < seconds:
+            time.sleep(min(SCRAPE_SECONDS, seconds))
+            lags += _lags(url)
+        share = (sum(process.cpu_times()[:2]) - before) / (time.monotonic() - since)
+    finally:
+        serving.terminate()
+        serving.communicate()
+        writing.communicate("")
+    return Load(engines, share, percentile(lags, 50), max(lags))
+
+
+_LAST = re.compile(r"^kvledger_last_event_timestamp_seconds\{.*\} (\S+)$", re.MULTILINE)
+
+
+def _lags(url: str) -> Iterator[float]:
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        text = answer.read().decode()
+    now = time.time()
+    return (now - float(last) for last in _LAST.findall(text))
+
+
+# --- memory -----------------------------------------------------------------------------------------------
+
+REQUESTS = 200_000
+
+
+def resident_bytes(requests: int, folder: Path) -> tuple[int, int]:
+    """Bytes resident when a tenth of ``requests`` had come and gone, and when all had."""
+    from benchmarks.replay import _step
+
+    journal = folder / "many" / "engine"
+    writer = JournalWriter(journal, Limits(segment_bytes=4 << 20, folder_bytes=32 << 20))
+    started = ev.EngineStarted(0, time.time(), "vllm", "0.32.0", "made up", "tokens", 1, {})
+    writer.rotate()
+    writer.write([started, ev.Snapshot(0, 0, [], 0)])
+    follower = Follower(journal.parent, journal.parent / ".kvledger")
+    follower.catch_up()
+    seen = []
+    for part in range(1, 11):
+        for number in range(requests * (part - 1) // 10, requests * part // 10):
+            writer.write(list(_step(number, requests)))
+            if number % 1_000 == 0:
+                follower.poll()
+        follower.poll()
+        follower.save()
+        gc.collect()
+        seen.append(psutil.Process().memory_info().rss)
+    follower.close()
+    writer.close()
+    return seen[0], seen[-1]
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--generate", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--engines", type=int, default=ENGINES)
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long the fleet is followed")
+    parser.add_argument("--requests", type=int, default=REQUESTS, help="how many the memory row has")
+    asked = parser.parse_args()
+    if asked.generate:
+        generate(asked.generate, asked.engines)
+        return
+    with tempfile.TemporaryDirectory(prefix="kvledger-bench-") as name:
+        load = measure(asked.seconds, Path(name), asked.engines)
+        few, many = resident_bytes(asked.requests, Path(name))
+    for what, figure in (
+        (f"share of a core beside {load.engines} engines", f"{load.cpu_share:.2f}"),
+        ("lag in seconds, median and worst", f"{load.lag_median:.2f}, {load.lag_worst:.2f}"),
+        (f"MiB resident after {asked.requests // 10:,} requests", f"{few / 2**20:.1f}"),
+        (f"MiB resident after {asked.requests:,} requests", f"{many / 2**20:.1f}"),
+    ):
+        print(f"| {what:50} | {figure:>12} |")
+
+
+if __name__ == "__main__":
+    main()

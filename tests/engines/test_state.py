@@ -1,0 +1,19 @@
+"""A checkpoint at any event of a real scheduler's journal, every course of the corpus."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.audit.test_state import assert_carries_on
+from tests.engines.observed import observe
+
+from kvledger.audit.conformance.courses import COURSES
+
+
+@pytest.mark.parametrize("name", COURSES)
+def test_a_real_schedulers_journal_carries_on(name: str) -> None:
+    _, events = observe(COURSES[name])
+    for cut in range(0, len(events) + 1, max(1, len(events) // 8)):
+        assert_carries_on(events, cut)
