@@ -29,6 +29,7 @@ from kvledger.audit.checkpoint import Checkpoint, JournalState
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.journal import Reader, find_journals, holds_journal
 from kvledger.audit.replay import Book
+from kvledger.exporters.followed import Followed
 
 POLL_SECONDS = 0.5
 """How often journals are asked for more, and the folder for new journals."""
@@ -68,46 +69,6 @@ class Health(msgspec.Struct):
     caught_up_seconds: float = 0.0
 
 
-class Followed:
-    """One journal. ``trouble`` is why it can't be read; ``broken`` that it won't be tried again.
-
-    ``lag_seconds``: how old the oldest event of the last reading was when all of it was posted.
-    """
-
-    def __init__(self, name: str, book: Book, reader: Reader) -> None:
-        self.name = name
-        self.book = book
-        self.reader = reader
-        self.shown = False
-        self.ended = False
-        self.trouble = ""
-        self.broken = False
-        self.retry_at = 0.0
-        self.lag_seconds = 0.0
-        self.damage = 0
-        self.saved: JournalState | None = None
-
-    def state(self) -> JournalState | None:
-        """For the checkpoint: as it is, or as it last was where our own defect spoiled it."""
-        if self.broken:
-            return self.saved
-        position, last = self.reader.resumable, self.saved
-        if last is not None and (last.position, last.ended) == (position, self.ended):
-            return last
-        same = last is not None and last.position.segment == position.segment
-        known = last.beginning if last is not None and same else b""
-        self.saved = JournalState(
-            self.name,
-            position,
-            known or checkpoint.beginning(self.book.path, position.segment),
-            self.ended,
-            self.reader.stopped,
-            self.damage,
-            msgspec.Raw(state.capture(self.book)),
-        )
-        return self.saved
-
-
 class Follower:
     """Follows every journal at or under ``path``, those to come included.
 
@@ -139,7 +100,10 @@ class Follower:
 
     @property
     def books(self) -> list[Book]:
-        """What may be shown: engines that are gone, then the others by the name of their journal."""
+        """What may be shown: engines that are gone, then the others by the name of their journal.
+
+        To be asked, and looked at, by whoever holds ``lock``.
+        """
         shown = sorted((one.name, one.book) for one in self.journals.values() if one.shown)
         return [*self.past.values(), *(book for _, book in shown)]
 
@@ -175,6 +139,11 @@ class Follower:
             if not one.ended and not one.broken and time.monotonic() >= one.retry_at:
                 self._read(one, stop)
 
+    @property
+    def troubles(self) -> list[str]:
+        """Which journals can't be read now, and why. To be asked by whoever holds ``lock``."""
+        return [f"{one.name}: {one.trouble}" for one in self.journals.values() if one.trouble]
+
     def close(self) -> None:
         """Let go of every file."""
         for one in self.journals.values():
@@ -187,7 +156,7 @@ class Follower:
 
     def _read(self, one: Followed, stop: threading.Event | None) -> None:
         try:
-            self._read_batches(one, stop)
+            one.read(self.lock, self._soon, stop)
             one.trouble = ""
         except (LedgerError, OSError) as error:
             one.retry_at = time.monotonic() + RETRY_SECONDS
@@ -196,33 +165,11 @@ class Follower:
             one.broken = True
             self._trouble(one, f"kvledger itself failed ({type(error).__name__}: {error})")
 
-    def _read_batches(self, one: Followed, stop: threading.Event | None) -> None:
-        book, reader = one.book, one.reader
-        oldest = -1
-        for batch, _ in book.batches(reader, self.lock):
-            oldest = batch.events[0].at if oldest < 0 else oldest
-            if batch.begins_segment:
-                self._due_at = min(self._due_at, self._saved_at + LEAST_SAVE_SECONDS)
-                if time.monotonic() >= self._due_at:
-                    self.save()
-            if stop and stop.is_set():
-                return
-        if reader.damage:
-            one.damage += len(reader.damage)
-            reader.damage.clear()
-        if oldest >= 0 and book.engine is not None:
-            happened = book.engine.wall_seconds + (oldest - book.engine.at) / 1e6
-            one.lag_seconds = max(0.0, time.time() - happened)
-        if reader.ended:
-            self._end(one)
-        one.shown = True
-
-    def _end(self, one: Followed) -> None:
-        with self.lock:
-            one.book.end(stopped=one.reader.stopped)
-        one.ended = True
-        # Its journal may be removed from now on; what it held should be ours by then.
+    def _soon(self) -> None:
+        """A segment was begun, or a journal ended and may be removed from now on: save before long."""
         self._due_at = min(self._due_at, self._saved_at + LEAST_SAVE_SECONDS)
+        if time.monotonic() >= self._due_at:
+            self.save()
 
     def _trouble(self, one: Followed, sentence: str) -> None:
         if sentence != one.trouble:
@@ -238,7 +185,8 @@ class Follower:
             if self._is_journal(name):
                 book = Book(self._place(name))
                 self.opened(book)
-                self.journals[name] = Followed(name, book, Reader(book.path))
+                with self.lock:
+                    self.journals[name] = Followed(name, book, Reader(book.path))
         for name in self.journals.keys() - there:
             self._retire(name)
 
@@ -281,9 +229,9 @@ class Follower:
         one = self.journals[name]
         if not one.ended and not one.broken:
             self._read(one, None)  # what was open is still there to be read
+        if not one.ended and not one.broken:
+            one.end(self.lock)
         with self.lock:
-            if not one.ended and not one.broken:
-                one.book.end(stopped=one.reader.stopped)
             one.reader.close()
             del self.journals[name]
             self._take_over(one.book)

@@ -104,7 +104,7 @@ class Site:
     def _landing(self) -> Page:
         with self._follower.lock:
             rows = [_row(book) for book in self._follower.books]
-        troubles = [f"{one.name}: {one.trouble}" for one in self._follower.journals.values() if one.trouble]
+            troubles = self._follower.troubles
         body = _landing_page(rows, troubles, ready=self._follower.ready.is_set())
         return 200, "text/html; charset=utf-8", body.encode()
 
@@ -148,7 +148,8 @@ _COLUMNS = ("Engine", "Verdict", "Requests ended", "Open", "Findings", "Last eve
 _STYLE = (
     "body{font-family:system-ui,sans-serif;margin:2em;max-width:60em;color:#222}"
     "table{border-collapse:collapse}td,th{padding:.3em .8em;text-align:left;border-bottom:1px solid #ddd}"
-    "td:nth-child(n+3){text-align:right;font-variant-numeric:tabular-nums}"
+    "td,th{white-space:nowrap}td:nth-child(n+3),th:nth-child(n+3){text-align:right}"
+    "td{font-variant-numeric:tabular-nums}"
 )
 
 
@@ -164,10 +165,10 @@ def _landing_page(rows: list[tuple[str, ...]], troubles: list[str], *, ready: bo
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>kvledger</title>'
         f"<style>{_STYLE}</style></head><body><h1>kvledger</h1>"
         f"<p>The KV-cache token ledger beside these engines, version {kvledger.__version__}.</p>{said}"
-        + (f"<table><thead><tr>{heads}</tr></thead><tbody>{table}</tbody></table>" if rows else "")
-        + '<ul><li><a href="/metrics">/metrics</a>, for Prometheus</li>'
+        '<ul><li><a href="/metrics">/metrics</a>, for Prometheus</li>'
         '<li><a href="/findings">/findings</a>, what is wrong, as JSON</li>'
         '<li><a href="/-/healthy">/-/healthy</a>: the process answers</li>'
         '<li><a href="/-/ready">/-/ready</a>: everything written before it started was read</li></ul>'
-        "</body></html>\n"
+        + (f"<table><thead><tr>{heads}</tr></thead><tbody>{table}</tbody></table>" if rows else "")
+        + "</body></html>\n"
     )

@@ -8,6 +8,7 @@ import http.client
 import json
 import socket
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -248,12 +249,30 @@ def test_a_slow_client_is_cut_off(client: Client, monkeypatch: Any) -> None:
         thread.join()
 
 
-def test_a_client_that_does_not_read_is_cut_off(client: Client, monkeypatch: Any) -> None:
-    monkeypatch.setattr(web, "DEADLINE_SECONDS", 0.5)
-    deaf = [client.connect(b"GET /metrics HTTP/1.1\r\n\r\n") for _ in range(web.CONNECTIONS)]
-    assert 200 == client.get("/metrics").status
+def test_clients_that_do_not_read_cost_a_scrape_nothing(monkeypatch: Any, capfd: Any) -> None:
+    """An answer larger than any buffer, and nobody who takes it: they make room in their turn."""
+    monkeypatch.setattr(web, "ANSWER_SECONDS", 0.1)
+
+    def large(environ: web.Environ, start: web.Start) -> Iterator[bytes]:
+        start("200 OK", [])
+        return iter([b"x" * (64 << 20)] if environ["PATH_INFO"] == "/large" else [b"small"])
+
+    server = web.listen("127.0.0.1:0", large)
+    address = ("127.0.0.1", server.server_port)
+    deaf = [socket.create_connection(address, timeout=30) for _ in range(web.CONNECTIONS)]
+    for one in deaf:
+        one.sendall(b"GET /large HTTP/1.1\r\n\r\n")
+    for one in deaf:
+        assert one.recv(1)
+    time.sleep(0.1)
+    for _ in range(3):
+        with urllib.request.urlopen(f"{server.url}/small", timeout=30) as answer:
+            assert b"small" == answer.read()
     for one in deaf:
         one.close()
+    server.shutdown()
+    server.server_close()
+    assert ("", "") == capfd.readouterr()
 
 
 @pytest.mark.parametrize(
