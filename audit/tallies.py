@@ -50,12 +50,13 @@ class Distribution(msgspec.Struct):
     """How often a figure was at most each of ``bounds`` and above the one before.
 
     ``counts`` has one more item than ``bounds``, for what is above all. ``exemplars`` holds the
-    latest request of each item that had one.
+    latest request of each item that had one. The sum is kept in whole ``millionths``: in floats it would
+    depend on the order in which journals are added, and fall by a hair.
     """
 
     bounds: tuple[float, ...]
     counts: list[int]
-    sum: float = 0.0
+    millionths: int = 0
     exemplars: dict[int, Exemplar] = {}
 
     @classmethod
@@ -67,15 +68,20 @@ class Distribution(msgspec.Struct):
         """Count one figure."""
         place = bisect_left(self.bounds, value)
         self.counts[place] += 1
-        self.sum += value
+        self.millionths += round(value * 1e6)
         if exemplar is not None:
             self.exemplars[place] = exemplar
 
     def merge(self, other: Distribution) -> None:
         """Add what another observed."""
         self.counts = [mine + more for mine, more in zip(self.counts, other.counts, strict=True)]
-        self.sum += other.sum
+        self.millionths += other.millionths
         self.exemplars = self.exemplars | other.exemplars
+
+    @property
+    def sum(self) -> float:
+        """Of all figures, each to the millionth."""
+        return self.millionths / 1e6
 
     @property
     def observed(self) -> int:

@@ -154,3 +154,18 @@ def test_two_engines_of_one_name_are_added() -> None:
     }
     assert {verdict: 2 * tokens for verdict, tokens in once.sequence_tokens.items()} == twice.sequence_tokens
     assert 1 == once.cached_share.observed
+
+
+def test_a_sum_does_not_depend_on_the_order() -> None:
+    """A sum of floats does, and a counter that falls by a hair looks like a reset."""
+    spreads = []
+    for figures in ([0.1, 0.2, 0.3], [0.3, 0.2, 0.1]):
+        spread = Distribution.over((1.0,))
+        for figure in figures:
+            one = Distribution.over((1.0,))
+            one.observe(figure)
+            spread.merge(one)
+        spreads.append(spread)
+
+    assert 0.1 + 0.2 + 0.3 != 0.3 + 0.2 + 0.1
+    assert 0.6 == spreads[0].sum == spreads[1].sum
