@@ -215,6 +215,7 @@ def test_a_corrupted_segment_is_said(run: Any, clean: Path) -> None:
         (("explain", "tokens/negativ"), "did you mean tokens/negative"),
         (("demo", "--inject", "nothing"), "No injection is called 'nothing'"),
         (("serve", "x", "--web.listen-address", "here"), "'here' is no listen address"),
+        (("serve", "x", "--engine-url", "here"), "'here' is no URL of an engine's metrics"),
     ],
 )
 def test_bad_usage_is_one_sentence(run: Any, words: tuple[str, ...], said: str) -> None:
