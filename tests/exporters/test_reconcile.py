@@ -170,7 +170,7 @@ worlds = st.builds(
 )
 
 
-simulated = settings(max_examples=25, deadline=None, phases=(Phase.explicit, Phase.generate))
+simulated = settings(max_examples=12, deadline=None, phases=(Phase.explicit, Phase.generate))
 """A world is seconds of work to shrink, and its seed says all."""
 
 
