@@ -33,11 +33,14 @@ releases: ## every vLLM release of the matrix: reports expected beside found
 	$(READY) test
 	$(PYTHON) scripts/matrix.py $(ARGS)
 
-docs: ## write the generated pages again
+docs: ## write the generated pages, boards and rules again
 	$(READY) test
 	$(BIN)/python -m kvledger.audit.catalogue > docs/invariants.md
 	$(BIN)/python -m kvledger.exporters.metrics > docs/metrics.md
 	$(BIN)/python -m kvledger.exporters.tables > docs/tables.md
+	$(BIN)/python -m kvledger.dashboards.boards dashboards/generated
+	$(BIN)/python -m kvledger.dashboards.rules > dashboards/generated/kvledger-rules.yaml
+	$(BIN)/python -m kvledger.dashboards.rules --markdown > docs/alerts.md
 
 clean: ## remove the environment, builds and caches
 	rm -rf .venv .venv.lock .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist

@@ -344,6 +344,58 @@ def doctor(json: Json = False) -> None:
     raise typer.Exit(0 if found.observed else 1)
 
 
+dashboards = typer.Typer(
+    name="dashboards", no_args_is_help=True, help="Grafana boards and Prometheus rules to import."
+)
+app.add_typer(dashboards)
+Form = Annotated[
+    str,
+    typer.Option(
+        "--form",
+        metavar="provisioning|sharing",
+        help="For Grafana to read by itself, or for a person to import.",
+    ),
+]
+Folder = Annotated[Path, typer.Argument(metavar="DIR", show_default=False, help="The folder to write.")]
+
+
+@dashboards.command("export")
+def export_dashboards(folder: Folder, form: Form = "provisioning") -> None:
+    """Write the boards as Grafana's JSON."""
+    from kvledger.dashboards import boards
+
+    for path in boards.write(folder, boards.form(form)):
+        typer.echo(path)
+
+
+@dashboards.command("rules")
+def export_rules(folder: Folder) -> None:
+    """Write the recording and alert rules for Prometheus."""
+    from kvledger.dashboards import rules
+
+    typer.echo(rules.write(folder))
+
+
+@dashboards.command("check", epilog="Exit codes: 0 all is well; 1 something is not; 2 bad usage or input.")
+def check_dashboards(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(metavar="[DIR]", show_default=False, help="Exported files, to be held against these."),
+    ] = None,
+    form: Form = "provisioning",
+    prometheus: Annotated[
+        str, typer.Option("--prometheus", metavar="URL", show_default=False, help="Run every query there.")
+    ] = "",
+) -> None:
+    """Say if every panel and rule names what is served, and what returns data."""
+    from kvledger.dashboards import boards, check
+
+    found = check.report(folder, boards.form(form), prometheus)
+    for line in found.lines:
+        typer.echo(line)
+    raise typer.Exit(0 if found.well else 1)
+
+
 @app.command()
 def version() -> None:
     """Print the version."""

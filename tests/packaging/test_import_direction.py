@@ -76,7 +76,7 @@ RULES = LEFTWARD | {
     "audit.conformance": OUTER._replace(libraries=MSGSPEC | HOST),
     # what reads the audit
     "exporters": Rule(ours=("audit", "exporters"), not_ours=("audit.engines",), most_libraries=1),
-    "dashboards": Rule(ours=("dashboards", "exporters.metrics"), libraries=NONE),
+    "dashboards": Rule(ours=("audit.errors", "dashboards", "exporters.metrics"), libraries=NONE),
 }
 
 

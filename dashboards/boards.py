@@ -1,0 +1,181 @@
+"""The boards as Grafana's JSON, in the two forms in which a board travels.
+
+*Provisioning*: a file that Grafana reads by itself; the data source is a variable of the board.
+*Sharing*: a file that a person imports; Grafana asks which data source ``DS_PROMETHEUS`` is.
+
+``python -m kvledger.dashboards.boards DIR`` writes them; ``generated/`` holds them, committed.
+JSON model: https://grafana.com/docs/grafana/latest/dashboards/build-dashboards/view-dashboard-json-model/
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, get_args
+
+from kvledger.audit.errors import LedgerError
+from kvledger.dashboards import compare, tokens, trust
+from kvledger.dashboards.panels import DATASOURCE, SIDECAR, laid_out, panel_types
+
+Form = Literal["provisioning", "sharing"]
+FORMS: tuple[Form, ...] = get_args(Form)
+
+BOARDS: tuple[ModuleType, ...] = (trust, tokens, compare)
+
+OLDEST_GRAFANA = "10.0.0"
+SCHEMA_VERSION = 38
+"""Of Grafana's JSON model; a later Grafana brings an older one up to date by itself."""
+
+INPUT = "DS_PROMETHEUS"
+EXPLANATIONS = "http://127.0.0.1:9464/explain"
+"""A sidecar's own address as a browser beside it has it."""
+
+
+def build(board: ModuleType, form: Form = "provisioning") -> dict[str, Any]:
+    """One board in one form."""
+    built = _provisioned(board)
+    return built if form == "provisioning" else _shared(built, panel_types(board.ROWS))
+
+
+def form(word: str) -> Form:
+    """The form that ``word`` names. Raises :class:`LedgerError` if it names none."""
+    for known in FORMS:
+        if word == known:
+            return known
+    raise LedgerError(f"{word!r} is neither {' nor '.join(FORMS)}.")
+
+
+def files(form: Form) -> Iterator[tuple[str, str]]:
+    """Names and texts of all boards' files."""
+    for board in BOARDS:
+        yield f"{board.UID}.json", json.dumps(build(board, form), indent=2) + "\n"
+
+
+def _provisioned(board: ModuleType) -> dict[str, Any]:
+    others = {
+        "type": "dashboards",
+        "title": "kvledger",
+        "tags": ["kvledger"],
+        "asDropdown": True,
+        "includeVars": True,
+        "keepTime": True,
+        "targetBlank": False,
+        "icon": "external link",
+        "tooltip": "",
+        "url": "",
+    }
+    return {
+        "uid": board.UID,
+        "title": board.TITLE,
+        "description": board.SAYS,
+        "tags": ["kvledger", "vllm"],
+        "editable": False,
+        "graphTooltip": 1,
+        "schemaVersion": SCHEMA_VERSION,
+        "time": {"from": "now-1h", "to": "now"},
+        "timezone": "browser",
+        "refresh": "30s",
+        "annotations": {"list": []},
+        "links": [others],
+        "templating": {"list": _variables()},
+        "panels": laid_out(board.ROWS),
+    }
+
+
+def _variables() -> list[dict[str, Any]]:
+    datasource = {
+        "name": "datasource",
+        "label": "Data source",
+        "type": "datasource",
+        "query": "prometheus",
+        "hide": 0,
+        "includeAll": False,
+        "multi": False,
+        "refresh": 1,
+        "options": [],
+    }
+    engines = f"kvledger_engine_info{{{SIDECAR}}}"
+    of_model = f'kvledger_engine_info{{{SIDECAR}, model_name=~"$model_name"}}'
+    explanations = {
+        "name": "docs",
+        "label": "Explanations",
+        "description": "Where links to an invariant lead: a sidecar's /explain as your browser reaches it.",
+        "type": "textbox",
+        "query": EXPLANATIONS,
+        "hide": 0,
+        "options": [{"selected": True, "text": EXPLANATIONS, "value": EXPLANATIONS}],
+        "current": {"selected": True, "text": EXPLANATIONS, "value": EXPLANATIONS},
+    }
+    return [
+        datasource,
+        _variable("job", "Job", "label_values(kvledger_build_info, job)"),
+        _variable("instance", "Instance", 'label_values(kvledger_build_info{job=~"$job"}, instance)'),
+        _variable("model_name", "Model", f"label_values({engines}, model_name)"),
+        _variable("engine", "Engine", f"label_values({of_model}, engine)", all_value=None),
+        explanations,
+    ]
+
+
+def _variable(name: str, label: str, query: str, all_value: str | None = ".+") -> dict[str, Any]:
+    """A choice among a label's values; without ``all_value``, all means all of those that are listed."""
+    variable = {
+        "name": name,
+        "label": label,
+        "type": "query",
+        "datasource": DATASOURCE,
+        "query": {"query": query, "refId": f"{name}-values"},
+        "refresh": 2,
+        "includeAll": True,
+        "multi": True,
+        "sort": 1,
+        "hide": 0,
+        "options": [],
+        "current": {"selected": True, "text": ["All"], "value": ["$__all"]},
+    }
+    return variable if all_value is None else {**variable, "allValue": all_value}
+
+
+def _shared(provisioned: dict[str, Any], panels: list[str]) -> dict[str, Any]:
+    """The data source is asked for at import instead of chosen on the board."""
+    text = json.dumps(provisioned).replace("${datasource}", f"${{{INPUT}}}")
+    board = json.loads(text)
+    board["templating"]["list"] = [
+        variable for variable in board["templating"]["list"] if variable["type"] != "datasource"
+    ]
+    asked = {
+        "name": INPUT,
+        "label": "Prometheus",
+        "description": "The Prometheus that scrapes the sidecars.",
+        "type": "datasource",
+        "pluginId": "prometheus",
+        "pluginName": "Prometheus",
+    }
+    required = [
+        {"type": "grafana", "id": "grafana", "name": "Grafana", "version": OLDEST_GRAFANA},
+        {"type": "datasource", "id": "prometheus", "name": "Prometheus", "version": "1.0.0"},
+        *({"type": "panel", "id": kind, "name": kind.capitalize(), "version": ""} for kind in panels),
+    ]
+    return {"__inputs": [asked], "__elements": {}, "__requires": required, **board}
+
+
+def write(folder: Path, form: Form) -> list[Path]:
+    """Write all boards of one form into ``folder``, which is made."""
+    return [put(folder, name, text) for name, text in files(form)]
+
+
+def put(folder: Path, name: str, text: str) -> Path:
+    """Write one file. Raises :class:`LedgerError` where that can't be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    except OSError as error:
+        raise LedgerError(f"{folder / name} can't be written: {error.strerror}.") from error
+    return folder / name
+
+
+if __name__ == "__main__":
+    for either in FORMS:
+        write(Path(sys.argv[1]) / either, either)

@@ -1,0 +1,229 @@
+"""What a board is made of: panels, their queries, and how they lie on the grid.
+
+A query is written with two short words for what is chosen on the board: ``@engine`` stands for the
+matchers of the sidecar and the engine, ``@sidecar`` for those of the sidecar alone. Nothing here
+knows a metric.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+Kind = Literal["stat", "timeseries", "table", "heatmap"]
+
+SIDECAR = 'job=~"$job", instance=~"$instance"'
+ENGINE = SIDECAR + ', engine=~"$engine"'
+DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
+GRID = 24
+"""Columns of Grafana's grid."""
+
+GREEN, AMBER, RED, BLUE = "green", "orange", "red", "blue"
+Step = tuple[float | None, str]
+"""From which value on which colour; the first from None."""
+
+GOOD_IS_NONE: tuple[Step, ...] = ((None, GREEN), (1e-9, RED))
+PLAIN: tuple[Step, ...] = ((None, BLUE),)
+
+
+class Query(NamedTuple):
+    """One PromQL expression; ``now`` asks for its value at the end of the time range only."""
+
+    expr: str
+    legend: str = ""
+    now: bool = False
+
+    @property
+    def promql(self) -> str:
+        """As Grafana gets it, its variables still in it."""
+        return self.expr.replace("@engine", ENGINE).replace("@sidecar", SIDECAR)
+
+
+class Panel(NamedTuple):
+    """One panel. ``says`` is what it means and what to do; ``unit`` is Grafana's id of one.
+
+    ``words`` are shown for values, a table's ``columns`` are (field, title) in their order, others
+    are not shown. ``links`` are (field, title, address).
+    """
+
+    title: str
+    says: str
+    kind: Kind
+    queries: tuple[Query, ...]
+    unit: str = "short"
+    width: int = 8
+    height: int = 8
+    steps: tuple[Step, ...] = PLAIN
+    words: Mapping[str, tuple[str, str]] = {}
+    stack: Literal["", "normal", "percent"] = ""
+    least: float | None = 0
+    most: float | None = None
+    columns: tuple[tuple[str, str], ...] = ()
+    units: Mapping[str, str] = {}
+    links: tuple[tuple[str, str, str], ...] = ()
+    newest_first: str = ""
+    colours: Mapping[str, str] = {}
+
+
+class Row(NamedTuple):
+    """A heading with its panels, from left to right and then down."""
+
+    title: str
+    panels: tuple[Panel, ...]
+
+
+def laid_out(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The panels as Grafana's JSON, numbered, each row of them beneath its heading."""
+    found: list[dict[str, Any]] = []
+    top = 0
+    for row in rows:
+        place = {"x": 0, "y": top, "w": GRID, "h": 1}
+        heading = {"type": "row", "title": row.title, "collapsed": False, "gridPos": place, "panels": []}
+        found.append({"id": len(found) + 1, **heading})
+        top += 1
+        left = lowest = 0
+        for panel in row.panels:
+            if left + panel.width > GRID:
+                top, left, lowest = top + lowest, 0, 0
+            place = {"x": left, "y": top, "w": panel.width, "h": panel.height}
+            found.append({"id": len(found) + 1, **_json(panel), "gridPos": place})
+            left, lowest = left + panel.width, max(lowest, panel.height)
+        top += lowest
+    return found
+
+
+def panel_types(rows: Iterable[Row]) -> list[str]:
+    """Which of Grafana's panels these need."""
+    return sorted({panel.kind for row in rows for panel in row.panels})
+
+
+def _json(panel: Panel) -> dict[str, Any]:
+    return {
+        "type": panel.kind,
+        "title": panel.title,
+        "description": panel.says,
+        "datasource": DATASOURCE,
+        "targets": [_target(panel, place, query) for place, query in enumerate(panel.queries)],
+        "fieldConfig": {"defaults": _defaults(panel), "overrides": _overrides(panel)},
+        "options": _OPTIONS[panel.kind](panel),
+        **({"transformations": _transformations(panel)} if panel.kind == "table" else {}),
+    }
+
+
+def _target(panel: Panel, place: int, query: Query) -> dict[str, Any]:
+    target = {
+        "refId": chr(ord("A") + place),
+        "datasource": DATASOURCE,
+        "expr": query.promql,
+        "legendFormat": query.legend or "__auto",
+        "instant": query.now,
+        "range": not query.now,
+    }
+    if panel.kind in ("table", "heatmap"):
+        target["format"] = panel.kind
+    return target
+
+
+def _defaults(panel: Panel) -> dict[str, Any]:
+    steps = [{"value": value, "color": colour} for value, colour in panel.steps]
+    fixed = panel.kind in ("stat", "table")
+    defaults: dict[str, Any] = {
+        "unit": panel.unit,
+        "color": {"mode": "thresholds" if fixed else "palette-classic"},
+        "thresholds": {"mode": "absolute", "steps": steps},
+        "mappings": _mappings(panel.words),
+        "links": [],
+    }
+    if panel.kind == "timeseries":
+        defaults["min"] = panel.least
+        defaults["max"] = panel.most
+        defaults["custom"] = {
+            "drawStyle": "line",
+            "fillOpacity": 30 if panel.stack else 10,
+            "lineWidth": 1,
+            "showPoints": "auto",
+            "spanNulls": False,
+            "stacking": {"mode": panel.stack or "none", "group": "A"},
+        }
+    return {name: value for name, value in defaults.items() if value is not None}
+
+
+def _mappings(words: Mapping[str, tuple[str, str]]) -> list[dict[str, Any]]:
+    if not words:
+        return []
+    shown = {value: {"text": text, "color": colour} for value, (text, colour) in words.items()}
+    return [{"type": "value", "options": shown}]
+
+
+def _overrides(panel: Panel) -> list[dict[str, Any]]:
+    by_field: dict[str, list[dict[str, Any]]] = {}
+    for series, colour in panel.colours.items():
+        fixed = {"mode": "fixed", "fixedColor": colour}
+        by_field.setdefault(series, []).append({"id": "color", "value": fixed})
+    for column, unit in panel.units.items():
+        by_field.setdefault(column, []).append({"id": "unit", "value": unit})
+    for column, title, address in panel.links:
+        link = [{"title": title, "url": address, "targetBlank": True}]
+        by_field.setdefault(column, []).append({"id": "links", "value": link})
+    return [
+        {"matcher": {"id": "byName", "options": field}, "properties": properties}
+        for field, properties in by_field.items()
+    ]
+
+
+def _stat(panel: Panel) -> dict[str, Any]:
+    return {
+        "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
+        "colorMode": "background" if panel.steps != PLAIN else "value",
+        "graphMode": "none",
+        "textMode": "auto",
+        "justifyMode": "auto",
+        "orientation": "auto",
+        "wideLayout": True,
+    }
+
+
+def _timeseries(_: Panel) -> dict[str, Any]:
+    return {
+        "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": []},
+        "tooltip": {"mode": "multi", "sort": "desc"},
+    }
+
+
+def _table(panel: Panel) -> dict[str, Any]:
+    newest = [{"displayName": panel.newest_first, "desc": True}] if panel.newest_first else []
+    return {"showHeader": True, "cellHeight": "sm", "sortBy": newest}
+
+
+def _heatmap(panel: Panel) -> dict[str, Any]:
+    return {
+        "calculate": False,
+        "color": {"mode": "scheme", "scheme": "Blues", "steps": 64, "exponent": 0.5, "fill": "dark-blue"},
+        "yAxis": {"unit": panel.unit, "axisPlacement": "left"},
+        "cellGap": 1,
+        "filterValues": {"le": 1e-9},
+        "legend": {"show": True},
+        "tooltip": {"mode": "single", "yHistogram": False},
+        "rowsFrame": {"layout": "le"},
+        "showValue": "never",
+        "exemplars": {"color": "rgba(255,0,255,0.7)"},
+    }
+
+
+_OPTIONS = {"stat": _stat, "timeseries": _timeseries, "table": _table, "heatmap": _heatmap}
+
+
+def _transformations(panel: Panel) -> list[dict[str, Any]]:
+    """One row for each set of labels; the columns that are wanted, in their order, by their titles."""
+    names = [name for name, _ in panel.columns]
+    return [
+        {"id": "merge", "options": {}},
+        {"id": "filterFieldsByName", "options": {"include": {"names": names}}},
+        {
+            "id": "organize",
+            "options": {
+                "indexByName": {name: place for place, name in enumerate(names)},
+                "renameByName": dict(panel.columns),
+            },
+        },
+    ]

@@ -1,0 +1,139 @@
+"""The boards' files: what stands in the repository, the two forms, and how the panels lie."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from kvledger.dashboards import boards, check, rules
+
+ROOT = Path(__file__).parents[2]
+GENERATED = ROOT / "dashboards" / "generated"
+
+every_board = pytest.mark.parametrize("board", boards.BOARDS, ids=lambda board: board.UID)
+every_form = pytest.mark.parametrize("form", boards.FORMS)
+
+
+def panels_of(built: dict[str, Any]) -> list[dict[str, Any]]:
+    return [panel for panel in built["panels"] if panel["type"] != "row"]
+
+
+@every_form
+def test_what_is_committed_is_what_is_built(form: boards.Form) -> None:
+    """If this fails: make docs."""
+    assert [] == check.differing(GENERATED / form, form)
+
+
+def test_no_file_is_left_of_a_board_that_is_gone() -> None:
+    expected = {f"{form}/{name}" for form in boards.FORMS for name, _ in boards.files(form)}
+
+    assert expected | {rules.FILE} == {
+        str(path.relative_to(GENERATED)) for path in GENERATED.rglob("*") if path.is_file()
+    }
+
+
+def test_rules_and_their_page_are_what_is_built() -> None:
+    """If this fails: make docs."""
+    assert rules.text() == (GENERATED / rules.FILE).read_text()
+    assert rules.markdown() == (ROOT / "docs" / "alerts.md").read_text()
+
+
+def test_all_that_is_named_is_served() -> None:
+    assert [] == check.faults()
+
+
+@pytest.mark.parametrize(
+    ("expr", "fault"),
+    [
+        ("kvledger_promt_tokens_total", "kvledger_promt_tokens_total is no metric"),
+        ('kvledger_prompt_tokens_total{sauce="local"}', "kvledger_prompt_tokens_total has no label sauce"),
+        (
+            'kvledger_prompt_tokens_total{source=~"local|remote"}',
+            "source of kvledger_prompt_tokens_total is never 'remote'",
+        ),
+        ("sum by (cause) (kvledger_open_requests)", "no metric of it has cause"),
+        ("engine:kvledger_nothing:rate5m > 1", "engine:kvledger_nothing:rate5m is not recorded"),
+    ],
+)
+def test_a_name_that_nobody_serves_is_found(expr: str, fault: str) -> None:
+    assert [fault] == list(check._faults(expr, {row.record for row in rules.RECORDINGS}))
+
+
+@every_board
+def test_ids_are_unique_and_no_panel_lies_on_another(board: ModuleType) -> None:
+    built = boards.build(board)
+    taken: dict[tuple[int, int], str] = {}
+    for panel in built["panels"]:
+        place = panel["gridPos"]
+        assert 0 <= place["x"] and place["x"] + place["w"] <= 24
+        for x in range(place["x"], place["x"] + place["w"]):
+            for y in range(place["y"], place["y"] + place["h"]):
+                assert (x, y) not in taken, (panel["title"], taken.get((x, y)))
+                taken[x, y] = panel["title"]
+
+    ids = [panel["id"] for panel in built["panels"]]
+    assert len(set(ids)) == len(ids)
+
+
+@every_board
+def test_a_board_is_linked_to_the_others_and_to_those_of_vllm(board: ModuleType) -> None:
+    built = boards.build(board)
+
+    assert {"kvledger", "vllm"} == set(built["tags"])
+    assert ["kvledger"] == built["links"][0]["tags"]
+
+
+@every_board
+def test_variables(board: ModuleType) -> None:
+    names = [variable["name"] for variable in boards.build(board)["templating"]["list"]]
+
+    assert ["datasource", "job", "instance", "model_name", "engine", "docs"] == names
+
+
+@every_board
+def test_sharing_asks_for_its_data_source_and_then_is_the_other_form(board: ModuleType) -> None:
+    """What Grafana does at import: the chosen data source stands for the input wherever it is named."""
+    shared = boards.build(board, "sharing")
+    asked = shared.pop("__inputs")
+    needed = shared.pop("__requires")
+    shared.pop("__elements")
+    imported = json.loads(json.dumps(shared).replace("${DS_PROMETHEUS}", "prometheus-1"))
+    here = json.loads(json.dumps(boards.build(board)).replace("${datasource}", "prometheus-1"))
+    here["templating"]["list"] = here["templating"]["list"][1:]
+
+    assert ["DS_PROMETHEUS"] == [wanted["name"] for wanted in asked]
+    assert here == imported
+    assert not re.search(r"\$\{(DS_|datasource)", json.dumps(imported))
+    types = {panel["type"] for panel in panels_of(shared)}
+    assert types == {row["id"] for row in needed if row["type"] == "panel"}
+    assert {"grafana", "datasource"} <= {row["type"] for row in needed}
+
+
+def test_a_finding_leads_to_what_its_invariant_promises() -> None:
+    trust = boards.build(boards.BOARDS[0])
+    findings = next(panel for panel in trust["panels"] if panel["title"] == "Last findings")
+    links = [
+        prop["value"][0]["url"]
+        for row in findings["fieldConfig"]["overrides"]
+        for prop in row["properties"]
+        if prop["id"] == "links"
+    ]
+
+    assert ["${docs}/${__data.fields.Invariant}"] == links
+
+
+def test_exported_files_that_were_edited_are_named(tmp_path: Path) -> None:
+    boards.write(tmp_path, "sharing")
+    edited = tmp_path / "kvledger-trust.json"
+    edited.write_text(edited.read_text().replace("At a glance", "At one glance"))
+    (tmp_path / "kvledger-tokens.json").unlink()
+
+    found = check.report(tmp_path, "sharing", "")
+
+    assert not found.well
+    assert ["kvledger-trust.json differs", "kvledger-tokens.json is missing"] == found.lines[1:]

@@ -1,0 +1,240 @@
+"""The rules in Prometheus's own unit tests: when an alert fires, and when it stays quiet."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests import tools
+
+from kvledger.dashboards import rules
+
+IDENTITY = 'job="kvledger", instance="a:9464", engine="e"'
+HERE = {"job": "kvledger", "instance": "a:9464"}
+OF_ENGINE = HERE | {"engine": "e"}
+
+Series = dict[str, str]
+"""By series its values, a minute apart, in promtool's notation: start+increment x times."""
+
+
+class Case:
+    """Series in, and the labels with which one alert fires at some minute; none: it is quiet."""
+
+    def __init__(self, alert: str, name: str, series: Series, at: str, fires: list[dict[str, str]]) -> None:
+        self.alert = alert
+        self.name = name
+        self.series = series
+        self.at = at
+        self.fires = fires
+
+    def __repr__(self) -> str:
+        return f"{self.alert}: {self.name}"
+
+
+def of(metric: str, labels: str = "") -> str:
+    return f"{metric}{{{IDENTITY}{', ' + labels if labels else ''}}}"
+
+
+INFO = 'kvledger_build_info{job="kvledger", instance="a:9464", version="1"}'
+LAST = of("kvledger_last_violation_timestamp_seconds", 'id="tokens/negative", severity="violation"')
+DRIFT = of("kvledger_last_violation_timestamp_seconds", 'id="tokens/set-once", severity="drift"')
+FOUND = OF_ENGINE | {"id": "tokens/negative", "severity": "violation"}
+
+
+def reconciled(cause: str) -> str:
+    return of("kvledger_reconciliation_drift", f'figure="local", cause="{cause}"')
+
+
+def work(rework: str, first: str) -> Series:
+    return {
+        of("kvledger_work_tokens_total", 'kind="rework"'): rework,
+        of("kvledger_work_tokens_total", 'kind="first_prompt"'): first,
+    }
+
+
+def voided(cause: str, tokens: str) -> Series:
+    return {
+        of("kvledger_external_voided_tokens_total", f'cause="{cause}"'): tokens,
+        of("kvledger_external_promised_tokens_total"): "0+100x40",
+    }
+
+
+def audited(unknown: str) -> Series:
+    return {
+        of("kvledger_audited_tokens_total", 'verdict="unknown"'): unknown,
+        of("kvledger_audited_tokens_total", 'verdict="clean"'): "0+100x40",
+    }
+
+
+LOST = of("kvledger_engine_state", 'state="failed"')
+STOPPED = of("kvledger_engine_state", 'state="stopped"')
+SPOKE = of("kvledger_last_event_timestamp_seconds")
+OBSERVED = of("kvledger_engine_observed")
+
+CASES = [
+    Case("KvledgerViolation", "seen just now", {LAST: "_x5 290+0x30"}, "6m", [FOUND]),
+    Case("KvledgerViolation", "ends by itself", {LAST: "_x5 290+0x30"}, "25m", []),
+    Case("KvledgerViolation", "a drift is none", {DRIFT: "_x5 290+0x30"}, "6m", []),
+    Case(
+        "KvledgerUnexplainedDrift",
+        "for ten minutes",
+        {reconciled("unexplained"): "-7+0x30"},
+        "12m",
+        [OF_ENGINE | {"figure": "local"}],
+    ),
+    Case("KvledgerUnexplainedDrift", "for a moment", {reconciled("unexplained"): "0x5 7x3 0x20"}, "20m", []),
+    Case("KvledgerUnexplainedDrift", "explained", {reconciled("aborted"): "7+0x30"}, "20m", []),
+    Case("KvledgerNothingObserved", "none is", {INFO: "1x30", OBSERVED: "0x30"}, "12m", [HERE]),
+    Case("KvledgerNothingObserved", "no journal yet", {INFO: "1x30"}, "12m", [HERE | {"version": "1"}]),
+    Case("KvledgerNothingObserved", "one is", {INFO: "1x30", OBSERVED: "1x30"}, "12m", []),
+    Case(
+        "KvledgerNothingObserved",
+        "restarted in time",
+        {INFO: "1x30", OBSERVED: "1x5 0x5 1x20"},
+        "20m",
+        [],
+    ),
+    Case(
+        "KvledgerObservationLost",
+        "hooks removed",
+        {LOST: "1x30", SPOKE: "60x30"},
+        "5m",
+        [OF_ENGINE | {"state": "failed"}],
+    ),
+    Case("KvledgerObservationLost", "long ago", {LOST: "1x90", SPOKE: "60x90"}, "80m", []),
+    Case("KvledgerObservationLost", "it was shut down", {STOPPED: "1x30", SPOKE: "60x30"}, "5m", []),
+    Case("KvledgerHookFailures", "one", {of("kvledger_hook_failures_total"): "0x5 1x5"}, "7m", [OF_ENGINE]),
+    Case("KvledgerHookFailures", "none", {of("kvledger_hook_failures_total"): "0x30"}, "7m", []),
+    Case(
+        "KvledgerEventsLost",
+        "a gap",
+        {of("kvledger_gaps_total", 'size="known"'): "0x5 1x5"},
+        "7m",
+        [OF_ENGINE],
+    ),
+    Case("KvledgerEventsLost", "none", {of("kvledger_gaps_total", 'size="known"'): "3x30"}, "20m", []),
+    Case("KvledgerUnknownTokens", "a tenth", audited("0+11x40"), "30m", [OF_ENGINE]),
+    Case("KvledgerUnknownTokens", "a hundredth", audited("0+1x40"), "30m", []),
+    Case(
+        "KvledgerSidecarLagging", "behind", {of("kvledger_journal_lag_seconds"): "60x20"}, "8m", [OF_ENGINE]
+    ),
+    Case("KvledgerSidecarLagging", "near", {of("kvledger_journal_lag_seconds"): "2x20"}, "8m", []),
+    Case(
+        "KvledgerSidecarGone",
+        "down",
+        {INFO: "1x10", 'up{job="kvledger", instance="a:9464"}': "1x10 0x20"},
+        "20m",
+        [HERE],
+    ),
+    Case(
+        "KvledgerSidecarGone",
+        "something else is down",
+        {INFO: "1x30", 'up{job="other", instance="b:80"}': "0x30"},
+        "20m",
+        [],
+    ),
+    Case("KvledgerCheckFailures", "one", {of("kvledger_check_failures_total"): "0x5 1x5"}, "7m", [OF_ENGINE]),
+    Case("KvledgerCheckFailures", "none", {of("kvledger_check_failures_total"): "0x30"}, "7m", []),
+    Case("KvledgerRework", "a third", work("0+50x40", "0+100x40"), "30m", [OF_ENGINE]),
+    Case("KvledgerRework", "a tenth", work("0+10x40", "0+90x40"), "30m", []),
+    Case("KvledgerRework", "no work at all", work("7x40", "9x40"), "30m", []),
+    Case("KvledgerPromisedTokensVoid", "a tenth", voided("failed", "0+10x40"), "30m", [OF_ENGINE]),
+    Case("KvledgerPromisedTokensVoid", "preempted first", voided("preempted", "0+10x40"), "30m", []),
+]
+
+
+def as_tested(case: Case) -> dict[str, Any]:
+    """One test of promtool's: which alerts fire at an instant."""
+    (alert,) = [row for row in rules.ALERTS if row.alert == case.alert]
+    return {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in case.series.items()],
+        "promql_expr_test": [
+            {
+                "expr": f'ALERTS{{alertname="{case.alert}", alertstate="firing"}}',
+                "eval_time": case.at,
+                "exp_samples": [
+                    {
+                        "labels": as_series("ALERTS", labels | identity(alert)),
+                        "value": 1,
+                    }
+                    for labels in case.fires
+                ],
+            }
+        ],
+    }
+
+
+def identity(alert: rules.Alert) -> dict[str, str]:
+    return {"alertname": alert.alert, "alertstate": "firing", "severity": alert.severity}
+
+
+def as_series(name: str, labels: dict[str, str]) -> str:
+    return f"{name}{{{', '.join(f'{label}={json.dumps(value)}' for label, value in labels.items())}}}"
+
+
+@pytest.fixture(scope="module")
+def promtool() -> Path:
+    return tools.debian("prometheus", "promtool")
+
+
+def run(promtool: Path, folder: Path, tests: list[dict[str, Any]]) -> subprocess.CompletedProcess[str]:
+    rules.write(folder)
+    stated = {"rule_files": [rules.FILE], "evaluation_interval": "1m", "tests": tests}
+    (folder / "tests.json").write_text(json.dumps(stated))
+    return subprocess.run(
+        [promtool, "test", "rules", "tests.json"], cwd=folder, capture_output=True, text=True
+    )
+
+
+def test_prometheus_takes_the_file(promtool: Path, tmp_path: Path) -> None:
+    done = subprocess.run([promtool, "check", "rules", rules.write(tmp_path)], capture_output=True, text=True)
+
+    assert 0 == done.returncode, done.stderr
+    assert f"{len(rules.ALERTS) + len(rules.RECORDINGS)} rules found" in done.stdout
+
+
+@pytest.mark.parametrize("case", CASES, ids=repr)
+def test_alert(promtool: Path, tmp_path: Path, case: Case) -> None:
+    done = run(promtool, tmp_path, [as_tested(case)])
+
+    assert 0 == done.returncode, done.stdout + done.stderr
+
+
+def test_every_alert_is_seen_to_fire_and_to_stay_quiet() -> None:
+    names = {alert.alert for alert in rules.ALERTS}
+
+    assert names == {case.alert for case in CASES if case.fires}
+    assert names == {case.alert for case in CASES if not case.fires}
+
+
+def test_a_hit_rate_is_recorded_by_engine_and_by_model(promtool: Path, tmp_path: Path) -> None:
+    series = {
+        of("kvledger_engine_info", 'model_name="m"'): "1x20",
+        of("kvledger_prompt_tokens_total", 'source="local"'): "0+20x20",
+        of("kvledger_prompt_tokens_total", 'source="external"'): "0+10x20",
+        of("kvledger_prompt_tokens_total", 'source="computed"'): "0+70x20",
+    }
+    by_engine = "engine:kvledger_prompt_tokens_cached:ratio_rate5m"
+    by_model = "model:kvledger_prompt_tokens_cached:ratio_rate5m"
+    asked = [
+        (by_engine, as_series(by_engine, OF_ENGINE)),
+        (by_model, as_series(by_model, {"job": "kvledger", "model_name": "m"})),
+    ]
+    test = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "promql_expr_test": [
+            {"expr": f"round({expr}, 0.001)", "eval_time": "15m", "exp_samples": [
+                {"labels": labels.partition("{")[1] + labels.partition("{")[2], "value": 0.3}
+            ]}
+            for expr, labels in asked
+        ],
+    }  # fmt: skip
+
+    done = run(promtool, tmp_path, [test])
+
+    assert 0 == done.returncode, done.stdout + done.stderr

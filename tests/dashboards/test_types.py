@@ -1,0 +1,62 @@
+"""The JSON is what Grafana's own types say a board is, checked by the TypeScript compiler."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from tests import tools
+
+from kvledger.dashboards import boards
+
+PINS = Path(__file__).parents[2] / "constraints" / "grafana-schema.json"
+
+OPTIONS = ["--noEmit", "--strict", "--skipLibCheck", "--module", "node16", "--moduleResolution", "node16"]
+
+
+@pytest.fixture(scope="module")
+def modules() -> Path:
+    return tools.npm(PINS)
+
+
+def compiled(modules: Path, folder: Path, source: str) -> str:
+    """The compiler's complaints of one module; "" for none."""
+    (folder / "node_modules").symlink_to(modules)
+    (folder / "boards.mts").write_text(source)
+    done = subprocess.run(
+        ["node", modules / "typescript" / "bin" / "tsc", *OPTIONS, "boards.mts"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout
+
+
+# JSON has an enumeration's value where TypeScript wants its member: `${E}` is the type of its values.
+PLAIN = """
+import type { Dashboard } from '@grafana/schema';
+type Plain<T> = T extends string ? (string extends T ? T : `${T}`)
+  : T extends object ? { [K in keyof T]: Plain<T[K]> } : T;
+"""
+
+
+def module(literals: list[str]) -> str:
+    stated = [f"export const board{place}: Plain<Dashboard> = {text};" for place, text in enumerate(literals)]
+    return "\n".join([PLAIN, *stated])
+
+
+def test_every_board_is_a_dashboard_literal(modules: Path, tmp_path: Path) -> None:
+    """Of a literal the compiler also refuses what the type does not know."""
+    literals = [json.dumps(boards.build(board), indent=1) for board in boards.BOARDS]
+
+    assert "" == compiled(modules, tmp_path, module(literals))
+
+
+def test_a_wrong_board_would_be_refused(modules: Path, tmp_path: Path) -> None:
+    board = boards.build(boards.BOARDS[0]) | {"graphToolTip": 1}
+
+    complaints = compiled(modules, tmp_path, module([json.dumps(board)]))
+
+    assert "graphToolTip" in complaints
