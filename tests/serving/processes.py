@@ -1,0 +1,256 @@
+"""The three processes of a deployment, each as an operator runs it: server, sidecar, Prometheus."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests import tools
+
+from kvledger.audit.demo.model import write_model
+
+ROOT = Path(__file__).parents[2]
+START_SECONDS = 240.0
+SETTLE_SECONDS = 60.0
+
+BLOCK_TOKENS = 32
+BLOCKS = 11
+"""Of which one is the null block: too few for the requests that run at once."""
+
+RUNNING_REQUESTS = 6
+
+
+class Server:
+    """One process that answers HTTP on a port of its own, from :meth:`start` to :meth:`kill`."""
+
+    ready = "/"
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder = folder
+        self.port = free_port()
+        self.address = f"http://127.0.0.1:{self.port}"
+        self._log = folder / f"{name}.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def command(self) -> list[str]:
+        """What is run."""
+        raise NotImplementedError
+
+    def environment(self) -> dict[str, str]:
+        """What it finds in its environment besides the usual."""
+        return {}
+
+    def start(self) -> None:
+        """Start it and wait until it is ready."""
+        inherited = {
+            name: value for name, value in os.environ.items() if not name.startswith(("KVLEDGER", "VLLM"))
+        }
+        paths = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self.command(),
+                env=inherited | {"PYTHONPATH": paths} | self.environment(),
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        wait_until(lambda: self.answers(), START_SECONDS, self.last_words)
+
+    def answers(self) -> bool:
+        """Whether it is ready; an end of it is an error here."""
+        process = self._process
+        assert process is not None and process.poll() is None, self.last_words()
+        try:
+            with urllib.request.urlopen(self.address + self.ready, timeout=5) as response:
+                return bool(response.status == 200)
+        except OSError:
+            return False
+
+    def kill(self) -> None:
+        """As `kill -9` of all of it: an engine's core is a process of its own."""
+        if self._process is not None:
+            os.killpg(self._process.pid, 9)
+            self._process.wait()
+            self._process = None
+
+    def last_words(self) -> str:
+        """The end of its log."""
+        return self._log.read_text(errors="replace")[-3000:]
+
+    def get(self, path: str) -> Any:
+        """A page of it, as JSON where it is that."""
+        with urllib.request.urlopen(self.address + path, timeout=30) as response:
+            body = response.read().decode()
+            return json.loads(body) if "json" in response.headers.get("Content-Type", "") else body
+
+
+class Engine(Server):
+    """vLLM's OpenAI-compatible server with a tiny model; the plugin is in its EngineCore process."""
+
+    ready = "/health"
+
+    def __init__(self, folder: Path, journals: Path) -> None:
+        super().__init__(folder, "engine")
+        self._model = write_model(folder / "model", 0)
+        self._journals = journals
+
+    def command(self) -> list[str]:
+        transfer = {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": str(self.folder / "store")},
+        }
+        options = {
+            "model": self._model,
+            "served-model-name": "tiny",
+            "dtype": "float32",
+            "block-size": BLOCK_TOKENS,
+            "num-gpu-blocks-override": BLOCKS,
+            "max-model-len": 320,
+            "max-num-seqs": RUNNING_REQUESTS,
+            "max-num-batched-tokens": 192,
+            "distributed-executor-backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
+            "kv-transfer-config": json.dumps(transfer),
+            "host": "127.0.0.1",
+            "port": self.port,
+        }
+        asked = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        return [*server, "--skip-tokenizer-init", "--enforce-eager", *asked]
+
+    def environment(self) -> dict[str, str]:
+        return {
+            "KVLEDGER_DIR": str(self._journals),
+            "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def complete(self, prompt: list[int], output_tokens: int) -> bool:
+        """Ask for a completion; whether it came."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        try:
+            self._ask(connection, prompt, output_tokens, stream=False)
+            response = connection.getresponse()
+            response.read()
+            return response.status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def give_up(self, prompt: list[int], output_tokens: int) -> None:
+        """Ask, read the beginning of the answer and hang up: the server aborts the request."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        self._ask(connection, prompt, output_tokens, stream=True)
+        connection.getresponse().read(1)
+        connection.close()
+
+    def reset_cache(self) -> None:
+        """Empty the engine's own prefix cache."""
+        asked = urllib.request.Request(self.address + "/reset_prefix_cache", method="POST")
+        with urllib.request.urlopen(asked, timeout=30):
+            pass
+
+    def _ask(
+        self, connection: http.client.HTTPConnection, prompt: list[int], output_tokens: int, *, stream: bool
+    ) -> None:
+        asked = {
+            "model": "tiny",
+            "prompt": prompt,
+            "max_tokens": output_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "detokenize": False,
+            "stream": stream,
+        }
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(asked), headers)
+
+
+class Sidecar(Server):
+    """`kvledger serve` beside the engine, which it also asks for the engine's own metrics."""
+
+    ready = "/-/ready"
+
+    def __init__(self, folder: Path, journals: Path, engine: Engine) -> None:
+        super().__init__(folder, "sidecar")
+        self._journals = journals
+        self._engine = engine
+
+    def command(self) -> list[str]:
+        serve = [sys.executable, "-m", "kvledger", "serve", str(self._journals)]
+        options = ["--web.listen-address", f"127.0.0.1:{self.port}"]
+        return [*serve, *options, "--engine-url", f"{self._engine.address}/metrics"]
+
+
+class Prometheus(Server):
+    """Debian's Prometheus, scraping both every second."""
+
+    ready = "/-/ready"
+
+    def __init__(self, folder: Path, engine: Engine, sidecar: Sidecar, rules: Path) -> None:
+        super().__init__(folder, "prometheus")
+        self._program = tools.debian("prometheus", "prometheus")
+        jobs = {"vllm": engine.port, "kvledger": sidecar.port}
+        self._configuration = folder / "prometheus.json"
+        self._configuration.write_text(
+            json.dumps(
+                {
+                    "global": {"scrape_interval": "1s", "evaluation_interval": "2s"},
+                    "rule_files": [str(rules)],
+                    "scrape_configs": [
+                        {"job_name": job, "static_configs": [{"targets": [f"127.0.0.1:{port}"]}]}
+                        for job, port in jobs.items()
+                    ],
+                }
+            )
+        )
+
+    def command(self) -> list[str]:
+        return [
+            str(self._program),
+            f"--config.file={self._configuration}",
+            f"--storage.tsdb.path={self.folder / 'tsdb'}",
+            f"--web.listen-address=127.0.0.1:{self.port}",
+        ]
+
+    def series(self, expr: str) -> list[tuple[dict[str, str], float]]:
+        """The instant vector of a query: labels and value."""
+        answer = self.get(f"/api/v1/query?{urllib.parse.urlencode({'query': expr})}")
+        return [(row["metric"], float(row["value"][1])) for row in answer["data"]["result"]]
+
+    def value(self, expr: str) -> float | None:
+        """The one value of a query; None for no data."""
+        found = self.series(expr)
+        assert len(found) <= 1, (expr, found)
+        return found[0][1] if found else None
+
+
+def free_port() -> int:
+    """A port that nobody listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until(holds: Callable[[], bool], seconds: float, last_words: Callable[[], str] = str) -> None:
+    """Return when it holds; fail with the last words if it does not within ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, last_words()
+        time.sleep(0.3)

@@ -1,0 +1,228 @@
+"""A deployment from end to end, all of it real: server, plugin, sidecar, Prometheus, boards.
+
+One course of tests in the order in which they stand: each goes on from where the one before left.
+The journal lies on a small volume of its own where that can be mounted, for the disk to fill up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.serving.processes import SETTLE_SECONDS, Engine, Prometheus, Sidecar, wait_until
+
+from kvledger.audit.demo.model import VOCABULARY_TOKENS
+from kvledger.dashboards import check, rules
+
+ENDED = "sum(kvledger_prompt_tokens_total)"
+SOURCES = "sum by (source) (kvledger_prompt_tokens_total)"
+SILENT = {
+    "engine:kvledger_audited_tokens_unknown:ratio_rate5m",
+    "KvledgerSidecarGone",
+}
+"""Expressions that have no data in this course, and should have none, besides quiet alerts."""
+
+
+@dataclass
+class Deployment:
+    """The three processes, and what clients have asked for so far."""
+
+    engine: Engine
+    sidecar: Sidecar
+    prometheus: Prometheus
+    journals: Path
+    mounted: bool
+    prompt_tokens: int = 0
+    requests: int = 0
+
+    def crowd(self, requests: int, name: str) -> None:
+        """More requests at once than blocks are there for; each of a content of its own."""
+        dice = random.Random(name)
+        prompts = [[dice.randrange(2, VOCABULARY_TOKENS) for _ in range(65)] for _ in range(requests)]
+        with ThreadPoolExecutor(12) as clients:
+            came = list(clients.map(lambda prompt: self.engine.complete(prompt, 60), prompts))
+        assert all(came)
+        self._count(prompts)
+
+    def one_by_one(self, prompts: list[list[int]]) -> None:
+        """Requests that each end before the next comes, and can be matched by the connector."""
+        for prompt in prompts:
+            assert self.engine.complete(prompt, 5)
+        self._count(prompts)
+
+    def give_up(self, prompt: list[int]) -> None:
+        self.engine.give_up(prompt, 200)
+        self._count([prompt])
+
+    def _count(self, prompts: list[list[int]]) -> None:
+        self.prompt_tokens += sum(map(len, prompts))
+        self.requests += len(prompts)
+
+    def settled(self) -> None:
+        """Wait until Prometheus has seen the end of all that was asked for."""
+        wait_until(
+            lambda: self.prometheus.value(ENDED) == self.prompt_tokens,
+            SETTLE_SECONDS,
+            lambda: f"{self.prometheus.value(ENDED)} of {self.prompt_tokens} prompt tokens",
+        )
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    folder = tmp_path_factory.mktemp("deployment")
+    journals = folder / "journals"
+    journals.mkdir()
+    mounted = _failed("mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(journals)) is False
+    engine = Engine(folder, journals)
+    sidecar = Sidecar(folder, journals, engine)
+    prometheus = Prometheus(folder, engine, sidecar, rules.write(folder))
+    started = [prometheus, sidecar, engine]
+    try:
+        for process in started:
+            process.start()
+        yield Deployment(engine, sidecar, prometheus, journals, mounted)
+    finally:
+        for process in started:
+            process.kill()
+        if mounted:
+            subprocess.run(["umount", "--lazy", str(journals)], check=False)
+
+
+def _failed(*command: str) -> bool:
+    try:
+        return subprocess.run(command, capture_output=True, check=False).returncode != 0
+    except OSError:
+        return True
+
+
+def prompts_of(name: str, count: int) -> list[list[int]]:
+    """Prompts of two whole blocks and some; alike in the first block."""
+    dice = random.Random(name)
+    shared = [dice.randrange(2, VOCABULARY_TOKENS) for _ in range(32)]
+    return [[*shared, *(dice.randrange(2, VOCABULARY_TOKENS) for _ in range(38))] for _ in range(count)]
+
+
+def test_every_prompt_token_is_settled_once(deployment: Deployment) -> None:
+    """Local hits, then an emptied cache and external ones, then preemptions, then clients who leave."""
+    prompts = prompts_of("matched", 6)
+    deployment.one_by_one([*prompts, *prompts])
+    deployment.engine.reset_cache()
+    deployment.one_by_one(prompts)
+    deployment.crowd(24, "crowd")
+    deployment.give_up(prompts_of("left", 1)[0])
+    deployment.settled()
+
+    by_source = {labels["source"]: value for labels, value in deployment.prometheus.series(SOURCES)}
+    assert by_source["local"] >= 6 * 64
+    assert by_source["external"] >= 64
+    assert deployment.prompt_tokens == sum(by_source.values())
+
+
+def test_preemptions_cost_rework_and_are_counted(deployment: Deployment) -> None:
+    ask = deployment.prometheus.value
+
+    assert (ask("sum(kvledger_preemptions_total)") or 0) > 0
+    assert (ask('sum(kvledger_work_tokens_total{kind="rework"})') or 0) > 0
+    assert ask("sum(kvledger_preemptions_total)") == ask("sum(vllm:num_preemptions_total)")
+
+
+def test_every_request_is_counted_and_clean(deployment: Deployment) -> None:
+    ask = deployment.prometheus.value
+
+    assert deployment.requests == ask("sum(kvledger_requests_total)")
+    assert deployment.requests == ask('sum(kvledger_requests_total{verdict="clean"})')
+    assert 0 == ask("sum(kvledger_violations_total)")
+    assert 1 == ask('sum(kvledger_requests_total{outcome="aborted"})')
+
+
+def test_the_engines_own_counters_are_explained(deployment: Deployment) -> None:
+    ask = deployment.prometheus.value
+
+    wait_until(lambda: (ask("sum(kvledger_reconciliation_engine)") or 0) > 0, SETTLE_SECONDS)
+    assert 0 == ask('sum(abs(kvledger_reconciliation_drift{cause="unexplained"}))')
+    assert 1 == ask("min(kvledger_reconciliation_up)")
+
+
+def test_every_panel_and_rule_returns_data(deployment: Deployment) -> None:
+    """An alert that stays quiet returns none; that Prometheus takes it is what is seen of it here."""
+    answers = list(check.ask(deployment.prometheus.address))
+    alerts = {alert.alert for alert in rules.ALERTS}
+    empty = {answer.asked.where for answer in answers if not answer.series}
+
+    assert [] == [answer for answer in answers if answer.error]
+    assert set() == empty - alerts - SILENT - FINDINGS
+    shown = sum(1 for answer in answers if answer.series)
+    print(f"{shown} of {len(answers)} expressions returned data")
+
+
+FINDINGS = {"kvledger: Trust, Last findings"}
+"""A table of what was found is empty where nothing was."""
+
+
+def test_a_sidecar_that_is_killed_goes_on_where_it_was(deployment: Deployment) -> None:
+    deployment.sidecar.kill()
+    deployment.crowd(12, "unwatched")
+    deployment.sidecar.start()
+    deployment.settled()
+
+    assert [] == resets(deployment)
+
+
+def test_a_prometheus_that_is_killed_finds_all_counters_again(deployment: Deployment) -> None:
+    deployment.prometheus.kill()
+    deployment.crowd(12, "unscraped")
+    deployment.prometheus.start()
+    deployment.settled()
+
+    assert [] == resets(deployment)
+
+
+def test_a_full_disk_costs_events_and_no_answer(deployment: Deployment) -> None:
+    if not deployment.mounted:
+        pytest.skip("no volume of its own could be mounted for the journal")
+    ask = deployment.prometheus.value
+    filler = deployment.journals / "filler"
+    with filler.open("wb") as file, contextlib.suppress(OSError):
+        while file.write(os.urandom(1 << 16)):
+            file.flush()
+    before = ask("sum(kvledger_requests_total)")
+    deployment.crowd(24, "on a full disk")
+    filler.unlink()
+    deployment.crowd(24, "on a free one")
+
+    wait_until(lambda: (ask("sum(kvledger_gaps_total)") or 0) > 0, SETTLE_SECONDS)
+    wait_until(lambda: (ask("sum(kvledger_requests_total)") or 0) >= (before or 0) + 24, SETTLE_SECONDS)
+    assert 0 == ask("sum(kvledger_violations_total)")
+    assert [] == resets(deployment)
+    deployment.prompt_tokens = int(ask(ENDED) or 0)
+
+
+def test_an_engine_that_is_killed_and_started_again_is_another_one(deployment: Deployment) -> None:
+    ask = deployment.prometheus.value
+    before = ask(ENDED) or 0
+    deployment.engine.kill()
+    wait_until(lambda: ask('sum(kvledger_engine_state{state="dead"})') == 1, SETTLE_SECONDS)
+    deployment.engine.start()
+    deployment.crowd(12, "after the fall")
+
+    wait_until(lambda: (ask(ENDED) or 0) >= before + 12 * 65, SETTLE_SECONDS)
+    assert 1 == ask("sum(kvledger_engine_observed)")
+    assert 2 == ask("count(kvledger_engine_info)")
+    assert [] == resets(deployment)
+    assert 0 == ask('sum(abs(kvledger_reconciliation_drift{cause="unexplained"}))')
+
+
+def resets(deployment: Deployment) -> list[dict[str, str]]:
+    """Counters of ours that were seen to fall: none may, whatever was killed."""
+    fallen = deployment.prometheus.series('resets({__name__=~"kvledger_.*_total"}[1h]) > 0')
+    return [labels for labels, _ in fallen]
