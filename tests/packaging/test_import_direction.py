@@ -67,6 +67,7 @@ RULES = LEFTWARD | {
     # the outer ring
     "audit.attach": OUTER,
     "audit.plugin": OUTER,
+    "audit.housekeeping": Rule(ours=("audit.errors", "audit.segments", "audit.writer")),
     "audit.doctor": OUTER,
     "audit.replay": OUTER,
     "audit.state": OUTER,

@@ -1,0 +1,195 @@
+"""What an operator deploys, held against the published schema of each format."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from tests import tools
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "dashboards" / "deploy"
+COMPONENT = DEPLOY / "kubernetes" / "component"
+EXAMPLE = DEPLOY / "kubernetes" / "example"
+KUBERNETES = "1.29"  # the first in which native sidecars are on
+
+
+def read(path: Path) -> Any:
+    return yaml.safe_load(path.read_text())
+
+
+def merged(base: Any, patch: Any) -> Any:
+    """A strategic merge as far as a pod needs it: lists of named things merge by their names.
+
+    https://kubernetes.io/docs/tasks/manage-kubernetes-objects/update-api-object-kubectl-patch/
+    """
+    if isinstance(base, dict) and isinstance(patch, dict):
+        found = copy.deepcopy(base)
+        for key, value in patch.items():
+            found[key] = merged(base[key], value) if key in base else copy.deepcopy(value)
+        return found
+    if isinstance(base, list) and isinstance(patch, list) and _named(base) and _named(patch):
+        by_name = {item["name"]: item for item in base}
+        for item in patch:
+            by_name[item["name"]] = merged(by_name.get(item["name"], {}), item)
+        return list(by_name.values())
+    return copy.deepcopy(patch)
+
+
+def _named(items: list[Any]) -> bool:
+    return all(isinstance(item, dict) and "name" in item for item in items)
+
+
+@pytest.fixture
+def deployment() -> dict[str, Any]:
+    """The example as kustomize makes it: the component's patch over the engine's Deployment."""
+    patch = read(COMPONENT / "sidecar.yaml")
+    patch["metadata"].pop("name")
+    found: dict[str, Any] = merged(read(EXAMPLE / "vllm.yaml"), patch)
+    return found
+
+
+def pod(deployment: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = deployment["spec"]["template"]["spec"]
+    return found
+
+
+def containers(deployment: dict[str, Any]) -> dict[str, Any]:
+    spec = pod(deployment)
+    return {found["name"]: found for found in (*spec["initContainers"], *spec["containers"])}
+
+
+def environment(container: dict[str, Any]) -> dict[str, str]:
+    return {variable["name"]: variable["value"] for variable in container["env"]}
+
+
+def test_the_patched_deployment_is_valid(deployment: dict[str, Any]) -> None:
+    kubernetes_validate.validate(deployment, KUBERNETES, strict=True)
+
+
+def test_a_wrong_deployment_would_be_refused(deployment: dict[str, Any]) -> None:
+    containers(deployment)["kvledger"]["restartpolicy"] = "Always"
+
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(deployment, KUBERNETES, strict=True)
+
+
+def test_the_engine_keeps_what_it_had(deployment: dict[str, Any]) -> None:
+    before = read(EXAMPLE / "vllm.yaml")["spec"]["template"]["spec"]["containers"][0]
+
+    assert before.items() <= containers(deployment)["vllm"].items()
+
+
+def test_the_engine_finds_the_plugin_and_both_the_journal(deployment: dict[str, Any]) -> None:
+    found = containers(deployment)
+    engine, sidecar = found["vllm"], found["kvledger"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in engine["volumeMounts"]}
+
+    assert environment(engine)["PYTHONPATH"] == mounts["kvledger-plugin"]
+    assert environment(engine)["KVLEDGER_DIR"] == mounts["kvledger-journal"]
+    assert sidecar["args"][1] == sidecar["volumeMounts"][0]["mountPath"] == mounts["kvledger-journal"]
+
+
+def test_journals_stay_well_below_the_volumes_limit(deployment: dict[str, Any]) -> None:
+    volumes = {volume["name"]: volume for volume in pod(deployment)["volumes"]}
+    engine = environment(containers(deployment)["vllm"])
+
+    assert "1Gi" == volumes["kvledger-journal"]["emptyDir"]["sizeLimit"]
+    assert 2 * int(engine["KVLEDGER_TOTAL_BYTES"]) <= 1 << 30
+    assert 2 * int(engine["KVLEDGER_JOURNAL_BYTES"]) <= int(engine["KVLEDGER_TOTAL_BYTES"])
+
+
+@pytest.mark.parametrize("name", ["kvledger", "kvledger-plugin"])
+def test_our_containers_have_no_privilege(deployment: dict[str, Any], name: str) -> None:
+    context = containers(deployment)[name]["securityContext"]
+
+    assert context["runAsNonRoot"] and context["readOnlyRootFilesystem"]
+    assert not context["allowPrivilegeEscalation"]
+    assert ["ALL"] == context["capabilities"]["drop"]
+
+
+def test_the_sidecar_is_native(deployment: dict[str, Any]) -> None:
+    """It starts before the engine, keeps no job from ending, and ends after the engine."""
+    names = [found["name"] for found in pod(deployment)["initContainers"]]
+
+    assert "Always" == containers(deployment)["kvledger"]["restartPolicy"]
+    assert ["kvledger-plugin", "kvledger"] == names
+
+
+def test_the_component_patches_what_bears_its_label(deployment: dict[str, Any]) -> None:
+    component = read(COMPONENT / "kustomization.yaml")
+    key, _, value = component["patches"][0]["target"]["labelSelector"].partition("=")
+
+    assert "Component" == component["kind"]
+    assert value == deployment["metadata"]["labels"][key]
+
+
+def test_every_file_that_is_named_is_there() -> None:
+    component = read(COMPONENT / "kustomization.yaml")
+    example = read(EXAMPLE / "kustomization.yaml")
+    patches = [patch["path"] for patch in component["patches"]]
+
+    assert all((COMPONENT / name).exists() for name in (*component["resources"], *patches))
+    assert all((EXAMPLE / name).exists() for name in (*example["resources"], *example["components"]))
+
+
+def test_the_podmonitor_is_valid_and_selects_the_pod(deployment: dict[str, Any]) -> None:
+    """By the operator's own schema, as it is published for npm."""
+    monitor = read(COMPONENT / "podmonitor.yaml")
+    modules = tools.npm(ROOT / "constraints" / "prometheus-operator.json")
+    script = (
+        "import { PodMonitor } from '@kubernetes-models/prometheus-operator/monitoring.coreos.com/v1';"
+        "new PodMonitor(JSON.parse(process.argv[1])).validate();"
+    )
+    done = subprocess.run(
+        ["node", "--input-type=module", "-e", script, json.dumps(monitor)],
+        cwd=modules.parent,
+        capture_output=True,
+        text=True,
+    )
+
+    assert 0 == done.returncode, done.stderr
+    wanted = monitor["spec"]["selector"]["matchLabels"]
+    assert wanted.items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
+    ports = {port["name"] for port in containers(deployment)["kvledger"]["ports"]}
+    assert {endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]} <= ports
+
+
+def test_the_compose_file_is_valid() -> None:
+    """By the schema of the Compose specification in Docker's own last Python release."""
+    with tools.wheel("docker-compose", "1.29.2").open("compose/config/compose_spec.json") as schema:
+        checker = jsonschema.Draft7Validator(json.load(schema))
+
+    assert [] == [error.message for error in checker.iter_errors(read(DEPLOY / "compose" / "compose.yaml"))]
+
+
+def test_composes_prometheus_takes_its_configuration(tmp_path: Path) -> None:
+    promtool = tools.debian("prometheus", "promtool")
+    (tmp_path / "prometheus.yml").write_text((DEPLOY / "compose" / "prometheus.yaml").read_text())
+    rules = ROOT / "dashboards" / "generated" / "kvledger-rules.yaml"
+    (tmp_path / rules.name).write_text(rules.read_text())
+
+    done = subprocess.run(
+        [promtool, "check", "config", tmp_path / "prometheus.yml"], capture_output=True, text=True
+    )
+
+    assert 0 == done.returncode, done.stderr
+
+
+def test_systemd_takes_the_unit() -> None:
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("systemd is not on this machine")
+    unit = DEPLOY / "systemd" / "kvledger.service"
+
+    done = subprocess.run([analyze, "verify", unit], capture_output=True, text=True)
+
+    assert (0, "") == (done.returncode, done.stderr)
