@@ -178,6 +178,25 @@ ALERTS: tuple[Alert, ...] = (
         "on where it was. It answers no scrape while it catches up. Look at its log and its memory limit.",
     ),
     Alert(
+        "KvledgerSidecarLost",
+        "sum by (job, instance, reason) (increase(kvledger_sidecar_losses_total[15m])) > 0",
+        "0m",
+        "warning",
+        "The sidecar {{ $labels.instance }} lost what it knew: {{ $labels.reason }}",
+        "Counters may have fallen, and the accounts touched are unknown. docs/sidecar.md has a line for each "
+        "reason. A segment that was removed unread: the sidecar was away for too long, or the journal's "
+        "bound is too small.",
+    ),
+    Alert(
+        "KvledgerJournalUnreadable",
+        "kvledger_sidecar_unreadable_journals > 0",
+        "5m",
+        "warning",
+        "{{ $value }} journals beside {{ $labels.instance }} can't be read",
+        "The engines that write them are not audited. The sidecar's log and its first page say why: often "
+        "a newer kvledger wrote them, or their folder may not be read.",
+    ),
+    Alert(
         "KvledgerCheckFailures",
         f"sum by ({ENGINE}) (increase(kvledger_check_failures_total[15m])) > 0",
         "0m",

@@ -268,6 +268,22 @@ HEALTH = Row(
             unit="s",
         ),
         Panel(
+            "Lost by the sidecar",
+            "How often what it knew before a restart was not there: a damaged checkpoint, a segment that was "
+            "removed before it was read. No figure is made up for it.",
+            "timeseries",
+            (
+                Query(
+                    "sum by (instance, reason) "
+                    "(increase(kvledger_sidecar_losses_total{@sidecar}[$__rate_interval]))",
+                    "{{reason}}, {{instance}}",
+                ),
+                Query("sum by (instance) (kvledger_sidecar_unreadable_journals{@sidecar})", "unreadable now"),
+            ),
+            unit="none",
+            width=12,
+        ),
+        Panel(
             "Age of the checkpoint",
             "How much a restarted sidecar would read again. It grows until the engine begins a new segment.",
             "timeseries",
@@ -277,6 +293,7 @@ HEALTH = Row(
                 ),
             ),
             unit="s",
+            width=12,
         ),
     ),
 )

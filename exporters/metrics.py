@@ -466,6 +466,63 @@ GROUPS: tuple[Group, ...] = (
         ),
     ),
     Group(
+        "The sidecar",
+        "How `kvledger serve` itself does; not of books that nobody follows. "
+        "[What each loss means](sidecar.md#after-a-restart).",
+        (
+            Metric(
+                "kvledger_sidecar_losses",
+                "",
+                "counter",
+                "How often what was known before a restart, or is to be read, was not there; no figure is "
+                "made up for it.",
+                ("reason",),
+                read.amiss,
+                {"reason": read.AMISS},
+            ),
+            Metric(
+                "kvledger_sidecar_unreadable_journals",
+                "",
+                "gauge",
+                "Journals that can't be read now; the sidecar's log and first page say why.",
+                (),
+                read.health("unreadable"),
+            ),
+            Metric(
+                "kvledger_sidecar_catch_up_seconds",
+                "seconds",
+                "gauge",
+                "How long this sidecar read before it first answered.",
+                (),
+                read.health("caught_up_seconds"),
+            ),
+            Metric(
+                "kvledger_sidecar_checkpoint_bytes",
+                "bytes",
+                "gauge",
+                "Size of the last checkpoint.",
+                (),
+                read.health("save_bytes"),
+            ),
+            Metric(
+                "kvledger_sidecar_checkpoint_seconds",
+                "seconds",
+                "gauge",
+                "How long the last checkpoint took to write.",
+                (),
+                read.health("save_seconds"),
+            ),
+            Metric(
+                "kvledger_sidecar_checkpoint_failures",
+                "",
+                "gauge",
+                "Checkpoints that could not be written since this sidecar started.",
+                (),
+                read.health("save_failures"),
+            ),
+        ),
+    ),
+    Group(
         "Who is who",
         "To join these figures with the engine's own, group by `engine_index` and what your scrape adds "
         "(pod, instance): vLLM calls that index `engine`. `model_name` is the served one; of a local path "

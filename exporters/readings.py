@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 import kvledger
 from kvledger.audit.catalogue import catalogue
 from kvledger.audit.errors import LedgerError
@@ -210,6 +212,55 @@ def checkpoint(book: Book) -> Iterator[tuple[tuple[str, ...], float]]:
     """Unix time of the last checkpoint, where there are any."""
     if book.checkpoint_seconds:
         yield (), book.checkpoint_seconds
+
+
+class Shelf(list[Book]):
+    """The books of a follower, and how it does itself."""
+
+    def __init__(self, books: Iterable[Book], health: Health) -> None:
+        super().__init__(books)
+        self.health = health
+
+
+AMISS = (
+    "checkpoint damaged",
+    "checkpoint of another version",
+    "engine forgotten",
+    "journal replaced",
+    "segment removed",
+)
+
+
+class Health(msgspec.Struct):
+    """How a follower does.
+
+    ``lost``: how often what was known before was not there, by reason (:data:`AMISS`); it survives
+    restarts. ``saved_at``: Unix time of the last checkpoint, 0 before it. ``save_bytes``,
+    ``save_seconds``: its size and what it took. ``unreadable``: journals that can't be read now.
+    ``troubles``: how often one could not, each cause once. ``caught_up_seconds``: what the first
+    reading took.
+    """
+
+    lost: dict[str, int] = {}
+    saved_at: float = 0.0
+    save_bytes: int = 0
+    save_seconds: float = 0.0
+    save_failures: int = 0
+    troubles: int = 0
+    unreadable: int = 0
+    caught_up_seconds: float = 0.0
+
+
+def health(of: str) -> Reader:
+    """A figure of the follower's own; none of books that nobody follows."""
+    return lambda books: [Sample((), getattr(books.health, of))] if isinstance(books, Shelf) else []
+
+
+def amiss(books: Sequence[Book]) -> Iterator[Sample]:
+    """What the follower lost, by reason."""
+    if isinstance(books, Shelf):
+        for reason in AMISS:
+            yield Sample((reason,), books.health.lost.get(reason, 0))
 
 
 def unnamed(books: Sequence[Book]) -> Iterator[Sample]:

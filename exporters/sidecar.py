@@ -30,6 +30,7 @@ from kvledger.audit.errors import LedgerError
 from kvledger.audit.journal import Reader, find_journals, holds_journal
 from kvledger.audit.replay import Book
 from kvledger.exporters.followed import Followed
+from kvledger.exporters.readings import Health, Shelf
 
 POLL_SECONDS = 0.5
 """How often journals are asked for more, and the folder for new journals."""
@@ -48,25 +49,6 @@ PAST_NAMES = 256
 
 Tell = Callable[[str], None]
 """Told what went wrong, a sentence each."""
-
-
-class Health(msgspec.Struct):
-    """How the follower itself does.
-
-    ``lost``: how often what was known before was not there, by reason (``checkpoint damaged``,
-    ``checkpoint of another version``, ``journal replaced``, ``segment removed``, ``engine
-    forgotten``); it survives restarts. ``saved_at``: Unix time of the last checkpoint, 0 before it.
-    ``save_bytes``, ``save_seconds``: its size and what it took. ``troubles``: how often a journal
-    could not be read, each cause once. ``caught_up_seconds``: what the first reading took.
-    """
-
-    lost: dict[str, int] = {}
-    saved_at: float = 0.0
-    save_bytes: int = 0
-    save_seconds: float = 0.0
-    save_failures: int = 0
-    troubles: int = 0
-    caught_up_seconds: float = 0.0
 
 
 class Follower:
@@ -99,13 +81,14 @@ class Follower:
             self._resume(folder)
 
     @property
-    def books(self) -> list[Book]:
+    def books(self) -> Shelf:
         """What may be shown: engines that are gone, then the others by the name of their journal.
 
         To be asked, and looked at, by whoever holds ``lock``.
         """
         shown = sorted((one.name, one.book) for one in self.journals.values() if one.shown)
-        return [*self.past.values(), *(book for _, book in shown)]
+        self.health.unreadable = len(self.troubles)
+        return Shelf([*self.past.values(), *(book for _, book in shown)], self.health)
 
     # --- the loop -----------------------------------------------------------------------------------
 

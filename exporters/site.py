@@ -17,6 +17,8 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.exposition import choose_encoder
 
 import kvledger
+from kvledger.audit.catalogue import explain
+from kvledger.audit.errors import LedgerError
 from kvledger.audit.replay import Book
 from kvledger.exporters.prometheus import BookCollector
 from kvledger.exporters.sidecar import Follower, Tell
@@ -28,6 +30,7 @@ Page = tuple[int, str, bytes]
 """Status, content type, body."""
 
 PLAIN = "text/plain; charset=utf-8"
+EXPLAIN = "/explain/"
 
 
 class Site:
@@ -65,7 +68,10 @@ class Site:
         if path == "/metrics":
             return self._metrics(environ, start)
         page_of = self._pages.get(path)
-        page = page_of() if page_of else (404, PLAIN, b"Not found. Try /metrics, or / for all there is.\n")
+        if path.startswith(EXPLAIN):
+            page = _explanation(path.removeprefix(EXPLAIN))
+        else:
+            page = page_of() if page_of else _NOT_FOUND
         return self._send(start, environ, page)
 
     def _metrics(self, environ: Environ, start: Start) -> Iterable[bytes]:
@@ -109,7 +115,16 @@ class Site:
         return 200, "text/html; charset=utf-8", body.encode()
 
 
+_NOT_FOUND: Page = (404, PLAIN, b"Not found. Try /metrics, or / for all there is.\n")
 _NOT_YET: Page = (503, PLAIN, b"Reading what was written while nobody followed; not ready yet.\n")
+
+
+def _explanation(id: str) -> Page:
+    """What an invariant promises, as ``kvledger explain`` prints it: boards lead here."""
+    try:
+        return 200, PLAIN, f"{explain(id)}\n".encode()
+    except LedgerError as error:
+        return 404, PLAIN, f"{error}\n".encode()
 
 
 def _exposition(follower: Follower, *, created: bool) -> Application:

@@ -107,7 +107,7 @@ def test_target_job_and_instance_rules(built: dict[str, Any]) -> None:
         assert selectors, title
         for name, matchers in selectors:
             assert 'job=~"$job"' in matchers and 'instance=~"$instance"' in matchers, (title, name)
-            whole = name in ("kvledger_build_info", "up")
+            whole = name in ("kvledger_build_info", "up") or name.startswith("kvledger_sidecar_")
             assert whole or 'engine=~"$engine"' in matchers, (title, name)
 
 

@@ -74,6 +74,9 @@ STOPPED = of("kvledger_engine_state", 'state="stopped"')
 SPOKE = of("kvledger_last_event_timestamp_seconds")
 OBSERVED = of("kvledger_engine_observed")
 
+LOSSES = 'kvledger_sidecar_losses_total{job="kvledger", instance="a:9464", reason="segment removed"}'
+UNREADABLE = 'kvledger_sidecar_unreadable_journals{job="kvledger", instance="a:9464"}'
+
 CASES = [
     Case("KvledgerViolation", "seen just now", {LAST: "_x5 290+0x30"}, "6m", [FOUND]),
     Case("KvledgerViolation", "ends by itself", {LAST: "_x5 290+0x30"}, "25m", []),
@@ -137,6 +140,12 @@ CASES = [
         [],
     ),
     Case("KvledgerCheckFailures", "one", {of("kvledger_check_failures_total"): "0x5 1x5"}, "7m", [OF_ENGINE]),
+    Case(
+        "KvledgerSidecarLost", "a segment", {LOSSES: "0x5 1x5"}, "7m", [HERE | {"reason": "segment removed"}]
+    ),
+    Case("KvledgerSidecarLost", "nothing", {LOSSES: "2x30"}, "20m", []),
+    Case("KvledgerJournalUnreadable", "one", {UNREADABLE: "1x20"}, "8m", [HERE]),
+    Case("KvledgerJournalUnreadable", "for a moment", {UNREADABLE: "0x5 1x3 0x20"}, "9m", []),
     Case("KvledgerCheckFailures", "none", {of("kvledger_check_failures_total"): "0x30"}, "7m", []),
     Case("KvledgerRework", "a third", work("0+50x40", "0+100x40"), "30m", [OF_ENGINE]),
     Case("KvledgerRework", "a tenth", work("0+10x40", "0+90x40"), "30m", []),

@@ -21,7 +21,7 @@ from kvledger.audit.replay import Book, audit_paths
 from kvledger.audit.tallies import Exemplar
 from kvledger.exporters import metrics, prometheus
 from kvledger.exporters.metrics import METRICS
-from kvledger.exporters.readings import OTHER, STATES
+from kvledger.exporters.readings import OTHER, STATES, Health, Shelf
 
 ROOT = Path(__file__).parents[2]
 
@@ -102,7 +102,7 @@ def labelled(books: list[Book], name: str, *labels: str) -> dict[tuple[str, ...]
     "metric", [metric for metric in METRICS if metric.words], ids=lambda metric: metric.name
 )
 def test_every_word_is_there_at_zero_before_anything_happened(metric: metrics.Metric) -> None:
-    found = labelled([started()], metric.exposed, *metric.words)
+    found = labelled(Shelf([started()], Health()), metric.exposed, *metric.words)
 
     for place, words in enumerate(metric.words.values()):
         assert set(words) <= {labels[place] for labels in found}
