@@ -314,6 +314,8 @@ class Census(Event, frozen=True, array_like=True, tag=22):
 
     ``rows`` is flat, five numbers a request: request, computed tokens, in-flight tokens, output
     placeholders, tokens in the sequence (-1: the engine has no such count).
+    ``hook_us``: microseconds that the hooks took in ``hook_steps`` steps since the last census, which
+    were timed as a sample; -1: none was.
     """
 
     step: int
@@ -321,6 +323,8 @@ class Census(Event, frozen=True, array_like=True, tag=22):
     waiting_requests: int
     free_blocks: int
     blocks: int
+    hook_us: int = -1
+    hook_steps: int = 0
 
 
 class SnapshotRow(msgspec.Struct, frozen=True, array_like=True):

@@ -122,7 +122,8 @@ class Tallies(msgspec.Struct):
     ``clock_seconds``: Unix time of the engine's microsecond 0, as its latest start or segment says;
     ``created_seconds``: when it came under observation. ``lookups`` is what the engine counted.
     ``plan`` and ``plan_negative`` keep what was planned above and below zero apart.
-    ``sequence_tokens``: prompt and output of ended requests, by verdict.
+    ``sequence_tokens``: prompt and output of ended requests, by verdict. ``hook_us``: microseconds in
+    hooks in the ``hook_steps`` steps in which they were timed.
 
     For comparing with the engine's own counters, as they happen: what it ``reported`` to its front
     end, in all and of requests that ended unknown here; the look-ups of admissions (``admitted``),
@@ -136,6 +137,8 @@ class Tallies(msgspec.Struct):
     created_seconds: float = 0.0
     lookups: dict[str, Lookups] = msgspec.field(default_factory=_no_lookups)
     preemptions: dict[str, int] = {}
+    hook_us: int = 0
+    hook_steps: int = 0
     gaps_of_known_size: int = 0
     gaps_of_unknown_size: int = 0
     lost_events: int = 0
@@ -208,6 +211,12 @@ class Tallies(msgspec.Struct):
             _add(self.reported, source, tokens)
         self.largest_prompt = max(self.largest_prompt, event.prompt_tokens)
 
+    def census(self, event: ev.Census, _: Open) -> None:
+        """The hooks were timed in some steps."""
+        if event.hook_us >= 0:
+            self.hook_us += event.hook_us
+            self.hook_steps += event.hook_steps
+
     def gap(self, event: ev.Gap, _: Open) -> None:
         """Events were lost."""
         if event.lost_events < 0:
@@ -232,7 +241,7 @@ class Tallies(msgspec.Struct):
             self.created_seconds = min(self.created_seconds, other.created_seconds)
         self.created_seconds = self.created_seconds or other.created_seconds
         self.clock_seconds = other.clock_seconds or self.clock_seconds
-        for name in ("gaps_of_known_size", "gaps_of_unknown_size", "lost_events"):
+        for name in ("hook_us", "hook_steps", "gaps_of_known_size", "gaps_of_unknown_size", "lost_events"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("preemptions", "plan", "plan_negative", "sequence_tokens"):
             for key, more in getattr(other, name).items():
@@ -304,6 +313,7 @@ TALLIED: dict[type[ev.Event], Callable[[Tallies, Any, Open], None]] = {
     ev.LookupsCounted: Tallies.looked_up,
     ev.Preempted: Tallies.preempt,
     ev.Gap: Tallies.gap,
+    ev.Census: Tallies.census,
 }
 """What is told of which event, after the ledger has posted it, with the accounts that are open."""
 

@@ -244,6 +244,20 @@ HEALTH = Row(
             unit="cps",
         ),
         Panel(
+            "Time in hooks",
+            "What observing costs the engine's process in a step, from steps that are timed as a sample. An "
+            "engine's step takes milliseconds.",
+            "timeseries",
+            (
+                Query(
+                    "sum by (engine) (rate(kvledger_hook_sampled_seconds_total{@engine}[$__rate_interval]))"
+                    " / sum by (engine) (rate(kvledger_hook_sampled_steps_total{@engine}[$__rate_interval]))",
+                    "{{engine}}",
+                ),
+            ),
+            unit="s",
+        ),
+        Panel(
             "Events read",
             "What the hooks tell. A step that equals the one before is only counted, so steady decoding is "
             "nearly silent.",
@@ -281,7 +295,6 @@ HEALTH = Row(
                 Query("sum by (instance) (kvledger_sidecar_unreadable_journals{@sidecar})", "unreadable now"),
             ),
             unit="none",
-            width=12,
         ),
         Panel(
             "Age of the checkpoint",
@@ -293,7 +306,6 @@ HEALTH = Row(
                 ),
             ),
             unit="s",
-            width=12,
         ),
     ),
 )

@@ -384,6 +384,22 @@ GROUPS: tuple[Group, ...] = (
                 read.value(lambda book: book.auditor.ledger.hook_failures),
             ),
             Metric(
+                "kvledger_hook_sampled_seconds",
+                "seconds",
+                "counter",
+                "Time in hooks, in the steps in which it was taken: some in sixty-four.",
+                ENGINE,
+                read.value(lambda book: book.tallies.hook_us / 1e6),
+            ),
+            Metric(
+                "kvledger_hook_sampled_steps",
+                "",
+                "counter",
+                "Steps in which the time in hooks was taken.",
+                ENGINE,
+                read.value(lambda book: book.tallies.hook_steps),
+            ),
+            Metric(
                 "kvledger_check_failures",
                 "",
                 "counter",

@@ -16,6 +16,8 @@ from kvledger.audit.hooks import Hook, Hooks
 
 CENSUS_STEPS = 512
 CENSUS_SECONDS = 30.0
+TIMED_STEPS = 64
+"""Of so many steps some are timed, to say what the hooks cost."""
 
 
 class Observer:
@@ -42,6 +44,8 @@ class Observer:
         self._lived: set[str] = set()
         self._unreported: dict[str, int] = {}
         self._resync = False
+        self._timed_from = 0
+        self._timed_steps = 0
         self._census_step = 0
         self._census_at = self.log.now()
 
@@ -127,6 +131,7 @@ class Observer:
     def _at_rest(self) -> None:
         """Between two steps: a snapshot if one is wanted, a census if one is due."""
         now = self.log.now()
+        self._time_some()
         if self.log.sink.wants_snapshot or self._resync:
             self._restart()
         elif self._step - self._census_step >= CENSUS_STEPS or (
@@ -135,6 +140,26 @@ class Observer:
             self._census(now)
         else:
             self.log.flush(now)
+
+    def _time_some(self) -> None:
+        """Time the hooks until it is asked for again, once in a while."""
+        clock = self.hooks.clock if self.hooks is not None else None
+        if clock is None:
+            return
+        if clock.on:
+            self._timed_steps += self._step - self._timed_from
+            clock.on = False
+        elif not self._step % TIMED_STEPS:
+            self._timed_from = self._step
+            clock.on = True
+
+    def _hook_time(self) -> tuple[int, int]:
+        """Microseconds in hooks, and the steps in which they were timed, since the last time."""
+        if self.hooks is None or not self._timed_steps:
+            return -1, 0
+        told = self.hooks.clock.nanoseconds // 1000, self._timed_steps
+        self.hooks.clock.nanoseconds = self._timed_steps = 0
+        return told
 
     def _census(self, now: int) -> None:
         self._census_step, self._census_at = self._step, now
@@ -151,7 +176,9 @@ class Observer:
         pool = scheduler.kv_cache_manager.block_pool
         waiting = scheduler.get_request_counts()[1]
         free = pool.get_num_free_blocks()
-        self.log.emit(ev.Census(now, self._step, rows, waiting, free, pool.num_gpu_blocks))
+        self.log.emit(
+            ev.Census(now, self._step, rows, waiting, free, pool.num_gpu_blocks, *self._hook_time())
+        )
 
     # --- figures that not every release has -------------------------------------------------------
 

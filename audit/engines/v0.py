@@ -220,7 +220,7 @@ class V0Observer(LookupObserver):
         free = manager.get_num_free_gpu_blocks()
         blocks = getattr(manager, "num_total_gpu_blocks", 0)
         waiting = len(self.scheduler.waiting)
-        self.log.emit(ev.Census(now, self._step, rows, waiting, free, blocks))
+        self.log.emit(ev.Census(now, self._step, rows, waiting, free, blocks, *self._hook_time()))
 
     # --- preemption and the end ---------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -173,3 +174,25 @@ def test_only_a_boundary_may_raise() -> None:
 
     with pytest.raises(AssertionError, match="strict"):
         host.run(1)
+
+
+def test_the_clock_takes_the_observers_time_and_not_the_hosts() -> None:
+    class Slow(Host):
+        def run(self, tokens: int, fast: bool = False) -> int:
+            time.sleep(0.05)
+            return tokens
+
+    class Watching(Watcher):
+        def before(self, *args: Any, **kwargs: Any) -> str:
+            time.sleep(0.001)
+            return ""
+
+    host = Slow()
+    watched = hooks((RUN,), host, Watching())
+    host.run(1)
+    untimed = watched.clock.nanoseconds
+    watched.clock.on = True
+    host.run(1)
+
+    assert 0 == untimed
+    assert 1_000_000 <= watched.clock.nanoseconds < 50_000_000
