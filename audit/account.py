@@ -397,6 +397,8 @@ class Account:
         "settled",
         "settlements",
         "spans",
+        "steady_delivered",
+        "steady_scheduled",
         "suspense",
         "traceparent",
         "unknown",
@@ -456,6 +458,9 @@ class Account:
         self.looked_up_local = 0
         self.matched_external: int | None = 0
         self.lines: list[Line] | None = None
+        # The ledger's counts of steps and outputs up to which a steady account is posted; else -1.
+        self.steady_scheduled = -1
+        self.steady_delivered = -1
 
     def freeze(self) -> Statement:
         """The account as it stands now."""

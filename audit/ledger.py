@@ -172,7 +172,6 @@ class Ledger:
     def __init__(self, *, keep_closed: bool = False, watch: Watch | None = None) -> None:
         self.engine: ev.EngineStarted | None = None
         self.stopped: str | None = None
-        self.open: dict[int, Account] = {}
         self.closed: dict[str, Account] = {}
         self.gaps = 0
         self.hook_failures = 0
@@ -182,6 +181,10 @@ class Ledger:
         self._keep_closed = keep_closed
         self._watch = watch
         self._totals = Totals()
+        self._living: dict[int, Account] = {}
+        self._steady: dict[int, Account] = {}
+        self._scheduled_steps = 0
+        self._delivered_steps = 0
         self._roster: dict[int, Row] = {}
         self._undelivered: deque[dict[int, Row]] = deque()
         self._skip_deliveries = 0
@@ -230,6 +233,13 @@ class Ledger:
         return self._entries
 
     # --- asking ---------------------------------------------------------------------------------
+
+    @property
+    def open(self) -> dict[int, Account]:
+        """The accounts of requests that have not ended, by number, posted up to now."""
+        for account in self._steady.values():
+            self._catch_up(account)
+        return self._living
 
     def account(self, request_id: str) -> Statement | None:
         """The frozen account of a request, open or (if kept) closed; None if never seen."""
@@ -281,7 +291,8 @@ class Ledger:
 
     def _forget(self, reason: str) -> None:
         """From here on nothing is known of what runs, until a snapshot."""
-        for account in self.open.values():
+        self._rouse_all()
+        for account in self._living.values():
             _make_unknown(account, reason)
             account.in_flight.clear()
             account.in_flight_tokens = 0
@@ -402,7 +413,7 @@ class Ledger:
         self._enter(event, account)
 
     def _load_finished(self, event: ev.LoadFinished) -> None:
-        account = self.open.get(event.request)
+        account = self._find(event.request)
         if account is None:
             self._enter(event)  # It had ended: a late completion is of blocks only.
             return
@@ -495,23 +506,27 @@ class Ledger:
             return  # what it differs from was lost
         changed = event.changed
         if changed or event.dropped:
+            for request in event.dropped:
+                self._find(request)
+            rows = [
+                (changed[i], (self._account(changed[i]), changed[i + 1], changed[i + 2]))
+                for i in range(0, len(changed), 4)
+            ]
             roster = dict(self._roster)
             for request in event.dropped:
                 roster.pop(request, None)
-            for i in range(0, len(changed), 4):
-                request = changed[i]
-                account = self.open.get(request) or self._account(request)
-                roster[request] = (account, changed[i + 1], changed[i + 2])
+            roster.update(rows)
             self._roster = roster
         self._schedule()
         for i in range(0, len(changed), 4):
-            account = self.open[changed[i]]
+            account = self._living[changed[i]]
             if account.unknown is None:
                 self._state(account, "scheduled", changed[i + 3])
 
     def _schedule(self) -> None:
         roster = self._roster
         self._undelivered.append(roster)
+        self._scheduled_steps += 1
         for account, tokens, drafts in roster.values():
             life = account.life
             if life is None:
@@ -544,9 +559,11 @@ class Ledger:
             return
         changed = event.changed
         for i in range(0, len(changed), 2):
-            account = self.open.get(changed[i])
+            account = self._find(changed[i])
             if account is not None:
                 account.sampled = changed[i + 1]
+        for request in event.ignored:
+            self._find(request)
         self._deliver(frozenset(event.ignored) if event.ignored else frozenset())
 
     def _deliver(self, ignored: frozenset[int]) -> None:
@@ -555,8 +572,10 @@ class Ledger:
             return
         if not self._undelivered:
             return
+        self._delivered_steps += 1
+        calm: list[Account] = []
         for request, (account, _, _) in self._undelivered.popleft().items():
-            if not account.in_flight:
+            if account.steady_scheduled >= 0 or not account.in_flight:
                 continue
             flight = account.in_flight.popleft()
             tokens = flight.tokens
@@ -580,6 +599,10 @@ class Ledger:
                 account.sequence_tokens += sampled
                 if not account.settled:
                     self._settle(account)
+                if sampled == tokens == 1 and not flight.drafts and self._is_steady(account):
+                    calm.append(account)
+        for account in calm:
+            self._calm(account)
 
     def _reject(self, account: Account, flight: InFlight, rejected: int, heard: bool) -> int:
         account.drafted = True
@@ -601,6 +624,78 @@ class Ledger:
             self._load(account, life, 0, "never_loaded")
         else:
             self._load(account, life, life.pending_end, "failed")
+
+    # --- steady decode: posted when somebody asks ---------------------------------------------------
+    #
+    # A request that only decodes, a token a step, moves every balance by one, and most requests of
+    # most steps do. Such an account is steady: steps and outputs are counted once for all of them,
+    # and the account is posted when an event names it or somebody reads it.
+
+    def _is_steady(self, account: Account) -> bool:
+        """Whether each further step and output, as long as nothing names it, adds one token."""
+        life, row = account.life, self._roster.get(account.request)
+        if life is None or row is None or row[1] != 1 or row[2] or account.lines is not None:
+            return False
+        flights, rows = account.in_flight, account.spans.rows
+        if len(flights) != len(self._undelivered) or not rows or life.pending:
+            return False
+        at = rows[-1].end
+        for place, flight in enumerate(flights):
+            plain = flight.life is life and flight.tokens == 1 and not flight.drafts
+            if not plain or flight.overrun or flight.invalid_from >= 0 or flight.start != at + place:
+                return False
+        last = rows[-1]
+        return (
+            at >= account.prompt_tokens
+            and last.source is COMPUTED
+            and last.life == life.number
+            and account.computed == at + len(flights)
+        )
+
+    def _calm(self, account: Account) -> None:
+        account.steady_scheduled = self._scheduled_steps
+        account.steady_delivered = self._delivered_steps
+        self._steady[account.request] = account
+        del self._roster[account.request]
+
+    def _rouse(self, account: Account) -> None:
+        """By hand from here on, also in the steps that are in flight."""
+        self._catch_up(account)
+        account.steady_scheduled = account.steady_delivered = -1
+        request = account.request
+        del self._steady[request]
+        row: Row = (account, 1, 0)
+        self._roster[request] = row
+        for roster in self._undelivered:
+            roster[request] = row
+
+    def _rouse_all(self) -> None:
+        for account in list(self._steady.values()):
+            self._rouse(account)
+
+    def _catch_up(self, account: Account) -> None:
+        """Post the steps and outputs that there were since."""
+        scheduled = self._scheduled_steps - account.steady_scheduled
+        delivered = self._delivered_steps - account.steady_delivered
+        if not (scheduled or delivered):
+            return
+        account.steady_scheduled, account.steady_delivered = self._scheduled_steps, self._delivered_steps
+        life, flights = account.life, account.in_flight
+        assert life is not None
+        account.computed += scheduled
+        account.scheduled += scheduled
+        life.scheduled += scheduled
+        account.in_flight_tokens += scheduled - delivered
+        account.sequence_tokens += delivered
+        account.first_output += delivered
+        account.spans.rows[-1].end += delivered
+        depth = len(flights) + scheduled - delivered
+        while len(flights) > depth:
+            flights.pop()
+        while len(flights) < depth:
+            flights.append(InFlight(0, 1, 0, life))
+        for start, flight in enumerate(flights, account.computed - depth):
+            flight.start = start
 
     def _execute_in_vain(self, account: Account, flight: InFlight, tokens: int) -> None:
         """Executed after its life was over, or above a load that failed: at once lost again."""
@@ -668,6 +763,8 @@ class Ledger:
         self.step += times
         times -= by_hand
         if times:
+            self._scheduled_steps += times
+            self._delivered_steps += times
             for account, tokens, drafts in self._roster.values():
                 self._repeat(account, tokens, drafts, times)
 
@@ -787,7 +884,7 @@ class Ledger:
             account.spans.truncate(account.spans.end - beyond)
 
     def _close(self, request: int, account: Account) -> None:
-        self.open.pop(request, None)
+        self._living.pop(request, None)
         self._totals.add(account)
         if self._keep_closed:
             self.closed[account.request_id] = account
@@ -798,14 +895,17 @@ class Ledger:
         self.step = event.step
         rows = event.rows
         for i in range(0, len(rows), 5):
-            account = self.open.get(rows[i])
+            account = self._living.get(rows[i])
             if account is not None:
+                if account.steady_scheduled >= 0:
+                    self._catch_up(account)
                 self._state(account, "census", *rows[i + 1 : i + 5])
         self._enter(event)
 
     def _snapshot(self, event: ev.Snapshot) -> None:
         """A reader that came along checks it as a census; one that begins here starts from it."""
         self.step = event.step
+        self._rouse_all()
         begins_here = self._blind is not None or not (self._undelivered or self._roster)
         self._roster = {}
         self._blind = None
@@ -814,7 +914,7 @@ class Ledger:
         named = set()
         for row in event.rows:
             named.add(row.request)
-            account = self.open.get(row.request)
+            account = self._living.get(row.request)
             if account is None:
                 account = self._open(row.request, row.request_id, row.prompt_tokens)
                 if not row.fresh:
@@ -831,7 +931,7 @@ class Ledger:
                     row.placeholder_tokens,
                     row.sequence_tokens,
                 )
-        for request in [r for r in self.open if r not in named]:
+        for request in [r for r in self._living if r not in named]:
             self._vanish(request)
         self._enter(event)
 
@@ -844,7 +944,7 @@ class Ledger:
 
     def _vanish(self, request: int) -> None:
         """It ended where nobody saw it."""
-        account = self.open[request]
+        account = self._account(request)
         _make_unknown(account, "its end was not seen")
         account.outcome = "unknown"
         account.closed_at = self.at
@@ -875,18 +975,25 @@ class Ledger:
     # --- helpers -------------------------------------------------------------------------------------
 
     def _open(self, request: int, request_id: str, prompt_tokens: int) -> Account:
-        if request in self.open:
+        if request in self._living:
             self._vanish(request)
         account = Account(request, request_id, prompt_tokens, self.at)
         if self._watch is not None and self._watch(request_id):
             account.lines = []
         if self._blind is not None:
             _make_unknown(account, self._blind)
-        self.open[request] = account
+        self._living[request] = account
+        return account
+
+    def _find(self, request: int) -> Account | None:
+        """The open account of a request, posted up to now and by hand from here on."""
+        account = self._living.get(request)
+        if account is not None and account.steady_scheduled >= 0:
+            self._rouse(account)
         return account
 
     def _account(self, request: int) -> Account:
-        account = self.open.get(request)
+        account = self._find(request)
         if account is None:
             account = self._open(request, f"#{request}", 0)
             _make_unknown(account, "its arrival was not seen")
