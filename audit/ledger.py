@@ -30,7 +30,7 @@ from kvledger.audit.account import (
 )
 
 
-class Stated(NamedTuple):
+class Stated(msgspec.Struct, frozen=True, gc=False):
     """The engine's figures beside the ledger's, at one named instant.
 
     ``instant``: ``admitted``, ``scheduled``, ``rolled back``, ``loaded``, ``preempted``,
@@ -68,7 +68,7 @@ class Counted(NamedTuple):
     source: str
 
 
-class Entry(NamedTuple):
+class Entry(msgspec.Struct, frozen=True, gc=False):
     """What one event meant: its subject, and the account as it stood right after posting."""
 
     number: int
@@ -128,14 +128,19 @@ class Totals(msgspec.Struct):
         self.first_output += account.first_output
         self.rejected += account.rejected
         self.overrun += account.overrun
-        self.in_flight += sum(f.tokens for f in account.in_flight if not f.overrun)
+        if account.in_flight:
+            self.in_flight += sum(f.tokens for f in account.in_flight if not f.overrun)
         self.hit_again += account.hit_again
         self.loaded_again += account.loaded_again
         self.promised += account.promised
         self.loaded += account.loaded
-        _merge(self.rework, account.rework)
-        _merge(self.voided, account.voided)
-        _merge(self.discarded, account.discarded)
+        for sums, tokens in (
+            (self.rework, account.rework),
+            (self.voided, account.voided),
+            (self.discarded, account.discarded),
+        ):
+            if tokens:
+                _merge(sums, tokens)
 
     def merge(self, other: Totals) -> None:
         """Add another's sums."""
@@ -259,6 +264,11 @@ class Ledger:
         """When the last event posted happened, Unix time; 0 before the first."""
         started = self.engine
         return started.wall_seconds + (self.at - started.at) / 1e6 if started else 0.0
+
+    @property
+    def ended(self) -> Totals:
+        """Sums over the accounts of ended requests, which only ever rise."""
+        return self._totals
 
     def totals(self) -> Totals:
         """Sums over all accounts ever seen, open ones included."""
@@ -876,9 +886,8 @@ class Ledger:
 
     def _past_the_end(self, account: Account, end: int) -> None:
         """Drafts accepted beyond a stop were executed past the end of the sequence: overrun."""
-        beyond = account.spans.end - max(end, account.prompt_tokens)
-        beyond = min(max(0, beyond), account.first_output)
-        if beyond:
+        beyond = min(account.spans.end - max(end, account.prompt_tokens), account.first_output)
+        if beyond > 0:
             account.first_output -= beyond
             account.overrun += beyond
             account.spans.truncate(account.spans.end - beyond)
@@ -957,6 +966,7 @@ class Ledger:
 
     def forget_steps(self) -> None:
         """Let go of the steps, and of the ended requests in them: there will be no more."""
+        self._rouse_all()
         self._roster = {}
         self._undelivered.clear()
 
@@ -993,8 +1003,11 @@ class Ledger:
         return account
 
     def _account(self, request: int) -> Account:
-        account = self._find(request)
-        if account is None:
+        account = self._living.get(request)
+        if account is not None:
+            if account.steady_scheduled >= 0:
+                self._rouse(account)
+        else:
             account = self._open(request, f"#{request}", 0)
             _make_unknown(account, "its arrival was not seen")
         return account

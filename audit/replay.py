@@ -54,7 +54,6 @@ class Book:
         self.path = path
         self.tallies = Tallies()
         self.auditor = Auditor(keep_closed=True, watch=watch, sighted=self._sighted)
-        self.closed = Totals()
         self.requests: dict[tuple[str, str], int] = {}
         self.reconciliation = Reconciliation()
         self.accounts: list[Account] = []
@@ -106,7 +105,6 @@ class Book:
         closed = self.auditor.ledger.closed
         for account in closed.values():
             verdict = self._verdict(account)
-            self.closed.add(account)
             kind = (verdict, account.outcome or "unknown")
             self.requests[kind] = self.requests.get(kind, 0) + 1
             self.tallies.close(account, verdict, event)
@@ -148,7 +146,6 @@ class Book:
     def absorb(self, other: Book) -> None:
         """Add the sums of another engine, which has ended, so that it can be let go."""
         self.auditor.absorb(other.auditor)
-        self.closed.merge(other.closed)
         self.reconciliation.merge(other.reconciliation)
         self.tallies.merge(other.tallies)
         self.events += other.events
@@ -161,6 +158,11 @@ class Book:
         """No more will come: reconcile what is still open as it stands."""
         for account in self.auditor.ledger.open.values():
             self._sort(account)
+
+    @property
+    def closed(self) -> Totals:
+        """Totals of the requests that have ended."""
+        return self.auditor.ledger.ended
 
     @property
     def remarks(self) -> list[str]:
