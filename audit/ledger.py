@@ -246,6 +246,11 @@ class Ledger:
             self._catch_up(account)
         return self._living
 
+    @property
+    def named(self) -> dict[int, Account]:
+        """As :attr:`open`, where only those that the last event named are sure to be posted up to now."""
+        return self._living
+
     def account(self, request_id: str) -> Statement | None:
         """The frozen account of a request, open or (if kept) closed; None if never seen."""
         for account in self.open.values():

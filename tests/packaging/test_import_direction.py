@@ -71,6 +71,8 @@ RULES = LEFTWARD | {
     "audit.replay": OUTER,
     "audit.state": OUTER,
     "audit.checkpoint": OUTER,
+    "audit.parallel": OUTER,
+    "audit.windows": OUTER,
     "audit.pytest_plugin": OUTER._replace(libraries=frozenset({"pytest"})),
     "audit.demo": OUTER._replace(libraries=MSGSPEC | HOST),
     "audit.conformance": OUTER._replace(libraries=MSGSPEC | HOST),
