@@ -16,6 +16,7 @@ They differ after a failed load: what was executed above it had come to be, but 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -461,6 +462,23 @@ class Account:
         # The ledger's counts of steps and outputs up to which a steady account is posted; else -1.
         self.steady_scheduled = -1
         self.steady_delivered = -1
+
+    def waits(self, until: int) -> Iterator[tuple[int, int]]:
+        """Every stretch in which it was there and had no life; while it is open, ``until``.
+
+        Microseconds since the engine started.
+        """
+        since, end = self.added_at, self.closed_at if self.closed_at >= 0 else until
+        for life in self.lives:
+            if life.began_at > since:
+                yield since, life.began_at
+            since = life.ended_at if life.ended_at >= 0 else end
+        if end > since:
+            yield since, end
+
+    def waited(self, until: int) -> int:
+        """All of :meth:`waits`, in microseconds."""
+        return sum(end - start for start, end in self.waits(until))
 
     def freeze(self) -> Statement:
         """The account as it stands now."""

@@ -260,6 +260,11 @@ class Book:
         return self.engine.wall_seconds if self.engine else 0.0
 
     @property
+    def model(self) -> str:
+        """The model that the engine serves, "" where that was not said."""
+        return str(self.engine.configuration.get("model", "")) if self.engine else ""
+
+    @property
     def meanings(self) -> dict[str, str]:
         """By figure that the engine reports, what its release means by it."""
         return {figure: row.says for figure, row in self._meanings().items()}
