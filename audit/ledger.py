@@ -454,6 +454,7 @@ class Ledger:
                 self._void(account, life, kept, life.pending_end, "failed")
                 life.pending_end = kept
             account.spans.revoke(valid, life.number)
+            life.invalid_from = valid if life.invalid_from < 0 else min(valid, life.invalid_from)
             promise_end = life.local + max(0, life.external)
             self._lose(account, valid, account.computed, "load_failed", promise_end)
             for flight in account.in_flight:
@@ -479,6 +480,7 @@ class Ledger:
 
     def _void(self, account: Account, life: Life, start: int, end: int, cause: str) -> None:
         tokens = end - start
+        life.voids.append((start, end, cause))
         _add(life.voided, cause, tokens)
         _add(account.voided, cause, tokens)
         self._line(account, f"promise of {tokens} void: {cause.replace('_', ' ')}")
@@ -739,12 +741,16 @@ class Ledger:
             in_prompt = max(0, min(high, prompt) - low)
             account.first_prompt += in_prompt
             account.first_output += high - low - in_prompt
+            if in_prompt:
+                account.executed_first.append((low, low + in_prompt, life.number))
         if new < end - start:
             again = _without(start, end, gaps)
-            for cause, tokens in account.losses.tally(again).items():
-                _add(account.rework, cause, tokens)
+            for low, high, cause in account.losses.split(again):
+                _add(account.rework, cause, high - low)
                 if cause == "unknown":
-                    account.suspense += tokens
+                    account.suspense += high - low
+                if low < prompt:
+                    account.executed_again.append((low, min(high, prompt), cause))
 
     def _settle(self, account: Account) -> None:
         tally = account.spans.tally(account.carried, account.prompt_tokens)
