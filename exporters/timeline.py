@@ -22,6 +22,7 @@ from kvledger.audit.catalogue import Violation
 from kvledger.audit.journal import Reader
 from kvledger.audit.replay import Book, find
 from kvledger.audit.windows import EVERYTHING, Window
+from kvledger.exporters.crowd import Crowd
 from kvledger.exporters.files import whole
 
 Slice = dict[str, Any]
@@ -59,8 +60,7 @@ class _Track:
         self.path = path
         self.window = window
         self.began = _start(path)
-        self._open = 0
-        self._running: set[int] = set()
+        self._crowd = Crowd()
         self._flows = 0
         self._found: dict[str | None, list[Violation]] = {}
 
@@ -127,27 +127,12 @@ class _Track:
             yield _mark(violation.at, violation.id, track, {"says": violation.message})
 
     def _counters(self, event: ev.Event) -> Iterator[Slice]:
-        """How many run and wait, when that changes. Whoever was scheduled since it waited runs."""
-        before = self._open, len(self._running)
-        match event:
-            case ev.Snapshot():
-                self._open, self._running = len(event.rows), set()
-            case ev.RequestAdded():
-                self._open += 1
-            case ev.Stepped():
-                self._running.update(event.changed[::4])
-            case ev.Preempted():
-                self._running.discard(event.request)
-            case ev.RolledBack() if event.cause == "session":
-                self._running.discard(event.request)
-            case ev.Finished():
-                self._open -= 1
-                self._running.discard(event.request)
-            case ev.Census():
-                yield _counter(event.at, "free blocks", {"free": event.free_blocks})
-        running = len(self._running)
-        if before != (self._open, running):
-            yield _counter(event.at, "requests", {"running": running, "waiting": self._open - running})
+        """How many run and wait, when that changes."""
+        if isinstance(event, ev.Census):
+            yield _counter(event.at, "free blocks", {"free": event.free_blocks})
+        if self._crowd.feed(event):
+            counts = {"running": self._crowd.running, "waiting": self._crowd.waiting}
+            yield _counter(event.at, "requests", counts)
 
 
 def _figures(life: Life) -> dict[str, Any]:
