@@ -178,6 +178,14 @@ class Book:
         for reason, requests in other.unknown.items():
             self.unknown[reason] = self.unknown.get(reason, 0) + requests
 
+    def remark(self, reader: Reader) -> None:
+        """Note how ``reader`` came to its end."""
+        self.notes += [str(damage) for damage in reader.damage]
+        if not reader.ended:
+            self.notes.append("the engine is alive, this is up to now")
+        elif not reader.stopped:
+            self.notes.append("the engine did not end in good order, its last moments may be missing")
+
     def finish(self) -> None:
         """No more will come: reconcile what is still open as it stands."""
         for account in self.open():
@@ -379,11 +387,7 @@ def _replay(path: Path, *, keep: bool, watch: Watch | None, window: Window) -> B
     book = Book(path, keep=keep, watch=watch, window=window)
     with Reader(path) as reader:
         book.read(reader)
-        book.notes += [str(damage) for damage in reader.damage]
-        if not reader.ended:
-            book.notes.append("the engine is alive, this is up to now")
-        elif not reader.stopped:
-            book.notes.append("the engine did not end in good order, its last moments may be missing")
+        book.remark(reader)
     book.finish()
     return book
 

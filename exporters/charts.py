@@ -42,11 +42,16 @@ def bars(label: str, rows: Sequence[tuple[str, float, str]], kind: int = 0) -> s
     """A horizontal bar a row: its name, its length, and what is said of it."""
     most = max([length for _, length, _ in rows] or [0]) or 1
     lines = "".join(
-        f'<div class="bar"><span>{escape(name)}</span><i><b class="k{kind}" '
-        f'style="width:{100 * length / most:.2f}%"></b></i><em>{escape(said)}</em></div>'
+        f'<div class="bar"><span>{escape(name)}</span><i>{_bar(length / most, kind)}</i>'
+        f"<em>{escape(said)}</em></div>"
         for name, length, said in rows
     )
     return f'<div class="bars" role="img" aria-label="{escape(label)}">{lines}</div>'
+
+
+def _bar(part: float, kind: int) -> str:
+    """Nothing for nothing; a hair's breadth at least for something."""
+    return f'<b class="k{kind}" style="width:{100 * part:.2f}%"></b>' if part else ""
 
 
 def parts(label: str, rows: Sequence[tuple[str, int]]) -> str:
@@ -63,7 +68,8 @@ def parts(label: str, rows: Sequence[tuple[str, int]]) -> str:
         f" <small>{tokens:,}</small></li>"
         for place, (name, tokens) in enumerate(rows)
     )
-    return f'<div class="parts" role="img" aria-label="{escape(label)}">{cut}</div><ul class="legend">{told}</ul>'
+    bar = f'<div class="parts" role="img" aria-label="{escape(label)}">{cut}</div>'
+    return f'{bar}<ul class="legend">{told}</ul>'
 
 
 def _figure(label: str, drawn: str, scale: str, ends: str, names: list[str], data: str) -> str:
