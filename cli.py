@@ -21,8 +21,9 @@ BAD_INPUT = 2
 OWN_BUG = 70
 EXTRAS = {
     "analysis": ("pandas", "plotly", "pyarrow"),
-    "vllm": ("torch", "vllm"),
+    "fleet": ("dask", "distributed", "fsspec"),
     "lmcache": ("lmcache",),
+    "vllm": ("torch", "vllm"),
     "web": ("bcrypt", "yaml"),
 }
 INTERRUPTED = 130

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -21,6 +22,14 @@ WORTH_BYTES = 8 << 20
 """Less than this altogether is read sooner than processes start."""
 
 Result = TypeVar("Result")
+
+
+_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+:/")
+
+
+def is_remote(path: Path) -> bool:
+    """Whether this is an address such as ``s3://bucket/folder`` and no file here."""
+    return _ADDRESS.match(str(path)) is not None and not path.exists()
 
 
 class Run(Protocol):

@@ -24,7 +24,7 @@ from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import EngineStarted, Event, Finished
 from kvledger.audit.journal import Batch, Reader, find_journals
 from kvledger.audit.ledger import Totals, Watch
-from kvledger.audit.parallel import Run, here
+from kvledger.audit.parallel import Run, here, is_remote
 from kvledger.audit.tallies import TALLIED, Tallies
 from kvledger.audit.windows import EVERYTHING, Window
 
@@ -358,14 +358,15 @@ def audit_paths(
 def find(paths: Iterable[Path]) -> list[Path]:
     """Every journal at or under ``paths``, each once. Raises :class:`LedgerError` if there is none.
 
-    A path that is not there and has ``*``, ``?`` or ``[`` in it is a pattern, as in a shell.
+    An address elsewhere is taken for a journal's. A path that is not there and has ``*``, ``?`` or
+    ``[`` in it is a pattern, as in a shell.
     """
     return list(dict.fromkeys(journal for path in paths for one in named(path) for journal in _journals(one)))
 
 
 def named(path: Path) -> list[Path]:
     """The path itself, or what there is for it as a pattern."""
-    if not has_magic(str(path)) or path.exists():
+    if is_remote(path) or not has_magic(str(path)) or path.exists():
         return [path]
     found = sorted(map(Path, glob(str(path), recursive=True)))
     if not found:
@@ -375,6 +376,8 @@ def named(path: Path) -> list[Path]:
 
 def _journals(path: Path) -> list[Path]:
     """The journals at or under ``path``, or under those of the demo that left this folder."""
+    if is_remote(path):
+        return [path]
     try:
         return find_journals([path])
     except LedgerError:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvledger.audit.parallel import Processes, Run
+from kvledger.audit.parallel import Processes, Run, is_remote
 from kvledger.exporters.terminal import console
 
 Result = TypeVar("Result")
@@ -19,17 +19,28 @@ Result = TypeVar("Result")
 def reading(paths: Sequence[Path], jobs: int = 0, scheduler: str = "") -> Iterator[tuple[list[Path], Run]]:
     """The paths to read, and how: ``jobs`` processes here, or the workers of a Dask ``scheduler``.
 
-    On a terminal a bar on standard error counts journals. Raises :class:`LedgerError`.
+    Addresses of other places are journals' by then. On a terminal a bar on standard error counts
+    journals. Raises :class:`LedgerError`.
     """
-    run: Run = Processes(jobs)
-    places = list(paths)
-    out = console(stderr=True)
-    if not out.is_terminal:
+    with ExitStack() as stack:
+        run: Run = Processes(jobs)
+        if scheduler:
+            from kvledger.exporters.fleet import Fleet
+
+            run = stack.enter_context(closing(Fleet(scheduler)))
+        places = list(paths)
+        if any(map(is_remote, places)):
+            from kvledger.exporters import remote
+
+            run = remote.fetching(run)
+            places = [
+                one for path in places for one in (remote.journals(path) if is_remote(path) else [path])
+            ]
+        out = console(stderr=True)
+        if out.is_terminal:
+            columns = (TextColumn("reading journals"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            run = _shown(run, stack.enter_context(Progress(*columns, console=out, transient=True)))
         yield places, run
-        return
-    columns = (TextColumn("reading journals"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=out, transient=True) as bar:
-        yield places, _shown(run, bar)
 
 
 def _shown(run: Run, bar: Progress) -> Run:
