@@ -74,7 +74,9 @@ def _format(*known: str) -> Any:
 
     def check(value: str) -> str:
         if value not in known:
-            raise typer.BadParameter(f"{value!r} is none of {', '.join(known)}.")
+            *others, last = known
+            words = f"neither {others[0]} nor" if len(known) == 2 else f"none of {', '.join(others)} and"
+            raise typer.BadParameter(f"{value!r} is {words} {last}.")
         return value
 
     return typer.Option(
@@ -484,7 +486,7 @@ def completion(
 
     For bash, once: kvledger completion bash >> ~/.bashrc
     """
-    from typer.completion import get_completion_script
+    from typer.completion import get_completion_script  # type: ignore[attr-defined]
 
     if shell not in SHELLS:
         raise typer.BadParameter(f"{shell!r} is none of {', '.join(SHELLS)}.")
@@ -530,7 +532,7 @@ def main() -> NoReturn:
     try:
         words = [word for word in sys.argv[1:] if word != "--debug"]
         if COMPLETE in os.environ:
-            from typer.completion import completion_init
+            from typer.completion import completion_init  # type: ignore[attr-defined]
 
             completion_init()
         code = app(words, prog_name="kvledger", standalone_mode=False) or 0

@@ -189,7 +189,7 @@ def _over_time(series: Series) -> Iterator[str]:
 
     local, external, computed, unattained = map(count, ("local", "external", "computed", "unattained"))
     wholes = [sum(column) for column in zip(local, external, computed, unattained, strict=True)]
-    rates = {
+    rates: dict[str, charts.Values] = {
         name: [share(part, whole) for part, whole in zip(parts, wholes, strict=True)]
         for name, parts in (("local", local), ("external", external))
     }

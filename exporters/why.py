@@ -178,7 +178,9 @@ def drawn(found: Why) -> Group:
         beside += f" {counted(found.unknown, 'request')} unknown, in no figure."
     parts: list[RenderableType] = [title("Why prompt tokens were no hits", LEGEND), table, Text(beside)]
     said = notes(found.notes)
-    return Group(*parts, *([Text(), said] if said else []))
+    if said is not None:
+        parts += [Text(), said]
+    return Group(*parts)
 
 
 def as_csv(found: Why) -> str:
