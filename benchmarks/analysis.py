@@ -59,9 +59,9 @@ def _peak(usage: resource.struct_rusage) -> int:
     return usage.ru_maxrss * 1024
 
 
-def startup(rounds: int) -> float:
-    """CPU seconds that a command takes which reads nothing to speak of."""
-    return median(kvledger("version").cpu_seconds for _ in range(rounds))
+def startup(verb: str, nearly_none: Path, rounds: int) -> float:
+    """CPU seconds that a command takes before it reads: it imports the same and reads next to nothing."""
+    return median(kvledger(verb, nearly_none, "--format", "json").cpu_seconds for _ in range(rounds))
 
 
 def duckdb_totals(parquet: Path) -> tuple[float, dict[str, int]]:
@@ -81,6 +81,7 @@ def rows(folder: Path, requests: int, rounds: int) -> Iterator[tuple[str, str, s
     write_trace(many, requests)
     yield f"making {requests:,} requests", f"{time.monotonic() - began:.1f} s", ""
     write_trace(few, min(FEW, requests))
+    write_trace(folder / "nearly-none", 10)
     write_trace(fleet, requests, engines=ENGINES, jobs=2)
     for verb in ("audit", "summary"):
         small: list[float] = []
@@ -90,7 +91,7 @@ def rows(folder: Path, requests: int, rounds: int) -> Iterator[tuple[str, str, s
             small += (kvledger(verb, few, "--format", "json").cpu_seconds for _ in range(5))
             large.append(kvledger(verb, many, "--format", "json"))
             small += (kvledger(verb, few, "--format", "json").cpu_seconds for _ in range(5))
-        start = startup(5)
+        start = startup(verb, folder / "nearly-none", 5)
         wall = median(run.wall_seconds for run in large)
         peak = max(run.peak_bytes for run in large)
         each = (median(run.cpu_seconds for run in large) - start) / requests
