@@ -311,7 +311,7 @@ class Audit:
         """Sums over all accounts of all engines."""
         totals = Totals()
         for book in self.books:
-            add(totals, book.totals())
+            totals.merge(book.totals())
         return totals
 
     @property
@@ -333,11 +333,6 @@ class Audit:
         if len(self.books) == 1:
             return self.books[0].remarks
         return [f"{book.path.name}: {note}" for book in self.books for note in book.remarks]
-
-
-def add(totals: Totals, more: Totals) -> None:
-    """Add ``more`` to ``totals``."""
-    totals.merge(more)
 
 
 def audit_paths(

@@ -24,7 +24,7 @@ from kvledger.audit.errors import LedgerError
 from kvledger.audit.journal import Reader
 from kvledger.audit.ledger import Totals
 from kvledger.audit.parallel import Run, here
-from kvledger.audit.replay import Book, add, find, named
+from kvledger.audit.replay import Book, find, named
 from kvledger.audit.windows import EVERYTHING, Window
 from kvledger.exporters.audit_report import share
 from kvledger.exporters.tables import hour_name
@@ -87,7 +87,7 @@ class Sums(msgspec.Struct):
 
     def merge(self, more: Sums) -> None:
         """Add all that ``more`` holds."""
-        add(self.totals, more.totals)
+        self.totals.merge(more.totals)
         self.waited += more.waited
 
     def row(self, group: str) -> Row:
