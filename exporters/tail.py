@@ -36,6 +36,9 @@ RATE_SECONDS = 30.0
 NEWEST = 5
 
 
+Tick = Callable[[], None]
+
+
 class _Followed:
     """One journal: its book, who runs, and the sums of a while ago."""
 
@@ -45,7 +48,7 @@ class _Followed:
         self.crowd = Crowd()
         self.before: deque[tuple[int, Totals]] = deque()
 
-    def poll(self) -> list[Violation]:
+    def poll(self, tick: Tick) -> list[Violation]:
         """Take in what is there by now; the findings that are new."""
         found: list[Violation] = []
         for batch, new in self.book.batches(self.reader):
@@ -53,6 +56,7 @@ class _Followed:
             for event in batch.events:
                 self.crowd.feed(event)
             self._remember()
+            tick()
         return found
 
     def _remember(self) -> None:
@@ -85,10 +89,10 @@ class Tail:
         self.newest: deque[Violation] = deque(maxlen=NEWEST)
         self._find()
 
-    def poll(self) -> list[Violation]:
-        """Take in what is there by now; the findings that are new."""
+    def poll(self, tick: Tick = lambda: None) -> list[Violation]:
+        """Take in what is there by now, with a ``tick`` for each batch; the findings that are new."""
         self._find()
-        found = [violation for one in self.followed.values() for violation in one.poll()]
+        found = [violation for one in self.followed.values() for violation in one.poll(tick)]
         self.newest.extend(found)
         return found
 
@@ -195,9 +199,17 @@ def follow(
 def _until_ended(
     tail: Tail, wait: bool, poll_seconds: float, show: Callable[[list[Violation]], None]
 ) -> None:
-    said = False
+    said, shown = False, time.monotonic()
+
+    def tick() -> None:
+        """A journal that was written for hours takes a while to read: show how far it is."""
+        nonlocal shown
+        if time.monotonic() - shown >= poll_seconds:
+            shown = time.monotonic()
+            show([])
+
     while True:
-        found = tail.poll()
+        found = tail.poll(tick)
         if found or not (said and tail.ended):
             show(found)
         said = tail.ended
