@@ -149,7 +149,7 @@ def audit(
 
     chosen = window(since, until)
     with _reading(paths, jobs, scheduler) as (places, run):
-        found = report(audit_paths(places, window=chosen, run=run))
+        found = report(audit_paths(places, window=chosen, tally=False, run=run))
     if format == "json":
         typer.echo(as_json(found))
     else:

@@ -46,7 +46,7 @@ class Book:
 
     ``closed`` are the totals of ended requests, ``requests`` their number by verdict and outcome,
     ``unknown`` the number of unknown ones by the reason; with a ``window`` only of those in it.
-    ``tallies`` is what metrics need beyond, whatever the window.
+    ``tallies`` is what metrics need beyond, whatever the window; without ``tally`` it stays empty.
     ``on_closed`` are told of every account that closes, with its verdict, before it is let go.
     ``beside`` is what the engine's own counters say, for whoever scrapes them.
     ``read_seconds`` is when the journal was last read to its end (0.0: never), Unix time,
@@ -56,7 +56,13 @@ class Book:
     """
 
     def __init__(
-        self, path: Path, *, keep: bool = False, watch: Watch | None = None, window: Window = EVERYTHING
+        self,
+        path: Path,
+        *,
+        keep: bool = False,
+        watch: Watch | None = None,
+        window: Window = EVERYTHING,
+        tally: bool = True,
     ) -> None:
         self.path = path
         self.window = window
@@ -73,6 +79,7 @@ class Book:
         self.read_seconds = 0.0
         self.checkpoint_seconds = 0.0
         self._keep = keep
+        self._tally = tally
         self._chosen = Totals()
         self._found: dict[str, bool] = {}
 
@@ -80,7 +87,7 @@ class Book:
         """Audit one event; the findings that are new."""
         auditor = self.auditor
         found = auditor.feed(event, number)
-        tally = TALLIED.get(type(event))
+        tally = TALLIED.get(type(event)) if self._tally else None
         if tally is not None:
             tally(self.tallies, event, auditor.ledger.named)
         if found and self.window.bounded:
@@ -119,7 +126,8 @@ class Book:
         for account in closed.values():
             verdict = self._verdict(account)
             kind = (verdict, account.outcome or "unknown")
-            self.tallies.close(account, verdict, event)
+            if self._tally:
+                self.tallies.close(account, verdict, event)
             self.auditor.violating.discard(account.request)
             if bounded and not self._choose(account):
                 continue
@@ -341,13 +349,14 @@ def audit_paths(
     keep: bool = False,
     watch: Watch | None = None,
     window: Window = EVERYTHING,
+    tally: bool = True,
     run: Run = here,
 ) -> Audit:
     """Replay every journal at or under ``paths``. Raises :class:`LedgerError` if there is none.
 
     ``run`` says who replays them; what is kept and watched must be replayed here.
     """
-    return Audit(list(run(partial(_replay, keep=keep, watch=watch, window=window), find(paths))))
+    return Audit(list(run(partial(_replay, keep=keep, watch=watch, window=window, tally=tally), find(paths))))
 
 
 def find(paths: Iterable[Path]) -> list[Path]:
@@ -381,8 +390,8 @@ def _journals(path: Path) -> list[Path]:
         return find_journals([path / JOURNAL])
 
 
-def _replay(path: Path, *, keep: bool, watch: Watch | None, window: Window) -> Book:
-    book = Book(path, keep=keep, watch=watch, window=window)
+def _replay(path: Path, *, keep: bool, watch: Watch | None, window: Window, tally: bool) -> Book:
+    book = Book(path, keep=keep, watch=watch, window=window, tally=tally)
     with Reader(path) as reader:
         book.read(reader)
         book.remark(reader)

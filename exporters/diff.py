@@ -59,7 +59,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 def compare(before: Sequence[Path], after: Sequence[Path]) -> Comparison:
     """Audit both. Raises :class:`LedgerError` for a path that holds no journal."""
-    one, other = audit_paths(before), audit_paths(after)
+    one, other = audit_paths(before, tally=False), audit_paths(after, tally=False)
     figures = [
         msgspec.structs.replace(was, after=now.before)
         for was, now in zip(_figures(one), _figures(other), strict=True)

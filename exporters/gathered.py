@@ -53,7 +53,7 @@ class _Part:
     """One journal's part."""
 
     def __init__(self, path: Path, window: Window) -> None:
-        self.book = Book(path, keep=True, window=window)
+        self.book = Book(path, keep=True, window=window, tally=False)
         self.tally = Tally()
         self.series = Series()
         self.waits = [0] * (len(WAITS) + 1)

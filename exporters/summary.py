@@ -148,7 +148,7 @@ def summarize(
 
 
 def _of_journal(path: Path, by: str, window: Window) -> Groups:
-    book = Book(path, keep=True, window=window)
+    book = Book(path, keep=True, window=window, tally=False)
     key = _key(by, book)
     groups: Groups = {}
     last = 0

@@ -141,7 +141,7 @@ class _Trace:
         self.path = path
         self._wanted = wanted
         everybody = (lambda _: True) if "entries" in wanted else None
-        self._book = Book(path, keep=True, watch=everybody, window=window)
+        self._book = Book(path, keep=True, watch=everybody, window=window, tally=False)
         self._last = 0
         self._scheduled: dict[int, tuple[int, int]] = {}
         self._step = 0

@@ -72,7 +72,7 @@ class _Track:
             yield {"pid": self.number, **event}
 
     def _events(self) -> Iterator[Slice]:
-        book = Book(self.path, keep=True, window=self.window)
+        book = Book(self.path, keep=True, window=self.window, tally=False)
         last = 0
         with Reader(self.path) as reader:
             for batch, found in book.batches(reader):

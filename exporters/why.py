@@ -144,7 +144,7 @@ def block_size(book: Book) -> int:
 
 
 def _of_journal(path: Path, window: Window) -> Tally:
-    book, tally = Book(path, keep=True, window=window), Tally()
+    book, tally = Book(path, keep=True, window=window, tally=False), Tally()
     with Reader(path) as reader:
         for _ in book.batches(reader):
             for account in book.accounts:
