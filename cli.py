@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -21,11 +21,14 @@ BAD_INPUT = 2
 OWN_BUG = 70
 EXTRAS = {
     "analysis": ("pandas", "plotly", "pyarrow"),
-    "vllm": ("torch", "vllm"),
+    "fleet": ("dask", "distributed", "fsspec"),
     "lmcache": ("lmcache",),
+    "vllm": ("torch", "vllm"),
     "web": ("bcrypt", "yaml"),
 }
 INTERRUPTED = 130
+COMPLETE = "_KVLEDGER_COMPLETE"
+SHELLS = ("bash", "zsh", "fish")
 READER_GONE = 141
 
 EPILOG = (
@@ -54,7 +57,61 @@ JournalPaths = Annotated[
 JournalPath = Annotated[
     Path, typer.Argument(metavar="PATH", show_default=False, help="A journal, or a folder of them.")
 ]
+TracePaths = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="PATH...",
+        show_default=False,
+        help="Journals, folders of them, patterns, or folders that export wrote.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+TEXT, TABLE = ("text", "json"), ("table", "json", "csv")
+
+
+def _format(*known: str) -> Any:
+    """An option of the ``known`` formats, the first of which is for a person."""
+
+    def check(value: str) -> str:
+        if value not in known:
+            *others, last = known
+            words = f"neither {others[0]} nor" if len(known) == 2 else f"none of {', '.join(others)} and"
+            raise typer.BadParameter(f"{value!r} is {words} {last}.")
+        return value
+
+    return typer.Option(
+        "--format", metavar="|".join(known), callback=check, help="For a person or a machine."
+    )
+
+
+Since = Annotated[
+    str,
+    typer.Option(
+        "--since",
+        metavar="TIME",
+        show_default=False,
+        help="Only requests that ended then or later: ISO, or 15m.",
+    ),
+]
+Until = Annotated[
+    str,
+    typer.Option(
+        "--until", metavar="TIME", show_default=False, help="Only requests that ended before: ISO, or 15m."
+    ),
+]
+Jobs = Annotated[
+    int,
+    typer.Option("--jobs", "-j", metavar="N", show_default=False, help="Processes. Default: one a core."),
+]
+Scheduler = Annotated[
+    str,
+    typer.Option(
+        "--scheduler",
+        metavar="ADDRESS",
+        show_default=False,
+        help="Read the journals on the workers of this Dask scheduler.",
+    ),
+]
 
 
 def _print_version(wanted: bool) -> None:
@@ -79,17 +136,20 @@ def options(
 @app.command(epilog=EPILOG)
 def audit(
     paths: JournalPaths,
-    format: Annotated[
-        str, typer.Option("--format", metavar="text|json", help="For a person or a machine.")
-    ] = "text",
+    format: Annotated[str, _format(*TEXT)] = "text",
+    since: Since = "",
+    until: Until = "",
+    jobs: Jobs = 0,
+    scheduler: Scheduler = "",
 ) -> None:
     """Replay journals; say if the accounts are right."""
-    if format not in ("text", "json"):
-        raise typer.BadParameter(f"{format!r} is neither text nor json.")
     from kvledger.audit.replay import audit_paths
+    from kvledger.audit.windows import window
     from kvledger.exporters.audit_report import as_json, report
 
-    found = report(audit_paths(paths))
+    chosen = window(since, until)
+    with _reading(paths, jobs, scheduler) as (places, run):
+        found = report(audit_paths(places, window=chosen, tally=False, run=run))
     if format == "json":
         typer.echo(as_json(found))
     else:
@@ -130,7 +190,7 @@ def show(
 
 @app.command()
 def summary(
-    paths: JournalPaths,
+    paths: TracePaths,
     by: Annotated[
         str,
         typer.Option(
@@ -140,46 +200,99 @@ def summary(
             help="A row for each; REGEX over request ids, its first group names the row.",
         ),
     ] = "",
-    format: Annotated[
-        str, typer.Option("--format", metavar="table|json|csv", help="For a person or a machine.")
-    ] = "table",
+    format: Annotated[str, _format(*TABLE)] = "table",
+    since: Since = "",
+    until: Until = "",
+    jobs: Jobs = 0,
+    scheduler: Scheduler = "",
 ) -> None:
     """Add journals up: hit rates, rework, preemptions, waiting."""
-    if format not in ("table", "json", "csv"):
-        raise typer.BadParameter(f"{format!r} is none of table, json and csv.")
+    from kvledger.audit.windows import window
     from kvledger.exporters import summary as summed
 
-    rows = summed.summarize(paths, by)
-    if format == "csv":
-        typer.echo(summed.as_csv(rows))
-    elif format == "json":
-        from kvledger.exporters.audit_report import as_json
+    chosen = window(since, until)
+    with _reading(paths, jobs, scheduler) as (places, run):
+        rows = summed.summarize(places, by, window=chosen, run=run)
+    _print(format, rows, summed.table, summed.as_csv)
 
-        typer.echo(as_json(rows))
-    else:
-        from kvledger.exporters import terminal
 
-        terminal.show(summed.table(rows))
+@app.command()
+def why(
+    paths: JournalPaths,
+    format: Annotated[str, _format(*TABLE)] = "table",
+    since: Since = "",
+    until: Until = "",
+    jobs: Jobs = 0,
+) -> None:
+    """Say why prompt tokens were no hits, as far as it is proved."""
+    from kvledger.audit.windows import window
+    from kvledger.exporters import why as explained
+
+    chosen = window(since, until)
+    with _reading(paths, jobs) as (places, run):
+        found = explained.why(places, window=chosen, run=run)
+    _print(format, found, explained.drawn, explained.as_csv)
 
 
 @app.command()
 def diff(
     before: Annotated[Path, typer.Argument(metavar="A", show_default=False, help="A journal, or a folder.")],
     after: Annotated[Path, typer.Argument(metavar="B", show_default=False, help="The other one.")],
+    format: Annotated[str, _format(*TABLE)] = "table",
     json: Json = False,
 ) -> None:
     """Say what changed from one trace to another, and what their releases mean by a figure."""
     from kvledger.exporters import diff as compared
 
     found = compared.compare([before], [after])
-    if json:
-        from kvledger.exporters.audit_report import as_json
+    _print("json" if json else format, found, compared.drawn, compared.as_csv)
 
-        typer.echo(as_json(found))
+
+@app.command()
+def report(
+    paths: JournalPaths,
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", metavar="FILE", show_default=False, help="The page to write; - prints."
+        ),
+    ],
+    since: Since = "",
+    until: Until = "",
+    jobs: Jobs = 0,
+) -> None:
+    """Write one page about a trace, for any browser.
+
+    Everything is in the file; it asks nothing of a network. The exit code is that of audit.
+    """
+    from kvledger.audit.windows import window
+    from kvledger.exporters import page
+
+    chosen = window(since, until)
+    with _reading(paths, jobs) as (places, run):
+        found = page.gather(places, window=chosen, run=run)
+    if str(output) == "-":
+        typer.echo(page.html(found))
     else:
-        from kvledger.exporters import terminal
+        page.save(found, output)
+        typer.echo(f"{output}: {found.report.verdict}", err=True)
+    raise typer.Exit(CODES[found.report.verdict])
 
-        terminal.show(compared.drawn(found))
+
+@app.command()
+def tail(
+    path: JournalPath,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Go on when all engines have ended: others may come.")
+    ] = False,
+) -> None:
+    """Follow journals live: totals, rates and the newest findings.
+
+    Plain lines where the output is no terminal. Ends when all engines have ended, or by Ctrl-C.
+    """
+    from kvledger.exporters.tail import follow
+
+    follow(path, wait=wait)
 
 
 @app.command()
@@ -188,14 +301,30 @@ def export(
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="DIR", show_default=False, help="The folder to write.")
     ],
+    table: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--table",
+            metavar="NAME",
+            show_default=False,
+            help="Only this one; may be said again. Entries take most time and room.",
+        ),
+    ] = None,
+    since: Since = "",
+    until: Until = "",
 ) -> None:
     """Write a trace's tables as Parquet: requests, lives, entries, violations, steps.
 
     Needs the analysis extra: pip install 'kvledger[analysis]'. Columns are in docs/tables.md.
     """
+    from kvledger.audit.windows import window
+    from kvledger.exporters import tables
     from kvledger.exporters.parquet import export as written
 
-    for name, count in written(paths, output).items():
+    chosen = window(since, until)
+    with _reading(paths) as (places, _):
+        counts = written(places, output, table or tuple(tables.TABLES), chosen)
+    for name, count in counts.items():
         typer.echo(f"{output / name}.parquet: {count:,} rows", err=True)
 
 
@@ -208,18 +337,23 @@ def timeline(
             "--output", "-o", metavar="FILE", show_default=False, help="The file to write; - prints."
         ),
     ],
+    since: Since = "",
+    until: Until = "",
 ) -> None:
     """Draw a trace for Perfetto or chrome://tracing.
 
     A track a request, a slice a life, arrows from preemption to resume, counters of requests and
     free blocks. Open the file at https://ui.perfetto.dev.
     """
+    from kvledger.audit.windows import window
     from kvledger.exporters.timeline import save, write_timeline
 
+    chosen = window(since, until)
     if str(output) == "-":
-        write_timeline(paths, sys.stdout)
+        write_timeline(paths, sys.stdout, chosen)
         return
-    count = save(paths, output)
+    with _reading(paths) as (places, _):
+        count = save(places, output, chosen)
     typer.echo(f"{output}: {count:,} trace events. Open it at https://ui.perfetto.dev.", err=True)
 
 
@@ -397,9 +531,48 @@ def check_dashboards(
 
 
 @app.command()
+def completion(
+    shell: Annotated[str, typer.Argument(metavar="bash|zsh|fish", show_default=False, help="Your shell.")],
+) -> None:
+    """Print what your shell needs to complete kvledger's words.
+
+    For bash, once: kvledger completion bash >> ~/.bashrc
+    """
+    from typer.completion import get_completion_script  # type: ignore[attr-defined]
+
+    if shell not in SHELLS:
+        raise typer.BadParameter(f"{shell!r} is none of {', '.join(SHELLS)}.")
+    typer.echo(get_completion_script(prog_name="kvledger", complete_var=COMPLETE, shell=shell))
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     typer.echo(kvledger.__version__)
+
+
+# --- what verbs share -----------------------------------------------------------------------------------
+
+
+def _reading(paths: list[Path], jobs: int = 0, scheduler: str = "") -> Any:
+    """The journals to read and who reads them, with a bar on a terminal."""
+    from kvledger.exporters.reading import reading
+
+    return reading(paths, jobs, scheduler)
+
+
+def _print(format: str, found: Any, drawn: Any, as_csv: Any) -> None:
+    """What was found, in one of :data:`TABLE`."""
+    if format == "csv":
+        typer.echo(as_csv(found))
+    elif format == "json":
+        from kvledger.exporters.audit_report import as_json
+
+        typer.echo(as_json(found))
+    else:
+        from kvledger.exporters import terminal
+
+        terminal.show(drawn(found))
 
 
 # --- how it ends ----------------------------------------------------------------------------------------
@@ -410,6 +583,10 @@ def main() -> NoReturn:
     debug = "--debug" in sys.argv[1:]
     try:
         words = [word for word in sys.argv[1:] if word != "--debug"]
+        if COMPLETE in os.environ:
+            from typer.completion import completion_init  # type: ignore[attr-defined]
+
+            completion_init()
         code = app(words, prog_name="kvledger", standalone_mode=False) or 0
         sys.stdout.flush()
     except BrokenPipeError:

@@ -16,6 +16,7 @@ They differ after a failed load: what was executed above it had come to be, but 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -179,9 +180,9 @@ class Losses:
             older = [row for row in self.rows if row[0] < start or row[1] > end]
             self.rows = [(start, end, cause), *older]
 
-    def tally(self, pieces: list[tuple[int, int]]) -> dict[str, int]:
-        """Tokens of ``pieces`` by the cause of their last loss; ``unknown`` where none is known."""
-        tokens: dict[str, int] = {}
+    def split(self, pieces: list[tuple[int, int]]) -> list[tuple[int, int, str]]:
+        """``pieces`` by the cause of their last loss; ``unknown`` where none is known."""
+        found: list[tuple[int, int, str]] = []
         for low, high, cause in [*self.rows, (0, 1 << 62, "unknown")]:
             rest: list[tuple[int, int]] = []
             for start, end in pieces:
@@ -189,10 +190,10 @@ class Losses:
                 if first >= last:
                     rest.append((start, end))
                     continue
-                tokens[cause] = tokens.get(cause, 0) + last - first
+                found.append((first, last, cause))
                 rest += [p for p in ((start, first), (last, end)) if p[0] < p[1]]
             pieces = rest
-        return tokens
+        return found
 
 
 class InFlight:
@@ -221,6 +222,7 @@ class Life:
         "ended_at",
         "ended_by",
         "external",
+        "invalid_from",
         "load_ended_at",
         "loaded",
         "local",
@@ -233,6 +235,7 @@ class Life:
         "rolled_back",
         "scheduled",
         "voided",
+        "voids",
     )
 
     def __init__(self, number: int, local: int, external: int, asynchronous: bool) -> None:
@@ -245,6 +248,9 @@ class Life:
         self.missing_blocks: list[int] = []
         self.loaded = 0
         self.voided: dict[str, int] = {}
+        # The same by position; and where a failed load left nothing valid from, -1 where none did.
+        self.voids: list[tuple[int, int, str]] = []
+        self.invalid_from = -1
         self.scheduled = 0
         self.rejected = 0
         self.rolled_back: dict[str, int] = {}
@@ -362,6 +368,8 @@ class Account:
         "computed",
         "discarded",
         "drafted",
+        "executed_again",
+        "executed_first",
         "first_output",
         "first_prompt",
         "hit_again",
@@ -397,6 +405,8 @@ class Account:
         "settled",
         "settlements",
         "spans",
+        "steady_delivered",
+        "steady_scheduled",
         "suspense",
         "traceparent",
         "unknown",
@@ -434,6 +444,9 @@ class Account:
         self.rejected = 0
         self.overrun = 0
         self.suspense = 0
+        # Of the prompt alone, by position: executed first, in which life; executed again, for which cause.
+        self.executed_first: list[tuple[int, int, int]] = []
+        self.executed_again: list[tuple[int, int, str]] = []
 
         self.settled = False
         self.settlements: list[Settlement] = []
@@ -456,6 +469,26 @@ class Account:
         self.looked_up_local = 0
         self.matched_external: int | None = 0
         self.lines: list[Line] | None = None
+        # The ledger's counts of steps and outputs up to which a steady account is posted; else -1.
+        self.steady_scheduled = -1
+        self.steady_delivered = -1
+
+    def waits(self, until: int) -> Iterator[tuple[int, int]]:
+        """Every stretch in which it was there and had no life; while it is open, ``until``.
+
+        Microseconds since the engine started.
+        """
+        since, end = self.added_at, self.closed_at if self.closed_at >= 0 else until
+        for life in self.lives:
+            if life.began_at > since:
+                yield since, life.began_at
+            since = life.ended_at if life.ended_at >= 0 else end
+        if end > since:
+            yield since, end
+
+    def waited(self, until: int) -> int:
+        """All of :meth:`waits`, in microseconds."""
+        return sum(end - start for start, end in self.waits(until))
 
     def freeze(self) -> Statement:
         """The account as it stands now."""

@@ -164,8 +164,11 @@ class Auditor:
     @property
     def doubts(self) -> list[str]:
         """Why the verdict can't be clean, a phrase each."""
+        return self.doubts_with(self.ledger.totals().unknown_requests)
+
+    def doubts_with(self, unknown: int) -> list[str]:
+        """The same where ``unknown`` accounts are asked for."""
         ledger = self.ledger
-        unknown = ledger.totals().unknown_requests
         counts = (
             (0 if ledger.engine else 1, "no engine was seen to start"),
             (unknown, f"{unknown} accounts are unknown"),

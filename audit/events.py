@@ -50,6 +50,11 @@ class EngineStarted(Event, frozen=True, array_like=True, tag=0):
     process_id: int
     configuration: dict[str, Setting]
 
+    @property
+    def began_seconds(self) -> float:
+        """Unix time of the instant from which ``at`` counts."""
+        return self.wall_seconds - self.at / 1e6
+
 
 class EngineStopped(Event, frozen=True, array_like=True, tag=1):
     """Observation ended in good order: ``shutdown``, ``detached`` or ``exit``."""

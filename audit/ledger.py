@@ -30,7 +30,7 @@ from kvledger.audit.account import (
 )
 
 
-class Stated(NamedTuple):
+class Stated(msgspec.Struct, frozen=True, gc=False):
     """The engine's figures beside the ledger's, at one named instant.
 
     ``instant``: ``admitted``, ``scheduled``, ``rolled back``, ``loaded``, ``preempted``,
@@ -68,7 +68,7 @@ class Counted(NamedTuple):
     source: str
 
 
-class Entry(NamedTuple):
+class Entry(msgspec.Struct, frozen=True, gc=False):
     """What one event meant: its subject, and the account as it stood right after posting."""
 
     number: int
@@ -128,14 +128,19 @@ class Totals(msgspec.Struct):
         self.first_output += account.first_output
         self.rejected += account.rejected
         self.overrun += account.overrun
-        self.in_flight += sum(f.tokens for f in account.in_flight if not f.overrun)
+        if account.in_flight:
+            self.in_flight += sum(f.tokens for f in account.in_flight if not f.overrun)
         self.hit_again += account.hit_again
         self.loaded_again += account.loaded_again
         self.promised += account.promised
         self.loaded += account.loaded
-        _merge(self.rework, account.rework)
-        _merge(self.voided, account.voided)
-        _merge(self.discarded, account.discarded)
+        for sums, tokens in (
+            (self.rework, account.rework),
+            (self.voided, account.voided),
+            (self.discarded, account.discarded),
+        ):
+            if tokens:
+                _merge(sums, tokens)
 
     def merge(self, other: Totals) -> None:
         """Add another's sums."""
@@ -172,7 +177,6 @@ class Ledger:
     def __init__(self, *, keep_closed: bool = False, watch: Watch | None = None) -> None:
         self.engine: ev.EngineStarted | None = None
         self.stopped: str | None = None
-        self.open: dict[int, Account] = {}
         self.closed: dict[str, Account] = {}
         self.gaps = 0
         self.hook_failures = 0
@@ -182,6 +186,10 @@ class Ledger:
         self._keep_closed = keep_closed
         self._watch = watch
         self._totals = Totals()
+        self._living: dict[int, Account] = {}
+        self._steady: dict[int, Account] = {}
+        self._scheduled_steps = 0
+        self._delivered_steps = 0
         self._roster: dict[int, Row] = {}
         self._undelivered: deque[dict[int, Row]] = deque()
         self._skip_deliveries = 0
@@ -231,6 +239,18 @@ class Ledger:
 
     # --- asking ---------------------------------------------------------------------------------
 
+    @property
+    def open(self) -> dict[int, Account]:
+        """The accounts of requests that have not ended, by number, posted up to now."""
+        for account in self._steady.values():
+            self._catch_up(account)
+        return self._living
+
+    @property
+    def named(self) -> dict[int, Account]:
+        """As :attr:`open`, where only those that the last event named are sure to be posted up to now."""
+        return self._living
+
     def account(self, request_id: str) -> Statement | None:
         """The frozen account of a request, open or (if kept) closed; None if never seen."""
         for account in self.open.values():
@@ -249,6 +269,11 @@ class Ledger:
         """When the last event posted happened, Unix time; 0 before the first."""
         started = self.engine
         return started.wall_seconds + (self.at - started.at) / 1e6 if started else 0.0
+
+    @property
+    def ended(self) -> Totals:
+        """Sums over the accounts of ended requests, which only ever rise."""
+        return self._totals
 
     def totals(self) -> Totals:
         """Sums over all accounts ever seen, open ones included."""
@@ -281,7 +306,8 @@ class Ledger:
 
     def _forget(self, reason: str) -> None:
         """From here on nothing is known of what runs, until a snapshot."""
-        for account in self.open.values():
+        self._rouse_all()
+        for account in self._living.values():
             _make_unknown(account, reason)
             account.in_flight.clear()
             account.in_flight_tokens = 0
@@ -402,7 +428,7 @@ class Ledger:
         self._enter(event, account)
 
     def _load_finished(self, event: ev.LoadFinished) -> None:
-        account = self.open.get(event.request)
+        account = self._find(event.request)
         if account is None:
             self._enter(event)  # It had ended: a late completion is of blocks only.
             return
@@ -428,6 +454,7 @@ class Ledger:
                 self._void(account, life, kept, life.pending_end, "failed")
                 life.pending_end = kept
             account.spans.revoke(valid, life.number)
+            life.invalid_from = valid if life.invalid_from < 0 else min(valid, life.invalid_from)
             promise_end = life.local + max(0, life.external)
             self._lose(account, valid, account.computed, "load_failed", promise_end)
             for flight in account.in_flight:
@@ -453,6 +480,7 @@ class Ledger:
 
     def _void(self, account: Account, life: Life, start: int, end: int, cause: str) -> None:
         tokens = end - start
+        life.voids.append((start, end, cause))
         _add(life.voided, cause, tokens)
         _add(account.voided, cause, tokens)
         self._line(account, f"promise of {tokens} void: {cause.replace('_', ' ')}")
@@ -495,23 +523,27 @@ class Ledger:
             return  # what it differs from was lost
         changed = event.changed
         if changed or event.dropped:
+            for request in event.dropped:
+                self._find(request)
+            rows = [
+                (changed[i], (self._account(changed[i]), changed[i + 1], changed[i + 2]))
+                for i in range(0, len(changed), 4)
+            ]
             roster = dict(self._roster)
             for request in event.dropped:
                 roster.pop(request, None)
-            for i in range(0, len(changed), 4):
-                request = changed[i]
-                account = self.open.get(request) or self._account(request)
-                roster[request] = (account, changed[i + 1], changed[i + 2])
+            roster.update(rows)
             self._roster = roster
         self._schedule()
         for i in range(0, len(changed), 4):
-            account = self.open[changed[i]]
+            account = self._living[changed[i]]
             if account.unknown is None:
                 self._state(account, "scheduled", changed[i + 3])
 
     def _schedule(self) -> None:
         roster = self._roster
         self._undelivered.append(roster)
+        self._scheduled_steps += 1
         for account, tokens, drafts in roster.values():
             life = account.life
             if life is None:
@@ -544,9 +576,11 @@ class Ledger:
             return
         changed = event.changed
         for i in range(0, len(changed), 2):
-            account = self.open.get(changed[i])
+            account = self._find(changed[i])
             if account is not None:
                 account.sampled = changed[i + 1]
+        for request in event.ignored:
+            self._find(request)
         self._deliver(frozenset(event.ignored) if event.ignored else frozenset())
 
     def _deliver(self, ignored: frozenset[int]) -> None:
@@ -555,8 +589,10 @@ class Ledger:
             return
         if not self._undelivered:
             return
+        self._delivered_steps += 1
+        calm: list[Account] = []
         for request, (account, _, _) in self._undelivered.popleft().items():
-            if not account.in_flight:
+            if account.steady_scheduled >= 0 or not account.in_flight:
                 continue
             flight = account.in_flight.popleft()
             tokens = flight.tokens
@@ -580,6 +616,10 @@ class Ledger:
                 account.sequence_tokens += sampled
                 if not account.settled:
                     self._settle(account)
+                if sampled == tokens == 1 and not flight.drafts and self._is_steady(account):
+                    calm.append(account)
+        for account in calm:
+            self._calm(account)
 
     def _reject(self, account: Account, flight: InFlight, rejected: int, heard: bool) -> int:
         account.drafted = True
@@ -601,6 +641,78 @@ class Ledger:
             self._load(account, life, 0, "never_loaded")
         else:
             self._load(account, life, life.pending_end, "failed")
+
+    # --- steady decode: posted when somebody asks ---------------------------------------------------
+    #
+    # A request that only decodes, a token a step, moves every balance by one, and most requests of
+    # most steps do. Such an account is steady: steps and outputs are counted once for all of them,
+    # and the account is posted when an event names it or somebody reads it.
+
+    def _is_steady(self, account: Account) -> bool:
+        """Whether each further step and output, as long as nothing names it, adds one token."""
+        life, row = account.life, self._roster.get(account.request)
+        if life is None or row is None or row[1] != 1 or row[2] or account.lines is not None:
+            return False
+        flights, rows = account.in_flight, account.spans.rows
+        if len(flights) != len(self._undelivered) or not rows or life.pending:
+            return False
+        at = rows[-1].end
+        for place, flight in enumerate(flights):
+            plain = flight.life is life and flight.tokens == 1 and not flight.drafts
+            if not plain or flight.overrun or flight.invalid_from >= 0 or flight.start != at + place:
+                return False
+        last = rows[-1]
+        return (
+            at >= account.prompt_tokens
+            and last.source is COMPUTED
+            and last.life == life.number
+            and account.computed == at + len(flights)
+        )
+
+    def _calm(self, account: Account) -> None:
+        account.steady_scheduled = self._scheduled_steps
+        account.steady_delivered = self._delivered_steps
+        self._steady[account.request] = account
+        del self._roster[account.request]
+
+    def _rouse(self, account: Account) -> None:
+        """By hand from here on, also in the steps that are in flight."""
+        self._catch_up(account)
+        account.steady_scheduled = account.steady_delivered = -1
+        request = account.request
+        del self._steady[request]
+        row: Row = (account, 1, 0)
+        self._roster[request] = row
+        for roster in self._undelivered:
+            roster[request] = row
+
+    def _rouse_all(self) -> None:
+        for account in list(self._steady.values()):
+            self._rouse(account)
+
+    def _catch_up(self, account: Account) -> None:
+        """Post the steps and outputs that there were since."""
+        scheduled = self._scheduled_steps - account.steady_scheduled
+        delivered = self._delivered_steps - account.steady_delivered
+        if not (scheduled or delivered):
+            return
+        account.steady_scheduled, account.steady_delivered = self._scheduled_steps, self._delivered_steps
+        life, flights = account.life, account.in_flight
+        assert life is not None
+        account.computed += scheduled
+        account.scheduled += scheduled
+        life.scheduled += scheduled
+        account.in_flight_tokens += scheduled - delivered
+        account.sequence_tokens += delivered
+        account.first_output += delivered
+        account.spans.rows[-1].end += delivered
+        depth = len(flights) + scheduled - delivered
+        while len(flights) > depth:
+            flights.pop()
+        while len(flights) < depth:
+            flights.append(InFlight(0, 1, 0, life))
+        for start, flight in enumerate(flights, account.computed - depth):
+            flight.start = start
 
     def _execute_in_vain(self, account: Account, flight: InFlight, tokens: int) -> None:
         """Executed after its life was over, or above a load that failed: at once lost again."""
@@ -629,12 +741,16 @@ class Ledger:
             in_prompt = max(0, min(high, prompt) - low)
             account.first_prompt += in_prompt
             account.first_output += high - low - in_prompt
+            if in_prompt:
+                account.executed_first.append((low, low + in_prompt, life.number))
         if new < end - start:
             again = _without(start, end, gaps)
-            for cause, tokens in account.losses.tally(again).items():
-                _add(account.rework, cause, tokens)
+            for low, high, cause in account.losses.split(again):
+                _add(account.rework, cause, high - low)
                 if cause == "unknown":
-                    account.suspense += tokens
+                    account.suspense += high - low
+                if low < prompt:
+                    account.executed_again.append((low, min(high, prompt), cause))
 
     def _settle(self, account: Account) -> None:
         tally = account.spans.tally(account.carried, account.prompt_tokens)
@@ -668,6 +784,8 @@ class Ledger:
         self.step += times
         times -= by_hand
         if times:
+            self._scheduled_steps += times
+            self._delivered_steps += times
             for account, tokens, drafts in self._roster.values():
                 self._repeat(account, tokens, drafts, times)
 
@@ -779,15 +897,14 @@ class Ledger:
 
     def _past_the_end(self, account: Account, end: int) -> None:
         """Drafts accepted beyond a stop were executed past the end of the sequence: overrun."""
-        beyond = account.spans.end - max(end, account.prompt_tokens)
-        beyond = min(max(0, beyond), account.first_output)
-        if beyond:
+        beyond = min(account.spans.end - max(end, account.prompt_tokens), account.first_output)
+        if beyond > 0:
             account.first_output -= beyond
             account.overrun += beyond
             account.spans.truncate(account.spans.end - beyond)
 
     def _close(self, request: int, account: Account) -> None:
-        self.open.pop(request, None)
+        self._living.pop(request, None)
         self._totals.add(account)
         if self._keep_closed:
             self.closed[account.request_id] = account
@@ -798,14 +915,17 @@ class Ledger:
         self.step = event.step
         rows = event.rows
         for i in range(0, len(rows), 5):
-            account = self.open.get(rows[i])
+            account = self._living.get(rows[i])
             if account is not None:
+                if account.steady_scheduled >= 0:
+                    self._catch_up(account)
                 self._state(account, "census", *rows[i + 1 : i + 5])
         self._enter(event)
 
     def _snapshot(self, event: ev.Snapshot) -> None:
         """A reader that came along checks it as a census; one that begins here starts from it."""
         self.step = event.step
+        self._rouse_all()
         begins_here = self._blind is not None or not (self._undelivered or self._roster)
         self._roster = {}
         self._blind = None
@@ -814,7 +934,7 @@ class Ledger:
         named = set()
         for row in event.rows:
             named.add(row.request)
-            account = self.open.get(row.request)
+            account = self._living.get(row.request)
             if account is None:
                 account = self._open(row.request, row.request_id, row.prompt_tokens)
                 if not row.fresh:
@@ -831,7 +951,7 @@ class Ledger:
                     row.placeholder_tokens,
                     row.sequence_tokens,
                 )
-        for request in [r for r in self.open if r not in named]:
+        for request in [r for r in self._living if r not in named]:
             self._vanish(request)
         self._enter(event)
 
@@ -844,7 +964,7 @@ class Ledger:
 
     def _vanish(self, request: int) -> None:
         """It ended where nobody saw it."""
-        account = self.open[request]
+        account = self._account(request)
         _make_unknown(account, "its end was not seen")
         account.outcome = "unknown"
         account.closed_at = self.at
@@ -857,6 +977,7 @@ class Ledger:
 
     def forget_steps(self) -> None:
         """Let go of the steps, and of the ended requests in them: there will be no more."""
+        self._rouse_all()
         self._roster = {}
         self._undelivered.clear()
 
@@ -875,19 +996,29 @@ class Ledger:
     # --- helpers -------------------------------------------------------------------------------------
 
     def _open(self, request: int, request_id: str, prompt_tokens: int) -> Account:
-        if request in self.open:
+        if request in self._living:
             self._vanish(request)
         account = Account(request, request_id, prompt_tokens, self.at)
         if self._watch is not None and self._watch(request_id):
             account.lines = []
         if self._blind is not None:
             _make_unknown(account, self._blind)
-        self.open[request] = account
+        self._living[request] = account
+        return account
+
+    def _find(self, request: int) -> Account | None:
+        """The open account of a request, posted up to now and by hand from here on."""
+        account = self._living.get(request)
+        if account is not None and account.steady_scheduled >= 0:
+            self._rouse(account)
         return account
 
     def _account(self, request: int) -> Account:
-        account = self.open.get(request)
-        if account is None:
+        account = self._living.get(request)
+        if account is not None:
+            if account.steady_scheduled >= 0:
+                self._rouse(account)
+        else:
             account = self._open(request, f"#{request}", 0)
             _make_unknown(account, "its arrival was not seen")
         return account

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
+from functools import partial
+from glob import glob, has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +24,9 @@ from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import EngineStarted, Event, Finished
 from kvledger.audit.journal import Batch, Reader, find_journals
 from kvledger.audit.ledger import Totals, Watch
+from kvledger.audit.parallel import Run, here, is_remote
 from kvledger.audit.tallies import TALLIED, Tallies
+from kvledger.audit.windows import EVERYTHING, Window
 
 if TYPE_CHECKING:
     from kvledger.audit.engines.semantics import Meaning
@@ -41,7 +45,8 @@ class Book:
     """One engine's journal, audited, with the sums of what has ended.
 
     ``closed`` are the totals of ended requests, ``requests`` their number by verdict and outcome,
-    ``unknown`` the number of unknown ones by the reason; ``tallies`` is what metrics need beyond.
+    ``unknown`` the number of unknown ones by the reason; with a ``window`` only of those in it.
+    ``tallies`` is what metrics need beyond, whatever the window; without ``tally`` it stays empty.
     ``on_closed`` are told of every account that closes, with its verdict, before it is let go.
     ``beside`` is what the engine's own counters say, for whoever scrapes them.
     ``read_seconds`` is when the journal was last read to its end (0.0: never), Unix time,
@@ -50,11 +55,19 @@ class Book:
     their statements' lines, of those that it names.
     """
 
-    def __init__(self, path: Path, *, keep: bool = False, watch: Watch | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        keep: bool = False,
+        watch: Watch | None = None,
+        window: Window = EVERYTHING,
+        tally: bool = True,
+    ) -> None:
         self.path = path
+        self.window = window
         self.tallies = Tallies()
         self.auditor = Auditor(keep_closed=True, watch=watch, sighted=self._sighted)
-        self.closed = Totals()
         self.requests: dict[tuple[str, str], int] = {}
         self.reconciliation = Reconciliation()
         self.accounts: list[Account] = []
@@ -66,14 +79,19 @@ class Book:
         self.read_seconds = 0.0
         self.checkpoint_seconds = 0.0
         self._keep = keep
+        self._tally = tally
+        self._chosen = Totals()
+        self._found: dict[str, bool] = {}
 
     def feed(self, number: int, event: Event) -> list[Violation]:
         """Audit one event; the findings that are new."""
         auditor = self.auditor
         found = auditor.feed(event, number)
-        tally = TALLIED.get(type(event))
+        tally = TALLIED.get(type(event)) if self._tally else None
         if tally is not None:
-            tally(self.tallies, event, auditor.ledger.open)
+            tally(self.tallies, event, auditor.ledger.named)
+        if found and self.window.bounded:
+            self._found.update(dict.fromkeys((v.request for v in found if v.request), False))
         if auditor.ledger.closed:
             self._take_closed(event)
         return found
@@ -104,13 +122,16 @@ class Book:
 
     def _take_closed(self, event: Event | None = None) -> None:
         closed = self.auditor.ledger.closed
+        bounded = self.window.bounded
         for account in closed.values():
             verdict = self._verdict(account)
-            self.closed.add(account)
             kind = (verdict, account.outcome or "unknown")
-            self.requests[kind] = self.requests.get(kind, 0) + 1
-            self.tallies.close(account, verdict, event)
+            if self._tally:
+                self.tallies.close(account, verdict, event)
             self.auditor.violating.discard(account.request)
+            if bounded and not self._choose(account):
+                continue
+            self.requests[kind] = self.requests.get(kind, 0) + 1
             self._sort(account)
             for tell in self.on_closed:
                 tell(account, verdict)
@@ -118,6 +139,15 @@ class Book:
 
     def _sighted(self, id: str, at: int, account: Account | None) -> None:
         self.tallies.sighted(id, at, account)
+
+    def _choose(self, account: Account) -> bool:
+        """Whether a request that ended is in the window; then it is in the sums."""
+        has = self.window.has(account, self.began_seconds)
+        if has:
+            self._chosen.add(account)
+        if account.request_id in self._found:
+            self._found[account.request_id] = has
+        return has
 
     def _sort(self, account: Account) -> None:
         self.reconciliation.add(account)
@@ -148,7 +178,6 @@ class Book:
     def absorb(self, other: Book) -> None:
         """Add the sums of another engine, which has ended, so that it can be let go."""
         self.auditor.absorb(other.auditor)
-        self.closed.merge(other.closed)
         self.reconciliation.merge(other.reconciliation)
         self.tallies.merge(other.tallies)
         self.events += other.events
@@ -157,16 +186,84 @@ class Book:
         for reason, requests in other.unknown.items():
             self.unknown[reason] = self.unknown.get(reason, 0) + requests
 
+    def remark(self, reader: Reader) -> None:
+        """Note how ``reader`` came to its end."""
+        self.notes += [str(damage) for damage in reader.damage]
+        if not reader.ended:
+            self.notes.append("the engine is alive, this is up to now")
+        elif not reader.stopped:
+            self.notes.append("the engine did not end in good order, its last moments may be missing")
+
     def finish(self) -> None:
         """No more will come: reconcile what is still open as it stands."""
-        for account in self.auditor.ledger.open.values():
+        for account in self.open():
             self._sort(account)
+
+    def open(self) -> list[Account]:
+        """The accounts that are still open, as they stand; none where the window has an end."""
+        found = list(self.auditor.ledger.open.values()) if self.window.until is None else []
+        for account in found:
+            if account.request_id in self._found:
+                self._found[account.request_id] = True
+        return found
+
+    def totals(self) -> Totals:
+        """Sums over all requests, open ones included."""
+        if not self.window.bounded:
+            return self.auditor.ledger.totals()
+        totals = self._chosen.copy()
+        for account in self.open():
+            totals.add(account)
+        return totals
+
+    @property
+    def violations(self) -> list[Violation]:
+        """Findings, drifts too, in requests of the window; those of no request by when they were seen."""
+        found = self.auditor.violations
+        if not self.window.bounded:
+            return found
+        self.open()
+        began = self.began_seconds or 0.0
+        return [
+            violation
+            for violation in found
+            if (
+                self._found.get(violation.request, False)
+                if violation.request
+                else self.window.holds(began + violation.at / 1e6)
+            )
+        ]
+
+    @property
+    def verdict(self) -> Verdict:
+        """``violated`` for a violation in the window, else ``unknown`` where there are doubts."""
+        if not self.window.bounded:
+            return self.auditor.verdict
+        violated = any(verdict == "violated" for verdict, _ in self.requests)
+        if violated or any(violation.severity == "violation" for violation in self.violations):
+            return "violated"
+        return "unknown" if self.doubts else "clean"
+
+    @property
+    def doubts(self) -> list[str]:
+        """Why the verdict can't be clean. What was lost counts for every window."""
+        return self.auditor.doubts_with(self.totals().unknown_requests)
+
+    @property
+    def closed(self) -> Totals:
+        """Totals of the requests that have ended."""
+        return self._chosen if self.window.bounded else self.auditor.ledger.ended
+
+    @property
+    def began_seconds(self) -> float | None:
+        """Unix time of the instant from which the journal's times count; None: not seen."""
+        return None if self.engine is None else self.engine.began_seconds
 
     @property
     def remarks(self) -> list[str]:
         """How it was read, and why its verdict can't be clean."""
         reasons = [f"in {requests} of them: {reason}" for reason, requests in self.unknown.items()]
-        return [*self.notes, *self.auditor.doubts, *reasons]
+        return [*self.notes, *self.doubts, *reasons]
 
     @property
     def engine(self) -> EngineStarted | None:
@@ -177,6 +274,11 @@ class Book:
     def created(self) -> float:
         """Since when its sums count, Unix time: the start of the engine, or of what was left to read."""
         return self.engine.wall_seconds if self.engine else 0.0
+
+    @property
+    def model(self) -> str:
+        """The model that the engine serves, "" where that was not said."""
+        return str(self.engine.configuration.get("model", "")) if self.engine else ""
 
     @property
     def meanings(self) -> dict[str, str]:
@@ -210,14 +312,14 @@ class Audit:
     @property
     def verdict(self) -> Verdict:
         """The worst of the books' verdicts."""
-        return max((book.auditor.verdict for book in self.books), key=Severity.index)
+        return max((book.verdict for book in self.books), key=Severity.index)
 
     @property
     def totals(self) -> Totals:
         """Sums over all accounts of all engines."""
         totals = Totals()
         for book in self.books:
-            totals.merge(book.auditor.ledger.totals())
+            totals.merge(book.totals())
         return totals
 
     @property
@@ -231,7 +333,7 @@ class Audit:
     @property
     def violations(self) -> list[Violation]:
         """All findings, drifts too, by engine and first sight."""
-        return [violation for book in self.books for violation in book.auditor.violations]
+        return [violation for book in self.books for violation in book.violations]
 
     @property
     def notes(self) -> list[str]:
@@ -241,18 +343,45 @@ class Audit:
         return [f"{book.path.name}: {note}" for book in self.books for note in book.remarks]
 
 
-def audit_paths(paths: Iterable[Path], *, keep: bool = False, watch: Watch | None = None) -> Audit:
-    """Replay every journal at or under ``paths``. Raises :class:`LedgerError` if there is none."""
-    return Audit([_replay(path, keep=keep, watch=watch) for path in find(paths)])
+def audit_paths(
+    paths: Iterable[Path],
+    *,
+    keep: bool = False,
+    watch: Watch | None = None,
+    window: Window = EVERYTHING,
+    tally: bool = True,
+    run: Run = here,
+) -> Audit:
+    """Replay every journal at or under ``paths``. Raises :class:`LedgerError` if there is none.
+
+    ``run`` says who replays them; what is kept and watched must be replayed here.
+    """
+    return Audit(list(run(partial(_replay, keep=keep, watch=watch, window=window, tally=tally), find(paths))))
 
 
 def find(paths: Iterable[Path]) -> list[Path]:
-    """Every journal at or under ``paths``, each once. Raises :class:`LedgerError` if there is none."""
-    return list(dict.fromkeys(journal for path in paths for journal in _journals(path)))
+    """Every journal at or under ``paths``, each once. Raises :class:`LedgerError` if there is none.
+
+    An address elsewhere is taken for a journal's. A path that is not there and has ``*``, ``?`` or
+    ``[`` in it is a pattern, as in a shell.
+    """
+    return list(dict.fromkeys(journal for path in paths for one in named(path) for journal in _journals(one)))
+
+
+def named(path: Path) -> list[Path]:
+    """The path itself, or what there is for it as a pattern."""
+    if is_remote(path) or not has_magic(str(path)) or path.exists():
+        return [path]
+    found = sorted(map(Path, glob(str(path), recursive=True)))
+    if not found:
+        raise LedgerError(f"Nothing is called {path}.")
+    return found
 
 
 def _journals(path: Path) -> list[Path]:
     """The journals at or under ``path``, or under those of the demo that left this folder."""
+    if is_remote(path):
+        return [path]
     try:
         return find_journals([path])
     except LedgerError:
@@ -261,15 +390,11 @@ def _journals(path: Path) -> list[Path]:
         return find_journals([path / JOURNAL])
 
 
-def _replay(path: Path, *, keep: bool, watch: Watch | None) -> Book:
-    book = Book(path, keep=keep, watch=watch)
+def _replay(path: Path, *, keep: bool, watch: Watch | None, window: Window, tally: bool) -> Book:
+    book = Book(path, keep=keep, watch=watch, window=window, tally=tally)
     with Reader(path) as reader:
         book.read(reader)
-        book.notes += [str(damage) for damage in reader.damage]
-        if not reader.ended:
-            book.notes.append("the engine is alive, this is up to now")
-        elif not reader.stopped:
-            book.notes.append("the engine did not end in good order, its last moments may be missing")
+        book.remark(reader)
     book.finish()
     return book
 

@@ -251,7 +251,7 @@ def _journal(book: Book) -> Journal:
         process_id=engine.process_id if engine else -1,
         stopped=book.auditor.ledger.stopped,
         events=book.events,
-        verdict=book.auditor.verdict,
+        verdict=book.verdict,
         notes=book.remarks,
     )
 

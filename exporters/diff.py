@@ -6,6 +6,8 @@ not, so every release's meaning is told where the two differ (``audit/engines/se
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -57,7 +59,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 def compare(before: Sequence[Path], after: Sequence[Path]) -> Comparison:
     """Audit both. Raises :class:`LedgerError` for a path that holds no journal."""
-    one, other = audit_paths(before), audit_paths(after)
+    one, other = audit_paths(before, tally=False), audit_paths(after, tally=False)
     figures = [
         msgspec.structs.replace(was, after=now.before)
         for was, now in zip(_figures(one), _figures(other), strict=True)
@@ -134,6 +136,16 @@ def _meant(audit: Audit) -> dict[str, str]:
             if says not in words:
                 words.append(says)
     return {figure: " Or: ".join(words) for figure, words in said.items()}
+
+
+def as_csv(found: Comparison) -> str:
+    """A line a figure, header first; an empty cell where there is none."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    names = [field.name for field in msgspec.structs.fields(Figure)]
+    writer.writerow(names)
+    writer.writerows([getattr(row, name) for name in names] for row in found.figures)
+    return out.getvalue().rstrip("\n")
 
 
 def drawn(found: Comparison) -> Group:

@@ -7,15 +7,18 @@ One file a table, ``requests.parquet`` and so on; columns, units and what they m
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from kvledger.audit.errors import LedgerError
-from kvledger.exporters.tables import TABLES, Column, Rows, rows
+from kvledger.audit.windows import EVERYTHING, Window
+from kvledger.exporters.files import draft_of
+from kvledger.exporters.tables import TABLES, Column, Rows, hour_name, rows
 
 ROW_GROUP = 64 << 10
 TYPES = {"text": pa.string(), "count": pa.int64(), "seconds": pa.float64()}
@@ -28,16 +31,26 @@ def schema(columns: Sequence[Column]) -> Any:
     )
 
 
-def export(paths: Sequence[Path], folder: Path) -> dict[str, int]:
-    """Write every table into ``folder``; rows by table. A file stands whole or not at all.
+def export(
+    paths: Sequence[Path],
+    folder: Path,
+    wanted: Collection[str] = tuple(TABLES),
+    window: Window = EVERYTHING,
+) -> dict[str, int]:
+    """Write the ``wanted`` tables into ``folder``; rows by table. A file stands whole or not at all.
 
-    Raises :class:`LedgerError` for a path that holds no journal and a folder that can't be written.
+    Raises :class:`LedgerError` for a path that holds no journal, a folder that can't be written, and
+    what is no table.
     """
+    for name in wanted:
+        if name not in TABLES:
+            raise LedgerError(f"{name!r} is no table: there are {', '.join(TABLES)}.")
     files: dict[str, _File] = {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        files = {name: _File(folder / f"{name}.parquet", schema(TABLES[name])) for name in TABLES}
-        for name, some in rows(paths):
+        names = [name for name in TABLES if name in wanted]
+        files = {name: _File(folder / f"{name}.parquet", schema(TABLES[name])) for name in names}
+        for name, some in rows(paths, names, window):
             files[name].add(some)
         for file in files.values():
             file.finish()
@@ -55,7 +68,7 @@ class _File:
     def __init__(self, path: Path, columns: Any) -> None:
         self.rows = 0
         self._path = path
-        self._draft = path.with_name(f"{path.name}.new")
+        self._draft = draft_of(path)
         self._schema = columns
         self._writer: Any = pq.ParquetWriter(self._draft, columns, compression="zstd")
         self._waiting: Rows = []
@@ -84,3 +97,80 @@ class _File:
         self._writer.write_batch(pa.record_batch(arrays, self._schema))
         self.rows += len(self._waiting)
         self._waiting = []
+
+
+# --- and back -------------------------------------------------------------------------------------------
+
+REQUESTS = "requests.parquet"
+
+SUMS = (
+    "preemptions", "prompt_tokens", "local", "external", "computed", "unattained", "scheduled", "rework",
+    "rejected", "overrun", "promised", "loaded", "waited_microseconds",
+)  # fmt: skip
+
+
+def sums(folder: Path, by: str, names: Callable[[str], str], window: Window) -> dict[str, dict[str, int]]:
+    """:data:`SUMS` of the requests of a folder by group, with ``requests`` and ``unknown``.
+
+    ``by`` is ``engine``, ``model``, ``hour``, ``outcome``, or anything else for groups that ``names``
+    finds in the requests' ids. Raises :class:`LedgerError` for files of another schema.
+    """
+    columns = [*_needed(by), *SUMS]
+    try:
+        # Not read_table, which takes seconds to import what it does not need for a single file.
+        with pq.ParquetFile(folder / REQUESTS) as file:
+            missing = set(columns).difference(file.schema_arrow.names)
+            table = None if missing else file.read(columns=columns)
+    except (pa.ArrowException, OSError) as error:
+        raise LedgerError(f"{folder / REQUESTS} can't be read: {error}.") from error
+    if table is None:
+        raise LedgerError(f"{folder / REQUESTS} has no {sorted(missing)[0]}: export it again.")
+    if window.bounded:
+        table = table.filter(_in_window(table, window))
+    unknown = pc.cast(pc.is_valid(table["unknown"]), pa.int64())
+    key = _group(table, by, names)
+    counted = table.select(SUMS).append_column("unknown", unknown).append_column("group", key)
+    found = counted.group_by("group").aggregate(
+        [([], "count_all"), *((name, "sum") for name in (*SUMS, "unknown"))]
+    )
+    return {
+        row["group"]: {
+            "requests": row["count_all"],
+            **{name: row[f"{name}_sum"] or 0 for name in (*SUMS, "unknown")},
+        }
+        for row in found.to_pylist()
+    }
+
+
+def _needed(by: str) -> tuple[str, ...]:
+    always = ("unknown", "outcome", "closed_seconds", "began_seconds")
+    return always + {
+        "engine": ("engine",), "model": ("model",), "hour": ("added_seconds",), "outcome": (), "": ()
+    }.get(by, ("request_id",))  # fmt: skip
+
+
+def _in_window(table: Any, window: Window) -> Any:
+    """As :meth:`~kvledger.audit.windows.Window.has`."""
+    ended = pc.add(table["began_seconds"], table["closed_seconds"])
+    inside: Any = pc.is_valid(ended)
+    if window.since is not None:
+        inside = pc.and_(inside, pc.fill_null(pc.greater_equal(ended, window.since), False))
+    if window.until is not None:
+        return pc.and_(inside, pc.fill_null(pc.less(ended, window.until), False))
+    return pc.or_(inside, pc.is_null(table["closed_seconds"]))
+
+
+def _group(table: Any, by: str, names: Callable[[str], str]) -> Any:
+    if by in ("engine", "model"):
+        return table[by]
+    if by == "hour":
+        began = pc.fill_null(table["began_seconds"], 0.0)
+        hours = pc.floor(pc.divide(pc.add(began, table["added_seconds"]), 3600.0)).to_pylist()
+        words = {hour: hour_name(int(hour)) for hour in set(hours)}
+        return pa.array(map(words.__getitem__, hours), pa.string())
+    if by == "outcome":
+        without = pc.if_else(pc.is_valid(table["closed_seconds"]), "unknown", "open")
+        return pc.coalesce(table["outcome"], without)
+    if not by:
+        return pa.array([""] * len(table), pa.string())
+    return pa.array([names(name) for name in table["request_id"].to_pylist()], pa.string())

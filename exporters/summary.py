@@ -11,7 +11,8 @@ import csv
 import io
 import re
 from collections.abc import Callable, Sequence
-from datetime import datetime, timezone
+from functools import partial
+from math import floor
 from pathlib import Path
 
 import msgspec
@@ -22,9 +23,15 @@ from kvledger.audit.account import Account
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.journal import Reader
 from kvledger.audit.ledger import Totals
-from kvledger.audit.replay import Book, find
+from kvledger.audit.parallel import Run, here
+from kvledger.audit.replay import Book, find, named
+from kvledger.audit.windows import EVERYTHING, Window
 from kvledger.exporters.audit_report import share
+from kvledger.exporters.tables import hour_name
 from kvledger.exporters.terminal import figures_table, percent
+
+REQUESTS = "requests.parquet"
+"""The table that a folder of exported ones is known by."""
 
 KEYS = ("engine", "model", "hour", "outcome")
 ALL = "all requests"
@@ -61,17 +68,30 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     wait_seconds: float
 
 
-class _Group:
-    def __init__(self) -> None:
-        self.totals = Totals()
-        self.waited = 0
+class Sums(msgspec.Struct):
+    """One group's sums, of accounts as they are seen or of other sums."""
+
+    totals: Totals
+    waited: int = 0
+
+    @classmethod
+    def none(cls) -> Sums:
+        """Of nobody."""
+        return cls(Totals())
 
     def add(self, account: Account, until: int) -> None:
+        """Add an account; one that is open waits ``until``."""
         self.totals.add(account)
         if account.unknown is None:
-            self.waited += _waited(account, until)
+            self.waited += account.waited(until)
+
+    def merge(self, more: Sums) -> None:
+        """Add all that ``more`` holds."""
+        self.totals.merge(more.totals)
+        self.waited += more.waited
 
     def row(self, group: str) -> Row:
+        """As data."""
         totals, rework = self.totals, sum(self.totals.rework.values())
         return Row(
             group=group,
@@ -96,36 +116,78 @@ class _Group:
         )
 
 
-def summarize(paths: Sequence[Path], by: str = "") -> list[Row]:
+Groups = dict[str, Sums]
+
+
+def summarize(
+    paths: Sequence[Path], by: str = "", *, window: Window = EVERYTHING, run: Run = here
+) -> list[Row]:
     """A row a group, the largest prompt first, and one of all last.
 
-    ``by``: one of :data:`KEYS`, or a regular expression over request ids, whose first group (else
-    the whole match) names the group; "" for no groups. Raises :class:`LedgerError`.
+    ``paths`` hold journals, or tables that ``export`` wrote. ``by``: one of :data:`KEYS`, or a regular
+    expression over request ids, whose first group (else the whole match) names the group; "" for no
+    groups. Raises :class:`LedgerError`.
     """
-    pattern = _pattern(by) if by and by not in KEYS else None
-    groups: dict[str, _Group] = {}
-    everything = _Group()
-    for path in find(paths):
-        book = Book(path, keep=True)
-        key = _key(by, pattern, book)
-        last = 0
-
-        def add(account: Account, until: int, key: Key = key) -> None:
-            everything.add(account, until)
-            if by:
-                groups.setdefault(key(account), _Group()).add(account, until)
-
-        with Reader(path) as reader:
-            for batch, _ in book.batches(reader):
-                last = batch.events[-1].at if batch.events else last
-                for account in book.accounts:
-                    add(account, account.closed_at)
-                book.accounts.clear()
-        for account in book.auditor.ledger.open.values():
-            add(account, last)
-    rows = [group.row(name) for name, group in groups.items()]
+    if by and by not in KEYS:
+        _pattern(by)
+    places = [place for path in paths for place in named(path)]
+    exported = [place for place in places if (place / REQUESTS).is_file()]
+    found = [_of_tables(folder, by, window) for folder in exported]
+    journals = [place for place in places if place not in exported]
+    if journals or not exported:
+        found += run(partial(_of_journal, by=by, window=window), find(journals))
+    groups: Groups = {}
+    everything = Sums.none()
+    for some in found:
+        for name, sums in some.items():
+            everything.merge(sums)
+            groups.setdefault(name, Sums.none()).merge(sums)
+    rows = [group.row(name) for name, group in groups.items()] if by else []
     rows.sort(key=lambda row: (-row.prompt_tokens, row.group))
     return [*rows, everything.row(ALL)]
+
+
+def _of_journal(path: Path, by: str, window: Window) -> Groups:
+    book = Book(path, keep=True, window=window, tally=False)
+    key = _key(by, book)
+    groups: Groups = {}
+    last = 0
+    with Reader(path) as reader:
+        for batch, _ in book.batches(reader):
+            last = batch.events[-1].at
+            for account in book.accounts:
+                groups.setdefault(key(account), Sums.none()).add(account, last)
+            book.accounts.clear()
+    for account in book.open():
+        groups.setdefault(key(account), Sums.none()).add(account, last)
+    return groups
+
+
+def _of_tables(folder: Path, by: str, window: Window) -> Groups:
+    from kvledger.exporters import parquet
+
+    return {
+        group: Sums(
+            Totals(
+                requests=sums["requests"],
+                unknown_requests=sums["unknown"],
+                preemptions=sums["preemptions"],
+                prompt_tokens=sums["prompt_tokens"],
+                local=sums["local"],
+                external=sums["external"],
+                computed=sums["computed"],
+                unattained=sums["unattained"],
+                scheduled=sums["scheduled"],
+                rework={"": sums["rework"]},
+                rejected=sums["rejected"],
+                overrun=sums["overrun"],
+                promised=sums["promised"],
+                loaded=sums["loaded"],
+            ),
+            sums["waited_microseconds"],
+        )
+        for group, sums in parquet.sums(folder, by, _named_by(by), window).items()
+    }
 
 
 def _pattern(words: str) -> re.Pattern[str]:
@@ -137,38 +199,37 @@ def _pattern(words: str) -> re.Pattern[str]:
         ) from error
 
 
-def _key(by: str, pattern: re.Pattern[str] | None, book: Book) -> Key:
-    def of_engine(account: Account) -> str:
-        return book.name
+def _named_by(by: str) -> Callable[[str], str]:
+    """By request id, the group that a pattern finds in it."""
+    pattern = _pattern(by)
 
-    def of_model(account: Account) -> str:
-        return str(book.engine.configuration.get("model", "")) if book.engine else ""
+    def name(request_id: str) -> str:
+        found = pattern.search(request_id)
+        if found is None:
+            return NO_MATCH
+        return found[1] or "" if pattern.groups else found[0]
 
+    return name
+
+
+def _key(by: str, book: Book) -> Key:
     def of_hour(account: Account) -> str:
-        began = book.engine.wall_seconds - book.engine.at / 1e6 if book.engine else 0.0
-        added = datetime.fromtimestamp(began + account.added_at / 1e6, timezone.utc)
-        return added.strftime("%Y-%m-%dT%H:00Z")
+        return hour_name(floor(((book.began_seconds or 0.0) + account.added_at / 1e6) / 3600))
 
     def of_outcome(account: Account) -> str:
         return account.outcome or ("open" if account.closed_at < 0 else "unknown")
 
-    def of_pattern(account: Account) -> str:
-        found = pattern.search(account.request_id) if pattern else None
-        if found is None:
-            return NO_MATCH
-        return found[1] or "" if found.re.groups else found[0]
-
-    keys: dict[str, Key] = dict(zip(KEYS, (of_engine, of_model, of_hour, of_outcome), strict=True))
-    return keys.get(by, of_pattern)
-
-
-def _waited(account: Account, until: int) -> int:
-    """Microseconds in which it was there and had no life."""
-    waited, since = 0, account.added_at
-    for life in account.lives:
-        waited += max(0, life.began_at - since)
-        since = life.ended_at if life.ended_at >= 0 else until
-    return waited + max(0, until - since)
+    keys: dict[str, Key] = {
+        "": lambda _: "",
+        "engine": lambda _: book.name,
+        "model": lambda _: book.model,
+        "hour": of_hour,
+        "outcome": of_outcome,
+    }
+    if by in keys:
+        return keys[by]
+    name = _named_by(by)
+    return lambda account: name(account.request_id)
 
 
 def table(rows: Sequence[Row]) -> Table:

@@ -9,6 +9,7 @@ Seconds count from the start of the engine, as in a statement; ``None`` is not k
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -17,6 +18,7 @@ from kvledger.audit.account import Account, Settlement
 from kvledger.audit.catalogue import Violation
 from kvledger.audit.journal import Reader
 from kvledger.audit.replay import Book, find
+from kvledger.audit.windows import EVERYTHING, Window
 
 Kind = Literal["text", "count", "seconds"]
 Value = str | int | float | None
@@ -66,6 +68,9 @@ TABLES: dict[str, tuple[Column, ...]] = {
         Column("voided", "count", "of these void"),
         Column("preemptions", "count", "times preempted"),
         Column("lives", "count", "number of lives"),
+        Column("waited_microseconds", "count", "microseconds in no life, up to the end or up to now"),
+        Column("model", "text", "the model that its engine serves"),
+        Column("began_seconds", "seconds", "Unix time of the engine's second 0"),
     ),
     "lives": (
         ENGINE,
@@ -119,21 +124,25 @@ TABLES: dict[str, tuple[Column, ...]] = {
 }
 
 
-def rows(paths: Sequence[Path], wanted: Collection[str] = tuple(TABLES)) -> Iterator[tuple[str, Rows]]:
+def rows(
+    paths: Sequence[Path], wanted: Collection[str] = tuple(TABLES), window: Window = EVERYTHING
+) -> Iterator[tuple[str, Rows]]:
     """Rows of the ``wanted`` tables of all journals at ``paths``, some at a time, with their table.
 
-    Raises :class:`LedgerError` for a path that holds no journal.
+    Those of the ``window``: requests with their lives and entries by when they ended, steps by when
+    they were. Raises :class:`LedgerError` for a path that holds no journal.
     """
     for path in find(paths):
-        yield from _Trace(path, wanted).rows()
+        yield from _Trace(path, wanted, window).rows()
 
 
 class _Trace:
-    def __init__(self, path: Path, wanted: Collection[str]) -> None:
+    def __init__(self, path: Path, wanted: Collection[str], window: Window) -> None:
         self.path = path
         self._wanted = wanted
         everybody = (lambda _: True) if "entries" in wanted else None
-        self._book = Book(path, keep=True, watch=everybody)
+        self._book = Book(path, keep=True, watch=everybody, window=window, tally=False)
+        self._last = 0
         self._scheduled: dict[int, tuple[int, int]] = {}
         self._step = 0
 
@@ -141,6 +150,7 @@ class _Trace:
         book = self._book
         with Reader(self.path) as reader:
             for batch, _ in book.batches(reader):
+                self._last = batch.events[-1].at
                 steps: Rows = []
                 if "steps" in self._wanted:
                     steps = [row for event in batch.events for row in self._steps(event)]
@@ -148,15 +158,16 @@ class _Trace:
                     yield "steps", steps
                 yield from self._accounts(book.accounts)
                 book.accounts = []
-        yield from self._accounts(list(book.auditor.ledger.open.values()))
-        found = book.auditor.violations
+        yield from self._accounts(book.open())
+        found = book.violations
         if found and "violations" in self._wanted:
             yield "violations", [_violation(book.name, violation) for violation in found]
 
     def _accounts(self, accounts: list[Account]) -> Iterator[tuple[str, Rows]]:
-        engine = self._book.name
+        engine, of_engine = self._book.name, (self._book.model, self._book.began_seconds)
         if accounts and "requests" in self._wanted:
-            yield "requests", [_request(engine, account) for account in accounts]
+            last = self._last
+            yield "requests", [(*_request(engine, account, last), *of_engine) for account in accounts]
         if accounts and "lives" in self._wanted:
             yield "lives", [row for account in accounts for row in _lives(engine, account)]
         if accounts and "entries" in self._wanted:
@@ -183,11 +194,13 @@ class _Trace:
                 return []
         tokens = sum(tokens for tokens, _ in self._scheduled.values())
         drafts = sum(drafts for _, drafts in self._scheduled.values())
-        row = (self._book.name, step, event.at / 1e6, times, len(self._scheduled), tokens, drafts)
-        return [row]
+        book, seconds = self._book, event.at / 1e6
+        if book.window.bounded and not book.window.holds((book.began_seconds or 0.0) + seconds):
+            return []
+        return [(book.name, step, seconds, times, len(self._scheduled), tokens, drafts)]
 
 
-def _request(engine: str, account: Account) -> tuple[Value, ...]:
+def _request(engine: str, account: Account, last: int) -> tuple[Value, ...]:
     known = account.unknown is None
     settlements = account.settlements
     figures: tuple[Value, ...] = (
@@ -217,6 +230,7 @@ def _request(engine: str, account: Account) -> tuple[Value, ...]:
         *(figures if known else (None,) * len(figures)),
         account.preemptions,
         len(account.lives) if known else None,
+        account.waited(last) if known else None,
     )
 
 
@@ -283,6 +297,11 @@ def _violation(engine: str, found: Violation) -> tuple[Value, ...]:
         found.repeats,
         found.last_step,
     )
+
+
+def hour_name(hour: int) -> str:
+    """``2026-01-31T12:00Z`` for the hours since 1970."""
+    return datetime.fromtimestamp(hour * 3600, timezone.utc).strftime("%Y-%m-%dT%H:00Z")
 
 
 def _seconds(at: int) -> float | None:

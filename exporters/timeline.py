@@ -10,28 +10,31 @@ The format: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
 from kvledger.audit import events as ev
 from kvledger.audit.account import Account, Life
-from kvledger.audit.errors import LedgerError
+from kvledger.audit.catalogue import Violation
 from kvledger.audit.journal import Reader
 from kvledger.audit.replay import Book, find
+from kvledger.audit.windows import EVERYTHING, Window
+from kvledger.exporters.crowd import Crowd
+from kvledger.exporters.files import whole
 
 Slice = dict[str, Any]
 
 
-def write_timeline(paths: Sequence[Path], out: IO[str]) -> int:
+def write_timeline(paths: Sequence[Path], out: IO[str], window: Window = EVERYTHING) -> int:
     """Write one JSON object of the trace events of all journals at ``paths``; how many there are.
 
-    Memory is bounded by what is open, as in an audit. Raises :class:`LedgerError` for a path that
-    holds no journal.
+    Requests are those of the ``window``, counters of the whole trace. Memory is bounded by what is
+    open, as in an audit. Raises :class:`LedgerError` for a path that holds no journal.
     """
-    journals = [_Track(number, path) for number, path in enumerate(find(paths), 1)]
+    journals = [_Track(number, path, window) for number, path in enumerate(find(paths), 1)]
     began = min((track.began for track in journals), default=0.0)
     out.write('{"displayTimeUnit":"ms","traceEvents":[')
     count = 0
@@ -43,31 +46,23 @@ def write_timeline(paths: Sequence[Path], out: IO[str]) -> int:
     return count
 
 
-def save(paths: Sequence[Path], output: Path) -> int:
+def save(paths: Sequence[Path], output: Path, window: Window = EVERYTHING) -> int:
     """Write the timeline to a file, whole or not at all. Raises :class:`LedgerError`."""
-    draft = output.with_name(f"{output.name}.new")
-    try:
-        with draft.open("w") as out:
-            count = write_timeline(paths, out)
-        draft.replace(output)
-    except OSError as error:
-        raise LedgerError(f"{output} can't be written: {error.strerror}.") from error
-    finally:
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
-    return count
+    with whole(output) as draft, draft.open("w") as out:
+        return write_timeline(paths, out, window)
 
 
 class _Track:
     """One engine's journal, as trace events."""
 
-    def __init__(self, number: int, path: Path) -> None:
+    def __init__(self, number: int, path: Path, window: Window) -> None:
         self.number = number
         self.path = path
+        self.window = window
         self.began = _start(path)
-        self._open = 0
-        self._running: set[int] = set()
+        self._crowd = Crowd()
         self._flows = 0
+        self._found: dict[str | None, list[Violation]] = {}
 
     def events(self, offset: int) -> Iterator[Slice]:
         """All of them; ``offset`` microseconds are added to every time."""
@@ -77,26 +72,24 @@ class _Track:
             yield {"pid": self.number, **event}
 
     def _events(self) -> Iterator[Slice]:
-        book = Book(self.path, keep=True)
+        book = Book(self.path, keep=True, window=self.window, tally=False)
         last = 0
         with Reader(self.path) as reader:
-            for batch in reader.poll():
-                for number, event in enumerate(batch.events, batch.first_event):
-                    found = book.feed(number, event)
-                    last = max(last, event.at)
-                    for violation in found:
-                        account = book.auditor.ledger.account(violation.request or "")
-                        track = account.request if account is not None else None
-                        yield _mark(violation.at, violation.id, track, {"says": violation.message})
+            for batch, found in book.batches(reader):
+                last = batch.events[-1].at
+                for event in batch.events:
                     yield from self._counters(event)
+                for violation in found:
+                    self._found.setdefault(violation.request, []).append(violation)
                 for closed in book.accounts:
                     yield from self._request(closed, last)
                 book.accounts.clear()
         engine = book.engine
         name = f"{book.name} ({engine.configuration.get('model', '')})" if engine else self.path.name
         yield _named("process_name", name)
-        for still_open in book.auditor.ledger.open.values():
+        for still_open in book.open():
             yield from self._request(still_open, last)
+        yield from self._findings(None, None)
 
     def _request(self, account: Account, last: int) -> Iterator[Slice]:
         """A request's track. One that is still open ends at the journal's ``last`` event."""
@@ -104,20 +97,17 @@ class _Track:
         yield {"tid": request, **_named("thread_name", account.request_id)}
         yield {"tid": request, "ph": "M", "name": "thread_sort_index", "args": {"sort_index": request}}
         end = account.closed_at if account.closed_at >= 0 else last
-        free_since = account.added_at
+        for since, until in account.waits(last):
+            yield _slice("waits", "wait", request, since, until, {})
         for life in account.lives:
-            if life.began_at > free_since:
-                yield _slice("waits", "wait", request, free_since, life.began_at, {})
             until = life.ended_at if life.ended_at >= 0 else end
             yield _slice(f"life {life.number}", "life", request, life.began_at, until, _figures(life))
-            if life.number > 1:
-                self._flows += 1
-                arrow = {"cat": "resumed", "name": "resumed", "id": self._flows, "tid": request}
-                yield {**arrow, "ph": "s", "ts": free_since}
-                yield {**arrow, "ph": "f", "bp": "e", "ts": life.began_at}
-            free_since = until
-        if end > free_since:
-            yield _slice("waits", "wait", request, free_since, end, {})
+        for before, life in pairwise(account.lives):
+            self._flows += 1
+            arrow = {"cat": "resumed", "name": "resumed", "id": self._flows, "tid": request}
+            yield {**arrow, "ph": "s", "ts": before.ended_at}
+            yield {**arrow, "ph": "f", "bp": "e", "ts": life.began_at}
+        yield from self._findings(account.request_id, request)
         for settlement in account.settlements:
             yield _mark(
                 settlement.at,
@@ -131,28 +121,18 @@ class _Track:
                 },
             )
 
+    def _findings(self, request_id: str | None, track: int | None) -> Iterator[Slice]:
+        """What was found in a request, once; of requests that are not drawn nothing is."""
+        for violation in self._found.pop(request_id, ()):
+            yield _mark(violation.at, violation.id, track, {"says": violation.message})
+
     def _counters(self, event: ev.Event) -> Iterator[Slice]:
-        """How many run and wait, when that changes. Whoever was scheduled since it waited runs."""
-        before = self._open, len(self._running)
-        match event:
-            case ev.Snapshot():
-                self._open, self._running = len(event.rows), set()
-            case ev.RequestAdded():
-                self._open += 1
-            case ev.Stepped():
-                self._running.update(event.changed[::4])
-            case ev.Preempted():
-                self._running.discard(event.request)
-            case ev.RolledBack() if event.cause == "session":
-                self._running.discard(event.request)
-            case ev.Finished():
-                self._open -= 1
-                self._running.discard(event.request)
-            case ev.Census():
-                yield _counter(event.at, "free blocks", {"free": event.free_blocks})
-        running = len(self._running)
-        if before != (self._open, running):
-            yield _counter(event.at, "requests", {"running": running, "waiting": self._open - running})
+        """How many run and wait, when that changes."""
+        if isinstance(event, ev.Census):
+            yield _counter(event.at, "free blocks", {"free": event.free_blocks})
+        if self._crowd.feed(event):
+            counts = {"running": self._crowd.running, "waiting": self._crowd.waiting}
+            yield _counter(event.at, "requests", counts)
 
 
 def _figures(life: Life) -> dict[str, Any]:
@@ -201,5 +181,5 @@ def _start(path: Path) -> float:
         for batch in reader.poll():
             for event in batch.events:
                 if isinstance(event, ev.EngineStarted):
-                    return event.wall_seconds - event.at / 1e6
+                    return event.began_seconds
     return 0.0

@@ -8,7 +8,7 @@ from pathlib import Path
 from msgspec.structs import replace
 from tests.histories import GOLDEN, Golden, events
 
-from kvledger.audit.events import EngineStarted, EngineStopped, Event, Reported, Snapshot
+from kvledger.audit.events import EngineStarted, EngineStopped, Event, Reported, Setting, Snapshot
 from kvledger.audit.journal import JournalWriter
 
 STARTED = EngineStarted(0, 1.7e9, "vllm", "0.32.0", "v1", "tokens", 4000, {})
@@ -17,12 +17,18 @@ CLEAN = "A0+32 L s56 o P A0+160 L s40 o+ s1 o+ F"
 
 
 def write(
-    folder: Path, stream: Iterable[Event], *, stopped: bool = True, version: str = STARTED.version
+    folder: Path,
+    stream: Iterable[Event],
+    *,
+    stopped: bool = True,
+    version: str = STARTED.version,
+    configuration: dict[str, Setting] | None = None,
 ) -> Path:
     """A journal of one engine that saw ``stream``; returns its folder."""
     writer = JournalWriter(folder)
     writer.rotate()
-    writer.write([replace(STARTED, version=version), Snapshot(0, 0, [], 0), *stream])
+    started = replace(STARTED, version=version, configuration=configuration or {})
+    writer.write([started, Snapshot(0, 0, [], 0), *stream])
     if stopped:
         writer.write([EngineStopped(1_000_000, "shutdown")])
     writer.close()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from tests.histories import GOLDEN, WOVEN, Golden, Woven, compressed, request_id
+from tests.histories import GOLDEN, WOVEN, Golden, Woven, compressed, request_id, weave
 from tests.naive import Naive
 from tests.strategies import Story, random_histories
 
@@ -203,3 +203,52 @@ def test_totals_are_the_sum_of_the_accounts(story: Story) -> None:
             for cause, tokens in result[name].items():
                 expected[cause] = expected.get(cause, 0) + tokens
         assert expected == causes(getattr(totals, name)), name
+
+
+# --- steady decode --------------------------------------------------------------------------------
+
+
+def posted_at_once(events: Iterable[Event]) -> Any:
+    """A ledger of which somebody reads every account after every event, so that none lags behind."""
+    ledger = Ledger(keep_closed=True)
+    for event in events:
+        post(ledger, event)
+        ledger.open  # noqa: B018
+    return ledger
+
+
+LONG = (
+    "a.A0+0 b.A16+0 a.s40&b.s8 a.o+&b.o+ (a.s1&b.s1 a.o+&b.o+)x20 a.P (b.s1 b.o+)x9 b.F a.A32+0 a.s29 a.o+ F",
+    "a.A0+0 b.A16+0 a.s40&b.s8 a.s1&b.s1 a.o+&b.o+ (a.s1&b.s1 a.o+&b.o+)x20 a.P a.o+&b.o+ b.F",
+    "a.A0+0 b.A16+0 a.s40&b.s8 a.o+&b.o+ (a.s1&b.s1 a.o+&b.o+)x9 a.s1&b.s4/3 a.o+&b.o1/3 a.s1&b.s1 a.o+&b.o+"
+    " (a.s1&b.s1 a.o+&b.o+)x9 a.F b.F",
+)
+
+
+@pytest.mark.parametrize("words", LONG)
+@pytest.mark.parametrize("repeats", [False, True])
+def test_a_steady_account_is_that_of_one_posted_at_once(words: str, repeats: bool) -> None:
+    stream = weave({0: 40, 1: 24}, words)
+    stream = compressed(stream) if repeats else stream
+    lazy, eager = ledger_of(stream), posted_at_once(stream)
+
+    assert [account.freeze() for account in eager.accounts()] == [a.freeze() for a in lazy.accounts()]
+    assert eager.totals() == lazy.totals()
+
+
+def test_most_of_a_long_decode_is_posted_when_somebody_asks() -> None:
+    ledger = Ledger()
+    for event in weave({0: 40}, "A0+0 s40 o+ (s1 o+)x50"):
+        post(ledger, event)
+
+    assert {0} == ledger._steady.keys()
+    assert 50 == ledger.open[0].first_output
+    assert {0} == ledger._steady.keys()
+
+
+@settings(max_examples=300, deadline=None)
+@given(random_histories())
+def test_reading_accounts_changes_nothing(story: Story) -> None:
+    lazy, eager = ledger_of(story.events), posted_at_once(story.events)
+
+    assert [account.freeze() for account in eager.accounts()] == [a.freeze() for a in lazy.accounts()]

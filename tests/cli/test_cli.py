@@ -466,6 +466,79 @@ def test_a_folder_that_cannot_be_written_keeps_no_checkpoint(
     assert [f"No checkpoint is kept, for {clean} can't be written: name a folder with --state."] == told
 
 
+# --- analysis -------------------------------------------------------------------------------------------
+
+
+def test_why_in_three_forms(run: Any, clean: Path) -> None:
+    found = json.loads(run("why", clean, "--format", "json").out)
+
+    assert found["no_hit"] == sum(row["tokens"] for row in found["causes"])
+    assert run("why", clean, "--format", "csv").out.startswith("cause,text,tokens,share,requests\n")
+    assert "Why prompt tokens were no hits" in run("why", clean).out
+
+
+def test_diff_as_csv(run: Any, clean: Path, violated: Path) -> None:
+    assert run("diff", clean, violated, "--format", "csv").out.startswith(
+        "name,before,after,of,per\nrequests,1"
+    )
+
+
+def test_report_has_the_audits_exit_code(run: Any, violated: Path, tmp_path: Path) -> None:
+    told = run("report", violated, "-o", tmp_path / "page.html")
+
+    assert (1, "", f"{tmp_path / 'page.html'}: violated\n") == (told.code, told.out, told.err)
+    assert "<!doctype html>" in run("report", violated, "-o", "-").out
+
+
+def test_tail_of_what_has_ended(run: Any, clean: Path) -> None:
+    told = run("tail", clean)
+
+    assert (0, "") == (told.code, told.err)
+    assert told.out.startswith("clean: 1 request, 0 running")
+
+
+@pytest.mark.parametrize("verb", ["audit", "summary", "why"])
+def test_a_window_that_is_empty(run: Any, clean: Path, verb: str) -> None:
+    found = json.loads(run(verb, clean, "--until", "2001-01-01", "--format", "json").out)
+
+    assert 0 == (found[0] if isinstance(found, list) else found)["requests"]
+
+
+def test_a_pattern_in_quotes(run: Any, clean: Path) -> None:
+    assert 0 == run("audit", f"{clean.parent}/cl*").code
+    assert "Nothing is called" in run("audit", f"{clean.parent}/no*").sentence
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("why", "x", "--format", "xml"), "'xml' is none of table, json and csv"),
+        (("summary", "x", "--since", "soon"), "'soon' is no time"),
+        (("audit", "x", "--jobs", "-2"), "-2 processes can't be"),
+        (("completion", "tcsh"), "'tcsh' is none of bash, zsh, fish"),
+    ],
+)
+def test_bad_words_of_analysis(run: Any, words: tuple[str, ...], sentence: str) -> None:
+    told = run(*words)
+
+    assert 2 == told.code
+    assert sentence in told.sentence
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_for_each_shell(run: Any, shell: str) -> None:
+    assert "_KVLEDGER_COMPLETE" in run("completion", shell).out
+
+
+def test_words_are_completed() -> None:
+    environ = {"_KVLEDGER_COMPLETE": "complete_bash", "COMP_WORDS": "kvledger summ", "COMP_CWORD": "1"}
+    told = subprocess.run(
+        [sys.executable, "-m", "kvledger"], env={**os.environ, **environ}, capture_output=True, text=True
+    )
+
+    assert "summary" == told.stdout.strip()
+
+
 def test_the_command_line_imports_nothing_heavy() -> None:
     """Help is quick, and works where vLLM, torch and pandas are not installed."""
     program = (

@@ -53,6 +53,7 @@ RULES = LEFTWARD | {
     "audit.errors": Rule(libraries=NONE),
     "audit.differences": Rule(ours=("audit.events", "audit.account", "audit.ledger")),
     "audit.tallies": Rule(ours=("audit.events", "audit.account")),
+    "audit.misses": Rule(ours=("audit.account",)),
     # the journal, in its files: segments <- writer, reader <- journal, and the buffer before the writer
     "audit.segments": Rule(ours=EVENTS),
     "audit.writer": Rule(ours=(*EVENTS, "audit.segments")),
@@ -72,6 +73,8 @@ RULES = LEFTWARD | {
     "audit.replay": OUTER,
     "audit.state": OUTER,
     "audit.checkpoint": OUTER,
+    "audit.parallel": OUTER,
+    "audit.windows": OUTER,
     "audit.pytest_plugin": OUTER._replace(libraries=frozenset({"pytest"})),
     "audit.demo": OUTER._replace(libraries=MSGSPEC | HOST),
     "audit.conformance": OUTER._replace(libraries=MSGSPEC | HOST),

@@ -1,0 +1,96 @@
+"""A trace of many requests, made up by dice: `python benchmarks/trace.py 1000000 -o DIR`.
+
+One journal an engine, written by the real writer in segments as a recorder would, and the same to the
+byte for the same seed. What the engines do is in ``simulated.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # as `python -m benchmarks.trace` has it
+
+from benchmarks.simulated import BLOCK, Mix, Simulated
+
+from kvledger.audit import events as ev
+from kvledger.audit.journal import JournalWriter, Limits
+
+WALL_SECONDS = 1_767_225_600.0
+"""When every engine of the trace started: the beginning of 2026."""
+
+EVERYTHING = Limits(folder_bytes=1 << 40)
+
+
+def started(at: int, engine: int) -> ev.EngineStarted:
+    """What an engine says of itself, at the head of each segment."""
+    configuration: dict[str, ev.Setting] = {
+        "model": ("small-8b", "large-70b")[engine % 2],
+        "block_size": BLOCK,
+        "connector": "LMCacheConnectorV1",
+        "figures": "first",
+        "asynchronous": False,
+    }
+    wall = WALL_SECONDS + at / 1e6
+    return ev.EngineStarted(at, wall, "vllm", "0.32.0", "v1", "tokens", 4000 + engine, configuration)
+
+
+def write_journal(folder: Path, requests: int, seed: int, engine: int = 0, mix: Mix | None = None) -> int:
+    """One engine's journal in ``folder``; how many events it has."""
+    simulated = Simulated(requests, seed + engine, mix)
+    writer = JournalWriter(folder, EVERYTHING)
+    writer.rotate()
+    writer.write([started(0, engine), ev.Snapshot(0, 0, [], 0)])
+    for events in simulated.events():
+        writer.write(events)
+        if writer.wants_rotation:
+            writer.write(simulated.flush())
+            writer.rotate()
+            writer.write([started(simulated.at, engine), simulated.snapshot()])
+    writer.write([ev.EngineStopped(simulated.at, "shutdown")])
+    writer.close()
+    assert not writer.lost_events
+    return writer.written_events
+
+
+def write_trace(folder: Path, requests: int, *, engines: int = 1, seed: int = 0, jobs: int = 1) -> list[int]:
+    """``requests`` over ``engines`` journals below ``folder``; the events of each."""
+    shares = [requests // engines + (engine < requests % engines) for engine in range(engines)]
+    folders = [folder / f"engine-{engine:02d}" for engine in range(engines)]
+    write = partial(_write_share, seed=seed)
+    if jobs == 1:
+        return list(map(write, folders, shares, range(engines)))
+    with ProcessPoolExecutor(jobs) as pool:
+        return list(pool.map(write, folders, shares, range(engines)))
+
+
+def _write_share(folder: Path, requests: int, engine: int, seed: int) -> int:
+    return write_journal(folder, requests, seed, engine)
+
+
+def main(words: Iterable[str] | None = None) -> int:
+    """Makes the trace and says how long that took."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("requests", type=int)
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--engines", type=int, default=1, help="journals to share them out over")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="processes that write")
+    asked = parser.parse_args(None if words is None else list(words))
+    began = time.monotonic()
+    events = write_trace(
+        asked.output, asked.requests, engines=asked.engines, seed=asked.seed, jobs=asked.jobs
+    )
+    size = sum(path.stat().st_size for path in asked.output.rglob("*.kvl"))
+    took = time.monotonic() - began
+    print(f"{asked.requests:,} requests, {sum(events):,} events, {size:,} bytes in {took:.1f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""Who reads the journals of a command, and the bar that shows how far it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvledger.audit.parallel import Processes, Run, is_remote
+from kvledger.exporters.terminal import console
+
+Result = TypeVar("Result")
+
+
+@contextmanager
+def reading(paths: Sequence[Path], jobs: int = 0, scheduler: str = "") -> Iterator[tuple[list[Path], Run]]:
+    """The paths to read, and how: ``jobs`` processes here, or the workers of a Dask ``scheduler``.
+
+    Addresses of other places are journals' by then. On a terminal a bar on standard error counts
+    journals. Raises :class:`LedgerError`.
+    """
+    with ExitStack() as stack:
+        run: Run = Processes(jobs)
+        if scheduler:
+            from kvledger.exporters.fleet import Fleet
+
+            run = stack.enter_context(closing(Fleet(scheduler)))
+        places = list(paths)
+        if any(map(is_remote, places)):
+            from kvledger.exporters import remote
+
+            run = remote.fetching(run)
+            places = [
+                one for path in places for one in (remote.journals(path) if is_remote(path) else [path])
+            ]
+        out = console(stderr=True)
+        if out.is_terminal:
+            columns = (TextColumn("reading journals"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            run = _shown(run, stack.enter_context(Progress(*columns, console=out, transient=True)))
+        yield places, run
+
+
+def _shown(run: Run, bar: Progress) -> Run:
+    def shown(work: Callable[[Path], Result], journals: Sequence[Path]) -> Iterator[Result]:
+        # Of one journal nobody knows how far it is: the bar only moves.
+        task = bar.add_task("", total=len(journals) if len(journals) > 1 else None)
+        for result in run(work, journals):
+            bar.advance(task)
+            yield result
+
+    return shown

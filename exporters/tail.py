@@ -1,0 +1,218 @@
+"""Journals followed live in a terminal: running totals, rates, and the newest findings.
+
+Each journal is followed into a book, as the sidecar does. A terminal is drawn anew twice a second;
+elsewhere a line is printed at intervals and for each finding as it comes. Rates are of the time that
+the events took, by their own clock, not of the time it took to read them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from kvledger.audit.catalogue import Violation
+from kvledger.audit.errors import LedgerError
+from kvledger.audit.journal import Reader
+from kvledger.audit.ledger import Totals
+from kvledger.audit.replay import Audit, Book, find
+from kvledger.exporters.audit_report import share
+from kvledger.exporters.crowd import Crowd
+from kvledger.exporters.terminal import VERDICTS, console, counted, figures_table, percent
+
+POLL_SECONDS = 0.5
+LINE_SECONDS = 10.0
+"""How often a line of totals is printed where nobody watches."""
+
+RATE_SECONDS = 30.0
+"""The time, as the engine tells it, that rates are taken over."""
+
+NEWEST = 5
+
+
+Tick = Callable[[], None]
+
+
+class _Followed:
+    """One journal: its book, who runs, and the sums of a while ago."""
+
+    def __init__(self, path: Path) -> None:
+        self.book = Book(path)
+        self.reader = Reader(path)
+        self.crowd = Crowd()
+        self.before: deque[tuple[int, Totals]] = deque()
+
+    def poll(self, tick: Tick) -> list[Violation]:
+        """Take in what is there by now; the findings that are new."""
+        found: list[Violation] = []
+        for batch, new in self.book.batches(self.reader):
+            found += new
+            for event in batch.events:
+                self.crowd.feed(event)
+            self._remember()
+            tick()
+        return found
+
+    def _remember(self) -> None:
+        at = self.book.auditor.ledger.at
+        if not self.before or at - self.before[-1][0] >= 1e6:
+            self.before.append((at, self.book.totals()))
+        while len(self.before) > 2 and at - self.before[1][0] >= RATE_SECONDS * 1e6:
+            self.before.popleft()
+
+    def rates(self) -> tuple[float, float]:
+        """Prompt tokens settled, and tokens scheduled, a second, lately."""
+        if len(self.before) < 2:
+            return 0.0, 0.0
+        (since, first), (until, last) = self.before[0], self.before[-1]
+        seconds = (until - since) / 1e6
+        if seconds <= 0:
+            return 0.0, 0.0
+        return (
+            (last.prompt_tokens - first.prompt_tokens) / seconds,
+            (last.scheduled - first.scheduled) / seconds,
+        )
+
+
+class Tail:
+    """All journals below a folder, those that come later too."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.followed: dict[Path, _Followed] = {}
+        self.newest: deque[Violation] = deque(maxlen=NEWEST)
+        self._find()
+
+    def poll(self, tick: Tick = lambda: None) -> list[Violation]:
+        """Take in what is there by now, with a ``tick`` for each batch; the findings that are new."""
+        self._find()
+        found = [violation for one in self.followed.values() for violation in one.poll(tick)]
+        self.newest.extend(found)
+        return found
+
+    @property
+    def ended(self) -> bool:
+        """Whether every engine has ended and all of it was read."""
+        return all(one.reader.ended for one in self.followed.values())
+
+    @property
+    def audit(self) -> Audit:
+        """All of them, as they stand."""
+        return Audit([one.book for one in self.followed.values()])
+
+    def _find(self) -> None:
+        try:
+            for path in find([self.path]):
+                if path not in self.followed:
+                    self.followed[path] = _Followed(path)
+        except LedgerError:
+            # A folder that is followed may be empty for a while, between one engine and the next.
+            if not self.followed:
+                raise
+
+    def line(self) -> str:
+        """Everything in a line."""
+        audit = self.audit
+        totals = audit.totals
+        running = sum(one.crowd.running for one in self.followed.values())
+        waiting = sum(one.crowd.waiting for one in self.followed.values())
+        hits = share(totals.local + totals.external, totals.prompt_tokens)
+        rates = [one.rates() for one in self.followed.values() if not one.reader.ended]
+        parts = [
+            f"{audit.verdict}: {counted(totals.requests, 'request')}",
+            f"{running:,} running",
+            f"{waiting:,} waiting",
+            f"{counted(totals.preemptions, 'preemption')}",
+            f"{totals.prompt_tokens:,} prompt tokens",
+            "no hits yet" if hits is None else f"{percent(hits)} hits",
+            f"{sum(scheduled for _, scheduled in rates):,.0f} tokens/s",
+        ]
+        return ", ".join(parts)
+
+    def drawn(self) -> Group:
+        """For a terminal."""
+        columns = ("requests", "running", "waiting", "prompt/s", "tokens/s", "hits", "preempted", "verdict")
+        table = figures_table("engine", *columns)
+        for one in self.followed.values():
+            _row(table, one)
+        parts: list[Table | Text] = [table]
+        if self.newest:
+            parts += [Text(), Text("Newest findings", style="bold")]
+            parts += [Text(_told(violation), overflow="fold") for violation in self.newest]
+        return Group(*parts, Text(), Text("Ctrl-C ends this.", style="dim"))
+
+
+def _row(table: Table, one: _Followed) -> None:
+    totals, verdict = one.book.totals(), one.book.verdict
+    prompt, scheduled = (0.0, 0.0) if one.reader.ended else one.rates()
+    hits = share(totals.local + totals.external, totals.prompt_tokens)
+    name = f"{one.book.name}{' (ended)' if one.reader.ended else ''}"
+    table.add_row(
+        Text(name),
+        f"{totals.requests:,}",
+        f"{one.crowd.running:,}",
+        f"{one.crowd.waiting:,}",
+        f"{prompt:,.0f}",
+        f"{scheduled:,.0f}",
+        "" if hits is None else percent(hits),
+        f"{totals.preemptions:,}",
+        Text(verdict, style=VERDICTS[verdict]),
+    )
+
+
+def _told(violation: Violation) -> str:
+    return f"{violation.severity} {violation.id}: {violation.message}"
+
+
+def follow(
+    path: Path, *, wait: bool = False, poll_seconds: float = POLL_SECONDS, out: Console | None = None
+) -> None:
+    """Follow ``path`` until all engines have ended, or, to ``wait``, until interrupted.
+
+    Raises :class:`LedgerError` for a path that holds no journal.
+    """
+    out = out or console()
+    tail = Tail(path)
+    if out.is_terminal:
+        with Live(console=out, auto_refresh=False, transient=False) as live:
+            _until_ended(tail, wait, poll_seconds, lambda _: live.update(tail.drawn(), refresh=True))
+        return
+    told = 0.0
+
+    def say(found: list[Violation]) -> None:
+        nonlocal told
+        for violation in found:
+            print(_told(violation), flush=True)
+        if time.monotonic() - told >= LINE_SECONDS or tail.ended:
+            told = time.monotonic()
+            print(tail.line(), flush=True)
+
+    _until_ended(tail, wait, poll_seconds, say)
+
+
+def _until_ended(
+    tail: Tail, wait: bool, poll_seconds: float, show: Callable[[list[Violation]], None]
+) -> None:
+    said, shown = False, time.monotonic()
+
+    def tick() -> None:
+        """A journal that was written for hours takes a while to read: show how far it is."""
+        nonlocal shown
+        if time.monotonic() - shown >= poll_seconds:
+            shown = time.monotonic()
+            show([])
+
+    while True:
+        found = tail.poll(tick)
+        if found or not (said and tail.ended):
+            show(found)
+        said = tail.ended
+        if said and not wait:
+            return
+        time.sleep(poll_seconds)
