@@ -409,6 +409,7 @@ class Account:
         "steady_scheduled",
         "suspense",
         "traceparent",
+        "transferred",
         "unknown",
         "voided",
     )
@@ -426,6 +427,7 @@ class Account:
         self.pooling = False
         self.resumable = False
         self.traceparent: str | None = None
+        self.transferred = False
 
         self.spans = Spans()
         self.losses = Losses()

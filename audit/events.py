@@ -84,6 +84,7 @@ class RequestAdded(Event, frozen=True, array_like=True, tag=4):
     """A request came to the scheduler. ``prompt_tokens`` is the length of its prompt.
 
     ``traceparent`` is the caller's trace context (W3C), where the engine was handed one.
+    ``transferred``: a prefill engine hands its KV over, so what comes from outside is no cache's hit.
     """
 
     request: int
@@ -94,6 +95,7 @@ class RequestAdded(Event, frozen=True, array_like=True, tag=4):
     pooling: bool = False
     resumable: bool = False
     traceparent: str | None = None
+    transferred: bool = False
 
 
 class LookedUp(Event, frozen=True, array_like=True, tag=5):
@@ -344,6 +346,7 @@ class SnapshotRow(msgspec.Struct, frozen=True, array_like=True):
     placeholder_tokens: int
     sequence_tokens: int
     preemptions: int
+    transferred: bool = False
 
 
 class Snapshot(Event, frozen=True, array_like=True, tag=23):

@@ -323,6 +323,7 @@ class Ledger:
         account.pooling = event.pooling
         account.resumable = event.resumable
         account.traceparent = event.traceparent
+        account.transferred = event.transferred
         self._enter(event, account)
 
     def _looked_up(self, event: ev.LookedUp) -> None:
@@ -937,6 +938,7 @@ class Ledger:
             account = self._living.get(row.request)
             if account is None:
                 account = self._open(row.request, row.request_id, row.prompt_tokens)
+                account.transferred = row.transferred
                 if not row.fresh:
                     _make_unknown(account, "the trace begins in its midst")
                     account.preemptions = row.preemptions

@@ -121,6 +121,7 @@ class Tallies(msgspec.Struct):
 
     ``clock_seconds``: Unix time of the engine's microsecond 0, as its latest start or segment says;
     ``created_seconds``: when it came under observation. ``lookups`` is what the engine counted.
+    ``transferred_tokens``: settled external ones that a prefill engine handed over.
     ``plan`` and ``plan_negative`` keep what was planned above and below zero apart.
     ``sequence_tokens``: prompt and output of ended requests, by verdict. ``hook_us``: microseconds in
     hooks in the ``hook_steps`` steps in which they were timed.
@@ -142,6 +143,7 @@ class Tallies(msgspec.Struct):
     gaps_of_known_size: int = 0
     gaps_of_unknown_size: int = 0
     lost_events: int = 0
+    transferred_tokens: int = 0
     plan: dict[str, int] = {}
     plan_negative: dict[str, int] = {}
     sequence_tokens: dict[str, int] = {}
@@ -241,7 +243,14 @@ class Tallies(msgspec.Struct):
             self.created_seconds = min(self.created_seconds, other.created_seconds)
         self.created_seconds = self.created_seconds or other.created_seconds
         self.clock_seconds = other.clock_seconds or self.clock_seconds
-        for name in ("hook_us", "hook_steps", "gaps_of_known_size", "gaps_of_unknown_size", "lost_events"):
+        for name in (
+            "transferred_tokens",
+            "hook_us",
+            "hook_steps",
+            "gaps_of_known_size",
+            "gaps_of_unknown_size",
+            "lost_events",
+        ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("preemptions", "plan", "plan_negative", "sequence_tokens"):
             for key, more in getattr(other, name).items():
@@ -271,6 +280,8 @@ class Tallies(msgspec.Struct):
         if account.outcome in TOLD:
             self.told_preemptions += account.preemptions
             self.most_preemptions = max(self.most_preemptions, account.preemptions)
+        if account.transferred:
+            self.transferred_tokens += sum(settled.external for settled in account.settlements)
         self._plan(account)
         self._spread(account)
 

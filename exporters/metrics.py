@@ -143,10 +143,10 @@ GROUPS: tuple[Group, ...] = (
     ),
     Group(
         "External tokens",
-        "What the connector promised, and what came of it: promised = loaded + voided. The events do not "
-        "say of a load whether it was a prefill node's hand-over (transfer) or a cache's hit (store), nor "
-        "its tier; `kvledger_engine_info` has the `connector`, by which a fleet can tell them apart where "
-        "each engine has one.",
+        "What the connector promised, and what came of it: promised = loaded + voided. What a prefill "
+        "engine hands over was computed there: a fleet that adds it to its hits counts each prompt twice, so "
+        "it is kept apart as transferred. No connector tells the scheduler a load's tier (host, disk, "
+        "peer), so none is shown; `kvledger_engine_info` has the `connector`.",
         (
             Metric(
                 "kvledger_external_promised_tokens",
@@ -155,6 +155,14 @@ GROUPS: tuple[Group, ...] = (
                 "External tokens that the connector promised, at every admission.",
                 ENGINE,
                 read.value(lambda book: book.closed.promised),
+            ),
+            Metric(
+                "kvledger_transferred_prompt_tokens",
+                TOKENS,
+                "counter",
+                "Of `kvledger_prompt_tokens_total`, source `external`: what a prefill engine handed over.",
+                ENGINE,
+                read.value(lambda book: book.tallies.transferred_tokens),
             ),
             Metric(
                 "kvledger_external_loaded_tokens",

@@ -120,6 +120,7 @@ class Observer:
             placeholder_tokens=self.placeholders(request),
             sequence_tokens=request.num_tokens,
             preemptions=self.preemptions(request),
+            transferred=self.transferred(request),
         )
 
     def _forget(self, request_id: str) -> None:
@@ -201,6 +202,10 @@ class Observer:
     def preemptions(self, request: Any) -> int:
         """How often it was preempted; counted by the engine since 0.11."""
         return int(getattr(request, "num_preemptions", 0))
+
+    def transferred(self, request: Any) -> bool:
+        """Whether a prefill engine hands its KV over; the connector takes the word away at allocation."""
+        return bool((getattr(request, "kv_transfer_params", None) or {}).get("do_remote_prefill"))
 
     def unreported(self, request: Any) -> bool:
         """Whether the engine has still to tell where this prompt came from."""

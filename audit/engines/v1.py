@@ -132,6 +132,7 @@ class V1Observer(LifeObserver):
                 pooling=request.pooling_params is not None,
                 resumable=getattr(request, "resumable", False),
                 traceparent=_traceparent(getattr(request, "trace_headers", None)),
+                transferred=self.transferred(request),
             )
         )
 

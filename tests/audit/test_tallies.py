@@ -121,6 +121,16 @@ def test_an_exemplar_bears_the_callers_trace(traceparent: str | None, known: str
     assert [("request-0", known)] == [(e.request_id, e.trace_id) for e in spread.exemplars.values()]
 
 
+@pytest.mark.parametrize(("transferred", "tokens"), [(True, 160), (False, 0)])
+def test_what_a_prefill_engine_hands_over_is_kept_apart(transferred: bool, tokens: int) -> None:
+    added, *rest = events(200, "A0+160 L s40 o+ F")
+    assert isinstance(added, RequestAdded)
+    told = book(replace(added, transferred=transferred), *rest)
+
+    assert 160 == told.closed.external
+    assert tokens == told.tallies.transferred_tokens
+
+
 def test_what_was_promised_below_zero_is_kept_apart() -> None:
     told = tallies(*events(200, "A40+-8 s168 o+ F"))
 

@@ -1,4 +1,4 @@
-"""What the adapter notes so that figures can be joined: the caller's trace context and the engine's index."""
+"""What the adapter notes of a request's origin and an engine's: trace context, hand-over, index."""
 
 from __future__ import annotations
 
@@ -19,17 +19,24 @@ from kvledger.audit.events import EngineStarted, RequestAdded
 CONTEXT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
-def noted(headers: dict[str, str] | None) -> str | None:
+def arrival(**said: Any) -> RequestAdded:
+    """The event of a request that came with ``said``."""
+
     def course(attach: Any, **setup: Any) -> Driver:
         driver = start(attach, **setup)
         request = build_request("a", tokens(40, "a"), hasher=None, max_tokens=1)
-        request.trace_headers = headers
+        for name, value in said.items():
+            setattr(request, name, value)
         driver.scheduler.add_request(request)
         return driver
 
     _, events = observe(course)
     (added,) = (event for event in events if isinstance(event, RequestAdded))
-    return added.traceparent
+    return added
+
+
+def noted(headers: dict[str, str] | None) -> str | None:
+    return arrival(trace_headers=headers).traceparent
 
 
 def test_the_callers_trace_context_is_noted_and_no_other_header() -> None:
@@ -45,6 +52,20 @@ def test_what_is_no_trace_context_is_not_noted(said: str) -> None:
 
 def test_no_headers_no_context() -> None:
     assert noted(None) is None
+
+
+@pytest.mark.parametrize(
+    ("said", "transferred"),
+    [
+        ({"do_remote_prefill": True, "remote_engine_id": "p"}, True),
+        ({"do_remote_decode": True}, False),
+        (None, False),
+    ],
+)
+def test_a_request_that_a_prefill_engine_computed_says_so(
+    said: dict[str, Any] | None, transferred: bool
+) -> None:
+    assert transferred == arrival(kv_transfer_params=said).transferred
 
 
 def test_the_engines_index_is_what_its_own_metrics_call_it() -> None:
