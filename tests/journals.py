@@ -23,11 +23,12 @@ def write(
     stopped: bool = True,
     version: str = STARTED.version,
     configuration: dict[str, Setting] | None = None,
+    wall_seconds: float = STARTED.wall_seconds,
 ) -> Path:
     """A journal of one engine that saw ``stream``; returns its folder."""
     writer = JournalWriter(folder)
     writer.rotate()
-    started = replace(STARTED, version=version, configuration=configuration or {})
+    started = replace(STARTED, version=version, configuration=configuration or {}, wall_seconds=wall_seconds)
     writer.write([started, Snapshot(0, 0, [], 0), *stream])
     if stopped:
         writer.write([EngineStopped(1_000_000, "shutdown")])
@@ -40,9 +41,10 @@ def clean(folder: Path) -> Path:
     return write(folder, events(200, CLEAN))
 
 
-def violated(folder: Path) -> Path:
+def violated(folder: Path, wall_seconds: float = STARTED.wall_seconds) -> Path:
     """The same, and the engine reports its sources from two instants."""
-    return write(folder, reported(events(200, CLEAN), local=-128, external=160, computed=168))
+    lies = reported(events(200, CLEAN), local=-128, external=160, computed=168)
+    return write(folder, lies, wall_seconds=wall_seconds)
 
 
 def reported(stream: list[Event], *, local: int, external: int, computed: int) -> list[Event]:

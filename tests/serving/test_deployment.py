@@ -10,6 +10,7 @@ import contextlib
 import os
 import random
 import subprocess
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from tests import journals
 from tests.serving.processes import SETTLE_SECONDS, Engine, Prometheus, Sidecar, wait_until
 
 from kvledger.audit.demo.model import VOCABULARY_TOKENS
@@ -28,7 +30,7 @@ from kvledger.exporters.metrics import METRICS
 ENDED = "sum(kvledger_prompt_tokens_total)"
 SOURCES = "sum by (source) (kvledger_prompt_tokens_total)"
 SILENT = {"kvledger: Trust, Last findings"}
-"""A table of what was found is empty where nothing was."""
+"""A table of what was found is empty where nothing was; the last test fills it."""
 
 
 @dataclass
@@ -78,22 +80,22 @@ class Deployment:
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     folder = tmp_path_factory.mktemp("deployment")
-    journals = folder / "journals"
-    journals.mkdir()
-    mounted = _failed("mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(journals)) is False
-    engine = Engine(folder, journals)
-    sidecar = Sidecar(folder, journals, engine)
+    place = folder / "journals"
+    place.mkdir()
+    mounted = _failed("mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(place)) is False
+    engine = Engine(folder, place)
+    sidecar = Sidecar(folder, place, engine)
     prometheus = Prometheus(folder, engine, sidecar, rules.write(folder))
     started = [prometheus, sidecar, engine]
     try:
         for process in started:
             process.start()
-        yield Deployment(engine, sidecar, prometheus, journals, mounted)
+        yield Deployment(engine, sidecar, prometheus, place, mounted)
     finally:
         for process in started:
             process.kill()
         if mounted:
-            subprocess.run(["umount", "--lazy", str(journals)], check=False)
+            subprocess.run(["umount", "--lazy", str(place)], check=False)
 
 
 def _failed(*command: str) -> bool:
@@ -217,6 +219,18 @@ def test_an_engine_that_is_killed_and_started_again_is_another_one(deployment: D
     assert 2 == ask("count(kvledger_engine_info)")
     assert [] == resets(deployment)
     assert 0 == ask('sum(abs(kvledger_reconciliation_drift{cause="unexplained"}))')
+
+
+def test_a_finding_reaches_the_board_and_the_one_on_call(deployment: Deployment) -> None:
+    """Another engine's journal comes under the folder, of one that reports -128 local tokens."""
+    ask = deployment.prometheus.value
+    journals.violated(deployment.journals / "engine-9-9-9", time.time())
+
+    wait_until(lambda: (ask('sum(kvledger_violations_total{severity="violation"})') or 0) > 0, SETTLE_SECONDS)
+    firing = 'count(ALERTS{alertname="KvledgerViolation", alertstate="firing"})'
+    wait_until(lambda: (ask(firing) or 0) > 0, SETTLE_SECONDS)
+    answers = list(check.ask(deployment.prometheus.address))
+    assert SILENT <= {answer.asked.where for answer in answers if answer.series}
 
 
 def resets(deployment: Deployment) -> list[str]:
