@@ -18,7 +18,7 @@ from kvledger.exporters import charts
 from kvledger.exporters.audit_report import Finding, Report, share
 from kvledger.exporters.files import whole
 from kvledger.exporters.gathered import WAITS, Gathered, gather
-from kvledger.exporters.series import Series
+from kvledger.exporters.series import TICKS, Series
 from kvledger.exporters.terminal import CAUSES, counted, percent
 
 __all__ = ["gather", "html", "save"]
@@ -180,7 +180,7 @@ def _over_time(series: Series) -> Iterator[str]:
     if not places:
         return
     buckets = range(min(places), max(places) + 1)
-    width = series.width_seconds
+    width = series.width_ticks / TICKS
     starts = [_clock(place * width) for place in buckets]
     none: dict[str, int] = {}
 
@@ -208,13 +208,16 @@ def _over_time(series: Series) -> Iterator[str]:
     yield _section("Preemptions", f"As many as there were in each step. {each}", plot)
 
 
-def _clock(seconds: int) -> str:
-    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
+def _clock(seconds: float) -> str:
+    at = datetime.fromtimestamp(seconds, timezone.utc)
+    return at.strftime("%Y-%m-%d %H:%M:%S") + (f".{at.microsecond // 1000:03}" if at.microsecond else "")
 
 
-def _length(seconds: int) -> str:
+def _length(seconds: float) -> str:
+    if seconds < 1:
+        return f"{1000 * seconds:.0f} milliseconds"
     if seconds < 120:
-        return counted(seconds, "second")
+        return counted(int(seconds), "second")
     return f"{seconds / 60:.1f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"
 
 

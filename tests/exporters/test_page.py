@@ -15,7 +15,7 @@ from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import Gap, RequestAdded
 from kvledger.exporters.gathered import gather
 from kvledger.exporters.page import html, save
-from kvledger.exporters.series import MOST, Series, together
+from kvledger.exporters.series import MOST, TICKS, Series, together
 
 SECTIONS = (
     "Where prompt tokens came from",
@@ -137,6 +137,14 @@ def test_series_of_several_engines_are_summed_at_one_width() -> None:
     assert 4 * MOST + 7 == sum(row["preemptions"] for row in both.counts.values())
 
 
+def test_a_long_silence_is_not_filled_tick_by_tick() -> None:
+    quiet = Series()
+    quiet.level(0, {"running": 1})
+    quiet.level(10 * 86_400, {"running": 0})
+
+    assert len(together([quiet]).levels) <= 2 * MOST
+
+
 def test_a_level_lasts_until_the_next() -> None:
     one, other = Series(), Series()
     one.level(0, {"running": 3})
@@ -144,6 +152,7 @@ def test_a_level_lasts_until_the_next() -> None:
     other.level(4, {"running": 2})
     other.level(5, {"running": 0})
 
-    levels = together([one, other]).levels
+    both = together([one, other])
 
-    assert [3, 5, 3] == [levels[second]["running"] for second in (3, 4, 5)]
+    places = [TICKS * second // both.width_ticks for second in (3, 4, 5)]
+    assert [3, 5, 3] == [both.levels[place]["running"] for place in places]
