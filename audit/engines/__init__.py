@@ -20,6 +20,7 @@ from kvledger.audit.hooks import EngineMismatch, check
 
 __all__ = [
     "ADAPTERS",
+    "LEVELS",
     "Adapter",
     "bare_scheduler",
     "choose",
@@ -30,6 +31,9 @@ __all__ = [
 ]
 
 Adapter = type[V1Observer] | type[V0Observer]
+
+LEVELS = ("tokens", "blocks")
+"""What is observed: accounts of tokens, or of blocks as well."""
 
 ADAPTERS: tuple[Adapter, ...] = (
     V1Observer,
