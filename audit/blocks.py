@@ -282,7 +282,8 @@ class BlockLedger:
         """What an event of tokens, just posted, says of blocks."""
         self._found = []
         self._accounts = accounts
-        if self._hashed:
+        # Steps may only be told when something else is; a load that was polled for comes after them.
+        if self._hashed and type(event) not in (ev.Stepped, ev.Repeated):
             self._judge_hashed(accounts)
         if type(event) is ev.LoadFailed:
             self._load_failed(event)
@@ -381,9 +382,10 @@ class BlockLedger:
             if block == pool.null_block:
                 continue
             record = self._record(pool, block)
+            evicted = ", ".join(f"h{name}" for name in record.names)
             self._unname(pool, record)
             record.hashed = 0
-            _remember(record, done)
+            _remember(record, self._operation(event, f"taken, evicting {evicted}") if evicted else done)
             if record.holders:
                 self._collide("taken", event.pool, block, record.holders[0], holder)
             else:
@@ -653,7 +655,7 @@ class BlockLedger:
 
     def _collide(self, how: str, pool: int, block: int, first: Holder | None, second: Holder) -> None:
         references = len(self.pools[pool].records[block].holders) + 1
-        story = self._story(pool, block)
+        story = self._story(pool, block, second=second)
         self._tell(Collision(how, pool, block, first, second, references, story), second.request)
 
     def _holder(self, kind: str, request: int, group: int) -> Holder:
@@ -699,13 +701,16 @@ class BlockLedger:
         record.names = []
         record.end, record.hasher = 0, UNKNOWN
 
-    def _story(self, pool: int, block: int, references: int | None = None) -> list[str]:
+    def _story(
+        self, pool: int, block: int, references: int | None = None, second: Holder | None = None
+    ) -> list[str]:
         """What is known of a block, a line each, for a person."""
         record = self.pools[pool].records[block]
         hash_ = f"hash {', '.join(f'h{name}' for name in record.names)}" if record.names else "no hash"
         counted = "" if references is None else f"; the engine counts {references} references"
         lines = [f"block {block} of pool {pool}, {hash_}{counted}"]
         lines += [f"  held by {holder}" for holder in record.holders] or ["  held by nobody that is known"]
+        lines += [f"  and now by {second}"] if second is not None else []
         lines += ["  last operations on it:"] if record.operations else []
         for done in record.operations:
             who = f"request {done.request_id}, life {done.life}" if done.request_id else "outside of any table"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Any
 
+from kvledger.audit.engines import pools
 from kvledger.audit.engines.bare import bare_scheduler
 from kvledger.audit.engines.v0 import V0Observer
 from kvledger.audit.engines.v1 import V1Observer
@@ -23,6 +24,7 @@ __all__ = [
     "LEVELS",
     "Adapter",
     "bare_scheduler",
+    "blocks_out_of_reach",
     "choose",
     "differences",
     "host_version",
@@ -81,6 +83,11 @@ def differences(adapter: Adapter, scheduler: Any) -> list[str]:
         had = output_fields()
         found += [f"EngineCoreOutput has no {name}" for name in fields if name not in had]
     return found
+
+
+def blocks_out_of_reach(scheduler: Any) -> str:
+    """Why this scheduler can't be watched at level ``blocks``, in a phrase; "" if it can."""
+    return "; ".join(pools.differences(scheduler))
 
 
 def _has(scheduler: Any, path: str) -> bool:

@@ -18,7 +18,7 @@ from kvledger.audit import events as ev
 from kvledger.audit.engines import callers, pool_calls
 from kvledger.audit.engines.callers import Caller, Callers
 from kvledger.audit.engines.steps import StepLog
-from kvledger.audit.hooks import Hook, Wrapping, check
+from kvledger.audit.hooks import EngineMismatch, Hook, Wrapping, check
 
 SWEEP_BLOCKS = 128
 """Blocks of each pool that are stated whenever the engine is at rest (every fourth step)."""
@@ -53,6 +53,21 @@ SCHEDULER: tuple[Hook, ...] = (
     Hook("", "_free_blocks", (("request",),), after="left"),
     Hook("kv_cache_manager", "pop_blocks_for_free", (("request",),), after="deferred", optional=True),
 )
+
+
+def differences(scheduler: Any) -> list[str]:
+    """What a scheduler lacks, or has otherwise, of what level ``blocks`` relies on."""
+    manager = getattr(scheduler, "kv_cache_manager", None)
+    managers = getattr(getattr(manager, "coordinator", None), "single_type_managers", None)
+    if not managers:
+        return ["it has no managers of single KV cache groups"]
+    found = []
+    for table, owner in ((POOL, managers[0].block_pool), (MANAGER, managers[0]), (SCHEDULER, scheduler)):
+        try:
+            check(table, owner)
+        except EngineMismatch as mismatch:
+            found.append(str(mismatch).partition(": ")[2])
+    return found
 
 
 class PoolWatch:
