@@ -238,7 +238,7 @@ class Ledger:
         if post is not None:
             post(event)
         if self.blocks.pools and type(event) not in BlockLedger.EVENTS:
-            self._enter_found(self.blocks.after(event, self.open))
+            self._enter_found(self.blocks.after(event, self.open), self.step)
         return self._entries
 
     # --- asking ---------------------------------------------------------------------------------
@@ -1001,11 +1001,11 @@ class Ledger:
     # --- blocks --------------------------------------------------------------------------------------
 
     def _block(self, event: ev.Event) -> None:
-        self._enter_found(self.blocks.apply(event, self.open))
+        self._enter_found(self.blocks.apply(event, self.open), getattr(event, "step", self.step))
 
-    def _enter_found(self, found: list[Finding]) -> None:
+    def _enter_found(self, found: list[Finding], step: int) -> None:
         for subject, request in found:
-            self._entries.append(Entry(self.number, self.step, self.at, subject, self.open.get(request)))
+            self._entries.append(Entry(self.number, step, self.at, subject, self.open.get(request)))
 
     # --- helpers -------------------------------------------------------------------------------------
 
