@@ -451,8 +451,8 @@ class BlockLedger:
             ]
         else:
             order = {
-                "_drain_deferred_frees": (DEFERRED, COPY),
-                "_free_cow_retained_blocks": (COPY,),
+                "_drain_deferred_frees": (DEFERRED, COPY, PIN),
+                "_free_cow_retained_blocks": (COPY, PIN),
             }.get(event.by, (PIN, COPY, DEFERRED))
             fits = [h for kind in order for h in record.holders if h.kind == kind]
         if not fits:

@@ -131,16 +131,16 @@ def hashing_part(watch: Any, pool: int, original: Method) -> Method:
 
     @functools.wraps(original)
     def cache_partial_block(request: Any, block: Any, num_tokens: int, *rest: Any, **options: Any) -> Any:
-        before = block._block_hash
+        before, more = block._block_hash, watch.further_hashes(pool, block)
         watch.inside = True
         try:
             result = original(request, block, num_tokens, *rest, **options)
         finally:
             watch.inside = False
-        if result is not None:
+        replaced = before is not None and block._block_hash != before
+        if result is not None and (replaced or (result != before and result not in more)):
             try:
                 group = options["kv_cache_group_id"] if "kv_cache_group_id" in options else rest[0]
-                replaced = before is not None and block._block_hash != before
                 watch.hashed(pool, request, group, [block], [num_tokens], replaced)
             except Exception as error:
                 watch.fail("cache_partial_block", error)

@@ -55,13 +55,19 @@ SCHEDULER: tuple[Hook, ...] = (
 )
 
 
+def unreadable(managers: Iterable[Any]) -> list[str]:
+    """Managers whose blocks wander between tables and pools by ways that no call of a pool shows."""
+    names = {type(manager).__name__ for manager in managers}
+    return [f"the blocks of a {name} can't be followed" for name in sorted(names) if "HiSparse" in name]
+
+
 def differences(scheduler: Any) -> list[str]:
     """What a scheduler lacks, or has otherwise, of what level ``blocks`` relies on."""
     manager = getattr(scheduler, "kv_cache_manager", None)
     managers = getattr(getattr(manager, "coordinator", None), "single_type_managers", None)
     if not managers:
         return ["it has no managers of single KV cache groups"]
-    found = []
+    found = unreadable(managers)
     for table, owner in ((POOL, managers[0].block_pool), (MANAGER, managers[0]), (SCHEDULER, scheduler)):
         try:
             check(table, owner)
@@ -89,6 +95,8 @@ class PoolWatch:
     ) -> None:
         self.scheduler = scheduler
         self.managers: tuple[Any, ...] = tuple(manager.coordinator.single_type_managers)
+        if found := unreadable(self.managers):
+            raise EngineMismatch("; ".join(found))
         self.pools: list[Any] = list(dict.fromkeys(found.block_pool for found in self.managers))
         self.inside = False
         """Whether the pool is called by a call that is told as a whole."""
@@ -184,6 +192,10 @@ class PoolWatch:
         head = self._head(pool, Caller(request.request_id, group, "cache_blocks"))
         length = request.num_tokens
         self._say(ev.BlocksHashed(*head, _ids(blocks), names, ends, length, replaced, self._stack()))
+
+    def further_hashes(self, pool: int, block: Any) -> tuple[Any, ...]:
+        """The hashes of a block besides its first."""
+        return tuple(self.pools[pool].cached_block_hashes_by_block.get(block.block_id, ()))
 
     def evicted(self, pool: int, blocks: list[Any], caller: Caller) -> None:
         """Blocks lost their hashes, and nothing else happened to them."""
