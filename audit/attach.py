@@ -40,9 +40,7 @@ class Audit:
         self._auditor = Auditor(keep_closed=True)
         self._raised: set[tuple[str, str | None]] = set()
         observer = choose(scheduler)
-        self._observer = observer(
-            scheduler, self._sink, version=host_version(), level=level, stacks=stacks
-        )
+        self._observer = observer(scheduler, self._sink, version=host_version(), level=level, stacks=stacks)
         self._observer.start(self._boundary if strict else None)
 
     @property

@@ -98,7 +98,7 @@ class Pool(msgspec.Struct):
     records: dict[int, Block] = {}
 
 
-# --- subjects: what the checks see ---------------------------------------------------------------------
+# --- subjects: what the checks see --------------------------------------------------------------
 
 
 class Collision(NamedTuple):
@@ -198,14 +198,7 @@ class Leak(NamedTuple):
 
 
 Subject = (
-    Collision
-    | StrayFree
-    | BlockStatement
-    | PoolStatement
-    | HashedContent
-    | SharedWrite
-    | Uncovered
-    | Leak
+    Collision | StrayFree | BlockStatement | PoolStatement | HashedContent | SharedWrite | Uncovered | Leak
 )
 Finding = tuple[Subject, int]
 """A subject and the request that it is of; -1 where it is of none."""
@@ -276,7 +269,7 @@ class BlockLedger:
         self._hashed.clear()
         self._hit.clear()
 
-    # --- what other events mean for blocks ---------------------------------------------------------------
+    # --- what other events mean for blocks -------------------------------------------------------
 
     def after(self, event: ev.Event, accounts: Accounts) -> list[Finding]:
         """What an event of tokens, just posted, says of blocks."""
@@ -332,7 +325,7 @@ class BlockLedger:
         story = self._story(pool, block)
         self._tell(HashedContent("failed", pool, block, record.end, limit, story), request)
 
-    # --- pools ---------------------------------------------------------------------------------------------
+    # --- pools -----------------------------------------------------------------------------------
 
     def _pool_seen(self, event: ev.PoolSeen) -> None:
         groups = {
@@ -371,7 +364,7 @@ class BlockLedger:
             pool.free_blocks = free_blocks
             pool.named = False
 
-    # --- operations -----------------------------------------------------------------------------------------
+    # --- operations ------------------------------------------------------------------------------
 
     def _taken(self, event: ev.BlocksTaken) -> None:
         pool = self.pools.get(event.pool)
@@ -429,7 +422,9 @@ class BlockLedger:
             earlier = next((o for o in reversed(record.operations) if o.what == "freed"), None)
             _remember(record, done)
             if not self._let_go(event, block, record) and record.known:
-                stray = StrayFree(event.pool, block, done, earlier, references, self._story(event.pool, block))
+                stray = StrayFree(
+                    event.pool, block, done, earlier, references, self._story(event.pool, block)
+                )
                 self._tell(stray, event.request)
                 record.known = False  # what it is now is the engine's to say
             counts[block] = references
@@ -531,21 +526,29 @@ class BlockLedger:
         pool.hashes.clear()
         pool.hashed, pool.named = 0, True
 
-    # --- statements -----------------------------------------------------------------------------------------
+    # --- statements ------------------------------------------------------------------------------
 
     def _tables(self, event: ev.TablesStated) -> None:
         rows, at = event.rows, 0
         stood: dict[tuple[int, int, int], int] = {}
         while at < len(rows):
-            request, group, length = rows[at : at + 3]
-            table = rows[at + 3 : at + 3 + length]
-            at += 3 + length
+            request, group, computed, length = rows[at : at + 4]
+            table = rows[at + 4 : at + 4 + length]
+            at += 4 + length
             number = next((n for n, pool in self.pools.items() if group in pool.groups), None)
             if number is not None:
                 self._table(number, request, group, table, stood)
+                size, positional = self.pools[number].groups[group]
+                if positional and length * size < computed:
+                    self._tell(Uncovered(group, length, size, computed), request)
 
     def _table(
-        self, number: int, request: int, group: int, table: list[int], stood: dict[tuple[int, int, int], int]
+        self,
+        number: int,
+        request: int,
+        group: int,
+        table: list[int],
+        stood: dict[tuple[int, int, int], int],
     ) -> None:
         pool, account = self.pools[number], self._accounts.get(request)
         size, positional = pool.groups[group]
@@ -565,8 +568,6 @@ class BlockLedger:
                 self._hold(number, block, record, holder)
         if not positional or account is None or account.unknown is not None or account.life is None:
             return
-        if len(table) * size < account.computed:
-            self._tell(Uncovered(group, len(table), size, account.computed), request)
         for place in range(account.life.local // size, len(table)):
             record = self._record(pool, table[place])
             first = record.holders[0] if record.holders else holder
@@ -648,7 +649,7 @@ class BlockLedger:
             blocks = sorted(block for _, block in held)
             self._tell(Leak(holder, blocks, seconds, self._story(pool, block)), request)
 
-    # --- helpers ----------------------------------------------------------------------------------------------
+    # --- helpers ---------------------------------------------------------------------------------
 
     def _tell(self, subject: Subject, request: int) -> None:
         self._found.append((subject, request))
@@ -713,7 +714,9 @@ class BlockLedger:
         lines += [f"  and now by {second}"] if second is not None else []
         lines += ["  last operations on it:"] if record.operations else []
         for done in record.operations:
-            who = f"request {done.request_id}, life {done.life}" if done.request_id else "outside of any table"
+            who = (
+                f"request {done.request_id}, life {done.life}" if done.request_id else "outside of any table"
+            )
             who += f", group {done.group}" if done.request_id and done.group >= 0 else ""
             lines.append(f"    step {done.step}: {done.what}, {who}, by {done.by}")
             lines += [f"      {frame}" for frame in done.stack or ()]

@@ -483,7 +483,8 @@ class PoolReset(Event, frozen=True, array_like=True, tag=33):
 class TablesStated(Event, frozen=True, array_like=True, tag=34):
     """Requests' block tables between two steps.
 
-    ``rows`` is flat: request, group, how many ids follow, and these, the null block's among them.
+    ``rows`` is flat: request, group, the engine's count of computed tokens (-1: not known), how many ids
+    follow, and these, the null block's among them.
     """
 
     step: int

@@ -1,6 +1,7 @@
 """What vLLM's plugin mechanism calls, in every process that loads plugins.
 
-Inert unless ``KVLEDGER_DIR`` is set; ``KVLEDGER_LEVEL=blocks`` keeps the blocks as well. It wraps one function, ``SchedulerConfig.get_scheduler_cls``,
+Inert unless ``KVLEDGER_DIR`` is set; ``KVLEDGER_LEVEL=blocks`` keeps the blocks as well. It wraps one
+function, ``SchedulerConfig.get_scheduler_cls``,
 which only an EngineCore calls, just before it makes its scheduler; so it is light everywhere else,
 and out-of-tree schedulers are observed too. vLLM calls plugin functions bare
 (``vllm/plugins/__init__.py``): nothing may leave :func:`install`.

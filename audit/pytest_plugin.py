@@ -33,7 +33,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("kvledger")
     group.addoption("--kvledger-level", choices=LEVELS, default="blocks", help="what is observed")
     group.addoption(
-        "--kvledger-allow", action="append", default=[], metavar="ID", help="an invariant that may be violated"
+        "--kvledger-allow",
+        action="append",
+        default=[],
+        metavar="ID",
+        help="an invariant that may be violated",
     )
     group.addoption("--kvledger-stacks", action="store_true", help="keep the stack of every block operation")
 
@@ -77,7 +81,7 @@ class Plugin:
         self.found = 0
         self.broken: list[str] = []
 
-    # --- what is built ------------------------------------------------------------------------------------
+    # --- what is built ---------------------------------------------------------------------------
 
     def _wrap(self) -> None:
         """As soon as a test module has imported vLLM, the two classes tell us of their instances."""
@@ -128,7 +132,7 @@ class Plugin:
         self._watched.append(watched)
         self.watched += 1
 
-    # --- what pytest calls -----------------------------------------------------------------------------------
+    # --- what pytest calls -----------------------------------------------------------------------
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self) -> None:
@@ -169,4 +173,3 @@ class Plugin:
             f"kvledger: {self.watched} engines watched at level {self._level}, {self.left_alone} left alone, "
             f"{self.found} violations"
         )
-

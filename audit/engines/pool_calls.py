@@ -106,14 +106,28 @@ def hashing(watch: Any, pool: int, original: Method) -> Method:
     ) -> Any:
         if num_cached_blocks >= num_full_blocks:
             return original(
-                request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, *rest, **options
+                request,
+                blocks,
+                num_cached_blocks,
+                num_full_blocks,
+                block_size,
+                kv_cache_group_id,
+                *rest,
+                **options,
             )
         new = blocks[num_cached_blocks:num_full_blocks]
         before = [block._block_hash for block in new]
         watch.inside = True
         try:
             result = original(
-                request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, *rest, **options
+                request,
+                blocks,
+                num_cached_blocks,
+                num_full_blocks,
+                block_size,
+                kv_cache_group_id,
+                *rest,
+                **options,
             )
         finally:
             watch.inside = False

@@ -149,7 +149,7 @@ class PoolWatch:
             self.remove()
             self._failed(method, error, True)
 
-    # --- what a pool is called for ---------------------------------------------------------------------
+    # --- what a pool is called for ---------------------------------------------------------------
 
     def taken(self, pool: int, blocks: list[Any], caller: Caller) -> None:
         """``get_new_blocks``."""
@@ -267,7 +267,7 @@ class PoolWatch:
         if self._active:
             self._log.sink.record(event)
 
-    # --- how they stand ----------------------------------------------------------------------------------
+    # --- how they stand --------------------------------------------------------------------------
 
     def restart(self) -> None:
         """Where a segment begins: say what pools there are; blocks and tables follow in turn."""
@@ -301,12 +301,14 @@ class PoolWatch:
     def state_tables(self, names: Iterable[str]) -> None:
         """Say which blocks stand in these requests' tables."""
         rows: list[int] = []
+        requests = self.scheduler.requests if self.scheduler is not None else {}
         for manager in self.managers:
             tables, group = manager.req_to_blocks, manager.kv_cache_group_id
             for name in names:
                 table = tables.get(name)
                 if table:
-                    rows += (self._number(name), group, len(table))
+                    computed = requests[name].num_computed_tokens if name in requests else -1
+                    rows += (self._number(name), group, computed, len(table))
                     rows += _ids(table)
         if rows:
             self._say(ev.TablesStated(self._log.now(), self._step(), rows))
@@ -342,9 +344,11 @@ class PoolWatch:
         self._say(ev.BlocksStated(self._log.now(), self._step(), number, first, states, free, hashes))
 
     def state_all(self) -> None:
-        """Say how every block stands: for the end, and for tests."""
+        """Say how every block stands, and every table: for the end, and for tests."""
         for number, pool in enumerate(self.pools):
             self.state_blocks(number, 0, pool.blocks)
+        if self.scheduler is not None:
+            self.state_tables([request.request_id for request in self.scheduler.running])
 
 
 def _mapped(found: Any, block: Any) -> int:

@@ -99,7 +99,11 @@ def double_free(entry: Entry) -> Iterator[Witness]:
     said = entry.subject
     assert isinstance(said, StrayFree)
     by, earlier = said.by, said.earlier
-    who = f"request {by.request_id}, life {by.life}, group {by.group}" if by.request_id else "nobody in particular"
+    who = (
+        f"request {by.request_id}, life {by.life}, group {by.group}"
+        if by.request_id
+        else "nobody in particular"
+    )
     before = "; nobody was seen to free it before"
     if earlier is not None:
         freer = f"request {earlier.request_id}, life {earlier.life}" if earlier.request_id else earlier.by
@@ -154,8 +158,7 @@ def references(entry: Entry) -> Iterator[Witness]:
 @invariant(
     "blocks/free-iff-unreferenced",
     on=(BlockStatement, PoolStatement),
-    says="Block {block} has {references} references and {where} in the free queue. "
-    "It {meaning}.",
+    says="Block {block} has {references} references and {where} in the free queue. It {meaning}.",
     references=(VLLM_42571,),
     near_misses=(
         "the null block, which is in no queue and has no count",
