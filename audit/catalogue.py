@@ -87,7 +87,7 @@ class Witness:
 
     __slots__ = ("figures", "says", "story")
 
-    def __init__(self, says: str | None = None, /, *, story: Sequence[str] = (), **figures: Figure) -> None:
+    def __init__(self, says: str | None = None, story: Sequence[str] = (), /, **figures: Figure) -> None:
         self.says = says
         self.story = story
         self.figures = figures

@@ -227,7 +227,9 @@ class Ledger:
             ev.Census: self._census,
             ev.Snapshot: self._snapshot,
             ev.LookupKept: self._note,
-        } | dict.fromkeys(BlockLedger.EVENTS, self._block)
+        }
+        for kind in BlockLedger.EVENTS:
+            self._posting[kind] = self._block
 
     def apply(self, event: ev.Event, number: int | None = None) -> list[Entry]:
         """Post one event; the entries it made, in order. Never raises on what a host may do."""

@@ -74,7 +74,7 @@ def double_allocation(entry: Entry) -> Iterator[Witness]:
         "second": str(said.second),
     }
     says = f"Block {said.block} {how}. Both write to it, and both read what was written last."
-    yield Witness(_plain(says), story=said.story, **figures)
+    yield Witness(_plain(says), said.story, **figures)
 
 
 @invariant(
@@ -114,7 +114,7 @@ def double_free(entry: Entry) -> Iterator[Witness]:
     )
     yield Witness(
         _plain(says),
-        story=said.story,
+        said.story,
         pool=said.pool,
         block=said.block,
         references=said.references,
@@ -146,7 +146,8 @@ def references(entry: Entry) -> Iterator[Witness]:
     assert isinstance(said, BlockStatement)
     if said.ledger_references >= 0 and said.references != said.ledger_references:
         yield Witness(
-            story=said.story,
+            None,
+            said.story,
             pool=said.pool,
             block=said.block,
             references=said.references,
@@ -186,7 +187,8 @@ def free_iff_unreferenced(entry: Entry) -> Iterator[Witness]:
     if said.references < 0 or (said.queued >= 0 and (said.references == 0) != bool(said.queued)):
         handed = "can be handed out while it is held" if said.queued else "will never be handed out again"
         yield Witness(
-            story=said.story,
+            None,
+            said.story,
             pool=said.pool,
             block=said.block,
             references=said.references,
@@ -233,7 +235,7 @@ def hash_map(entry: Entry) -> Iterator[Witness]:
     else:
         return
     has = "has a" if said.hashed else "has no"
-    yield Witness(story=said.story, pool=said.pool, block=said.block, has=has, what=what)
+    yield Witness(None, said.story, pool=said.pool, block=said.block, has=has, what=what)
 
 
 @invariant(
@@ -264,7 +266,7 @@ def hash_content(entry: Entry) -> Iterator[Witness]:
     yield Witness(
         "Block {block} is hashed for positions up to {end} of request {request}, which " + why + ". The next "
         "request with this prefix reads what is not there.",
-        story=said.story,
+        said.story,
         pool=said.pool,
         block=said.block,
         end=said.end,
@@ -297,7 +299,7 @@ def write_shared(entry: Entry) -> Iterator[Witness]:
         f"Block {said.block}, place {said.place} of the table of {said.second}, is filled by it, but was "
         f"held before by {said.first}, who then reads another's KV."
     )
-    yield Witness(_plain(says), story=said.story, pool=said.pool, block=said.block, place=said.place)
+    yield Witness(_plain(says), said.story, pool=said.pool, block=said.block, place=said.place)
 
 
 @invariant(
@@ -347,7 +349,7 @@ def leak(entry: Entry) -> Iterator[Witness]:
         f"Request {said.holder.request_id} {when} and still holds {len(said.blocks)} blocks: the pool is "
         "smaller by these until a restart."
     )
-    yield Witness(_plain(says), story=said.story, blocks=said.blocks, seconds=said.seconds)
+    yield Witness(_plain(says), said.story, blocks=said.blocks, seconds=said.seconds)
 
 
 def _plain(says: str) -> str:

@@ -112,8 +112,8 @@ def test_a_held_block_is_handed_out_as_free(watched):
     finding = watched.finding("blocks/double-allocation")
 
     assert (
-        f"Block {held.block_id} was handed out as free to request b, life 1, group 0 while request a, life 1, "
-        "group 0 held it." in finding.message
+        f"Block {held.block_id} was handed out as free to request b, life 1, group 0 while request a, "
+        "life 1, group 0 held it." in finding.message
     )
     assert "  held by request a, life 1, group 0" in finding.story
     assert "  and now by request b, life 1, group 0" in finding.story
