@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from kvledger.audit import events as ev
 from kvledger.audit.account import Account
@@ -368,17 +369,23 @@ class BlockLedger:
 
     def _taken(self, event: ev.BlocksTaken) -> None:
         pool = self.pools.get(event.pool)
-        if pool is None:
-            return
-        holder, done = self._actor(event, TABLE), self._operation(event, "taken")
-        for block in event.blocks:
+        rows, at = event.rows, 0
+        while pool is not None and at < len(rows):
+            request, group, count = rows[at : at + 3]
+            self._take(event, pool, request, group, rows[at + 3 : at + 3 + count])
+            at += 3 + count
+
+    def _take(self, event: ev.BlocksTaken, pool: Pool, request: int, group: int, blocks: list[int]) -> None:
+        holder = self._actor(TABLE, request, group)
+        done = self._operation(event, "taken", event.by, request, group)
+        for block in blocks:
             if block == pool.null_block:
                 continue
             record = self._record(pool, block)
             evicted = ", ".join(f"h{name}" for name in record.names)
             self._unname(pool, record)
             record.hashed = 0
-            _remember(record, self._operation(event, f"taken, evicting {evicted}") if evicted else done)
+            _remember(record, replace(done, what=f"taken, evicting {evicted}") if evicted else done)
             if record.holders:
                 self._collide("taken", event.pool, block, record.holders[0], holder)
             else:
@@ -390,7 +397,7 @@ class BlockLedger:
         pool = self.pools.get(event.pool)
         if pool is None:
             return
-        holder, done = self._actor(event, TABLE), self._operation(event, "touched")
+        holder, done = self._actor(TABLE, event.request, event.group), self._done(event, "touched")
         for block, references in zip(event.blocks, event.references, strict=True):
             if block == pool.null_block:
                 continue
@@ -413,7 +420,7 @@ class BlockLedger:
         pool = self.pools.get(event.pool)
         if pool is None:
             return
-        done = self._operation(event, "freed")
+        done = self._done(event, "freed")
         counts: dict[int, int] = {}
         for block, references in zip(event.blocks, event.references, strict=True):
             if block == pool.null_block:
@@ -457,23 +464,43 @@ class BlockLedger:
 
     def _hashed_blocks(self, event: ev.BlocksHashed) -> None:
         pool = self.pools.get(event.pool)
-        if pool is None:
-            return
-        for block, name, end in zip(event.blocks, event.names, event.ends, strict=True):
-            record = self._record(pool, block)
-            if event.replaced:
-                self._unname(pool, record)
-            if name not in record.names:
-                record.names.append(name)
-                pool.hashes[name] = pool.hashes.get(name, 0) + 1
-            record.hashed = 1
-            record.end = max(end, record.end) if len(record.names) > 1 else end
-            record.hasher = event.request
-            _remember(record, self._operation(event, f"hashed h{name} for positions below {end}"))
-            if end > event.sequence_tokens >= 0:
-                story, limit = self._story(event.pool, block), event.sequence_tokens
-                self._tell(HashedContent("sequence", event.pool, block, end, limit, story), event.request)
-            self._hashed.append((event.pool, block, event.request, end))
+        rows, at = event.rows, 0
+        while pool is not None and at < len(rows):
+            request, group, sequence_tokens, count = rows[at : at + 4]
+            at += 4
+            done = self._operation(event, "hashed", "cache_blocks", request, group)
+            for _ in range(count):
+                block, name, end = rows[at : at + 3]
+                at += 3
+                self._hash(
+                    event, pool, block, name, end, request, replace(done, what=f"hashed h{name} up to {end}")
+                )
+                if end > sequence_tokens >= 0:
+                    story = self._story(event.pool, block)
+                    said = HashedContent("sequence", event.pool, block, end, sequence_tokens, story)
+                    self._tell(said, request)
+
+    def _hash(
+        self,
+        event: ev.BlocksHashed,
+        pool: Pool,
+        block: int,
+        name: int,
+        end: int,
+        request: int,
+        done: Operation,
+    ) -> None:
+        record = self._record(pool, block)
+        if event.replaced:
+            self._unname(pool, record)
+        if name not in record.names:
+            record.names.append(name)
+            pool.hashes[name] = pool.hashes.get(name, 0) + 1
+        record.hashed = 1
+        record.end = max(end, record.end) if len(record.names) > 1 else end
+        record.hasher = request
+        _remember(record, done)
+        self._hashed.append((event.pool, block, request, end))
 
     def _evicted(self, event: ev.BlocksEvicted) -> None:
         pool = self.pools.get(event.pool)
@@ -483,16 +510,16 @@ class BlockLedger:
             record = self._record(pool, block)
             self._unname(pool, record)
             record.hashed = 0
-            _remember(record, self._operation(event, "evicted"))
+            _remember(record, self._done(event, "evicted"))
 
     def _copied(self, event: ev.BlockCopied) -> None:
         pool = self.pools.get(event.pool)
         if pool is None:
             return
-        copy, (source, target) = self._actor(event, COPY), event.blocks
+        copy, (source, target) = self._actor(COPY, event.request, event.group), event.blocks
         from_, to = self._record(pool, source), self._record(pool, target)
-        _remember(from_, self._operation(event, f"copied to {target}"))
-        _remember(to, self._operation(event, f"copied from {source}"))
+        _remember(from_, self._done(event, f"copied to {target}"))
+        _remember(to, self._done(event, f"copied from {source}"))
         given_up, kept = ((target, to), (source, from_)) if event.moved else ((source, from_), (target, to))
         for held in [h for h in given_up[1].holders if h.kind == TABLE and h.request == event.request][:1]:
             self._unhold(event.pool, given_up[0], given_up[1], held)
@@ -507,7 +534,7 @@ class BlockLedger:
         pool = self.pools.get(event.pool)
         if pool is None:
             return
-        deferred, done = self._actor(event, DEFERRED), self._operation(event, "deferred")
+        deferred, done = self._actor(DEFERRED, event.request, event.group), self._done(event, "deferred")
         for block in event.blocks:
             if block == pool.null_block:
                 continue
@@ -666,16 +693,17 @@ class BlockLedger:
         life = account.life.number if account.life is not None else len(account.lives) + 1
         return Holder(kind, request, account.request_id, life, group)
 
-    def _actor(self, event: ev.BlockEvent, kind: str) -> Holder:
-        if event.request < 0 and kind == TABLE:
+    def _actor(self, kind: str, request: int, group: int) -> Holder:
+        if request < 0 and kind == TABLE:
             return Holder(PIN, UNKNOWN, "", 0, UNKNOWN)
-        return self._holder(kind, event.request, event.group)
+        return self._holder(kind, request, group)
 
-    def _operation(self, event: Any, what: str) -> Operation:
-        who = self._holder(TABLE, event.request, event.group)
-        return Operation(
-            event.step, event.at, what, event.by, who.request_id, who.life, event.group, event.stack
-        )
+    def _operation(self, event: Any, what: str, by: str, request: int, group: int) -> Operation:
+        who = self._holder(TABLE, request, group)
+        return Operation(event.step, event.at, what, by, who.request_id, who.life, group, event.stack)
+
+    def _done(self, event: ev.BlockEvent, what: str) -> Operation:
+        return self._operation(event, what, event.by, event.request, event.group)
 
     def _hold(self, pool: int, block: int, record: Block, holder: Holder) -> None:
         record.holders.append(holder)

@@ -413,9 +413,17 @@ class BlockEvent(Event, frozen=True, array_like=True):
     blocks: list[int]
 
 
-class BlocksTaken(BlockEvent, frozen=True, array_like=True, tag=26):
-    """Free blocks were handed out, one reference each; what they were hashed for is evicted."""
+class BlocksTaken(Event, frozen=True, array_like=True, tag=26):
+    """Free blocks were handed out, one reference each; what they were hashed for is evicted.
 
+    Calls of one step with nothing between them that they could concern are one event. ``rows`` is
+    flat, for each call: request, group, how many ids follow, and these. -1, ``by``: see BlockEvent.
+    """
+
+    step: int
+    pool: int
+    by: str
+    rows: list[int]
     stack: list[str] | None = None
 
 
@@ -433,18 +441,19 @@ class BlocksFreed(BlockEvent, frozen=True, array_like=True, tag=28):
     stack: list[str] | None = None
 
 
-class BlocksHashed(BlockEvent, frozen=True, array_like=True, tag=29):
+class BlocksHashed(Event, frozen=True, array_like=True, tag=29):
     """Blocks were put into the cache map, for what a request's step fills them with.
 
-    ``names`` stand for the hashes: numbers of this engine process, one hash one number while any
-    block has it. ``ends``: positions of the request below this are what each hash promises.
-    ``sequence_tokens`` states the length of the request's sequence. ``replaced``: what the block was
-    hashed for before is evicted.
+    Calls of one step are one event, as for BlocksTaken, and come after what was taken. ``rows`` is flat,
+    for each call: request, group, the stated length of the request's sequence, how many blocks follow,
+    and three numbers each: block, name, end. Names stand for hashes: numbers of this engine process,
+    one hash one number while any block has it. Positions of the request below the end are what the hash
+    promises. ``replaced``: what the block was hashed for before is evicted.
     """
 
-    names: list[int]
-    ends: list[int]
-    sequence_tokens: int
+    step: int
+    pool: int
+    rows: list[int]
     replaced: bool = False
     stack: list[str] | None = None
 

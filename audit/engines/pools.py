@@ -20,7 +20,7 @@ from kvledger.audit.engines.callers import Caller, Callers
 from kvledger.audit.engines.steps import StepLog
 from kvledger.audit.hooks import EngineMismatch, Hook, Wrapping, check
 
-SWEEP_BLOCKS = 128
+SWEEP_BLOCKS = 64
 """Blocks of each pool that are stated whenever the engine is at rest (every fourth step)."""
 
 SWEEP_TABLES = 4
@@ -53,6 +53,32 @@ SCHEDULER: tuple[Hook, ...] = (
     Hook("", "_free_blocks", (("request",),), after="left"),
     Hook("kv_cache_manager", "pop_blocks_for_free", (("request",),), after="deferred", optional=True),
 )
+
+
+class _OnInstance:
+    """A pool's method, wrapped on the pool itself: it is called too often for a dispatcher.
+
+    An attribute that is set stands beside the pool's others, and costs them nothing; see
+    :class:`~kvledger.audit.hooks.Dispatcher` for what would.
+    """
+
+    def __init__(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Any]) -> None:
+        self.owner = owner
+        self.name = name
+        self.wrapper = make(getattr(owner, name))
+        setattr(owner, name, self.wrapper)
+
+    @staticmethod
+    def fits(owner: Any, name: str) -> bool:
+        """Whether nobody has set it on the object before."""
+        return getattr(getattr(owner, name), "__func__", None) is getattr(type(owner), name, None)
+
+    def undo(self) -> bool:
+        """Take it off; False if somebody has wrapped it again since (ours then passes through)."""
+        if getattr(self.owner, self.name) is not self.wrapper:
+            return False
+        delattr(self.owner, self.name)
+        return True
 
 
 def unreadable(managers: Iterable[Any]) -> list[str]:
@@ -111,7 +137,11 @@ class PoolWatch:
         self._next_name = 0
         self._cursors = [0] * len(self.pools)
         self._table_cursor = 0
-        self._wrappings: list[Wrapping] = []
+        self._taken: list[int] = []
+        self._taken_by = (0, "")
+        self._hashed: list[int] = []
+        self._hashed_by = (0, False)
+        self._wrappings: list[Wrapping | _OnInstance] = []
         self._active = True
         try:
             self._wrap()
@@ -132,13 +162,15 @@ class PoolWatch:
             for hook, owner in check(SCHEDULER, self.scheduler):
                 rows.append((owner, hook.method, self._after(getattr(self, hook.after))))
         for owner, method, make in rows:
-            self._wrappings.append(Wrapping(owner, method, make))
+            on_class = owner is self.scheduler or not _OnInstance.fits(owner, method)
+            self._wrappings.append((Wrapping if on_class else _OnInstance)(owner, method, make))
 
     def _after(self, see: Callable[..., None]) -> Callable[[Callable[..., Any]], Any]:
         return lambda original: pool_calls.after(self, original, see)
 
     def remove(self) -> None:
         """Give everything back; what is called no more is told no more. Idempotent."""
+        self.tell()
         self._active = False
         while self._wrappings:
             self._wrappings.pop().undo()
@@ -152,9 +184,25 @@ class PoolWatch:
     # --- what a pool is called for ---------------------------------------------------------------
 
     def taken(self, pool: int, blocks: list[Any], caller: Caller) -> None:
-        """``get_new_blocks``."""
-        ids = [block.block_id for block in blocks]
-        self._say(ev.BlocksTaken(*self._head(pool, caller), ids, self._stack()))
+        """``get_new_blocks``: told with what else is taken in this step, until something else happens."""
+        if self._taken and (pool, caller.by) != self._taken_by:
+            self.tell()
+        self._taken_by = pool, caller.by
+        self._taken += (self._number(caller.request_id), caller.group, len(blocks))
+        self._taken += [block.block_id for block in blocks]
+        if self._stacks:
+            self.tell()
+
+    def tell(self) -> None:
+        """Tell what was taken, and then what was hashed, since the last time."""
+        if self._taken:
+            rows, self._taken = self._taken, []
+            pool, by = self._taken_by
+            self._record(ev.BlocksTaken(self._log.now(), self._step(), pool, by, rows, self._stack()))
+        if self._hashed:
+            rows, self._hashed = self._hashed, []
+            pool, replaced = self._hashed_by
+            self._record(ev.BlocksHashed(self._log.now(), self._step(), pool, rows, replaced, self._stack()))
 
     def touched(self, pool: int, blocks: list[Any], caller: Caller) -> None:
         """``touch``."""
@@ -188,10 +236,15 @@ class PoolWatch:
         self, pool: int, request: Any, group: int, blocks: list[Any], ends: list[int], replaced: bool
     ) -> None:
         """Blocks were put into the cache map."""
-        names = [self._name(pool, block) for block in blocks]
-        head = self._head(pool, Caller(request.request_id, group, "cache_blocks"))
-        length = request.num_tokens
-        self._say(ev.BlocksHashed(*head, _ids(blocks), names, ends, length, replaced, self._stack()))
+        if self._hashed and (pool, replaced) != self._hashed_by:
+            self.tell()
+        self._hashed_by = pool, replaced
+        number = self._number(request.request_id)
+        self._hashed += (number, group, request.num_tokens, len(blocks))
+        for block, end in zip(blocks, ends, strict=True):
+            self._hashed += (block.block_id, self._name(pool, block), end)
+        if self._stacks:
+            self.tell()
 
     def further_hashes(self, pool: int, block: Any) -> tuple[Any, ...]:
         """The hashes of a block besides its first."""
@@ -264,6 +317,11 @@ class PoolWatch:
         return self.callers.stack() if self._stacks else None
 
     def _say(self, event: ev.Event) -> None:
+        if self._taken or self._hashed:
+            self.tell()
+        self._record(event)
+
+    def _record(self, event: ev.Event) -> None:
         if self._active:
             self._log.sink.record(event)
 
@@ -293,6 +351,7 @@ class PoolWatch:
 
     def scheduled(self, output: Any, *_: Any, **__: Any) -> None:
         """``schedule``: the tables of whom it admitted, when everything else of it has been told."""
+        self.tell()
         names = [new.req_id for new in output.scheduled_new_reqs]
         names += getattr(output.scheduled_cached_reqs, "resumed_req_ids", None) or ()
         if names:
