@@ -359,6 +359,7 @@ class BlockLedger:
 
     def _state_pool(self, number: int, free_blocks: int, hashes: int) -> None:
         pool = self.pools[number]
+        pool.named = pool.named and hashes >= 0
         own = len(pool.hashes) if pool.named else UNKNOWN
         if free_blocks != pool.free_blocks or (own >= 0 and own != hashes):
             self._tell(PoolStatement(number, free_blocks, pool.free_blocks, hashes, own), UNKNOWN)

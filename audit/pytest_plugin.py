@@ -76,6 +76,7 @@ class Plugin:
         self._watched: list[_Watched] = []
         self._building = 0
         self._wrapped: list[type] = []
+        self._built: list[Any] = []
         self.watched = 0
         self.left_alone = 0
         self.found = 0
@@ -86,13 +87,30 @@ class Plugin:
     def _wrap(self) -> None:
         """As soon as a test module has imported vLLM, the two classes tell us of their instances."""
         for name, attribute, observe in (
-            (SCHEDULER, "Scheduler", self._observe_scheduler),
+            (SCHEDULER, "Scheduler", lambda scheduler: self._built.append(scheduler)),
             (MANAGER, "KVCacheManager", self._observe_manager),
         ):
             found = getattr(sys.modules.get(name), attribute, None)
             if found is not None and found not in self._wrapped:
                 self._wrapped.append(found)
                 self._tell_of_instances(found, observe)
+                if name == SCHEDULER:
+                    self._begin_when_used(found, "add_request")
+                    self._begin_when_used(found, "schedule")
+
+    def _begin_when_used(self, class_: Any, method: str) -> None:
+        """A test may give its scheduler another connector: it is watched from its first use on."""
+        original = getattr(class_, method)
+
+        @functools.wraps(original)
+        def used(instance: Any, *args: Any, **kwargs: Any) -> Any:
+            if any(built is instance for built in self._built):
+                self._built = [built for built in self._built if built is not instance]
+                self._observe_scheduler(instance)
+                return getattr(instance, method)(*args, **kwargs)
+            return original(instance, *args, **kwargs)
+
+        setattr(class_, method, used)
 
     def _tell_of_instances(self, class_: Any, observe: Any) -> None:
         original = class_.__init__
@@ -155,7 +173,7 @@ class Plugin:
         return result
 
     def _report(self) -> str:
-        watched, self._watched = self._watched, []
+        watched, self._watched, self._built = self._watched, [], []
         lines: list[str] = []
         for one in watched:
             violations, broken = one.end()

@@ -152,6 +152,7 @@ def hashing_part(watch: Any, pool: int, original: Method) -> Method:
         finally:
             watch.inside = False
         replaced = before is not None and block._block_hash != before
+        watch.parted.add(pool)
         if result is not None and (replaced or (result != before and result not in more)):
             try:
                 group = options["kv_cache_group_id"] if "kv_cache_group_id" in options else rest[0]

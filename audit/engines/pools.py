@@ -135,6 +135,8 @@ class PoolWatch:
         """Requests whose tables have not been told gone, also those that the log has forgotten."""
         self._names: list[dict[int, int]] = [{} for _ in self.pools]
         self._next_name = 0
+        self.parted: set[int] = set()
+        """Pools in which a block was hashed for a part of its tokens: one block, several hashes."""
         self._cursors = [0] * len(self.pools)
         self._table_cursor = 0
         self._taken: list[int] = []
@@ -399,7 +401,8 @@ class PoolWatch:
             + (block._block_hash is not None and _mapped(get(block._block_hash), block))
             for block in part
         ]
-        free, hashes = pool.get_num_free_blocks(), len(cache)
+        free = pool.get_num_free_blocks()
+        hashes = -1 if number in self.parted else len(cache)  # whose several names are not told apart
         self._say(ev.BlocksStated(self._log.now(), self._step(), number, first, states, free, hashes))
 
     def state_all(self) -> None:
