@@ -4,11 +4,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := @$(PYTHON) scripts/environment.py
 
-.PHONY: help demo test bench crash releases docs clean
+.PHONY: help demo test bench crash releases upstream-tests docs clean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile
 
 demo: ## run a real engine on this CPU and audit it
 	$(READY) demo
@@ -32,6 +32,10 @@ crash: ## kill the sidecar 300 times while it is scraped; KILLS=n for another nu
 releases: ## every vLLM release of the matrix: reports expected beside found
 	$(READY) test
 	$(PYTHON) scripts/matrix.py $(ARGS)
+
+upstream-tests: ## vLLM's own tests, with and without the ledger
+	$(READY) test
+	$(PYTHON) scripts/upstream_tests.py $(ARGS)
 
 docs: ## write the generated pages, boards and rules again
 	$(READY) test

@@ -15,7 +15,7 @@ from typing import Any
 from kvledger.audit.account import Statement
 from kvledger.audit.auditor import Auditor
 from kvledger.audit.catalogue import Violation
-from kvledger.audit.engines import choose, host_version
+from kvledger.audit.engines import LEVELS, choose, host_version
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.hooks import EngineMismatch
 from kvledger.audit.ledger import Totals
@@ -27,20 +27,20 @@ class AuditError(AssertionError):
     """A step broke an invariant, under ``strict=True``. ``violation`` says which."""
 
     def __init__(self, violation: Violation) -> None:
-        super().__init__(f"{violation.id}: {violation.message}")
+        super().__init__("\n".join([f"{violation.id}: {violation.message}", *violation.story]))
         self.violation = violation
 
 
 class Audit:
     """One attached scheduler and its accounts so far."""
 
-    def __init__(self, scheduler: Any, *, strict: bool, level: str) -> None:
+    def __init__(self, scheduler: Any, *, strict: bool, level: str, stacks: bool) -> None:
         self._strict = strict
         self._sink = MemoryRecorder()
         self._auditor = Auditor(keep_closed=True)
         self._raised: set[tuple[str, str | None]] = set()
         observer = choose(scheduler)
-        self._observer = observer(scheduler, self._sink, version=host_version(), level=level)
+        self._observer = observer(scheduler, self._sink, version=host_version(), level=level, stacks=stacks)
         self._observer.start(self._boundary if strict else None)
 
     @property
@@ -102,14 +102,18 @@ class Audit:
                 raise AuditError(violation)
 
 
-def attach(target: Any, *, strict: bool = False, level: str = "tokens") -> Audit:
+def attach(target: Any, *, strict: bool = False, level: str = "tokens", stacks: bool = False) -> Audit:
     """Audit a vLLM ``Scheduler``, ``EngineCore``, ``LLMEngine`` or ``LLM`` of this process.
 
     ``strict`` raises :class:`AuditError` at the step that violates (for tests, not for serving).
+    ``level`` is ``tokens`` or, to keep the blocks as well, ``blocks``; ``stacks`` then keeps the Python
+    stack of every operation on a block (for tests: it is slow).
     Raises :class:`LedgerError` where the scheduler is out of reach or not one that we know.
     """
+    if level not in LEVELS:
+        raise LedgerError(f"There is no level {level!r}; it is one of {', '.join(LEVELS)}.")
     try:
-        return Audit(_scheduler_of(target), strict=strict, level=level)
+        return Audit(_scheduler_of(target), strict=strict, level=level, stacks=stacks)
     except EngineMismatch as mismatch:
         raise LedgerError(f"This engine can't be observed: {mismatch}.") from mismatch
 

@@ -136,6 +136,7 @@ class Auditor:
             references=list(row.references),
             repeats=0,
             last_step=entry.step,
+            story=list(witness.story),
         )
         self._findings[key] = Finding(violation)
         self._kept[row.id] = self._kept.get(row.id, 0) + 1

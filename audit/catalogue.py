@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from typing import Literal, NamedTuple
 
@@ -80,12 +80,16 @@ Figure = int | str | list[int]
 
 
 class Witness:
-    """That an invariant was broken: the figures, and other words than the usual where needed."""
+    """That an invariant was broken: the figures, and other words than the usual where needed.
 
-    __slots__ = ("figures", "says")
+    ``story`` tells a person how it came to be, a line each: both sides of a collision.
+    """
 
-    def __init__(self, says: str | None = None, /, **figures: Figure) -> None:
+    __slots__ = ("figures", "says", "story")
+
+    def __init__(self, says: str | None = None, story: Sequence[str] = (), /, **figures: Figure) -> None:
         self.says = says
+        self.story = story
         self.figures = figures
 
 
@@ -135,6 +139,7 @@ class Violation(msgspec.Struct, frozen=True):
     references: list[Reference]
     repeats: int
     last_step: int
+    story: list[str] = []
 
 
 FAMILIES = ("tokens", "blocks", "connector", "metrics", "content")

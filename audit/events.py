@@ -380,6 +380,151 @@ class LookupKept(Event, frozen=True, array_like=True, tag=24):
     ended: bool
 
 
+# --- blocks, at level ``blocks`` ------------------------------------------------------------------------
+
+
+class PoolSeen(Event, frozen=True, array_like=True, tag=25):
+    """A pool of blocks, as it stands where a segment begins.
+
+    ``blocks`` is its size, the null block included, whose id is ``null_block`` (-1: it has none).
+    ``free_blocks`` and ``cached_hashes`` state the lengths of its free queue and its cache map.
+    ``groups`` is flat, three numbers a KV cache group that takes from it: group, tokens a block, and
+    whether a place in its tables stands for a position (1) or not (0: Mamba, cross-attention, rings).
+    """
+
+    step: int
+    pool: int
+    blocks: int
+    null_block: int
+    free_blocks: int
+    cached_hashes: int
+    groups: list[int]
+
+
+class BlockEvent(Event, frozen=True, array_like=True):
+    """One call of a pool. ``blocks`` are ids, in the call's order; the null block may be among them.
+
+    ``request`` and ``group`` are those whose table it was for; -1: none, as for a connector's pin, a
+    copy, or what is given back late. ``by`` is the engine's operation that called.
+    """
+
+    step: int
+    pool: int
+    request: int
+    group: int
+    by: str
+    blocks: list[int]
+
+
+class BlocksTaken(Event, frozen=True, array_like=True, tag=26):
+    """Free blocks were handed out, one reference each; what they were hashed for is evicted.
+
+    Calls of one step with nothing between them that they could concern are one event. ``rows`` is
+    flat, for each call: request, group, how many ids follow, and these. -1, ``by``: see BlockEvent.
+    """
+
+    step: int
+    pool: int
+    by: str
+    rows: list[int]
+    stack: list[str] | None = None
+
+
+class BlocksTouched(BlockEvent, frozen=True, array_like=True, tag=27):
+    """Cached blocks got one reference more. ``references`` states the counts just after."""
+
+    references: list[int]
+    stack: list[str] | None = None
+
+
+class BlocksFreed(BlockEvent, frozen=True, array_like=True, tag=28):
+    """Blocks lost one reference. ``references`` states the counts just after."""
+
+    references: list[int]
+    stack: list[str] | None = None
+
+
+class BlocksHashed(Event, frozen=True, array_like=True, tag=29):
+    """Blocks were put into the cache map, for what a request's step fills them with.
+
+    Calls of one step are one event, as for BlocksTaken, and come after what was taken. ``rows`` is flat,
+    for each call: request, group, the stated length of the request's sequence, how many blocks follow,
+    and three numbers each: block, name, end. Names stand for hashes: numbers of this engine process,
+    one hash one number while any block has it. Positions of the request below the end are what the hash
+    promises. ``replaced``: what the block was hashed for before is evicted.
+    """
+
+    step: int
+    pool: int
+    rows: list[int]
+    replaced: bool = False
+    stack: list[str] | None = None
+
+
+class BlocksEvicted(BlockEvent, frozen=True, array_like=True, tag=30):
+    """Blocks lost their hashes and stay where they are."""
+
+    stack: list[str] | None = None
+
+
+class BlockCopied(BlockEvent, frozen=True, array_like=True, tag=31):
+    """``blocks`` is a source and a target: the target gets a copy before the source is written to.
+
+    Both have a reference more until the copy is made. ``moved``: the source's hashes are the target's
+    now, and the source stays in the table; else the target stands there in its place.
+    """
+
+    moved: bool
+    stack: list[str] | None = None
+
+
+class BlocksDeferred(BlockEvent, frozen=True, array_like=True, tag=32):
+    """A request gave up its tables, and its blocks come back when no step may write to them."""
+
+    stack: list[str] | None = None
+
+
+class PoolReset(Event, frozen=True, array_like=True, tag=33):
+    """All hashes of a pool were to be forgotten. Only an idle pool is: else not ``succeeded``."""
+
+    step: int
+    pool: int
+    succeeded: bool
+
+
+class TablesStated(Event, frozen=True, array_like=True, tag=34):
+    """Requests' block tables between two steps.
+
+    ``rows`` is flat: request, group, the engine's count of computed tokens (-1: not known), how many ids
+    follow, and these, the null block's among them.
+    """
+
+    step: int
+    rows: list[int]
+
+
+class BlocksStated(Event, frozen=True, array_like=True, tag=35):
+    """Some blocks of a pool in a row, from id ``first`` up, as they stand between two steps.
+
+    ``states`` has a number each: the reference count times 8, and 1 if it stands in the free queue,
+    2 if it has a hash, 4 if the cache map leads from that hash to it.
+    ``free_blocks`` and ``cached_hashes`` state the lengths of free queue and cache map; -1: not known.
+    """
+
+    step: int
+    pool: int
+    first: int
+    states: list[int]
+    free_blocks: int
+    cached_hashes: int
+
+
+class TablesGone(Event, frozen=True, array_like=True, tag=36):
+    """The engine knows these requests no more: their blocks are given up, or deferred."""
+
+    requests: list[int]
+
+
 AnyEvent = (
     EngineStarted
     | EngineStopped
@@ -406,4 +551,16 @@ AnyEvent = (
     | Census
     | Snapshot
     | LookupKept
+    | PoolSeen
+    | BlocksTaken
+    | BlocksTouched
+    | BlocksFreed
+    | BlocksHashed
+    | BlocksEvicted
+    | BlockCopied
+    | BlocksDeferred
+    | PoolReset
+    | TablesStated
+    | BlocksStated
+    | TablesGone
 )

@@ -28,6 +28,7 @@ from kvledger.audit.account import (
     Settlement,
     Statement,
 )
+from kvledger.audit.blocks import BlockLedger, Finding, Subject
 
 
 class Stated(msgspec.Struct, frozen=True, gc=False):
@@ -74,7 +75,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
     number: int
     step: int
     at: int
-    subject: ev.Event | Stated | Voided | Counted | Settlement
+    subject: ev.Event | Stated | Voided | Counted | Settlement | Subject
     account: Account | None
 
 
@@ -178,6 +179,7 @@ class Ledger:
         self.engine: ev.EngineStarted | None = None
         self.stopped: str | None = None
         self.closed: dict[str, Account] = {}
+        self.blocks = BlockLedger()
         self.gaps = 0
         self.hook_failures = 0
         self.number = -1
@@ -226,6 +228,8 @@ class Ledger:
             ev.Snapshot: self._snapshot,
             ev.LookupKept: self._note,
         }
+        for kind in BlockLedger.EVENTS:
+            self._posting[kind] = self._block
 
     def apply(self, event: ev.Event, number: int | None = None) -> list[Entry]:
         """Post one event; the entries it made, in order. Never raises on what a host may do."""
@@ -235,6 +239,8 @@ class Ledger:
         post = self._posting.get(type(event))
         if post is not None:
             post(event)
+        if self.blocks.pools and type(event) not in BlockLedger.EVENTS:
+            self._enter_found(self.blocks.after(event, self.open), self.step)
         return self._entries
 
     # --- asking ---------------------------------------------------------------------------------
@@ -315,6 +321,7 @@ class Ledger:
         self._undelivered.clear()
         self._blind = reason
         self._count_unsure = True
+        self.blocks.forget()
 
     # --- coming and being looked up -----------------------------------------------------------------
 
@@ -994,6 +1001,15 @@ class Ledger:
         self.gaps += other.gaps
         self.hook_failures += other.hook_failures
         self._totals.merge(other._totals)
+
+    # --- blocks --------------------------------------------------------------------------------------
+
+    def _block(self, event: ev.Event) -> None:
+        self._enter_found(self.blocks.apply(event, self.open), getattr(event, "step", self.step))
+
+    def _enter_found(self, found: list[Finding], step: int) -> None:
+        for subject, request in found:
+            self._entries.append(Entry(self.number, step, self.at, subject, self.open.get(request)))
 
     # --- helpers -------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """What vLLM's plugin mechanism calls, in every process that loads plugins.
 
-Inert unless ``KVLEDGER_DIR`` is set. It wraps one function, ``SchedulerConfig.get_scheduler_cls``,
+Inert unless ``KVLEDGER_DIR`` is set; ``KVLEDGER_LEVEL=blocks`` keeps the blocks as well. It wraps one
+function, ``SchedulerConfig.get_scheduler_cls``,
 which only an EngineCore calls, just before it makes its scheduler; so it is light everywhere else,
 and out-of-tree schedulers are observed too. vLLM calls plugin functions bare
 (``vllm/plugins/__init__.py``): nothing may leave :func:`install`.
@@ -69,6 +70,21 @@ def _observe_instances(scheduler_class: Any) -> None:
     scheduler_class.__init__ = init
 
 
+def _level(scheduler: Any) -> str:
+    """``$KVLEDGER_LEVEL``, or ``tokens`` where there is no such level or it is out of reach."""
+    from kvledger.audit.engines import LEVELS, blocks_out_of_reach
+
+    level = os.environ.get("KVLEDGER_LEVEL") or LEVELS[0]
+    if level not in LEVELS:
+        logger.warning("kvledger: KVLEDGER_LEVEL is %r, not one of %s", level, ", ".join(LEVELS))
+        return LEVELS[0]
+    reason = blocks_out_of_reach(scheduler) if level == "blocks" else ""
+    if reason:
+        logger.warning("kvledger: no level blocks here: %s", reason)
+        return LEVELS[0]
+    return level
+
+
 def observe(scheduler: Any) -> object | None:
     """Put one live scheduler under observation into ``$KVLEDGER_DIR``; None if it can't be.
 
@@ -85,10 +101,11 @@ def observe(scheduler: Any) -> object | None:
         for removed in make_room(folder, bounds.folder_bytes):
             logger.info("kvledger removed the journal of an ended engine, %s", removed.name)
         recorder = Recorder(folder / name, bounds)
-        observer = observer_class(scheduler, recorder, version=host_version())
+        level = _level(scheduler)
+        observer = observer_class(scheduler, recorder, version=host_version(), level=level)
         observer.start()
         recorder.on_exit = functools.partial(observer.stop, "exit")
-        logger.info("kvledger observes %s into %s", type(scheduler).__name__, name)
+        logger.info("kvledger observes %s at level %s into %s", type(scheduler).__name__, level, name)
         return observer
     except Exception as error:  # serving goes on unobserved
         logger.warning("kvledger is off: %s: %s", type(error).__name__, error)

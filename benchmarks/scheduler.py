@@ -62,6 +62,10 @@ class Workload:
     output_tokens: tuple[int, int] | None = None
     """None: requests decode for as long as they are asked to."""
     drafts: int = 0
+    level: str = "tokens"
+    """What is observed."""
+    blocks: int = 0
+    """Of the pool; 0: as many as may be needed."""
 
     @property
     def warm_up_steps(self) -> int:
@@ -79,6 +83,24 @@ WORKLOADS = (
     Workload("churn", "churn, 1 to 2 ends a step", 256, 1.03, output_tokens=(64, 256)),
     Workload("churn-short", "churn, 6 to 7 ends a step", 256, 0.0, output_tokens=(16, 64)),
     Workload("speculative", "speculative, 3 drafts", 256, 1.03, drafts=3),
+    Workload("blocks-256", "level blocks, steady decode, 256 running", 256, 1.03, level="blocks"),
+    Workload("blocks-1024", "level blocks, steady decode, 1,024 running", 1024, 1.03, level="blocks"),
+    Workload(
+        "blocks-pool",
+        "level blocks, steady decode, 256 running, 200,000 blocks",
+        256,
+        1.03,
+        level="blocks",
+        blocks=200_000,
+    ),
+    Workload(
+        "blocks-churn",
+        "level blocks, churn, 1 to 2 ends a step",
+        256,
+        1.06,
+        output_tokens=(64, 256),
+        level="blocks",
+    ),
 )
 BY_KEY = {workload.key: workload for workload in WORKLOADS}
 
@@ -105,7 +127,7 @@ class Lane:
         self._longest = most[1] if most else effort.sequence_tokens(workload)
         length = workload.prompt_tokens[1] + self._longest
         setup = Setup(
-            blocks=workload.running * (-(-length // 16) + 1),
+            blocks=workload.blocks or workload.running * (-(-length // 16) + 1),
             max_running=workload.running,
             max_model_len=length + 16,
             drafts=workload.drafts,
@@ -171,7 +193,7 @@ class ObservedLane(Lane):
 
     def __init__(self, workload: Workload, effort: Effort, folder: Path) -> None:
         super().__init__(workload, effort, log_stats=True)
-        self.observer, self.recorder = observe(self.scheduler, folder)
+        self.observer, self.recorder = observe(self.scheduler, folder, workload.level)
 
     def settle(self) -> None:
         """Have the writer do now what it has to do."""
@@ -196,13 +218,13 @@ class ObservedLane(Lane):
         self.recorder.close()
 
 
-def observe(scheduler: Any, folder: Path) -> tuple[Any, Any]:
+def observe(scheduler: Any, folder: Path, level: str = "tokens") -> tuple[Any, Any]:
     """As the plugin does it: the observer and its recorder, writing below ``folder``."""
-    os.environ["KVLEDGER_DIR"] = str(folder)
+    os.environ["KVLEDGER_DIR"], os.environ["KVLEDGER_LEVEL"] = str(folder), level
     try:
         observer: Any = plugin.observe(scheduler)
     finally:
-        del os.environ["KVLEDGER_DIR"]
+        del os.environ["KVLEDGER_DIR"], os.environ["KVLEDGER_LEVEL"]
     if observer is None:
         raise RuntimeError("this vLLM can't be observed")
     return observer, observer.log.sink

@@ -111,6 +111,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     references: list[str]
     repeats: int
     last_step: int
+    story: list[str] = []
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -225,6 +226,7 @@ def finding(violation: Violation) -> Finding:
         references=[reference.url for reference in violation.references],
         repeats=violation.repeats,
         last_step=violation.last_step,
+        story=violation.story,
     )
 
 

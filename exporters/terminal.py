@@ -226,13 +226,21 @@ def findings(found: list[Finding], most: int = SHOWN_FINDINGS) -> Group | None:
     return Group(*parts)
 
 
-def _finding(found: Finding) -> Text:
+def _finding(found: Finding) -> RenderableType:
     head = Text(f"step {found.step}: ", style="dim")
     text = Text.assemble(head, found.message)
     if found.repeats:
         again = f" Seen {found.repeats + 1:,} times, last at step {found.last_step}."
         text.append(again, style="dim")
-    return text
+    if not found.story:
+        return text
+    return Group(text, *(_hanging(line) for line in found.story))
+
+
+def _hanging(line: str) -> Padding:
+    """A line of a story, whose own indentation its further lines keep."""
+    deep = len(line) - len(line.lstrip())
+    return Padding(Text(line.lstrip()), (0, 0, 0, 2 + deep), expand=False)
 
 
 def _indented(part: RenderableType, columns: int = 2) -> Padding:

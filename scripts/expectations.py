@@ -87,6 +87,16 @@ REPORTS: tuple[Report, ...] = (
         "is the same, and right, in every release.",
         settles={"asked_again_after_preemption": {"r": [[0, 104, 96, 0]]}},
     ),
+    Report(
+        "double-allocation",
+        ("double_allocation",),
+        ("blocks/double-allocation",),
+        ("0.17.0", "0.18.1", "0.19.1", "0.20.0", "0.22.1", "0.23.0"),
+        ("vLLM#44409", "https://github.com/vllm-project/vllm/pull/44409"),
+        "one group's blocks for external tokens are taken before another group's hits are held, and may be "
+        "those: one block stands in two groups of one request (two groups, three groups, preempted and "
+        "allocated anew).",
+    ),
 )
 
 KNOWN: tuple[Known, ...] = (
@@ -136,6 +146,27 @@ KNOWN: tuple[Known, ...] = (
         "0.17.0",
         "0.19.1",
         "the fault of the report, met at random",
+    ),
+    Known(
+        "tokens/negative",
+        ("double_allocation_after_preemption",),
+        "0.17.0",
+        "0.18.1",
+        "the fault of the report negative-local-hit: resumed, and promised external tokens only then",
+    ),
+    Known(
+        "tokens/set-once",
+        ("double_allocation_after_preemption",),
+        "0.17.0",
+        "0.19.1",
+        "the same",
+    ),
+    Known(
+        "tokens/source-sum",
+        ("double_allocation_after_preemption",),
+        "0.19.1",
+        "0.19.1",
+        "the same, clamped",
     ),
     Known(
         "tokens/negative",

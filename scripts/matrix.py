@@ -28,6 +28,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "detection.md"
 WHOLE = ROOT / "docs" / "whole-engine-0.17.0.txt"
 """What scripts/whole_engine_017.py printed."""
+UPSTREAM = ROOT / "docs" / "upstream-tests.md"
+"""What scripts/upstream_tests.py printed."""
 
 
 class Amiss(NamedTuple):
@@ -217,6 +219,15 @@ def page(rows: list[list[str]], outcomes: Sequence[Outcome]) -> str:
             "```",
             WHOLE.read_text().rstrip(),
             "```",
+            "",
+            "## vLLM's own tests under the ledger",
+            "",
+            "Tests of vLLM's source distributions, by themselves and with every scheduler and KV cache",
+            "manager that they build under the ledger at level `blocks`. Printed by `make upstream-tests`,",
+            "which is no part of `make test`. *found*: tests that pass only without the ledger, and forge",
+            "nothing.",
+            "",
+            UPSTREAM.read_text().rstrip(),
             "",
         ]
     )

@@ -10,11 +10,11 @@ them, and says of each that the installed vLLM can't be driven through what it l
 
 from collections.abc import Callable
 
-from kvledger.audit.conformance import external, workloads
+from kvledger.audit.conformance import blocks, external, workloads
 from kvledger.audit.conformance.driver import Attach, Driver, start
 from kvledger.audit.conformance.register import WORKLOADS, Course, Drive
 
-REGISTERED = (workloads, external)
+REGISTERED = (workloads, external, blocks)
 HISTORIES: dict[str, Course] = {}
 """Course by the name of the golden history."""
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvledger.audit.account import Settlement, Statement
 from kvledger.audit.auditor import Auditor
-from kvledger.audit.engines import choose, host_version
+from kvledger.audit.engines import blocks_out_of_reach, choose, host_version
 from kvledger.audit.recorder import MemoryRecorder
 
 
@@ -63,7 +63,8 @@ def observed(auditor: Auditor) -> Iterator[Callable[[Any], None]]:
     observers: list[Any] = []
 
     def attach(scheduler: Any) -> None:
-        observer = choose(scheduler)(scheduler, sink, version=host_version())
+        level = "tokens" if blocks_out_of_reach(scheduler) else "blocks"
+        observer = choose(scheduler)(scheduler, sink, version=host_version(), level=level)
         observer.start()
         observers.append(observer)
 
@@ -71,7 +72,7 @@ def observed(auditor: Auditor) -> Iterator[Callable[[Any], None]]:
         yield attach
     finally:
         for observer in observers:
-            observer.stop("exit")
+            observer.stop("detached")
         auditor.feed_all(sink.take())
 
 

@@ -130,5 +130,61 @@ def stale_lookup(_: Refusals) -> None:
     _replace(KVCacheManager, "allocate_slots", allocated)
 
 
+def double_allocation(_: Refusals) -> None:
+    """Blocks for the external hit leave the free queue while the local hits still lie in it.
+
+    Upstream this needed two cache groups, one taking what the other had found (up to 0.23). Here one
+    group does both, and its order is turned round: the same block comes twice into a request's table.
+    """
+    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+    from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+
+    held_back: list[Callable[[], None]] = []
+
+    def make(original: Any) -> Any:
+        def allocate_new_computed_blocks(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            while held_back:
+                held_back.pop()()
+
+        return allocate_new_computed_blocks
+
+    def found(original: Any) -> Any:
+        def add_local_computed_blocks(
+            self: Any, request_id: str, new_computed_blocks: Any, local_tokens: int, external_tokens: int
+        ) -> None:
+            hits, table = list(new_computed_blocks), self.req_to_blocks[request_id]
+            table.extend(hits)
+            self.num_cached_block[request_id] = len(hits)
+
+            def touch(self: Any = self, request_id: str = request_id) -> None:
+                self.block_pool.touch(hits)
+
+            held_back.append(touch)
+
+        return add_local_computed_blocks
+
+    _replace(KVCacheCoordinator, "allocate_new_computed_blocks", make)
+    _replace(SingleTypeKVCacheManager, "add_local_computed_blocks", found)
+
+
+def double_free(_: Refusals) -> None:
+    """A request that is preempted frees its first block, and then frees all of them."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    def make(original: Any) -> Any:
+        def _preempt_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+            for manager in self.kv_cache_manager.coordinator.single_type_managers:
+                _free_first(manager, request.request_id)
+            original(self, request, *args, **kwargs)
+
+        return _preempt_request
+
+    def _free_first(self: Any, request_id: str) -> None:
+        self.block_pool.free_blocks(self.req_to_blocks[request_id][:1])
+
+    _replace(Scheduler, "_preempt_request", make)
+
+
 def nothing(_: Refusals) -> None:
     """The released engine does it unaided."""

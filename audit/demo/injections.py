@@ -11,6 +11,7 @@ from kvledger.audit.demo import defects
 from kvledger.audit.demo.workload import (
     CROWDED,
     EVICTED_WHILE_WAITING,
+    OLDEST_HIT,
     OUTGROWN,
     Wave,
 )
@@ -26,6 +27,11 @@ class Injection:
     expected_invariant: str
     apply: Callable[[defects.Refusals], None]
     waves: tuple[Wave, ...] = CROWDED
+
+    @property
+    def level(self) -> str:
+        """What has to be observed for it to be found."""
+        return "blocks" if self.expected_invariant.startswith("blocks/") else "tokens"
 
 
 _TABLE = (
@@ -64,6 +70,21 @@ _TABLE = (
         "tokens/stale-lookup",
         defects.stale_lookup,
         EVICTED_WHILE_WAITING,
+    ),
+    Injection(
+        "double-allocation",
+        "blocks for external tokens are taken before the local hits are held, and may be those",
+        "https://github.com/vllm-project/vllm/pull/44409",
+        "blocks/double-allocation",
+        defects.double_allocation,
+        OLDEST_HIT,
+    ),
+    Injection(
+        "double-free",
+        "a preempted request frees its first block twice: its next holder's reference is gone",
+        "https://github.com/vllm-project/vllm/issues/42571",
+        "blocks/double-free",
+        defects.double_free,
     ),
     Injection(
         "negative-match",

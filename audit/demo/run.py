@@ -128,7 +128,7 @@ def run(inject: str | None, folder: Path | None, progress: Progress) -> Demo:
             "pip install 'kvledger[vllm]'."
         )
     folder = _empty_folder(folder)
-    told, failure = _run_engine(folder, inject, progress)
+    told, failure = _run_engine(folder, injection, progress)
     journal = folder / JOURNAL
     if failure is not None and not (journal.is_dir() and any(journal.iterdir())):
         raise EngineFailed(f"The engine did not come up: {failure}.")
@@ -160,15 +160,17 @@ def _empty_folder(folder: Path | None) -> Path:
     return folder.absolute()
 
 
-def _run_engine(folder: Path, inject: str | None, progress: Progress) -> tuple[dict[str, Any], str | None]:
+def _run_engine(
+    folder: Path, injection: Injection | None, progress: Progress
+) -> tuple[dict[str, Any], str | None]:
     """What the engine told at its end, and how it failed if it did."""
     result, errors = folder / "result.json", folder / "engine.err"
     command = [sys.executable, "-m", "kvledger.audit.demo.engine"]
     command += ["--output", str(result), "--log", str(folder / "engine.log")]
-    command += ["--inject", inject] if inject else []
+    command += ["--inject", injection.name] if injection else []
     with errors.open("wb") as sink:
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=sink, env=_environment(folder), text=True
+            command, stdout=subprocess.PIPE, stderr=sink, env=_environment(folder, injection), text=True
         )
         try:
             progress(0, 0)
@@ -182,8 +184,10 @@ def _run_engine(folder: Path, inject: str | None, progress: Progress) -> tuple[d
     return told, None
 
 
-def _environment(folder: Path) -> dict[str, str]:
+def _environment(folder: Path, injection: Injection | None) -> dict[str, str]:
     environment = os.environ | {"KVLEDGER_DIR": str(folder / JOURNAL)}
+    if injection is not None:
+        environment["KVLEDGER_LEVEL"] = injection.level
     if chosen := environment.get("VLLM_PLUGINS"):
         environment["VLLM_PLUGINS"] = f"{chosen},kvledger"
     return environment

@@ -173,3 +173,13 @@ EVICTED_WHILE_WAITING = (
     Wave(tuple(_ask("after", *lengths) for lengths in (EDGE, *FITS[:2], TINY, BARE))),
 )
 """A request finds its first block in the cache, must wait, and loses it to another meanwhile."""
+
+DEEP = ("deep", 90, 4, 0)
+
+OLDEST_HIT = (
+    Wave((_lead("before"),)),
+    Wave((_ask("before", *DEEP),)),
+    Wave(tuple(_ask("between", *lengths) for lengths in (*FITS, TINY))),
+    Wave((_ask("after", *DEEP),)),
+)
+"""A request takes a block for its external hit, and the next one to be reused is its local hit."""

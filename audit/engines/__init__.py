@@ -9,6 +9,7 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Any
 
+from kvledger.audit.engines import pools
 from kvledger.audit.engines.bare import bare_scheduler
 from kvledger.audit.engines.v0 import V0Observer
 from kvledger.audit.engines.v1 import V1Observer
@@ -20,8 +21,10 @@ from kvledger.audit.hooks import EngineMismatch, check
 
 __all__ = [
     "ADAPTERS",
+    "LEVELS",
     "Adapter",
     "bare_scheduler",
+    "blocks_out_of_reach",
     "choose",
     "differences",
     "host_version",
@@ -30,6 +33,9 @@ __all__ = [
 ]
 
 Adapter = type[V1Observer] | type[V0Observer]
+
+LEVELS = ("tokens", "blocks")
+"""What is observed: accounts of tokens, or of blocks as well."""
 
 ADAPTERS: tuple[Adapter, ...] = (
     V1Observer,
@@ -77,6 +83,11 @@ def differences(adapter: Adapter, scheduler: Any) -> list[str]:
         had = output_fields()
         found += [f"EngineCoreOutput has no {name}" for name in fields if name not in had]
     return found
+
+
+def blocks_out_of_reach(scheduler: Any) -> str:
+    """Why this scheduler can't be watched at level ``blocks``, in a phrase; "" if it can."""
+    return "; ".join(pools.differences(scheduler))
 
 
 def _has(scheduler: Any, path: str) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from kvledger.audit import events as ev
 from kvledger.audit.engines.plans import READERS
+from kvledger.audit.engines.pools import PoolWatch
 from kvledger.audit.engines.steps import Sink, StepLog
 from kvledger.audit.hooks import Hook, Hooks
 
@@ -32,11 +33,15 @@ class Observer:
     FIGURES: ClassVar[str] = "first"
     """Which admission's hits the engine reports: see ``semantics``."""
 
-    def __init__(self, scheduler: Any, sink: Sink, *, version: str, level: str = "tokens") -> None:
+    def __init__(
+        self, scheduler: Any, sink: Sink, *, version: str, level: str = "tokens", stacks: bool = False
+    ) -> None:
         self.scheduler = scheduler
         self.version = version
         self.level = level
+        self.stacks = stacks
         self.hooks: Hooks | None = None
+        self.pools: PoolWatch | None = None
         self.log = StepLog(sink)
         self._step = 0
         self._stopped = False
@@ -52,6 +57,12 @@ class Observer:
     def start(self, boundary: Any = None) -> None:
         """Wrap the scheduler. Raises :class:`~kvledger.audit.hooks.EngineMismatch` untouched."""
         self.hooks = Hooks(self.HOOKS, self.scheduler, self, self._hook_failed, boundary)
+        if self.level == "blocks":
+            try:
+                self.pools = self._watch_pools()
+            except Exception:
+                self.hooks.remove()
+                raise
         self._restart()
 
     def stop(self, reason: str) -> None:
@@ -59,11 +70,21 @@ class Observer:
         if self._stopped:
             return
         self._stopped = True
+        if self.pools is not None:
+            if reason in ("detached", "shutdown"):
+                self.pools.state_all()
+            self.pools.remove()
         if self.hooks is not None:
             self.hooks.remove()
         for failed in self._failed_attempts.values():
             self.log.emit(failed)
         self.log.emit(ev.EngineStopped(self.log.now(), reason))
+
+    def _watch_pools(self) -> PoolWatch:
+        manager = self.scheduler.kv_cache_manager
+        return PoolWatch(
+            self.scheduler, manager, self.log, lambda: self._step, self._hook_failed, stacks=self.stacks
+        )
 
     def shutting_down(self) -> None:
         self.stop("shutdown")
@@ -99,6 +120,8 @@ class Observer:
         )
         self.log.restart(started, ev.Snapshot(now, self._step, rows, self.log.undelivered))
         self._census_step, self._census_at = self._step, now
+        if self.pools is not None:
+            self.pools.restart()
 
     def _snapshot_row(self, request: Any) -> ev.SnapshotRow:
         request_id = request.request_id
@@ -141,6 +164,8 @@ class Observer:
             self._census(now)
         else:
             self.log.flush(now)
+        if self.pools is not None:
+            self.pools.at_rest()
 
     def _time_some(self) -> None:
         """Time the hooks until it is asked for again, once in a while."""

@@ -35,6 +35,7 @@ class Rule(NamedTuple):
 RING = [
     "audit.events",
     "audit.account",
+    "audit.blocks",
     "audit.ledger",
     "audit.catalogue",
     "audit.invariants",

@@ -1,0 +1,82 @@
+"""Workloads for the ledger of blocks: hybrid pools, external hits, and who comes first in the queue.
+
+As in `kvledger.audit.conformance.workloads`, each leaves its engine idle. In those called
+`double_allocation` the request `r` finds six blocks in the cache and is promised four more. Since a
+filler has used every other block after them, what `r` finds stands first in the free queue: an engine
+that takes one group's four before it holds another group's six takes those (vLLM#44409).
+"""
+
+from typing import Any
+
+from kvledger.audit.conformance.driver import Attach, Driver, start
+from kvledger.audit.conformance.register import BOTH, HYBRID, workload
+
+WINDOW_TOKENS = 128
+LOCAL_TOKENS = 96
+EXTERNAL_TOKENS = 64
+FILLER_BLOCKS = 14
+"""Of each group."""
+
+THREE = ("full", "sliding", "sliding")
+EXTERNAL: dict[str, Any] = {"connector": "scripted", "groups": HYBRID}
+
+
+def _start(attach: Attach, groups: tuple[str, ...], **setup: Any) -> Driver:
+    blocks = 1 + len(groups) * (LOCAL_TOKENS // 16 + FILLER_BLOCKS)
+    return start(attach, groups=groups, blocks=blocks, sliding_window=WINDOW_TOKENS, **setup)
+
+
+@workload(two_groups=EXTERNAL, three_groups=EXTERNAL | {"groups": THREE})
+def double_allocation(attach: Attach = id, *, groups: Any = HYBRID, **setup: Any) -> Driver:
+    driver = _start(attach, groups, **setup)
+    driver.add("warm", LOCAL_TOKENS, 1)
+    driver.run()
+    driver.add("filler", 16 * FILLER_BLOCKS, 1)
+    driver.run()
+    driver.connector.say("r", EXTERNAL_TOKENS)
+    driver.add("r", 200, 3, shares=("warm", LOCAL_TOKENS))
+    driver.run()
+    return driver
+
+
+@workload("deferred look-up", two_groups=EXTERNAL)
+def double_allocation_after_preemption(attach: Attach = id, *, groups: Any = HYBRID, **setup: Any) -> Driver:
+    """What `r` finds is what it has computed itself before it was preempted."""
+    driver = _start(attach, groups, max_batched_tokens=16 * FILLER_BLOCKS, **setup)
+    driver.connector.say("r", 0, None, None, EXTERNAL_TOKENS)
+    driver.add("r", 250, 3)
+    driver.scheduler.scheduler_config.long_prefill_token_threshold = LOCAL_TOKENS
+    driver.step()
+    driver.scheduler.scheduler_config.long_prefill_token_threshold = 0
+    driver.preempt("r")
+    driver.add("filler", 16 * FILLER_BLOCKS, 1)
+    driver.run()
+    return driver
+
+
+@workload(**BOTH)
+def shared_while_running(attach: Attach = id, **setup: Any) -> Driver:
+    """Many holders of one block, in the step that fills it and later; then all of them end."""
+    driver = start(attach, max_batched_tokens=256, **setup)
+    for name in ("one", "two", "three"):
+        driver.add(name, 100, 6, shares=("family", 80))
+    driver.step()
+    driver.add("four", 120, 2, shares=("family", 80))
+    driver.run()
+    driver.reset_prefix_cache()
+    driver.add("five", 100, 2, shares=("family", 80))
+    driver.run()
+    return driver
+
+
+@workload(two_groups={"groups": HYBRID}, three_groups={"groups": THREE})
+def window_leaves_blocks(attach: Attach = id, *, groups: Any = HYBRID, **setup: Any) -> Driver:
+    """A long decode: blocks leave the window, are handed to others, and null blocks stand for them."""
+    driver = start(attach, groups=groups, blocks=160, max_batched_tokens=64, sliding_window=32, **setup)
+    driver.add("long", 150, 60)
+    driver.add("other", 90, 40)
+    for _ in range(30):
+        driver.step()
+    driver.add("late", 200, 10, shares=("long", 144))
+    driver.run()
+    return driver

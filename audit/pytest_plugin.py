@@ -1,0 +1,193 @@
+"""A pytest plugin: every vLLM scheduler that a test builds comes under the ledger, at level ``blocks``.
+
+    pytest -p kvledger.audit.pytest_plugin [--kvledger-level tokens] [--kvledger-allow ID]
+
+A test in which an invariant is violated fails, with the report in the failure. A KV cache manager that
+is built without a scheduler is watched as well, at level ``blocks``. What is built for longer than a
+test (a fixture of a module) is watched until the end of the first one. A host that does not fit is left
+alone, and counted in the last line.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvledger.audit.auditor import Auditor
+from kvledger.audit.catalogue import Violation
+from kvledger.audit.engines import LEVELS, choose, host_version
+from kvledger.audit.engines.bare_manager import ManagerObserver
+from kvledger.audit.hooks import EngineMismatch
+from kvledger.audit.recorder import MemoryRecorder
+
+SCHEDULER = "vllm.v1.core.sched.scheduler"
+MANAGER = "vllm.v1.core.kv_cache_manager"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--kvledger-level``, ``--kvledger-allow`` and ``--kvledger-stacks``."""
+    group = parser.getgroup("kvledger")
+    group.addoption("--kvledger-level", choices=LEVELS, default="blocks", help="what is observed")
+    group.addoption(
+        "--kvledger-allow",
+        action="append",
+        default=[],
+        metavar="ID",
+        help="an invariant that may be violated",
+    )
+    group.addoption("--kvledger-stacks", action="store_true", help="keep the stack of every block operation")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Be there for every test."""
+    config.pluginmanager.register(Plugin(config), "kvledger-ledger")
+
+
+class _Watched:
+    """One scheduler or manager, and what came of it."""
+
+    def __init__(self, observer: Any, sink: MemoryRecorder) -> None:
+        self._observer = observer
+        self._sink = sink
+        self._auditor = Auditor()
+        observer.start()
+
+    def end(self) -> tuple[list[Violation], list[str]]:
+        """What was found, and why that may not be all."""
+        self._observer.stop("detached")
+        self._auditor.feed_all(self._sink.take())
+        broken = [f"checks failed: {name}" for name in self._auditor.check_failures]
+        failures = self._auditor.ledger.hook_failures
+        broken += [f"observers failed {failures} times"] if failures else []
+        return self._auditor.violations, broken
+
+
+class Plugin:
+    """Watches what the present test builds."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._level: str = config.getoption("--kvledger-level")
+        self._allowed: list[str] = config.getoption("--kvledger-allow")
+        self._stacks: bool = config.getoption("--kvledger-stacks")
+        self._watched: list[_Watched] = []
+        self._building = 0
+        self._wrapped: list[type] = []
+        self._built: list[Any] = []
+        self.watched = 0
+        self.left_alone = 0
+        self.found = 0
+        self.broken: list[str] = []
+
+    # --- what is built ---------------------------------------------------------------------------
+
+    def _wrap(self) -> None:
+        """As soon as a test module has imported vLLM, the two classes tell us of their instances."""
+        for name, attribute, observe in (
+            (SCHEDULER, "Scheduler", lambda scheduler: self._built.append(scheduler)),
+            (MANAGER, "KVCacheManager", self._observe_manager),
+        ):
+            found = getattr(sys.modules.get(name), attribute, None)
+            if found is not None and found not in self._wrapped:
+                self._wrapped.append(found)
+                self._tell_of_instances(found, observe)
+                if name == SCHEDULER:
+                    self._begin_when_used(found, "add_request")
+                    self._begin_when_used(found, "schedule")
+
+    def _begin_when_used(self, class_: Any, method: str) -> None:
+        """A test may give its scheduler another connector: it is watched from its first use on."""
+        original = getattr(class_, method)
+
+        @functools.wraps(original)
+        def used(instance: Any, *args: Any, **kwargs: Any) -> Any:
+            if any(built is instance for built in self._built):
+                self._built = [built for built in self._built if built is not instance]
+                self._observe_scheduler(instance)
+                return getattr(instance, method)(*args, **kwargs)
+            return original(instance, *args, **kwargs)
+
+        setattr(class_, method, used)
+
+    def _tell_of_instances(self, class_: Any, observe: Any) -> None:
+        original = class_.__init__
+
+        @functools.wraps(original)
+        def init(instance: Any, *args: Any, **kwargs: Any) -> None:
+            self._building += 1
+            try:
+                original(instance, *args, **kwargs)
+            finally:
+                self._building -= 1
+            if not self._building:
+                observe(instance)
+
+        class_.__init__ = init
+
+    def _observe_scheduler(self, scheduler: Any) -> None:
+        sink = MemoryRecorder()
+        try:
+            made = choose(scheduler)
+            observer = made(scheduler, sink, version=host_version(), level=self._level, stacks=self._stacks)
+            self._keep(_Watched(observer, sink))
+        except (EngineMismatch, AttributeError):
+            self.left_alone += 1
+
+    def _observe_manager(self, manager: Any) -> None:
+        if self._level != "blocks":
+            return
+        sink = MemoryRecorder()
+        try:
+            observer = ManagerObserver(manager, sink, version=host_version(), stacks=self._stacks)
+            self._keep(_Watched(observer, sink))
+        except (EngineMismatch, AttributeError):
+            self.left_alone += 1
+
+    def _keep(self, watched: _Watched) -> None:
+        self._watched.append(watched)
+        self.watched += 1
+
+    # --- what pytest calls -----------------------------------------------------------------------
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self) -> None:
+        """Before the fixtures of a test."""
+        self._wrap()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+        """Fail the test whose engine violated something; say it beside a failure of the test's own."""
+        try:
+            result = yield
+        except BaseException:
+            text = self._report()
+            if text:
+                item.add_report_section("call", "kvledger", text)
+            raise
+        text = self._report()
+        if text:
+            pytest.fail(text, pytrace=False)
+        return result
+
+    def _report(self) -> str:
+        watched, self._watched, self._built = self._watched, [], []
+        lines: list[str] = []
+        for one in watched:
+            violations, broken = one.end()
+            self.broken += broken
+            lines += [f"kvledger: {phrase}" for phrase in broken]
+            for violation in violations:
+                if violation.severity == "violation" and violation.id not in self._allowed:
+                    self.found += 1
+                    lines += [f"{violation.id}: {violation.message}", *violation.story]
+        return "\n".join(lines)
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """How much was watched."""
+        terminalreporter.write_line(
+            f"kvledger: {self.watched} engines watched at level {self._level}, {self.left_alone} left alone, "
+            f"{self.found} violations"
+        )

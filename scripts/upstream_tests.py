@@ -1,0 +1,202 @@
+"""vLLM's own tests of scheduler, prefix cache, KV managers and connectors, with and without the ledger.
+
+Usage: python3 scripts/upstream_tests.py [--write] [NAME...]     0.32.0 and 0.23.0, or these
+
+Takes the source distribution of each release by its name, keeps its tests/ in .upstream, and runs some
+files of it twice: as they are, and under `-p kvledger.audit.pytest_plugin`. Exits with 1 where a test
+that passes without the ledger does not pass under it and is not in EXCLUDED. Nothing of it is copied
+into this repository, and it is no part of the tests here. `--write` makes docs/upstream-tests.md.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from releases import BIN, build, environ
+
+ROOT = Path(__file__).resolve().parent.parent
+UPSTREAM = ROOT / ".upstream"
+PAGE = ROOT / "docs" / "upstream-tests.md"
+RELEASES = ("0.32.0", "0.23.0")
+FILES = (
+    "v1/core/test_scheduler.py",
+    "v1/core/test_async_scheduler.py",
+    "v1/core/test_prefix_caching.py",
+    "v1/core/prefix_cache",
+    "v1/core/test_kv_cache_utils.py",
+    "v1/core/test_single_type_kv_cache_manager.py",
+    "v1/core/test_deferred_block_free.py",
+    "v1/core/test_swa_inflight_window_free.py",
+    "v1/core/test_prefix_replay.py",
+    "v1/core/test_priority_preemption_bug.py",
+    "v1/core/test_priority_scheduler_random.py",
+    "v1/kv_connector/unit/offloading_connector",
+    "v1/kv_connector/unit/test_multi_connector.py",
+    "v1/kv_connector/unit/test_lmcache_connector.py",
+    "v1/kv_connector/unit/test_remote_prefill_lifecycle.py",
+    "v1/kv_connector/unit/test_remote_decode_lifecycle.py",
+    "v1/kv_connector/unit/test_kv_load_failure_recovery.py",
+    "v1/kv_connector/unit/test_cache_pollution_prevention.py",
+    "v1/kv_connector/unit/test_invalid_blocks_correctness.py",
+    "v1/kv_connector/unit/test_error_propagation.py",
+    "v1/streaming_input/test_scheduler_streaming.py",
+)
+
+OUTPUT = ("system-out", "system-err", "properties")
+"""What a report has of a test that passed."""
+
+EXCLUDED = {
+    "test_cache_hit_local_and_external": "makes cache hits up: blocks that no hash was ever given to",
+    "test_eagle_with_sliding_window": "takes a hash out of the cache map by hand",
+    "test_different_block_size": "takes a hash out of the cache map by hand",
+    "test_scheduler_reset_prefix_cache": "preempts running requests whose step it never answers",
+    "test_sync_diffusion_step_commits_only_emitted_tokens": "a diffusion step, which keeps fewer tokens than "
+    "were scheduled: the ledger of tokens does not know such steps",
+    "test_update_from_output_routes": "gives the scheduler an output of a step that it made up",
+    "test_stop_via_update_from_output": "gives the scheduler an output of a step that it made up",
+    "test_request_preemption": "preempts by hand, in the midst of a step",
+    "test_async_preempt_readmit": "preempts by hand, in the midst of a step",
+}
+"""Beginnings of the names of tests that forge an engine's state, with what they forge."""
+
+OPT = """{"architectures": ["OPTForCausalLM"], "model_type": "opt", "hidden_size": 768,
+"num_hidden_layers": 12, "num_attention_heads": 12, "ffn_dim": 3072, "max_position_embeddings": 2048,
+"vocab_size": 50272, "word_embed_proj_dim": 768, "do_layer_norm_before": true, "torch_dtype": "float16",
+"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 2}"""
+"""The configuration that the tests of schedulers ask for; no weights."""
+
+
+@dataclass
+class Outcome:
+    """What one file gave in one release: names of tests."""
+
+    release: str
+    file: str
+    passed: set[str] = field(default_factory=set)
+    passed_under: set[str] = field(default_factory=set)
+
+    @property
+    def lost(self) -> list[str]:
+        return sorted(self.passed - self.passed_under)
+
+    @property
+    def unexpected(self) -> list[str]:
+        """Tests that pass only without the ledger, and forge nothing."""
+        return [name for name in self.lost if not name.startswith(tuple(EXCLUDED))]
+
+
+def sources(release: str) -> Path:
+    """The folder that holds a release's tests/, which pip brings the first time."""
+    folder = UPSTREAM / release
+    if (folder / "tests").is_dir():
+        return folder
+    with tempfile.TemporaryDirectory() as scratch:
+        # The package can't be built here; what pip has unpacked by then is all that is wanted.
+        command = [str(BIN / "python"), "-m", "pip", "download", "--quiet", "--no-clean", "--no-deps"]
+        command += ["--no-binary", ":all:", "--no-build-isolation", "--dest", scratch, f"vllm=={release}"]
+        subprocess.run(command, env=os.environ | {"TMPDIR": scratch}, capture_output=True)
+        found = next(Path(scratch).glob("pip-download-*/vllm_*/tests"), None)
+        if found is None:
+            sys.exit(f"kvledger: pip brought no source distribution of vllm {release}.")
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(found, folder / "tests")
+    return folder
+
+
+def model() -> Path:
+    """A hub cache that holds one configuration."""
+    hub = UPSTREAM / "hub"
+    snapshot = hub / "models--facebook--opt-125m" / "snapshots" / "local"
+    snapshot.mkdir(parents=True, exist_ok=True)
+    (snapshot / "config.json").write_text(OPT)
+    references = snapshot.parent.parent / "refs"
+    references.mkdir(exist_ok=True)
+    (references / "main").write_text("local")
+    return hub
+
+
+def passed(release: str, files: Sequence[str], *options: str) -> dict[str, set[str]]:
+    """The names of the tests that pass, by file; all in one process, which imports vLLM once."""
+    folder = sources(release)
+    told = environ(release) | {"HF_HUB_CACHE": str(model()), "CUDA_VISIBLE_DEVICES": ""}
+    path = [told.get("PYTHONPATH", ""), str(folder), str(ROOT / "src")]
+    told["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    with tempfile.TemporaryDirectory() as scratch:
+        report = Path(scratch) / "report.xml"
+        command = [str(BIN / "python"), "-m", "pytest", "-q", "-W", "ignore", "--noconftest"]
+        command += ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(folder)]
+        command += ["--continue-on-collection-errors", f"--junitxml={report}", *options]
+        command += [f"tests/{file}" for file in files]
+        done = subprocess.run(command, cwd=folder, env=told, capture_output=True, text=True)
+        if not report.exists():
+            sys.exit(f"kvledger: {release}: {(done.stdout.strip().splitlines() or ['no word'])[-1]}")
+        names: dict[str, set[str]] = {file: set() for file in files}
+        for case in ElementTree.parse(report).iter("testcase"):
+            where = case.get("classname", "").replace(".", "/")
+            file = next((f for f in files if where.startswith("tests/" + f.removesuffix(".py"))), None)
+            if file is not None and all(child.tag in OUTPUT for child in case):
+                names[file].add(case.get("name", ""))
+    return names
+
+
+def run(release: str) -> list[Outcome]:
+    """Every file of a release that it has, without and with the ledger."""
+    files = [file for file in FILES if (sources(release) / "tests" / file).exists()]
+    print(f"{release} ...", file=sys.stderr, flush=True)
+    alone = passed(release, files)
+    print(f"{release} under the ledger ...", file=sys.stderr, flush=True)
+    under = passed(release, files, "-p", "kvledger.audit.pytest_plugin")
+    return [Outcome(release, file, alone[file], under[file]) for file in files]
+
+
+def page(outcomes: Sequence[Outcome]) -> str:
+    """The table, and what is excluded for what reason."""
+    lines = [
+        "| release | tests | pass by themselves | pass under the ledger | excluded | found |",
+        "|---|---|---|---|---|---|",
+    ]
+    for release in dict.fromkeys(outcome.release for outcome in outcomes):
+        mine = [outcome for outcome in outcomes if outcome.release == release]
+        lines += [_row(release, f"`{outcome.file}`", [outcome]) for outcome in mine if outcome.passed]
+        lines.append(_row(release, "**all**", mine))
+    lines += ["", "Excluded are tests that forge what an engine would never do:", ""]
+    lost = [name for outcome in outcomes for name in outcome.lost]
+    used = {begin: why for begin, why in EXCLUDED.items() if any(n.startswith(begin) for n in lost)}
+    lines += [f"- `{begin}`: {why}" for begin, why in used.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _row(release: str, name: str, outcomes: Sequence[Outcome]) -> str:
+    alone = sum(len(outcome.passed) for outcome in outcomes)
+    under = sum(len(outcome.passed & outcome.passed_under) for outcome in outcomes)
+    found = sum(len(outcome.unexpected) for outcome in outcomes)
+    excluded = sum(len(outcome.lost) for outcome in outcomes) - found
+    return f"| {release} | {name} | {alone} | {under} | {excluded} | {found} |"
+
+
+def main(arguments: Sequence[str]) -> int:
+    names = [word for word in arguments if word != "--write"] or list(RELEASES)
+    build([name for name in names if name != "0.32.0"])
+    outcomes = [outcome for name in names for outcome in run(name)]
+    text = page(outcomes)
+    print(text)
+    for outcome in outcomes:
+        for name in outcome.unexpected:
+            print(f"found: {outcome.release} {outcome.file}::{name}")
+    if "--write" in arguments:
+        PAGE.write_text(text)
+    return 1 if any(outcome.unexpected for outcome in outcomes) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
