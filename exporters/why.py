@@ -31,7 +31,7 @@ LEGEND = (
 )
 MORE = (
     "Recorded at level {level}, which has no block events: they would tell what was evicted from what "
-    "was never seen. No level records them yet."
+    "was never seen. Level blocks records them, and they are not asked here yet."
 )
 NO_BLOCK_SIZE = "{path}: its engine told no block size, so nothing is known to be below it."
 
