@@ -390,6 +390,7 @@ class Account:
         "resumable",
         "rework",
         "sampled",
+        "saved_tokens",
         "scheduled",
         "sequence_tokens",
         "settled",
@@ -445,6 +446,8 @@ class Account:
         self.loaded = 0
         self.voided: dict[str, int] = {}
         self.discarded: dict[str, int] = {}
+        # How far the connector was seen to order the sequence to be saved.
+        self.saved_tokens = 0
 
         self.admissions = 0
         self.preemptions = 0
