@@ -10,7 +10,7 @@ import time
 from typing import Any, ClassVar
 
 from kvledger.audit import events as ev
-from kvledger.audit.engines.plans import READERS
+from kvledger.audit.engines.connectors import ConnectorWatch
 from kvledger.audit.engines.steps import Sink, StepLog
 from kvledger.audit.hooks import Hook, Hooks
 
@@ -35,6 +35,7 @@ class Observer:
         self.version = version
         self.level = level
         self.hooks: Hooks | None = None
+        self.connector: ConnectorWatch | None = None
         self.log = StepLog(sink)
         self._step = 0
         self._stopped = False
@@ -48,6 +49,8 @@ class Observer:
     def start(self, boundary: Any = None) -> None:
         """Wrap the scheduler. Raises :class:`~kvledger.audit.hooks.EngineMismatch` untouched."""
         self.hooks = Hooks(self.HOOKS, self.scheduler, self, self._hook_failed, boundary)
+        if getattr(self.scheduler, "connector", None) is not None:
+            self.connector = ConnectorWatch(self.scheduler, self.log, lambda: self._step, self._hook_failed)
         self._restart()
 
     def stop(self, reason: str) -> None:
@@ -55,6 +58,8 @@ class Observer:
         if self._stopped:
             return
         self._stopped = True
+        if self.connector is not None:
+            self.connector.remove()
         if self.hooks is not None:
             self.hooks.remove()
         for failed in self._failed_attempts.values():
@@ -148,10 +153,18 @@ class Observer:
                 self.placeholders(request),
                 request.num_tokens,
             )
+            self.track(request, request.num_computed_tokens)
+        if self.connector is not None:
+            self.connector.at_rest()
         pool = scheduler.kv_cache_manager.block_pool
         waiting = scheduler.get_request_counts()[1]
         free = pool.get_num_free_blocks()
         self.log.emit(ev.Census(now, self._step, rows, waiting, free, pool.num_gpu_blocks))
+
+    def track(self, request: Any, computed_tokens: int) -> None:
+        """State what the connector itself counts of a request, beside the engine's count."""
+        if self.connector is not None:
+            self.connector.track(request, computed_tokens, self.waits_for_load(request))
 
     # --- figures that not every release has -------------------------------------------------------
 
@@ -199,7 +212,7 @@ class Observer:
             "prefix_caching": bool(config.cache_config.enable_prefix_caching),
             "drafts": int(scheduler.num_spec_tokens),
             "connector": type(connector).__name__ if connector is not None else None,
-            "plan": "read" if type(connector).__name__ in READERS else "opaque",
+            "plan": "read" if self.connector is not None and self.connector.reader else "opaque",
             "load_failure_policy": _failure_policy(transfer),
             "log_stats": bool(scheduler.log_stats),
             "figures": self.FIGURES,
