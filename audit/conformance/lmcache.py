@@ -91,12 +91,12 @@ def begin(
     """
     factory = importlib.import_module("lmcache.v1.lookup_client").LookupClientFactory
     table = Table()
-    options = {
-        "use_native": adapter == "bundled",
-        "lmcache.chunk_size": CHUNK_TOKENS,
-        "lmcache.save_decode_cache": decode,
-        "lmcache.save_unfull_chunk": False,
-    }
+    options = (
+        ("use_native", adapter == "bundled"),
+        ("lmcache.chunk_size", CHUNK_TOKENS),
+        ("lmcache.save_decode_cache", decode),
+        ("lmcache.save_unfull_chunk", False),
+    )
     with mock.patch.object(factory, "create_lookup_client", lambda *_, **__: table):
         driver = start(attach, connector="LMCacheConnectorV1", connector_options=options, **setup)
     table.requests = driver.scheduler.requests
