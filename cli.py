@@ -412,6 +412,40 @@ def demo(
     raise typer.Exit(demo_report.run(inject, keep, as_json=json))
 
 
+@app.command(epilog="Exit codes: 0 clean; 1 violated, or a row broke; 2 bad input; 3 unknown.")
+def conformance(
+    connector: Annotated[
+        str,
+        typer.Argument(metavar="CONNECTOR", show_default=False, help="As in kv_connector."),
+    ],
+    module: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", show_default=False, help="The Python file that has it, if not vLLM."),
+    ] = None,
+    options: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            show_default=False,
+            help="Its kv_connector_extra_config; {folder} in it is an empty folder, a row each.",
+        ),
+    ] = None,
+    format: Annotated[
+        str, typer.Option("--format", metavar="text|json|markdown", help="For a person, a machine, a page.")
+    ] = "text",
+) -> None:
+    """Drive a KV connector through a fixed course on the real scheduler; print its score card.
+
+    Scheduler side and worker side are the connector's own, on the CPU; the model is made up, so that
+    the KV that a load brings can be told from what it should be. Needs the vllm extra.
+    """
+    if format not in ("text", "json", "markdown"):
+        raise typer.BadParameter(f"{format!r} is none of text, json and markdown.")
+    from kvledger.exporters import conformance_report
+
+    raise typer.Exit(CODES[conformance_report.run(connector, module, options, format)])
+
+
 @app.command()
 def serve(
     path: JournalPath,

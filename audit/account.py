@@ -400,6 +400,7 @@ class Account:
         "resumable",
         "rework",
         "sampled",
+        "saved_tokens",
         "scheduled",
         "sequence_tokens",
         "settled",
@@ -464,6 +465,8 @@ class Account:
         self.loaded = 0
         self.voided: dict[str, int] = {}
         self.discarded: dict[str, int] = {}
+        # How far the connector was seen to order the sequence to be saved.
+        self.saved_tokens = 0
 
         self.admissions = 0
         self.preemptions = 0

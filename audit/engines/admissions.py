@@ -6,11 +6,12 @@ attempts that led to none.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from kvledger.audit import events as ev
 from kvledger.audit.engines.observer import Observer
-from kvledger.audit.engines.plans import READERS
+from kvledger.audit.engines.plans import Saved
 
 
 class _Attempt:
@@ -37,7 +38,7 @@ class AdmissionObserver(Observer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._attempts: dict[str, _Attempt] = {}
-        self._planned: list[ev.LoadPlanned] = []
+        self._planned: list[ev.LoadPlanned | ev.SavePlanned] = []
         self._promises: dict[str, tuple[int, list[int]]] = {}
         self._counted: tuple[int, int, int, int, int, int] | None = None
         self._deferred: dict[str, Any] = getattr(self.scheduler, "deferred_loads", {})
@@ -89,13 +90,15 @@ class AdmissionObserver(Observer):
             )
 
     def load_planned(self, _: None, plan: Any, scheduler_output: Any) -> None:
-        if not self._promises:
-            return
-        reader = READERS.get(type(self.scheduler.connector).__name__)
+        reader = self.connector.reader if self.connector is not None else None
         if reader is None:
             return
+        if "saves" in reader.READS:
+            self._saves(reader.saves(plan))
+        if not self._promises:
+            return
         size = self.scheduler.block_size
-        filled = reader(plan, size)
+        filled = reader.filled(plan, size)
         for request_id, (tokens, blocks) in self._promises.items():
             attempt = self._attempts[request_id]
             if attempt.asynchronous or not blocks:
@@ -110,6 +113,12 @@ class AdmissionObserver(Observer):
                 )
             )
 
+    def _saves(self, saves: Iterable[Saved]) -> None:
+        for request_id, start, end in saves:
+            number = self.log.ids.get(request_id)
+            if number is not None:
+                self._planned.append(ev.SavePlanned(self.log.now(), number, self._step, start, end))
+
     def _admit(self, scheduled: dict[str, int]) -> None:
         """Say what became of this step's look-ups."""
         admitted = False
@@ -119,10 +128,14 @@ class AdmissionObserver(Observer):
                 self._admitted(request_id, attempt, scheduled.get(request_id, 0))
             else:
                 self._not_admitted(request_id, attempt)
+        self.tell_planned()
+        self._count_lookups(admitted)
+
+    def tell_planned(self) -> None:
+        """Say what this step's plan orders, of those admitted in it and of others."""
         for planned in self._planned:
             self.log.emit(planned)
         self._planned = []
-        self._count_lookups(admitted)
 
     def _admitted(self, request_id: str, attempt: _Attempt, scheduled: int) -> None:
         number, request, now = self.log.ids[request_id], attempt.request, self.log.now()

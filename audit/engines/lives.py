@@ -48,6 +48,7 @@ class LifeObserver(LoadObserver):
     def _tell_preempted(
         self, request: Any, before: tuple[int, int, int], held_blocks: int, delivered: bool
     ) -> None:
+        self.track(request, before[0])
         self.log.emit(
             ev.Preempted(
                 at=self.log.now(),
@@ -129,6 +130,9 @@ class LifeObserver(LoadObserver):
             self.log.emit(failed)
         if not getattr(request, "resumable", False):
             self._past_stop(request, request.num_computed_tokens)
+        self.track(request, self.computed(request))
+        if self.connector is not None:
+            self.connector.ends(request_id)
         self.log.emit(
             ev.Finished(
                 at=self.log.now(),

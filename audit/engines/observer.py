@@ -10,7 +10,7 @@ import time
 from typing import Any, ClassVar
 
 from kvledger.audit import events as ev
-from kvledger.audit.engines.plans import READERS
+from kvledger.audit.engines.connectors import ConnectorWatch
 from kvledger.audit.engines.pools import PoolWatch
 from kvledger.audit.engines.steps import Sink, StepLog
 from kvledger.audit.hooks import Hook, Hooks
@@ -42,6 +42,7 @@ class Observer:
         self.stacks = stacks
         self.hooks: Hooks | None = None
         self.pools: PoolWatch | None = None
+        self.connector: ConnectorWatch | None = None
         self.log = StepLog(sink)
         self._step = 0
         self._stopped = False
@@ -57,12 +58,18 @@ class Observer:
     def start(self, boundary: Any = None) -> None:
         """Wrap the scheduler. Raises :class:`~kvledger.audit.hooks.EngineMismatch` untouched."""
         self.hooks = Hooks(self.HOOKS, self.scheduler, self, self._hook_failed, boundary)
-        if self.level == "blocks":
-            try:
+        try:
+            if self.level == "blocks":
                 self.pools = self._watch_pools()
-            except Exception:
-                self.hooks.remove()
-                raise
+            if getattr(self.scheduler, "connector", None) is not None:
+                self.connector = ConnectorWatch(
+                    self.scheduler, self.log, lambda: self._step, self._hook_failed
+                )
+        except Exception:
+            if self.pools is not None:
+                self.pools.remove()
+            self.hooks.remove()
+            raise
         self._restart()
 
     def stop(self, reason: str) -> None:
@@ -74,6 +81,8 @@ class Observer:
             if reason in ("detached", "shutdown"):
                 self.pools.state_all()
             self.pools.remove()
+        if self.connector is not None:
+            self.connector.remove()
         if self.hooks is not None:
             self.hooks.remove()
         for failed in self._failed_attempts.values():
@@ -199,12 +208,20 @@ class Observer:
                 self.placeholders(request),
                 request.num_tokens,
             )
+            self.track(request, request.num_computed_tokens)
+        if self.connector is not None:
+            self.connector.at_rest()
         pool = scheduler.kv_cache_manager.block_pool
         waiting = scheduler.get_request_counts()[1]
         free = pool.get_num_free_blocks()
         self.log.emit(
             ev.Census(now, self._step, rows, waiting, free, pool.num_gpu_blocks, *self._hook_time())
         )
+
+    def track(self, request: Any, computed_tokens: int) -> None:
+        """State what the connector itself counts of a request, beside the engine's count."""
+        if self.connector is not None:
+            self.connector.track(request, computed_tokens, self.waits_for_load(request))
 
     # --- figures that not every release has -------------------------------------------------------
 
@@ -256,7 +273,7 @@ class Observer:
             "prefix_caching": bool(config.cache_config.enable_prefix_caching),
             "drafts": int(scheduler.num_spec_tokens),
             "connector": type(connector).__name__ if connector is not None else None,
-            "plan": "read" if type(connector).__name__ in READERS else "opaque",
+            "plan": "read" if self.connector is not None and self.connector.reader else "opaque",
             "load_failure_policy": _failure_policy(transfer),
             "log_stats": bool(scheduler.log_stats),
             "figures": self.FIGURES,

@@ -149,6 +149,8 @@ class V1Observer(LifeObserver):
         self.log.undelivered += bool(tokens)
         if self._attempts:
             self._admit(tokens)
+        if self._planned:
+            self.tell_planned()
         if not tokens:
             return
         # A step of decodes has everyone in this list too, in the order of ``tokens``.

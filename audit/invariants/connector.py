@@ -9,6 +9,8 @@ from kvledger.audit.catalogue import (
     LMCACHE_1969,
     LMCACHE_2007,
     LMCACHE_2158,
+    LMCACHE_2821,
+    LMCACHE_2929,
     LMCACHE_3269,
     VLLM_30522,
     VLLM_36638,
@@ -17,8 +19,8 @@ from kvledger.audit.catalogue import (
     Witness,
     invariant,
 )
-from kvledger.audit.events import Admitted, Matched, Reported
-from kvledger.audit.ledger import Entry, Voided
+from kvledger.audit.events import Admitted, Matched, Reported, Tracked
+from kvledger.audit.ledger import OVERDUE_SECONDS, Entry, Overdue, Voided
 
 _BLOCKS_NAMED = 8
 _NOT_LOADED = (
@@ -119,3 +121,91 @@ def negative_match(entry: Entry) -> Iterator[Witness]:
     assert isinstance(said, Matched | Admitted)
     if said.external_tokens is not None and said.external_tokens < 0:
         yield Witness(external_tokens=said.external_tokens, local_tokens=said.local_tokens)
+
+
+@invariant(
+    "connector/tracker-lag",
+    on=(Tracked,),
+    says="The connector knows {tracked_tokens} of the {computed_tokens} tokens that request {request} has "
+    "computed: {lag_tokens} behind, where {recent_tokens} may be in flight.",
+    references=(LMCACHE_2821, LMCACHE_2929),
+    near_misses=(
+        "tokens of steps in flight, which the connector could not know at its last plan",
+        "a connector ahead of the engine, after drafts were rejected or a life ended",
+        "a connector that keeps no count of its own",
+    ),
+)
+def tracker_lag(entry: Entry) -> Iterator[Witness]:
+    """A connector's own count of a request keeps up with the engine's.
+
+    Violated when it misses more tokens than are in flight: what it does not know, it never saves, and
+    what it saves later may stand under the wrong tokens.
+    """
+    said = entry.subject
+    assert isinstance(said, Tracked)
+    lag = said.computed_tokens - said.tracked_tokens
+    if lag > said.recent_tokens:
+        yield Witness(
+            tracked_tokens=said.tracked_tokens,
+            computed_tokens=said.computed_tokens,
+            lag_tokens=lag,
+            recent_tokens=said.recent_tokens,
+        )
+
+
+@invariant(
+    "connector/save-gap",
+    on=(Tracked,),
+    says="The connector has saved {saved_tokens} tokens of request {request}; by its own rules "
+    "{due_tokens} were due.",
+    references=(LMCACHE_2821,),
+    near_misses=(
+        "saving is switched off, for all or for this request, or the connector only consumes",
+        "less than a whole chunk beyond what is saved",
+        "tokens that were found in the store already, or saved in an earlier life",
+        "output tokens, where only prompts are saved",
+    ),
+)
+def save_gap(entry: Entry) -> Iterator[Witness]:
+    """What should have been saved at the boundaries passed so far has been ordered to be saved.
+
+    Violated when a request passed a boundary of the connector's chunks and no plan saved it: a later
+    request with the same tokens finds less than was promised to it by configuration.
+    """
+    said = entry.subject
+    assert isinstance(said, Tracked)
+    assert entry.account is not None
+    saved_tokens = max(said.saved_tokens, entry.account.saved_tokens)
+    if saved_tokens < said.due_tokens:
+        yield Witness(saved_tokens=saved_tokens, due_tokens=said.due_tokens)
+
+
+@invariant(
+    "connector/never-finished",
+    on=(Overdue,),
+    says="A load of {tokens} tokens for request {request} has been waited for since {seconds} seconds, "
+    "and was reported neither finished nor failed.",
+    near_misses=(
+        f"anything that ends within {OVERDUE_SECONDS} seconds",
+        "blocks that a prefill side keeps for a decode side which never comes: its own deadline frees them",
+        "a request that ends while its load is pending",
+    ),
+)
+def never_finished(entry: Entry) -> Iterator[Witness]:
+    """Every load, and every free that a connector delays, completes or fails.
+
+    Violated when one has not after ten minutes of the engine's own clock: a request waits for ever, or
+    its blocks are lost to the pool.
+    """
+    said = entry.subject
+    assert isinstance(said, Overdue)
+    if said.what == "load":
+        yield Witness(tokens=said.tokens, seconds=said.seconds)
+    else:
+        yield Witness(
+            "The connector has kept {blocks} blocks of request {ended} since {seconds} seconds, "
+            "which has ended.",
+            blocks=said.blocks,
+            seconds=said.seconds,
+            ended=said.request_id,
+        )

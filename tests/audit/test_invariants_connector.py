@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import pytest
-from tests.audit.lies import audited, found, report, reported, told
+from tests.audit.lies import audited, found, report, reported, told, with_after
 from tests.histories import events
 
-from kvledger.audit.events import Admitted, Matched
+from kvledger.audit.events import (
+    Admitted,
+    Census,
+    Delivered,
+    Event,
+    FreeCompleted,
+    FreeDelayed,
+    LoadFinished,
+    Matched,
+    SavePlanned,
+    Tracked,
+)
+from kvledger.audit.ledger import OVERDUE_SECONDS
 
 violates = pytest.mark.violates
 near_miss = pytest.mark.near_miss
@@ -125,3 +137,105 @@ def test_no_answer_and_nothing(answer: int | None):
     stream = told(events(100, "A64+8 s28 o+ F"), Matched, external_tokens=answer)
 
     assert [] == found(stream)
+
+
+# --- connector/tracker-lag and connector/save-gap --------------------------------------------------
+
+DECODED = "A0+0 s64 o+ (s1 o+)x20 F"
+
+
+def tracking(
+    tracked: int, computed: int = 84, *, saved: int = 64, due: int = 64, recent: int = 2, orders: int = 0
+) -> list[Event]:
+    """A decoded request, near whose end the connector counts so much; it has ordered ``orders``."""
+    said = Tracked(5_000, 0, 20, tracked, saved, due, computed, recent)
+    order = [SavePlanned(2_000, 0, 1, 0, orders)] if orders else []
+    return with_after(events(64, DECODED), Delivered, -1, *order, said)
+
+
+@violates("connector/tracker-lag")
+def test_a_connector_that_stopped_counting_at_the_prompt():
+    """LMCache#2821: its list of tokens does not grow with what is decoded."""
+    (violation,) = audited(tracking(64)).violations
+
+    assert "connector/tracker-lag" == violation.id
+    assert (
+        "The connector knows 64 of the 84 tokens that request request-0 has computed: 20 behind, "
+        "where 2 may be in flight."
+    ) == violation.message
+
+
+@near_miss("connector/tracker-lag")
+@pytest.mark.parametrize("tracked", [82, 83, 84, 90])
+def test_a_connector_behind_by_what_is_in_flight_or_ahead(tracked: int):
+    assert [] == found(tracking(tracked))
+
+
+@violates("connector/save-gap")
+def test_a_chunk_passed_and_not_saved():
+    (violation,) = audited(tracking(84, saved=32)).violations
+
+    assert ("connector/save-gap", {"saved_tokens": 32, "due_tokens": 64}) == (
+        violation.id,
+        violation.figures,
+    )
+
+
+@near_miss("connector/save-gap")
+@pytest.mark.parametrize(
+    "figures",
+    [
+        {"saved": 64, "due": 64},
+        {"saved": 84, "due": 64},
+        {"saved": 0, "due": -1},
+        {"saved": 0, "due": 64, "orders": 64},
+    ],
+)
+def test_all_saved_or_nothing_to_save_or_saved_in_an_earlier_life(figures: dict[str, int]):
+    assert [] == found(tracking(84, **figures))
+
+
+# --- connector/never-finished ----------------------------------------------------------------------
+
+
+def later(seconds: int) -> Census:
+    return Census(seconds * 1_000_000, 9, [], 0, 1, 1)
+
+
+@violates("connector/never-finished")
+def test_a_load_that_nobody_ends():
+    stream = events(200, "A64+96a F")[:-1]
+
+    (violation,) = audited([*stream, later(OVERDUE_SECONDS + 1)]).violations
+
+    assert ("connector/never-finished", 96) == (violation.id, violation.figures["tokens"])
+
+
+@violates("connector/never-finished")
+def test_blocks_of_an_ended_request_that_are_never_given_back():
+    stream = [*events(200, "A0+0 s200 o+ F"), FreeDelayed(9_000, 0, 1, "request-0", 13)]
+
+    (violation,) = audited([*stream, later(OVERDUE_SECONDS + 1)]).violations
+
+    assert (
+        "The connector has kept 13 blocks of request request-0 since 600 seconds, which has ended."
+    ) == violation.message
+
+
+@near_miss("connector/never-finished")
+def test_a_load_that_is_late():
+    assert [] == found([*events(200, "A64+96a F")[:-1], later(OVERDUE_SECONDS - 1)])
+
+
+@near_miss("connector/never-finished")
+def test_a_load_that_came():
+    stream = events(200, "A64+96a F")[:-1]
+
+    assert [] == found([*stream, LoadFinished(9_000, 0, 160), later(OVERDUE_SECONDS + 1)])
+
+
+@near_miss("connector/never-finished")
+def test_blocks_that_were_given_back():
+    delayed = [FreeDelayed(9_000, 0, 1, "request-0", 13), FreeCompleted(9_500, 0, 2)]
+
+    assert [] == found([*events(200, "A0+0 s200 o+ F"), *delayed, later(OVERDUE_SECONDS + 1)])

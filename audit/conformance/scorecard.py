@@ -1,0 +1,232 @@
+"""A fixed course for any connector, a row a situation: what was reached, and what broke in it.
+
+Every row has an engine of its own: the real scheduler, the connector's scheduler side and its worker
+side (`worker`), and a store that earlier requests of the row have filled through the connector itself.
+The row is then judged twice: by the audit of what was observed, and by looking into the cache, where
+each new life must stand on the KV of its own tokens.
+
+A connector can't be made to answer: a row whose situation did not come about says so and is not
+judged. A row that ends with an exception, of the scheduler or of the connector, broke.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from kvledger.audit import events as ev
+from kvledger.audit.auditor import Auditor
+from kvledger.audit.catalogue import Violation
+from kvledger.audit.conformance.situations import SITUATIONS, Situation
+from kvledger.audit.errors import LedgerError
+from kvledger.audit.recorder import MemoryRecorder
+
+Outcome = Literal["clean", "violated", "unknown", "not reached", "broke"]
+FOLDER = "{folder}"
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "ExampleConnector": {"shared_storage_path": FOLDER},
+    "MultiConnector": {
+        "connectors": [
+            {
+                "kv_connector": "ExampleConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"shared_storage_path": f"{FOLDER}/{place}"},
+            }
+            for place in ("first", "second")
+        ]
+    },
+}
+"""What known connectors are configured with; :data:`FOLDER` stands for an empty folder, a row each."""
+
+
+ENGINES_OWN = {"tokens/in-flight": "a load that fails"}
+"""Findings that vLLM makes with any connector, by the situations they come in (``docs/findings.md``)."""
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One situation under one scheduler. ``broke``: a sentence each, of what was wrong."""
+
+    situation: str
+    scheduler: str
+    outcome: Outcome
+    external_tokens: int
+    served_tokens: int
+    broke: list[str]
+
+
+class Card(msgspec.Struct, frozen=True):
+    """A connector's score card. ``plan``: ``read`` or ``opaque``."""
+
+    connector: str
+    engine: str
+    plan: str
+    rows: list[Row]
+
+    @property
+    def verdict(self) -> Literal["clean", "violated", "unknown"]:
+        """As an audit's: unknown where a row is, or where no row ever got a token from the store."""
+        outcomes = {row.outcome for row in self.rows}
+        if outcomes & {"violated", "broke"}:
+            return "violated"
+        return "clean" if "unknown" not in outcomes and any(r.served_tokens for r in self.rows) else "unknown"
+
+
+class Stage:
+    """One row's engines, each under observation."""
+
+    def __init__(self) -> None:
+        self.engines: list[Any] = []
+        self.observed: list[tuple[MemoryRecorder, Any]] = []
+
+    def begin(self, **setup: Any) -> Any:
+        """A new engine's driver; a second engine finds what the first has saved."""
+        from kvledger.audit.conformance.driver import Setup
+        from kvledger.audit.conformance.worker import WorkedDriver
+        from kvledger.audit.engines import choose, host_version
+
+        driver = WorkedDriver(Setup(**setup))
+        sink = MemoryRecorder()
+        observer = choose(driver.scheduler)(driver.scheduler, sink, version=host_version())
+        observer.start()
+        self.engines.append(driver)
+        self.observed.append((sink, observer))
+        return driver
+
+
+def score(
+    connector: str,
+    module: Path | None = None,
+    options: Mapping[str, Any] | None = None,
+    rows: Callable[[Row], None] = lambda _: None,
+) -> Card:
+    """Drive a connector through every row under both schedulers; ``rows`` is told of each as it ends.
+
+    ``connector`` is a name that vLLM registers, or that of a class in ``module``. Raises
+    :class:`LedgerError` for a connector that can't be had.
+    """
+    from kvledger.audit.engines import host_version
+
+    name = _importable(module) if module else None
+    known = OPTIONS.get(connector, {}) if options is None else options
+    done: list[Row] = []
+    plan = "opaque"
+    with _quiet():
+        _constructed(connector, name, known)
+        for situation in SITUATIONS:
+            for asynchronous in (False, True):
+                with tempfile.TemporaryDirectory(prefix="kvledger-conformance-") as folder:
+                    setup = {
+                        "connector": connector,
+                        "connector_module": name,
+                        "connector_options": tuple(_placed(known, folder).items()),
+                        "asynchronous": asynchronous,
+                    }
+                    row, plan = _row(situation, setup, folder)
+                done.append(row)
+                rows(row)
+    return Card(connector, f"vllm {host_version()}", plan, done)
+
+
+def _row(situation: Situation, setup: dict[str, Any], folder: str) -> tuple[Row, str]:
+    stage, raised = Stage(), ""
+    try:
+        situation.drive(stage, setup)
+    except Exception as error:
+        raised = _raised(error).replace(folder, FOLDER)
+    events: list[ev.Event] = []
+    found: list[str] = []
+    doubts: list[str] = []
+    external, plan = 0, "opaque"
+    for sink, observer in stage.observed:
+        observer.stop("exit")
+        auditor = Auditor(keep_closed=True)
+        seen = sink.take()
+        auditor.feed_all(seen)
+        events += seen
+        found += [f"{v.id}: {v.message}" for v in auditor.violations if _counts(v, situation)]
+        doubts += auditor.doubts
+        external += auditor.ledger.totals().loaded
+        if auditor.ledger.engine:
+            plan = str(auditor.ledger.engine.configuration.get("plan"))
+    found += [_said(stale) for engine in stage.engines for stale in engine.worker.stale]
+    outcome: Outcome = "clean" if situation.reached(events) else "not reached"
+    if raised or found or doubts:
+        outcome = "broke" if raised else "violated" if found else "unknown"
+    return Row(
+        situation=situation.title,
+        scheduler="async" if setup["asynchronous"] else "sync",
+        outcome=outcome,
+        external_tokens=external,
+        served_tokens=sum(engine.worker.served for engine in stage.engines),
+        broke=[*([raised] if raised else []), *found, *doubts],
+    ), plan
+
+
+def _raised(error: Exception) -> str:
+    """What it is, what it says, and the function that raised it."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    said = " ".join(str(error).split())[:300]
+    place = f"in {last.name} of {'/'.join(Path(last.filename).parts[-2:])}"
+    return f"{type(error).__name__} {place}{f': {said}' if said else ''}"
+
+
+def _counts(violation: Violation, situation: Situation) -> bool:
+    """Whether a finding is held against the connector."""
+    known = ENGINES_OWN.get(violation.id, "nothing")
+    return violation.severity == "violation" and not situation.title.startswith(known)
+
+
+def _said(stale: Any) -> str:
+    return (
+        f"Request {stale.request_id} ran over {stale.tokens} tokens of KV that is not its own, from "
+        f"position {stale.position} up."
+    )
+
+
+def _importable(module: Path) -> str:
+    """The name under which a file can be imported from now on."""
+    if not module.is_file():
+        raise LedgerError(f"there is no file {module}")
+    sys.path.insert(0, str(module.resolve().parent))
+    return module.stem
+
+
+def _constructed(connector: str, module: str | None, options: Mapping[str, Any]) -> None:
+    """Begin an engine with the connector, or say in one sentence why there is none."""
+    try:
+        package = "vllm.distributed.kv_transfer.kv_connector.factory"
+        factory = importlib.import_module(package).KVConnectorFactory
+        if module is not None:
+            getattr(importlib.import_module(module), connector)
+        elif connector not in factory._registry:
+            known = ", ".join(sorted(factory._registry))
+            raise LedgerError(f"vLLM registers no connector {connector!r}; it has {known}")
+        with tempfile.TemporaryDirectory(prefix="kvledger-conformance-") as folder:
+            placed = tuple(_placed(options, folder).items())
+            Stage().begin(connector=connector, connector_module=module, connector_options=placed)
+    except LedgerError:
+        raise
+    except Exception as error:  # whatever it misses here: a device, a server, a setting
+        raise LedgerError(f"the connector {connector} can't be begun here: {error}") from error
+
+
+def _placed(options: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    """The options, with a real folder in place of :data:`FOLDER`."""
+    placed: dict[str, Any] = json.loads(json.dumps(dict(options)).replace(FOLDER, folder))
+    return placed
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """vLLM logs to standard output while it is imported."""
+    with contextlib.redirect_stdout(sys.stderr):
+        yield

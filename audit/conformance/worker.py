@@ -1,0 +1,213 @@
+"""The worker side of a real connector over a KV cache whose contents are known.
+
+Where a model would write keys and values, a number is written that only the right tokens at the right
+place give: a checksum of the sequence up to there. So a load can be judged by what came. The worker
+side is called as vLLM's model runner calls it, on the CPU, in this process.
+
+Needs vLLM 0.30 or later, whose cache layers are [blocks, heads, tokens of a block, elements].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+from zlib import crc32
+
+from kvledger.audit.conformance import release
+from kvledger.audit.conformance.driver import Driver, Setup, Step
+from kvledger.audit.conformance.runner import Accepted
+
+ELEMENTS = 2
+"""Of one token in one layer: a key and a value, of one head of size 1."""
+EXACT = 1 << 24
+"""Whole numbers below this are floats of 32 bits."""
+
+
+@dataclass(frozen=True)
+class Stale:
+    """A request that began to run over KV that is not that of its tokens, from ``position`` up."""
+
+    request_id: str
+    position: int
+    tokens: int
+
+
+@dataclass
+class Worker:
+    """One worker: a cache of its own, the connector's worker side, and the tables of what runs."""
+
+    connector: Any
+    layers: dict[str, Any]
+    block_size: int
+    blocks: dict[str, list[int]] = field(default_factory=dict)
+    sequences: dict[str, Any] = field(default_factory=dict)
+    stale: list[Stale] = field(default_factory=list)
+    served: int = 0
+    """Tokens that begin a life with the right KV in the cache, and that nobody here executed for it."""
+
+    @classmethod
+    def of(cls, scheduler: Any) -> Worker:
+        """The worker side of a scheduler's connector, with a cache as its configuration has it."""
+        import torch
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+        config, layout = scheduler.vllm_config, scheduler.kv_cache_config
+        size = int(config.cache_config.block_size)
+        names = [name for group in layout.kv_cache_groups for name in group.layer_names]
+        layers = {name: torch.zeros(layout.num_blocks, 1, size, ELEMENTS) for name in names}
+        config.compilation_config.static_forward_context.update(
+            {name: SimpleNamespace(kv_cache=tensor) for name, tensor in layers.items()}
+        )
+        connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, layout)
+        connector.register_kv_caches(layers)
+        return cls(connector, layers, size)
+
+    def scheduled(self, step: Step, requests: Any) -> None:
+        """Take a step's tables, at once after it was scheduled."""
+        for new in step.scheduled.scheduled_new_reqs:
+            self.blocks[new.req_id] = list(new.block_ids[0])
+            self.sequences[new.req_id] = requests[new.req_id]
+        cached = step.scheduled.scheduled_cached_reqs
+        again = set(release.resumed(step.scheduled))
+        for name, more in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            ids = list(more[0]) if more else []
+            self.blocks[name] = ids if name in again else [*self.blocks[name], *ids]
+
+    def run(self, step: Step, broken: frozenset[int]) -> dict[str, Any]:
+        """Execute a step; what the connector has to say of it. ``broken``: blocks that never arrive."""
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+        connector: KVConnectorBase_V1 = self.connector
+        connector.handle_preemptions(step.scheduled.kv_connector_metadata)
+        connector.bind_connector_metadata(step.scheduled.kv_connector_metadata)
+        context: Any = SimpleNamespace(
+            attn_metadata=dict.fromkeys(self.layers, None),
+            no_compile_layers={name: SimpleNamespace(kv_cache=kv) for name, kv in self.layers.items()},
+        )
+        before = getattr(step.scheduled, "has_sync_kv_loads", True)
+        if before:
+            connector.start_load_kv(context)
+        for name in self.layers:
+            connector.wait_for_layer_load(name)
+        for block in broken:
+            for layer in self.layers.values():
+                layer[block] = -1
+        self._execute(step, broken)
+        for name, layer in self.layers.items():
+            connector.save_kv_layer(name, layer, None)
+        if not before:
+            connector.start_load_kv(context)
+        connector.wait_for_save()
+        said = connector.get_transfer_results(step.scheduled.finished_req_ids)
+        invalid = set(connector.get_block_ids_with_load_errors()) | broken
+        told = {
+            "finished_sending": said.finished_sending,
+            "finished_recving": said.finished_recving,
+            "failed_recving": said.failed_recving,
+            "invalid_block_ids": invalid,
+            "kv_connector_worker_meta": connector.build_connector_worker_meta(),
+        }
+        connector.clear_connector_metadata()
+        return told
+
+    def _execute(self, step: Step, broken: frozenset[int]) -> None:
+        """Look at what each new life stands on, then write what a model would."""
+        starts = _starts(step)
+        for name, count in step.scheduled.num_scheduled_tokens.items():
+            start = starts[name]
+            sums = _checksums(list(self.sequences[name].all_token_ids)[: start + count])
+            if name in step.admitted and not broken.intersection(self.blocks[name]):
+                self._look(name, sums[:start])
+            for position, value in enumerate(sums[start:], start):
+                block, offset = self.blocks[name][position // self.block_size], position % self.block_size
+                for layer in self.layers.values():
+                    layer[block, :, offset] = value
+
+    def _look(self, name: str, expected: list[int]) -> None:
+        wrong = [p for p, value in enumerate(expected) if not self._holds(name, p, value)]
+        if wrong:
+            self.stale.append(Stale(name, wrong[0], len(wrong)))
+        self.served += len(expected) - len(wrong)
+
+    def _holds(self, name: str, position: int, value: int) -> bool:
+        block, offset = self.blocks[name][position // self.block_size], position % self.block_size
+        return all(bool((layer[block, :, offset] == value).all()) for layer in self.layers.values())
+
+
+def _starts(step: Step) -> dict[str, int]:
+    """The first position that a step executes, by request."""
+    scheduled = step.scheduled
+    cached = scheduled.scheduled_cached_reqs
+    starts = {new.req_id: int(new.num_computed_tokens) for new in scheduled.scheduled_new_reqs}
+    return starts | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+
+
+def _checksums(token_ids: list[int]) -> list[int]:
+    sums, last = [], 0
+    for token in token_ids:
+        last = crc32(token.to_bytes(4, "little"), last)
+        sums.append(last % EXACT)
+    return sums
+
+
+class WorkedDriver(Driver):
+    """A driver whose steps a connector's worker side takes part in."""
+
+    def __init__(self, setup: Setup | None = None, **how: Any) -> None:
+        super().__init__(setup, **how)
+        self.worker = Worker.of(self.scheduler)
+        self.breaks: dict[str, int] = {}
+        """Of the next load of a request, the blocks from this one of its table on never arrive."""
+
+    def schedule(self) -> Any:
+        scheduled = super().schedule()
+        self.worker.scheduled(self.in_flight[-1], self.scheduler.requests)
+        return scheduled
+
+    def preempt(self, request_id: str, *, drop: bool | None = None) -> None:
+        """As for want of blocks: it can't run again in the step that preempts it, which is taken here."""
+        super().preempt(request_id, drop=drop)
+        manager = self.scheduler.kv_cache_manager
+        allocate_slots = manager.allocate_slots
+
+        def allocate(request: Any, *args: Any, **how: Any) -> Any:
+            return None if request.request_id == request_id else allocate_slots(request, *args, **how)
+
+        with mock.patch.object(manager, "allocate_slots", allocate):
+            self.schedule()
+
+    def output(self, *, accepted: Accepted = None, **_: Any) -> dict[int, Any]:
+        """Deliver the oldest step's output, with what the connector's worker side says of it."""
+        from vllm.v1.outputs import KVConnectorOutput
+
+        step = self.in_flight.popleft()
+        told = self.worker.run(step, self._broken(step))
+        answer = self.runner.answer(step, self.scheduler.requests, accepted)
+        answer.kv_connector_output = KVConnectorOutput(**told)
+        outputs: dict[int, Any] = release.take_output(self.scheduler, step.scheduled, answer, None)
+        for of_client in outputs.values():
+            for output in of_client.outputs:
+                self.delivered.setdefault(output.request_id, []).append(output)
+        return outputs
+
+    def _broken(self, step: Step) -> frozenset[int]:
+        """Blocks of a synchronous load that this step begins, or of an asynchronous one in the making."""
+        broken: set[int] = set()
+        for name in list(self.breaks):
+            request = self.scheduler.requests.get(name)
+            if request is not None and request.status.name == "WAITING_FOR_REMOTE_KVS":
+                end = int(request.num_computed_tokens)
+            elif name in step.admitted:
+                end = _starts(step)[name]
+            else:
+                continue
+            last = -(-end // self.setup.block_size)
+            broken.update(self.blocks(name)[self.breaks.pop(name) : last])
+        return frozenset(broken)
+
+    def run(self, max_steps: int = 3_000) -> None:
+        """Turn until nothing is left to do."""
+        super().run(max_steps)

@@ -1,0 +1,1 @@
+"""Readers of connectors' plans: one small file a connector (``docs/connectors.md``)."""

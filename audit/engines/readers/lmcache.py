@@ -1,0 +1,63 @@
+"""``LMCacheConnectorV1``: the adapter of the lmcache package, and the one that vLLM bundles.
+
+The connector is a shell; the adapter in it (``_lmcache_engine``) keeps a tracker a request: the tokens
+that it knows and how many it has saved. Its plan has a row for each request that loads or saves, with
+the slots of all its tokens; a load fills those from the local hit, rounded down to whole chunks of the
+store, up to what the store holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+from kvledger.audit.engines.plans import PlanReader, Saved, Tracking
+
+
+class LMCacheReader(PlanReader):
+    """Reads loads, saves and trackers."""
+
+    READS: ClassVar[tuple[str, ...]] = ("loads", "saves", "tracker")
+
+    def __init__(self, connector: Any) -> None:
+        super().__init__(connector)
+        self.adapter = connector._lmcache_engine
+        self.chunk_tokens = int(self.adapter._lmcache_chunk_size)
+
+    def filled(self, plan: Any, block_size: int) -> set[int]:
+        filled: set[int] = set()
+        for request in plan.requests:
+            load = request.load_spec
+            if load is not None and load.can_load:
+                start = load.vllm_cached_tokens // self.chunk_tokens * self.chunk_tokens
+                slots = request.slot_mapping[start : load.lmcache_cached_tokens].tolist()
+                filled.update(slot // block_size for slot in slots)
+        return filled
+
+    def saves(self, plan: Any) -> Iterable[Saved]:
+        for request in plan.requests:
+            save = request.save_spec
+            if save is not None and save.can_save and save.skip_leading_tokens < len(request.token_ids):
+                yield Saved(request.req_id, save.skip_leading_tokens, len(request.token_ids))
+
+    def tracking(self, request: Any, tokens: int) -> Tracking | None:
+        tracker = self.adapter._request_trackers.get(request.request_id)
+        if tracker is None:
+            return None
+        return Tracking(len(tracker.token_ids), tracker.num_saved_tokens, self._due(tracker, tokens))
+
+    def _due(self, tracker: Any, tokens: int) -> int:
+        """Whole chunks; of a prompt only, unless it saves what is decoded too."""
+        adapter = self.adapter
+        skips = (tracker.request_configs or {}).get("lmcache.skip_save", False)
+        if (
+            adapter.kv_role != "kv_both"
+            or adapter.force_skip_save
+            or tracker.skip_save
+            or tracker.disagg_spec is not None
+            or skips
+        ):
+            return -1
+        if not adapter.config.save_decode_cache:
+            tokens = min(tokens, tracker.prompt_len)
+        return max(0, tokens) // self.chunk_tokens * self.chunk_tokens

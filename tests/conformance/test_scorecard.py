@@ -1,0 +1,78 @@
+"""The score card: a connector that keeps its word passes every row, and others are told what broke."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvledger.audit.conformance.scorecard import Card, score
+from kvledger.audit.errors import LedgerError
+from kvledger.exporters.conformance_report import markdown
+
+MODULE = Path(__file__).with_name("connectors.py")
+STORE = {"store": "{folder}"}
+NEVER = {"LaterConnector": set(), "HonestConnector": {"given up while it waits for its load"}}
+
+
+@pytest.fixture(scope="module")
+def cards() -> dict[str, Card]:
+    names = ("HonestConnector", "LaterConnector", "ForgetfulConnector", "MuddledConnector")
+    return {name: score(name, MODULE, STORE) for name in names}
+
+
+def outcomes(card: Card, outcome: str) -> set[str]:
+    return {row.situation for row in card.rows if row.outcome == outcome}
+
+
+@pytest.mark.parametrize("name", NEVER)
+def test_an_honest_connector_is_clean_wherever_it_can_be_driven(cards: dict[str, Card], name: str):
+    card = cards[name]
+
+    assert "clean" == card.verdict, [row for row in card.rows if row.broke]
+    assert NEVER[name] >= outcomes(card, "not reached")
+
+
+def test_what_the_ledger_takes_for_loaded_is_what_the_store_gave(cards: dict[str, Card]):
+    (row, _) = (r for r in cards["LaterConnector"].rows if r.situation == "a new engine on the same store")
+
+    assert (96, 96) == (row.external_tokens, row.served_tokens)
+
+
+def test_a_promise_forgotten_at_a_resumption_is_seen_in_the_cache(cards: dict[str, Card]):
+    """Its plans are opaque: the ledger alone can't know."""
+    card = cards["ForgetfulConnector"]
+
+    assert "violated" == card.verdict
+    assert "resumed with a grown store" in outcomes(card, "violated")
+    assert "a part of a prompt" in outcomes(card, "clean")
+
+
+def test_kv_of_other_tokens_is_seen_in_the_cache(cards: dict[str, Card]):
+    assert "a part of a prompt" in outcomes(cards["MuddledConnector"], "violated")
+
+
+def test_what_broke_in_many_rows_is_said_once(cards: dict[str, Card]):
+    page = markdown(cards["HonestConnector"])
+
+    assert "| a part of a prompt | clean | clean |" in page
+
+
+def test_the_released_example_connector_loses_a_resumed_requests_output(tmp_path: Path):
+    """0.32.0: it matches the prompt, and then loads by all tokens so far, which nobody saved."""
+    broke = {row.situation for row in score("ExampleConnector").rows if row.outcome == "broke"}
+
+    assert {"resumed with a grown store", "saved in chunks, one given up midway"} == broke
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "words"),
+    [
+        ("Nonsense", None, "vLLM registers no connector 'Nonsense'"),
+        ("HonestConnector", Path("nowhere.py"), "there is no file nowhere.py"),
+        ("Nonsense", MODULE, "can't be begun here"),
+    ],
+)
+def test_a_connector_that_can_not_be_had_is_one_sentence(name: str, module: Path | None, words: str):
+    with pytest.raises(LedgerError, match=words):
+        score(name, module)
