@@ -128,10 +128,10 @@ class LifeObserver(LoadObserver):
         failed = self._failed_attempts.pop(request_id, None)
         if failed is not None:
             self.log.emit(failed)
-        if not getattr(request, "resumable", False):
+        if self._trims and not getattr(request, "resumable", False):
             self._past_stop(request, request.num_computed_tokens)
-        self.track(request, self.computed(request))
         if self.connector is not None:
+            self.track(request, self.computed(request))
             self.connector.ends(request_id)
         self.log.emit(
             ev.Finished(
