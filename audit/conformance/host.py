@@ -195,6 +195,9 @@ def _vllm_config(setup: Setup) -> Any:
         device_config=DeviceConfig(device="cpu"),
     )
     config.cache_config.num_gpu_blocks = setup.blocks
+    if getattr(config.cache_config, "kv_cache_layout", "") is None:
+        # An engine core asks its workers (since 0.30): a tensor a layer, of [blocks, heads, tokens, ...].
+        config.cache_config.kv_cache_layout = "LBHNC"
     config.scheduler_config.async_scheduling = setup.asynchronous
     config.scheduler_config.disable_hybrid_kv_cache_manager = len(setup.groups) == 1
     return config
