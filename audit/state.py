@@ -31,6 +31,7 @@ import msgspec
 
 from kvledger.audit.account import Account, InFlight, Life, Line, Losses, Settlement, Span, Spans
 from kvledger.audit.auditor import Auditor, Finding
+from kvledger.audit.blocks import BlockLedger, Pool
 from kvledger.audit.catalogue import Violation
 from kvledger.audit.differences import Difference, Figures, Reconciliation, Step
 from kvledger.audit.errors import LedgerError
@@ -45,6 +46,7 @@ OBJECTS: tuple[type, ...] = (
     Book,
     Auditor,
     Ledger,
+    BlockLedger,
     Account,
     Life,
     InFlight,
@@ -65,6 +67,7 @@ STRUCTS: tuple[type, ...] = (
     Line,
     Figures,
     Difference,
+    Pool,
 )
 """msgspec structs and named tuples: written and checked by their types."""
 
@@ -74,6 +77,7 @@ REBUILT: dict[type, frozenset[str]] = {
     ),
     Auditor: frozenset({"_debug", "_subscribed", "_sighted"}),
     Ledger: frozenset({"_keep_closed", "_watch", "_entries", "_posting"}),
+    BlockLedger: frozenset({"_found", "_accounts", "_applying"}),
 }
 """What a constructor makes anew, and what lasts for one event only."""
 
@@ -135,6 +139,7 @@ _BLANK: dict[type, Callable[[], Any]] = {
     Book: lambda: Book(Path()),
     Auditor: Auditor,
     Ledger: Ledger,
+    BlockLedger: BlockLedger,
     Reconciliation: Reconciliation,
     Step: Step,
 }
