@@ -181,7 +181,7 @@ def test_a_folder_in_use_is_refused(stand_in: Any, tmp_path: Path) -> None:
 def test_the_plugin_is_among_those_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "lora")
 
-    assert "lora,kvledger" == demo._environment(tmp_path)["VLLM_PLUGINS"]
+    assert "lora,kvledger" == demo._environment(tmp_path, None)["VLLM_PLUGINS"]
 
 
 def test_the_json_is_one_object(stand_in: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,13 +13,13 @@ from kvledger.audit.recorder import MemoryRecorder
 Course = Callable[..., Any]
 
 
-def observe(course: Course, **setup: Any) -> tuple[Any, list[Event]]:
+def observe(course: Course, level: str = "tokens", **setup: Any) -> tuple[Any, list[Event]]:
     """Run a course with an observer on its scheduler; the driver and every event, in order."""
     sink = MemoryRecorder()
     observers = []
 
     def attach(scheduler: Any) -> None:
-        observer = choose(scheduler)(scheduler, sink, version=host_version())
+        observer = choose(scheduler)(scheduler, sink, version=host_version(), level=level)
         observer.start()
         observers.append(observer)
 
