@@ -43,6 +43,7 @@ class Diagnosis(msgspec.Struct, frozen=True):
     checked: list[str]
     checked_in_part: dict[str, str]
     not_checked: dict[str, str]
+    connectors: dict[str, str]
     plugin: str | None
     directory: str | None
     problems: list[str]
@@ -71,6 +72,7 @@ def diagnose() -> Diagnosis:
         checked=[name for name in names if name not in unchecked],
         checked_in_part={name: why for name, why in in_part.items() if name in names},
         not_checked={name: why for name, why in unchecked.items() if name in names},
+        connectors=_connectors() if adapter and not adapter.NAME.startswith("v0") else {},
         plugin=plugin,
         directory=directory,
         problems=[*problems, *of_plugin, *of_directory],
@@ -107,6 +109,21 @@ def _hooks(adapter: Any, scheduler: Any) -> tuple[list[str], list[str]]:
         owner = getattr(scheduler, hook.owner, None) if hook.owner else scheduler
         (live if hasattr(owner, hook.method) else missing).append(name)
     return live, missing
+
+
+def _connectors() -> dict[str, str]:
+    """What is read of each connector's plans, and what is not checked where it is not."""
+    told = {
+        name: ", ".join(reads)
+        for name, reads in engines.read_connectors().items()
+        if not name.startswith("Scripted")
+    }
+    told["no tracker"] = "connector/tracker-lag and connector/save-gap are not checked"
+    told["any other connector"] = (
+        "nothing: besides, connector/promise-not-loaded sees only asynchronous loads that a request "
+        "did not wait for"
+    )
+    return told
 
 
 def _version(distribution: str) -> str | None:

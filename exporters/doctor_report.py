@@ -32,6 +32,8 @@ def diagnosis(found: Diagnosis) -> Group:
         parts.append(_named("Checked in part", list(found.checked_in_part.items())))
     if found.not_checked:
         parts.append(_named("Not checked", list(found.not_checked.items())))
+    if found.connectors:
+        parts.append(_named("Read of a connector's plans and books", list(found.connectors.items())))
     parts.append(_verdict(found))
     return Group(*parts)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvledger.audit.engines import pools
 from kvledger.audit.engines.bare import bare_scheduler
+from kvledger.audit.engines.plans import readers
 from kvledger.audit.engines.v0 import V0Observer
 from kvledger.audit.engines.v1 import V1Observer
 from kvledger.audit.engines.v1_009 import V1Observer009
@@ -29,6 +30,7 @@ __all__ = [
     "differences",
     "host_version",
     "out_of_reach",
+    "read_connectors",
     "scheduler_config",
 ]
 
@@ -103,6 +105,11 @@ def output_fields() -> tuple[str, ...]:
     from vllm.v1.engine import EngineCoreOutput
 
     return tuple(EngineCoreOutput.__struct_fields__)
+
+
+def read_connectors() -> dict[str, tuple[str, ...]]:
+    """Connectors whose plans are read, by the name of their class: ``loads``, ``saves``, ``tracker``."""
+    return {name: reader.READS for name, reader in readers().items()}
 
 
 def host_version() -> str:

@@ -67,6 +67,7 @@ def reader_of(connector: Any) -> PlanReader | None:
 
 def readers() -> dict[str, type[PlanReader]]:
     """Every reader by the name of the connector's class."""
+    # Here and not above: the readers stand on this module.
     from kvledger.audit.engines.readers import example, lmcache, lmcache_mp, multi, nixl, offloading, scripted
 
     return {

@@ -49,6 +49,7 @@ class HonestConnector(KVConnectorBase_V1):
         self._saved: dict[str, int] = {}
         self._blocks: dict[str, list[int]] = {}
         self._received: set[str] = set()
+        self._failed: set[int] = set()
 
     # The scheduler's side.
 
@@ -146,6 +147,24 @@ class ForgetfulConnector(HonestConnector):
         for name in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
             self._loads.pop(name, None)
         return super().build_connector_meta(scheduler_output)
+
+
+class FailingConnector(HonestConnector):
+    """Once its store is down, promises as before and reports every block of a load as failed."""
+
+    down: ClassVar[bool] = False
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        plan = self._get_connector_metadata()
+        assert isinstance(plan, Plan)
+        if self.down:
+            self._failed |= {move.block for move in plan.loads}
+            plan.loads = []
+        super().start_load_kv(forward_context, **kwargs)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._failed = self._failed, set()
+        return failed
 
 
 class MuddledConnector(HonestConnector):

@@ -1,0 +1,127 @@
+"""What is seen of a live connector beyond its admissions: kept blocks, children, plans, its own count."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.engines.observed import observe
+
+from kvledger.audit.conformance.courses import COURSES
+from kvledger.audit.conformance.driver import Driver, start
+from kvledger.audit.engines import observer
+from kvledger.audit.engines.plans import reader_of, readers
+from kvledger.audit.events import ChildMatched, FreeCompleted, FreeDelayed
+
+ROOT = Path(__file__).parents[2]
+MATRIX = ROOT / ".releases"
+
+
+def test_blocks_kept_for_a_transfer_are_told_when_kept_and_when_seen_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(observer, "CENSUS_STEPS", 1)
+
+    def course(attach: Any) -> Driver:
+        driver = COURSES["delayed_free_sync"](attach)
+        driver.add("more", 20, 9)
+        driver.run()
+        return driver
+
+    _, events = observe(course)
+    kept = [event for event in events if isinstance(event, FreeDelayed)]
+
+    assert {"a", "b"} == {event.request_id for event in kept}
+    assert all(event.blocks > 0 for event in kept)
+    assert {event.request for event in kept} == {
+        event.request for event in events if isinstance(event, FreeCompleted)
+    }
+
+
+def test_each_child_of_a_connector_of_connectors_is_heard(tmp_path: Path) -> None:
+    child = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    children = [
+        {**child, "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / place)}}
+        for place in ("first", "second")
+    ]
+
+    def course(attach: Any) -> Driver:
+        driver = start(attach, connector="MultiConnector", connector_options=(("connectors", children),))
+        driver.add("r", 100, 2)
+        driver.run()
+        return driver
+
+    _, events = observe(course)
+
+    assert ["0 ExampleConnector", "1 ExampleConnector"] == [
+        event.child for event in events if isinstance(event, ChildMatched)
+    ]
+
+
+def test_a_connector_of_connectors_is_read_only_where_every_child_is() -> None:
+    known = type("ExampleConnector", (), {})()
+    opaque = type("Opaque", (), {})()
+    multi = type("MultiConnector", (), {"_connectors": [known, opaque]})()
+
+    assert reader_of(multi) is None
+    assert reader_of(opaque) is None
+
+
+def test_a_connector_otherwise_built_is_opaque() -> None:
+    assert reader_of(type("LMCacheConnectorV1", (), {})()) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("NixlConnector", {"reqs_to_recv": {"r": SimpleNamespace(local_block_ids=([3, 4],))}}),
+        ("NixlConnector", {"reqs_to_recv": {"r": SimpleNamespace(local_block_ids=[3, 4])}}),
+        (
+            "LMCacheMPConnector",
+            {
+                "requests": [
+                    SimpleNamespace(direction="RETRIEVE", op=SimpleNamespace(block_ids=[[3, 4]])),
+                    SimpleNamespace(direction="STORE", op=SimpleNamespace(block_ids=[[9]])),
+                ]
+            },
+        ),
+        (
+            "OffloadingConnector",
+            {"load_jobs": {1: SimpleNamespace(dst_spec=SimpleNamespace(block_ids=[3, 4]))}},
+        ),
+        ("OffloadingConnector", {"reqs_to_load": {"r": (None, SimpleNamespace(block_ids=[3, 4]))}}),
+    ],
+)
+def test_the_blocks_that_a_plan_will_fill(name: str, plan: dict[str, Any]) -> None:
+    """Plans in the shapes that releases give them; the rest are tried on the live connectors."""
+    assert {3, 4} == readers()[name](SimpleNamespace()).filled(SimpleNamespace(**plan), 16)
+
+
+@pytest.mark.parametrize(
+    ("release", "course", "found"),
+    [
+        ("lmcache-0.3.9", "lmcache_resumed_package_sync", {"connector/promise-not-loaded"}),
+        ("lmcache-0.4.2", "lmcache_decoded_package_async", {"connector/tracker-lag", "connector/save-gap"}),
+        ("lmcache-0.4.3", "lmcache_decoded_package_async", set()),
+    ],
+)
+def test_real_lmcache_where_its_releases_are_built(release: str, course: str, found: set[str]) -> None:
+    if not (MATRIX / release).is_dir():
+        pytest.skip(f"python3 scripts/releases.py build {release}")
+    run = ["-m", "kvledger.audit.conformance.lmcache", course]
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts/releases.py", "run", release, "--", "python", *run],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+    assert found == {id for id, _ in json.loads(done.stdout.splitlines()[-1])["findings"]}
