@@ -11,7 +11,7 @@ from typing import Any
 
 from kvledger.audit.engines import pools
 from kvledger.audit.engines.bare import bare_scheduler
-from kvledger.audit.engines.plans import readers
+from kvledger.audit.engines.plans import plan_readers
 from kvledger.audit.engines.v0 import V0Observer
 from kvledger.audit.engines.v1 import V1Observer
 from kvledger.audit.engines.v1_009 import V1Observer009
@@ -109,7 +109,7 @@ def output_fields() -> tuple[str, ...]:
 
 def read_connectors() -> dict[str, tuple[str, ...]]:
     """Connectors whose plans are read, by the name of their class: ``loads``, ``saves``, ``tracker``."""
-    return {name: reader.READS for name, reader in readers().items()}
+    return {name: reader.READS for name, reader in plan_readers().items()}
 
 
 def host_version() -> str:

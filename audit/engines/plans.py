@@ -58,14 +58,14 @@ class PlanReader:
 
 def reader_of(connector: Any) -> PlanReader | None:
     """A reader for a live connector; None where its plans are opaque to us."""
-    kind = readers().get(type(connector).__name__)
+    kind = plan_readers().get(type(connector).__name__)
     try:
         return None if kind is None else kind(connector)
     except (AttributeError, TypeError, ValueError):  # of that name, and otherwise built
         return None
 
 
-def readers() -> dict[str, type[PlanReader]]:
+def plan_readers() -> dict[str, type[PlanReader]]:
     """Every reader by the name of the connector's class."""
     # Here and not above: the readers stand on this module.
     from kvledger.audit.engines.readers import example, lmcache, lmcache_mp, multi, nixl, offloading, scripted

@@ -18,7 +18,7 @@ from tests.engines.observed import observe
 from kvledger.audit.conformance.courses import COURSES
 from kvledger.audit.conformance.driver import Driver, start
 from kvledger.audit.engines import observer
-from kvledger.audit.engines.plans import reader_of, readers
+from kvledger.audit.engines.plans import plan_readers, reader_of
 from kvledger.audit.events import ChildMatched, FreeCompleted, FreeDelayed
 
 ROOT = Path(__file__).parents[2]
@@ -102,7 +102,7 @@ def test_a_connector_otherwise_built_is_opaque() -> None:
 )
 def test_the_blocks_that_a_plan_will_fill(name: str, plan: dict[str, Any]) -> None:
     """Plans in the shapes that releases give them; the rest are tried on the live connectors."""
-    assert {3, 4} == readers()[name](SimpleNamespace()).filled(SimpleNamespace(**plan), 16)
+    assert {3, 4} == plan_readers()[name](SimpleNamespace()).filled(SimpleNamespace(**plan), 16)
 
 
 @pytest.mark.parametrize(
