@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := @$(PYTHON) scripts/environment.py
 
-.PHONY: help demo test bench crash releases upstream-tests docs clean
+.PHONY: help demo test bench crash releases cards upstream-tests docs clean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -32,6 +32,10 @@ crash: ## kill the sidecar 300 times while it is scraped; KILLS=n for another nu
 releases: ## every vLLM release of the matrix: reports expected beside found
 	$(READY) test
 	$(PYTHON) scripts/matrix.py $(ARGS)
+
+cards: ## score cards of connectors; ARGS="FOLDER..." with LMCache in them for LMCache's too
+	$(READY) test
+	$(PYTHON) scripts/cards.py $(ARGS)
 
 upstream-tests: ## vLLM's own tests, with and without the ledger
 	$(READY) test

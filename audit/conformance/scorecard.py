@@ -81,9 +81,10 @@ class Card(msgspec.Struct, frozen=True):
 
 
 class Stage:
-    """One row's engines, each under observation."""
+    """One row's engines, each under observation. ``salt``: what makes its tokens those of no other."""
 
-    def __init__(self) -> None:
+    def __init__(self, salt: str = "") -> None:
+        self.salt = salt
         self.engines: list[Any] = []
         self.observed: list[tuple[MemoryRecorder, Any]] = []
 
@@ -93,7 +94,7 @@ class Stage:
         from kvledger.audit.conformance.worker import WorkedDriver
         from kvledger.audit.engines import choose, host_version
 
-        driver = WorkedDriver(Setup(**setup))
+        driver = WorkedDriver(Setup(**setup), salt=self.salt)
         sink = MemoryRecorder()
         observer = choose(driver.scheduler)(driver.scheduler, sink, version=host_version())
         observer.start()
@@ -137,7 +138,8 @@ def score(
 
 
 def _row(situation: Situation, setup: dict[str, Any], folder: str) -> tuple[Row, str]:
-    stage, raised = Stage(), ""
+    scheduler = "async" if setup["asynchronous"] else "sync"
+    stage, raised = Stage(f"{situation.title} {scheduler}"), ""
     try:
         situation.drive(stage, setup)
     except Exception as error:
@@ -163,7 +165,7 @@ def _row(situation: Situation, setup: dict[str, Any], folder: str) -> tuple[Row,
         outcome = "broke" if raised else "violated" if found else "unknown"
     return Row(
         situation=situation.title,
-        scheduler="async" if setup["asynchronous"] else "sync",
+        scheduler=scheduler,
         outcome=outcome,
         external_tokens=external,
         served_tokens=sum(engine.worker.served for engine in stage.engines),

@@ -13,6 +13,8 @@ from kvledger.audit import events as ev
 
 Events = list[ev.Event]
 Setup = dict[str, Any]
+WAITS = 400
+"""Steps after which a request that does not run is given up waiting for."""
 
 
 class Stage(Protocol):
@@ -42,12 +44,20 @@ def _again(driver: Any, name: str, tokens: int, of: str, output_tokens: int = 3)
 
 
 def _until_decoding(driver: Any, name: str, output_tokens: int) -> None:
-    for _ in range(200):
+    for _ in range(WAITS):
         request = driver.scheduler.requests.get(name)
         if request is None or request.num_output_tokens >= output_tokens:
             break
         driver.step()
     driver.drain()
+
+
+def _preempt(driver: Any, name: str) -> bool:
+    """Preempt a request, if it runs."""
+    runs = driver.scheduler.requests.get(name) in driver.scheduler.running
+    if runs:
+        driver.preempt(name)
+    return runs
 
 
 # --- what was reached -------------------------------------------------------------------------------------
@@ -134,10 +144,9 @@ def preempted_before(stage: Stage, setup: Setup) -> None:
     driver = stage.begin(**setup)
     _saved(driver, "a", 100)
     _again(driver, "r", 100, "a", 6)
-    for _ in range(50):
+    for _ in range(WAITS):
         driver.schedule()
-        if driver.scheduler.running:
-            driver.preempt("r")
+        if _preempt(driver, "r"):
             break
         driver.drain()
     driver.drain()
@@ -150,7 +159,7 @@ def preempted_after(stage: Stage, setup: Setup) -> None:
     _saved(driver, "a", 100)
     _again(driver, "r", 100, "a", 12)
     _until_decoding(driver, "r", 3)
-    driver.preempt("r")
+    _preempt(driver, "r")
     driver.reset_prefix_cache()
     driver.run()
 
@@ -170,7 +179,7 @@ def grown(stage: Stage, setup: Setup) -> None:
     driver = stage.begin(**setup)
     driver.add("r", 100, 40)
     _until_decoding(driver, "r", 20)
-    driver.preempt("r")
+    _preempt(driver, "r")
     driver.reset_prefix_cache()
     driver.run()
 

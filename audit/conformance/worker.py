@@ -9,6 +9,8 @@ Needs vLLM 0.30 or later, whose cache layers are [blocks, heads, tokens of a blo
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +23,7 @@ from kvledger.audit.conformance.runner import Accepted
 
 ELEMENTS = 2
 """Of one token in one layer: a key and a value, of one head of size 1."""
+IDLE_SECONDS = 0.005
 EXACT = 1 << 24
 """Whole numbers below this are floats of 32 bits."""
 
@@ -156,8 +159,10 @@ def _checksums(token_ids: list[int]) -> list[int]:
 class WorkedDriver(Driver):
     """A driver whose steps a connector's worker side takes part in."""
 
-    def __init__(self, setup: Setup | None = None, **how: Any) -> None:
+    def __init__(self, setup: Setup | None = None, *, salt: str = "", **how: Any) -> None:
+        """``salt``: tokens of the same names are others in an engine of another salt."""
         super().__init__(setup, **how)
+        self.salt = salt
         self.worker = Worker.of(self.scheduler)
         self.breaks: dict[str, int] = {}
         """Of the next load of a request, the blocks from this one of its table on never arrive."""
@@ -166,6 +171,21 @@ class WorkedDriver(Driver):
         scheduled = super().schedule()
         self.worker.scheduled(self.in_flight[-1], self.scheduler.requests)
         return scheduled
+
+    def add(
+        self,
+        request_id: str,
+        prompt_tokens: int | Sequence[int],
+        max_tokens: int = 16,
+        *,
+        shares: tuple[str, int] | None = None,
+        **how: Any,
+    ) -> Any:
+        """As for any driver; also of tokens of its own, every one is of a family."""
+        if isinstance(prompt_tokens, int):
+            family, shared = shares or (request_id, prompt_tokens)
+            shares = f"{family} {self.salt}", shared
+        return super().add(request_id, prompt_tokens, max_tokens, shares=shares, **how)
 
     def preempt(self, request_id: str, *, drop: bool | None = None) -> None:
         """As for want of blocks: it can't run again in the step that preempts it, which is taken here."""
@@ -184,6 +204,8 @@ class WorkedDriver(Driver):
         from vllm.v1.outputs import KVConnectorOutput
 
         step = self.in_flight.popleft()
+        if not step.scheduled.num_scheduled_tokens:
+            time.sleep(IDLE_SECONDS)  # a store in another process answers in its own time
         told = self.worker.run(step, self._broken(step))
         answer = self.runner.answer(step, self.scheduler.requests, accepted)
         answer.kv_connector_output = KVConnectorOutput(**told)
