@@ -53,8 +53,8 @@ def environ(folders: list[str]) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def lmcache_server(folders: list[str]) -> Iterator[list[str]]:
-    """A real LMCache server; the options for a connector that uses it."""
+def lmcache_server(folders: list[str]) -> Iterator[tuple[int, int]]:
+    """A real LMCache server on the loopback: its process id and its port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -69,7 +69,7 @@ def lmcache_server(folders: list[str]) -> Iterator[list[str]]:
                 if "cache server is running" in log.read():
                     break
                 time.sleep(0.5)
-            yield ["--options", json.dumps({"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port})]
+            yield server.pid, port
         finally:
             server.terminate()
             server.wait(30)
@@ -96,8 +96,9 @@ def main() -> None:
     kept, _, old = PAGE.read_text().partition(HEADING)
     cards = [card(name, options, []) for name, options in CONNECTORS.items()]
     if folders:
-        with lmcache_server(folders) as options:
-            cards.append(card(LMCACHE, options, folders))
+        with lmcache_server(folders) as (_, port):
+            options = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}
+            cards.append(card(LMCACHE, ["--options", json.dumps(options)], folders))
     elif f"### {LMCACHE}\n" in old:
         cards.append(f"### {LMCACHE}\n" + old.partition(f"### {LMCACHE}\n")[2].rstrip("\n") + "\n")
     PAGE.write_text("\n".join([kept + HEADING.rstrip() + "\n" + SAYS, *cards]))

@@ -17,22 +17,22 @@ if importlib.util.find_spec("lmcache") is None:
 from tests.engines.test_real_engine import python
 
 ROOT = Path(__file__).parents[2]
-RUNS = ("lmcache", "lmcache-again")
+RUNS = ("lmcache", "lmcache-again", "lmcache-outage")
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What two engines, one after the other, have left; both ask one server."""
+    """What engines, one after the other, have left; all ask one server, and the last sees it killed."""
     spec = importlib.util.spec_from_file_location("cards", ROOT / "scripts/cards.py")
     assert spec and spec.loader
     cards = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(cards)
     made: Path = tmp_path_factory.mktemp("lmcache")
     more = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    with cards.lmcache_server(more) as (_, options):
-        port = str(json.loads(options)["lmcache.mp.port"])
-        paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), *more])
-        how = {"LMCACHE_SERVER_PORT": port, "LMCACHE_TRACK_USAGE": "false", "PYTHONPATH": paths}
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), *more])
+    how = {"LMCACHE_TRACK_USAGE": "false", "PYTHONPATH": paths}
+    with cards.lmcache_server(more) as (process, port):
+        how |= {"LMCACHE_SERVER": str(process), "LMCACHE_SERVER_PORT": str(port)}
         python("-m", "tests.connectors.whole", made, *RUNS, **how)
     return {name: json.loads((made / f"{name}.json").read_text()) for name in RUNS}
 
@@ -43,10 +43,17 @@ def test_an_engine_with_lmcache_is_clean(told: dict[str, Any], name: str):
 
 
 def test_a_new_engine_loads_what_the_server_has_of_the_first(told: dict[str, Any]):
-    first, again = (told[name]["totals"] for name in RUNS)
+    first, again, _ = (told[name]["totals"] for name in RUNS)
 
     assert 0 == first["loaded"]
     assert 224 == again["promised"] == again["loaded"] == again["external"]
+
+
+def test_an_engine_outlives_its_server(told: dict[str, Any]):
+    totals = told["lmcache-outage"]["totals"]
+
+    assert (8, 0) == (totals["requests"], totals["unattained"])
+    assert 0 < totals["promised"] == totals["loaded"] + sum(totals["voided"].values())
 
 
 def test_a_preempted_requests_account_balances(told: dict[str, Any]):

@@ -2,7 +2,8 @@
 
 `python -m tests.connectors.whole FOLDER RUN...` leaves RUN.json: the verdict, findings and doubts, the
 ledger's totals, what the store itself gave, and the statement of a preempted request. Runs that end
-in `-again` are new engines on the store that the run of that name has left.
+in `-again` are new engines on the store that the run of that name has left, those in `-outage` too: it is
+taken down in their midst.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def run(folder: Path, name: str) -> int:
 
         # It looks into every module that is there, and LMCache's do not all bear it.
         dispatcher._rebind_kernels = lambda *_, **__: None
-    store = name.removesuffix("-again")
+    store = name.removesuffix("-again").removesuffix("-outage")
     counted = given(store)
     llm = start(folder, store)
     with kvledger.attach(llm) as audit:
