@@ -81,7 +81,7 @@ _TABLE = (
     ),
     Injection(
         "double-free",
-        "a preempted request frees its first block twice: its next holder's reference is gone",
+        "a preempted request frees its first block twice; vLLM 0.32 stops when it is taken again",
         "https://github.com/vllm-project/vllm/issues/42571",
         "blocks/double-free",
         defects.double_free,

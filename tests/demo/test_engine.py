@@ -21,23 +21,25 @@ SOURCES = [
     for source in ("local_compute", "local_cache_hit", "external_kv_transfer")
 ]
 FORKED = Path(__file__).with_name("forked.py")
+FATAL = "double-free"
+"""The engine itself stops when it takes such a block again, whoever looks on."""
 
 
-def python(*arguments: str | Path) -> str:
-    """What the program printed. No journal is written: nothing is observed here."""
+def python(*arguments: str | Path, code: int = 0) -> str:
+    """What the program printed, or its errors where it fails. No journal is written."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("KVLEDGER", "VLLM"))}
     environment["PYTHONPATH"] = str(Path(__file__).parents[2] / "src")
     command = [sys.executable, *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert done.returncode == code, done.stderr
+    return done.stderr if code else done.stdout
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Results of all in-process runs: two seeds, and every injection."""
+    """Results of all in-process runs: two seeds, and every injection that the engine outlives."""
     made = tmp_path_factory.mktemp("demo")
-    python(FORKED, made, "seed-0", "seed-1", *INJECTIONS)
+    python(FORKED, made, "seed-0", "seed-1", *(name for name in INJECTIONS if name != FATAL))
     return made
 
 
@@ -206,6 +208,10 @@ def test_one_block_for_two_gives_a_wrong_answer(folder):
     answers = digests(result(folder, "stale-lookup"))
 
     assert answers["before-bare"] != answers["after-bare"]
+
+
+def test_a_block_freed_twice_stops_the_engine_itself(tmp_path):
+    assert "assert block.ref_cnt == 0" in python(FORKED, tmp_path, FATAL, code=1)
 
 
 def test_negative_match_needs_no_patch_and_preempts_again_and_again(folder):
