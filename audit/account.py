@@ -341,6 +341,20 @@ class Statement(msgspec.Struct, frozen=True):
         return self.settlements[0] if self.settlements else None
 
 
+class Lost(NamedTuple):
+    """Positions [start, end) whose KV was in the cache under the same hash, and had left it.
+
+    ``left`` and ``came_back`` are steps; it came back (-1: it did not) before this request filled it
+    again. ``how``: ``evicted``, or ``reset``.
+    """
+
+    start: int
+    end: int
+    left: int
+    came_back: int
+    how: str
+
+
 class Line(NamedTuple):
     """One posting on a statement. ``balance`` is the life's computed tokens after it.
 
@@ -383,6 +397,7 @@ class Account:
         "looked_up_local",
         "looked_up_step",
         "losses",
+        "lost",
         "matched_external",
         "outcome",
         "overrun",
@@ -450,6 +465,8 @@ class Account:
         # Of the prompt alone, by position: executed first, in which life; executed again, for which cause.
         self.executed_first: list[tuple[int, int, int]] = []
         self.executed_again: list[tuple[int, int, str]] = []
+        # What block events prove to have been in the cache once, of the prompt.
+        self.lost: list[Lost] = []
 
         self.settled = False
         self.settlements: list[Settlement] = []

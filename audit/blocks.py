@@ -18,7 +18,7 @@ import msgspec
 from msgspec.structs import replace
 
 from kvledger.audit import events as ev
-from kvledger.audit.account import Account
+from kvledger.audit.account import Account, Lost
 
 OPERATIONS_KEPT = 6
 """The last so many operations on a block are remembered."""
@@ -27,6 +27,12 @@ LEAK_SECONDS = 900.0
 """A connector may keep the blocks of a request that has ended for so long."""
 
 UNKNOWN = -1
+
+LOSSES_KEPT = 2
+"""So many hashes that left the cache are remembered, by block of the pool: as many as engines name again."""
+
+EVICTED, RESET = "evicted", "reset"
+"""How a hash leaves the cache."""
 
 TABLE, DEFERRED, COPY, PIN = "table", "deferred", "copy", "pin"
 
@@ -96,6 +102,10 @@ class Pool(msgspec.Struct):
     """Blocks by name of their hash."""
     named: bool
     """Whether the names are all that the cache map has."""
+    whole: list[int] = []
+    """Groups in which a hit needs every block below it."""
+    lost: dict[int, tuple[int, int, str]] = {}
+    """Names that left the cache: in which step, in which they came back (-1: not yet), and how."""
     records: dict[int, Block] = {}
 
 
@@ -237,6 +247,8 @@ class BlockLedger:
         """Blocks hashed for what failed to load and is to be computed in its place, with the request."""
         self._hashed: list[tuple[int, int, int, int]] = []
         self._hit: list[tuple[int, int]] = []
+        self.lost: list[tuple[int, Lost]] = []
+        """What the event just applied says was in the cache before, with the request that fills it again."""
         self._found: list[Finding] = []
         self._accounts: Accounts = {}
         self._applying: dict[type[ev.Event], Callable[[Any], None]] = {
@@ -257,6 +269,7 @@ class BlockLedger:
     def apply(self, event: ev.Event, accounts: Accounts) -> list[Finding]:
         """Keep one event of blocks; what the checks should see of it."""
         self._found = []
+        self.lost = []
         self._accounts = accounts
         self._applying[type(event)](event)
         return self._found
@@ -333,10 +346,11 @@ class BlockLedger:
             event.groups[i]: (event.groups[i + 1], bool(event.groups[i + 2]))
             for i in range(0, len(event.groups), 3)
         }
+        whole = [event.groups[i] for i in range(0, len(event.groups), 3) if event.groups[i + 2] > 1]
         pool = self.pools.get(event.pool)
         if pool is not None and pool.blocks == event.blocks:
             self._state_pool(event.pool, event.free_blocks, event.cached_hashes)
-            pool.groups = groups
+            pool.groups, pool.whole = groups, whole
             return
         idle = event.free_blocks == event.blocks - (event.null_block >= 0)
         empty = event.cached_hashes == 0
@@ -349,6 +363,7 @@ class BlockLedger:
             groups=groups,
             hashes={},
             named=empty,
+            whole=whole,
         )
 
     def _record(self, pool: Pool, block: int) -> Block:
@@ -384,7 +399,7 @@ class BlockLedger:
                 continue
             record = self._record(pool, block)
             evicted = ", ".join(f"h{name}" for name in record.names)
-            self._unname(pool, record)
+            self._unname(pool, record, event.step, EVICTED)
             record.hashed = 0
             _remember(record, replace(done, what=f"taken, evicting {evicted}") if evicted else done)
             if record.holders:
@@ -473,9 +488,8 @@ class BlockLedger:
             for _ in range(count):
                 block, name, end = rows[at : at + 3]
                 at += 3
-                self._hash(
-                    event, pool, block, name, end, request, replace(done, what=f"hashed h{name} up to {end}")
-                )
+                told = replace(done, what=f"hashed h{name} up to {end}")
+                self._hash(event, pool, block, name, end, group, request, told)
                 if end > sequence_tokens >= 0:
                     story = self._story(event.pool, block)
                     said = HashedContent("sequence", event.pool, block, end, sequence_tokens, story)
@@ -488,12 +502,15 @@ class BlockLedger:
         block: int,
         name: int,
         end: int,
+        group: int,
         request: int,
         done: Operation,
     ) -> None:
         record = self._record(pool, block)
         if event.replaced:
             self._unname(pool, record)
+        if name in pool.lost:
+            self._back(event.step, pool, name, group, request, end)
         if name not in record.names:
             record.names.append(name)
             pool.hashes[name] = pool.hashes.get(name, 0) + 1
@@ -509,7 +526,7 @@ class BlockLedger:
             return
         for block in event.blocks:
             record = self._record(pool, block)
-            self._unname(pool, record)
+            self._unname(pool, record, event.step, EVICTED)
             record.hashed = 0
             _remember(record, self._done(event, "evicted"))
 
@@ -550,7 +567,8 @@ class BlockLedger:
         if pool is None or not event.succeeded:
             return
         for record in pool.records.values():
-            record.names, record.hashed, record.end = [], 0, 0
+            self._unname(pool, record, event.step, RESET)
+            record.hashed = 0
         pool.hashes.clear()
         pool.hashed, pool.named = 0, True
 
@@ -723,13 +741,29 @@ class BlockLedger:
                     if not held:
                         del self.held[holder.request]
 
-    def _unname(self, pool: Pool, record: Block) -> None:
+    def _unname(self, pool: Pool, record: Block, step: int = UNKNOWN, how: str = "") -> None:
+        """It has no hash any more. ``how`` a hash left the cache is kept, where an operation says it."""
         for name in record.names:
             pool.hashes[name] -= 1
             if not pool.hashes[name]:
                 del pool.hashes[name]
+                pool.lost.pop(name, None)
+                if how:
+                    pool.lost[name] = (step, UNKNOWN, how)
+                    if len(pool.lost) > LOSSES_KEPT * pool.blocks:
+                        del pool.lost[next(iter(pool.lost))]
         record.names = []
         record.end, record.hasher = 0, UNKNOWN
+
+    def _back(self, step: int, pool: Pool, name: int, group: int, request: int, end: int) -> None:
+        """What was in the cache before is filled again, and had to be if a hit needs every block."""
+        left, came_back, how = pool.lost[name]
+        if group in pool.whole:
+            size, _ = pool.groups[group]
+            start = (end - 1) // size * size  # of a block that is hashed in part, that part
+            self.lost.append((request, Lost(start, end, left, came_back, how)))
+        if came_back < 0:
+            pool.lost[name] = (left, step, how)
 
     def _story(
         self, pool: int, block: int, references: int | None = None, second: Holder | None = None

@@ -389,7 +389,8 @@ class PoolSeen(Event, frozen=True, array_like=True, tag=25):
     ``blocks`` is its size, the null block included, whose id is ``null_block`` (-1: it has none).
     ``free_blocks`` and ``cached_hashes`` state the lengths of its free queue and its cache map.
     ``groups`` is flat, three numbers a KV cache group that takes from it: group, tokens a block, and
-    whether a place in its tables stands for a position (1) or not (0: Mamba, cross-attention, rings).
+    whether a place in its tables stands for a position (1; 2 where a hit also needs every block below
+    it, as for full attention) or not (0: Mamba, cross-attention, rings).
     """
 
     step: int
@@ -450,8 +451,9 @@ class BlocksHashed(Event, frozen=True, array_like=True, tag=29):
     Calls of one step are one event, as for BlocksTaken, and come after what was taken. ``rows`` is flat,
     for each call: request, group, the stated length of the request's sequence, how many blocks follow,
     and three numbers each: block, name, end. Names stand for hashes: numbers of this engine process,
-    one hash one number while any block has it. Positions of the request below the end are what the hash
-    promises. ``replaced``: what the block was hashed for before is evicted.
+    one hash one number while any block has it, and for a while after; a number never stands for two
+    hashes. Positions of the request below the end are what the hash promises. ``replaced``: what the
+    block was hashed for before is evicted.
     """
 
     step: int

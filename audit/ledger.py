@@ -1058,6 +1058,11 @@ class Ledger:
 
     def _block(self, event: ev.Event) -> None:
         self._enter_found(self.blocks.apply(event, self.open), getattr(event, "step", self.step))
+        for request, lost in self.blocks.lost:
+            account = self._living.get(request)
+            # Of a session nobody looks up the later chunks.
+            if account is not None and not account.resumable and lost.start < account.prompt_tokens:
+                account.lost.append(lost)
 
     def _enter_found(self, found: list[Finding], step: int) -> None:
         for subject, request in found:

@@ -35,7 +35,7 @@ CAUSES = {
     EVICTED: "evicted",
     UNKNOWABLE: "never seen before, or not knowable",
 }
-"""Every cause, in words. ``evicted`` takes block events, which no recording level has yet."""
+"""Every cause, in words. ``evicted`` takes block events, which level ``blocks`` records."""
 
 _LOST = {
     "blocks": PREEMPTED,
@@ -45,6 +45,7 @@ _LOST = {
     "replay": REPLAYED,
     "negative_match": VOID,
 }
+_LEFT = {"evicted": EVICTED, "reset": RESET}
 _VOIDED = {"failed": LOAD_FAILED, "not_planned": VOID, "never_loaded": VOID}
 
 Piece = tuple[int, int, str]
@@ -126,7 +127,7 @@ def _by_block(start: int, end: int, account: Account, life: Life, block_size: in
     """What a hit could not have covered, at the end of its chunk; below it nothing is proved."""
     prompt = next((prompt for carried, prompt in chunks(account) if carried <= start < prompt), 0)
     if not block_size or not prompt:
-        yield start, end, UNKNOWABLE
+        yield from _by_loss(start, end, account, life)
         return
     whole = prompt // block_size * block_size
     cause = BELOW_BLOCK
@@ -135,7 +136,21 @@ def _by_block(start: int, end: int, account: Account, life: Life, block_size: in
         whole = prompt - block_size
         cause = LAST_TOKEN if life.local + life.external == whole else UNKNOWABLE
     middle = min(max(start, whole), end)
-    if start < middle:
-        yield start, middle, UNKNOWABLE
+    yield from _by_loss(start, middle, account, life)
     if middle < end:
         yield middle, end, cause
+
+
+def _by_loss(start: int, end: int, account: Account, life: Life) -> Iterator[Piece]:
+    """What was in the cache, and left it before the step in which the life was admitted."""
+    for lost in sorted(account.lost):
+        first, last = max(start, lost.start), min(end, lost.end)
+        back = lost.came_back < 0 or lost.came_back >= life.began_step
+        if first >= last or not back or lost.left >= life.began_step:
+            continue
+        if start < first:
+            yield start, first, UNKNOWABLE
+        yield first, last, _LEFT[lost.how]
+        start = last
+    if start < end:
+        yield start, end, UNKNOWABLE

@@ -29,7 +29,7 @@ from zlib import crc32
 
 import msgspec
 
-from kvledger.audit.account import Account, InFlight, Life, Line, Losses, Settlement, Span, Spans
+from kvledger.audit.account import Account, InFlight, Life, Line, Losses, Lost, Settlement, Span, Spans
 from kvledger.audit.auditor import Auditor, Finding
 from kvledger.audit.blocks import BlockLedger, Pool
 from kvledger.audit.catalogue import Violation
@@ -65,6 +65,7 @@ STRUCTS: tuple[type, ...] = (
     Violation,
     Settlement,
     Line,
+    Lost,
     Figures,
     Difference,
     Pool,
@@ -77,7 +78,7 @@ REBUILT: dict[type, frozenset[str]] = {
     ),
     Auditor: frozenset({"_debug", "_subscribed", "_sighted"}),
     Ledger: frozenset({"_keep_closed", "_watch", "_entries", "_posting"}),
-    BlockLedger: frozenset({"_found", "_accounts", "_applying"}),
+    BlockLedger: frozenset({"_found", "_accounts", "_applying", "lost"}),
 }
 """What a constructor makes anew, and what lasts for one event only."""
 

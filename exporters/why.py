@@ -18,7 +18,7 @@ from rich.text import Text
 
 from kvledger.audit.account import Account
 from kvledger.audit.journal import Reader
-from kvledger.audit.misses import CAUSES, EVICTED, misses, never_came
+from kvledger.audit.misses import CAUSES, misses, never_came
 from kvledger.audit.parallel import Run, here
 from kvledger.audit.replay import Book, find
 from kvledger.audit.windows import EVERYTHING, Window
@@ -30,9 +30,12 @@ LEGEND = (
     "A cause is named where the recorded events prove it."
 )
 MORE = (
-    "Recorded at level {level}, which has no block events: they would tell what was evicted from what "
-    "was never seen. Level blocks records them, and they are not asked here yet."
+    "Recorded at level {level}, which has no block events: level blocks would tell what was evicted "
+    "from what was never seen."
 )
+BLOCKS = "blocks"
+"""The level that has block events."""
+
 NO_BLOCK_SIZE = "{path}: its engine told no block size, so nothing is known to be below it."
 
 
@@ -158,7 +161,7 @@ def _of_journal(path: Path, window: Window) -> Tally:
 
 def remark(tally: Tally, book: Book) -> None:
     """What the journal's recording leaves open."""
-    if EVICTED not in tally.tokens and book.engine is not None:
+    if book.engine is not None and book.engine.level != BLOCKS:
         tally.levels = [book.engine.level]
     if not block_size(book):
         tally.notes.append(NO_BLOCK_SIZE.format(path=book.path))

@@ -24,11 +24,13 @@ def write(
     version: str = STARTED.version,
     configuration: dict[str, Setting] | None = None,
     wall_seconds: float = STARTED.wall_seconds,
+    level: str = STARTED.level,
 ) -> Path:
     """A journal of one engine that saw ``stream``; returns its folder."""
     writer = JournalWriter(folder)
     writer.rotate()
-    started = replace(STARTED, version=version, configuration=configuration or {}, wall_seconds=wall_seconds)
+    said = {"version": version, "wall_seconds": wall_seconds, "level": level}
+    started = replace(STARTED, configuration=configuration or {}, **said)
     writer.write([started, Snapshot(0, 0, [], 0), *stream])
     if stopped:
         writer.write([EngineStopped(1_000_000, "shutdown")])

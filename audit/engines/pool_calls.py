@@ -156,7 +156,7 @@ def hashing_part(watch: Any, pool: int, original: Method) -> Method:
         if result is not None and (replaced or (result != before and result not in more)):
             try:
                 group = options["kv_cache_group_id"] if "kv_cache_group_id" in options else rest[0]
-                watch.hashed(pool, request, group, [block], [num_tokens], replaced)
+                watch.hashed(pool, request, group, [block], [num_tokens], replaced, result)
             except Exception as error:
                 watch.fail("cache_partial_block", error)
         return result

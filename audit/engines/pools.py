@@ -26,6 +26,12 @@ SWEEP_BLOCKS = 64
 SWEEP_TABLES = 4
 """Requests whose tables are stated then."""
 
+WHOLE = 2
+"""Of a group: a hit needs every block below it."""
+
+REMEMBERED = 2
+"""Hashes whose number is remembered, by block of the pool: those that it holds, and as many evicted."""
+
 POSITIONAL = frozenset(
     ("ChunkedLocalAttentionManager", "FullAttentionManager", "RSWAManager", "SlidingWindowManager")
 )
@@ -134,6 +140,8 @@ class PoolWatch:
         self._numbers: dict[str, int] = {}
         """Requests whose tables have not been told gone, also those that the log has forgotten."""
         self._names: list[dict[int, int]] = [{} for _ in self.pools]
+        self._remembered: list[dict[Any, int]] = [{} for _ in self.pools]
+        """Names by hash, those of evicted ones too, the last used last."""
         self._next_name = 0
         self.parted: set[int] = set()
         """Pools in which a block was hashed for a part of its tokens: one block, several hashes."""
@@ -235,16 +243,23 @@ class PoolWatch:
             self.hashed(pool, request, group, hashed, ends, replaced)
 
     def hashed(
-        self, pool: int, request: Any, group: int, blocks: list[Any], ends: list[int], replaced: bool
+        self,
+        pool: int,
+        request: Any,
+        group: int,
+        blocks: list[Any],
+        ends: list[int],
+        replaced: bool,
+        further: Any = None,
     ) -> None:
-        """Blocks were put into the cache map."""
+        """Blocks were put into the cache map: for their hash, or for ``further``."""
         if self._hashed and (pool, replaced) != self._hashed_by:
             self.tell()
         self._hashed_by = pool, replaced
         number = self._number(request.request_id)
         self._hashed += (number, group, request.num_tokens, len(blocks))
         for block, end in zip(blocks, ends, strict=True):
-            self._hashed += (block.block_id, self._name(pool, block), end)
+            self._hashed += (block.block_id, self._name(pool, block, further or block._block_hash), end)
         if self._stacks:
             self.tell()
 
@@ -302,18 +317,27 @@ class PoolWatch:
             number = self._numbers[request_id] = self._log.intern(request_id)
         return number
 
-    def _name(self, pool: int, block: Any) -> int:
-        """A number for the block's hash: another block's that has the same one, or a new one."""
+    def _name(self, pool: int, block: Any, hash_: Any) -> int:
+        """A number for a block's hash: what it was before, as far as is remembered, or a new one."""
+        known, remembered = self._names[pool], self._remembered[pool]
+        name = remembered.pop(hash_, -1)
+        if name < 0:
+            name = self._other_name(pool, block, hash_)
+        remembered[hash_] = known[block.block_id] = name
+        if len(remembered) > REMEMBERED * len(self.pools[pool].blocks):
+            del remembered[next(iter(remembered))]
+        return name
+
+    def _other_name(self, pool: int, block: Any, hash_: Any) -> int:
+        """Another block's that has the same hash, or a new one."""
         known = self._names[pool]
-        found = _cache_map(self.pools[pool]).get(block._block_hash)
+        found = _cache_map(self.pools[pool]).get(hash_)
         if type(found) is dict:
             for other in found:
                 if other != block.block_id and other in known:
-                    known[block.block_id] = known[other]
                     return known[other]
-        name = known[block.block_id] = self._next_name
         self._next_name += 1
-        return name
+        return self._next_name - 1
 
     def _stack(self) -> list[str] | None:
         return self.callers.stack() if self._stacks else None
@@ -336,8 +360,9 @@ class PoolWatch:
             groups: list[int] = []
             for manager in self.managers:
                 if manager.block_pool is pool:
-                    positional = type(manager).__name__ in POSITIONAL
-                    groups += (manager.kv_cache_group_id, manager.block_size, int(positional))
+                    name = type(manager).__name__
+                    places = WHOLE if name == "FullAttentionManager" else int(name in POSITIONAL)
+                    groups += (manager.kv_cache_group_id, manager.block_size, places)
             seen = ev.PoolSeen(
                 at=self._log.now(),
                 step=self._step(),

@@ -49,6 +49,14 @@ def test_it_says_which_recording_would_tell_more(golden: Path) -> None:
     assert note.startswith("Recorded at level tokens, which has no block events")
 
 
+def test_of_what_was_recorded_with_blocks_it_says_nothing_more(tmp_path: Path) -> None:
+    path = journals.write(
+        tmp_path / "one", events(10, "A0+0 s10 o+ F"), configuration={"block_size": 16}, level="blocks"
+    )
+
+    assert [] == why([path]).notes
+
+
 def test_without_a_block_size_it_says_so(tmp_path: Path) -> None:
     path = journals.write(tmp_path / "one", events(10, "A0+0 s10 o+ F"))
 
