@@ -6,6 +6,7 @@ needs vLLM but ``demo``. Exit codes are in :data:`EPILOG` and in the README.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -66,7 +67,8 @@ TracePaths = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-TEXT, TABLE = ("text", "json"), ("table", "json", "csv")
+JsonToo = Annotated[bool, typer.Option("--json", hidden=True, help="As --format json.")]
+TEXT, TABLE = ("text", "json", "csv"), ("table", "json", "csv")
 
 
 def _format(*known: str) -> Any:
@@ -75,8 +77,7 @@ def _format(*known: str) -> Any:
     def check(value: str) -> str:
         if value not in known:
             *others, last = known
-            words = f"neither {others[0]} nor" if len(known) == 2 else f"none of {', '.join(others)} and"
-            raise typer.BadParameter(f"{value!r} is {words} {last}.")
+            raise typer.BadParameter(f"{value!r} is none of {', '.join(others)} and {last}.")
         return value
 
     return typer.Option(
@@ -142,26 +143,24 @@ def audit(
     jobs: Jobs = 0,
     scheduler: Scheduler = "",
 ) -> None:
-    """Replay journals; say if the accounts are right."""
+    """Replay journals; say if the accounts are right.
+
+    As csv: the findings, a line each.
+    """
     from kvledger.audit.replay import audit_paths
     from kvledger.audit.windows import window
-    from kvledger.exporters.audit_report import as_json, report
+    from kvledger.exporters.audit_report import findings_csv, report
 
     chosen = window(since, until)
     with _reading(paths, jobs, scheduler) as (places, run):
         found = report(audit_paths(places, window=chosen, tally=False, run=run))
-    if format == "json":
-        typer.echo(as_json(found))
-    else:
-        from kvledger.exporters import terminal
-
-        terminal.show(terminal.audit(found))
+    _print(format, found, _drawn, findings_csv)
     raise typer.Exit(CODES[found.verdict])
 
 
 @app.command()
 def show(
-    path: JournalPath,
+    paths: JournalPaths,
     request: Annotated[
         str,
         typer.Argument(
@@ -171,21 +170,27 @@ def show(
         ),
     ],
     every: Annotated[bool, typer.Option("--every", help="Every entry on a line of its own.")] = False,
-    json: Json = False,
+    format: Annotated[str, _format(*TEXT)] = "text",
+    json: JsonToo = False,
+    since: Since = "",
+    until: Until = "",
 ) -> None:
-    """Print the account statement of one request."""
+    """Print the account statement of one request.
+
+    As csv: its entries, a line each.
+    """
     from kvledger.audit.replay import statement
+    from kvledger.audit.windows import window
+    from kvledger.exporters import statement as drawn
+    from kvledger.exporters.audit_report import lines_csv, statement_data
 
-    found = statement(path, request)
-    if json:
-        from kvledger.exporters.audit_report import as_json, statement_data
-
-        typer.echo(as_json(statement_data(found)))
+    chosen = window(since, until)
+    with _reading(paths, jobs=1) as (places, run):
+        found = statement(places, request, window=chosen, run=run)
+    if json or format == "json":
+        _print("json", statement_data(found), None, None)
     else:
-        from kvledger.exporters import statement as drawn
-        from kvledger.exporters import terminal
-
-        terminal.show(drawn.statement(found, every_entry=every))
+        _print(format, found, lambda found: drawn.statement(found, every_entry=every), lines_csv)
 
 
 @app.command()
@@ -223,13 +228,14 @@ def why(
     since: Since = "",
     until: Until = "",
     jobs: Jobs = 0,
+    scheduler: Scheduler = "",
 ) -> None:
     """Say why prompt tokens were no hits, as far as it is proved."""
     from kvledger.audit.windows import window
     from kvledger.exporters import why as explained
 
     chosen = window(since, until)
-    with _reading(paths, jobs) as (places, run):
+    with _reading(paths, jobs, scheduler) as (places, run):
         found = explained.why(places, window=chosen, run=run)
     _print(format, found, explained.drawn, explained.as_csv)
 
@@ -239,12 +245,20 @@ def diff(
     before: Annotated[Path, typer.Argument(metavar="A", show_default=False, help="A journal, or a folder.")],
     after: Annotated[Path, typer.Argument(metavar="B", show_default=False, help="The other one.")],
     format: Annotated[str, _format(*TABLE)] = "table",
-    json: Json = False,
+    json: JsonToo = False,
+    since: Since = "",
+    until: Until = "",
+    jobs: Jobs = 0,
+    scheduler: Scheduler = "",
 ) -> None:
     """Say what changed from one trace to another, and what their releases mean by a figure."""
+    from kvledger.audit.windows import window
     from kvledger.exporters import diff as compared
+    from kvledger.exporters.reading import journals
 
-    found = compared.compare([before], [after])
+    chosen = window(since, until)
+    with _reading([before, after], jobs, scheduler) as (_, run):
+        found = compared.compare(journals([before]), journals([after]), window=chosen, run=run)
     _print("json" if json else format, found, compared.drawn, compared.as_csv)
 
 
@@ -260,6 +274,7 @@ def report(
     since: Since = "",
     until: Until = "",
     jobs: Jobs = 0,
+    scheduler: Scheduler = "",
 ) -> None:
     """Write one page about a trace, for any browser.
 
@@ -269,7 +284,7 @@ def report(
     from kvledger.exporters import page
 
     chosen = window(since, until)
-    with _reading(paths, jobs) as (places, run):
+    with _reading(paths, jobs, scheduler) as (places, run):
         found = page.gather(places, window=chosen, run=run)
     if str(output) == "-":
         typer.echo(page.html(found))
@@ -285,14 +300,16 @@ def tail(
     wait: Annotated[
         bool, typer.Option("--wait", help="Go on when all engines have ended: others may come.")
     ] = False,
+    format: Annotated[str, _format(*TEXT)] = "text",
 ) -> None:
     """Follow journals live: totals, rates and the newest findings.
 
-    Plain lines where the output is no terminal. Ends when all engines have ended, or by Ctrl-C.
+    Plain lines where the output is no terminal; with json an object a line, with csv the totals alone.
+    Ends when all engines have ended, or by Ctrl-C.
     """
     from kvledger.exporters.tail import follow
 
-    follow(path, wait=wait)
+    follow(path, wait=wait, format=format)
 
 
 @app.command()
@@ -322,7 +339,7 @@ def export(
     from kvledger.exporters.parquet import export as written
 
     chosen = window(since, until)
-    with _reading(paths) as (places, _):
+    with _reading(paths, local=True) as (places, _):
         counts = written(places, output, table or tuple(tables.TABLES), chosen)
     for name, count in counts.items():
         typer.echo(f"{output / name}.parquet: {count:,} rows", err=True)
@@ -349,10 +366,10 @@ def timeline(
     from kvledger.exporters.timeline import save, write_timeline
 
     chosen = window(since, until)
-    if str(output) == "-":
-        write_timeline(paths, sys.stdout, chosen)
-        return
-    with _reading(paths) as (places, _):
+    with _reading(paths, local=True) as (places, _):
+        if str(output) == "-":
+            write_timeline(places, sys.stdout, chosen)
+            return
         count = save(places, output, chosen)
     typer.echo(f"{output}: {count:,} trace events. Open it at https://ui.perfetto.dev.", err=True)
 
@@ -495,20 +512,19 @@ def serve(
 
 
 @app.command(epilog="Exit codes: 0 an engine here would be observed; 1 it would not.")
-def doctor(json: Json = False) -> None:
-    """Say if an engine here would be observed, and what of it."""
+def doctor(format: Annotated[str, _format(*TEXT)] = "text", json: JsonToo = False) -> None:
+    """Say if an engine here would be observed, and what of it.
+
+    As csv: a line for everything it says, by topic.
+    """
     from kvledger.audit.doctor import diagnose
+    from kvledger.exporters import doctor_report
 
     found = diagnose()
-    if json:
-        from kvledger.exporters.audit_report import as_json
-        from kvledger.exporters.doctor_report import as_data
-
-        typer.echo(as_json(as_data(found)))
+    if json or format == "json":
+        _print("json", doctor_report.as_data(found), None, None)
     else:
-        from kvledger.exporters import doctor_report, terminal
-
-        terminal.show(doctor_report.diagnosis(found))
+        _print(format, found, doctor_report.diagnosis, doctor_report.as_csv)
     raise typer.Exit(0 if found.observed else 1)
 
 
@@ -588,15 +604,21 @@ def version() -> None:
 # --- what verbs share -----------------------------------------------------------------------------------
 
 
-def _reading(paths: list[Path], jobs: int = 0, scheduler: str = "") -> Any:
+def _reading(paths: list[Path], jobs: int = 0, scheduler: str = "", *, local: bool = False) -> Any:
     """The journals to read and who reads them, with a bar on a terminal."""
     from kvledger.exporters.reading import reading
 
-    return reading(paths, jobs, scheduler)
+    return reading(paths, jobs, scheduler, local=local)
+
+
+def _drawn(found: Any) -> Any:
+    from kvledger.exporters import terminal
+
+    return terminal.audit(found)
 
 
 def _print(format: str, found: Any, drawn: Any, as_csv: Any) -> None:
-    """What was found, in one of :data:`TABLE`."""
+    """What was found, in one of :data:`TABLE` or :data:`TEXT`."""
     if format == "csv":
         typer.echo(as_csv(found))
     elif format == "json":
@@ -615,6 +637,8 @@ def _print(format: str, found: Any, drawn: Any, as_csv: Any) -> None:
 def main() -> NoReturn:
     """Run the command line; whatever goes wrong is one sentence and an exit code."""
     debug = "--debug" in sys.argv[1:]
+    if sys.stdout is None:  # closed by who started us, who wants the exit code alone
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
         words = [word for word in sys.argv[1:] if word != "--debug"]
         if COMPLETE in os.environ:
@@ -654,6 +678,8 @@ def _tell(error: Exception) -> int:
         sentence, code = str(error), error.exit_code
     elif usage is not None:
         sentence, code = usage(), BAD_INPUT
+    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        sentence, code = f"The output can't be written: {error.strerror}", BAD_INPUT
     elif isinstance(error, ModuleNotFoundError):
         name = (error.name or "a module").partition(".")[0]
         extra = next((extra for extra, needs in EXTRAS.items() if name in needs), "")
@@ -665,7 +691,8 @@ def _tell(error: Exception) -> int:
         sentence = f"kvledger itself failed ({said}); --debug shows where"
         code = OWN_BUG
     sentence = " ".join(sentence.split())
-    sentence = sentence[:1].upper() + sentence[1:]
+    if not any(word and sentence.startswith(word) for word in sys.argv[1:]):  # a path is left as it is
+        sentence = sentence[:1].upper() + sentence[1:]
     print(sentence if sentence.endswith((".", "?", "!")) else f"{sentence}.", file=sys.stderr)
     return code
 

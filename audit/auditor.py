@@ -173,7 +173,7 @@ class Auditor:
         counts = (
             (0 if ledger.engine else 1, "no engine was seen to start"),
             (unknown, f"{unknown} accounts are unknown"),
-            (ledger.gaps, f"events were lost {ledger.gaps} times"),
+            (ledger.gaps, f"events were lost {'once' if ledger.gaps == 1 else f'{ledger.gaps} times'}"),
             (ledger.hook_failures, f"observers failed {ledger.hook_failures} times"),
             (len(self.check_failures), f"checks failed: {', '.join(self.check_failures)}"),
         )

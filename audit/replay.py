@@ -412,11 +412,14 @@ class RequestStatement:
         ]
 
 
-def statement(path: Path, request_id: str) -> RequestStatement:
-    """Replay ``path`` for one request: by its id, the client's id, or a beginning that only one has.
+def statement(
+    paths: Sequence[Path], request_id: str, *, window: Window = EVERYTHING, run: Run = here
+) -> RequestStatement:
+    """Replay ``paths`` for one request: by its id, the client's id, or a beginning that only one has.
 
     vLLM appends ``-`` and eight digits to the id that its client gave or got. Of several requests
-    of one id the last is taken. Raises :class:`LedgerError` if there is none, or more than one.
+    of one id the last is taken. ``run`` must be in this process. Raises :class:`LedgerError` if there is
+    none, or more than one.
     """
     seen: list[str] = []
 
@@ -425,9 +428,10 @@ def statement(path: Path, request_id: str) -> RequestStatement:
             seen.append(name)
         return name.startswith(request_id)
 
-    audit = audit_paths([path], watch=watched)
+    audit = audit_paths(paths, watch=watched, window=window, run=run)
     found = [(book, account) for book in audit.books for account in book.accounts]
-    name = pick(request_id, {account.request_id for _, account in found}, seen, str(path))
+    names = {account.request_id for _, account in found}
+    name = pick(request_id, names, seen, ", ".join(map(str, paths)))
     return RequestStatement(*[pair for pair in found if pair[1].request_id == name][-1])
 
 

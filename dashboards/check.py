@@ -123,19 +123,36 @@ def _metric(name: str) -> Metric | None:
 
 
 def differing(folder: Path, form: boards.Form) -> list[str]:
-    """Files of ``folder`` that are not what this release would export, or are missing."""
+    """Files of ``folder`` that are not what this release would export, or are missing.
+
+    Raises :class:`LedgerError` for what can't be read.
+    """
+    if not folder.is_dir():
+        raise LedgerError(f"There is no folder {folder}.")
+    try:
+        return list(_differing(folder, form))
+    except OSError as error:
+        raise LedgerError(f"{folder} can't be read: {error.strerror}.") from error
+
+
+def _differing(folder: Path, form: boards.Form) -> Iterator[str]:
     expected = dict(boards.files(form))
-    found = []
     for name, text in expected.items():
         path = folder / name
         if not path.exists():
-            found.append(f"{name} is missing")
-        elif json.loads(path.read_text()) != json.loads(text):
-            found.append(f"{name} differs")
+            yield f"{name} is missing"
+        elif _json(path) != json.loads(text):
+            yield f"{name} differs"
     path = folder / rules.FILE
-    if path.exists() and path.read_text() != rules.text():
-        found.append(f"{rules.FILE} differs")
-    return found
+    if path.exists() and path.read_bytes() != rules.text().encode():
+        yield f"{rules.FILE} differs"
+
+
+def _json(path: Path) -> object:
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError:
+        return None
 
 
 def ask(prometheus: str) -> Iterator[Answer]:

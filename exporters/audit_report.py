@@ -7,11 +7,14 @@ unless they say requests.
 
 from __future__ import annotations
 
+import csv
+import io
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
-from kvledger.audit.account import COMPUTED, EXTERNAL, LOCAL
+from kvledger.audit.account import COMPUTED, EXTERNAL, LOCAL, Line
 from kvledger.audit.catalogue import Figure, Violation
 from kvledger.audit.differences import CAUSES, Figures, Reconciliation, Step
 from kvledger.audit.ledger import Totals
@@ -273,6 +276,36 @@ def statement_data(statement: RequestStatement) -> dict[str, object]:
 def plain(data: object) -> Any:
     """Structs as dicts and lists."""
     return msgspec.to_builtins(data)
+
+
+def csv_of(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """CSV with a header; an empty cell for None."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(rows)
+    return out.getvalue().rstrip("\n")
+
+
+def structs_csv(kind: type[msgspec.Struct], rows: Iterable[msgspec.Struct]) -> str:
+    """CSV of structs of a ``kind``, a line each."""
+    names = [field.name for field in msgspec.structs.fields(kind)]
+    return csv_of(names, ([getattr(row, name) for name in names] for row in rows))
+
+
+FOUND = (
+    "id", "severity", "engine", "request", "life", "step", "at_seconds", "repeats", "last_step", "message"
+)  # fmt: skip
+
+
+def findings_csv(found: Report) -> str:
+    """An audit's findings, a line each."""
+    return csv_of(FOUND, ([getattr(finding, name) for name in FOUND] for finding in found.violations))
+
+
+def lines_csv(statement: RequestStatement) -> str:
+    """A statement's postings, a line each; microseconds since the engine came under observation."""
+    return csv_of(Line._fields, statement.lines)
 
 
 def as_json(data: object) -> str:

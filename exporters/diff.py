@@ -6,8 +6,6 @@ not, so every release's meaning is told where the two differ (``audit/engines/se
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,8 +14,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kvledger.audit.parallel import Run, here
 from kvledger.audit.replay import Audit, audit_paths
-from kvledger.exporters.audit_report import share
+from kvledger.audit.windows import EVERYTHING, Window
+from kvledger.exporters.audit_report import share, structs_csv
 from kvledger.exporters.terminal import figures_table, percent, title
 
 
@@ -57,9 +57,11 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     meanings: list[Meant]
 
 
-def compare(before: Sequence[Path], after: Sequence[Path]) -> Comparison:
+def compare(
+    before: Sequence[Path], after: Sequence[Path], *, window: Window = EVERYTHING, run: Run = here
+) -> Comparison:
     """Audit both. Raises :class:`LedgerError` for a path that holds no journal."""
-    one, other = audit_paths(before, tally=False), audit_paths(after, tally=False)
+    one, other = (audit_paths(paths, window=window, tally=False, run=run) for paths in (before, after))
     figures = [
         msgspec.structs.replace(was, after=now.before)
         for was, now in zip(_figures(one), _figures(other), strict=True)
@@ -140,12 +142,7 @@ def _meant(audit: Audit) -> dict[str, str]:
 
 def as_csv(found: Comparison) -> str:
     """A line a figure, header first; an empty cell where there is none."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    names = [field.name for field in msgspec.structs.fields(Figure)]
-    writer.writerow(names)
-    writer.writerows([getattr(row, name) for name in names] for row in found.figures)
-    return out.getvalue().rstrip("\n")
+    return structs_csv(Figure, found.figures)
 
 
 def drawn(found: Comparison) -> Group:
@@ -164,6 +161,8 @@ def drawn(found: Comparison) -> Group:
         for row in found.meanings:
             table.add_row(Text(row.figure), Text(row.before or "not told"), Text(row.after or "not told"))
         parts.append(table)
+    else:
+        parts += [Text(), Text("What the engine's own figures mean is the same in both.", style="dim")]
     return Group(*parts)
 
 

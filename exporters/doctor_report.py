@@ -11,12 +11,30 @@ from rich.table import Table
 from rich.text import Text
 
 from kvledger.audit.doctor import Diagnosis
+from kvledger.exporters.audit_report import csv_of
 
 
 def as_data(found: Diagnosis) -> dict[str, Any]:
     """All of it, as JSON would have it."""
     data: dict[str, Any] = {"observed": found.observed, **msgspec.to_builtins(found)}
     return data
+
+
+def as_csv(found: Diagnosis) -> str:
+    """A line a thing that it says: topic, name, what is said."""
+    rows: list[tuple[str, str, str]] = [("observed", "", str(found.observed).lower())]
+    for topic, said in msgspec.to_builtins(found).items():
+        if isinstance(said, dict):
+            rows += [(topic, name, str(value or "")) for name, value in said.items()]
+        elif isinstance(said, list):
+            rows += [(topic, *_pair(one)) for one in said]
+        else:
+            rows.append((topic, "", str(said or "")))
+    return csv_of(("topic", "name", "says"), rows)
+
+
+def _pair(one: Any) -> tuple[str, str]:
+    return (str(one["figure"]), str(one["says"])) if isinstance(one, dict) else (str(one), "")
 
 
 def diagnosis(found: Diagnosis) -> Group:

@@ -16,9 +16,17 @@ def draft_of(path: Path) -> Path:
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """A draft to write, which becomes ``path`` unless that fails. Raises :class:`LedgerError`."""
+    """A draft to write, which becomes ``path`` unless that fails. Raises :class:`LedgerError`.
+
+    A device or a pipe is written to as it is: it can't be replaced.
+    """
+    if not path.name or path.is_dir():
+        raise LedgerError(f"{path} can't be written: it is a folder.")
     draft = draft_of(path)
     try:
+        if path.exists() and not path.is_file():
+            yield path
+            return
         yield draft
         draft.replace(path)
     except OSError as error:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from distributed import Client
+from distributed.comm.addressing import resolve_address
+from distributed.core import coerce_to_address
 from distributed.scheduler import KilledWorker
 
 from kvledger.audit.errors import LedgerError
@@ -27,6 +29,8 @@ class Fleet:
 
     def __init__(self, address: str, timeout_seconds: float = CONNECT_SECONDS) -> None:
         try:
+            # A client that can't make anything of an address is left half made, and tells so at exit.
+            resolve_address(coerce_to_address(address))
             self._client = Client(address, timeout=timeout_seconds, set_as_default=False)
         except (OSError, ValueError, TypeError) as error:
             raise LedgerError(f"No Dask scheduler answers at {address}.") from error

@@ -16,11 +16,13 @@ Result = TypeVar("Result")
 
 
 @contextmanager
-def reading(paths: Sequence[Path], jobs: int = 0, scheduler: str = "") -> Iterator[tuple[list[Path], Run]]:
+def reading(
+    paths: Sequence[Path], jobs: int = 0, scheduler: str = "", *, local: bool = False
+) -> Iterator[tuple[list[Path], Run]]:
     """The paths to read, and how: ``jobs`` processes here, or the workers of a Dask ``scheduler``.
 
-    Addresses of other places are journals' by then. On a terminal a bar on standard error counts
-    journals. Raises :class:`LedgerError`.
+    Addresses of other places are journals' by then, or copies of them for who reads by itself
+    (``local``). On a terminal a bar on standard error counts journals. Raises :class:`LedgerError`.
     """
     with ExitStack() as stack:
         run: Run = Processes(jobs)
@@ -33,14 +35,26 @@ def reading(paths: Sequence[Path], jobs: int = 0, scheduler: str = "") -> Iterat
             from kvledger.exporters import remote
 
             run = remote.fetching(run)
-            places = [
-                one for path in places for one in (remote.journals(path) if is_remote(path) else [path])
-            ]
+            places = journals(paths)
+            if local:
+                places = [stack.enter_context(remote.copied(place)) for place in places]
         out = console(stderr=True)
         if out.is_terminal:
             columns = (TextColumn("reading journals"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-            run = _shown(run, stack.enter_context(Progress(*columns, console=out, transient=True)))
+            bar = stack.enter_context(Progress(*columns, console=out, transient=True))
+            if local:
+                bar.add_task("", total=None)
+            run = _shown(run, bar)
         yield places, run
+
+
+def journals(paths: Sequence[Path]) -> list[Path]:
+    """The paths, with an address for each journal at an address. Raises :class:`LedgerError`."""
+    if not any(map(is_remote, paths)):
+        return list(paths)
+    from kvledger.exporters import remote
+
+    return [one for path in paths for one in (remote.journals(path) if is_remote(path) else [path])]
 
 
 def _shown(run: Run, bar: Progress) -> Run:

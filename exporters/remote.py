@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -54,9 +55,12 @@ def fetching(run: Run) -> Run:
     return fetched
 
 
-def _fetch(work: Callable[[Path], _Any], journal: Path) -> _Any:
+@contextmanager
+def copied(journal: Path) -> Iterator[Path]:
+    """A journal here, if need be a copy that goes when it is done with. Raises :class:`LedgerError`."""
     if journal.exists():
-        return work(journal)
+        yield journal
+        return
     with tempfile.TemporaryDirectory(prefix="kvledger-") as name:
         local = Path(name) / journal.name
         system, root = _open(journal)
@@ -67,6 +71,11 @@ def _fetch(work: Callable[[Path], _Any], journal: Path) -> _Any:
                     _told(journal, system.get_file, file, str(local / Path(file).name))
         else:
             _told(journal, system.get_file, root, str(local))
+        yield local
+
+
+def _fetch(work: Callable[[Path], _Any], journal: Path) -> _Any:
+    with copied(journal) as local:
         found = work(local)
     if isinstance(found, Book):
         found.path = journal

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kvledger.audit.checkpoint import HIDDEN
 from kvledger.audit.errors import LedgerError
+from kvledger.audit.journal import find_journals
 from kvledger.exporters import web
 from kvledger.exporters.engine_metrics import attach_reconciliation, check_url
 from kvledger.exporters.otel import attach_telemetry
@@ -43,6 +44,8 @@ def serve(
         from kvledger.exporters.web_config import load
 
         security = load(config)
+    if path.is_file():
+        find_journals([path])
     kept = folder or state_folder(path, tell)
     try:
         follower = Follower(path, kept, tell)

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.exposition import choose_encoder
 
 import kvledger
-from kvledger.audit.catalogue import explain
+from kvledger.audit.catalogue import catalogue, explain
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.replay import Book
 from kvledger.exporters.prometheus import BookCollector
@@ -30,6 +30,7 @@ Page = tuple[int, str, bytes]
 """Status, content type, body."""
 
 PLAIN = "text/plain; charset=utf-8"
+HTML = "text/html; charset=utf-8"
 EXPLAIN = "/explain/"
 
 
@@ -45,6 +46,7 @@ class Site:
         self._pages: dict[str, Callable[[], Page]] = {
             "/": self._landing,
             "/findings": self._findings,
+            EXPLAIN: _explanations,
             "/-/healthy": lambda: (200, PLAIN, b"Healthy.\n"),
             "/-/ready": lambda: (200, PLAIN, b"Ready.\n") if follower.ready.is_set() else _NOT_YET,
         }
@@ -68,7 +70,7 @@ class Site:
         if path == "/metrics":
             return self._metrics(environ, start)
         page_of = self._pages.get(path)
-        if path.startswith(EXPLAIN):
+        if page_of is None and path.startswith(EXPLAIN):
             page = _explanation(path.removeprefix(EXPLAIN))
         else:
             page = page_of() if page_of else _NOT_FOUND
@@ -112,7 +114,7 @@ class Site:
             rows = [_row(book) for book in self._follower.books]
             troubles = self._follower.troubles
         body = _landing_page(rows, troubles, ready=self._follower.ready.is_set())
-        return 200, "text/html; charset=utf-8", body.encode()
+        return 200, HTML, body.encode()
 
 
 _NOT_FOUND: Page = (404, PLAIN, b"Not found. Try /metrics, or / for all there is.\n")
@@ -125,6 +127,16 @@ def _explanation(id: str) -> Page:
         return 200, PLAIN, f"{explain(id)}\n".encode()
     except LedgerError as error:
         return 404, PLAIN, f"{error}\n".encode()
+
+
+def _explanations() -> Page:
+    """Every invariant, each leading to what it promises."""
+    rows = "".join(
+        f'<li><a href="{EXPLAIN}{html.escape(id)}">{html.escape(id)}</a>, {row.severity}: '
+        f"{html.escape(row.promise.replace('``', ''))}</li>"
+        for id, row in catalogue().items()
+    )
+    return 200, HTML, _page("What is checked", f"<ul>{rows}</ul>").encode()
 
 
 def _exposition(follower: Follower, *, created: bool) -> Application:
@@ -176,14 +188,21 @@ def _landing_page(rows: list[tuple[str, ...]], troubles: list[str], *, ready: bo
     if ready and not rows:
         said = "<p>No engine has written a journal yet.</p>"
     said += "".join(f"<p><strong>{html.escape(trouble)}</strong></p>" for trouble in troubles)
-    return (
-        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>kvledger</title>'
-        f"<style>{_STYLE}</style></head><body><h1>kvledger</h1>"
+    body = (
         f"<p>The KV-cache token ledger beside these engines, version {kvledger.__version__}.</p>{said}"
         '<ul><li><a href="/metrics">/metrics</a>, for Prometheus</li>'
         '<li><a href="/findings">/findings</a>, what is wrong, as JSON</li>'
+        f'<li><a href="{EXPLAIN}">{EXPLAIN}</a>, what is checked</li>'
         '<li><a href="/-/healthy">/-/healthy</a>: the process answers</li>'
         '<li><a href="/-/ready">/-/ready</a>: everything written before it started was read</li></ul>'
         + (f"<table><thead><tr>{heads}</tr></thead><tbody>{table}</tbody></table>" if rows else "")
-        + "</body></html>\n"
+    )
+    return _page("kvledger", body)
+
+
+def _page(heading: str, body: str) -> str:
+    return (
+        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><title>kvledger</title>'
+        f"<style>{_STYLE}</style></head><body><h1>{heading}</h1>{body}</body></html>\n"
     )

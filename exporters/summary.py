@@ -7,8 +7,6 @@ shares are left to whoever draws them, but for what a table or a CSV file says.
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,7 +14,7 @@ from math import floor
 from pathlib import Path
 
 import msgspec
-from rich.table import Table
+from rich.console import Group
 from rich.text import Text
 
 from kvledger.audit.account import Account
@@ -26,9 +24,9 @@ from kvledger.audit.ledger import Totals
 from kvledger.audit.parallel import Run, here
 from kvledger.audit.replay import Book, find, named
 from kvledger.audit.windows import EVERYTHING, Window
-from kvledger.exporters.audit_report import share
+from kvledger.exporters.audit_report import share, structs_csv
 from kvledger.exporters.tables import hour_name
-from kvledger.exporters.terminal import figures_table, percent
+from kvledger.exporters.terminal import counted, figures_table, percent
 
 REQUESTS = "requests.parquet"
 """The table that a folder of exported ones is known by."""
@@ -232,8 +230,8 @@ def _key(by: str, book: Book) -> Key:
     return lambda account: name(account.request_id)
 
 
-def table(rows: Sequence[Row]) -> Table:
-    """For a terminal: what matters of each group, the sum at the end."""
+def table(rows: Sequence[Row]) -> Group:
+    """For a terminal: what matters of each group, the sum at the end; and who is in none of it."""
     columns = ("requests", "prompt", "local", "external", "rework", "preempted", "waited, s")
     drawn = figures_table("", *columns)
     for row in rows:
@@ -250,14 +248,11 @@ def table(rows: Sequence[Row]) -> Table:
             f"{row.preemptions:,}",
             f"{row.wait_seconds:,.1f}",
         )
-    return drawn
+    unknown = rows[-1].unknown
+    left_out = f"{counted(unknown, 'request')} unknown, in no figure but requests and preempted."
+    return Group(drawn, *([Text(left_out, style="yellow")] if unknown else ()))
 
 
 def as_csv(rows: Sequence[Row]) -> str:
     """All figures, header first; an empty cell where a share has nothing to divide by."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    names = [field.name for field in msgspec.structs.fields(Row)]
-    writer.writerow(names)
-    writer.writerows([getattr(row, name) for name in names] for row in rows)
-    return out.getvalue().rstrip("\n")
+    return structs_csv(Row, rows)

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
@@ -21,8 +22,9 @@ from kvledger.audit.catalogue import Violation
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.journal import Reader
 from kvledger.audit.ledger import Totals
+from kvledger.audit.parallel import is_remote
 from kvledger.audit.replay import Audit, Book, find
-from kvledger.exporters.audit_report import share
+from kvledger.exporters.audit_report import finding, share, structs_csv
 from kvledger.exporters.crowd import Crowd
 from kvledger.exporters.terminal import VERDICTS, console, counted, figures_table, percent
 
@@ -37,6 +39,21 @@ NEWEST = 5
 
 
 Tick = Callable[[], None]
+
+
+class Now(msgspec.Struct, frozen=True, kw_only=True):
+    """All journals together at one time: a line of ``--format json`` or ``csv``. Shares are nowhere."""
+
+    verdict: str
+    requests: int
+    running: int
+    waiting: int
+    preemptions: int
+    prompt_tokens: int
+    local: int
+    external: int
+    prompt_tokens_per_second: float
+    scheduled_tokens_per_second: float
 
 
 class _Followed:
@@ -116,22 +133,36 @@ class Tail:
             if not self.followed:
                 raise
 
-    def line(self) -> str:
-        """Everything in a line."""
+    def now(self) -> Now:
+        """Everything, as it stands."""
         audit = self.audit
         totals = audit.totals
-        running = sum(one.crowd.running for one in self.followed.values())
-        waiting = sum(one.crowd.waiting for one in self.followed.values())
-        hits = share(totals.local + totals.external, totals.prompt_tokens)
         rates = [one.rates() for one in self.followed.values() if not one.reader.ended]
+        return Now(
+            verdict=audit.verdict,
+            requests=totals.requests,
+            running=sum(one.crowd.running for one in self.followed.values()),
+            waiting=sum(one.crowd.waiting for one in self.followed.values()),
+            preemptions=totals.preemptions,
+            prompt_tokens=totals.prompt_tokens,
+            local=totals.local,
+            external=totals.external,
+            prompt_tokens_per_second=sum(prompt for prompt, _ in rates),
+            scheduled_tokens_per_second=sum(scheduled for _, scheduled in rates),
+        )
+
+    def line(self) -> str:
+        """Everything in a line."""
+        now = self.now()
+        hits = share(now.local + now.external, now.prompt_tokens)
         parts = [
-            f"{audit.verdict}: {counted(totals.requests, 'request')}",
-            f"{running:,} running",
-            f"{waiting:,} waiting",
-            f"{counted(totals.preemptions, 'preemption')}",
-            f"{totals.prompt_tokens:,} prompt tokens",
+            f"{now.verdict}: {counted(now.requests, 'request')}",
+            f"{now.running:,} running",
+            f"{now.waiting:,} waiting",
+            f"{counted(now.preemptions, 'preemption')}",
+            f"{now.prompt_tokens:,} prompt tokens",
             "no hits yet" if hits is None else f"{percent(hits)} hits",
-            f"{sum(scheduled for _, scheduled in rates):,.0f} tokens/s",
+            f"{now.scheduled_tokens_per_second:,.0f} tokens/s",
         ]
         return ", ".join(parts)
 
@@ -171,15 +202,23 @@ def _told(violation: Violation) -> str:
 
 
 def follow(
-    path: Path, *, wait: bool = False, poll_seconds: float = POLL_SECONDS, out: Console | None = None
+    path: Path,
+    *,
+    wait: bool = False,
+    poll_seconds: float = POLL_SECONDS,
+    out: Console | None = None,
+    format: str = "text",
 ) -> None:
     """Follow ``path`` until all engines have ended, or, to ``wait``, until interrupted.
 
-    Raises :class:`LedgerError` for a path that holds no journal.
+    As ``json`` an object a line, totals or a finding; as ``csv`` the totals alone. Raises
+    :class:`LedgerError` for a path that holds no journal.
     """
     out = out or console()
+    if is_remote(path):
+        raise LedgerError(f"{path} can't be followed: only folders of this machine can.")
     tail = Tail(path)
-    if out.is_terminal:
+    if out.is_terminal and format == "text":
         with Live(console=out, auto_refresh=False, transient=False) as live:
             _until_ended(tail, wait, poll_seconds, lambda _: live.update(tail.drawn(), refresh=True))
         return
@@ -187,13 +226,32 @@ def follow(
 
     def say(found: list[Violation]) -> None:
         nonlocal told
-        for violation in found:
-            print(_told(violation), flush=True)
+        for line in _findings(found, format):
+            print(line, flush=True)
         if time.monotonic() - told >= LINE_SECONDS or tail.ended:
+            for line in _totals(tail, format, first=not told):
+                print(line, flush=True)
             told = time.monotonic()
-            print(tail.line(), flush=True)
 
     _until_ended(tail, wait, poll_seconds, say)
+
+
+def _findings(found: list[Violation], format: str) -> list[str]:
+    if format == "json":
+        return [_json("finding", finding(violation)) for violation in found]
+    return [] if format == "csv" else [_told(violation) for violation in found]
+
+
+def _totals(tail: Tail, format: str, *, first: bool) -> list[str]:
+    if format == "json":
+        return [_json("totals", tail.now())]
+    if format == "csv":
+        return structs_csv(Now, [tail.now()]).splitlines()[0 if first else 1 :]
+    return [tail.line()]
+
+
+def _json(kind: str, said: msgspec.Struct) -> str:
+    return msgspec.json.encode({"kind": kind, **msgspec.to_builtins(said)}).decode()
 
 
 def _until_ended(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console, Group, RenderableType
+from rich.measure import Measurement
 from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -22,6 +23,10 @@ from kvledger.audit.catalogue import catalogue as invariants
 from kvledger.exporters.audit_report import Difference, External, Finding, Plan, Report, Work
 
 PLAIN_WIDTH = 100
+LABEL_WIDTH = 14
+"""What a table leaves to words where it is narrow; figures take what they need."""
+
+WIDEST = 10_000
 """Columns where the output is no terminal and COLUMNS says nothing."""
 
 SHOWN_FINDINGS = 10
@@ -63,8 +68,12 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def show(*parts: RenderableType) -> None:
-    """Print to standard output; without the blanks at line ends where nobody looks."""
+    """Print to standard output; without the blanks at line ends where nobody looks.
+
+    Lines are longer than they should be sooner than that a figure is cut.
+    """
     out = console()
+    out.width = max(out.width, *(_needed(out, part) for part in parts))
     if out.is_terminal:
         out.print(*parts, sep="\n")
         return
@@ -72,6 +81,24 @@ def show(*parts: RenderableType) -> None:
         out.print(*parts, sep="\n")
     for line in captured.get().splitlines():
         print(line.rstrip())
+
+
+def _needed(out: Console, part: RenderableType) -> int:
+    """The width below which a table in it loses figures."""
+    if isinstance(part, Group):
+        return max((_needed(out, one) for one in part.renderables), default=0)
+    if isinstance(part, Padding):
+        return _needed(out, part.renderable) + part.left + part.right
+    if not isinstance(part, Table):
+        return 0
+    wide = out.options.update(width=WIDEST)
+    widths = []
+    for column in part.columns:
+        cells = [column.header, *column.cells] if part.show_header else [*column.cells]
+        kept = max((Measurement.get(out, wide, cell).maximum for cell in cells), default=0)
+        widths.append(kept if column.no_wrap else column.min_width or min(kept, LABEL_WIDTH))
+    _, right, _, left = part.padding
+    return sum(widths) + len(widths) * (left + right)
 
 
 # --- the audit --------------------------------------------------------------------------------------
@@ -119,7 +146,7 @@ def _journals(report: Report) -> Group:
 def figures_table(label: str, *columns: str) -> Table:
     """A table of a label and figures, each column as wide as it must be."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column(label, ratio=None, min_width=24)
+    table.add_column(label, ratio=None, min_width=LABEL_WIDTH)
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     return table

@@ -127,9 +127,12 @@ class _Track:
             yield _mark(violation.at, violation.id, track, {"says": violation.message})
 
     def _counters(self, event: ev.Event) -> Iterator[Slice]:
-        """How many run and wait, when that changes."""
+        """How many run and wait, when that changes; free blocks, where they are stated."""
         if isinstance(event, ev.Census):
             yield _counter(event.at, "free blocks", {"free": event.free_blocks})
+        elif isinstance(event, ev.PoolSeen | ev.BlocksStated) and event.free_blocks >= 0:
+            name = f"free blocks, pool {event.pool}" if event.pool else "free blocks"
+            yield _counter(event.at, name, {"free": event.free_blocks})
         if self._crowd.feed(event):
             counts = {"running": self._crowd.running, "waiting": self._crowd.waiting}
             yield _counter(event.at, "requests", counts)

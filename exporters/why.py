@@ -6,8 +6,6 @@ sum of the causes is held against what the ledger counted by itself.
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -22,7 +20,7 @@ from kvledger.audit.misses import CAUSES, misses, never_came
 from kvledger.audit.parallel import Run, here
 from kvledger.audit.replay import Book, find
 from kvledger.audit.windows import EVERYTHING, Window
-from kvledger.exporters.audit_report import share
+from kvledger.exporters.audit_report import share, structs_csv
 from kvledger.exporters.terminal import counted, figures_table, notes, percent, title
 
 LEGEND = (
@@ -188,9 +186,4 @@ def drawn(found: Why) -> Group:
 
 def as_csv(found: Why) -> str:
     """A line a cause, header first."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    names = [field.name for field in msgspec.structs.fields(Row)]
-    writer.writerow(names)
-    writer.writerows([getattr(row, name) for name in names] for row in found.causes)
-    return out.getvalue().rstrip("\n")
+    return structs_csv(Row, found.causes)

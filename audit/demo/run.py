@@ -112,7 +112,7 @@ class Demo:
 
         if not self.accounts:
             return None
-        return statement(self.journal, max(self.accounts, key=rank).request_id)
+        return statement([self.journal], max(self.accounts, key=rank).request_id)
 
 
 def run(inject: str | None, folder: Path | None, progress: Progress) -> Demo:

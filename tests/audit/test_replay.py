@@ -101,7 +101,7 @@ def test_figures_of_closed_accounts_never_fall(tmp_path: Path) -> None:
 
 
 def test_a_statement_has_every_entry(tmp_path: Path) -> None:
-    found = statement(journals.clean(tmp_path / "one"), "request-0")
+    found = statement([journals.clean(tmp_path / "one")], "request-0")
 
     assert 200 == found.account.prompt_tokens
     assert found.lines[-1].text == "discarded: finished"
@@ -113,7 +113,7 @@ def test_a_statement_has_every_entry(tmp_path: Path) -> None:
 
 
 def test_a_statement_carries_the_findings_of_its_request(tmp_path: Path) -> None:
-    found = statement(journals.violated(tmp_path / "one"), "request-0")
+    found = statement([journals.violated(tmp_path / "one")], "request-0")
 
     assert "tokens/negative" in [violation.id for violation in found.findings]
 
@@ -121,14 +121,14 @@ def test_a_statement_carries_the_findings_of_its_request(tmp_path: Path) -> None
 def test_a_statement_by_the_beginning_of_an_id(tmp_path: Path) -> None:
     folder = journals.clean(tmp_path / "one")
 
-    assert "request-0" == statement(folder, "req").account.request_id
+    assert "request-0" == statement([folder], "req").account.request_id
 
 
 def test_no_such_request_names_near_ones(tmp_path: Path) -> None:
     folder = journals.clean(tmp_path / "one")
 
     with pytest.raises(LedgerError, match=r"No request of .* 'reqest-0'; there are request-0\."):
-        statement(folder, "reqest-0")
+        statement([folder], "reqest-0")
 
 
 def test_an_ambiguous_beginning_names_the_candidates(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_an_ambiguous_beginning_names_the_candidates(tmp_path: Path) -> None:
     folder = journals.write(tmp_path / "one", two)
 
     with pytest.raises(LedgerError, match=r"2 requests begin with 'chat': chat-1, chat-2\."):
-        statement(folder, "chat")
+        statement([folder], "chat")
 
 
 def test_the_clients_id_goes_before_a_mere_beginning(tmp_path: Path) -> None:
@@ -144,11 +144,11 @@ def test_the_clients_id_goes_before_a_mere_beginning(tmp_path: Path) -> None:
     two = [RequestAdded(1, 0, "10-0a1b2c3d", 5), RequestAdded(2, 1, "1-4e5f6a7b", 5)]
     folder = journals.write(tmp_path / "one", two)
 
-    assert "1-4e5f6a7b" == statement(folder, "1").account.request_id
+    assert "1-4e5f6a7b" == statement([folder], "1").account.request_id
 
 
 def test_what_the_engine_reports_is_on_the_statement(tmp_path: Path) -> None:
-    lines = statement(journals.violated(tmp_path / "one"), "request-0").lines
+    lines = statement([journals.violated(tmp_path / "one")], "request-0").lines
 
     (told,) = (line for line in lines if line.text.startswith("reported"))
     assert ("reported: -128 local, 160 external, 168 computed", 0, 0) == (
@@ -161,4 +161,4 @@ def test_what_the_engine_reports_is_on_the_statement(tmp_path: Path) -> None:
 def test_an_open_request_has_a_statement(tmp_path: Path) -> None:
     folder = journals.write(tmp_path / "one", events(10, "A0+0 s10 o+"))
 
-    assert -1 == statement(folder, "request-0").account.closed_at
+    assert -1 == statement([folder], "request-0").account.closed_at

@@ -31,7 +31,7 @@ NOT_CARRIED = {
     Book: {"path", "accounts", "_keep", "on_closed", "beside", "read_seconds", "checkpoint_seconds"},
     Auditor: {"_debug", "_subscribed", "_sighted"},
     Ledger: {"_keep_closed", "_watch", "_entries", "_posting"},
-    BlockLedger: {"_found", "_accounts", "_applying"},
+    BlockLedger: {"_found", "_accounts", "_applying", "lost"},
 }
 """Said once more, by hand: what a book may lose without a difference."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import signal
@@ -208,7 +209,7 @@ def test_a_corrupted_segment_is_said(run: Any, clean: Path) -> None:
     ("words", "said"),
     [
         (("audit",), "Missing argument"),
-        (("audit", "x", "--format", "xml"), "'xml' is neither text nor json"),
+        (("audit", "x", "--format", "xml"), "'xml' is none of text, json and csv"),
         (("audit", "x", "--frmat", "json"), "No such option: --frmat"),
         (("adit",), "No such command 'adit'"),
         (("show", "x"), "Missing argument"),
@@ -301,6 +302,87 @@ def test_show_as_json(run: Any, violated: Path) -> None:
 
     assert {"account", "lines", "findings", "engine", "journal"} == found.keys()
     assert "request-0" == found["account"]["request_id"]
+
+
+def test_show_as_csv(run: Any, violated: Path) -> None:
+    lines = list(csv.DictReader(run("show", violated, "request-0", "--format", "csv").out.splitlines()))
+
+    assert ["number", "at", "step", "life", "text", "credit", "debit", "balance"] == list(lines[0])
+    assert any("loaded 160 of the promise" in line["text"] for line in lines)
+
+
+def test_show_takes_several_paths(run: Any, clean: Path, violated: Path) -> None:
+    assert "request-0" in run("show", clean, violated, "request-0").out
+
+
+def test_show_looks_in_the_window_alone(run: Any, clean: Path) -> None:
+    told = run("show", clean, "request-0", "--until", "2001-01-01")
+
+    assert 2 == told.code
+    assert "is called 'request-0'" in told.sentence
+
+
+def test_audit_as_csv_is_a_line_a_finding(run: Any, violated: Path) -> None:
+    told = run("audit", violated, "--format", "csv")
+    lines = list(csv.DictReader(told.out.splitlines()))
+
+    assert 1 == told.code
+    assert {"tokens/negative", "tokens/set-once"} <= {line["id"] for line in lines}
+
+
+def test_a_path_is_named_as_it_was_given(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No capital letter where a sentence begins with it."""
+    (tmp_path / "void").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    assert run("audit", "void").err.startswith("void is empty")
+
+
+@pytest.mark.parametrize("verb", ["report", "timeline"])
+@pytest.mark.parametrize("output", ["", ".", "/"])
+def test_no_file_to_write(run: Any, clean: Path, verb: str, output: str) -> None:
+    told = run(verb, clean, "--output", output)
+
+    assert 2 == told.code
+    assert told.err.endswith("can't be written: it is a folder.\n")
+
+
+@pytest.mark.parametrize("verb", ["report", "timeline"])
+def test_a_device_is_written_to_and_not_replaced(run: Any, clean: Path, tmp_path: Path, verb: str) -> None:
+    """A pipe is one too, and needs no root."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE)
+    run(verb, clean, "-o", pipe)
+    out, _ = reader.communicate(timeout=30)
+
+    assert pipe.is_fifo()
+    assert b"request-0" in out
+
+
+@pytest.mark.parametrize("verb", ["report", "timeline"])
+def test_a_full_disk_is_one_sentence(run: Any, clean: Path, verb: str) -> None:
+    told = run(verb, clean, "-o", "/dev/full")
+
+    assert 2 == told.code
+    assert "/dev/full can't be written: No space left on device." == told.err.strip()
+
+
+def test_output_to_a_full_disk_is_one_sentence(clean: Path) -> None:
+    with open("/dev/full", "w") as full:
+        told = subprocess.run(
+            [sys.executable, "-m", "kvledger", "audit", clean], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+
+    assert 2 == told.returncode
+    assert "The output can't be written: No space left on device.\n" == told.stderr
+
+
+def test_without_an_output_the_exit_code_is_left(violated: Path) -> None:
+    command = f"exec {sys.executable} -m kvledger audit {violated} >&-"
+    told = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, text=True)
+
+    assert (1, "") == (told.returncode, told.stderr)
 
 
 def test_explain(run: Any) -> None:

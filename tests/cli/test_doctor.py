@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
 from importlib.util import find_spec
@@ -61,6 +62,15 @@ def test_the_json_holds_every_invariant_once_or_with_a_reason(run: Any, host: An
     assert "tokens/set-once" in found["not_checked"]
     assert set(found["checked_in_part"]) < set(found["checked"])
     assert all(found["not_checked"].values())
+
+
+def test_the_csv_has_a_line_an_invariant(run: Any, host: Any) -> None:
+    code, told = run("--format", "csv")
+    lines = list(csv.DictReader(told.splitlines()))
+
+    assert 0 == code
+    assert set(catalogue()) == {line["name"] for line in lines if line["topic"] in ("checked", "not_checked")}
+    assert all(line["says"] for line in lines if line["topic"] == "not_checked")
 
 
 def test_without_a_folder_nothing_would_be_observed(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvledger.audit.errors import LedgerError
 from kvledger.dashboards import boards, check, rules
 
 ROOT = Path(__file__).parents[2]
@@ -137,3 +138,15 @@ def test_exported_files_that_were_edited_are_named(tmp_path: Path) -> None:
 
     assert not found.well
     assert ["kvledger-trust.json differs", "kvledger-tokens.json is missing"] == found.lines[1:]
+
+
+def test_a_check_of_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(LedgerError, match="There is no folder"):
+        check.report(tmp_path / "nowhere", "sharing", "")
+
+
+def test_a_check_of_a_file_that_is_no_json(tmp_path: Path) -> None:
+    boards.write(tmp_path, "sharing")
+    (tmp_path / "kvledger-trust.json").write_bytes(b"\xff{")
+
+    assert ["kvledger-trust.json differs"] == check.differing(tmp_path, "sharing")

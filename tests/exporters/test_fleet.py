@@ -21,8 +21,11 @@ from tests.histories import GOLDEN
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.replay import audit_paths
 from kvledger.exporters.audit_report import report
+from kvledger.exporters.diff import compare
+from kvledger.exporters.gathered import gather
 from kvledger.exporters.reading import reading
 from kvledger.exporters.summary import summarize
+from kvledger.exporters.why import why
 
 distributed = pytest.importorskip("distributed")
 fsspec = pytest.importorskip("fsspec")
@@ -100,6 +103,13 @@ def test_an_address_elsewhere_gives_the_same_on_a_fleet(golden: Path, cluster: C
     assert figures([golden]) == figures([Path(f"file://{golden}")], cluster.address)
 
 
+def test_causes_pages_and_differences_are_the_same_too(golden: Path, cluster: Cluster) -> None:
+    with reading([golden], scheduler=cluster.address) as (places, run):
+        assert why([golden]) == why(places, run=run)
+        assert gather([golden]) == gather(places, run=run)
+        assert compare([golden], [golden]) == compare(places, places, run=run)
+
+
 def slow(work: Callable[[Path], Any], began: Path, path: Path) -> Any:
     """As ``work``, so late that a worker can be killed over it."""
     (began / f"{path.name}.{os.getpid()}").write_text("")
@@ -138,6 +148,21 @@ def test_nobody_answers() -> None:
 
     with pytest.raises(LedgerError, match=r"No Dask scheduler answers at tcp://127\.0\.0\.1:9"):
         Fleet("tcp://127.0.0.1:9", timeout_seconds=0.5)
+
+
+@pytest.mark.parametrize("address", ["nowhere", "tcp://nowhere", "foo://x:1", ""])
+def test_what_is_no_address(address: str) -> None:
+    from kvledger.exporters.fleet import Fleet
+
+    with pytest.raises(LedgerError, match="No Dask scheduler answers at"):
+        Fleet(address)
+
+
+def test_who_reads_by_itself_gets_copies(golden: Path) -> None:
+    with reading([Path(f"file://{golden}")], local=True) as (places, _):
+        assert all(place.is_dir() for place in places)
+        assert audit_paths([golden]).totals == audit_paths(places).totals
+    assert not any(place.exists() for place in places)
 
 
 def test_journals_in_memory_are_read_through_a_copy(golden: Path) -> None:

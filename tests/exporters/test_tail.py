@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import os
 import signal
 import subprocess
@@ -93,3 +95,27 @@ def test_ctrl_c_is_130(tmp_path: Path, terminal: bool) -> None:
         assert ("", 130) == (stderr.read(), process.wait(30))
     assert terminal == (b"\x1b" in seen)
     os.close(reads)
+
+
+def test_as_json_an_object_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    journals.violated(tmp_path / "violated")
+
+    follow(tmp_path, poll_seconds=0.01, format="json")
+
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert ["finding", "finding", "totals"] == [one["kind"] for one in said]
+    assert ("violated", 1, 200) == tuple(said[-1][name] for name in ("verdict", "requests", "prompt_tokens"))
+
+
+def test_as_csv_the_totals_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    journals.violated(tmp_path / "violated")
+
+    follow(tmp_path, poll_seconds=0.01, format="csv")
+
+    (line,) = csv.DictReader(capsys.readouterr().out.splitlines())
+    assert ("violated", "1") == (line["verdict"], line["requests"])
+
+
+def test_an_address_can_not_be_followed() -> None:
+    with pytest.raises(LedgerError, match="only folders of this machine can"):
+        follow(Path("memory://traces"))

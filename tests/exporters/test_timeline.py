@@ -12,6 +12,7 @@ from tests import journals
 from tests.histories import GOLDEN, Golden
 
 from kvledger.audit.errors import LedgerError
+from kvledger.audit.events import BlocksStated, PoolSeen
 from kvledger.audit.replay import audit_paths
 from kvledger.exporters.timeline import save
 
@@ -101,3 +102,13 @@ def test_what_can_not_be_written_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match="There is no"):
         save([tmp_path / "none"], tmp_path / "t.json")
     assert ["journal"] == sorted(found.name for found in tmp_path.iterdir())
+
+
+def test_free_blocks_where_they_are_stated(tmp_path: Path) -> None:
+    """By a census, and at level blocks by every pool."""
+    history = next(iter(GOLDEN)).events()
+    stated = [PoolSeen(0, 0, 0, 8, 0, 7, 0, [0, 16, 2]), BlocksStated(1, 1, 1, 0, [], 5, -1)]
+    events = drawn(journals.write(tmp_path / "journal", [*stated, *history], level="blocks"))
+
+    counters = {e["name"]: e["args"] for e in events if e["ph"] == "C" and "free" in e["args"]}
+    assert {"free blocks": {"free": 7}, "free blocks, pool 1": {"free": 5}} == counters

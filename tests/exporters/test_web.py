@@ -20,6 +20,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as text_format
 from tests import journals
 
+from kvledger.audit.catalogue import catalogue
 from kvledger.audit.errors import LedgerError
 from kvledger.exporters import site, web
 from kvledger.exporters.sidecar import Follower
@@ -163,6 +164,15 @@ def test_the_landing_page_shows_the_engines_and_the_way(client: Client) -> None:
     assert page.headers["Content-Type"].startswith("text/html")
     for word in ("vllm 0.32.0 pid 4000", "violated", 'href="/metrics"', 'href="/findings"'):
         assert word in page.text
+
+
+def test_every_invariant_is_explained(client: Client) -> None:
+    page = client.get("/explain/")
+
+    for id in catalogue():
+        assert f'href="/explain/{id}"' in page.text
+        assert 200 == client.get(f"/explain/{id}").status
+    assert 404 == client.get("/explain/tokens/nothing").status
 
 
 def test_what_an_engine_says_of_itself_is_no_markup(tmp_path: Path) -> None:
