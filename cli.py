@@ -7,6 +7,7 @@ needs vLLM but ``demo``. Exit codes are in :data:`EPILOG` and in the README.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 import traceback
@@ -639,6 +640,8 @@ def main() -> NoReturn:
     debug = "--debug" in sys.argv[1:]
     if sys.stdout is None:  # closed by who started us, who wants the exit code alone
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # an id may have what the locale has not
     try:
         words = [word for word in sys.argv[1:] if word != "--debug"]
         if COMPLETE in os.environ:

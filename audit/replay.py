@@ -7,6 +7,7 @@ account is summed up when it closes, and let go unless somebody keeps it.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -385,7 +386,7 @@ def _journals(path: Path) -> list[Path]:
     try:
         return find_journals([path])
     except LedgerError:
-        if not (path / JOURNAL).is_dir():
+        if not os.path.isdir(path / JOURNAL):  # which is false where nobody may look
             raise
         return find_journals([path / JOURNAL])
 

@@ -7,6 +7,7 @@ shares are left to whoever draws them, but for what a table or a CSV file says.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -129,7 +130,7 @@ def summarize(
     if by and by not in KEYS:
         _pattern(by)
     places = [place for path in paths for place in named(path)]
-    exported = [place for place in places if (place / REQUESTS).is_file()]
+    exported = [place for place in places if os.path.isfile(place / REQUESTS)]
     found = [_of_tables(folder, by, window) for folder in exported]
     journals = [place for place in places if place not in exported]
     if journals or not exported:

@@ -204,6 +204,7 @@ def _importable(module: Path) -> str:
 
 def _constructed(connector: str, module: str | None, options: Mapping[str, Any]) -> None:
     """Begin an engine with the connector, or say in one sentence why there is none."""
+    importlib.import_module("vllm")  # without it, the command line says what to install
     try:
         package = "vllm.distributed.kv_transfer.kv_connector.factory"
         factory = importlib.import_module(package).KVConnectorFactory

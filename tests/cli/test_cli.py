@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from tests.histories import events
 
 from kvledger import __version__, cli
 from kvledger.audit import checkpoint
-from kvledger.audit.events import SCHEMA, Gap
+from kvledger.audit.events import SCHEMA, Gap, RequestAdded
 from kvledger.audit.segments import header
 from kvledger.exporters.serve import state_folder
 
@@ -226,6 +228,21 @@ def test_bad_usage_is_one_sentence(run: Any, words: tuple[str, ...], said: str) 
     assert said in told.sentence
 
 
+def test_a_folder_that_nobody_may_look_into(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(path: Path) -> Iterator[Path]:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", forbidden)
+    monkeypatch.setattr(Path, "is_file", forbidden)
+
+    for verb in ("audit", "summary"):
+        told = run(verb, tmp_path)
+        assert 2 == told.code
+        assert f"{tmp_path} can't be read: Permission denied." == told.sentence
+
+
 def test_no_command_prints_help(run: Any) -> None:
     told = run()
 
@@ -366,6 +383,19 @@ def test_a_full_disk_is_one_sentence(run: Any, clean: Path, verb: str) -> None:
 
     assert 2 == told.code
     assert "/dev/full can't be written: No space left on device." == told.err.strip()
+
+
+def test_an_id_that_the_locale_has_no_letters_for(tmp_path: Path) -> None:
+    added = RequestAdded(0, 0, "b\u00fccher", 10)
+    told = subprocess.run(
+        [sys.executable, "-m", "kvledger", "show", journals.write(tmp_path / "one", [added]), "b"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+    )
+
+    assert (0, "") == (told.returncode, told.stderr)
+    assert "Account of b\\xfccher" in told.stdout
 
 
 def test_output_to_a_full_disk_is_one_sentence(clean: Path) -> None:
