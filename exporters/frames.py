@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from kvledger.exporters.reading import reading
 from kvledger.exporters.tables import TABLES, Rows, rows
 
 DTYPES = {"text": "string", "count": "Int64", "seconds": "Float64"}
@@ -55,8 +56,9 @@ def table(name: str, paths: Paths) -> pd.DataFrame:
     """
     found = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
     data: Rows = []
-    for _, some in rows(found, (name,)):
-        data += some
+    with reading(found, local=True) as (places, _):
+        for _, some in rows(places, (name,)):
+            data += some
     columns = TABLES[name]
     frame = pd.DataFrame.from_records(data, columns=[column.name for column in columns])
     return frame.astype({column.name: DTYPES[column.kind] for column in columns})

@@ -47,6 +47,7 @@ class Site:
             "/": self._landing,
             "/findings": self._findings,
             EXPLAIN: _explanations,
+            EXPLAIN.rstrip("/"): _explanations,
             "/-/healthy": lambda: (200, PLAIN, b"Healthy.\n"),
             "/-/ready": lambda: (200, PLAIN, b"Ready.\n") if follower.ready.is_set() else _NOT_YET,
         }

@@ -165,6 +165,12 @@ def test_who_reads_by_itself_gets_copies(golden: Path) -> None:
     assert not any(place.exists() for place in places)
 
 
+def test_frames_of_an_address(golden: Path) -> None:
+    frames = pytest.importorskip("kvledger.exporters.frames")
+
+    assert frames.requests(golden).equals(frames.requests(f"file://{golden}"))
+
+
 def test_journals_in_memory_are_read_through_a_copy(golden: Path) -> None:
     memory = fsspec.filesystem("memory")
     memory.put(str(golden), "/traces/fleet", recursive=True)
