@@ -168,6 +168,7 @@ def test_the_landing_page_shows_the_engines_and_the_way(client: Client) -> None:
 
 def test_every_invariant_is_explained(client: Client) -> None:
     page = client.get("/explain/")
+    assert page.text == client.get("/explain").text
 
     for id in catalogue():
         assert f'href="/explain/{id}"' in page.text
