@@ -9,6 +9,7 @@ JSON model: https://grafana.com/docs/grafana/latest/dashboards/build-dashboards/
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Iterator
@@ -167,11 +168,15 @@ def write(folder: Path, form: Form) -> list[Path]:
 
 
 def put(folder: Path, name: str, text: str) -> Path:
-    """Write one file. Raises :class:`LedgerError` where that can't be."""
+    """Write one file, whole or not at all. Raises :class:`LedgerError` where that can't be."""
+    draft = folder / f"{name}.new"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
+        draft.write_text(text)
+        draft.replace(folder / name)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
         raise LedgerError(f"{folder / name} can't be written: {error.strerror}.") from error
     return folder / name
 

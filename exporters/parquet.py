@@ -7,6 +7,7 @@ One file a table, ``requests.parquet`` and so on; columns, units and what they m
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from kvledger.exporters.files import draft_of
 from kvledger.exporters.tables import TABLES, Column, Rows, hour_name, rows
 
 ROW_GROUP = 64 << 10
+BUFFER_BYTES = 256 << 10
 TYPES = {"text": pa.string(), "count": pa.int64(), "seconds": pa.float64()}
 
 
@@ -49,13 +51,17 @@ def export(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         names = [name for name in TABLES if name in wanted]
-        files = {name: _File(folder / f"{name}.parquet", schema(TABLES[name])) for name in names}
+        for name in names:
+            files[name] = _File(folder / f"{name}.parquet", schema(TABLES[name]))
         for name, some in rows(paths, names, window):
             files[name].add(some)
         for file in files.values():
             file.finish()
+        for file in files.values():
+            file.stand()
     except OSError as error:
-        raise LedgerError(f"{folder} can't be written: {error.strerror or error}.") from error
+        said = os.strerror(error.errno) if error.errno else str(error)
+        raise LedgerError(f"{folder} can't be written: {said}.") from error
     finally:
         for file in files.values():
             file.abandon()
@@ -70,7 +76,9 @@ class _File:
         self._path = path
         self._draft = draft_of(path)
         self._schema = columns
-        self._writer: Any = pq.ParquetWriter(self._draft, columns, compression="zstd")
+        # Buffered, so that a disk which is full from the start leaves no half-made writer.
+        self._sink = pa.BufferedOutputStream(pa.OSFile(str(self._draft), "wb"), BUFFER_BYTES)
+        self._writer: Any = pq.ParquetWriter(self._sink, columns, compression="zstd")
         self._waiting: Rows = []
 
     def add(self, some: Rows) -> None:
@@ -81,12 +89,19 @@ class _File:
     def finish(self) -> None:
         self._write()
         self._writer.close()
+        self._sink.close()
+
+    def stand(self) -> None:
+        """Take the place of what stood there before. After :meth:`finish`."""
         self._draft.replace(self._path)
 
     def abandon(self) -> None:
         """Leave nothing behind that is not whole. After :meth:`finish` it does nothing."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             self._writer.close()
+            self._sink.close()
+        self._writer.is_open = False  # else it tries again when it is collected, and says so
+        with contextlib.suppress(OSError):
             self._draft.unlink(missing_ok=True)
 
     def _write(self) -> None:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 pq = pytest.importorskip("pyarrow.parquet")
 
-from kvledger.exporters import frames  # noqa: E402
+from kvledger.exporters import frames, parquet  # noqa: E402
 from kvledger.exporters.parquet import export  # noqa: E402
 
 
@@ -115,6 +115,23 @@ def test_nothing_half_written_stays(tmp_path: Path) -> None:
     assert [] == list((tmp_path / "out").iterdir())
     with pytest.raises(LedgerError, match="can't be written"):
         export([journals.clean(tmp_path / "clean")], tmp_path / "file")
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as a test can fill one: every draft is /dev/full."""
+    monkeypatch.setattr(parquet, "draft_of", lambda path: _full(path))
+    folder = tmp_path / "out"
+
+    with pytest.raises(LedgerError, match="out can't be written: No space left on device"):
+        export([journals.clean(tmp_path / "clean")], folder)
+
+    assert [] == list(folder.iterdir())
+
+
+def _full(path: Path) -> Path:
+    draft = path.with_suffix(".full")
+    draft.symlink_to("/dev/full")
+    return draft
 
 
 def test_docs_tables() -> None:
