@@ -13,6 +13,7 @@ from kvledger.audit import events as ev
 from kvledger.audit.engines.connectors import ConnectorWatch
 from kvledger.audit.engines.pools import PoolWatch
 from kvledger.audit.engines.steps import Sink, StepLog
+from kvledger.audit.engines.workers import WorkerWatch, transfer_of, worker_in_this_process
 from kvledger.audit.hooks import Hook, Hooks
 
 CENSUS_STEPS = 512
@@ -43,6 +44,7 @@ class Observer:
         self.hooks: Hooks | None = None
         self.pools: PoolWatch | None = None
         self.connector: ConnectorWatch | None = None
+        self.worker: WorkerWatch | None = None
         self.log = StepLog(sink)
         self._step = 0
         self._stopped = False
@@ -72,6 +74,18 @@ class Observer:
             raise
         self._restart()
 
+    def watch_worker(self) -> None:
+        """Watch the connector's worker side as well, where it runs in this process and has no journal."""
+        connector = worker_in_this_process(self.scheduler.vllm_config)
+        if self.connector is not None and connector is not None:
+            self.worker = WorkerWatch(
+                connector,
+                self.log,
+                self._hook_failed,
+                block_size=int(self.scheduler.block_size),
+                step=lambda: self._step,
+            )
+
     def stop(self, reason: str) -> None:
         """Say what is still to be said and give the scheduler back. Idempotent."""
         if self._stopped:
@@ -83,6 +97,8 @@ class Observer:
             self.pools.remove()
         if self.connector is not None:
             self.connector.remove()
+        if self.worker is not None:
+            self.worker.remove()
         if self.hooks is not None:
             self.hooks.remove()
         for failed in self._failed_attempts.values():
@@ -275,6 +291,8 @@ class Observer:
             "connector": type(connector).__name__ if connector is not None else None,
             "plan": "read" if self.connector is not None and self.connector.reader else "opaque",
             "load_failure_policy": _failure_policy(transfer),
+            "deferred_loads": bool(getattr(scheduler, "defer_async_loads", False)),
+            "transfer": transfer_of(config),
             "log_stats": bool(scheduler.log_stats),
             "figures": self.FIGURES,
             "data_parallel_rank": int(getattr(config.parallel_config, "data_parallel_rank", 0)),

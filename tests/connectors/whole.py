@@ -24,6 +24,7 @@ from tests.demo.forked import main
 
 from kvledger.audit.demo.engine import EXECUTOR
 from kvledger.audit.demo.model import write_model
+from kvledger.audit.events import EngineStarted
 
 BLOCK_TOKENS = 32
 _RETRIEVED = re.compile(r"Retrieved (\d+) (?:tokens in|out of)")
@@ -56,7 +57,7 @@ def options(name: str, folder: Path) -> tuple[str, dict[str, Any]]:
     return "ExampleConnector", {"shared_storage_path": stores[0]}
 
 
-def start(folder: Path, name: str) -> Any:
+def start(folder: Path, name: str, executor: str = EXECUTOR) -> Any:
     """A real engine with too few blocks for what it is asked."""
     from vllm import LLM, ModelRegistry
     from vllm.config import KVTransferConfig
@@ -69,7 +70,7 @@ def start(folder: Path, name: str) -> Any:
         skip_tokenizer_init=True,
         dtype="float32",
         enforce_eager=True,
-        distributed_executor_backend=EXECUTOR,
+        distributed_executor_backend=executor,
         block_size=BLOCK_TOKENS,
         num_gpu_blocks_override=9,
         max_model_len=224,
@@ -202,6 +203,8 @@ class Given:
 def run(folder: Path, name: str) -> int:
     import kvledger
 
+    if name == "process":
+        return run_process(folder)
     store = name.removesuffix("-again").removesuffix("-outage")
     if store.startswith("lmcache"):
         settle_lmcache(store)
@@ -215,6 +218,7 @@ def run(folder: Path, name: str) -> int:
         "violations": [violation.message for violation in audit.violations],
         "totals": msgspec.to_builtins(audit.totals),
         "given": given.tokens,
+        "heard": list(audit._auditor.ledger.transfers.aligned.values()),
         "preempted": [
             msgspec.to_builtins(account.freeze())
             for account in audit._auditor.ledger.accounts()
@@ -222,6 +226,29 @@ def run(folder: Path, name: str) -> int:
         ],
     }
     (folder / f"{name}.json").write_text(json.dumps(told, indent=1))
+    return 0
+
+
+def run_process(folder: Path) -> int:
+    """With a worker in a process of its own, observed by the plugin: two journals, audited together."""
+    from kvledger.audit.journal import read
+    from kvledger.audit.replay import audit_paths
+
+    os.environ["KVLEDGER_DIR"] = str(folder / "journals")
+    llm = start(folder, "process", "mp")
+    serve(llm, lambda _: None)
+    llm.llm_engine.engine_core.shutdown()
+    audit = audit_paths([folder / "journals"])
+    journals = sorted((folder / "journals").iterdir())
+    begun = [next(read(journal))[1] for journal in journals]
+    told = {
+        "verdict": audit.verdict,
+        "totals": msgspec.to_builtins(audit.totals),
+        "journals": [journal.name.partition("-")[0] for journal in journals],
+        "processes": [event.process_id for event in begun if isinstance(event, EngineStarted)],
+        "heard": list(audit.books[0].auditor.ledger.transfers.aligned.values()),
+    }
+    (folder / "process.json").write_text(json.dumps(told, indent=1))
     return 0
 
 
