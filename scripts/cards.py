@@ -35,13 +35,16 @@ CONNECTORS: dict[str, list[str]] = {
     "DecodeBenchConnector": [],
 }
 LMCACHE = "LMCacheMPConnector"
+ADAPTER = "LMCacheConnectorV1"
+COPYING = {"lmcache.chunk_size": 16, "lmcache.max_local_cpu_size": 0.1, "lmcache.save_unfull_chunk": False}
 SAYS = """
 Made by `python3 scripts/cards.py`; do not edit below. MultiConnector has two ExampleConnectors for
 children, OffloadingConnector a spec that copies between tensors (`tests/conformance/cpu_offloading.py`),
 for vLLM's own refuses the CPU. DecodeBenchConnector makes KV up, which is what it is for.
-LMCacheMPConnector is that of lmcache 0.5.6, against its real server on the loopback. LMCacheConnectorV1
-has no card, for its worker's side wants a GPU; its scheduler's side is driven by the courses of
-[detection](detection.md).
+LMCacheMPConnector is that of lmcache 0.5.6, against its real server on the loopback. LMCacheConnectorV1 is
+the adapter of the same release with the store in its own process; LMCache has no copy between its memory
+and a cache on the CPU (`CreateGPUConnector` of `lmcache/v1/gpu_connector/__init__.py`: "No supported cpu
+connector found"), so one stands in for it (`tests/conformance/cpu_lmcache.py`).
 """
 
 
@@ -65,8 +68,10 @@ def main() -> None:
     kept, _, _ = PAGE.read_text().partition(HEADING)
     cards = [card(name, options) for name, options in CONNECTORS.items()]
     with store("multiprocess") as server:
-        options = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": server.port}
-        cards.append(card(LMCACHE, ["--options", json.dumps(options)], environ(str(ROOT))))
+        where = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": server.port}
+        cards.append(card(LMCACHE, ["--options", json.dumps(where)], environ(str(ROOT))))
+    options = ["--module", "tests/conformance/cpu_lmcache.py", "--options", json.dumps(COPYING)]
+    cards.append(card(ADAPTER, options, environ(str(ROOT))))
     PAGE.write_text("\n".join([kept + HEADING.rstrip() + "\n" + SAYS, *cards]))
 
 

@@ -98,9 +98,17 @@ class Stage:
         sink = MemoryRecorder()
         observer = choose(driver.scheduler)(driver.scheduler, sink, version=host_version())
         observer.start()
+        observer.watch_worker(driver.worker.connector)
         self.engines.append(driver)
         self.observed.append((sink, observer))
         return driver
+
+    def close(self) -> None:
+        """Shut the connectors down, as engines do when they end: some have threads."""
+        for driver in self.engines:
+            for connector in (driver.worker.connector, driver.scheduler.connector):
+                with contextlib.suppress(Exception):
+                    connector.shutdown()
 
 
 def score(
@@ -131,15 +139,17 @@ def score(
                         "connector_options": tuple(_placed(known, folder).items()),
                         "asynchronous": asynchronous,
                     }
-                    row, plan = _row(situation, setup, folder)
+                    stage = Stage(f"{situation.title} {'async' if asynchronous else 'sync'}")
+                    row, plan = _row(situation, setup, folder, stage)
+                    stage.close()
                 done.append(row)
                 rows(row)
     return Card(connector, f"vllm {host_version()}", plan, done)
 
 
-def _row(situation: Situation, setup: dict[str, Any], folder: str) -> tuple[Row, str]:
+def _row(situation: Situation, setup: dict[str, Any], folder: str, stage: Stage) -> tuple[Row, str]:
     scheduler = "async" if setup["asynchronous"] else "sync"
-    stage, raised = Stage(f"{situation.title} {scheduler}"), ""
+    raised = ""
     try:
         situation.drive(stage, setup)
     except Exception as error:

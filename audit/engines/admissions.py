@@ -90,6 +90,8 @@ class AdmissionObserver(Observer):
             )
 
     def load_planned(self, _: None, plan: Any, scheduler_output: Any) -> None:
+        if self.worker is not None:
+            self._plans.append((plan, self._step))
         if self._promises:
             self._tell_promised()
         reader = self.connector.reader if self.connector is not None else None

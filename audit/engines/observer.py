@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from typing import Any, ClassVar
 
 from kvledger.audit import events as ev
@@ -18,6 +19,9 @@ from kvledger.audit.hooks import Hook, Hooks
 
 CENSUS_STEPS = 512
 CENSUS_SECONDS = 30.0
+PLANS_KEPT = 8
+"""Steps are planned ahead of a worker in this process by fewer than so many."""
+
 TIMED_STEPS = 64
 """Of so many steps some are timed, to say what the hooks cost."""
 
@@ -45,6 +49,7 @@ class Observer:
         self.pools: PoolWatch | None = None
         self.connector: ConnectorWatch | None = None
         self.worker: WorkerWatch | None = None
+        self._plans: deque[tuple[Any, int]] = deque(maxlen=PLANS_KEPT)
         self.log = StepLog(sink)
         self._step = 0
         self._stopped = False
@@ -74,17 +79,21 @@ class Observer:
             raise
         self._restart()
 
-    def watch_worker(self) -> None:
+    def watch_worker(self, connector: Any = None) -> None:
         """Watch the connector's worker side as well, where it runs in this process and has no journal."""
-        connector = worker_in_this_process(self.scheduler.vllm_config)
+        connector = connector or worker_in_this_process(self.scheduler.vllm_config)
         if self.connector is not None and connector is not None:
             self.worker = WorkerWatch(
                 connector,
                 self.log,
                 self._hook_failed,
                 block_size=int(self.scheduler.block_size),
-                step=lambda: self._step,
+                step=self._step_of,
             )
+
+    def _step_of(self, plan: Any) -> int:
+        """The step that a plan was made in; -1: none of the last few."""
+        return next((step for known, step in self._plans if known is plan), -1)
 
     def stop(self, reason: str) -> None:
         """Say what is still to be said and give the scheduler back. Idempotent."""

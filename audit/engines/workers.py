@@ -37,7 +37,8 @@ Failed = Callable[[str, Exception, bool], None]
 class WorkerWatch:
     """Watches the worker side of one connector. ``rank`` names the worker.
 
-    ``step``: the scheduler's count, where it is in the same process; else plans are counted here.
+    ``step``: the scheduler's step by its plan, -1 for none of it, where it is in the same process; else
+    plans are counted here.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class WorkerWatch:
         *,
         block_size: int,
         rank: int = 0,
-        step: Callable[[], int] | None = None,
+        step: Callable[[Any], int] | None = None,
     ) -> None:
         self.reader: PlanReader | None = reader_of(connector)
         self.steps = 0
@@ -82,7 +83,7 @@ class WorkerWatch:
     def handed(self, _: None, __: None, connector_metadata: Any) -> None:
         if self._handed:
             self._tell()
-        self.steps = self.steps + 1 if self._step is None else self._step()
+        self.steps = self.steps + 1 if self._step is None else self._step(connector_metadata)
         self._handed = True
         reader = self.reader
         if reader is None:
@@ -121,7 +122,7 @@ class WorkerWatch:
     def _tell(self) -> None:
         self._let_layers_go()
         answered = self._failed_blocks or self._received or self._failed_requests or self._sent
-        if self._loads or self._saves > 0 or answered:
+        if self.steps >= 0 and (self._loads or self._saves > 0 or answered):
             self._log.emit(
                 ev.WorkerStepped(
                     at=self._log.now(),

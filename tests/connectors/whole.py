@@ -259,7 +259,7 @@ def settle_lmcache(name: str) -> None:
     # It looks into every module that is there, and LMCache's do not all bear it.
     dispatcher._rebind_kernels = lambda *_, **__: None
     if name == "lmcache-v1":
-        from tests.connectors.cpu_lmcache import install
+        from tests.conformance.cpu_lmcache import install
 
         install()
 
