@@ -103,13 +103,6 @@ class Stage:
         self.observed.append((sink, observer))
         return driver
 
-    def close(self) -> None:
-        """Shut the connectors down, as engines do when they end: some have threads."""
-        for driver in self.engines:
-            for connector in (driver.worker.connector, driver.scheduler.connector):
-                with contextlib.suppress(Exception):
-                    connector.shutdown()
-
 
 def score(
     connector: str,
@@ -139,17 +132,15 @@ def score(
                         "connector_options": tuple(_placed(known, folder).items()),
                         "asynchronous": asynchronous,
                     }
-                    stage = Stage(f"{situation.title} {'async' if asynchronous else 'sync'}")
-                    row, plan = _row(situation, setup, folder, stage)
-                    stage.close()
+                    row, plan = _row(situation, setup, folder)
                 done.append(row)
                 rows(row)
     return Card(connector, f"vllm {host_version()}", plan, done)
 
 
-def _row(situation: Situation, setup: dict[str, Any], folder: str, stage: Stage) -> tuple[Row, str]:
+def _row(situation: Situation, setup: dict[str, Any], folder: str) -> tuple[Row, str]:
     scheduler = "async" if setup["asynchronous"] else "sync"
-    raised = ""
+    stage, raised = Stage(f"{situation.title} {scheduler}"), ""
     try:
         situation.drive(stage, setup)
     except Exception as error:

@@ -12,6 +12,8 @@ token's key and value side by side in its elements.
 
 from __future__ import annotations
 
+import tempfile
+import threading
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1 as _Connector
@@ -77,10 +79,19 @@ class LMCacheConnectorV1(_Connector):
         _settle()
         super().__init__(*args, **kwargs)
 
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        super().register_kv_caches(kv_caches)
+        loop = self._lmcache_engine.lmcache_engine.storage_manager.loop
+        threading.Thread(target=_stop_at_the_end, args=(loop,), daemon=True).start()
+
+
+def _stop_at_the_end(loop: Any) -> None:
+    """vLLM does not shut LMCache down, whose loop has a thread that lets no process end."""
+    threading.main_thread().join()
+    loop.call_soon_threadsafe(loop.stop)
+
 
 def _settle() -> None:
-    import tempfile
-
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
 
