@@ -90,10 +90,12 @@ class Book:
     def feed(self, number: int, event: Event) -> list[Violation]:
         """Audit one event; the findings that are new."""
         auditor = self.auditor
-        before: list[Violation] = []
+        heard: list[Violation] = []
         if 0 <= self.workers.next_step <= auditor.ledger.step and type(event) in AFTER_PLANNING:
-            before = self._hear_workers()
-        found = before + auditor.feed(event, number) if before else auditor.feed(event, number)
+            heard = self._hear_workers()
+        found = auditor.feed(event, number)
+        if heard:
+            found = heard + found
         tally = TALLIED.get(type(event)) if self._tally else None
         if tally is not None:
             tally(self.tallies, event, auditor.ledger.named)

@@ -33,17 +33,16 @@ AFTER_PLANNING: tuple[type[Event], ...] = (Delivered, LoadFailed, Repeated, Cens
 
 
 class Workers:
-    """The workers' journals beside the engine's at ``path``."""
+    """The workers' journals beside the engine's at ``path``.
+
+    ``next_step`` is the step that is to be told next; -1: there is none.
+    """
 
     def __init__(self, path: Path) -> None:
+        self.next_step = -1
         self._folder = path.parent if path.is_dir() else None
         self._readers: dict[Path, Reader | None] = {}
         self._steps: deque[WorkerStepped] = deque()
-
-    @property
-    def next_step(self) -> int:
-        """The step that is to be told next; -1: there is none."""
-        return self._steps[0].step if self._steps else -1
 
     def poll(self, transfer: object) -> None:
         """Read what workers of this transfer have written by now."""
@@ -55,11 +54,13 @@ class Workers:
                 came += self._read(path, transfer)
         if came:
             self._steps = deque(sorted([*self._steps, *came], key=_step))
+            self.next_step = self._steps[0].step
 
     def upto(self, step: int) -> Iterator[WorkerStepped]:
         """Workers' steps up to ``step``, each once."""
         while self._steps and self._steps[0].step <= step:
             yield self._steps.popleft()
+        self.next_step = self._steps[0].step if self._steps else -1
 
     def _read(self, path: Path, transfer: object) -> Iterator[WorkerStepped]:
         """Nothing more of a worker whose events were lost: what is missing might have been done."""
