@@ -60,7 +60,7 @@ def _install() -> None:
 
 
 def _observe_workers() -> None:
-    """The worker side of a connector is observed from the moment that vLLM has made it."""
+    """The worker side of a connector, not of its children, is observed once vLLM has made it (since 0.10)."""
     from kvledger.audit.engines.workers import connector_factory
 
     found = connector_factory()
@@ -68,11 +68,16 @@ def _observe_workers() -> None:
         return
     factory, worker = found
     original = factory.create_connector
+    making: list[object] = []
 
     @functools.wraps(original)
     def create_connector(config: Any, role: Any, *args: Any, **kwargs: Any) -> Any:
-        connector = original(config, role, *args, **kwargs)
-        if role == worker:
+        making.append(config)
+        try:
+            connector = original(config, role, *args, **kwargs)
+        finally:
+            making.pop()
+        if role == worker and not making:
             observe_worker(connector, config)
         return connector
 

@@ -113,10 +113,14 @@ class Transfers:
     def _loaded(self, promise: Promise, event: ev.WorkerStepped) -> Iterator[Unkept]:
         """Of a load that the next step reads: what the worker began in that step, or did not."""
         worker, named = event.worker, event.loaded_blocks
-        if promise.life.asynchronous or named is None or worker in promise.loaded_by:
+        if named is None or worker in promise.loaded_by:
             return
         planned = promise.planned
         met = bool(planned) and set(planned) <= set(named)
+        if promise.life.asynchronous:  # which any later step may load, too
+            if met and event.step == promise.step:
+                self.aligned.setdefault(worker, True)
+            return
         if met and self.aligned.get(worker, True):
             self.aligned[worker] = event.step == promise.step
         if event.step < promise.step or not planned or not self.aligned.get(worker):

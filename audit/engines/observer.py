@@ -5,6 +5,7 @@ The figures that not every release has are asked for here, in one place each.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections import deque
@@ -15,7 +16,7 @@ from kvledger.audit.engines.connectors import ConnectorWatch
 from kvledger.audit.engines.pools import PoolWatch
 from kvledger.audit.engines.steps import Sink, StepLog
 from kvledger.audit.engines.workers import WorkerWatch, transfer_of, worker_in_this_process
-from kvledger.audit.hooks import Hook, Hooks
+from kvledger.audit.hooks import EngineMismatch, Hook, Hooks
 
 CENSUS_STEPS = 512
 CENSUS_SECONDS = 30.0
@@ -82,7 +83,9 @@ class Observer:
     def watch_worker(self, connector: Any = None) -> None:
         """Watch the connector's worker side as well, where it runs in this process and has no journal."""
         connector = connector or worker_in_this_process(self.scheduler.vllm_config)
-        if self.connector is not None and connector is not None:
+        if self.connector is None or connector is None:
+            return
+        with contextlib.suppress(EngineMismatch):  # then the scheduler's side is all that is seen
             self.worker = WorkerWatch(
                 connector,
                 self.log,

@@ -231,13 +231,14 @@ def worker_in_this_process(config: Any) -> Any:
 
 
 def connector_factory() -> Any:
-    """vLLM's class that makes both sides of a connector, and the role of a worker; None where it has none."""
+    """vLLM's class that makes both sides of a connector, and the role of a worker; None before 0.10."""
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     except ImportError:
         return None
-    return KVConnectorFactory, KVConnectorRole.WORKER
+    found = KVConnectorFactory, KVConnectorRole.WORKER
+    return found if hasattr(KVConnectorFactory, "create_connector") else None
 
 
 def _ignore(*_: Any) -> None:
