@@ -34,6 +34,7 @@ CONNECTORS: dict[str, list[str]] = {
     "OffloadingConnector": ["--options", json.dumps(OFFLOADING)],
     "DecodeBenchConnector": [],
 }
+PLAIN = os.environ | {"PYTHONPATH": str(ROOT)}
 LMCACHE = "LMCacheMPConnector"
 ADAPTER = "LMCacheConnectorV1"
 COPYING = {"lmcache.chunk_size": 16, "lmcache.max_local_cpu_size": 0.1, "lmcache.save_unfull_chunk": False}
@@ -48,7 +49,7 @@ connector found"), so one stands in for it (`tests/conformance/cpu_lmcache.py`).
 """
 
 
-def card(name: str, options: list[str], variables: Mapping[str, str] = os.environ) -> str:
+def card(name: str, options: list[str], variables: Mapping[str, str] = PLAIN) -> str:
     """One connector's card, as markdown."""
     done = subprocess.run(
         [ROOT / ".venv/bin/kvledger", "conformance", name, "--format", "markdown", *options],
