@@ -33,9 +33,9 @@ releases: ## every vLLM release of the matrix: reports expected beside found
 	$(READY) test
 	$(PYTHON) scripts/matrix.py $(ARGS)
 
-cards: ## score cards of connectors; ARGS="FOLDER..." with LMCache in them for LMCache's too
+cards: ## score cards of connectors, LMCache's against its own server
 	$(READY) test
-	$(PYTHON) scripts/cards.py $(ARGS)
+	$(PYTHON) scripts/cards.py
 
 upstream-tests: ## vLLM's own tests, with and without the ledger
 	$(READY) test

@@ -119,6 +119,22 @@ class Spans:
                 kept.append(Span(max(start, row.start), row.end, REVOKED, life))
         self.rows = kept
 
+    def withdraw(self, start: int, end: int, life: int) -> int:
+        """What life ``life`` had from outside in [start, end) never came to be; how many tokens."""
+        kept: list[Span] = []
+        tokens = 0
+        for row in self.rows:
+            low, high = max(start, row.start), min(end, row.end)
+            if row.source is not EXTERNAL or row.life != life or low >= high:
+                kept.append(row)
+                continue
+            tokens += high - low
+            for piece in ((row.start, low), (high, row.end)):
+                if piece[0] < piece[1]:
+                    kept.append(Span(*piece, row.source, life, row.again))
+        self.rows = kept
+        return tokens
+
     def truncate(self, end: int) -> None:
         """Forget positions from ``end`` up: other tokens stand there now."""
         self.rows = [row for row in self.rows if row.start < end]

@@ -16,6 +16,7 @@ from kvledger.audit.account import Statement
 from kvledger.audit.auditor import Auditor
 from kvledger.audit.catalogue import Violation
 from kvledger.audit.engines import LEVELS, choose, host_version
+from kvledger.audit.engines.observer import Observer
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.hooks import EngineMismatch
 from kvledger.audit.ledger import Totals
@@ -42,6 +43,8 @@ class Audit:
         observer = choose(scheduler)
         self._observer = observer(scheduler, self._sink, version=host_version(), level=level, stacks=stacks)
         self._observer.start(self._boundary if strict else None)
+        if isinstance(self._observer, Observer):
+            self._observer.watch_worker()
 
     @property
     def violations(self) -> list[Violation]:

@@ -587,6 +587,45 @@ class ChildMatched(Event, frozen=True, array_like=True, tag=64):
     asynchronous: bool
 
 
+class BlocksPromised(Event, frozen=True, array_like=True, tag=65):
+    """The blocks that a life's external tokens are to fill, in the order of their positions.
+
+    ``tokens`` positions from ``start`` up; a block has ``block_tokens``. Told where the engine has one
+    KV cache group.
+    """
+
+    request: int
+    step: int
+    start: int
+    tokens: int
+    block_tokens: int
+    blocks: list[int]
+
+
+class WorkerStepped(Event, frozen=True, array_like=True, tag=66):
+    """What a worker's side of the connector did in one step; told where it did anything.
+
+    ``step`` counts the plans that the worker was handed, from 1, ``worker`` is its rank.
+    ``loaded_blocks`` are ids that the plan's loads fill (None: it can't be read), ``started`` says that
+    the worker was told to begin them, ``layers`` how many layers were waited for. ``saves`` are orders
+    to save in the plan (-1: they can't be read), ``saved`` says that they were waited for.
+    ``failed_blocks`` it reported as not loaded. Requests stand by their ids: the transfers of
+    ``received`` were reported finished, of ``failed`` failed, and what was kept for ``sent`` may go.
+    """
+
+    step: int
+    worker: int
+    started: bool
+    loaded_blocks: list[int] | None
+    layers: int
+    saves: int
+    saved: bool
+    failed_blocks: list[int]
+    received: list[str]
+    failed: list[str]
+    sent: list[str]
+
+
 AnyEvent = (
     EngineStarted
     | EngineStopped
@@ -630,4 +669,6 @@ AnyEvent = (
     | FreeDelayed
     | FreeCompleted
     | ChildMatched
+    | BlocksPromised
+    | WorkerStepped
 )

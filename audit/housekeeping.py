@@ -44,7 +44,8 @@ def make_room(folder: Path, journal_bytes: int) -> list[Path]:
     most = _bytes(TOTAL_BYTES)
     if most is None or not folder.is_dir():
         return []
-    sizes = {journal: _size(journal) for journal in sorted(folder.iterdir()) if _is_journal(journal)}
+    journals = sorted(filter(_is_journal, folder.iterdir()), key=lambda path: path.name.partition("-")[2])
+    sizes = {journal: _size(journal) for journal in journals}
     removed = []
     for journal, size in sizes.items():
         if sum(sizes.values()) + journal_bytes <= most:
@@ -57,8 +58,8 @@ def make_room(folder: Path, journal_bytes: int) -> list[Path]:
 
 
 def _is_journal(path: Path) -> bool:
-    """Only what an engine of ours wrote; the name begins with the time it began."""
-    return path.name.startswith("engine-") and path.is_dir() and bool(segments(path))
+    """Only what an engine or a worker of ours wrote; then its name has the time it began."""
+    return path.name.startswith(("engine-", "worker-")) and path.is_dir() and bool(segments(path))
 
 
 def _size(journal: Path) -> int:

@@ -29,9 +29,13 @@ __all__ = [
     "find_journals",
     "holds_journal",
     "is_live",
+    "is_workers",
     "read",
     "tail",
 ]
+
+WORKER = "worker-"
+"""A worker's journal is called so, an engine's begins with ``engine-``."""
 
 
 def read(
@@ -92,13 +96,19 @@ def _find(path: Path) -> list[Path]:
         if holds_journal(path):
             return [path]
         inside = sorted(path.iterdir())
-        found = [folder for folder in inside if folder.is_dir() and holds_journal(folder)]
+        folders = [folder for folder in inside if folder.is_dir() and not is_workers(folder)]
+        found = [folder for folder in folders if holds_journal(folder)]
     except OSError as error:
         raise LedgerError(f"{path} can't be read: {error.strerror}.") from error
     if found:
         return found
     what = "holds no kvledger journal" if inside else "is empty: no journal was written there yet"
     raise LedgerError(f"{path} {what}.")
+
+
+def is_workers(folder: Path) -> bool:
+    """Whether a journal is a worker's, which is read along with its engine's and not by itself."""
+    return folder.name.startswith(WORKER)
 
 
 def holds_journal(folder: Path) -> bool:

@@ -29,6 +29,7 @@ from kvledger.audit.account import (
     Statement,
 )
 from kvledger.audit.blocks import BlockLedger, Finding, Subject
+from kvledger.audit.transfers import Transfers, Unkept
 
 
 class Stated(msgspec.Struct, frozen=True, gc=False):
@@ -49,18 +50,24 @@ class Stated(msgspec.Struct, frozen=True, gc=False):
 
 
 class Voided(NamedTuple):
-    """Promised external tokens that will not come. ``blocks``: ids known to stay unfilled."""
+    """Promised external tokens that will not come. ``blocks``: ids known to stay unfilled.
+
+    ``by_worker``: what a worker did or did not, ``never_started`` or ``failure_unheard``; "" where the
+    scheduler's side says it all.
+    """
 
     tokens: int
     cause: str
     start: int
     blocks: list[int]
+    by_worker: str = ""
 
 
 class Overdue(NamedTuple):
     """Something that a connector has begun and not ended for ``OVERDUE_SECONDS``.
 
-    ``what``: ``load`` (``tokens`` are still pending) or ``free`` (``blocks`` are still kept).
+    ``what``: ``load`` (``tokens`` are still pending) or ``free`` (``blocks`` are still kept). ``done``:
+    the workers reported it finished all the same.
     """
 
     what: str
@@ -68,6 +75,23 @@ class Overdue(NamedTuple):
     seconds: int
     tokens: int
     blocks: int
+    done: bool = False
+
+
+class Unpromised(NamedTuple):
+    """A worker loads blocks that nobody was promised: whatever they held is overwritten."""
+
+    worker: int
+    step: int
+    blocks: list[int]
+
+
+class Unsaved(NamedTuple):
+    """A worker was handed orders to save, and was not made to wait for them before blocks may go."""
+
+    worker: int
+    step: int
+    saves: int
 
 
 class Counted(NamedTuple):
@@ -88,7 +112,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
     number: int
     step: int
     at: int
-    subject: ev.Event | Stated | Voided | Overdue | Counted | Settlement | Subject
+    subject: ev.Event | Stated | Voided | Overdue | Unpromised | Unsaved | Counted | Settlement | Subject
     account: Account | None
 
 
@@ -178,6 +202,9 @@ class Totals(msgspec.Struct):
 OVERDUE_SECONDS = 600
 """Connectors give up a transfer by themselves before this; NIXL, by default, after 480."""
 
+DONE_KEPT = 4096
+"""So many requests are remembered of which workers reported a transfer finished."""
+
 Row = tuple[Account, int, int]
 """One request's part of a step: account, scheduled tokens, drafts among them."""
 
@@ -196,6 +223,7 @@ class Ledger:
         self.stopped: str | None = None
         self.closed: dict[str, Account] = {}
         self.blocks = BlockLedger()
+        self.transfers = Transfers()
         self.gaps = 0
         self.hook_failures = 0
         self.number = -1
@@ -212,6 +240,7 @@ class Ledger:
         self._undelivered: deque[dict[int, Row]] = deque()
         self._skip_deliveries = 0
         self._delayed: dict[int, tuple[int, str, int]] = {}
+        self._done: dict[str, None] = {}
         self._expected_local = [0, 0, 0]
         self._expected_external = [0, 0, 0]
         self._blind: str | None = None
@@ -249,6 +278,8 @@ class Ledger:
             ev.FreeDelayed: self._free_delayed,
             ev.FreeCompleted: self._free_completed,
             ev.ChildMatched: self._note,
+            ev.BlocksPromised: self._blocks_promised,
+            ev.WorkerStepped: self._worker_stepped,
         }
         for kind in BlockLedger.EVENTS:
             self._posting[kind] = self._block
@@ -342,9 +373,11 @@ class Ledger:
         self._roster = {}
         self._undelivered.clear()
         self._delayed = {}
+        self._done = {}
         self._blind = reason
         self._count_unsure = True
         self.blocks.forget()
+        self.transfers.forget()
 
     # --- coming and being looked up -----------------------------------------------------------------
 
@@ -469,6 +502,7 @@ class Ledger:
             life.load_ended_at = self.at
         if life is not None and life.pending:
             self._load(account, life, event.computed_tokens, "failed")
+            self._unload(self.transfers.resolved(event.request))
         self._enter(event, account)
         if waited:
             self._state(account, "loaded", event.computed_tokens)
@@ -504,7 +538,9 @@ class Ledger:
         self._enter(event)
 
     def _free_completed(self, event: ev.FreeCompleted) -> None:
-        self._delayed.pop(event.request, None)
+        kept = self._delayed.pop(event.request, None)
+        if kept is not None:
+            self._done.pop(kept[1], None)
         self._enter(event)
 
     def _overdue(self) -> None:
@@ -514,12 +550,63 @@ class Ledger:
             life = account.life
             if life is not None and life.pending and not life.ran and life.began_at <= limit:
                 seconds = (self.at - life.began_at) // 1_000_000
-                subject = Overdue("load", account.request_id, seconds, life.pending, 0)
+                done = account.request_id in self._done
+                subject = Overdue("load", account.request_id, seconds, life.pending, 0, done)
                 self._entries.append(Entry(self.number, self.step, self.at, subject, account))
         for since, request_id, blocks in self._delayed.values():
             if since <= limit:
-                subject = Overdue("free", request_id, (self.at - since) // 1_000_000, 0, blocks)
+                seconds = (self.at - since) // 1_000_000
+                subject = Overdue("free", request_id, seconds, 0, blocks, request_id in self._done)
                 self._entries.append(Entry(self.number, self.step, self.at, subject, None))
+
+    def _blocks_promised(self, event: ev.BlocksPromised) -> None:
+        account = self._account(event.request)
+        self.transfers.promised(event, account)
+        self._enter(event, account)
+
+    def _worker_stepped(self, event: ev.WorkerStepped) -> None:
+        anew = event.step > self.transfers.steps.get(event.worker, -1)
+        self._unload(self.transfers.worked(event))
+        if anew:
+            self._work_compared(event)
+        self._enter(event)
+
+    def _work_compared(self, event: ev.WorkerStepped) -> None:
+        """What a worker did and nobody ordered, or the other way round."""
+        self._done.update(dict.fromkeys((*event.received, *event.sent)))
+        while len(self._done) > DONE_KEPT:
+            del self._done[next(iter(self._done))]
+        midst = any(account.unknown is not None for account in self._living.values())
+        blocks = [] if midst or not self._promises_seen() else self.transfers.unpromised(event)
+        subjects: list[Unpromised | Unsaved] = []
+        if blocks:
+            subjects.append(Unpromised(event.worker, event.step, blocks))
+        if event.saves > 0 and not event.saved:
+            subjects.append(Unsaved(event.worker, event.step, event.saves))
+        for subject in subjects:
+            self._entries.append(Entry(self.number, event.step, self.at, subject, None))
+
+    def _promises_seen(self) -> bool:
+        """Whether this engine's promises are all told by block, in the step that makes them."""
+        said = self.engine.configuration if self.engine is not None else {}
+        return said.get("groups") == 1 and not said.get("deferred_loads", True)
+
+    def _unload(self, found: Iterator[Unkept]) -> None:
+        """Of a promise what a worker knows not to have come, also where the engine took it for loaded."""
+        for account, life, start, by_worker, blocks in found:
+            self._find(account.request)
+            end = life.pending_end
+            if life.pending:
+                life.pending_end = start = max(start, life.pending_start)
+            else:
+                end = life.local + life.loaded
+                withdrawn = account.spans.withdraw(start, end, life.number)
+                account.loaded_again -= end - start - withdrawn
+                account.loaded -= end - start
+                life.loaded -= end - start
+            life.missing_blocks = blocks
+            if start < end:
+                self._void(account, life, start, end, "never_loaded", by_worker)
 
     def _load(self, account: Account, life: Life, upto: int, cause: str) -> None:
         """Resolve a promise: loaded below position ``upto``, void for ``cause`` above."""
@@ -537,14 +624,16 @@ class Ledger:
         if upto < end:
             self._void(account, life, upto, end, cause)
 
-    def _void(self, account: Account, life: Life, start: int, end: int, cause: str) -> None:
+    def _void(
+        self, account: Account, life: Life, start: int, end: int, cause: str, by_worker: str = ""
+    ) -> None:
         tokens = end - start
         life.voids.append((start, end, cause))
         _add(life.voided, cause, tokens)
         _add(account.voided, cause, tokens)
         self._line(account, f"promise of {tokens} void: {cause.replace('_', ' ')}")
-        blocks = life.missing_blocks if cause == "not_planned" else []
-        subject = Voided(tokens, cause, start, blocks)
+        blocks = life.missing_blocks if by_worker or cause == "not_planned" else []
+        subject = Voided(tokens, cause, start, blocks, by_worker)
         self._entries.append(Entry(self.number, self.step, self.at, subject, account))
 
     def _rolled_back(self, event: ev.RolledBack) -> None:
@@ -700,6 +789,7 @@ class Ledger:
             self._load(account, life, 0, "never_loaded")
         else:
             self._load(account, life, life.pending_end, "failed")
+            self._unload(self.transfers.resolved(account.request))
 
     # --- steady decode: posted when somebody asks ---------------------------------------------------
     #
@@ -964,6 +1054,7 @@ class Ledger:
 
     def _close(self, request: int, account: Account) -> None:
         self._living.pop(request, None)
+        self.transfers.closed(request)
         self._totals.add(account)
         if self._keep_closed:
             self.closed[account.request_id] = account

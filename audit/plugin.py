@@ -1,9 +1,10 @@
 """What vLLM's plugin mechanism calls, in every process that loads plugins.
 
-Inert unless ``KVLEDGER_DIR`` is set; ``KVLEDGER_LEVEL=blocks`` keeps the blocks as well. It wraps one
-function, ``SchedulerConfig.get_scheduler_cls``,
-which only an EngineCore calls, just before it makes its scheduler; so it is light everywhere else,
-and out-of-tree schedulers are observed too. vLLM calls plugin functions bare
+Inert unless ``KVLEDGER_DIR`` is set; ``KVLEDGER_LEVEL=blocks`` keeps the blocks as well. It wraps two
+functions. ``SchedulerConfig.get_scheduler_cls`` only an EngineCore calls, just before it makes its
+scheduler; so it is light everywhere else, and out-of-tree schedulers are observed too.
+``KVConnectorFactory.create_connector`` makes the worker side of a KV connector in a worker's process,
+which gets a journal of its own. vLLM calls plugin functions bare
 (``vllm/plugins/__init__.py``): nothing may leave :func:`install`.
 """
 
@@ -16,7 +17,10 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvledger.audit.recorder import Recorder
 
 logger = logging.getLogger("kvledger")
 
@@ -52,6 +56,63 @@ def _install() -> None:
 
     setattr(get_scheduler_cls, _MARK, True)
     config.get_scheduler_cls = get_scheduler_cls
+    _observe_workers()
+
+
+def _observe_workers() -> None:
+    """The worker side of a connector, not of its children, is observed once vLLM has made it (since 0.10)."""
+    from kvledger.audit.engines.workers import connector_factory
+
+    found = connector_factory()
+    if found is None:
+        return
+    factory, worker = found
+    original = factory.create_connector
+    making: list[object] = []
+
+    @functools.wraps(original)
+    def create_connector(config: Any, role: Any, *args: Any, **kwargs: Any) -> Any:
+        making.append(config)
+        try:
+            connector = original(config, role, *args, **kwargs)
+        finally:
+            making.pop()
+        if role == worker and not making:
+            observe_worker(connector, config)
+        return connector
+
+    factory.create_connector = create_connector
+
+
+def observe_worker(connector: Any, config: Any) -> object | None:
+    """Put the worker side of one connector under observation into ``$KVLEDGER_DIR``; None if it can't be.
+
+    Never raises: a worker that can't be observed works on, and the audit is of the scheduler's side alone.
+    """
+    try:
+        from kvledger.audit.engines import host_version
+        from kvledger.audit.engines.workers import WorkerObserver
+
+        recorder = _recorder("worker")
+        observer = WorkerObserver(connector, config, recorder, host_version())
+        recorder.on_exit = functools.partial(observer.stop, "exit")
+        logger.info("kvledger observes a worker's %s into %s", type(connector).__name__, recorder.folder.name)
+        return observer
+    except Exception as error:  # serving goes on unobserved
+        logger.warning("kvledger does not see this worker: %s: %s", type(error).__name__, error)
+        return None
+
+
+def _recorder(what: str) -> Recorder:
+    """A journal of its own in ``$KVLEDGER_DIR``, where there is room."""
+    from kvledger.audit.housekeeping import limits, make_room
+    from kvledger.audit.recorder import Recorder
+
+    name = f"{what}-{time.time_ns() // 1_000_000}-{os.getpid()}-{next(_counter)}"
+    folder, bounds = Path(os.environ["KVLEDGER_DIR"]), limits()
+    for removed in make_room(folder, bounds.folder_bytes):
+        logger.info("kvledger removed the journal of an ended engine, %s", removed.name)
+    return Recorder(folder / name, bounds)
 
 
 def _observe_instances(scheduler_class: Any) -> None:
@@ -92,19 +153,14 @@ def observe(scheduler: Any) -> object | None:
     """
     try:
         from kvledger.audit.engines import choose, host_version
-        from kvledger.audit.housekeeping import limits, make_room
-        from kvledger.audit.recorder import Recorder
 
         observer_class = choose(scheduler)
-        name = f"engine-{time.time_ns() // 1_000_000}-{os.getpid()}-{next(_counter)}"
-        folder, bounds = Path(os.environ["KVLEDGER_DIR"]), limits()
-        for removed in make_room(folder, bounds.folder_bytes):
-            logger.info("kvledger removed the journal of an ended engine, %s", removed.name)
-        recorder = Recorder(folder / name, bounds)
+        recorder = _recorder("engine")
         level = _level(scheduler)
         observer = observer_class(scheduler, recorder, version=host_version(), level=level)
         observer.start()
         recorder.on_exit = functools.partial(observer.stop, "exit")
+        name = recorder.folder.name
         logger.info("kvledger observes %s at level %s into %s", type(scheduler).__name__, level, name)
         return observer
     except Exception as error:  # serving goes on unobserved

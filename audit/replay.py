@@ -17,6 +17,8 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from kvledger.audit.account import Account, Line, Statement
 from kvledger.audit.auditor import Auditor, Verdict
 from kvledger.audit.catalogue import Violation
@@ -28,6 +30,7 @@ from kvledger.audit.ledger import Totals, Watch
 from kvledger.audit.parallel import Run, here, is_remote
 from kvledger.audit.tallies import TALLIED, Tallies
 from kvledger.audit.windows import EVERYTHING, Window
+from kvledger.audit.workers import AFTER_PLANNING, Workers
 
 if TYPE_CHECKING:
     from kvledger.audit.engines.semantics import Meaning
@@ -77,6 +80,7 @@ class Book:
         self.unknown: dict[str, int] = {}
         self.on_closed: list[Callable[[Account, Verdict], None]] = []
         self.beside: Beside | None = None
+        self.workers = Workers(path)
         self.read_seconds = 0.0
         self.checkpoint_seconds = 0.0
         self._keep = keep
@@ -87,7 +91,12 @@ class Book:
     def feed(self, number: int, event: Event) -> list[Violation]:
         """Audit one event; the findings that are new."""
         auditor = self.auditor
+        heard: list[Violation] = []
+        if 0 <= self.workers.next_step <= auditor.ledger.step and type(event) in AFTER_PLANNING:
+            heard = self._hear_workers()
         found = auditor.feed(event, number)
+        if heard:
+            found = heard + found
         tally = TALLIED.get(type(event)) if self._tally else None
         if tally is not None:
             tally(self.tallies, event, auditor.ledger.named)
@@ -96,6 +105,15 @@ class Book:
         if auditor.ledger.closed:
             self._take_closed(event)
         return found
+
+    def _hear_workers(self) -> list[Violation]:
+        """Audit what workers did in the steps up to now; the findings that are new."""
+        ledger = self.auditor.ledger
+        return [
+            violation
+            for event in self.workers.upto(ledger.step)
+            for violation in self.auditor.feed(replace(event, at=ledger.at), ledger.number)
+        ]
 
     def read(self, reader: Reader, lock: AbstractContextManager[object] | None = None) -> None:
         """Audit what the journal holds by now, holding ``lock`` for a batch at a time."""
@@ -108,9 +126,13 @@ class Book:
         """As :meth:`read`, giving each batch when it is audited, with the findings that are new."""
         feed, hold = self.feed, lock or nullcontext()
         begun = time.time()
+        asked = False
         for batch in reader.poll():
             found: list[Violation] = []
             with hold:
+                if not asked and (started := self.engine or _started(batch)) is not None:
+                    self.workers.poll(started.configuration.get("transfer"))
+                    asked = True
                 number = batch.first_event
                 for event in batch.events:
                     new = feed(number, event)
@@ -119,6 +141,10 @@ class Book:
                     number += 1
                 self.events += len(batch.events)
             yield batch, found
+        if reader.ended:
+            with hold:
+                self._hear_workers()
+                self.workers.close()
         self.read_seconds = begun  # what came since may not have been seen
 
     def _take_closed(self, event: Event | None = None) -> None:
@@ -302,6 +328,10 @@ class Book:
     def name(self) -> str:
         """The engine's name in findings and labels."""
         return self.auditor.engine or self.path.name
+
+
+def _started(batch: Batch) -> EngineStarted | None:
+    return next((event for event in batch.events if isinstance(event, EngineStarted)), None)
 
 
 class Audit:

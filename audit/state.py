@@ -38,6 +38,7 @@ from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import EngineStarted
 from kvledger.audit.ledger import Ledger, Totals
 from kvledger.audit.replay import Book
+from kvledger.audit.transfers import Promise, Transfers
 
 SCHEMA = 1
 """Version of the codes below, and of what the attributes mean."""
@@ -47,6 +48,8 @@ OBJECTS: tuple[type, ...] = (
     Auditor,
     Ledger,
     BlockLedger,
+    Transfers,
+    Promise,
     Account,
     Life,
     InFlight,
@@ -74,11 +77,12 @@ STRUCTS: tuple[type, ...] = (
 
 REBUILT: dict[type, frozenset[str]] = {
     Book: frozenset(
-        {"path", "accounts", "on_closed", "beside", "read_seconds", "checkpoint_seconds", "_keep"}
+        {"path", "accounts", "on_closed", "beside", "read_seconds", "checkpoint_seconds", "_keep", "workers"}
     ),
     Auditor: frozenset({"_debug", "_subscribed", "_sighted"}),
     Ledger: frozenset({"_keep_closed", "_watch", "_entries", "_posting"}),
     BlockLedger: frozenset({"_found", "_accounts", "_applying", "lost"}),
+    Transfers: frozenset(),
 }
 """What a constructor makes anew, and what lasts for one event only."""
 
@@ -141,6 +145,7 @@ _BLANK: dict[type, Callable[[], Any]] = {
     Auditor: Auditor,
     Ledger: Ledger,
     BlockLedger: BlockLedger,
+    Transfers: Transfers,
     Reconciliation: Reconciliation,
     Step: Step,
 }

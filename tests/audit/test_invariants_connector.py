@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from tests.audit.lies import audited, found, report, reported, told, with_after
 from tests.histories import events
 
 from kvledger.audit.events import (
     Admitted,
+    BlocksPromised,
     Census,
     Delivered,
     Event,
@@ -16,7 +19,9 @@ from kvledger.audit.events import (
     LoadFinished,
     Matched,
     SavePlanned,
+    Stepped,
     Tracked,
+    WorkerStepped,
 )
 from kvledger.audit.ledger import OVERDUE_SECONDS
 
@@ -239,3 +244,165 @@ def test_blocks_that_were_given_back():
     delayed = [FreeDelayed(9_000, 0, 1, "request-0", 13), FreeCompleted(9_500, 0, 2)]
 
     assert [] == found([*events(200, "A0+0 s200 o+ F"), *delayed, later(OVERDUE_SECONDS + 1)])
+
+
+# --- what a worker tells -------------------------------------------------------------------------
+
+
+def promised(request: int = 0, step: int = 1, blocks: int = 10) -> BlocksPromised:
+    """160 tokens from position 0 up, in blocks 100, 101, ... of 16."""
+    return BlocksPromised(0, request, step, 0, 16 * blocks, 16, list(range(100, 100 + blocks)))
+
+
+def worked(step: int = 1, **how: Any) -> WorkerStepped:
+    """A worker's step that loads those blocks, as it should."""
+    said: dict[str, Any] = {
+        "started": True,
+        "loaded_blocks": list(range(100, 110)),
+        "layers": 2,
+        "saves": -1,
+        "saved": True,
+        "failed_blocks": [],
+        "received": [],
+        "failed": [],
+        "sent": [],
+    }
+    return WorkerStepped(0, step, 0, **(said | how))
+
+
+def with_worker(words: str, *more: Event, after: type[Event] = Stepped, tokens: int = 200) -> list[Event]:
+    """A history whose promise stands by block, with what a worker did after the first event of a kind."""
+    stream = events(tokens, words)
+    stream = with_after(stream, Admitted, 0, promised(step=step_of(stream)))
+    return with_after(stream, after, 0, *more)
+
+
+def step_of(stream: list[Event]) -> int:
+    """The step of the first admission."""
+    return next(event.step for event in stream if isinstance(event, Admitted))
+
+
+STEP = step_of(events(200, "A0+160 s40 o+ F"))
+LATE = pytest.mark.parametrize("after", [Stepped, Delivered], ids=["in time", "late"])
+
+
+@violates("connector/promise-not-loaded")
+@LATE
+def test_a_worker_that_never_begins_a_planned_load(after: type[Event]):
+    """Told before the step's output or after it: the account is the same."""
+    auditor = audited(with_worker("A0+160 s40 o+ F", worked(STEP, started=False), after=after))
+
+    (violation,) = auditor.violations
+    (account,) = auditor.ledger.accounts()
+    assert "yet it ran over them: a worker never began the load (blocks never filled: 100, " in (
+        violation.message
+    )
+    assert (160, 0, {"never_loaded": 160}) == (account.promised, account.loaded, account.voided)
+
+
+@violates("connector/promise-not-loaded")
+@pytest.mark.parametrize(
+    ("later", "loaded_blocks", "tokens"), [(1, [], 160), (0, list(range(100, 105)), 80)], ids=["none", "half"]
+)
+def test_a_worker_that_passes_over_a_load(later: int, loaded_blocks: list[int], tokens: int):
+    """The first life's load shows that steps are counted alike; the second's never begins, or in part."""
+    stream = with_worker("A0+160 s40 o+ P A0+160 s41 o+ s1 o+ F", worked(STEP))
+    second = [event for event in stream if isinstance(event, Admitted)][1]
+    stream = with_after(stream, Admitted, 1, promised(step=second.step))
+    said = worked(second.step + later, loaded_blocks=loaded_blocks, saves=1)
+
+    (violation,) = audited(with_after(stream, Delivered, 2, said)).violations
+
+    assert ("connector/promise-not-loaded", 2) == (violation.id, violation.life)
+    assert tokens == violation.figures["tokens"]
+
+
+@violates("connector/promise-not-loaded")
+@LATE
+def test_a_failure_that_the_engine_does_not_heed(after: type[Event]):
+    auditor = audited(with_worker("A0+160 s40 o+ F", worked(STEP, failed_blocks=[104, 105]), after=after))
+
+    (violation,) = auditor.violations
+    (account,) = auditor.ledger.accounts()
+    assert "a worker reported that they failed (blocks never filled: 104, 105)" in violation.message
+    assert (64, {"never_loaded": 96}) == (account.loaded, account.voided)
+
+
+@near_miss("connector/promise-not-loaded")
+@pytest.mark.parametrize(
+    ("words", "how"),
+    [
+        ("A0+160 s40 o+ F", {}),
+        ("A0+160 s40 o+ F", {"loaded_blocks": None, "started": False}),
+        ("A0+160 s40 L64 o s136 o+ F", {"failed_blocks": list(range(104, 110))}),
+        ("A0+160 s40 P o+ A0+0 s201 o+ F", {"failed_blocks": [104]}),
+    ],
+    ids=["as planned", "opaque", "heeded", "preempted"],
+)
+def test_a_worker_that_did_as_it_was_told(words: str, how: dict[str, Any]):
+    assert [] == found(with_worker(words, worked(STEP, **how)))
+
+
+@near_miss("connector/promise-not-loaded")
+def test_a_worker_that_counts_other_steps_is_not_believed():
+    shifted = worked(STEP + 1), worked(STEP + 2, loaded_blocks=[], saves=1)
+
+    assert [] == found(with_worker("A0+160 s40 o+ (s1 o+)x4 F", *shifted, after=Delivered))
+
+
+@near_miss("connector/promise-not-loaded")
+def test_a_worker_that_was_never_seen_to_count_as_the_scheduler_does():
+    assert [] == found(with_worker("A0+160 s40 o+ F", worked(STEP, loaded_blocks=list(range(100, 105)))))
+
+
+@near_miss("connector/promise-not-loaded")
+def test_a_worker_of_whom_nothing_was_heard_since():
+    assert [] == found(with_worker("A0+160 s40 o+ F"))
+
+
+@violates("connector/load-unpromised")
+def test_a_load_into_blocks_that_nobody_was_promised():
+    astray = worked(STEP + 1, loaded_blocks=[7, 8])
+    stream = with_worker("A0+160 s40 o+ s1 o+ F", worked(STEP), astray, after=Delivered)
+
+    (violation,) = audited(stream, groups=1, deferred_loads=False).violations
+
+    assert "Worker 0 loads 2 blocks that no request was promised to have filled: 7, 8." == violation.message
+
+
+@near_miss("connector/load-unpromised")
+@pytest.mark.parametrize(
+    ("said", "how"),
+    [
+        ({"groups": 1, "deferred_loads": False}, {"loaded_blocks": [99, *range(100, 110)]}),
+        ({"groups": 2, "deferred_loads": False}, {"loaded_blocks": [7]}),
+        ({"groups": 1, "deferred_loads": True}, {"loaded_blocks": [7]}),
+        ({}, {"loaded_blocks": [7]}),
+    ],
+    ids=["from within the local hit", "several groups", "deferred", "not said"],
+)
+def test_a_load_of_which_the_promise_may_be_missing(said: dict[str, Any], how: dict[str, Any]):
+    stream = with_worker("A0+160 s40 o+ s1 o+ F", worked(STEP), worked(STEP + 1, **how), after=Delivered)
+
+    assert [] == found(stream, **said)
+
+
+@violates("connector/save-gap")
+def test_a_worker_that_is_not_made_to_wait_for_its_saves():
+    assert ["connector/save-gap"] == found(with_worker("A0+160 s40 o+ F", worked(STEP, saves=1, saved=False)))
+
+
+@near_miss("connector/save-gap")
+@pytest.mark.parametrize("how", [{"saves": 1}, {"saves": 0, "saved": False}, {"saves": -1, "saved": False}])
+def test_saves_waited_for_or_none_or_unknown(how: dict[str, Any]):
+    assert [] == found(with_worker("A0+160 s40 o+ F", worked(STEP, **how)))
+
+
+@violates("connector/never-finished")
+def test_a_load_that_workers_reported_and_the_engine_still_waits_for():
+    stream = with_worker("A0+160a", worked(STEP, received=["request-0"]), after=Admitted)
+    late = Census((OVERDUE_SECONDS + 1) * 1_000_000, 5, [], 0, 10, 64)
+
+    (violation,) = audited([*stream, late]).violations
+
+    assert violation.message.endswith("The workers have reported it finished.")

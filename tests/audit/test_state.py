@@ -28,7 +28,16 @@ from kvledger.audit.replay import Book
 PATH = Path("engine")
 BEGINNING: list[Event] = [journals.STARTED, Snapshot(0, 0, [], 0)]
 NOT_CARRIED = {
-    Book: {"path", "accounts", "_keep", "on_closed", "beside", "read_seconds", "checkpoint_seconds"},
+    Book: {
+        "path",
+        "accounts",
+        "_keep",
+        "on_closed",
+        "beside",
+        "read_seconds",
+        "checkpoint_seconds",
+        "workers",
+    },
     Auditor: {"_debug", "_subscribed", "_sighted"},
     Ledger: {"_keep_closed", "_watch", "_entries", "_posting"},
     BlockLedger: {"_found", "_accounts", "_applying", "lost"},

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm.config.scheduler import SchedulerConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from kvledger.audit import plugin
 from kvledger.audit.conformance.driver import Driver, Setup
@@ -27,8 +28,10 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     chooser = SchedulerConfig.get_scheduler_cls
     chosen = [_chosen(asynchronous) for asynchronous in (False, True)]
     inits = [cls.__dict__.get("__init__") for cls in chosen]
+    maker = KVConnectorFactory.__dict__["create_connector"]
     yield
     SchedulerConfig.get_scheduler_cls = chooser
+    KVConnectorFactory.create_connector = maker
     for cls, init in zip(chosen, inits, strict=True):
         if init is None:
             if "__init__" in cls.__dict__:
