@@ -247,7 +247,8 @@ class Observer:
 
     def transferred(self, request: Any) -> bool:
         """Whether a prefill engine hands its KV over; the connector takes the word away at allocation."""
-        return bool((getattr(request, "kv_transfer_params", None) or {}).get("do_remote_prefill"))
+        words = getattr(request, "kv_transfer_params", None)
+        return bool(words and words.get("do_remote_prefill"))
 
     def unreported(self, request: Any) -> bool:
         """Whether the engine has still to tell where this prompt came from."""
