@@ -360,8 +360,9 @@ class PoolWatch:
             self.state_tables(names)
 
     def state_tables(self, names: Iterable[str]) -> None:
-        """Say which blocks stand in these requests' tables."""
+        """Say which blocks stand in these requests' tables, once each."""
         rows: list[int] = []
+        names = dict.fromkeys(names)  # a scheduler that raised may hold one twice
         requests = self.scheduler.requests if self.scheduler is not None else {}
         for manager in self.managers:
             tables, group = manager.req_to_blocks, manager.kv_cache_group_id

@@ -138,6 +138,15 @@ def test_shared_prefixes_null_blocks_and_two_phases(watched, course):
     assert [] == watched.found()
 
 
+@near_miss("blocks/double-allocation")
+def test_a_scheduler_that_raised_and_left_a_request_twice_among_the_running(watched):
+    """Up to 0.30 a session with drafts does: it has one table all the same."""
+    driver = running(watched, "a")
+    driver.scheduler.running *= 2
+
+    assert [] == watched.found()
+
+
 # --- blocks/double-free ---------------------------------------------------------------------------
 
 
