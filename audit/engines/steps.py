@@ -154,7 +154,8 @@ class StepLog:
         if not (self._odd or anew or self._dropped):
             self._same_step = step
             return True
-        ids, changed = self.ids, []
+        ids = self.ids
+        changed: list[int] = []
         for name in self._odd:
             changed += (ids[name], 1, 0, requests[name].num_computed_tokens)
         self._odd = {}
