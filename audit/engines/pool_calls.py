@@ -9,29 +9,13 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvledger.audit.engines.callers import Caller
 
 Method = Callable[..., Any]
 Make = Callable[[Any, int, Method], Method]
 """From a watch, a pool's number and its method: the wrapper."""
-
-
-class Hashed(NamedTuple):
-    """A call of ``cache_full_blocks``: blocks from place ``first`` of the table up, with their hashes before.
-
-    It is told when no more can be done to these blocks unseen; ``tokens`` is the request's length then.
-    """
-
-    pool: int
-    request: Any
-    group: int
-    tokens: int
-    blocks: list[Any]
-    before: list[Any]
-    first: int
-    block_size: int
 
 
 def taking(watch: Any, pool: int, original: Method) -> Method:
@@ -45,7 +29,7 @@ def taking(watch: Any, pool: int, original: Method) -> Method:
         if blocks:
             try:
                 frame = getframe(1)
-                by = managers.get(frame.f_code)
+                by = managers.get(id(frame.f_code))
                 if by is None:
                     take((pool, blocks, *caller()))
                 else:
@@ -128,8 +112,13 @@ def hashing(watch: Any, pool: int, original: Method) -> Method:
         *rest: Any,
         **options: Any,
     ) -> Any:
-        new = blocks[num_cached_blocks:num_full_blocks]
-        before = [block._block_hash for block in new]
+        first = num_cached_blocks
+        if num_full_blocks == first + 1:
+            new = (blocks[first],)
+            before = (new[0]._block_hash,)
+        else:
+            new = blocks[first:num_full_blocks]
+            before = [block._block_hash for block in new]
         result = original(
             request,
             blocks,
@@ -143,11 +132,7 @@ def hashing(watch: Any, pool: int, original: Method) -> Method:
         if new:
             first = num_cached_blocks
             try:
-                hashed(
-                    Hashed(
-                        pool, request, kv_cache_group_id, request.num_tokens, new, before, first, block_size
-                    )
-                )
+                hashed((pool, request, kv_cache_group_id, request.num_tokens, new, before, first, block_size))
                 if tell_now is not None:
                     tell_now()
             except Exception as error:

@@ -11,7 +11,7 @@ These events go straight to the sink: equal steps stay counted, and are told whe
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvledger.audit import events as ev
@@ -140,7 +140,9 @@ class PoolWatch:
         self.stacks = stacks
         self.taken: list[tuple[int, list[Any], str | None, int, str]] = []
         """Pool, blocks and caller of what was handed out and has not been told yet."""
-        self.hashed: list[pool_calls.Hashed] = []
+        self.hashed: list[tuple[int, Any, int, int, Sequence[Any], Sequence[Any], int, int]] = []
+        """Calls of ``cache_full_blocks``: pool, request, group, the request's length, blocks, their hashes
+        before, the place of the first in its table, tokens a block."""
         self._numbers: dict[str, int] = {}
         """Requests whose tables have not been told gone, also those that the log has forgotten."""
         self._names: list[dict[int, int]] = [{} for _ in self.pools]
@@ -223,14 +225,24 @@ class PoolWatch:
     def _tell_hashed(self) -> None:
         """Of the blocks in each call those that got another hash."""
         rows: list[int] = []
-        last = (0, False)
-        for pool, request, group, tokens, blocks, before, first, size in self.hashed:
+        last = (-1, False)
+        finds = [_cache_map(pool).get for pool in self.pools]
+        for pool, request, group, tokens, blocks, before, place, size in self.hashed:
             new: list[int] = []
-            replaced = False
-            for place, (block, old) in enumerate(zip(blocks, before, strict=True), first + 1):
-                if block._block_hash is not None and block._block_hash is not old:
-                    new += (block.block_id, self._name(pool, block), place * size)
-                    replaced = replaced or old is not None
+            replaced, known, find = False, self._names[pool], finds[pool]
+            for block, old in zip(blocks, before, strict=True):
+                place += 1
+                found = block._block_hash
+                if found is old or found is None:
+                    continue
+                replaced = replaced or old is not None
+                others = find(found)
+                name = _shared_name(known, block, others) if type(others) is dict else -1
+                if name < 0:
+                    name = self._next_name
+                    self._next_name += 1
+                known[block.block_id] = name
+                new += (block.block_id, name, place * size)
             if not new:
                 continue
             if rows and (pool, replaced) != last:
@@ -323,15 +335,12 @@ class PoolWatch:
 
     def _name(self, pool: int, block: Any) -> int:
         """A number for the block's hash: another block's that has the same one, or a new one."""
-        known = self._names[pool]
-        found = _cache_map(self.pools[pool]).get(block._block_hash)
-        if type(found) is dict:
-            for other in found:
-                if other != block.block_id and other in known:
-                    known[block.block_id] = known[other]
-                    return known[other]
-        name = known[block.block_id] = self._next_name
-        self._next_name += 1
+        known, others = self._names[pool], _cache_map(self.pools[pool]).get(block._block_hash)
+        name = _shared_name(known, block, others) if type(others) is dict else -1
+        if name < 0:
+            name = self._next_name
+            self._next_name += 1
+        known[block.block_id] = name
         return name
 
     def _stack(self) -> list[str] | None:
@@ -436,6 +445,11 @@ class PoolWatch:
 def _mapped(found: Any, block: Any) -> int:
     """2 for a hash, and 4 where the cache map leads from it to the block."""
     return 6 if found is block or (type(found) is dict and block.block_id in found) else 2
+
+
+def _shared_name(known: dict[int, int], block: Any, others: dict[int, Any]) -> int:
+    """The number that one of the other blocks of the same hash has; -1: none has one."""
+    return next((known[each] for each in others if each != block.block_id and each in known), -1)
 
 
 def _evicts(manager: Any) -> bool:
