@@ -24,7 +24,8 @@ from kvledger.audit.engines import host_version
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "performance.md"
-SCHEDULER = ("steady-256", "steady-1024", "churn", "churn-short", "speculative")
+BLOCKS = ("blocks-256", "blocks-1024", "blocks-pool", "blocks-churn")
+SCHEDULER = ("steady-256", "steady-1024", "churn", "churn-short", "speculative", *BLOCKS)
 REPLAY = ("churn-short", "speculative")
 PARTS = (*SCHEDULER, "engine", "replay", "sidecar")
 
@@ -200,7 +201,8 @@ by the round. A step of a real engine waits for the model besides, so there the 
 
 *Steady* is decode only. *Churn* has prompts of 64 to 256 tokens, partly shared, and outputs of 64 to
 256 tokens, or of 16 to 64. *Speculative* accepts a random number of three drafts; 256 requests run
-where nothing else is said.
+where nothing else is said. *Level blocks* is the same at `KVLEDGER_LEVEL=blocks`, everything else at
+the level `tokens`.
 
 The *real engine* has the demo's model of some 0.4 million weights, so its steps are as short as steps
 get. A replay reads, decodes and checks a journal in which no step repeats the one before.

@@ -7,6 +7,7 @@ attempts that led to none.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import sub
 from typing import Any, ClassVar
 
 from kvledger.audit import events as ev
@@ -17,10 +18,11 @@ from kvledger.audit.engines.plans import Saved
 class _Attempt:
     """One waiting request's look-up in the current step."""
 
-    __slots__ = ("asynchronous", "external", "local", "looked_up", "matched", "queried", "request")
+    __slots__ = ("asynchronous", "external", "local", "looked_up", "matched", "prompt", "queried", "request")
 
     def __init__(self, request: Any, looked_up: int) -> None:
         self.request = request
+        self.prompt = request.num_prompt_tokens
         self.looked_up = looked_up
         self.local = looked_up
         self.external = 0
@@ -74,8 +76,18 @@ class AdmissionObserver(Observer):
 
     def matched(self, _: None, result: Any, request: Any, num_computed_tokens: int) -> None:
         attempt = self._attempt(request)
+        if request.num_prompt_tokens != attempt.prompt:
+            self._prompt_cut(request)
+            attempt.prompt = request.num_prompt_tokens
         attempt.queried = num_computed_tokens
         attempt.matched, attempt.asynchronous = result
+
+    def _prompt_cut(self, request: Any) -> None:
+        """NIXL's connector takes the last token off the prompt of a Mamba prefill, as it is asked."""
+        number, prompt = self.log.ids[request.request_id], request.num_prompt_tokens
+        if request.request_id in self._unreported:
+            self._unreported[request.request_id] = prompt
+        self.log.emit(ev.Extended(self.log.now(), number, prompt, self.computed(request)))
 
     def promised(self, _: None, __: None, request: Any, blocks: Any, num_external_tokens: int) -> None:
         attempt = self._attempts.get(request.request_id)
@@ -152,47 +164,31 @@ class AdmissionObserver(Observer):
         self._planned = []
 
     def _admitted(self, request_id: str, attempt: _Attempt, scheduled: int) -> None:
-        number, request, now = self.log.ids[request_id], attempt.request, self.log.now()
-        failed = self._failed_attempts.pop(request_id, None)
-        if failed is not None:
-            self.log.emit(failed)
+        log, request, emit = self.log, attempt.request, self.log.emit
+        number, now, step = log.ids[request_id], log.now(), self._step
+        if self._failed_attempts:
+            failed = self._failed_attempts.pop(request_id, None)
+            if failed is not None:
+                emit(failed)
         if request_id in self._deferred:  # 0.33: the connector is told only when the load may start
             attempt.external = self._deferred[request_id][1]
+        local, external, queried = attempt.local, attempt.external, attempt.queried
         if attempt.looked_up >= 0:
-            self.log.emit(ev.LookedUp(now, number, self._step, attempt.looked_up))
-        if attempt.queried >= 0:
-            self.log.emit(
-                ev.Matched(
-                    now,
-                    number,
-                    self._step,
-                    attempt.queried,
-                    attempt.matched,
-                    attempt.asynchronous,
-                )
-            )
+            emit(ev.LookedUp(now, number, step, attempt.looked_up))
+        if queried >= 0:
+            emit(ev.Matched(now, number, step, queried, attempt.matched, attempt.asynchronous))
+        resumed, counted = self.preemptions(request) > 0, self.counts_lookups(request)
         computed = self.computed(request) - scheduled
         replayed = 0
         if scheduled and self._replays:
-            replayed = max(0, attempt.local + attempt.external - request.replay_start)
+            replayed = max(0, local + external - request.replay_start)
             replayed = replayed if request.replay_start else 0
-        self.log.emit(
-            ev.Admitted(
-                now,
-                number,
-                self._step,
-                self.preemptions(request) > 0,
-                attempt.local,
-                attempt.external,
-                not scheduled,
-                computed + replayed,
-                self.counts_lookups(request),
-            )
-        )
+        begins = computed + replayed
+        emit(ev.Admitted(now, number, step, resumed, local, external, not scheduled, begins, counted))
         if replayed:
-            self.log.emit(ev.RolledBack(now, number, "replay", computed + replayed, computed))
+            emit(ev.RolledBack(now, number, "replay", begins, computed))
         self._lived.add(request_id)
-        self.log.admitted(request_id, runs=scheduled > 0)
+        log.admitted(request_id, runs=scheduled > 0)
 
     def _not_admitted(self, request_id: str, attempt: _Attempt) -> None:
         """Equal failed attempts in a row are one event, told when they end."""
@@ -236,7 +232,7 @@ class AdmissionObserver(Observer):
         before, after = self._counted, self._counters()
         if before is None or (not admitted and before == after):
             return
-        rise = [new - old for old, new in zip(before, after, strict=True)]
+        rise = list(map(sub, after, before))
         manager = self.scheduler.kv_cache_manager
         if manager.prefix_cache_stats is None or "local" not in self.COUNTED:
             rise[:3] = (-1, -1, -1)

@@ -35,6 +35,9 @@ class Callers:
     def __init__(self, *ours: str) -> None:
         self._ours = frozenset(ours)
         self._sorts: dict[CodeType, str] = {}
+        self.managers: dict[int, str] = {}
+        """Names of the methods of a group's manager that have called, by the id of their code, which is
+        quicker to look up than the code itself and as good while ``_sorts`` has it."""
 
     def caller(self) -> Caller:
         """Of the pool's method that is wrapped by whoever asks."""
@@ -48,6 +51,7 @@ class Callers:
                 group = getattr(known.get("self"), "kv_cache_group_id", None)
                 if group is None:
                     return Caller(None, -1, code.co_name)
+                self.managers[id(code)] = code.co_name
                 return Caller(known["request_id"], group, code.co_name)
             if sort is REQUEST:
                 return Caller(frame.f_locals["request"].request_id, -1, code.co_name)

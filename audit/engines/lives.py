@@ -121,31 +121,31 @@ class LifeObserver(LoadObserver):
     # --- the end ----------------------------------------------------------------------------------------
 
     def finished(self, request: Any, *_: Any, **__: Any) -> None:
-        request_id = request.request_id
-        number = self.log.ids.get(request_id)
+        log, request_id = self.log, request.request_id
+        number = log.ids.get(request_id)
         if number is None or request_id in self._gone:
             return
         failed = self._failed_attempts.pop(request_id, None)
         if failed is not None:
-            self.log.emit(failed)
+            log.emit(failed)
         if self._trims and not getattr(request, "resumable", False):
             self._past_stop(request, request.num_computed_tokens)
         if self.connector is not None:
             self.track(request, self.computed(request))
             self.connector.ends(request_id)
-        self.log.emit(
+        log.emit(
             ev.Finished(
-                at=self.log.now(),
-                request=number,
-                reason=_reason(request.status),
-                computed_tokens=self.computed(request),
-                in_flight_tokens=self.in_flight(request),
-                placeholder_tokens=self.placeholders(request),
-                sequence_tokens=request.num_tokens,
-                output_tokens=request.num_output_tokens,
+                log.now(),
+                number,
+                _reason(request.status),
+                self.computed(request),
+                self.in_flight(request),
+                self.placeholders(request),
+                request.num_tokens,
+                request.num_output_tokens,
             )
         )
-        if self.log.held is None:
+        if log.held is None:
             self._forget(request_id)
         else:  # its last output has not been told yet
             self._gone.append(request_id)

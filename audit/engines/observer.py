@@ -275,7 +275,8 @@ class Observer:
 
     def transferred(self, request: Any) -> bool:
         """Whether a prefill engine hands its KV over; the connector takes the word away at allocation."""
-        return bool((getattr(request, "kv_transfer_params", None) or {}).get("do_remote_prefill"))
+        words = getattr(request, "kv_transfer_params", None)
+        return bool(words and words.get("do_remote_prefill"))
 
     def unreported(self, request: Any) -> bool:
         """Whether the engine has still to tell where this prompt came from."""
@@ -300,6 +301,7 @@ class Observer:
             "max_model_len": int(scheduler.max_model_len),
             "prefix_caching": bool(config.cache_config.enable_prefix_caching),
             "drafts": int(scheduler.num_spec_tokens),
+            "sampled_beside_drafts": int(getattr(scheduler, "num_sampled_tokens_per_step", 1)),
             "connector": type(connector).__name__ if connector is not None else None,
             "plan": "read" if self.connector is not None and self.connector.reader else "opaque",
             "load_failure_policy": _failure_policy(transfer),

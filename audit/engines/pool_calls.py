@@ -7,7 +7,8 @@ with the call is guarded: an observer must never stop the engine.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvledger.audit.engines.callers import Caller
@@ -19,17 +20,23 @@ Make = Callable[[Any, int, Method], Method]
 
 def taking(watch: Any, pool: int, original: Method) -> Method:
     """``get_new_blocks``: what it evicts on its way is told with it."""
+    getframe, caller, managers = sys._getframe, watch.callers.caller, watch.callers.managers
+    take, tell_now = watch.taken.append, watch.tell if watch.stacks else None
 
     @functools.wraps(original)
     def get_new_blocks(num_blocks: int) -> Any:
-        watch.inside = True
-        try:
-            blocks = original(num_blocks)
-        finally:
-            watch.inside = False
+        blocks = original(num_blocks)
         if blocks:
             try:
-                watch.taken(pool, blocks, watch.callers.caller())
+                frame = getframe(1)
+                by = managers.get(id(frame.f_code))
+                if by is None:
+                    take((pool, blocks, *caller()))
+                else:
+                    known = frame.f_locals
+                    take((pool, blocks, known["request_id"], known["self"].kv_cache_group_id, by))
+                if tell_now is not None:
+                    tell_now()
             except Exception as error:
                 watch.fail("get_new_blocks", error)
         return blocks
@@ -92,6 +99,7 @@ def unpinning(watch: Any, pool: int, original: Method) -> Method:
 
 def hashing(watch: Any, pool: int, original: Method) -> Method:
     """``cache_full_blocks``: those of its blocks that have another hash when it is over."""
+    hashed, tell_now = watch.hashed.append, watch.tell if watch.stacks else None
 
     @functools.wraps(original)
     def cache_full_blocks(
@@ -104,37 +112,31 @@ def hashing(watch: Any, pool: int, original: Method) -> Method:
         *rest: Any,
         **options: Any,
     ) -> Any:
-        if num_cached_blocks >= num_full_blocks:
-            return original(
-                request,
-                blocks,
-                num_cached_blocks,
-                num_full_blocks,
-                block_size,
-                kv_cache_group_id,
-                *rest,
-                **options,
-            )
-        new = blocks[num_cached_blocks:num_full_blocks]
-        before = [block._block_hash for block in new]
-        watch.inside = True
-        try:
-            result = original(
-                request,
-                blocks,
-                num_cached_blocks,
-                num_full_blocks,
-                block_size,
-                kv_cache_group_id,
-                *rest,
-                **options,
-            )
-        finally:
-            watch.inside = False
-        try:
-            watch.hashed_full(pool, request, kv_cache_group_id, new, before, num_cached_blocks, block_size)
-        except Exception as error:
-            watch.fail("cache_full_blocks", error)
+        first = num_cached_blocks
+        if num_full_blocks == first + 1:
+            new: Sequence[Any] = (blocks[first],)
+            before: Sequence[Any] = (new[0]._block_hash,)
+        else:
+            new = blocks[first:num_full_blocks]
+            before = [block._block_hash for block in new]
+        result = original(
+            request,
+            blocks,
+            num_cached_blocks,
+            num_full_blocks,
+            block_size,
+            kv_cache_group_id,
+            *rest,
+            **options,
+        )
+        if new:
+            first = num_cached_blocks
+            try:
+                hashed((pool, request, kv_cache_group_id, request.num_tokens, new, before, first, block_size))
+                if tell_now is not None:
+                    tell_now()
+            except Exception as error:
+                watch.fail("cache_full_blocks", error)
         return result
 
     return cache_full_blocks
@@ -145,18 +147,15 @@ def hashing_part(watch: Any, pool: int, original: Method) -> Method:
 
     @functools.wraps(original)
     def cache_partial_block(request: Any, block: Any, num_tokens: int, *rest: Any, **options: Any) -> Any:
+        watch.tell()
         before, more = block._block_hash, watch.further_hashes(pool, block)
-        watch.inside = True
-        try:
-            result = original(request, block, num_tokens, *rest, **options)
-        finally:
-            watch.inside = False
+        result = original(request, block, num_tokens, *rest, **options)
         replaced = before is not None and block._block_hash != before
         watch.parted.add(pool)
         if result is not None and (replaced or (result != before and result not in more)):
             try:
                 group = options["kv_cache_group_id"] if "kv_cache_group_id" in options else rest[0]
-                watch.hashed(pool, request, group, [block], [num_tokens], replaced, result)
+                watch.hashed_part(pool, request, group, block, num_tokens, replaced, result)
             except Exception as error:
                 watch.fail("cache_partial_block", error)
         return result
@@ -165,12 +164,37 @@ def hashing_part(watch: Any, pool: int, original: Method) -> Method:
 
 
 def evicting(watch: Any, pool: int, original: Method) -> Method:
+    """``evict_blocks``, of ids: those that had a hash have none when it is over."""
+    blocks = watch.pools[pool].blocks
+
+    @functools.wraps(original)
+    def evict_blocks(block_ids: Any) -> Any:
+        watch.tell()
+        block_ids = list(block_ids)
+        had = [blocks[each] for each in block_ids if blocks[each]._block_hash is not None]
+        result = original(block_ids)
+        evicted = [block for block in had if block._block_hash is None]
+        if evicted:
+            try:
+                watch.evicted(pool, evicted, watch.callers.caller())
+            except Exception as error:
+                watch.fail("evict_blocks", error)
+        return result
+
+    return evict_blocks
+
+
+def evicting_one(watch: Any, pool: int, original: Method) -> Method:
     """``_maybe_evict_cached_block``, where it is not on the way of another call."""
+    getframe = sys._getframe
 
     @functools.wraps(original)
     def _maybe_evict_cached_block(block: Any) -> Any:
+        by_itself = getframe(1).f_code.co_name not in ("get_new_blocks", "evict_blocks")
+        if by_itself:
+            watch.tell()
         result = original(block)
-        if result and not watch.inside:
+        if result and by_itself:
             try:
                 watch.evicted(pool, [block], watch.callers.caller())
             except Exception as error:
@@ -182,19 +206,26 @@ def evicting(watch: Any, pool: int, original: Method) -> Method:
 
 def moving(watch: Any, pool: int, original: Method) -> Method:
     """``move_block_hashes``: the hashes go with a copy, and the source will be written to."""
-    return after(watch, original, lambda _, source, target: watch.moved(pool, source, target))
+    return after(watch, original, lambda _, source, target: watch.moved(pool, source, target), watch.tell)
 
 
 def resetting(watch: Any, pool: int, original: Method) -> Method:
     """``reset_prefix_cache``."""
-    return after(watch, original, lambda result: watch.reset(pool, bool(result)))
+    return after(watch, original, lambda result: watch.reset(pool, bool(result)), watch.tell)
 
 
-def after(watch: Any, original: Method, see: Callable[..., None]) -> Method:
-    """``see`` gets what came of the call and then its arguments, as a caller wrote them."""
+def after(
+    watch: Any, original: Method, see: Callable[..., None], first: Callable[[], None] | None = None
+) -> Method:
+    """``see`` gets what came of the call and then its arguments, as a caller wrote them.
+
+    ``first`` is called before, where hashes go that have still to be told.
+    """
 
     @functools.wraps(original)
     def seen(*args: Any, **kwargs: Any) -> Any:
+        if first is not None:
+            first()
         result = original(*args, **kwargs)
         try:
             see(result, *args, **kwargs)
@@ -212,7 +243,8 @@ WRAPPERS: dict[str, Make] = {
     "unpin_blocks": unpinning,
     "cache_full_blocks": hashing,
     "cache_partial_block": hashing_part,
-    "_maybe_evict_cached_block": evicting,
+    "evict_blocks": evicting,
+    "_maybe_evict_cached_block": evicting_one,
     "move_block_hashes": moving,
     "reset_prefix_cache": resetting,
 }

@@ -11,7 +11,7 @@ These events go straight to the sink: equal steps stay counted, and are told whe
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvledger.audit import events as ev
@@ -48,16 +48,19 @@ POOL: tuple[Hook, ...] = (
     Hook("", "cache_full_blocks", (_FULL, (*_FULL, "block_mask"))),
     Hook("", "cache_partial_block", (_PART, (*_PART, "replace_existing_hashes")), optional=True),  # 0.24
     Hook("", "move_block_hashes", (("src_block", "dst_block"),), optional=True),  # since 0.27
-    Hook("", "_maybe_evict_cached_block", (("block",),)),
+    Hook("", "evict_blocks", (("block_ids",),), optional=True),  # since 0.13
     Hook("", "reset_prefix_cache", ((),)),
 )
+EVICTING: tuple[Hook, ...] = (Hook("", "_maybe_evict_cached_block", (("block",),)),)
 MANAGER: tuple[Hook, ...] = (
     Hook("", "_apply_cow", (("request_id", "block_idx", "source_block", "cow_block"),), optional=True),
 )
 SCHEDULER: tuple[Hook, ...] = (
     Hook("", "schedule", (), after="scheduled"),
     Hook("", "_free_blocks", (("request",),), after="left"),
-    Hook("kv_cache_manager", "pop_blocks_for_free", (("request",),), after="deferred", optional=True),
+)
+ALL_GROUPS: tuple[Hook, ...] = (
+    Hook("", "pop_blocks_for_free", (("request",),), after="deferred", optional=True),  # since 0.24
 )
 
 
@@ -100,7 +103,12 @@ def differences(scheduler: Any) -> list[str]:
     if not managers:
         return ["it has no managers of single KV cache groups"]
     found = unreadable(managers)
-    for table, owner in ((POOL, managers[0].block_pool), (MANAGER, managers[0]), (SCHEDULER, scheduler)):
+    for table, owner in (
+        (POOL, managers[0].block_pool),
+        (MANAGER, managers[0]),
+        (ALL_GROUPS, manager),
+        (SCHEDULER, scheduler),
+    ):
         try:
             check(table, owner)
         except EngineMismatch as mismatch:
@@ -126,17 +134,21 @@ class PoolWatch:
         stacks: bool = False,
     ) -> None:
         self.scheduler = scheduler
+        self._manager = manager
         self.managers: tuple[Any, ...] = tuple(manager.coordinator.single_type_managers)
         if found := unreadable(self.managers):
             raise EngineMismatch("; ".join(found))
         self.pools: list[Any] = list(dict.fromkeys(found.block_pool for found in self.managers))
-        self.inside = False
-        """Whether the pool is called by a call that is told as a whole."""
         self.callers = Callers(__name__, callers.__name__, pool_calls.__name__, Wrapping.__module__)
         self._log = log
         self._step = step
         self._failed = failed
-        self._stacks = stacks
+        self.stacks = stacks
+        self.taken: list[tuple[int, list[Any], str | None, int, str]] = []
+        """Pool, blocks and caller of what was handed out and has not been told yet."""
+        self.hashed: list[tuple[int, Any, int, int, Sequence[Any], Sequence[Any], int, int]] = []
+        """Calls of ``cache_full_blocks``: pool, request, group, the request's length, blocks, their hashes
+        before, the place of the first in its table, tokens a block."""
         self._numbers: dict[str, int] = {}
         """Requests whose tables have not been told gone, also those that the log has forgotten."""
         self._names: list[dict[int, int]] = [{} for _ in self.pools]
@@ -147,10 +159,6 @@ class PoolWatch:
         """Pools in which a block was hashed for a part of its tokens: one block, several hashes."""
         self._cursors = [0] * len(self.pools)
         self._table_cursor = 0
-        self._taken: list[int] = []
-        self._taken_by = (0, "")
-        self._hashed: list[int] = []
-        self._hashed_by = (0, False)
         self._wrappings: list[Wrapping | _OnInstance] = []
         self._active = True
         try:
@@ -162,17 +170,18 @@ class PoolWatch:
     def _wrap(self) -> None:
         rows: list[tuple[Any, str, Callable[[Callable[..., Any]], Any]]] = []
         for number, pool in enumerate(self.pools):
-            for hook, owner in check(POOL, pool):
+            directly = any(_evicts(manager) for manager in self.managers if manager.block_pool is pool)
+            for hook, owner in check((*POOL, *EVICTING) if directly else POOL, pool):
                 wrapper = pool_calls.WRAPPERS[hook.method]
                 rows.append((owner, hook.method, functools.partial(wrapper, self, number)))
         for manager in self.managers:
             for hook, owner in check(MANAGER, manager):
                 rows.append((owner, hook.method, self._after(functools.partial(self.copied, manager))))
-        if self.scheduler is not None:
-            for hook, owner in check(SCHEDULER, self.scheduler):
+        for table, root in ((ALL_GROUPS, self._manager), (SCHEDULER, self.scheduler)):
+            for hook, owner in check(table, root) if root is not None else ():
                 rows.append((owner, hook.method, self._after(getattr(self, hook.after))))
         for owner, method, make in rows:
-            on_class = owner is self.scheduler or not _OnInstance.fits(owner, method)
+            on_class = owner in (self.scheduler, self._manager) or not _OnInstance.fits(owner, method)
             self._wrappings.append((Wrapping if on_class else _OnInstance)(owner, method, make))
 
     def _after(self, see: Callable[..., None]) -> Callable[[Callable[..., Any]], Any]:
@@ -187,32 +196,68 @@ class PoolWatch:
 
     def fail(self, method: str, error: Exception) -> None:
         """An observer raised: what it should have seen is missing, and what follows from it."""
+        self.taken.clear()
+        self.hashed.clear()
         if self._active:
             self.remove()
             self._failed(method, error, True)
 
     # --- what a pool is called for ---------------------------------------------------------------
 
-    def taken(self, pool: int, blocks: list[Any], caller: Caller) -> None:
-        """``get_new_blocks``: told with what else is taken in this step, until something else happens."""
-        if self._taken and (pool, caller.by) != self._taken_by:
-            self.tell()
-        self._taken_by = pool, caller.by
-        self._taken += (self._number(caller.request_id), caller.group, len(blocks))
-        self._taken += [block.block_id for block in blocks]
-        if self._stacks:
-            self.tell()
-
     def tell(self) -> None:
-        """Tell what was taken, and then what was hashed, since the last time."""
-        if self._taken:
-            rows, self._taken = self._taken, []
-            pool, by = self._taken_by
-            self._record(ev.BlocksTaken(self._log.now(), self._step(), pool, by, rows, self._stack()))
-        if self._hashed:
-            rows, self._hashed = self._hashed, []
-            pool, replaced = self._hashed_by
-            self._record(ev.BlocksHashed(self._log.now(), self._step(), pool, rows, replaced, self._stack()))
+        """Tell what was taken, and then what was hashed, since the last time. Never raises."""
+        try:
+            if self.taken:
+                self._tell_taken()
+            if self.hashed:
+                self._tell_hashed()
+        except Exception as error:  # an observer must never stop the engine
+            self.fail("what a pool was called for", error)
+
+    def _tell_taken(self) -> None:
+        """Calls in a row by one operation are one event."""
+        rows: list[int] = []
+        last = (0, "")
+        numbers = self._numbers
+        for pool, blocks, request_id, group, by in self.taken:
+            if rows and (pool, by) != last:
+                self._record(ev.BlocksTaken(self._log.now(), self._step(), *last, rows, self._stack()))
+                rows = []
+            last = pool, by
+            number = numbers.get(request_id)  # type: ignore[arg-type]
+            rows += (self._number(request_id) if number is None else number, group, len(blocks))
+            rows += [block.block_id for block in blocks]
+        self.taken.clear()
+        self._record(ev.BlocksTaken(self._log.now(), self._step(), *last, rows, self._stack()))
+
+    def _tell_hashed(self) -> None:
+        """Of the blocks in each call those that got another hash."""
+        rows: list[int] = []
+        last = (-1, False)
+        for pool, request, group, tokens, blocks, before, place, size in self.hashed:
+            new: list[int] = []
+            replaced = False
+            for block, old in zip(blocks, before, strict=True):
+                place += 1
+                found = block._block_hash
+                if found is old or found is None:
+                    continue
+                replaced = replaced or old is not None
+                new += (block.block_id, self._name(pool, block, found), place * size)
+            if not new:
+                continue
+            if rows and (pool, replaced) != last:
+                self._record_hashed(rows, *last)
+                rows = []
+            last = pool, replaced
+            rows += (self._number(request.request_id), group, tokens, len(new) // 3)
+            rows += new
+        self.hashed.clear()
+        if rows:
+            self._record_hashed(rows, *last)
+
+    def _record_hashed(self, rows: list[int], pool: int, replaced: bool) -> None:
+        self._record(ev.BlocksHashed(self._log.now(), self._step(), pool, rows, replaced, self._stack()))
 
     def touched(self, pool: int, blocks: list[Any], caller: Caller) -> None:
         """``touch``."""
@@ -229,39 +274,13 @@ class PoolWatch:
             ids, counts = _ids(blocks), _references(blocks)
             self._say(ev.BlocksFreed(*self._head(pool, caller), ids, counts, self._stack()))
 
-    def hashed_full(
-        self, pool: int, request: Any, group: int, new: list[Any], before: list[Any], first: int, size: int
+    def hashed_part(
+        self, pool: int, request: Any, group: int, block: Any, end: int, replaced: bool, further: Any
     ) -> None:
-        """Of the blocks ``new``, from place ``first`` of the table up, those that got another hash."""
-        hashed, ends, replaced = [], [], False
-        for place, (block, old) in enumerate(zip(new, before, strict=True), first + 1):
-            if block._block_hash is not None and block._block_hash is not old:
-                hashed.append(block)
-                ends.append(place * size)
-                replaced = replaced or old is not None
-        if hashed:
-            self.hashed(pool, request, group, hashed, ends, replaced)
-
-    def hashed(
-        self,
-        pool: int,
-        request: Any,
-        group: int,
-        blocks: list[Any],
-        ends: list[int],
-        replaced: bool,
-        further: Any = None,
-    ) -> None:
-        """Blocks were put into the cache map: for their hash, or for ``further``."""
-        if self._hashed and (pool, replaced) != self._hashed_by:
-            self.tell()
-        self._hashed_by = pool, replaced
-        number = self._number(request.request_id)
-        self._hashed += (number, group, request.num_tokens, len(blocks))
-        for block, end in zip(blocks, ends, strict=True):
-            self._hashed += (block.block_id, self._name(pool, block, further or block._block_hash), end)
-        if self._stacks:
-            self.tell()
+        """``cache_partial_block``: the hash ``further`` for the tokens up to ``end``."""
+        self.tell()
+        row = (self._number(request.request_id), group, request.num_tokens, 1)
+        self._record_hashed([*row, block.block_id, self._name(pool, block, further), end], pool, replaced)
 
     def further_hashes(self, pool: int, block: Any) -> tuple[Any, ...]:
         """The hashes of a block besides its first."""
@@ -340,10 +359,10 @@ class PoolWatch:
         return self._next_name - 1
 
     def _stack(self) -> list[str] | None:
-        return self.callers.stack() if self._stacks else None
+        return self.callers.stack() if self.stacks else None
 
     def _say(self, event: ev.Event) -> None:
-        if self._taken or self._hashed:
+        if self.taken or self.hashed:
             self.tell()
         self._record(event)
 
@@ -442,6 +461,15 @@ class PoolWatch:
 def _mapped(found: Any, block: Any) -> int:
     """2 for a hash, and 4 where the cache map leads from it to the block."""
     return 6 if found is block or (type(found) is dict and block.block_id in found) else 2
+
+
+def _evicts(manager: Any) -> bool:
+    """Whether a manager has its pool forget a block's hash by itself, as Mamba's does since 0.30."""
+    methods = (method for kind in type(manager).__mro__ for method in vars(kind).values())
+    return any(
+        "_maybe_evict_cached_block" in getattr(getattr(method, "__code__", None), "co_names", ())
+        for method in methods
+    )
 
 
 def _cache_map(pool: Any) -> Any:

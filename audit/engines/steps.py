@@ -8,7 +8,6 @@ other than one have to be remembered.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Container
 from itertools import compress, repeat
@@ -52,12 +51,11 @@ class StepLog:
         self.flushed_at = 0
         self._next_id = 0
         self._began = time.monotonic_ns()
-        # The last step, as the reader knows it: who, how many tokens each, drafts where there are any;
-        # and who had other than one, where only newcomers had.
+        # The last step, as the reader knows it: who, how many tokens each, drafts where there are any.
+        # Where there are no counts each had one but those in _odd.
         self._names: list[str] = []
-        self._counts: list[int] = []
-        self._single = False
-        self._odd: list[str] | None = []
+        self._counts: list[int] | None = None
+        self._odd: dict[str, int] = {}
         self._drafts: dict[str, int] = {}
         self._dropped: list[int] = []
         self._anew: dict[str, None] = {}
@@ -85,12 +83,21 @@ class StepLog:
 
     def emit(self, event: ev.Event) -> None:
         """Tell one event, after everything that came before it."""
-        if self.held is not None and not isinstance(event, ev.LoadFailed):
-            self.held.append(event)
+        held = self.held
+        if held is not None and type(event) is not ev.LoadFailed:
+            held.append(event)
             return
         if self._repeats or self._same_step:
             self.say_held_back(event.at)
         self.sink.record(event)
+
+    def emit_all(self, events: list[ev.Event]) -> None:
+        """Tell what has been held."""
+        if self._repeats or self._same_step:
+            self.say_held_back(events[0].at)
+        record = self.sink.record
+        for event in events:
+            record(event)
 
     def say_held_back(self, now: int) -> None:
         """Equal steps so far are told, and a step still without output, before what differs."""
@@ -110,7 +117,7 @@ class StepLog:
     def restart(self, started: ev.EngineStarted, snapshot: ev.Snapshot) -> None:
         """Begin anew: the next step names everyone."""
         self.say_held_back(snapshot.at)
-        self._names, self._counts, self._single, self._odd = [], [], False, []
+        self._names, self._counts, self._odd = [], None, {}
         self._drafts = {}
         self._dropped = []
         self._sampled, self._sampled_behind = dict.fromkeys(self.ids, UNTOLD), False
@@ -125,13 +132,40 @@ class StepLog:
         self._sampled[request_id] = UNTOLD
         self._lengths = None
 
-    def scheduled_again(self, step: int, names: list[str]) -> bool:
-        """Tell a step of one token for each of ``names``, if it equals the last; else False."""
-        if not self._single or names != self._names or self._anew or self._dropped:
+    def scheduled_singly(
+        self, step: int, names: list[str], tokens: dict[str, int], total: int, requests: dict[str, Any]
+    ) -> bool:
+        """Tell a step of one token for each of ``names``, who are all of the last, and of newcomers.
+
+        ``total`` is the sum of ``tokens``. False if it is another step, and nothing has been told then.
+        Nothing here goes through the requests one by one, as long as their order is the same.
+        """
+        anew = self._anew
+        if self._drafts or names != self._names:
             return False
+        counts = [tokens.get(name, 0) for name in anew]
+        if 0 in counts or len(tokens) != len(names) + len(counts) or total != len(names) + sum(counts):
+            return False
+        if self._counts is not None:
+            self._odd = {name: count for name, count in zip(names, self._counts, strict=True) if count != 1}
+            self._counts = None
         if self._same_step:
             self.say_held_back(self.now())
-        self._same_step = step
+        if not (self._odd or anew or self._dropped):
+            self._same_step = step
+            return True
+        ids = self.ids
+        changed: list[int] = []
+        for name in self._odd:
+            changed += (ids[name], 1, 0, requests[name].num_computed_tokens)
+        self._odd = {}
+        for name, count in zip(anew, counts, strict=True):
+            changed += (ids[name], count, 0, requests[name].num_computed_tokens)
+            if count != 1:
+                self._odd[name] = count
+        self.emit(ev.Stepped(self.now(), step, changed, self._dropped))
+        self._names += anew
+        self._anew, self._dropped = {}, []
         return True
 
     def scheduled(
@@ -141,6 +175,8 @@ class StepLog:
         if self._same_step:
             self.say_held_back(self.now())
         names, counts = list(tokens), list(tokens.values())
+        if self._counts is None:
+            self._counts = list(map(self._odd.get, self._names, repeat(1)))
         drafted = list(map(len, drafts.values())) if drafts else []
         if (
             names == self._names
@@ -156,23 +192,14 @@ class StepLog:
     def _step_differs(
         self, step: int, names: list[str], counts: list[int], drafts: dict[str, int], requests: dict[str, Any]
     ) -> None:
-        ids, anew, dropped = self.ids, self._anew, self._dropped
-        newcomers = list(zip(anew, counts[len(counts) - len(anew) :], strict=False))
-        odd = [name for name, count in newcomers if count != 1]
-        only_newcomers = len(counts) - counts.count(1) == len(odd)
+        ids, anew, dropped, last = self.ids, self._anew, self._dropped, self._counts or []
         if names == [*self._names, *anew]:  # as ever: who ran before, then who was admitted
-            if only_newcomers and self._odd is not None:
-                differ = [*zip(self._odd, repeat(1)), *newcomers]
-            else:
-                known = [*self._counts, *repeat(0, len(anew))]
-                differ = [(names[place], counts[place]) for place in _differing(counts, known)]
+            known = [*last, *repeat(0, len(anew))]
         else:
-            before = dict(zip(self._names, self._counts, strict=True))
+            before = dict(zip(self._names, last, strict=True))
             known = [0 if name in anew else before.pop(name, 0) for name in names]
             dropped += sorted(ids[name] for name in before if name not in anew or name not in names)
-            differ = [(names[place], counts[place]) for place in _differing(counts, known)]
-            only_newcomers = only_newcomers and names[len(names) - len(anew) :] == list(anew)
-        self._odd = odd if only_newcomers else None
+        differ = [(names[place], counts[place]) for place in _differing(counts, known)]
         if drafts != self._drafts:
             told = dict(differ)
             changed_drafts = {name for name, _ in drafts.items() ^ self._drafts.items()}
@@ -182,7 +209,6 @@ class StepLog:
         for name, count in differ:
             changed += (ids[name], count, drafts.get(name, 0), requests[name].num_computed_tokens)
         self._names, self._counts, self._drafts = names, counts, drafts
-        self._single = not drafts and counts.count(1) == len(counts)
         self._anew, self._dropped = {}, []
         if changed or dropped:
             self.emit(ev.Stepped(self.now(), step, changed, dropped))
@@ -204,13 +230,14 @@ class StepLog:
         engine threw away.
         """
         lengths = lengths or [0] * len(order)
-        same = order is self._order or order == self._order
-        if same and (lengths is self._lengths or lengths == self._lengths) and not skipped:
-            if self._same_step:
-                self._same_step = 0
-                self._repeats += 1
-            else:
-                self.emit(ev.Delivered(at, [], []))
+        if lengths is self._ones and not skipped:
+            self._remember_sampled()
+            self._order = self._lengths = None
+            self._tell_delivered(at, self._changed_lengths(order, lengths, index) if self._sampled else [])
+            return
+        same = order == self._order
+        if same and lengths == self._lengths and not skipped:
+            self._tell_delivered(at, [])
             return
         ids, known = self.ids, None if skipped else self._lengths
         if same and known is not None:
@@ -226,6 +253,14 @@ class StepLog:
         unheard = [ids[request_id] for request_id in dict.fromkeys(skipped) if request_id in ids]
         self.emit(ev.Delivered(at, changed, unheard))
         self._order, self._lengths = order, None if skipped else lengths
+
+    def _tell_delivered(self, at: int, changed: list[int]) -> None:
+        """An output; that it equals the last and so does its step is only counted."""
+        if changed or not self._same_step:
+            self.emit(ev.Delivered(at, changed, []))
+        else:
+            self._same_step = 0
+            self._repeats += 1
 
     def _changed_lengths(self, order: list[str], lengths: list[int], index: Container[str]) -> list[int]:
         """What :class:`~kvledger.audit.events.Delivered` says: numbers and lengths that differ."""
@@ -262,11 +297,15 @@ class StepLog:
         number = self.ids.pop(request_id)
         self._remember_sampled()
         self._order = None
-        with contextlib.suppress(ValueError):  # it may not have been in the last step
+        try:
             place = self._names.index(request_id)
-            del self._names[place], self._counts[place]
-            if self._odd and request_id in self._odd:
-                self._odd.remove(request_id)
+        except ValueError:  # it was not in the last step
+            pass
+        else:
+            del self._names[place]
+            if self._counts is not None:
+                del self._counts[place]
+            self._odd.pop(request_id, None)
             self._drafts.pop(request_id, None)
             self._dropped.append(number)
         self._sampled.pop(request_id, None)

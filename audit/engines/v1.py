@@ -116,23 +116,24 @@ class V1Observer(LifeObserver):
     # --- arrivals and look-ups ------------------------------------------------------------------------
 
     def request_added(self, _: None, __: None, request: Any) -> None:
-        request_id = request.request_id
-        if request_id in self.log.ids or request_id not in self.scheduler.requests:
+        log, request_id = self.log, request.request_id
+        if request_id in log.ids or request_id not in self.scheduler.requests:
             return  # a session's next chunk, or its end
+        prompt_tokens = request.num_prompt_tokens
         if self.unreported(request):
-            self._unreported[request_id] = request.num_prompt_tokens
-        self.log.emit(
+            self._unreported[request_id] = prompt_tokens
+        log.emit(
             ev.RequestAdded(
-                at=self.log.now(),
-                request=self.log.intern(request_id),
-                request_id=request_id,
-                prompt_tokens=request.num_prompt_tokens,
-                max_tokens=request.max_tokens,
-                priority=request.priority,
-                pooling=request.pooling_params is not None,
-                resumable=getattr(request, "resumable", False),
-                traceparent=_traceparent(getattr(request, "trace_headers", None)),
-                transferred=self.transferred(request),
+                log.now(),
+                log.intern(request_id),
+                request_id,
+                prompt_tokens,
+                request.max_tokens,
+                request.priority,
+                request.pooling_params is not None,
+                getattr(request, "resumable", False),
+                _traceparent(getattr(request, "trace_headers", None)),
+                self.transferred(request),
             )
         )
 
@@ -153,18 +154,18 @@ class V1Observer(LifeObserver):
             self.tell_planned()
         if not tokens:
             return
-        # A step of decodes has everyone in this list too, in the order of ``tokens``.
+        # Who ran before has this list too, in the order of ``tokens``.
         names = getattr(output.scheduled_cached_reqs, "req_ids", [])
-        single = len(names) == len(tokens) == output.total_num_scheduled_tokens and not drafts
-        if not (single and self.log.scheduled_again(self._step, names)):
-            self.log.scheduled(self._step, tokens, drafts, self.scheduler.requests)
+        log, total, requests = self.log, output.total_num_scheduled_tokens, self.scheduler.requests
+        if drafts or not log.scheduled_singly(self._step, names, tokens, total, requests):
+            log.scheduled(self._step, tokens, drafts, requests)
 
     # --- an output ------------------------------------------------------------------------------------
 
     def output_arrives(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Before the engine takes it: stop handling trims the token lists in place."""
         sampled = model_runner_output.sampled_token_ids
-        if self._one_at_most and sampled and type(sampled[0]) is list and [] not in sampled:
+        if self._one_at_most and sampled and type(sampled[0]) is list and all(sampled):
             lengths = self.log.one_each(len(sampled))
         else:
             lengths = list(map(len, sampled))
@@ -191,8 +192,7 @@ class V1Observer(LifeObserver):
             if self._unreported:
                 self._report(result, model_runner_output, lengths)
         if held:
-            for event in held:
-                log.emit(event)
+            log.emit_all(held)
         if self._gone:
             for request_id in self._gone:
                 self._forget(request_id)
