@@ -162,6 +162,7 @@ class HashedContent(NamedTuple):
     """
 
     why: str
+    request_id: str
     pool: int
     block: int
     end: int
@@ -233,8 +234,9 @@ class BlockLedger:
         """By request, how often it holds each (pool, block) by a table."""
         self.ending: dict[int, int] = {}
         """Requests that ended and whose tables are not known to be gone, with the time of their end."""
-        self.failed: dict[tuple[int, int], int] = {}
-        """Blocks hashed for what failed to load and is to be computed in its place, with the request."""
+        self.failed: dict[tuple[int, int], tuple[int, str, int]] = {}
+        """Blocks hashed for what failed to load and is to be computed in its place: the request, by
+        number and id, and from which position up."""
         self._hashed: list[tuple[int, int, int, int]] = []
         self._hit: list[tuple[int, int]] = []
         self._found: list[Finding] = []
@@ -298,18 +300,19 @@ class BlockLedger:
                 continue
             if life.asynchronous and life.pending and not life.ran and end > life.local:
                 story = self._story(pool, block)
-                self._tell(HashedContent("pending", pool, block, end, life.local, story), request)
+                self._tell(HashedContent("pending", account.request_id, pool, block, end, life.local, story), request)
 
     def _load_failed(self, event: ev.LoadFailed) -> None:
         """What the request had hashed above the failure is good only when it has been computed."""
         for pool, block in self.held.get(event.request, ()):
             record = self.pools[pool].records[block]
             if record.hashed == 1 and record.hasher == event.request and record.end > event.computed_tokens:
-                self.failed[pool, block] = event.request
+                whose = self._holder(TABLE, event.request, UNKNOWN).request_id
+                self.failed[pool, block] = event.request, whose, event.computed_tokens
 
     def _computed_again(self, accounts: Accounts) -> None:
         """A step: what it computes is good; a hit on the rest read what is not there."""
-        for (pool, block), request in list(self.failed.items()):
+        for (pool, block), (request, _, _) in list(self.failed.items()):
             account, record = accounts.get(request), self.pools[pool].records[block]
             if record.hasher != request or (account is not None and account.computed >= record.end):
                 del self.failed[pool, block]
@@ -320,11 +323,9 @@ class BlockLedger:
 
     def _not_there(self, pool: int, block: int) -> None:
         """A block that is hashed for what never came is hit, or left to be hit."""
-        request, record = self.failed.pop((pool, block)), self.pools[pool].records[block]
-        account = self._accounts.get(request)
-        limit = account.computed if account is not None else UNKNOWN
-        story = self._story(pool, block)
-        self._tell(HashedContent("failed", pool, block, record.end, limit, story), request)
+        request, request_id, limit = self.failed.pop((pool, block))
+        end, story = self.pools[pool].records[block].end, self._story(pool, block)
+        self._tell(HashedContent("failed", request_id, pool, block, end, limit, story), request)
 
     # --- pools -----------------------------------------------------------------------------------
 
@@ -436,7 +437,7 @@ class BlockLedger:
                 self._tell(stray, event.request)
                 record.known = False  # what it is now is the engine's to say
             counts[block] = references
-            if self.failed.get((event.pool, block), UNKNOWN) == event.request >= 0:
+            if self.failed.get((event.pool, block), (UNKNOWN,))[0] == event.request >= 0:
                 if record.hashed == 1 and record.hasher == event.request:
                     self._not_there(event.pool, block)
                 self.failed.pop((event.pool, block), None)
@@ -478,7 +479,8 @@ class BlockLedger:
                 )
                 if end > sequence_tokens >= 0:
                     story = self._story(event.pool, block)
-                    said = HashedContent("sequence", event.pool, block, end, sequence_tokens, story)
+                    whose = self._holder(TABLE, request, group).request_id
+                    said = HashedContent("sequence", whose, event.pool, block, end, sequence_tokens, story)
                     self._tell(said, request)
 
     def _hash(

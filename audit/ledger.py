@@ -217,6 +217,7 @@ class Ledger:
         self._blind: str | None = None
         self._count_unsure = False
         self._reports = "first"
+        self._sampled_beside_drafts = 1
         self._entries: list[Entry] = []
         self._posting: dict[type[ev.Event], Callable[..., None]] = {
             ev.EngineStarted: self._engine_started,
@@ -316,6 +317,8 @@ class Ledger:
         if self.engine is None:
             self.engine = event
             self._reports = str(event.configuration.get("figures"))
+            beside = event.configuration.get("sampled_beside_drafts")
+            self._sampled_beside_drafts = 0 if beside == 0 else 1  # 0: diffusion
         self._enter(event)
 
     def _engine_stopped(self, event: ev.EngineStopped) -> None:
@@ -661,8 +664,9 @@ class Ledger:
             life = flight.life
             sampled = account.sampled
             heard = request not in ignored if ignored else True
-            if flight.drafts and sampled > 0:
-                tokens -= self._reject(account, flight, flight.drafts - sampled + 1, heard)
+            if flight.drafts and (sampled > 0 or not self._sampled_beside_drafts):
+                rejected = flight.drafts - max(0, sampled) + self._sampled_beside_drafts
+                tokens -= self._reject(account, flight, rejected, heard)
             if not life.delivered:
                 life.delivered = True
                 if life.pending:
@@ -853,7 +857,8 @@ class Ledger:
         if life is None:
             life = self._adopt(account, tokens * times)
         sampled = max(0, account.sampled)
-        rejected = max(0, drafts - sampled + 1) if drafts and sampled else 0
+        beside = self._sampled_beside_drafts
+        rejected = max(0, drafts - sampled + beside) if drafts and (sampled or not beside) else 0
         advance = (tokens - rejected) * times
         start = account.in_flight[0].start if account.in_flight else account.computed
         for flight in account.in_flight:
@@ -927,7 +932,7 @@ class Ledger:
         account.prompt_tokens = account.sequence_tokens = event.prompt_tokens
         account.settled = False
         account.reports = 0
-        self._line(account, f"session: the prompt is now {event.prompt_tokens} tokens")
+        self._line(account, f"the prompt is now {event.prompt_tokens} tokens")
         self._enter(event, account)
 
     def _finished(self, event: ev.Finished) -> None:

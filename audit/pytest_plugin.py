@@ -95,22 +95,24 @@ class Plugin:
                 self._wrapped.append(found)
                 self._tell_of_instances(found, observe)
                 if name == SCHEDULER:
-                    self._begin_when_used(found, "add_request")
-                    self._begin_when_used(found, "schedule")
+                    self._begin_at_first_step(found)
 
-    def _begin_when_used(self, class_: Any, method: str) -> None:
-        """A test may give its scheduler another connector: it is watched from its first use on."""
-        original = getattr(class_, method)
+    def _begin_at_first_step(self, class_: Any) -> None:
+        """A test may give its scheduler another connector, and requests of any state, before that.
+
+        Nothing is lost: who waits then, untouched, is known wholly.
+        """
+        original = class_.schedule
 
         @functools.wraps(original)
-        def used(instance: Any, *args: Any, **kwargs: Any) -> Any:
+        def schedule(instance: Any, *args: Any, **kwargs: Any) -> Any:
             if any(built is instance for built in self._built):
                 self._built = [built for built in self._built if built is not instance]
                 self._observe_scheduler(instance)
-                return getattr(instance, method)(*args, **kwargs)
+                return instance.schedule(*args, **kwargs)
             return original(instance, *args, **kwargs)
 
-        setattr(class_, method, used)
+        class_.schedule = schedule
 
     def _tell_of_instances(self, class_: Any, observe: Any) -> None:
         original = class_.__init__

@@ -71,8 +71,8 @@ class Figures:
     """Ids and messages."""
 
 
-def watch(drive: Callable[..., Any]) -> Seen:
-    """Drive a scheduler under observation; what the host raises is part of what is seen."""
+def watch(drive: Callable[..., Any], level: str = "tokens") -> Seen:
+    """Drive a scheduler under observation at ``level``; what the host raises is part of what is seen."""
     from kvledger.audit.auditor import Auditor
     from kvledger.audit.engines import choose, host_version
     from kvledger.audit.recorder import MemoryRecorder
@@ -80,7 +80,7 @@ def watch(drive: Callable[..., Any]) -> Seen:
     sink, observers, schedulers, raised = MemoryRecorder(), [], [], ""
 
     def attach(scheduler: Any) -> None:
-        observer: Any = choose(scheduler)(scheduler, sink, version=host_version())
+        observer: Any = choose(scheduler)(scheduler, sink, version=host_version(), level=level)
         observer.start()
         observers.append(observer)
         schedulers.append(scheduler)
@@ -246,6 +246,25 @@ def full_hit_runs_unseen() -> Figures:
         f"{said.computed_tokens} tokens of the prompt computed",
         f"{account.first_prompt} computed first, and again: {rework}",
     )
+
+
+def failed_load_stays_cached() -> Figures:
+    from kvledger.audit.conformance.driver import start
+
+    def drive(attach: Callable[[Any], object]) -> None:
+        driver = start(attach, connector="scripted")
+        driver.connector.say("r", 160)
+        driver.add("r", 200, 3)
+        driver.schedule()
+        driver.output(invalid_blocks=driver.blocks("r")[4:10])
+        driver.abort("r")
+        driver.add("next", 200, 3, shares=("r", 200))
+        driver.run()
+
+    seen = watch(drive, level="blocks")
+    (admitted,) = seen.of("Admitted", "next")
+    found = "the next request with this prompt finds {} tokens in the cache"
+    return figures(seen, found.format(admitted.local_tokens), found.format(64))
 
 
 def never_fits_again() -> Figures:
@@ -453,6 +472,19 @@ FAULTS: tuple[Fault, ...] = (
         never_fits_again,
         "1 look-ups kept for a request that has ended",
         ("tokens/stale-lookup",),
+    ),
+    Fault(
+        "failed-load-stays-cached",
+        "Where failed loads are computed instead (policy `recompute`), the blocks of a synchronous load that "
+        "failed keep their hashes, since they will be filled. If the request is aborted or preempted first "
+        "they never are, and the next request with this prefix takes them for a hit: its output is made of "
+        "what was in these blocks before.",
+        "0.12.0 to 0.33.0",
+        ("0.12.0", "0.33.0"),
+        SCHEDULER.format("_handle_invalid_blocks") + ", which evicts such blocks only under the policy `fail`",
+        failed_load_stays_cached,
+        "the next request with this prompt finds 192 tokens in the cache",
+        ("blocks/hash-content",),
     ),
     Fault(
         "session-leaks-blocks",

@@ -10,6 +10,7 @@ into this repository, and it is no part of the tests here. `--write` makes docs/
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -69,11 +70,14 @@ EXCLUDED = {
 }
 """Beginnings of the names of tests that forge an engine's state, with what they forge."""
 
-OPT = """{"architectures": ["OPTForCausalLM"], "model_type": "opt", "hidden_size": 768,
-"num_hidden_layers": 12, "num_attention_heads": 12, "ffn_dim": 3072, "max_position_embeddings": 2048,
-"vocab_size": 50272, "word_embed_proj_dim": 768, "do_layer_norm_before": true, "torch_dtype": "float16",
-"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 2}"""
-"""The configuration that the tests of schedulers ask for; no weights."""
+MODELS = {
+    "facebook/opt-125m": {"model_type": "opt", "architectures": ["OPTForCausalLM"]},
+    "facebook/opt-350m": {"model_type": "opt", "architectures": ["OPTForCausalLM"]},
+    "Qwen/Qwen1.5-7B": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
+    "Qwen/Qwen3-0.6B": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
+    "Qwen/Qwen2.5-VL-3B-Instruct": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
+}
+"""Configurations that the tests of schedulers ask for: their kinds, and the defaults of these. No weights."""
 
 
 @dataclass
@@ -113,27 +117,30 @@ def sources(release: str) -> Path:
     return folder
 
 
-def model() -> Path:
-    """A hub cache that holds one configuration."""
+def models() -> Path:
+    """A hub cache that holds the configurations."""
     hub = UPSTREAM / "hub"
-    snapshot = hub / "models--facebook--opt-125m" / "snapshots" / "local"
-    snapshot.mkdir(parents=True, exist_ok=True)
-    (snapshot / "config.json").write_text(OPT)
-    references = snapshot.parent.parent / "refs"
-    references.mkdir(exist_ok=True)
-    (references / "main").write_text("local")
+    for name, configuration in MODELS.items():
+        folder = hub / f"models--{name.replace('/', '--')}"
+        for part, file, text in (
+            ("snapshots/local", "config.json", json.dumps(configuration)),
+            ("refs", "main", "local"),
+        ):
+            (folder / part).mkdir(parents=True, exist_ok=True)
+            (folder / part / file).write_text(text)
     return hub
 
 
 def passed(release: str, files: Sequence[str], *options: str) -> dict[str, set[str]]:
     """The names of the tests that pass, by file; all in one process, which imports vLLM once."""
     folder = sources(release)
-    told = environ(release) | {"HF_HUB_CACHE": str(model()), "CUDA_VISIBLE_DEVICES": ""}
+    told = environ(release) | {"HF_HUB_CACHE": str(models()), "CUDA_VISIBLE_DEVICES": ""}
     path = [told.get("PYTHONPATH", ""), str(folder), str(ROOT / "src")]
     told["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.xml"
-        command = [str(BIN / "python"), "-m", "pytest", "-q", "-W", "ignore", "--noconftest"]
+        command = [str(BIN / "python"), "-m", "pytest", "-q", "-W", "ignore"]
+        command += ["--confcutdir", str(folder / "tests" / "v1")]  # what stands above asks for a device
         command += ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(folder)]
         command += ["--continue-on-collection-errors", f"--junitxml={report}", *options]
         command += [f"tests/{file}" for file in files]

@@ -17,10 +17,11 @@ from kvledger.audit.engines.plans import Saved
 class _Attempt:
     """One waiting request's look-up in the current step."""
 
-    __slots__ = ("asynchronous", "external", "local", "looked_up", "matched", "queried", "request")
+    __slots__ = ("asynchronous", "external", "local", "looked_up", "matched", "prompt", "queried", "request")
 
     def __init__(self, request: Any, looked_up: int) -> None:
         self.request = request
+        self.prompt = request.num_prompt_tokens
         self.looked_up = looked_up
         self.local = looked_up
         self.external = 0
@@ -74,8 +75,18 @@ class AdmissionObserver(Observer):
 
     def matched(self, _: None, result: Any, request: Any, num_computed_tokens: int) -> None:
         attempt = self._attempt(request)
+        if request.num_prompt_tokens != attempt.prompt:
+            self._prompt_cut(request)
+            attempt.prompt = request.num_prompt_tokens
         attempt.queried = num_computed_tokens
         attempt.matched, attempt.asynchronous = result
+
+    def _prompt_cut(self, request: Any) -> None:
+        """NIXL's connector takes the last token off the prompt of a Mamba prefill, as it is asked."""
+        number, prompt = self.log.ids[request.request_id], request.num_prompt_tokens
+        if request.request_id in self._unreported:
+            self._unreported[request.request_id] = prompt
+        self.log.emit(ev.Extended(self.log.now(), number, prompt, self.computed(request)))
 
     def promised(self, _: None, __: None, request: Any, blocks: Any, num_external_tokens: int) -> None:
         attempt = self._attempts.get(request.request_id)

@@ -40,7 +40,8 @@ class ConnectorWatch:
         self._ended: dict[str, int] = {}
         self._delayed: dict[str, int] = {}
         self._hooks = [Hooks(TABLE, scheduler.connector, self, failed)]
-        for place, child in enumerate(getattr(scheduler.connector, "_connectors", ())):
+        children = getattr(scheduler.connector, "_connectors", ())
+        for place, child in enumerate(children if isinstance(children, list | tuple) else ()):
             watch = _Child(f"{place} {type(child).__name__}", log, step)
             self._hooks.append(Hooks(CHILD_TABLE, child, watch, failed))
 

@@ -272,6 +272,7 @@ class Observer:
             "max_model_len": int(scheduler.max_model_len),
             "prefix_caching": bool(config.cache_config.enable_prefix_caching),
             "drafts": int(scheduler.num_spec_tokens),
+            "sampled_beside_drafts": int(getattr(scheduler, "num_sampled_tokens_per_step", 1)),
             "connector": type(connector).__name__ if connector is not None else None,
             "plan": "read" if self.connector is not None and self.connector.reader else "opaque",
             "load_failure_policy": _failure_policy(transfer),

@@ -51,7 +51,9 @@ MANAGER: tuple[Hook, ...] = (
 SCHEDULER: tuple[Hook, ...] = (
     Hook("", "schedule", (), after="scheduled"),
     Hook("", "_free_blocks", (("request",),), after="left"),
-    Hook("kv_cache_manager", "pop_blocks_for_free", (("request",),), after="deferred", optional=True),
+)
+ALL_GROUPS: tuple[Hook, ...] = (
+    Hook("", "pop_blocks_for_free", (("request",),), after="deferred", optional=True),  # since 0.24
 )
 
 
@@ -94,7 +96,12 @@ def differences(scheduler: Any) -> list[str]:
     if not managers:
         return ["it has no managers of single KV cache groups"]
     found = unreadable(managers)
-    for table, owner in ((POOL, managers[0].block_pool), (MANAGER, managers[0]), (SCHEDULER, scheduler)):
+    for table, owner in (
+        (POOL, managers[0].block_pool),
+        (MANAGER, managers[0]),
+        (ALL_GROUPS, manager),
+        (SCHEDULER, scheduler),
+    ):
         try:
             check(table, owner)
         except EngineMismatch as mismatch:
@@ -120,6 +127,7 @@ class PoolWatch:
         stacks: bool = False,
     ) -> None:
         self.scheduler = scheduler
+        self._manager = manager
         self.managers: tuple[Any, ...] = tuple(manager.coordinator.single_type_managers)
         if found := unreadable(self.managers):
             raise EngineMismatch("; ".join(found))
@@ -160,11 +168,11 @@ class PoolWatch:
         for manager in self.managers:
             for hook, owner in check(MANAGER, manager):
                 rows.append((owner, hook.method, self._after(functools.partial(self.copied, manager))))
-        if self.scheduler is not None:
-            for hook, owner in check(SCHEDULER, self.scheduler):
+        for table, root in ((ALL_GROUPS, self._manager), (SCHEDULER, self.scheduler)):
+            for hook, owner in check(table, root) if root is not None else ():
                 rows.append((owner, hook.method, self._after(getattr(self, hook.after))))
         for owner, method, make in rows:
-            on_class = owner is self.scheduler or not _OnInstance.fits(owner, method)
+            on_class = owner in (self.scheduler, self._manager) or not _OnInstance.fits(owner, method)
             self._wrappings.append((Wrapping if on_class else _OnInstance)(owner, method, make))
 
     def _after(self, see: Callable[..., None]) -> Callable[[Callable[..., Any]], Any]:

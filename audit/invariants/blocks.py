@@ -259,13 +259,16 @@ def hash_content(entry: Entry) -> Iterator[Witness]:
     said = entry.subject
     assert isinstance(said, HashedContent)
     why = {
-        "sequence": "has only {limit} tokens",
-        "pending": "has KV up to {limit}: its load has not finished",
-        "failed": "has none from {limit} up: its load failed",
+        "sequence": f"has only {said.limit} tokens",
+        "pending": f"has KV up to {said.limit}: its load has not finished",
+        "failed": f"has none from {said.limit} up: its load failed, and nobody computed them instead",
     }[said.why]
+    says = (
+        f"Block {said.block} is hashed for positions up to {said.end} of request {said.request_id}, which "
+        f"{why}. The next request with this prefix reads what is not there."
+    )
     yield Witness(
-        "Block {block} is hashed for positions up to {end} of request {request}, which " + why + ". The next "
-        "request with this prefix reads what is not there.",
+        _plain(says),
         said.story,
         pool=said.pool,
         block=said.block,
