@@ -5,15 +5,17 @@
 A test in which an invariant is violated fails, with the report in the failure. A KV cache manager that
 is built without a scheduler is watched as well, at level ``blocks``. What is built for longer than a
 test (a fixture of a module) is watched until the end of the first one. A host that does not fit is left
-alone, and counted in the last line.
+alone, and counted with the reason at the end.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import NonCallableMock
 
 import pytest
 
@@ -21,7 +23,6 @@ from kvledger.audit.auditor import Auditor
 from kvledger.audit.catalogue import Violation
 from kvledger.audit.engines import LEVELS, choose, host_version
 from kvledger.audit.engines.bare_manager import ManagerObserver
-from kvledger.audit.hooks import EngineMismatch
 from kvledger.audit.recorder import MemoryRecorder
 
 SCHEDULER = "vllm.v1.core.sched.scheduler"
@@ -66,6 +67,31 @@ class _Watched:
         return self._auditor.violations, broken
 
 
+class _Mocked:
+    """A mock that is observed when it is called, and is asked and told about its calls as before."""
+
+    def __init__(self, observed: Callable[..., Any], mock: NonCallableMock) -> None:
+        vars(self).update(_observed=observed, _mock=mock)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._observed(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_mock"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._mock, name, value)
+
+
+def _keep_mocks(*owners: Any) -> None:
+    """Where a test has put a mock in a method's place, what wraps it passes for the mock."""
+    for owner in owners:
+        for name, found in list(vars(owner).items()) if owner is not None else ():
+            mock = getattr(found, "__wrapped__", None) if inspect.isfunction(found) else None
+            if isinstance(mock, NonCallableMock):
+                setattr(owner, name, _Mocked(found, mock))
+
+
 class Plugin:
     """Watches what the present test builds."""
 
@@ -75,10 +101,12 @@ class Plugin:
         self._stacks: bool = config.getoption("--kvledger-stacks")
         self._watched: list[_Watched] = []
         self._building = 0
-        self._wrapped: list[type] = []
+        self._wrapped: list[tuple[type, str, Any]] = []
+        """Classes, with what each had of its own."""
         self._built: list[Any] = []
         self.watched = 0
-        self.left_alone = 0
+        self.left_alone: dict[str, int] = {}
+        """How many engines, by the reason."""
         self.found = 0
         self.broken: list[str] = []
 
@@ -91,8 +119,7 @@ class Plugin:
             (MANAGER, "KVCacheManager", self._observe_manager),
         ):
             found = getattr(sys.modules.get(name), attribute, None)
-            if found is not None and found not in self._wrapped:
-                self._wrapped.append(found)
+            if found is not None and not any(found is wrapped for wrapped, *_ in self._wrapped):
                 self._tell_of_instances(found, observe)
                 if name == SCHEDULER:
                     self._begin_at_first_step(found)
@@ -112,7 +139,7 @@ class Plugin:
                 return instance.schedule(*args, **kwargs)
             return original(instance, *args, **kwargs)
 
-        class_.schedule = schedule
+        self._set(class_, "schedule", schedule)
 
     def _tell_of_instances(self, class_: Any, observe: Any) -> None:
         original = class_.__init__
@@ -127,7 +154,11 @@ class Plugin:
             if not self._building:
                 observe(instance)
 
-        class_.__init__ = init
+        self._set(class_, "__init__", init)
+
+    def _set(self, class_: Any, name: str, function: Any) -> None:
+        self._wrapped.append((class_, name, class_.__dict__[name]))
+        setattr(class_, name, function)
 
     def _observe_scheduler(self, scheduler: Any) -> None:
         sink = MemoryRecorder()
@@ -135,8 +166,9 @@ class Plugin:
             made = choose(scheduler)
             observer = made(scheduler, sink, version=host_version(), level=self._level, stacks=self._stacks)
             self._keep(_Watched(observer, sink))
-        except (EngineMismatch, AttributeError):
-            self.left_alone += 1
+            _keep_mocks(scheduler, scheduler.kv_cache_manager, getattr(scheduler, "connector", None))
+        except Exception as error:  # what does not fit is no fault of the test
+            self._leave_alone(error)
 
     def _observe_manager(self, manager: Any) -> None:
         if self._level != "blocks":
@@ -145,8 +177,12 @@ class Plugin:
         try:
             observer = ManagerObserver(manager, sink, version=host_version(), stacks=self._stacks)
             self._keep(_Watched(observer, sink))
-        except (EngineMismatch, AttributeError):
-            self.left_alone += 1
+        except Exception as error:
+            self._leave_alone(error)
+
+    def _leave_alone(self, error: Exception) -> None:
+        reason = f"{type(error).__name__}: {error}"
+        self.left_alone[reason] = self.left_alone.get(reason, 0) + 1
 
     def _keep(self, watched: _Watched) -> None:
         self._watched.append(watched)
@@ -188,8 +224,15 @@ class Plugin:
         return "\n".join(lines)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """How much was watched."""
+        """How much was watched, and what was not and why."""
         terminalreporter.write_line(
-            f"kvledger: {self.watched} engines watched at level {self._level}, {self.left_alone} left alone, "
-            f"{self.found} violations"
+            f"kvledger: {self.watched} engines watched at level {self._level}, "
+            f"{sum(self.left_alone.values())} left alone, {self.found} violations"
         )
+        for reason, engines in self.left_alone.items():
+            terminalreporter.write_line(f"kvledger: {engines} left alone: {reason}")
+
+    def pytest_unconfigure(self) -> None:
+        """The classes are as they were."""
+        while self._wrapped:
+            setattr(*self._wrapped.pop())
