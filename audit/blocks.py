@@ -299,8 +299,8 @@ class BlockLedger:
             if life is None or record is None or record.hasher != request:
                 continue
             if life.asynchronous and life.pending and not life.ran and end > life.local:
-                story = self._story(pool, block)
-                self._tell(HashedContent("pending", account.request_id, pool, block, end, life.local, story), request)
+                whose, story = account.request_id, self._story(pool, block)
+                self._tell(HashedContent("pending", whose, pool, block, end, life.local, story), request)
 
     def _load_failed(self, event: ev.LoadFailed) -> None:
         """What the request had hashed above the failure is good only when it has been computed."""

@@ -290,7 +290,8 @@ class CacheReset(Event, frozen=True, array_like=True, tag=19):
 class Extended(Event, frozen=True, array_like=True, tag=20):
     """A streaming-input session got its next chunk: the prompt is now ``prompt_tokens`` long.
 
-    Or a connector has cut it before it was admitted. ``computed_tokens`` states the count, and is where the chunk's own tokens begin.
+    Or a connector has cut it before it was admitted. ``computed_tokens`` states the count, and is where
+    the chunk's own tokens begin.
     """
 
     request: int

@@ -481,7 +481,7 @@ FAULTS: tuple[Fault, ...] = (
         "what was in these blocks before.",
         "0.12.0 to 0.33.0",
         ("0.12.0", "0.33.0"),
-        SCHEDULER.format("_handle_invalid_blocks") + ", which evicts such blocks only under the policy `fail`",
+        SCHEDULER.format("_handle_invalid_blocks") + ", which evicts them only under the policy `fail`",
         failed_load_stays_cached,
         "the next request with this prompt finds 192 tokens in the cache",
         ("blocks/hash-content",),

@@ -10,11 +10,16 @@ from typing import Any
 
 import pytest
 
+from tests.engines.observed import audited
+
 import kvledger
 from kvledger.audit.attach import Audit
 from kvledger.audit.conformance.courses import COURSES
 from kvledger.audit.conformance.driver import Driver, start
 from kvledger.audit.conformance.register import HYBRID
+from kvledger.audit.engines import host_version
+from kvledger.audit.engines.bare_manager import ManagerObserver
+from kvledger.audit.recorder import MemoryRecorder
 
 violates = pytest.mark.violates
 near_miss = pytest.mark.near_miss
@@ -173,6 +178,21 @@ def test_deferred_and_delayed_frees(watched, course):
     assert [] == watched.found()
 
 
+@near_miss("blocks/double-free")
+def test_a_manager_whose_user_frees_for_it(watched):
+    """Without a scheduler: what is popped from the tables comes back by a call of the pool."""
+    driver = start()
+    request = driver.add("a", 40, 4)
+    manager, sink = driver.scheduler.kv_cache_manager, MemoryRecorder()
+    observer = ManagerObserver(manager, sink, version=host_version())
+    observer.start()
+    manager.allocate_slots(request, 40)
+    manager.block_pool.free_blocks(manager.pop_blocks_for_free(request))
+    observer.stop("detached")
+
+    assert [] == audited(sink.take()).violations
+
+
 # --- blocks/references ----------------------------------------------------------------------------
 
 
@@ -305,6 +325,21 @@ def test_preempted_before_a_failed_load_was_computed_again(watched):
     finding = watched.finding("blocks/hash-content")
 
     assert "which has none from" in finding.message
+
+
+@violates("blocks/hash-content")
+def test_aborted_before_a_failed_load_was_computed_again(watched):
+    """Whose it was is said, though the request is gone by then."""
+    driver = watched.start(connector="scripted")
+    driver.connector.say("r", 160)
+    driver.add("r", 200, 3)
+    driver.schedule()
+    driver.output(invalid_blocks=driver.blocks("r")[4:10])
+    driver.abort("r")
+
+    finding = watched.finding("blocks/hash-content")
+
+    assert "of request r, which has none from 64 up: its load failed" in finding.message
 
 
 @near_miss("blocks/hash-content")
