@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-
 from tests.engines.observed import audited
 
 import kvledger
