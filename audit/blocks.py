@@ -309,7 +309,7 @@ class BlockLedger:
             account = accounts.get(request)
             life = account.life if account is not None else None
             record = self.pools[pool].records.get(block) if pool in self.pools else None
-            if life is None or record is None or record.hasher != request:
+            if account is None or life is None or record is None or record.hasher != request:
                 continue
             if life.asynchronous and life.pending and not life.ran and end > life.local:
                 whose, story = account.request_id, self._story(pool, block)

@@ -23,6 +23,7 @@ from kvledger.audit.auditor import Auditor
 from kvledger.audit.catalogue import Violation
 from kvledger.audit.engines import LEVELS, choose, host_version
 from kvledger.audit.engines.bare_manager import ManagerObserver
+from kvledger.audit.events import HookFailed
 from kvledger.audit.recorder import MemoryRecorder
 
 SCHEDULER = "vllm.v1.core.sched.scheduler"
@@ -60,10 +61,10 @@ class _Watched:
     def end(self) -> tuple[list[Violation], list[str]]:
         """What was found, and why that may not be all."""
         self._observer.stop("detached")
-        self._auditor.feed_all(self._sink.take())
-        broken = [f"checks failed: {name}" for name in self._auditor.check_failures]
-        failures = self._auditor.ledger.hook_failures
-        broken += [f"observers failed {failures} times"] if failures else []
+        events = self._sink.take()
+        self._auditor.feed_all(events)
+        broken = [f"a check failed: {name}" for name in self._auditor.check_failures]
+        broken += [f"the observer of {e.hook} failed: {e.error}" for e in events if isinstance(e, HookFailed)]
         return self._auditor.violations, broken
 
 

@@ -576,7 +576,7 @@ def page(said: dict[str, list[str]]) -> str:
             "# Findings",
             "",
             "Made by `python3 scripts/findings.py --write`; do not edit. Faults of released vLLM engines",
-            "in their accounting of tokens, beside the upstream reports of `docs/detection.md`. Each is",
+            "in their accounting of tokens and blocks, beside the reports of `docs/detection.md`. Each is",
             "shown on the released package: its real scheduler is driven with made-up model output through",
             "one course under observation. *engine* is what the engine's own figures are, *right* what they",
             "should be. Each is run in the first and the last release of the matrix that has it; those",

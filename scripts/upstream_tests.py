@@ -63,8 +63,6 @@ EXCLUDED = {
     "test_eagle_with_sliding_window": "takes a hash out of the cache map by hand",
     "test_different_block_size": "takes a hash out of the cache map by hand",
     "test_scheduler_reset_prefix_cache": "sets the engine's own count of tokens in flight to 0 by hand",
-    "test_request_preemption": "sets the length of the free queue to 0 by hand, to force a preemption",
-    "test_async_preempt_readmit": "sets the length of the free queue to 0 by hand, to force a preemption",
     "test_priority_scheduling_blast[standard-5": "answers with more tokens than drafts and one",
     "test_priority_scheduling_blast[preemption-5": "answers with more tokens than drafts and one",
 }

@@ -13,12 +13,13 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.engines.observed import observe
+from tests.engines.observed import audited, observe
 
 from kvledger.audit.conformance.courses import COURSES
 from kvledger.audit.conformance.driver import Driver, start
 from kvledger.audit.engines import observer
 from kvledger.audit.engines.plans import plan_readers, reader_of
+from kvledger.audit.engines.readers.offloading import OffloadingReader
 from kvledger.audit.events import ChildMatched, FreeCompleted, FreeDelayed
 
 ROOT = Path(__file__).parents[2]
@@ -122,3 +123,45 @@ def test_real_lmcache_of_the_matrix(release: str, course: str, found: set[str]) 
     )
 
     assert found == {id for id, _ in json.loads(done.stdout.splitlines()[-1])["findings"]}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        SimpleNamespace(reqs_to_load={"r": ("store", SimpleNamespace(block_ids=[4, 5]))}),
+        SimpleNamespace(
+            load_jobs={7: SimpleNamespace(transfer_spec=("store", SimpleNamespace(block_ids=[4, 5])))}
+        ),
+        SimpleNamespace(load_jobs={7: SimpleNamespace(dst_spec=SimpleNamespace(block_ids=[4, 5]))}),
+    ],
+    ids=["0.20", "0.23", "0.32"],
+)
+def test_the_three_shapes_of_an_offloading_plan(plan: Any) -> None:
+    assert {4, 5} == OffloadingReader(None).filled(plan, 16)
+
+
+def test_a_prompt_that_the_connector_cuts_as_it_is_asked() -> None:
+    """NIXL does, for a Mamba prefill: what is counted and settled is the prompt that is left."""
+
+    def course(attach: Any) -> Driver:
+        driver = start(attach, connector="scripted")
+        asked = driver.connector.get_num_new_matched_tokens
+
+        def cut(request: Any, num_computed_tokens: int) -> Any:
+            if request.num_prompt_tokens == 64:
+                request.prompt_token_ids.pop()
+                request._all_token_ids.pop()
+                request.num_prompt_tokens -= 1
+            return asked(request, num_computed_tokens)
+
+        driver.connector.get_num_new_matched_tokens = cut
+        driver.add("r", 64, 3)
+        driver.run()
+        return driver
+
+    _, events = observe(course)
+    auditor = audited(events)
+    (account,) = auditor.ledger.accounts()
+
+    assert [] == auditor.violations
+    assert 63 == account.settlements[0].prompt_tokens == account.settlements[0].computed
