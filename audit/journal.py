@@ -102,8 +102,13 @@ def _find(path: Path) -> list[Path]:
         raise LedgerError(f"{path} can't be read: {error.strerror}.") from error
     if found:
         return found
-    what = "holds no kvledger journal" if inside else "is empty: no journal was written there yet"
-    raise LedgerError(f"{path} {what}.")
+    if not inside:
+        raise LedgerError(f"{path} is empty: no journal was written there yet.")
+    if any(is_workers(folder) for folder in inside):
+        raise LedgerError(
+            f"{path} holds journals of workers and none of an engine: its scheduler was not observed."
+        )
+    raise LedgerError(f"{path} holds no kvledger journal.")
 
 
 def is_workers(folder: Path) -> bool:

@@ -402,6 +402,10 @@ def make_foreign_segments(path: Path) -> None:
         (lambda path: None, "There is no {}."),
         (make_empty, "{} is empty: no journal was written there yet."),
         (make_foreign_folder, "{} holds no kvledger journal."),
+        (
+            lambda path: (path / "worker-1-2-0").mkdir(parents=True),
+            "{} holds journals of workers and none of an engine: its scheduler was not observed.",
+        ),
         (make_foreign_file, "{} is not a kvledger journal."),
         (make_empty_file, "{} is empty."),
         (make_foreign_segments, "{} is not a kvledger journal: no segment in it has its header."),
