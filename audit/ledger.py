@@ -28,7 +28,8 @@ from kvledger.audit.account import (
     Settlement,
     Statement,
 )
-from kvledger.audit.blocks import BlockLedger, Finding, Subject
+from kvledger.audit.blocks.ledger import BlockLedger
+from kvledger.audit.blocks.subjects import Finding, Subject
 from kvledger.audit.transfers import Transfers, Unkept
 
 

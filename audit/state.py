@@ -31,7 +31,8 @@ import msgspec
 
 from kvledger.audit.account import Account, InFlight, Life, Line, Losses, Lost, Settlement, Span, Spans
 from kvledger.audit.auditor import Auditor, Finding
-from kvledger.audit.blocks import BlockLedger, Pool
+from kvledger.audit.blocks.ledger import BlockLedger
+from kvledger.audit.blocks.records import Pool
 from kvledger.audit.catalogue import Violation
 from kvledger.audit.differences import Difference, Figures, Reconciliation, Step
 from kvledger.audit.errors import LedgerError
@@ -81,7 +82,7 @@ REBUILT: dict[type, frozenset[str]] = {
     ),
     Auditor: frozenset({"_debug", "_subscribed", "_sighted"}),
     Ledger: frozenset({"_keep_closed", "_watch", "_entries", "_posting"}),
-    BlockLedger: frozenset({"_found", "_accounts", "_applying", "lost"}),
+    BlockLedger: frozenset({"found", "accounts", "lost"}),
     Transfers: frozenset(),
 }
 """What a constructor makes anew, and what lasts for one event only."""

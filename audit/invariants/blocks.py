@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvledger.audit.blocks import (
+from kvledger.audit.blocks.subjects import (
     BlockStatement,
     Collision,
     HashedContent,
