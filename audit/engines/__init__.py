@@ -9,9 +9,9 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Any
 
-from kvledger.audit.engines import pools
 from kvledger.audit.engines.bare import bare_scheduler
 from kvledger.audit.engines.plans import plan_readers
+from kvledger.audit.engines.pool_hooks import differences as pool_differences
 from kvledger.audit.engines.v0 import V0Observer
 from kvledger.audit.engines.v1 import V1Observer
 from kvledger.audit.engines.v1_009 import V1Observer009
@@ -89,7 +89,7 @@ def differences(adapter: Adapter, scheduler: Any) -> list[str]:
 
 def blocks_out_of_reach(scheduler: Any) -> str:
     """Why this scheduler can't be watched at level ``blocks``, in a phrase; "" if it can."""
-    return "; ".join(pools.differences(scheduler))
+    return "; ".join(pool_differences(scheduler))
 
 
 def _has(scheduler: Any, path: str) -> bool:

@@ -49,18 +49,18 @@ class ManagerObserver:
             now, time.time(), "vllm", self.version, self.NAME, "blocks", os.getpid(), {}
         )
         self.log.restart(started, ev.Snapshot(now, 0, [], 0))
-        self.pools.restart()
+        self.pools.sweep.restart()
 
     def step(self) -> None:
         """The manager's user calls this a step: what stands in the pools is stated."""
         self._step += 1
         assert self.pools is not None
-        self.pools.state_all()
+        self.pools.sweep.state_all()
 
     def stop(self, reason: str) -> None:
         """State every block and give the pools back. Idempotent."""
         if self.pools is not None:
-            self.pools.state_all()
+            self.pools.sweep.state_all()
             self.pools.remove()
             self.pools = None
             self.log.emit(ev.EngineStopped(self.log.now(), reason))

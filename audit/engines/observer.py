@@ -105,7 +105,7 @@ class Observer:
         self._stopped = True
         if self.pools is not None:
             if reason in ("detached", "shutdown"):
-                self.pools.state_all()
+                self.pools.sweep.state_all()
             self.pools.remove()
         if self.connector is not None:
             self.connector.remove()
@@ -158,7 +158,7 @@ class Observer:
         self.log.restart(started, ev.Snapshot(now, self._step, rows, self.log.undelivered))
         self._census_step, self._census_at = self._step, now
         if self.pools is not None:
-            self.pools.restart()
+            self.pools.sweep.restart()
 
     def _snapshot_row(self, request: Any) -> ev.SnapshotRow:
         request_id = request.request_id
@@ -202,7 +202,7 @@ class Observer:
         else:
             self.log.flush(now)
         if self.pools is not None:
-            self.pools.at_rest()
+            self.pools.sweep.at_rest()
 
     def _time_some(self) -> None:
         """Time the hooks until it is asked for again, once in a while."""

@@ -1,9 +1,8 @@
-"""Blocks of v1 engines, at level ``blocks``: what each pool is called for, by whom, and how it stands.
+"""Blocks of v1 engines, at level ``blocks``: what each pool is called for, and by whom.
 
 Every pool of the engine is wrapped, and the few scheduler methods in which tables come or go. A call
 of a pool becomes one event with all its block ids. What happens beneath these calls (a count that is
-changed by hand, a queue that is mended) is seen by the sweep: ``SWEEP_BLOCKS`` blocks are stated every
-time the engine is at rest, in turn, and the tables of ``SWEEP_TABLES`` requests.
+changed by hand, a queue that is mended) is seen by the :mod:`~kvledger.audit.engines.sweep`.
 
 These events go straight to the sink: equal steps stay counted, and are told when they end.
 """
@@ -11,109 +10,27 @@ These events go straight to the sink: equal steps stay counted, and are told whe
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvledger.audit import events as ev
 from kvledger.audit.engines import callers, pool_calls
 from kvledger.audit.engines.callers import Caller, Callers
+from kvledger.audit.engines.hash_names import HashNames
+from kvledger.audit.engines.pool_hooks import (
+    ALL_GROUPS,
+    EVICTING,
+    MANAGER,
+    POOL,
+    SCHEDULER,
+    OnInstance,
+    evicts,
+    unreadable,
+)
 from kvledger.audit.engines.steps import StepLog
-from kvledger.audit.hooks import EngineMismatch, Hook, Wrapping, check
-
-SWEEP_BLOCKS = 64
-"""Blocks of each pool that are stated whenever the engine is at rest (every fourth step)."""
-
-SWEEP_TABLES = 4
-"""Requests whose tables are stated then."""
-
-WHOLE = 2
-"""Of a group: a hit needs every block below it."""
-
-REMEMBERED = 2
-"""Hashes whose number is remembered, by block of the pool: those that it holds, and as many evicted."""
-
-POSITIONAL = frozenset(
-    ("ChunkedLocalAttentionManager", "FullAttentionManager", "RSWAManager", "SlidingWindowManager")
-)
-"""Managers in whose tables a block's place is that of its positions."""
-
-_FULL = ("request", "blocks", "num_cached_blocks", "num_full_blocks", "block_size", "kv_cache_group_id")
-_PART = ("request", "block", "num_tokens", "kv_cache_group_id", "block_size")
-
-POOL: tuple[Hook, ...] = (
-    Hook("", "get_new_blocks", (("num_blocks",),)),
-    Hook("", "touch", (("blocks",),)),
-    Hook("", "free_blocks", (("ordered_blocks",), ("ordered_blocks", "prepend"))),
-    Hook("", "unpin_blocks", (("blocks", "on_reuse"),), optional=True),  # since 0.30
-    Hook("", "cache_full_blocks", (_FULL, (*_FULL, "block_mask"))),
-    Hook("", "cache_partial_block", (_PART, (*_PART, "replace_existing_hashes")), optional=True),  # 0.24
-    Hook("", "move_block_hashes", (("src_block", "dst_block"),), optional=True),  # since 0.27
-    Hook("", "evict_blocks", (("block_ids",),), optional=True),  # since 0.13
-    Hook("", "reset_prefix_cache", ((),)),
-)
-EVICTING: tuple[Hook, ...] = (Hook("", "_maybe_evict_cached_block", (("block",),)),)
-MANAGER: tuple[Hook, ...] = (
-    Hook("", "_apply_cow", (("request_id", "block_idx", "source_block", "cow_block"),), optional=True),
-)
-SCHEDULER: tuple[Hook, ...] = (
-    Hook("", "schedule", (), after="scheduled"),
-    Hook("", "_free_blocks", (("request",),), after="left"),
-)
-ALL_GROUPS: tuple[Hook, ...] = (
-    Hook("", "pop_blocks_for_free", (("request",),), after="deferred", optional=True),  # since 0.24
-)
-
-
-class _OnInstance:
-    """A pool's method, wrapped on the pool itself: it is called too often for a dispatcher.
-
-    An attribute that is set stands beside the pool's others, and costs them nothing; see
-    :class:`~kvledger.audit.hooks.Dispatcher` for what would.
-    """
-
-    def __init__(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Any]) -> None:
-        self.owner = owner
-        self.name = name
-        self.wrapper = make(getattr(owner, name))
-        setattr(owner, name, self.wrapper)
-
-    @staticmethod
-    def fits(owner: Any, name: str) -> bool:
-        """Whether nobody has set it on the object before."""
-        return getattr(getattr(owner, name), "__func__", None) is getattr(type(owner), name, None)
-
-    def undo(self) -> bool:
-        """Take it off; False if somebody has wrapped it again since (ours then passes through)."""
-        if getattr(self.owner, self.name) is not self.wrapper:
-            return False
-        delattr(self.owner, self.name)
-        return True
-
-
-def unreadable(managers: Iterable[Any]) -> list[str]:
-    """Managers whose blocks wander between tables and pools by ways that no call of a pool shows."""
-    names = {type(manager).__name__ for manager in managers}
-    return [f"the blocks of a {name} can't be followed" for name in sorted(names) if "HiSparse" in name]
-
-
-def differences(scheduler: Any) -> list[str]:
-    """What a scheduler lacks, or has otherwise, of what level ``blocks`` relies on."""
-    manager = getattr(scheduler, "kv_cache_manager", None)
-    managers = getattr(getattr(manager, "coordinator", None), "single_type_managers", None)
-    if not managers:
-        return ["it has no managers of single KV cache groups"]
-    found = unreadable(managers)
-    for table, owner in (
-        (POOL, managers[0].block_pool),
-        (MANAGER, managers[0]),
-        (ALL_GROUPS, manager),
-        (SCHEDULER, scheduler),
-    ):
-        try:
-            check(table, owner)
-        except EngineMismatch as mismatch:
-            found.append(str(mismatch).partition(": ")[2])
-    return found
+from kvledger.audit.engines.sweep import Sweep
+from kvledger.audit.hooks import EngineMismatch, Wrapping, check
 
 
 class PoolWatch:
@@ -139,9 +56,10 @@ class PoolWatch:
         if found := unreadable(self.managers):
             raise EngineMismatch("; ".join(found))
         self.pools: list[Any] = list(dict.fromkeys(found.block_pool for found in self.managers))
-        self.callers = Callers(__name__, callers.__name__, pool_calls.__name__, Wrapping.__module__)
-        self._log = log
-        self._step = step
+        ours = (callers.__name__, pool_calls.__name__, Sweep.__module__, Wrapping.__module__)
+        self.callers = Callers(__name__, *ours)
+        self.log = log
+        self.step = step
         self._failed = failed
         self.stacks = stacks
         self.taken: list[tuple[int, list[Any], str | None, int, str]] = []
@@ -151,15 +69,12 @@ class PoolWatch:
         before, the place of the first in its table, tokens a block."""
         self._numbers: dict[str, int] = {}
         """Requests whose tables have not been told gone, also those that the log has forgotten."""
-        self._names: list[dict[int, int]] = [{} for _ in self.pools]
-        self._remembered: list[dict[Any, int]] = [{} for _ in self.pools]
-        """Names by hash, those of evicted ones too, the last used last."""
-        self._next_name = 0
+        fresh = itertools.count()
+        self._names = [HashNames(pool, fresh) for pool in self.pools]
         self.parted: set[int] = set()
         """Pools in which a block was hashed for a part of its tokens: one block, several hashes."""
-        self._cursors = [0] * len(self.pools)
-        self._table_cursor = 0
-        self._wrappings: list[Wrapping | _OnInstance] = []
+        self.sweep = Sweep(self)
+        self._wrappings: list[Wrapping | OnInstance] = []
         self._active = True
         try:
             self._wrap()
@@ -170,7 +85,7 @@ class PoolWatch:
     def _wrap(self) -> None:
         rows: list[tuple[Any, str, Callable[[Callable[..., Any]], Any]]] = []
         for number, pool in enumerate(self.pools):
-            directly = any(_evicts(manager) for manager in self.managers if manager.block_pool is pool)
+            directly = any(evicts(manager) for manager in self.managers if manager.block_pool is pool)
             for hook, owner in check((*POOL, *EVICTING) if directly else POOL, pool):
                 wrapper = pool_calls.WRAPPERS[hook.method]
                 rows.append((owner, hook.method, functools.partial(wrapper, self, number)))
@@ -181,8 +96,8 @@ class PoolWatch:
             for hook, owner in check(table, root) if root is not None else ():
                 rows.append((owner, hook.method, self._after(getattr(self, hook.after))))
         for owner, method, make in rows:
-            on_class = owner in (self.scheduler, self._manager) or not _OnInstance.fits(owner, method)
-            self._wrappings.append((Wrapping if on_class else _OnInstance)(owner, method, make))
+            on_class = owner in (self.scheduler, self._manager) or not OnInstance.fits(owner, method)
+            self._wrappings.append((Wrapping if on_class else OnInstance)(owner, method, make))
 
     def _after(self, see: Callable[..., None]) -> Callable[[Callable[..., Any]], Any]:
         return lambda original: pool_calls.after(self, original, see)
@@ -221,14 +136,14 @@ class PoolWatch:
         numbers = self._numbers
         for pool, blocks, request_id, group, by in self.taken:
             if rows and (pool, by) != last:
-                self._record(ev.BlocksTaken(self._log.now(), self._step(), *last, rows, self._stack()))
+                self._record(ev.BlocksTaken(self.log.now(), self.step(), *last, rows, self._stack()))
                 rows = []
             last = pool, by
             number = numbers.get(request_id)  # type: ignore[arg-type]
-            rows += (self._number(request_id) if number is None else number, group, len(blocks))
+            rows += (self.number(request_id) if number is None else number, group, len(blocks))
             rows += [block.block_id for block in blocks]
         self.taken.clear()
-        self._record(ev.BlocksTaken(self._log.now(), self._step(), *last, rows, self._stack()))
+        self._record(ev.BlocksTaken(self.log.now(), self.step(), *last, rows, self._stack()))
 
     def _tell_hashed(self) -> None:
         """Of the blocks in each call those that got another hash."""
@@ -243,27 +158,27 @@ class PoolWatch:
                 if found is old or found is None:
                     continue
                 replaced = replaced or old is not None
-                new += (block.block_id, self._name(pool, block, found), place * size)
+                new += (block.block_id, self._names[pool].name(block, found), place * size)
             if not new:
                 continue
             if rows and (pool, replaced) != last:
                 self._record_hashed(rows, *last)
                 rows = []
             last = pool, replaced
-            rows += (self._number(request.request_id), group, tokens, len(new) // 3)
+            rows += (self.number(request.request_id), group, tokens, len(new) // 3)
             rows += new
         self.hashed.clear()
         if rows:
             self._record_hashed(rows, *last)
 
     def _record_hashed(self, rows: list[int], pool: int, replaced: bool) -> None:
-        self._record(ev.BlocksHashed(self._log.now(), self._step(), pool, rows, replaced, self._stack()))
+        self._record(ev.BlocksHashed(self.log.now(), self.step(), pool, rows, replaced, self._stack()))
 
     def touched(self, pool: int, blocks: list[Any], caller: Caller) -> None:
         """``touch``."""
         if blocks:
             ids, counts = _ids(blocks), _references(blocks)
-            self._say(ev.BlocksTouched(*self._head(pool, caller), ids, counts, self._stack()))
+            self.say(ev.BlocksTouched(*self._head(pool, caller), ids, counts, self._stack()))
 
     def freed(self, pool: int, blocks: list[Any], caller: Caller) -> None:
         """``free_blocks``, by the pool whose they are."""
@@ -272,15 +187,16 @@ class PoolWatch:
             blocks = [block for block in blocks if getattr(block, "pool", own) in (own, None)]
         if blocks:
             ids, counts = _ids(blocks), _references(blocks)
-            self._say(ev.BlocksFreed(*self._head(pool, caller), ids, counts, self._stack()))
+            self.say(ev.BlocksFreed(*self._head(pool, caller), ids, counts, self._stack()))
 
     def hashed_part(
         self, pool: int, request: Any, group: int, block: Any, end: int, replaced: bool, further: Any
     ) -> None:
         """``cache_partial_block``: the hash ``further`` for the tokens up to ``end``."""
         self.tell()
-        row = (self._number(request.request_id), group, request.num_tokens, 1)
-        self._record_hashed([*row, block.block_id, self._name(pool, block, further), end], pool, replaced)
+        row = (self.number(request.request_id), group, request.num_tokens, 1)
+        name = self._names[pool].name(block, further)
+        self._record_hashed([*row, block.block_id, name, end], pool, replaced)
 
     def further_hashes(self, pool: int, block: Any) -> tuple[Any, ...]:
         """The hashes of a block besides its first."""
@@ -288,14 +204,13 @@ class PoolWatch:
 
     def evicted(self, pool: int, blocks: list[Any], caller: Caller) -> None:
         """Blocks lost their hashes, and nothing else happened to them."""
-        self._say(ev.BlocksEvicted(*self._head(pool, caller), _ids(blocks), self._stack()))
+        self.say(ev.BlocksEvicted(*self._head(pool, caller), _ids(blocks), self._stack()))
 
     def moved(self, pool: int, source: Any, target: Any) -> None:
         """``move_block_hashes``: the source stays in its table."""
-        names = self._names[pool]
-        names[target.block_id] = names.get(source.block_id, -1)
+        self._names[pool].moved(source, target)
         head = self._head(pool, self.callers.caller())
-        self._say(ev.BlockCopied(*head, _ids((source, target)), True, self._stack()))
+        self.say(ev.BlockCopied(*head, _ids((source, target)), True, self._stack()))
 
     def copied(
         self, manager: Any, _: None, request_id: str, block_idx: int, source_block: Any, cow_block: Any
@@ -303,7 +218,7 @@ class PoolWatch:
         """``_apply_cow``: the target stands in the table in place of the source."""
         pool = self.pools.index(manager.block_pool)
         head = self._head(pool, Caller(request_id, manager.kv_cache_group_id, "_apply_cow"))
-        self._say(ev.BlockCopied(*head, _ids((source_block, cow_block)), False, self._stack()))
+        self.say(ev.BlockCopied(*head, _ids((source_block, cow_block)), False, self._stack()))
 
     def deferred(self, blocks: list[Any], request: Any) -> None:
         """``pop_blocks_for_free``."""
@@ -311,89 +226,11 @@ class PoolWatch:
             ids = _ids(block for block in blocks if getattr(block, "pool", pool) in (pool, None))
             if ids:
                 head = self._head(number, Caller(request.request_id, -1, "pop_blocks_for_free"))
-                self._say(ev.BlocksDeferred(*head, ids, self._stack()))
+                self.say(ev.BlocksDeferred(*head, ids, self._stack()))
 
     def reset(self, pool: int, succeeded: bool) -> None:
         """``reset_prefix_cache``."""
-        self._say(ev.PoolReset(self._log.now(), self._step(), pool, succeeded))
-
-    def left(self, _: None, request: Any) -> None:
-        """The scheduler's ``_free_blocks``: the request is gone."""
-        number = self._numbers.pop(request.request_id, None)
-        if number is not None:
-            self._say(ev.TablesGone(self._log.now(), [number]))
-
-    def _head(self, pool: int, caller: Caller) -> tuple[int, int, int, int, int, str]:
-        number = self._number(caller.request_id)
-        return self._log.now(), self._step(), pool, number, caller.group, caller.by
-
-    def _number(self, request_id: str | None) -> int:
-        """The request's number in the stream; -1 for nobody."""
-        if request_id is None:
-            return -1
-        number = self._numbers.get(request_id)
-        if number is None:
-            number = self._numbers[request_id] = self._log.intern(request_id)
-        return number
-
-    def _name(self, pool: int, block: Any, hash_: Any) -> int:
-        """A number for a block's hash: what it was before, as far as is remembered, or a new one."""
-        known, remembered = self._names[pool], self._remembered[pool]
-        name = remembered.pop(hash_, -1)
-        if name < 0:
-            name = self._other_name(pool, block, hash_)
-        remembered[hash_] = known[block.block_id] = name
-        if len(remembered) > REMEMBERED * len(self.pools[pool].blocks):
-            del remembered[next(iter(remembered))]
-        return name
-
-    def _other_name(self, pool: int, block: Any, hash_: Any) -> int:
-        """Another block's that has the same hash, or a new one."""
-        known = self._names[pool]
-        found = _cache_map(self.pools[pool]).get(hash_)
-        if type(found) is dict:
-            for other in found:
-                if other != block.block_id and other in known:
-                    return known[other]
-        self._next_name += 1
-        return self._next_name - 1
-
-    def _stack(self) -> list[str] | None:
-        return self.callers.stack() if self.stacks else None
-
-    def _say(self, event: ev.Event) -> None:
-        if self.taken or self.hashed:
-            self.tell()
-        self._record(event)
-
-    def _record(self, event: ev.Event) -> None:
-        if self._active:
-            self._log.sink.record(event)
-
-    # --- how they stand --------------------------------------------------------------------------
-
-    def restart(self) -> None:
-        """Where a segment begins: say what pools there are; blocks and tables follow in turn."""
-        for number, pool in enumerate(self.pools):
-            null = getattr(pool, "null_block", None)
-            groups: list[int] = []
-            for manager in self.managers:
-                if manager.block_pool is pool:
-                    name = type(manager).__name__
-                    places = WHOLE if name == "FullAttentionManager" else int(name in POSITIONAL)
-                    groups += (manager.kv_cache_group_id, manager.block_size, places)
-            seen = ev.PoolSeen(
-                at=self._log.now(),
-                step=self._step(),
-                pool=number,
-                blocks=pool.num_gpu_blocks,
-                null_block=-1 if null is None else null.block_id,
-                free_blocks=pool.get_num_free_blocks(),
-                cached_hashes=len(_cache_map(pool)),
-                groups=groups,
-            )
-            self._say(seen)
-        self._table_cursor = 0
+        self.say(ev.PoolReset(self.log.now(), self.step(), pool, succeeded))
 
     def scheduled(self, output: Any, *_: Any, **__: Any) -> None:
         """``schedule``: the tables of whom it admitted, when everything else of it has been told."""
@@ -401,81 +238,38 @@ class PoolWatch:
         names = [new.req_id for new in output.scheduled_new_reqs]
         names += getattr(output.scheduled_cached_reqs, "resumed_req_ids", None) or ()
         if names:
-            self.state_tables(names)
+            self.sweep.state_tables(names)
 
-    def state_tables(self, names: Iterable[str]) -> None:
-        """Say which blocks stand in these requests' tables, once each."""
-        rows: list[int] = []
-        names = dict.fromkeys(names)  # a scheduler that raised may hold one twice
-        requests = self.scheduler.requests if self.scheduler is not None else {}
-        for manager in self.managers:
-            tables, group = manager.req_to_blocks, manager.kv_cache_group_id
-            for name in names:
-                table = tables.get(name)
-                if table:
-                    computed = requests[name].num_computed_tokens if name in requests else -1
-                    rows += (self._number(name), group, computed, len(table))
-                    rows += _ids(table)
-        if rows:
-            self._say(ev.TablesStated(self._log.now(), self._step(), rows))
+    def left(self, _: None, request: Any) -> None:
+        """The scheduler's ``_free_blocks``: the request is gone."""
+        number = self._numbers.pop(request.request_id, None)
+        if number is not None:
+            self.say(ev.TablesGone(self.log.now(), [number]))
 
-    def at_rest(self) -> None:
-        """Some blocks and some tables, in turn."""
-        try:
-            for number, pool in enumerate(self.pools):
-                first = self._cursors[number]
-                part = pool.blocks[first : first + SWEEP_BLOCKS]
-                end = first + len(part)
-                self._cursors[number] = end if end < len(pool.blocks) else 0
-                self.state_blocks(number, first, part)
-            running = self.scheduler.running
-            first = self._table_cursor if self._table_cursor < len(running) else 0
-            self._table_cursor = first + SWEEP_TABLES
-            self.state_tables([request.request_id for request in running[first : self._table_cursor]])
-        except Exception as error:  # an observer must never stop the engine
-            self.fail("the sweep of the pool", error)
+    def _head(self, pool: int, caller: Caller) -> tuple[int, int, int, int, int, str]:
+        number = self.number(caller.request_id)
+        return self.log.now(), self.step(), pool, number, caller.group, caller.by
 
-    def state_blocks(self, number: int, first: int, part: list[Any]) -> None:
-        """Say how these blocks of a pool, in a row, stand."""
-        pool = self.pools[number]
-        cache = _cache_map(pool)
-        get = cache.get
-        states = [
-            block.ref_cnt * 8
-            + (block.next_free_block is not None)
-            + (block._block_hash is not None and _mapped(get(block._block_hash), block))
-            for block in part
-        ]
-        free = pool.get_num_free_blocks()
-        hashes = -1 if number in self.parted else len(cache)  # whose several names are not told apart
-        self._say(ev.BlocksStated(self._log.now(), self._step(), number, first, states, free, hashes))
+    def number(self, request_id: str | None) -> int:
+        """The request's number in the stream; -1 for nobody."""
+        if request_id is None:
+            return -1
+        number = self._numbers.get(request_id)
+        if number is None:
+            number = self._numbers[request_id] = self.log.intern(request_id)
+        return number
 
-    def state_all(self) -> None:
-        """Say how every block stands, and every table: for the end, and for tests."""
-        for number, pool in enumerate(self.pools):
-            self.state_blocks(number, 0, pool.blocks)
-        if self.scheduler is not None:
-            self.state_tables([request.request_id for request in self.scheduler.running])
+    def _stack(self) -> list[str] | None:
+        return self.callers.stack() if self.stacks else None
 
+    def say(self, event: ev.Event) -> None:
+        if self.taken or self.hashed:
+            self.tell()
+        self._record(event)
 
-def _mapped(found: Any, block: Any) -> int:
-    """2 for a hash, and 4 where the cache map leads from it to the block."""
-    return 6 if found is block or (type(found) is dict and block.block_id in found) else 2
-
-
-def _evicts(manager: Any) -> bool:
-    """Whether a manager has its pool forget a block's hash by itself, as Mamba's does since 0.30."""
-    methods = (method for kind in type(manager).__mro__ for method in vars(kind).values())
-    return any(
-        "_maybe_evict_cached_block" in getattr(getattr(method, "__code__", None), "co_names", ())
-        for method in methods
-    )
-
-
-def _cache_map(pool: Any) -> Any:
-    """From a hash to a block, or to a dict of blocks by id."""
-    found = pool.cached_block_hash_to_block
-    return getattr(found, "_cache", found)
+    def _record(self, event: ev.Event) -> None:
+        if self._active:
+            self.log.sink.record(event)
 
 
 def _ids(blocks: Iterable[Any]) -> list[int]:

@@ -14,7 +14,7 @@ from tests.engines.observed import observe
 import kvledger
 from kvledger.audit.attach import Audit
 from kvledger.audit.conformance.driver import Driver, start
-from kvledger.audit.engines.pools import SWEEP_BLOCKS, SWEEP_TABLES
+from kvledger.audit.engines.sweep import SWEEP_BLOCKS, SWEEP_TABLES
 from kvledger.audit.engines.v1 import AT_REST_STEPS
 from kvledger.audit.events import BlocksStated
 

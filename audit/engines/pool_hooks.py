@@ -1,0 +1,98 @@
+"""Which methods are wrapped at level ``blocks``, and what an engine must have for it.
+
+Every pool of the engine, and the few methods of its scheduler and managers in which tables come or go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from kvledger.audit.hooks import EngineMismatch, Hook, check
+
+_FULL = ("request", "blocks", "num_cached_blocks", "num_full_blocks", "block_size", "kv_cache_group_id")
+_PART = ("request", "block", "num_tokens", "kv_cache_group_id", "block_size")
+
+POOL: tuple[Hook, ...] = (
+    Hook("", "get_new_blocks", (("num_blocks",),)),
+    Hook("", "touch", (("blocks",),)),
+    Hook("", "free_blocks", (("ordered_blocks",), ("ordered_blocks", "prepend"))),
+    Hook("", "unpin_blocks", (("blocks", "on_reuse"),), optional=True),  # since 0.30
+    Hook("", "cache_full_blocks", (_FULL, (*_FULL, "block_mask"))),
+    Hook("", "cache_partial_block", (_PART, (*_PART, "replace_existing_hashes")), optional=True),  # 0.24
+    Hook("", "move_block_hashes", (("src_block", "dst_block"),), optional=True),  # since 0.27
+    Hook("", "evict_blocks", (("block_ids",),), optional=True),  # since 0.13
+    Hook("", "reset_prefix_cache", ((),)),
+)
+EVICTING: tuple[Hook, ...] = (Hook("", "_maybe_evict_cached_block", (("block",),)),)
+MANAGER: tuple[Hook, ...] = (
+    Hook("", "_apply_cow", (("request_id", "block_idx", "source_block", "cow_block"),), optional=True),
+)
+SCHEDULER: tuple[Hook, ...] = (
+    Hook("", "schedule", (), after="scheduled"),
+    Hook("", "_free_blocks", (("request",),), after="left"),
+)
+ALL_GROUPS: tuple[Hook, ...] = (
+    Hook("", "pop_blocks_for_free", (("request",),), after="deferred", optional=True),  # since 0.24
+)
+
+
+class OnInstance:
+    """A pool's method, wrapped on the pool itself: it is called too often for a dispatcher.
+
+    An attribute that is set stands beside the pool's others, and costs them nothing; see
+    :class:`~kvledger.audit.hooks.Dispatcher` for what would.
+    """
+
+    def __init__(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Any]) -> None:
+        self.owner = owner
+        self.name = name
+        self.wrapper = make(getattr(owner, name))
+        setattr(owner, name, self.wrapper)
+
+    @staticmethod
+    def fits(owner: Any, name: str) -> bool:
+        """Whether nobody has set it on the object before."""
+        return getattr(getattr(owner, name), "__func__", None) is getattr(type(owner), name, None)
+
+    def undo(self) -> bool:
+        """Take it off; False if somebody has wrapped it again since (ours then passes through)."""
+        if getattr(self.owner, self.name) is not self.wrapper:
+            return False
+        delattr(self.owner, self.name)
+        return True
+
+
+def unreadable(managers: Iterable[Any]) -> list[str]:
+    """Managers whose blocks wander between tables and pools by ways that no call of a pool shows."""
+    names = {type(manager).__name__ for manager in managers}
+    return [f"the blocks of a {name} can't be followed" for name in sorted(names) if "HiSparse" in name]
+
+
+def differences(scheduler: Any) -> list[str]:
+    """What a scheduler lacks, or has otherwise, of what level ``blocks`` relies on."""
+    manager = getattr(scheduler, "kv_cache_manager", None)
+    managers = getattr(getattr(manager, "coordinator", None), "single_type_managers", None)
+    if not managers:
+        return ["it has no managers of single KV cache groups"]
+    found = unreadable(managers)
+    for table, owner in (
+        (POOL, managers[0].block_pool),
+        (MANAGER, managers[0]),
+        (ALL_GROUPS, manager),
+        (SCHEDULER, scheduler),
+    ):
+        try:
+            check(table, owner)
+        except EngineMismatch as mismatch:
+            found.append(str(mismatch).partition(": ")[2])
+    return found
+
+
+def evicts(manager: Any) -> bool:
+    """Whether a manager has its pool forget a block's hash by itself, as Mamba's does since 0.30."""
+    methods = (method for kind in type(manager).__mro__ for method in vars(kind).values())
+    return any(
+        "_maybe_evict_cached_block" in getattr(getattr(method, "__code__", None), "co_names", ())
+        for method in methods
+    )
