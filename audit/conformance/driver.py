@@ -129,7 +129,7 @@ class Driver:
             held: set[str] = getattr(self.connector, "held", set())
             said = Transfers(**transfers)
             self.runner.transfer(step, said, held, answer)
-        drafting = self.setup.drafts and not self.setup.asynchronous
+        drafting = (self.setup.drafts or self.setup.canvas) and not self.setup.asynchronous
         drafts = self.runner.drafts(step) if drafting and step.scheduled.num_scheduled_tokens else None
         outputs: dict[int, Any] = release.take_output(self.scheduler, step.scheduled, answer, drafts)
         if self._record:

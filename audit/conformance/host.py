@@ -4,9 +4,9 @@ How a release has its objects built is here and nowhere else in this package; ho
 `kvledger.audit.conformance.release`. The configuration is a real `VllmConfig` for a model that exists
 only as a `config.json` in the temporary directory; no weight, tokenizer or address is ever looked up.
 
-The platform decides on async scheduling and on hybrid pools while the configuration is built (the
-CPU switches the first off, an unknown platform the second), so both are set afterwards; the
-scheduler takes them from there.
+The platform decides on async scheduling, hybrid pools and diffusion while the configuration is built
+(the CPU switches the first off, an unknown platform the second, and the third wants Triton), so they are
+set afterwards; the scheduler takes them from there.
 """
 
 import functools
@@ -74,21 +74,23 @@ class Setup:
     log_stats: bool = True
     policy: Literal["fcfs", "priority"] = "fcfs"
     pooling: bool = False
-    groups: tuple[Literal["full", "sliding"], ...] = ("full",)
+    groups: tuple[Literal["full", "sliding", "cross"], ...] = ("full",)
     sliding_window: int = 64
+    canvas: int = 0
+    """Tokens of a diffusion model's canvas: a step schedules them as drafts, and accepts all or none."""
 
 
 def build_scheduler(setup: Setup) -> Any:
     """A real Scheduler, or AsyncScheduler, with an empty pool."""
     from vllm.v1.core import kv_cache_utils
-    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.structured_output import StructuredOutputManager
 
     config = _vllm_config(setup)
     if (begin_hashing := getattr(kv_cache_utils, "init_none_hash", None)) is not None:
         begin_hashing(_hash_function(config))
+    scheduler_class = _scheduler_class(setup)
     arguments = _known(
-        Scheduler,
+        scheduler_class,
         vllm_config=config,
         kv_cache_config=_kv_cache_config(setup),
         structured_output_manager=StructuredOutputManager(config),
@@ -97,11 +99,21 @@ def build_scheduler(setup: Setup) -> Any:
         include_finished_set=False,
         log_stats=setup.log_stats,
     )
-    if not setup.asynchronous:
-        return Scheduler(**arguments)
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    return scheduler_class(**arguments)
 
-    return AsyncScheduler(**arguments)
+
+def _scheduler_class(setup: Setup) -> Any:
+    if setup.canvas:
+        from vllm.v1.core.sched import diffusion_scheduler as diffusion  # since 0.32
+
+        return diffusion.DiffusionAsyncScheduler if setup.asynchronous else diffusion.DiffusionScheduler
+    if setup.asynchronous:
+        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+        return AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return Scheduler
 
 
 def block_hasher(scheduler: Any) -> BlockHasher | None:
@@ -198,6 +210,11 @@ def _vllm_config(setup: Setup) -> Any:
     if getattr(config.cache_config, "kv_cache_layout", "") is None:
         # An engine core asks its workers (since 0.30): a tensor a layer, of [blocks, heads, tokens, ...].
         config.cache_config.kv_cache_layout = "LBHNC"
+    if setup.canvas:
+        from vllm.config.diffusion import DiffusionConfig
+
+        config.diffusion_config = DiffusionConfig(canvas_length=setup.canvas)
+        vars(config.model_config)["is_diffusion"] = True
     config.scheduler_config.async_scheduling = setup.asynchronous
     config.scheduler_config.disable_hybrid_kv_cache_manager = len(setup.groups) == 1
     return config
@@ -267,12 +284,7 @@ def _kv_transfer_config(setup: Setup) -> Any:
 
 def _kv_cache_config(setup: Setup) -> Any:
     import torch
-    from vllm.v1.kv_cache_interface import (
-        FullAttentionSpec,
-        KVCacheConfig,
-        KVCacheGroupSpec,
-        SlidingWindowSpec,
-    )
+    from vllm.v1 import kv_cache_interface as of
 
     shape = {
         "block_size": setup.block_size,
@@ -282,13 +294,14 @@ def _kv_cache_config(setup: Setup) -> Any:
         "use_mla": False,
     }
     specs = {
-        "full": lambda: _call(FullAttentionSpec, **shape),
-        "sliding": lambda: _call(SlidingWindowSpec, **shape, sliding_window=setup.sliding_window),
+        "full": lambda: _call(of.FullAttentionSpec, **shape),
+        "sliding": lambda: _call(of.SlidingWindowSpec, **shape, sliding_window=setup.sliding_window),
+        "cross": lambda: _call(of.CrossAttentionSpec, **shape),
     }
     groups = [
-        KVCacheGroupSpec([f"layer.{number}"], specs[kind]()) for number, kind in enumerate(setup.groups)
+        of.KVCacheGroupSpec([f"layer.{number}"], specs[kind]()) for number, kind in enumerate(setup.groups)
     ]
-    return _call(KVCacheConfig, num_blocks=setup.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+    return _call(of.KVCacheConfig, num_blocks=setup.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
 def _call(function: Callable[..., Any], **arguments: Any) -> Any:

@@ -1,7 +1,8 @@
 """What a model runner would have returned for a step, made up.
 
 A runner samples only where a step reaches the end of the sequence that it knows: a prefill chunk
-samples nothing. Of the drafts it accepts a prefix and adds one token of its own. It finishes only
+samples nothing. Of the drafts it accepts a prefix and adds one token of its own; of a diffusion model's
+canvas all or nothing, and adds none. It finishes only
 transfers that a step's plan told it of. Figures are deterministic from the seed; the stop token is
 sampled only where a request is to stop.
 
@@ -92,12 +93,14 @@ class Runner:
             return self._output(req_ids=names, req_id_to_index=index, pooler_output=pooled)
         self._answers += 1
         token = FIRST_TOKEN + self._answers * 7 % 31_000
-        if step.unsampled:
-            sampled = [[] if name in step.unsampled else [token] for name in names]
+        canvas = self._setup.canvas
+        if step.unsampled or canvas:
+            sampled = [[] if canvas or name in step.unsampled else [token] for name in names]
         else:
             sampled = [[token] for _ in names]
         for name, drafts in step.scheduled.scheduled_spec_decode_tokens.items():
-            if new := sampled[index[name]]:
+            new = sampled[index[name]]
+            if new or canvas:
                 taken = self._accepted(name, len(drafts), step, accepted)
                 new.extend(range(token + 1, token + 1 + taken))
         if self.stop_at:
@@ -107,7 +110,7 @@ class Runner:
     def drafts(self, step: Step) -> Any:
         """DraftTokenIds for the requests of a step, as the engine asks for after it."""
         names = list(step.scheduled.num_scheduled_tokens)
-        proposed = [FIRST_TOKEN] * self._setup.drafts
+        proposed = [FIRST_TOKEN] * (self._setup.drafts or self._setup.canvas)
         return self._drafts(
             req_ids=names,
             draft_token_ids=[[] if name in step.unsampled else proposed[:] for name in names],
@@ -137,6 +140,8 @@ class Runner:
         said = accepted if isinstance(accepted, int) else (accepted or {}).get(name)
         if said is None:
             said = 0 if name in step.admitted else self._random.randint(0, drafted)
+        if self._setup.canvas:
+            return drafted if said >= drafted else 0
         return min(said, drafted)
 
     def _stop(self, names: list[str], sampled: list[list[int]], requests: Mapping[str, Any]) -> None:
