@@ -5,16 +5,14 @@ What breaks one is done to a live engine by hand, where a defect of the engine w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from tests.audit.watched import Watched, manager, pool, running, table
 from tests.engines.observed import audited
 
-import kvledger
-from kvledger.audit.attach import Audit
 from kvledger.audit.conformance.courses import COURSES
-from kvledger.audit.conformance.driver import Driver, start
+from kvledger.audit.conformance.driver import start
 from kvledger.audit.conformance.register import HYBRID
 from kvledger.audit.engines import host_version
 from kvledger.audit.engines.bare_manager import ManagerObserver
@@ -23,57 +21,10 @@ from kvledger.audit.recorder import MemoryRecorder
 violates = pytest.mark.violates
 near_miss = pytest.mark.near_miss
 
-Engine = Callable[..., Driver]
-
-
-class _Watched:
-    """Engines under the ledger at level ``blocks``."""
-
-    def __init__(self) -> None:
-        self.audits: list[Audit] = []
-
-    def attach(self, scheduler: Any) -> None:
-        self.audits.append(kvledger.attach(scheduler, level="blocks"))
-
-    def start(self, **setup: Any) -> Driver:
-        return start(self.attach, **setup)
-
-    def found(self) -> list[str]:
-        for audit in self.audits:
-            audit.detach()
-        violations = [v for audit in self.audits for v in audit.violations if v.severity == "violation"]
-        assert not any(audit._auditor.doubts for audit in self.audits)
-        return [violation.id for violation in violations]
-
-    def finding(self, id: str) -> Any:
-        self.found()
-        return next(v for audit in self.audits for v in audit.violations if v.id == id)
-
 
 @pytest.fixture
-def watched() -> Iterator[_Watched]:
-    yield _Watched()
-
-
-def pool(driver: Driver) -> Any:
-    return driver.scheduler.kv_cache_manager.block_pool
-
-
-def manager(driver: Driver, group: int = 0) -> Any:
-    return driver.scheduler.kv_cache_manager.coordinator.single_type_managers[group]
-
-
-def table(driver: Driver, request: str, group: int = 0) -> Any:
-    return manager(driver, group).req_to_blocks[request]
-
-
-def running(watched: _Watched, *names: str, tokens: int = 40, **setup: Any) -> Driver:
-    """An engine in which these requests have had their first output."""
-    driver = watched.start(**setup)
-    for name in names:
-        driver.add(name, tokens, 30)
-    driver.step()
-    return driver
+def watched() -> Watched:
+    return Watched()
 
 
 # --- blocks/double-allocation ---------------------------------------------------------------------
