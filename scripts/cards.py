@@ -46,6 +46,10 @@ LMCacheMPConnector is that of lmcache 0.5.6, against its real server on the loop
 the adapter of the same release with the store in its own process; LMCache has no copy between its memory
 and a cache on the CPU (`CreateGPUConnector` of `lmcache/v1/gpu_connector/__init__.py`: "No supported cpu
 connector found"), so one stands in for it (`tests/conformance/cpu_lmcache.py`).
+
+Two have no card yet. NixlConnector's worker side wants the package `nixl` and a tensor parallel group, and a
+second engine to read from. The adapter for LMCache that vLLM bundles (`use_native`) works with LMCache before
+0.4 only; its scheduler side is driven by the courses of [detection](detection.md), column *the same, bundled*.
 """
 
 
