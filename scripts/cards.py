@@ -49,7 +49,7 @@ connector found"), so one stands in for it (`tests/conformance/cpu_lmcache.py`).
 
 Two have no card yet. NixlConnector's worker side wants the package `nixl` and a tensor parallel group, and a
 second engine to read from. The adapter for LMCache that vLLM bundles (`use_native`) works with LMCache before
-0.4 only; its scheduler side is driven by the courses of [detection](detection.md), column *the same, bundled*.
+0.4 only; its scheduler side is driven by the courses of [detection](detection.md), *the same, bundled*.
 """
 
 
