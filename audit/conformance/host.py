@@ -83,14 +83,14 @@ class Setup:
 def build_scheduler(setup: Setup) -> Any:
     """A real Scheduler, or AsyncScheduler, with an empty pool."""
     from vllm.v1.core import kv_cache_utils
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.structured_output import StructuredOutputManager
 
     config = _vllm_config(setup)
     if (begin_hashing := getattr(kv_cache_utils, "init_none_hash", None)) is not None:
         begin_hashing(_hash_function(config))
-    scheduler_class = _scheduler_class(setup)
     arguments = _known(
-        scheduler_class,
+        Scheduler,  # the others take what it takes, and do not say so
         vllm_config=config,
         kv_cache_config=_kv_cache_config(setup),
         structured_output_manager=StructuredOutputManager(config),
@@ -99,7 +99,7 @@ def build_scheduler(setup: Setup) -> Any:
         include_finished_set=False,
         log_stats=setup.log_stats,
     )
-    return scheduler_class(**arguments)
+    return _scheduler_class(setup)(**arguments)
 
 
 def _scheduler_class(setup: Setup) -> Any:
