@@ -130,7 +130,6 @@ def hashing(watch: Any, pool: int, original: Method) -> Method:
             **options,
         )
         if new:
-            first = num_cached_blocks
             try:
                 hashed((pool, request, kv_cache_group_id, request.num_tokens, new, before, first, block_size))
                 if tell_now is not None:

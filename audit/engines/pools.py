@@ -133,14 +133,12 @@ class PoolWatch:
         """Calls in a row by one operation are one event."""
         rows: list[int] = []
         last = (0, "")
-        numbers = self._numbers
         for pool, blocks, request_id, group, by in self.taken:
             if rows and (pool, by) != last:
                 self._record(ev.BlocksTaken(self.log.now(), self.step(), *last, rows, self._stack()))
                 rows = []
             last = pool, by
-            number = numbers.get(request_id)  # type: ignore[arg-type]
-            rows += (self.number(request_id) if number is None else number, group, len(blocks))
+            rows += (self.number(request_id), group, len(blocks))
             rows += [block.block_id for block in blocks]
         self.taken.clear()
         self._record(ev.BlocksTaken(self.log.now(), self.step(), *last, rows, self._stack()))
@@ -263,8 +261,8 @@ class PoolWatch:
         return self.callers.stack() if self.stacks else None
 
     def say(self, event: ev.Event) -> None:
-        if self.taken or self.hashed:
-            self.tell()
+        """Tell one event, after everything that came before it."""
+        self.tell()
         self._record(event)
 
     def _record(self, event: ev.Event) -> None:
