@@ -6,7 +6,7 @@ attempts that led to none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from operator import sub
 from typing import Any, ClassVar
 
@@ -115,12 +115,9 @@ class AdmissionObserver(Observer):
             return
         size = self.scheduler.block_size
         filled = reader.filled(plan, size)
-        for request_id, (tokens, blocks) in self._promises.items():
-            attempt = self._attempts[request_id]
-            if attempt.asynchronous or not blocks:
+        for request_id, __, tokens, promise in self._promised_blocks():
+            if self._attempts[request_id].asynchronous:
                 continue
-            local = attempt.local
-            promise = blocks[local // size : -(-(local + tokens) // size)]
             missing = [block for block in promise if block not in filled]
             covered = promise.index(missing[0]) * size if missing else tokens
             self._planned.append(
@@ -132,12 +129,18 @@ class AdmissionObserver(Observer):
     def _tell_promised(self) -> None:
         """Which blocks the promises of this step are to fill."""
         size = self.scheduler.block_size
-        for request_id, (tokens, blocks) in self._promises.items():
-            start = self._attempts[request_id].local
-            promise = blocks[start // size : -(-(start + tokens) // size)]
+        for request_id, start, tokens, promise in self._promised_blocks():
             if promise:
                 number, now = self.log.ids[request_id], self.log.now()
                 self._planned.append(ev.BlocksPromised(now, number, self._step, start, tokens, size, promise))
+
+    def _promised_blocks(self) -> Iterator[tuple[str, int, int, list[int]]]:
+        """Of each promise of this step whose blocks are known: request, first position, tokens, blocks."""
+        size = self.scheduler.block_size
+        for request_id, (tokens, blocks) in self._promises.items():
+            start = self._attempts[request_id].local
+            if blocks:
+                yield request_id, start, tokens, blocks[start // size : -(-(start + tokens) // size)]
 
     def _saves(self, saves: Iterable[Saved]) -> None:
         for request_id, start, end in saves:
