@@ -24,7 +24,7 @@ def _hashed(holdings: Holdings, event: ev.BlocksHashed) -> None:
         for _ in range(count):
             block, name, end = rows[at : at + 3]
             at += 3
-            told = replace(done, what=f"hashed h{name} up to {end}")
+            told = replace(done, what=f"hashed h{name:x} up to {end}")
             _hash(holdings, event, pool, block, name, end, group, request, told)
             if end > sequence_tokens >= 0:
                 story = holdings.story(event.pool, block)

@@ -23,7 +23,7 @@ from kvledger.audit.blocks.records import (
 from kvledger.audit.blocks.subjects import Collision, Finding, Subject
 
 LOSSES_KEPT = 2
-"""So many hashes that left the cache are remembered, by block of the pool: as many as engines name again."""
+"""So many hashes that left the cache are remembered, by block of the pool."""
 
 Accounts = Mapping[int, Account]
 
@@ -132,7 +132,7 @@ class Holdings:
     ) -> list[str]:
         """What is known of a block, a line each, for a person."""
         record = self.pools[pool].records[block]
-        hash_ = f"hash {', '.join(f'h{name}' for name in record.names)}" if record.names else "no hash"
+        hash_ = f"hash {', '.join(f'h{name:x}' for name in record.names)}" if record.names else "no hash"
         counted = "" if references is None else f"; the engine counts {references} references"
         lines = [f"block {block} of pool {pool}, {hash_}{counted}"]
         lines += [f"  held by {holder}" for holder in record.holders] or ["  held by nobody that is known"]

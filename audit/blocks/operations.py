@@ -46,7 +46,7 @@ def _take(
         if block == pool.null_block:
             continue
         record = holdings.record(pool, block)
-        evicted = ", ".join(f"h{name}" for name in record.names)
+        evicted = ", ".join(f"h{name:x}" for name in record.names)
         holdings.unname(pool, record, event.step, EVICTED)
         record.hashed = 0
         remember(record, replace(done, what=f"taken, evicting {evicted}") if evicted else done)

@@ -2,46 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable
 from typing import Any
 
-REMEMBERED = 2
-"""Hashes whose number is remembered, by block of the pool: those that it holds, and as many evicted."""
+LARGEST = 2**63 - 1
 
 
-class HashNames:
-    """The names of one pool's hashes. ``fresh``: numbers that no hash of the engine has yet."""
+def namer() -> Callable[[Any], int]:
+    """From a block's hash to the number that stands for it, the same whenever it comes again.
 
-    def __init__(self, pool: Any, fresh: Iterator[int]) -> None:
-        self._pool = pool
-        self._fresh = fresh
-        self._known: dict[int, int] = {}
-        self._remembered: dict[Any, int] = {}
-        """Names by hash, those of evicted ones too, the last used last."""
+    By a secret of this process, so that nobody can try out which tokens a number stands for. Two hashes
+    share one by chance of 1 in 2**63. Nothing is remembered, however many hashes come.
+    """
+    secret = os.urandom(16)
 
-    def name(self, block: Any, hash_: Any) -> int:
-        """A number for a block's hash: what it was before, as far as is remembered, or a new one."""
-        remembered = self._remembered
-        name = remembered.pop(hash_, -1)
-        if name < 0:
-            name = self._other_name(block, hash_)
-        remembered[hash_] = self._known[block.block_id] = name
-        if len(remembered) > REMEMBERED * len(self._pool.blocks):
-            del remembered[next(iter(remembered))]
-        return name
+    def name(hash_: Any) -> int:
+        if type(hash_) is not bytes:  # of early releases, with the block's tokens in it
+            hash_ = b"%d" % hash(hash_)
+        return hash(secret + hash_) & LARGEST
 
-    def moved(self, source: Any, target: Any) -> None:
-        """A block has the hash that another had."""
-        self._known[target.block_id] = self._known.get(source.block_id, -1)
-
-    def _other_name(self, block: Any, hash_: Any) -> int:
-        """Another block's that has the same hash, or a new one."""
-        found = cache_map(self._pool).get(hash_)
-        if type(found) is dict:
-            for other in found:
-                if other != block.block_id and other in self._known:
-                    return self._known[other]
-        return next(self._fresh)
+    return name
 
 
 def cache_map(pool: Any) -> Any:

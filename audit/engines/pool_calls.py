@@ -99,7 +99,7 @@ def unpinning(watch: Any, pool: int, original: Method) -> Method:
 
 def hashing(watch: Any, pool: int, original: Method) -> Method:
     """``cache_full_blocks``: those of its blocks that have another hash when it is over."""
-    hashed, tell_now = watch.hashed.append, watch.tell if watch.stacks else None
+    hashed, name, tell_now = watch.hashed.append, watch.name, watch.tell if watch.stacks else None
 
     @functools.wraps(original)
     def cache_full_blocks(
@@ -109,36 +109,55 @@ def hashing(watch: Any, pool: int, original: Method) -> Method:
         num_full_blocks: int,
         block_size: int,
         kv_cache_group_id: int,
-        *rest: Any,
-        **options: Any,
+        block_mask: Any = None,
     ) -> Any:
-        first = num_cached_blocks
-        if num_full_blocks == first + 1:
-            new: Sequence[Any] = (blocks[first],)
-            before: Sequence[Any] = (new[0]._block_hash,)
-        else:
-            new = blocks[first:num_full_blocks]
+        mask = () if block_mask is None else (block_mask,)
+        first, end = num_cached_blocks, num_full_blocks
+        if end != first + 1:
+            new = blocks[first:end]
             before = [block._block_hash for block in new]
-        result = original(
-            request,
-            blocks,
-            num_cached_blocks,
-            num_full_blocks,
-            block_size,
-            kv_cache_group_id,
-            *rest,
-            **options,
-        )
-        if new:
+            result = original(request, blocks, first, end, block_size, kv_cache_group_id, *mask)
             try:
-                hashed((pool, request, kv_cache_group_id, request.num_tokens, new, before, first, block_size))
+                other, replaced = _other_hashes(new, before, name, first, block_size)
+                if other:
+                    hashed((pool, replaced, request, kv_cache_group_id, other))
                 if tell_now is not None:
                     tell_now()
             except Exception as error:
                 watch.fail("cache_full_blocks", error)
+            return result
+        block = blocks[first]
+        old = block._block_hash
+        result = original(request, blocks, first, end, block_size, kv_cache_group_id, *mask)
+        try:
+            found = block._block_hash
+            if found is not old and found is not None:
+                row = (block.block_id, name(found), end * block_size)
+                hashed((pool, old is not None, request, kv_cache_group_id, row))
+            if tell_now is not None:
+                tell_now()
+        except Exception as error:
+            watch.fail("cache_full_blocks", error)
         return result
 
     return cache_full_blocks
+
+
+def _other_hashes(
+    blocks: Sequence[Any], before: Sequence[Any], name: Callable[[Any], int], first: int, size: int
+) -> tuple[list[int], bool]:
+    """Of blocks in a row, ``first`` the place of the first, those with another hash: three numbers each.
+
+    And whether there were hashes before.
+    """
+    other: list[int] = []
+    replaced = False
+    for place, (block, old) in enumerate(zip(blocks, before, strict=True), first + 1):
+        found = block._block_hash
+        if found is not old and found is not None:
+            replaced = replaced or old is not None
+            other += (block.block_id, name(found), place * size)
+    return other, replaced
 
 
 def hashing_part(watch: Any, pool: int, original: Method) -> Method:

@@ -28,10 +28,7 @@ EVICTING: tuple[Hook, ...] = (Hook("", "_maybe_evict_cached_block", (("block",),
 MANAGER: tuple[Hook, ...] = (
     Hook("", "_apply_cow", (("request_id", "block_idx", "source_block", "cow_block"),), optional=True),
 )
-SCHEDULER: tuple[Hook, ...] = (
-    Hook("", "schedule", (), after="scheduled"),
-    Hook("", "_free_blocks", (("request",),), after="left"),
-)
+SCHEDULER: tuple[Hook, ...] = (Hook("", "_free_blocks", (("request",),), after="left"),)
 ALL_GROUPS: tuple[Hook, ...] = (
     Hook("", "pop_blocks_for_free", (("request",),), after="deferred", optional=True),  # since 0.24
 )

@@ -10,14 +10,13 @@ These events go straight to the sink: equal steps stay counted, and are told whe
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvledger.audit import events as ev
 from kvledger.audit.engines import callers, pool_calls
 from kvledger.audit.engines.callers import Caller, Callers
-from kvledger.audit.engines.hash_names import HashNames
+from kvledger.audit.engines.hash_names import namer
 from kvledger.audit.engines.pool_hooks import (
     ALL_GROUPS,
     EVICTING,
@@ -64,13 +63,12 @@ class PoolWatch:
         self.stacks = stacks
         self.taken: list[tuple[int, list[Any], str | None, int, str]] = []
         """Pool, blocks and caller of what was handed out and has not been told yet."""
-        self.hashed: list[tuple[int, Any, int, int, Sequence[Any], Sequence[Any], int, int]] = []
-        """Calls of ``cache_full_blocks``: pool, request, group, the request's length, blocks, their hashes
-        before, the place of the first in its table, tokens a block."""
-        self._numbers: dict[str, int] = {}
+        self.hashed: list[tuple[int, bool, Any, int, Sequence[int]]] = []
+        """Calls of ``cache_full_blocks`` not told yet: pool, whether other hashes were there before, request,
+        group, and three numbers a block that has another hash: itself, the hash's name, its end."""
+        self._numbers: dict[str | None, int] = {None: -1}
         """Requests whose tables have not been told gone, also those that the log has forgotten."""
-        fresh = itertools.count()
-        self._names = [HashNames(pool, fresh) for pool in self.pools]
+        self.name = namer()
         self.parted: set[int] = set()
         """Pools in which a block was hashed for a part of its tokens: one block, several hashes."""
         self.sweep = Sweep(self)
@@ -131,43 +129,45 @@ class PoolWatch:
 
     def _tell_taken(self) -> None:
         """Calls in a row by one operation are one event."""
+        numbers = self._numbers.get
         rows: list[int] = []
-        last = (0, "")
+        last = (-1, "")
         for pool, blocks, request_id, group, by in self.taken:
-            if rows and (pool, by) != last:
-                self._record(ev.BlocksTaken(self.log.now(), self.step(), *last, rows, self._stack()))
-                rows = []
-            last = pool, by
-            rows += (self.number(request_id), group, len(blocks))
-            rows += [block.block_id for block in blocks]
+            if (pool, by) != last:
+                if rows:
+                    self._record_taken(rows, *last)
+                rows, last = [], (pool, by)
+            number = numbers(request_id)
+            if number is None:
+                number = self.number(request_id)
+            if len(blocks) == 1:
+                rows += (number, group, 1, blocks[0].block_id)
+            else:
+                rows += (number, group, len(blocks))
+                rows += [block.block_id for block in blocks]
         self.taken.clear()
-        self._record(ev.BlocksTaken(self.log.now(), self.step(), *last, rows, self._stack()))
+        self._record_taken(rows, *last)
+
+    def _record_taken(self, rows: list[int], pool: int, by: str) -> None:
+        self._record(ev.BlocksTaken(self.log.now(), self.step(), pool, by, rows, self._stack()))
 
     def _tell_hashed(self) -> None:
-        """Of the blocks in each call those that got another hash."""
+        """Calls in a row for one pool, that replaced hashes or did not, are one event."""
+        numbers = self._numbers.get
         rows: list[int] = []
         last = (-1, False)
-        for pool, request, group, tokens, blocks, before, place, size in self.hashed:
-            new: list[int] = []
-            replaced = False
-            for block, old in zip(blocks, before, strict=True):
-                place += 1
-                found = block._block_hash
-                if found is old or found is None:
-                    continue
-                replaced = replaced or old is not None
-                new += (block.block_id, self._names[pool].name(block, found), place * size)
-            if not new:
-                continue
-            if rows and (pool, replaced) != last:
-                self._record_hashed(rows, *last)
-                rows = []
-            last = pool, replaced
-            rows += (self.number(request.request_id), group, tokens, len(new) // 3)
-            rows += new
+        for pool, replaced, request, group, hashed in self.hashed:
+            if (pool, replaced) != last:
+                if rows:
+                    self._record_hashed(rows, *last)
+                rows, last = [], (pool, replaced)
+            number = numbers(request.request_id)
+            if number is None:
+                number = self.number(request.request_id)
+            rows += (number, group, request.num_tokens, len(hashed) // 3)
+            rows += hashed
         self.hashed.clear()
-        if rows:
-            self._record_hashed(rows, *last)
+        self._record_hashed(rows, *last)
 
     def _record_hashed(self, rows: list[int], pool: int, replaced: bool) -> None:
         self._record(ev.BlocksHashed(self.log.now(), self.step(), pool, rows, replaced, self._stack()))
@@ -193,8 +193,7 @@ class PoolWatch:
         """``cache_partial_block``: the hash ``further`` for the tokens up to ``end``."""
         self.tell()
         row = (self.number(request.request_id), group, request.num_tokens, 1)
-        name = self._names[pool].name(block, further)
-        self._record_hashed([*row, block.block_id, name, end], pool, replaced)
+        self._record_hashed([*row, block.block_id, self.name(further), end], pool, replaced)
 
     def further_hashes(self, pool: int, block: Any) -> tuple[Any, ...]:
         """The hashes of a block besides its first."""
@@ -206,7 +205,6 @@ class PoolWatch:
 
     def moved(self, pool: int, source: Any, target: Any) -> None:
         """``move_block_hashes``: the source stays in its table."""
-        self._names[pool].moved(source, target)
         head = self._head(pool, self.callers.caller())
         self.say(ev.BlockCopied(*head, _ids((source, target)), True, self._stack()))
 
@@ -230,13 +228,16 @@ class PoolWatch:
         """``reset_prefix_cache``."""
         self.say(ev.PoolReset(self.log.now(), self.step(), pool, succeeded))
 
-    def scheduled(self, output: Any, *_: Any, **__: Any) -> None:
+    def scheduled(self, output: Any) -> None:
         """``schedule``: the tables of whom it admitted, when everything else of it has been told."""
         self.tell()
-        names = [new.req_id for new in output.scheduled_new_reqs]
-        names += getattr(output.scheduled_cached_reqs, "resumed_req_ids", None) or ()
-        if names:
-            self.sweep.state_tables(names)
+        try:
+            names = [new.req_id for new in output.scheduled_new_reqs]
+            names += getattr(output.scheduled_cached_reqs, "resumed_req_ids", None) or ()
+            if names:
+                self.sweep.state_tables(names)
+        except Exception as error:
+            self.fail("schedule", error)
 
     def left(self, _: None, request: Any) -> None:
         """The scheduler's ``_free_blocks``: the request is gone."""
@@ -250,10 +251,9 @@ class PoolWatch:
 
     def number(self, request_id: str | None) -> int:
         """The request's number in the stream; -1 for nobody."""
-        if request_id is None:
-            return -1
         number = self._numbers.get(request_id)
         if number is None:
+            assert request_id is not None
             number = self._numbers[request_id] = self.log.intern(request_id)
         return number
 

@@ -105,7 +105,7 @@ class Sweep:
         states = [
             block.ref_cnt * 8
             + (block.next_free_block is not None)
-            + (block._block_hash is not None and _mapped(get(block._block_hash), block))
+            + ((h := block._block_hash) is not None and (6 if get(h) is block else _mapped(get(h), block)))
             for block in part
         ]
         free = pool.get_num_free_blocks()
@@ -122,5 +122,5 @@ class Sweep:
 
 
 def _mapped(found: Any, block: Any) -> int:
-    """2 for a hash, and 4 where the cache map leads from it to the block."""
-    return 6 if found is block or (type(found) is dict and block.block_id in found) else 2
+    """2 for a hash, and 4 where the cache map leads from it to several blocks and this is one."""
+    return 6 if type(found) is dict and block.block_id in found else 2

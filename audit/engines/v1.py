@@ -146,19 +146,20 @@ class V1Observer(LifeObserver):
 
     def scheduled(self, _: None, output: Any, *__: Any, **___: Any) -> None:
         tokens = output.num_scheduled_tokens
-        drafts = output.scheduled_spec_decode_tokens
         self.log.undelivered += bool(tokens)
         if self._attempts:
             self._admit(tokens)
         if self._planned:
             self.tell_planned()
-        if not tokens:
-            return
-        # Who ran before has this list too, in the order of ``tokens``.
-        names = getattr(output.scheduled_cached_reqs, "req_ids", [])
-        log, total, requests = self.log, output.total_num_scheduled_tokens, self.scheduler.requests
-        if drafts or not log.scheduled_singly(self._step, names, tokens, total, requests):
-            log.scheduled(self._step, tokens, drafts, requests)
+        if tokens:
+            drafts = output.scheduled_spec_decode_tokens
+            # Who ran before has this list too, in the order of ``tokens``.
+            names = getattr(output.scheduled_cached_reqs, "req_ids", [])
+            log, total, requests = self.log, output.total_num_scheduled_tokens, self.scheduler.requests
+            if drafts or not log.scheduled_singly(self._step, names, tokens, total, requests):
+                log.scheduled(self._step, tokens, drafts, requests)
+        if self.pools is not None:
+            self.pools.scheduled(output)
 
     # --- an output ------------------------------------------------------------------------------------
 
