@@ -452,8 +452,9 @@ class BlocksHashed(Event, frozen=True, array_like=True, tag=29):
     Calls of one step are one event, as for BlocksTaken, and come after what was taken. ``rows`` is flat,
     for each call: request, group, the stated length of the request's sequence, how many blocks follow,
     and three numbers each: block, name, end. Names stand for hashes: numbers by a secret of this engine
-    process, one hash one number; two hashes share one by chance of 1 in 2**63. Positions of the request below the end are what the hash promises. ``replaced``: what the
-    block was hashed for before is evicted.
+    process, one hash one number; two hashes share one by chance of 1 in 2**63. Positions of
+    the request below the end are what the hash promises. ``replaced``: what the block was hashed for
+    before is evicted.
     """
 
     step: int

@@ -33,6 +33,7 @@ class Hook(NamedTuple):
     signatures that fit, as parameter names without ``self``; () when any will do. ``before`` sees
     the call's arguments and its result is handed to ``after``, which sees (that, or None where it
     raised; the call's result; the arguments). ``optional``: a host without owner or method is no mismatch.
+    ``asleep``: it is checked with the others, and put on when :meth:`Hooks.wake` is called for it.
     """
 
     owner: str
@@ -42,6 +43,7 @@ class Hook(NamedTuple):
     after: str = ""
     optional: bool = False
     boundary: bool = False
+    asleep: bool = False
 
 
 class Clock:
@@ -165,21 +167,35 @@ class Hooks:
         self.live: list[str] = []
         self._failed = failed
         self._boundary = boundary
+        self._observer = observer
         self._wrappings: dict[str, Wrapping] = {}
         self._silenced: list[Wrapping] = []
+        self._asleep: dict[str, tuple[Hook, Any]] = {}
         rows = check(table, root)
         try:
             for hook, owner in rows:
                 name = f"{hook.owner}.{hook.method}".lstrip(".")
-                make = functools.partial(self._observed, name, hook, observer)
-                self._wrappings[name] = Wrapping(owner, hook.method, make)
-                self.live.append(name)
+                if hook.asleep:
+                    self._asleep[name] = hook, owner
+                else:
+                    self._put_on(name, hook, owner)
         except Exception:
             self.remove()
             raise
 
+    def wake(self, name: str) -> None:
+        """Put on a hook that slept; nothing where it is on, was removed, or the host has not got it."""
+        if name in self._asleep:
+            self._put_on(name, *self._asleep.pop(name))
+
+    def _put_on(self, name: str, hook: Hook, owner: Any) -> None:
+        make = functools.partial(self._observed, name, hook, self._observer)
+        self._wrappings[name] = Wrapping(owner, hook.method, make)
+        self.live.append(name)
+
     def remove(self) -> None:
         """Put every wrapped attribute back. What cannot be put back becomes a pass-through."""
+        self._asleep.clear()
         for name in list(self._wrappings):
             self._wrappings.pop(name).undo()
         for wrapping in self._silenced:

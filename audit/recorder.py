@@ -23,7 +23,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import util as multiprocessing_util
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -124,6 +124,15 @@ class Recorder:
             queue.append(event)
         else:
             self._refuse()
+
+    def record_all(self, events: Sequence[Event]) -> None:
+        """Take several. Never raises, never waits."""
+        queue = self._queue
+        if len(queue) + len(events) <= self._capacity:
+            queue.extend(events)
+        else:
+            for event in events:
+                self.record(event)
 
     def restart(self, started: EngineStarted, snapshot: Snapshot) -> None:
         """Begin a segment here with these two; before them, say what was refused."""
@@ -358,6 +367,11 @@ class MemoryRecorder:
         else:
             self._capacity = 0
             self.lost_events += 1
+
+    def record_all(self, events: Sequence[Event]) -> None:
+        """Take several. Never raises, never waits."""
+        for event in events:
+            self.record(event)
 
     def restart(self, started: EngineStarted, snapshot: Snapshot) -> None:
         """Begin anew here with these two; before them, say what was refused."""

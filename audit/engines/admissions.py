@@ -14,6 +14,8 @@ from kvledger.audit import events as ev
 from kvledger.audit.engines.observer import Observer
 from kvledger.audit.engines.plans import Saved
 
+UNCOUNTED = (-1, -1, -1)
+
 
 class _Attempt:
     """One waiting request's look-up in the current step."""
@@ -149,51 +151,56 @@ class AdmissionObserver(Observer):
                 self._planned.append(ev.SavePlanned(self.log.now(), number, self._step, start, end))
 
     def _admit(self, scheduled: dict[str, int]) -> None:
-        """Say what became of this step's look-ups."""
+        """Say what became of this step's look-ups, and what its plan orders."""
+        told: list[ev.Event] = []
+        now = self.log.now()
         admitted = False
         for request_id, attempt in self._attempts.items():
             if request_id in scheduled or self.waits_for_load(attempt.request):
                 admitted = True
-                self._admitted(request_id, attempt, scheduled.get(request_id, 0))
+                self._admitted(told, now, request_id, attempt, scheduled.get(request_id, 0))
             else:
-                self._not_admitted(request_id, attempt)
-        self.tell_planned()
-        self._count_lookups(admitted)
+                self._not_admitted(told, now, request_id, attempt)
+        told += self._planned
+        self._planned = []
+        counted = self._lookups_counted(now, admitted)
+        if counted is not None:
+            told.append(counted)
+        if told:
+            self.log.emit_all(told)
 
     def tell_planned(self) -> None:
-        """Say what this step's plan orders, of those admitted in it and of others."""
-        for planned in self._planned:
-            self.log.emit(planned)
+        """Say what this step's plan orders, though nobody was looked up in it."""
+        self.log.emit_all(self._planned)
         self._planned = []
 
-    def _admitted(self, request_id: str, attempt: _Attempt, scheduled: int) -> None:
-        log, request, emit = self.log, attempt.request, self.log.emit
-        number, now, step = log.ids[request_id], log.now(), self._step
+    def _admitted(
+        self, told: list[ev.Event], now: int, request_id: str, attempt: _Attempt, scheduled: int
+    ) -> None:
+        log, request, step = self.log, attempt.request, self._step
+        number = log.ids[request_id]
         if self._failed_attempts:
             failed = self._failed_attempts.pop(request_id, None)
             if failed is not None:
-                emit(failed)
+                told.append(failed)
         if request_id in self._deferred:  # 0.33: the connector is told only when the load may start
             attempt.external = self._deferred[request_id][1]
         local, external, queried = attempt.local, attempt.external, attempt.queried
         if attempt.looked_up >= 0:
-            emit(ev.LookedUp(now, number, step, attempt.looked_up))
+            told.append(ev.LookedUp(now, number, step, attempt.looked_up))
         if queried >= 0:
-            emit(ev.Matched(now, number, step, queried, attempt.matched, attempt.asynchronous))
+            told.append(ev.Matched(now, number, step, queried, attempt.matched, attempt.asynchronous))
         resumed, counted = self.preemptions(request) > 0, self.counts_lookups(request)
-        computed = self.computed(request) - scheduled
-        replayed = 0
-        if scheduled and self._replays:
-            replayed = max(0, local + external - request.replay_start)
-            replayed = replayed if request.replay_start else 0
-        begins = computed + replayed
-        emit(ev.Admitted(now, number, step, resumed, local, external, not scheduled, begins, counted))
-        if replayed:
-            emit(ev.RolledBack(now, number, "replay", begins, computed))
+        begins = computed = self.computed(request) - scheduled
+        if scheduled and self._replays and request.replay_start:
+            begins += max(0, local + external - request.replay_start)
+        told.append(ev.Admitted(now, number, step, resumed, local, external, not scheduled, begins, counted))
+        if begins != computed:
+            told.append(ev.RolledBack(now, number, "replay", begins, computed))
         self._lived.add(request_id)
         log.admitted(request_id, runs=scheduled > 0)
 
-    def _not_admitted(self, request_id: str, attempt: _Attempt) -> None:
+    def _not_admitted(self, told: list[ev.Event], now: int, request_id: str, attempt: _Attempt) -> None:
         """Equal failed attempts in a row are one event, told when they end."""
         if attempt.looked_up < 0:
             return
@@ -209,9 +216,9 @@ class AdmissionObserver(Observer):
             ):
                 attempts = last.attempts + 1
             else:
-                self.log.emit(last)
+                told.append(last)
         self._failed_attempts[request_id] = ev.AdmissionFailed(
-            self.log.now(),
+            now,
             self.log.ids[request_id],
             self._step,
             reason,
@@ -231,21 +238,21 @@ class AdmissionObserver(Observer):
             return (*local, 0, 0, 0)
         return (*local, *_cache_counters(getattr(scheduler, "connector_prefix_cache_stats", None)))
 
-    def _count_lookups(self, admitted: bool) -> None:
+    def _lookups_counted(self, now: int, admitted: bool) -> ev.LookupsCounted | None:
         before, after = self._counted, self._counters()
         if before is None or (not admitted and before == after):
-            return
+            return None
         rise = list(map(sub, after, before))
-        manager = self.scheduler.kv_cache_manager
-        if manager.prefix_cache_stats is None or "local" not in self.COUNTED:
-            rise[:3] = (-1, -1, -1)
+        scheduler, counted = self.scheduler, self.COUNTED
+        if scheduler.kv_cache_manager.prefix_cache_stats is None or "local" not in counted:
+            rise[:3] = UNCOUNTED
         if (
-            getattr(self.scheduler, "connector_prefix_cache_stats", None) is None
-            or getattr(self.scheduler, "defer_async_loads", False)
-            or "external" not in self.COUNTED
+            getattr(scheduler, "connector_prefix_cache_stats", None) is None
+            or getattr(scheduler, "defer_async_loads", False)
+            or "external" not in counted
         ):
-            rise[3:] = (-1, -1, -1)
-        self.log.emit(ev.LookupsCounted(self.log.now(), self._step, *rise))
+            rise[3:] = UNCOUNTED
+        return ev.LookupsCounted(now, self._step, *rise)
 
 
 def _cache_counters(stats: Any) -> tuple[int, int, int]:

@@ -56,6 +56,8 @@ class Observer:
         self._stopped = False
         self._failed_attempts: dict[str, ev.AdmissionFailed] = {}
         self._lived: set[str] = set()
+        self._draining: set[str] = set()
+        """Requests for which an output may still come that answers a life that is over."""
         self._unreported: dict[str, int] = {}
         self._resync = False
         self._timed_from = 0
@@ -163,6 +165,8 @@ class Observer:
     def _snapshot_row(self, request: Any) -> ev.SnapshotRow:
         request_id = request.request_id
         number = self.log.intern(request_id)
+        if getattr(request, "resumable", False):
+            self.sessions_come()
         if self.unreported(request):
             self._unreported[request_id] = request.num_prompt_tokens
         return ev.SnapshotRow(
@@ -183,11 +187,17 @@ class Observer:
             transferred=self.transferred(request),
         )
 
+    def sessions_come(self) -> None:
+        """A request may be given further chunks: from now on turns end too, and not only requests."""
+        if self.hooks is not None:
+            self.hooks.wake("_handle_stopped_request")
+
     def _forget(self, request_id: str) -> None:
         """It is gone from the engine."""
         self.log.forget(request_id)
         self._unreported.pop(request_id, None)
         self._lived.discard(request_id)
+        self._draining.discard(request_id)
 
     def _at_rest(self) -> None:
         """Between two steps: a snapshot if one is wanted, a census if one is due."""

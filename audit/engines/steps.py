@@ -9,7 +9,7 @@ other than one have to be remembered.
 from __future__ import annotations
 
 import time
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from itertools import compress, repeat
 from operator import ne
 from typing import Any, Protocol
@@ -31,6 +31,9 @@ class Sink(Protocol):
 
     def record(self, event: ev.Event) -> None:
         """Take one event; never raises, never blocks."""
+
+    def record_all(self, events: Sequence[ev.Event]) -> None:
+        """Take several."""
 
     def restart(self, started: ev.EngineStarted, snapshot: ev.Snapshot) -> None:
         """Begin anew with these two."""
@@ -91,13 +94,11 @@ class StepLog:
             self.say_held_back(event.at)
         self.sink.record(event)
 
-    def emit_all(self, events: list[ev.Event]) -> None:
-        """Tell what has been held."""
+    def emit_all(self, events: Sequence[ev.Event]) -> None:
+        """Tell several, at least one, after everything that came before them; also what has been held."""
         if self._repeats or self._same_step:
             self.say_held_back(events[0].at)
-        record = self.sink.record
-        for event in events:
-            record(event)
+        self.sink.record_all(events)
 
     def say_held_back(self, now: int) -> None:
         """Equal steps so far are told, and a step still without output, before what differs."""

@@ -76,7 +76,7 @@ class V1Observer(LifeObserver):
             "reset_begins",
             "cache_reset",
         ),
-        Hook("", "_handle_stopped_request", (("request",),), "stop_begins", "turn_stopped"),
+        Hook("", "_handle_stopped_request", (("request",),), "stop_begins", "turn_stopped", asleep=True),
         Hook(
             "",
             "_update_request_as_session",
@@ -122,6 +122,9 @@ class V1Observer(LifeObserver):
         prompt_tokens = request.num_prompt_tokens
         if self.unreported(request):
             self._unreported[request_id] = prompt_tokens
+        resumable = getattr(request, "resumable", False)
+        if resumable:
+            self.sessions_come()
         log.emit(
             ev.RequestAdded(
                 log.now(),
@@ -131,7 +134,7 @@ class V1Observer(LifeObserver):
                 request.max_tokens,
                 request.priority,
                 request.pooling_params is not None,
-                getattr(request, "resumable", False),
+                resumable,
                 _traceparent(getattr(request, "trace_headers", None)),
                 self.transferred(request),
             )

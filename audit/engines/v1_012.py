@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from kvledger.audit import events as ev
 from kvledger.audit.engines.v1_017 import V1Observer017
 from kvledger.audit.hooks import Hook
 
@@ -49,7 +50,15 @@ class V1Observer012(V1Observer017):
             "cache_reset",
         ),
         # Sessions came with 0.15.
-        Hook("", "_handle_stopped_request", (("request",),), "stop_begins", "turn_stopped", optional=True),
+        Hook(
+            "",
+            "_handle_stopped_request",
+            (("request",),),
+            "stop_begins",
+            "turn_stopped",
+            optional=True,
+            asleep=True,
+        ),
         Hook(
             "",
             "_update_request_as_session",
@@ -70,6 +79,5 @@ class V1Observer012(V1Observer017):
     def _counters(self) -> tuple[int, int, int, int, int, int]:
         return 0, 0, 0, 0, 0, 0
 
-    def _count_lookups(self, admitted: bool) -> None:
-        if admitted:
-            super()._count_lookups(admitted)
+    def _lookups_counted(self, now: int, admitted: bool) -> ev.LookupsCounted | None:
+        return super()._lookups_counted(now, admitted) if admitted else None

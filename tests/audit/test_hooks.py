@@ -164,6 +164,30 @@ def test_an_optional_hook_may_be_missing() -> None:
     assert ["run"] == ours.live
 
 
+def test_a_hook_that_sleeps_is_put_on_when_it_is_woken() -> None:
+    host, watcher = Host(), Watcher()
+    ours = hooks((RUN._replace(asleep=True), LOAD), host, watcher)
+    host.run(1)
+    assert ([], ["part.load"]) == (watcher.seen, ours.live)
+
+    ours.wake("run")
+    ours.wake("run")
+    host.run(1)
+    assert 1 == len(watcher.seen)
+
+
+def test_a_hook_that_sleeps_is_checked_with_the_others_and_removed_with_them() -> None:
+    host, watcher = Host(), Watcher()
+    with pytest.raises(EngineMismatch, match="walk is missing"):
+        hooks((Hook("", "walk", ((),), asleep=True),), host, watcher)
+
+    ours = hooks((RUN._replace(asleep=True),), host, watcher)
+    ours.remove()
+    ours.wake("run")
+    host.run(1)
+    assert [] == watcher.seen
+
+
 def test_only_a_boundary_may_raise() -> None:
     host = Host()
 
