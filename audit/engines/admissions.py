@@ -57,6 +57,8 @@ class AdmissionObserver(Observer):
         scheduler = self.scheduler
         nobody_waits = len(scheduler.requests) == len(scheduler.running)
         self._counted = None if nobody_waits else self._counters()
+        if self.pools is not None:
+            self.pools.untold.step_begins(nobody_waits)
 
     def looked_up(self, _: None, result: Any, request: Any, *__: Any, **___: Any) -> None:
         attempt = self._attempts.get(request.request_id)

@@ -29,6 +29,9 @@ class Caller(NamedTuple):
     by: str
 
 
+NOBODY = Caller(None, -1, "")
+
+
 class Callers:
     """Reads callers, remembering by code object what sort each is. ``ours``: modules to look past."""
 
@@ -58,7 +61,7 @@ class Callers:
             if sort is OTHER:
                 return Caller(None, -1, code.co_name)
             frame = frame.f_back
-        return Caller(None, -1, "")
+        return NOBODY
 
     def _sort(self, frame: FrameType) -> str:
         code = frame.f_code

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from kvledger.audit.engines.callers import Caller
@@ -19,14 +19,21 @@ Make = Callable[[Any, int, Method], Method]
 
 
 def taking(watch: Any, pool: int, original: Method) -> Method:
-    """``get_new_blocks``: what it evicts on its way is told with it."""
+    """``get_new_blocks``: what it evicts on its way is told with it.
+
+    Whose table they go to is read off the stack, or afterwards off the step's output: see ``untold``.
+    """
     getframe, caller, managers = sys._getframe, watch.callers.caller, watch.callers.managers
-    take, tell_now = watch.taken.append, watch.tell if watch.stacks else None
+    untold = watch.untold
+    take, take_unasked = untold.taken.append, untold.unasked.append
+    tell_now = watch.tell if watch.stacks else None
 
     @functools.wraps(original)
     def get_new_blocks(num_blocks: int) -> Any:
         blocks = original(num_blocks)
-        if blocks:
+        if untold.outputs_tell:
+            take_unasked(blocks)
+        elif blocks:
             try:
                 frame = getframe(1)
                 by = managers.get(id(frame.f_code))
@@ -99,7 +106,7 @@ def unpinning(watch: Any, pool: int, original: Method) -> Method:
 
 def hashing(watch: Any, pool: int, original: Method) -> Method:
     """``cache_full_blocks``: those of its blocks that have another hash when it is over."""
-    hashed, name, tell_now = watch.hashed.append, watch.name, watch.tell if watch.stacks else None
+    hashed, name, tell_now = watch.untold.hashed.append, watch.name, watch.tell if watch.stacks else None
 
     @functools.wraps(original)
     def cache_full_blocks(
@@ -111,53 +118,32 @@ def hashing(watch: Any, pool: int, original: Method) -> Method:
         kv_cache_group_id: int,
         block_mask: Any = None,
     ) -> Any:
-        mask = () if block_mask is None else (block_mask,)
-        first, end = num_cached_blocks, num_full_blocks
-        if end != first + 1:
-            new = blocks[first:end]
-            before = [block._block_hash for block in new]
-            result = original(request, blocks, first, end, block_size, kv_cache_group_id, *mask)
-            try:
-                other, replaced = _other_hashes(new, before, name, first, block_size)
-                if other:
-                    hashed((pool, replaced, request, kv_cache_group_id, other))
-                if tell_now is not None:
-                    tell_now()
-            except Exception as error:
-                watch.fail("cache_full_blocks", error)
-            return result
-        block = blocks[first]
-        old = block._block_hash
-        result = original(request, blocks, first, end, block_size, kv_cache_group_id, *mask)
-        try:
+        first, end, group = num_cached_blocks, num_full_blocks, kv_cache_group_id
+        if end == first + 1 and block_mask is None:
+            block = blocks[first]
+            old = block._block_hash
+            result = original(request, blocks, first, end, block_size, group)
             found = block._block_hash
-            if found is not old and found is not None:
-                row = (block.block_id, name(found), end * block_size)
-                hashed((pool, old is not None, request, kv_cache_group_id, row))
-            if tell_now is not None:
-                tell_now()
+            if found is not old:
+                hashed((pool, old, request, group, block.block_id, name(found), end * block_size))
+            return result
+        mask = () if block_mask is None else (block_mask,)
+        new = blocks[first:end]
+        before = [block._block_hash for block in new]
+        result = original(request, blocks, first, end, block_size, group, *mask)
+        try:
+            for block, old in zip(new, before, strict=True):
+                first += 1
+                found = block._block_hash
+                if found is not old:
+                    hashed((pool, old, request, group, block.block_id, name(found), first * block_size))
         except Exception as error:
             watch.fail("cache_full_blocks", error)
+        if tell_now is not None:
+            tell_now()
         return result
 
     return cache_full_blocks
-
-
-def _other_hashes(
-    blocks: Sequence[Any], before: Sequence[Any], name: Callable[[Any], int], first: int, size: int
-) -> tuple[list[int], bool]:
-    """Of blocks in a row, ``first`` the place of the first, those with another hash: three numbers each.
-
-    And whether there were hashes before.
-    """
-    other: list[int] = []
-    replaced = False
-    for place, (block, old) in enumerate(zip(blocks, before, strict=True), first + 1):
-        found = block._block_hash
-        if found is not old and found is not None:
-            replaced = replaced or old is not None
-            other += (block.block_id, name(found), place * size)
-    return other, replaced
 
 
 def hashing_part(watch: Any, pool: int, original: Method) -> Method:

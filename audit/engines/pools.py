@@ -10,7 +10,7 @@ These events go straight to the sink: equal steps stay counted, and are told whe
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvledger.audit import events as ev
@@ -29,7 +29,21 @@ from kvledger.audit.engines.pool_hooks import (
 )
 from kvledger.audit.engines.steps import StepLog
 from kvledger.audit.engines.sweep import Sweep
+from kvledger.audit.engines.untold import Untold
 from kvledger.audit.hooks import EngineMismatch, Wrapping, check
+
+
+class _Numbers(dict[str | None, int]):
+    """Requests by number, each from when it is first asked for; -1 for nobody."""
+
+    def __init__(self, log: StepLog) -> None:
+        super().__init__({None: -1})
+        self._log = log
+
+    def __missing__(self, request_id: str | None) -> int:
+        assert request_id is not None
+        number = self[request_id] = self._log.intern(request_id)
+        return number
 
 
 class PoolWatch:
@@ -55,18 +69,14 @@ class PoolWatch:
         if found := unreadable(self.managers):
             raise EngineMismatch("; ".join(found))
         self.pools: list[Any] = list(dict.fromkeys(found.block_pool for found in self.managers))
-        ours = (callers.__name__, pool_calls.__name__, Sweep.__module__, Wrapping.__module__)
-        self.callers = Callers(__name__, *ours)
+        ours = (Untold.__module__, Sweep.__module__, Wrapping.__module__)
+        self.callers = Callers(__name__, callers.__name__, pool_calls.__name__, *ours)
         self.log = log
         self.step = step
         self._failed = failed
         self.stacks = stacks
-        self.taken: list[tuple[int, list[Any], str | None, int, str]] = []
-        """Pool, blocks and caller of what was handed out and has not been told yet."""
-        self.hashed: list[tuple[int, bool, Any, int, Sequence[int]]] = []
-        """Calls of ``cache_full_blocks`` not told yet: pool, whether other hashes were there before, request,
-        group, and three numbers a block that has another hash: itself, the hash's name, its end."""
-        self._numbers: dict[str | None, int] = {None: -1}
+        self.untold = Untold(self)
+        self.numbers = _Numbers(log)
         """Requests whose tables have not been told gone, also those that the log has forgotten."""
         self.name = namer()
         self.parted: set[int] = set()
@@ -109,8 +119,7 @@ class PoolWatch:
 
     def fail(self, method: str, error: Exception) -> None:
         """An observer raised: what it should have seen is missing, and what follows from it."""
-        self.taken.clear()
-        self.hashed.clear()
+        self.untold.clear()
         if self._active:
             self.remove()
             self._failed(method, error, True)
@@ -118,65 +127,17 @@ class PoolWatch:
     # --- what a pool is called for ---------------------------------------------------------------
 
     def tell(self) -> None:
-        """Tell what was taken, and then what was hashed, since the last time. Never raises."""
+        """Tell what was taken and hashed since the last time. Never raises."""
         try:
-            if self.taken:
-                self._tell_taken()
-            if self.hashed:
-                self._tell_hashed()
+            self.untold.tell()
         except Exception as error:  # an observer must never stop the engine
             self.fail("what a pool was called for", error)
-
-    def _tell_taken(self) -> None:
-        """Calls in a row by one operation are one event."""
-        numbers = self._numbers.get
-        rows: list[int] = []
-        last = (-1, "")
-        for pool, blocks, request_id, group, by in self.taken:
-            if (pool, by) != last:
-                if rows:
-                    self._record_taken(rows, *last)
-                rows, last = [], (pool, by)
-            number = numbers(request_id)
-            if number is None:
-                number = self.number(request_id)
-            if len(blocks) == 1:
-                rows += (number, group, 1, blocks[0].block_id)
-            else:
-                rows += (number, group, len(blocks))
-                rows += [block.block_id for block in blocks]
-        self.taken.clear()
-        self._record_taken(rows, *last)
-
-    def _record_taken(self, rows: list[int], pool: int, by: str) -> None:
-        self._record(ev.BlocksTaken(self.log.now(), self.step(), pool, by, rows, self._stack()))
-
-    def _tell_hashed(self) -> None:
-        """Calls in a row for one pool, that replaced hashes or did not, are one event."""
-        numbers = self._numbers.get
-        rows: list[int] = []
-        last = (-1, False)
-        for pool, replaced, request, group, hashed in self.hashed:
-            if (pool, replaced) != last:
-                if rows:
-                    self._record_hashed(rows, *last)
-                rows, last = [], (pool, replaced)
-            number = numbers(request.request_id)
-            if number is None:
-                number = self.number(request.request_id)
-            rows += (number, group, request.num_tokens, len(hashed) // 3)
-            rows += hashed
-        self.hashed.clear()
-        self._record_hashed(rows, *last)
-
-    def _record_hashed(self, rows: list[int], pool: int, replaced: bool) -> None:
-        self._record(ev.BlocksHashed(self.log.now(), self.step(), pool, rows, replaced, self._stack()))
 
     def touched(self, pool: int, blocks: list[Any], caller: Caller) -> None:
         """``touch``."""
         if blocks:
             ids, counts = _ids(blocks), _references(blocks)
-            self.say(ev.BlocksTouched(*self._head(pool, caller), ids, counts, self._stack()))
+            self.say(ev.BlocksTouched(*self._head(pool, caller), ids, counts, self.stack()))
 
     def freed(self, pool: int, blocks: list[Any], caller: Caller) -> None:
         """``free_blocks``, by the pool whose they are."""
@@ -184,16 +145,17 @@ class PoolWatch:
             own = self.pools[pool]
             blocks = [block for block in blocks if getattr(block, "pool", own) in (own, None)]
         if blocks:
+            self.untold.leaving(blocks, caller)
             ids, counts = _ids(blocks), _references(blocks)
-            self.say(ev.BlocksFreed(*self._head(pool, caller), ids, counts, self._stack()))
+            self.say(ev.BlocksFreed(*self._head(pool, caller), ids, counts, self.stack()))
 
     def hashed_part(
         self, pool: int, request: Any, group: int, block: Any, end: int, replaced: bool, further: Any
     ) -> None:
         """``cache_partial_block``: the hash ``further`` for the tokens up to ``end``."""
-        self.tell()
-        row = (self.number(request.request_id), group, request.num_tokens, 1)
-        self._record_hashed([*row, block.block_id, self.name(further), end], pool, replaced)
+        rows = [self.number(request.request_id), group, request.num_tokens, 1]
+        rows += (block.block_id, self.name(further), end)
+        self.say(ev.BlocksHashed(self.log.now(), self.step(), pool, rows, replaced, self.stack()))
 
     def further_hashes(self, pool: int, block: Any) -> tuple[Any, ...]:
         """The hashes of a block besides its first."""
@@ -201,12 +163,12 @@ class PoolWatch:
 
     def evicted(self, pool: int, blocks: list[Any], caller: Caller) -> None:
         """Blocks lost their hashes, and nothing else happened to them."""
-        self.say(ev.BlocksEvicted(*self._head(pool, caller), _ids(blocks), self._stack()))
+        self.say(ev.BlocksEvicted(*self._head(pool, caller), _ids(blocks), self.stack()))
 
     def moved(self, pool: int, source: Any, target: Any) -> None:
         """``move_block_hashes``: the source stays in its table."""
         head = self._head(pool, self.callers.caller())
-        self.say(ev.BlockCopied(*head, _ids((source, target)), True, self._stack()))
+        self.say(ev.BlockCopied(*head, _ids((source, target)), True, self.stack()))
 
     def copied(
         self, manager: Any, _: None, request_id: str, block_idx: int, source_block: Any, cow_block: Any
@@ -214,15 +176,17 @@ class PoolWatch:
         """``_apply_cow``: the target stands in the table in place of the source."""
         pool = self.pools.index(manager.block_pool)
         head = self._head(pool, Caller(request_id, manager.kv_cache_group_id, "_apply_cow"))
-        self.say(ev.BlockCopied(*head, _ids((source_block, cow_block)), False, self._stack()))
+        self.say(ev.BlockCopied(*head, _ids((source_block, cow_block)), False, self.stack()))
 
     def deferred(self, blocks: list[Any], request: Any) -> None:
         """``pop_blocks_for_free``."""
+        caller = Caller(request.request_id, -1, "pop_blocks_for_free")
+        self.untold.leaving(blocks, caller)
         for number, pool in enumerate(self.pools):
             ids = _ids(block for block in blocks if getattr(block, "pool", pool) in (pool, None))
             if ids:
-                head = self._head(number, Caller(request.request_id, -1, "pop_blocks_for_free"))
-                self.say(ev.BlocksDeferred(*head, ids, self._stack()))
+                head = self._head(number, caller)
+                self.say(ev.BlocksDeferred(*head, ids, self.stack()))
 
     def reset(self, pool: int, succeeded: bool) -> None:
         """``reset_prefix_cache``."""
@@ -230,8 +194,8 @@ class PoolWatch:
 
     def scheduled(self, output: Any) -> None:
         """``schedule``: the tables of whom it admitted, when everything else of it has been told."""
-        self.tell()
         try:
+            self.untold.step_ends(output)
             names = [new.req_id for new in output.scheduled_new_reqs]
             names += getattr(output.scheduled_cached_reqs, "resumed_req_ids", None) or ()
             if names:
@@ -241,7 +205,7 @@ class PoolWatch:
 
     def left(self, _: None, request: Any) -> None:
         """The scheduler's ``_free_blocks``: the request is gone."""
-        number = self._numbers.pop(request.request_id, None)
+        number = self.numbers.pop(request.request_id, None)
         if number is not None:
             self.say(ev.TablesGone(self.log.now(), [number]))
 
@@ -251,21 +215,17 @@ class PoolWatch:
 
     def number(self, request_id: str | None) -> int:
         """The request's number in the stream; -1 for nobody."""
-        number = self._numbers.get(request_id)
-        if number is None:
-            assert request_id is not None
-            number = self._numbers[request_id] = self.log.intern(request_id)
-        return number
+        return self.numbers[request_id]
 
-    def _stack(self) -> list[str] | None:
+    def stack(self) -> list[str] | None:
         return self.callers.stack() if self.stacks else None
 
     def say(self, event: ev.Event) -> None:
         """Tell one event, after everything that came before it."""
         self.tell()
-        self._record(event)
+        self.record(event)
 
-    def _record(self, event: ev.Event) -> None:
+    def record(self, event: ev.Event) -> None:
         if self._active:
             self.log.sink.record(event)
 

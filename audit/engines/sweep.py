@@ -1,7 +1,7 @@
 """How pools and tables stand, stated in turn: what no call of a pool shows is seen here.
 
-A count that is changed by hand, a queue that is mended: whenever the engine is at rest ``SWEEP_BLOCKS``
-blocks of each pool are stated, and the tables of ``SWEEP_TABLES`` requests.
+A count that is changed by hand, a queue that is mended: when the engine is at rest ``SWEEP_BLOCKS``
+blocks of each pool are stated, and the next time the tables of ``SWEEP_TABLES`` requests.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from kvledger.audit.engines.pools import PoolWatch
 
 SWEEP_BLOCKS = 64
-"""Blocks of each pool that are stated whenever the engine is at rest (every fourth step)."""
+"""Blocks of each pool that are stated every other time that the engine is at rest."""
 
 SWEEP_TABLES = 4
-"""Requests whose tables are stated then."""
+"""Requests whose tables are stated the times between."""
 
 WHOLE = 2
 """Of a group: a hit needs every block below it."""
@@ -37,6 +37,7 @@ class Sweep:
         self._watch = watch
         self._next_block = [0] * len(watch.pools)
         self._next_table = 0
+        self._tables_next = False
 
     def restart(self) -> None:
         """Where a segment begins: say what pools there are; blocks and tables follow in turn."""
@@ -63,19 +64,22 @@ class Sweep:
         self._next_table = 0
 
     def at_rest(self) -> None:
-        """Some blocks and some tables, in turn."""
+        """Some blocks, or some tables, in turn."""
         watch = self._watch
+        self._tables_next = not self._tables_next
         try:
-            for number, pool in enumerate(watch.pools):
-                first = self._next_block[number]
-                part = pool.blocks[first : first + SWEEP_BLOCKS]
-                end = first + len(part)
-                self._next_block[number] = end if end < len(pool.blocks) else 0
-                self.state_blocks(number, first, part)
-            running = watch.scheduler.running
-            first = self._next_table if self._next_table < len(running) else 0
-            self._next_table = first + SWEEP_TABLES
-            self.state_tables([request.request_id for request in running[first : self._next_table]])
+            if self._tables_next:
+                for number, pool in enumerate(watch.pools):
+                    first = self._next_block[number]
+                    part = pool.blocks[first : first + SWEEP_BLOCKS]
+                    end = first + len(part)
+                    self._next_block[number] = end if end < len(pool.blocks) else 0
+                    self.state_blocks(number, first, part)
+            else:
+                running = watch.scheduler.running
+                first = self._next_table if self._next_table < len(running) else 0
+                self._next_table = first + SWEEP_TABLES
+                self.state_tables([request.request_id for request in running[first : self._next_table]])
         except Exception as error:  # an observer must never stop the engine
             watch.fail("the sweep of the pool", error)
 
