@@ -1,0 +1,103 @@
+"""Who took a block: read off a step's output where that can tell, and the same as the stack says."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.engines.observed import audited, observe
+
+from kvledger.audit import events as ev
+from kvledger.audit.conformance.courses import COURSES
+from kvledger.audit.conformance.driver import Driver, start
+from kvledger.audit.engines.untold import Untold
+
+Taken = tuple[int, int, int, list[int]]
+"""Step, request, group and blocks."""
+
+
+def taken(events: list[ev.Event]) -> list[Taken]:
+    found: list[Taken] = []
+    for event in events:
+        if isinstance(event, ev.BlocksTaken):
+            rows, place = event.rows, 0
+            while place < len(rows):
+                request, group, count = rows[place : place + 3]
+                place += 3 + count
+                found.append((event.step, request, group, rows[place - count : place]))
+    return found
+
+
+def asked(course: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch) -> list[Taken]:
+    """What a course takes, each call asked for its caller."""
+    with monkeypatch.context() as patched:
+        patched.setattr(Untold, "step_begins", lambda self, nobody_waits: None)
+        return taken(observe(course, level="blocks")[1])
+
+
+def preempts_who_has_taken(attach: Any = id) -> Driver:
+    """Low's turn comes first in a step: it takes the last block, and high takes everything from it."""
+    driver = start(attach, policy="priority", blocks=10, max_running=2)
+    driver.add("low", 63, 60, priority=9)
+    driver.step()
+    driver.add("high", 64, 60, priority=0)
+    driver.run()
+    return driver
+
+
+@pytest.mark.parametrize("name", [name for name in COURSES if "external" not in name])
+def test_outputs_tell_what_the_stack_tells(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    course = COURSES[name]
+
+    assert asked(course, monkeypatch) == taken(observe(course, level="blocks")[1])
+
+
+def test_who_takes_and_is_preempted_in_one_step_is_found_by_what_it_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left: list[int] = []
+    ask_tables = Untold._ask_tables
+
+    def asks(self: Untold, leaving: Any = (), *whose: Any) -> None:
+        last = {id(blocks[-1]) for blocks in self.unasked if blocks}
+        left.append(len(last & {id(block) for block in leaving}))
+        ask_tables(self, leaving, *whose)
+
+    monkeypatch.setattr(Untold, "_ask_tables", asks)
+    _, events = observe(preempts_who_has_taken, level="blocks")
+
+    assert 1 in left
+    assert "clean" == audited(events).verdict
+    assert asked(preempts_who_has_taken, monkeypatch) == taken(events)
+
+
+def two_that_decode(attach: Any = id, *, names_nobody: bool = False) -> Driver:
+    driver = start()
+    schedule = driver.scheduler.schedule
+
+    @functools.wraps(schedule)
+    def without_names(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        running = output.scheduled_cached_reqs
+        running.new_block_ids = [None] * len(running.req_ids)
+        return output
+
+    if names_nobody:
+        driver.scheduler.schedule = without_names
+    attach(driver.scheduler)
+    driver.add("r", 20, 100)
+    driver.add("s", 30, 100)
+    driver.run()
+    return driver
+
+
+def test_an_output_that_names_other_blocks_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, events = observe(two_that_decode, level="blocks", names_nobody=True)
+
+    assert "clean" == audited(events).verdict
+    assert asked(two_that_decode, monkeypatch) == taken(events)
