@@ -33,7 +33,7 @@ releases: ## every vLLM release of the matrix: reports expected beside found
 	$(READY) test
 	$(PYTHON) scripts/matrix.py $(ARGS)
 
-cards: ## score cards of connectors, LMCache's against its own server
+cards: ## score cards of connectors, LMCache's against its own server, NIXL's between two engines
 	$(READY) test
 	$(PYTHON) scripts/cards.py
 

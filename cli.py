@@ -448,6 +448,14 @@ def conformance(
             help="Its kv_connector_extra_config; {folder} in it is an empty folder, a row each.",
         ),
     ] = None,
+    disaggregated: Annotated[
+        bool,
+        typer.Option(
+            "--disaggregated",
+            help="It reads from an engine, not a store: a second one prefills what is loaded. "
+            "Known of NixlConnector.",
+        ),
+    ] = False,
     format: Annotated[
         str, typer.Option("--format", metavar="text|json|markdown", help="For a person, a machine, a page.")
     ] = "text",
@@ -461,7 +469,8 @@ def conformance(
         raise typer.BadParameter(f"{format!r} is none of text, json and markdown.")
     from kvledger.exporters import conformance_report
 
-    raise typer.Exit(CODES[conformance_report.run(connector, module, options, format)])
+    verdict = conformance_report.run(connector, module, options, format, disaggregated or None)
+    raise typer.Exit(CODES[verdict])
 
 
 @app.command()

@@ -20,11 +20,13 @@ WRONG_SHOWN = 5
 STYLES = {"clean": "green", "not reached": "dim", "unknown": "yellow", "violated": "red", "broke": "red"}
 
 
-def run(connector: str, module: Path | None, options: str | None, format: str) -> str:
+def run(
+    connector: str, module: Path | None, options: str | None, format: str, disaggregated: bool | None = None
+) -> str:
     """Make a card and print it; its verdict."""
     from kvledger.exporters import terminal
 
-    card = score(connector, module, _options(options))
+    card = score(connector, module, _options(options), disaggregated=disaggregated)
     if format == "json":
         print(msgspec.json.encode({"verdict": card.verdict, **msgspec.to_builtins(card)}).decode())
     elif format == "markdown":
@@ -48,7 +50,8 @@ def _options(said: str | None) -> dict[str, Any] | None:
 
 def _head(card: Card) -> str:
     plan = "its plans are read" if card.plan == "read" else "its plans are opaque: loads are taken as planned"
-    return f"{card.connector} on {card.engine}; {plan}"
+    between = ", between two engines" if card.disaggregated else ""
+    return f"{card.connector} on {card.engine}{between}; {plan}"
 
 
 def _pairs(card: Card) -> list[tuple[str, list[Row]]]:

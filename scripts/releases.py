@@ -5,7 +5,8 @@ Usage: python3 scripts/releases.py build [NAME...]      all of them, or these, o
        python3 scripts/releases.py list
 
 LMCache's releases stand over a release of vLLM in the same way, their scheduler side alone; 0.5.6 is there
-whole, with its server, for whole engines on the vLLM of .venv.
+whole, with its server, for whole engines on the vLLM of .venv. nixl-1.5.1 (65 MB to download, 241 MB on disk)
+is no release of the matrix: it is built where it is named, and scripts/cards.py names it.
 
 A release is a folder under .releases with the Python files of its wheel and the few packages of
 constraints/releases that it needs and .venv does not have. It stands first on PYTHONPATH, over .venv
@@ -90,6 +91,10 @@ MATRIX = {
         "lmcache==0.3.9.post2", BESIDE, folder="lmcache-0.3.9", over="0.33.0"
     ),
 }
+NIXL = "nixl-1.5.1"
+BESIDES = {NIXL: Release("nixl-cu12==1.5.1", "nixl.txt", whole=True)}
+"""What a connector wants and no release of the matrix does. NIXL is the build for CUDA 12: it needs none."""
+KNOWN = MATRIX | BESIDES
 CORE = (
     *("0.9.1-v0", "0.9.2-v0", "0.9.2", "0.18.1", "0.19.1", "0.20.0", "0.23.0", "0.24.0", "0.32.0"),
     *("lmcache-0.3.9", "lmcache-0.3.11", "lmcache-0.4.2", "lmcache-0.4.3", LMCACHE),
@@ -106,7 +111,7 @@ def main(arguments: Sequence[str]) -> None:
         case ["run", name, "--", *command] if command:
             run(name, command)
         case ["list"]:
-            for name, release in MATRIX.items():
+            for name, release in KNOWN.items():
                 state = "built" if is_built(name) else "absent"
                 print(f"{name:26}{'core' if name in CORE else '':6}{state:8}{release.wheel or 'in .venv'}")
         case _:
@@ -116,11 +121,11 @@ def main(arguments: Sequence[str]) -> None:
 def build(names: Sequence[str]) -> None:
     """Return when each of `names` is ready, or exit with one sentence."""
     known(*names)
-    beneath = [MATRIX[name].over for name in names if MATRIX[name].over]
+    beneath = [KNOWN[name].over for name in names if KNOWN[name].over]
     with locked():
         for name in [*beneath, *names]:
             if not is_built(name):
-                say(f"making {folder(name).relative_to(ROOT)} from {MATRIX[name].wheel or 'pip'}")
+                say(f"making {folder(name).relative_to(ROOT)} from {KNOWN[name].wheel or 'pip'}")
                 make(name)
 
 
@@ -136,8 +141,8 @@ def run(name: str, command: list[str]) -> None:
 
 def environ(name: str) -> dict[str, str]:
     """All variables for a command in a release; what the caller has set stays as it is."""
-    release, ours = MATRIX[name], dict(os.environ)
-    layers = [each for each in (name, release.over) if each and MATRIX[each].wheel]
+    release, ours = KNOWN[name], dict(os.environ)
+    layers = [each for each in (name, release.over) if each and KNOWN[each].wheel]
     path = [str(folder(each)) for each in layers]
     return {
         **EVERYWHERE,
@@ -150,7 +155,7 @@ def environ(name: str) -> dict[str, str]:
 
 def make(name: str) -> None:
     """Put a release together beside its place, then move it there."""
-    release, place = MATRIX[name], folder(name)
+    release, place = KNOWN[name], folder(name)
     RELEASES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=RELEASES) as temporary:
         downloads, made = Path(temporary, "downloads"), Path(temporary, "made")
@@ -179,25 +184,25 @@ def pip(verb: str, *arguments: str | Path) -> None:
 
 
 def folder(name: str) -> Path:
-    return RELEASES / (MATRIX[name].folder or name)
+    return RELEASES / (KNOWN[name].folder or name)
 
 
 def is_built(name: str) -> bool:
     stamp = folder(name) / STAMP
-    return not MATRIX[name].wheel or (stamp.is_file() and stamp.read_text() == key(name))
+    return not KNOWN[name].wheel or (stamp.is_file() and stamp.read_text() == key(name))
 
 
 def key(name: str) -> str:
     """All that decides what a release's folder holds."""
-    release = MATRIX[name]
+    release = KNOWN[name]
     pins = (ROOT / "constraints/releases" / release.pins).read_text() if release.pins else ""
     return "\n".join([release.wheel, pins, release.sitecustomize, *(["whole"] if release.whole else [])])
 
 
 def known(*names: str) -> None:
-    unknown = [name for name in names if name not in MATRIX]
+    unknown = [name for name in names if name not in KNOWN]
     if unknown:
-        sys.exit(f"kvledger: {', '.join(unknown)}: not among {' '.join(MATRIX)}")
+        sys.exit(f"kvledger: {', '.join(unknown)}: not among {' '.join(KNOWN)}")
     if not (BIN / "python").exists():
         sys.exit("kvledger: there is no .venv yet: python3 scripts/environment.py test")
 

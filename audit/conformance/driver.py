@@ -9,7 +9,7 @@ itself is only that it is used as an engine would use it.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvledger.audit.conformance import release
@@ -53,19 +53,16 @@ class Driver:
         shares: tuple[str, int] | None = None,
         resumable: bool = False,
         priority: int = 0,
+        transfer: Mapping[str, Any] | None = None,
     ) -> Any:
         """Add a request, or a further chunk of a session; returns vLLM's Request.
 
         A number of prompt tokens stands for tokens of the request's own; of these, `shares=("a",
         64)` takes the first 64 from request "a", or from any family of that name. With `stop_at`
-        n, the n-th output token is the stop token.
+        n, the n-th output token is the stop token. `transfer`: what a router says of where its KV
+        comes from or goes to.
         """
-        if isinstance(prompt_tokens, int):
-            family, shared = shares or ("", 0)
-            own = f"{request_id} #{self._added}" if request_id in (*self.delivered, family) else ""
-            prompt = tokens(shared, family) + tokens(prompt_tokens - shared, own or request_id)
-        else:
-            prompt = list(prompt_tokens)
+        prompt = self.prompt(request_id, prompt_tokens, shares)
         self._added += 1
         request = build_request(
             request_id,
@@ -76,11 +73,22 @@ class Driver:
             resumable=resumable,
             priority=priority,
             arrival_seconds=float(self._added),
+            transfer=transfer,
         )
         if stop_at is not None:
             self.runner.stop_at[request_id] = stop_at
         self.scheduler.add_request(request)
         return request
+
+    def prompt(
+        self, request_id: str, prompt_tokens: int | Sequence[int], shares: tuple[str, int] | None
+    ) -> list[int]:
+        """The tokens that `add` would give to a request."""
+        if not isinstance(prompt_tokens, int):
+            return list(prompt_tokens)
+        family, shared = shares or ("", 0)
+        own = f"{request_id} #{self._added}" if request_id in (*self.delivered, family) else ""
+        return tokens(shared, family) + tokens(prompt_tokens - shared, own or request_id)
 
     def close(self, request_id: str) -> None:
         """End a session: no further chunk will come."""

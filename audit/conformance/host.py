@@ -14,7 +14,7 @@ import inspect
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -138,8 +138,12 @@ def build_request(
     resumable: bool = False,
     priority: int = 0,
     arrival_seconds: float | None = None,
+    transfer: Mapping[str, Any] | None = None,
 ) -> Any:
-    """A real Request. The stop token is the only token that ends it before `max_tokens`."""
+    """A real Request. The stop token is the only token that ends it before `max_tokens`.
+
+    `transfer`: its `kv_transfer_params`, which come as a client's do.
+    """
     from vllm.pooling_params import PoolingParams
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
@@ -147,6 +151,8 @@ def build_request(
     sampling = SamplingParams(
         max_tokens=max_tokens, ignore_eos=True, stop_token_ids=[STOP_TOKEN], temperature=0.0
     )
+    if transfer is not None:
+        sampling.extra_args = {"kv_transfer_params": dict(transfer)}
     return _call(
         Request,
         request_id=request_id,

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,11 +28,13 @@ from kvledger.audit import events as ev
 from kvledger.audit.auditor import Auditor
 from kvledger.audit.catalogue import Violation
 from kvledger.audit.conformance.situations import SITUATIONS, Situation
+from kvledger.audit.conformance.stage import Stage
 from kvledger.audit.errors import LedgerError
-from kvledger.audit.recorder import MemoryRecorder
 
 Outcome = Literal["clean", "violated", "unknown", "not reached", "broke"]
 FOLDER = "{folder}"
+PACKAGES = ("lmcache", "nixl")
+"""Whose versions a card names beside vLLM's, where they are loaded."""
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "ExampleConnector": {"shared_storage_path": FOLDER},
     "MultiConnector": {
@@ -47,6 +50,9 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 }
 """What known connectors are configured with; :data:`FOLDER` stands for an empty folder, a row each."""
 
+
+DISAGGREGATED = frozenset({"NixlConnector", "NixlPullConnector"})
+"""Known connectors that take KV from another engine and know no store."""
 
 ENGINES_OWN = {"tokens/in-flight": "a load that fails"}
 """Findings that vLLM makes with any connector, by the situations they come in (``docs/findings.md``)."""
@@ -64,12 +70,16 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Card(msgspec.Struct, frozen=True):
-    """A connector's score card. ``plan``: ``read`` or ``opaque``."""
+    """A connector's score card.
+
+    ``plan``: ``read`` or ``opaque``. ``disaggregated``: the store is another engine's cache.
+    """
 
     connector: str
     engine: str
     plan: str
     rows: list[Row]
+    disaggregated: bool = False
 
     @property
     def verdict(self) -> Literal["clean", "violated", "unknown"]:
@@ -77,31 +87,8 @@ class Card(msgspec.Struct, frozen=True):
         outcomes = {row.outcome for row in self.rows}
         if outcomes & {"violated", "broke"}:
             return "violated"
-        return "clean" if "unknown" not in outcomes and any(r.served_tokens for r in self.rows) else "unknown"
-
-
-class Stage:
-    """One row's engines, each under observation. ``salt``: what makes its tokens those of no other."""
-
-    def __init__(self, salt: str = "") -> None:
-        self.salt = salt
-        self.engines: list[Any] = []
-        self.observed: list[tuple[MemoryRecorder, Any]] = []
-
-    def begin(self, **setup: Any) -> Any:
-        """A new engine's driver; a second engine finds what the first has saved."""
-        from kvledger.audit.conformance.driver import Setup
-        from kvledger.audit.conformance.worker import WorkedDriver
-        from kvledger.audit.engines import choose, host_version
-
-        driver = WorkedDriver(Setup(**setup), salt=self.salt)
-        sink = MemoryRecorder()
-        observer = choose(driver.scheduler)(driver.scheduler, sink, version=host_version())
-        observer.start()
-        observer.watch_worker(driver.worker.connector)
-        self.engines.append(driver)
-        self.observed.append((sink, observer))
-        return driver
+        served = any(row.external_tokens and row.served_tokens for row in self.rows)
+        return "clean" if served and "unknown" not in outcomes else "unknown"
 
 
 def score(
@@ -109,20 +96,21 @@ def score(
     module: Path | None = None,
     options: Mapping[str, Any] | None = None,
     rows: Callable[[Row], None] = lambda _: None,
+    disaggregated: bool | None = None,
 ) -> Card:
     """Drive a connector through every row under both schedulers; ``rows`` is told of each as it ends.
 
-    ``connector`` is a name that vLLM registers, or that of a class in ``module``. Raises
-    :class:`LedgerError` for a connector that can't be had.
+    ``connector`` is a name that vLLM registers, or that of a class in ``module``. ``disaggregated``: what a
+    request takes from elsewhere, a second engine has prefilled; by default for those of
+    :data:`DISAGGREGATED`. Raises :class:`LedgerError` for a connector that can't be had.
     """
-    from kvledger.audit.engines import host_version
-
+    paired = connector in DISAGGREGATED if disaggregated is None else disaggregated
     name = _importable(module) if module else None
     known = OPTIONS.get(connector, {}) if options is None else options
     done: list[Row] = []
     plan = "opaque"
     with _quiet():
-        _constructed(connector, name, known)
+        _constructed(connector, name, known, paired)
         for situation in SITUATIONS:
             for asynchronous in (False, True):
                 with tempfile.TemporaryDirectory(prefix="kvledger-conformance-") as folder:
@@ -132,25 +120,39 @@ def score(
                         "connector_options": tuple(_placed(known, folder).items()),
                         "asynchronous": asynchronous,
                     }
-                    row, plan = _row(situation, setup, folder)
+                    row, plan = _row(situation, setup, folder, paired)
                 done.append(row)
                 rows(row)
-    return Card(connector, f"vllm {host_version()}", plan, done)
+    return Card(connector, _engine(), plan, done, paired)
 
 
-def _row(situation: Situation, setup: dict[str, Any], folder: str) -> tuple[Row, str]:
+def _engine() -> str:
+    """vLLM's version, and those of the packages behind a connector that were loaded for it."""
+    from kvledger.audit.engines import host_version
+
+    said = [f"vllm {host_version()}"]
+    for name in PACKAGES:
+        if name in sys.modules:
+            with contextlib.suppress(PackageNotFoundError):
+                said.append(f"{name} {version(name)}")
+    return ", ".join(said)
+
+
+def _row(situation: Situation, setup: dict[str, Any], folder: str, paired: bool) -> tuple[Row, str]:
     scheduler = "async" if setup["asynchronous"] else "sync"
-    stage, raised = Stage(f"{situation.title} {scheduler}"), ""
+    stage, raised = Stage(f"{situation.title} {scheduler}", paired), ""
     try:
-        situation.drive(stage, setup)
+        try:
+            situation.drive(stage, setup)
+        finally:
+            stage.end()
     except Exception as error:
         raised = _raised(error).replace(folder, FOLDER)
     events: list[ev.Event] = []
     found: list[str] = []
     doubts: list[str] = []
     external, plan = 0, "opaque"
-    for sink, observer in stage.observed:
-        observer.stop("exit")
+    for sink, _ in stage.observed:
         auditor = Auditor(keep_closed=True)
         seen = sink.take()
         auditor.feed_all(seen)
@@ -169,7 +171,7 @@ def _row(situation: Situation, setup: dict[str, Any], folder: str) -> tuple[Row,
         scheduler=scheduler,
         outcome=outcome,
         external_tokens=external,
-        served_tokens=sum(engine.worker.served for engine in stage.engines),
+        served_tokens=sum(e.worker.served for e in stage.engines if e is not stage.prefiller),
         broke=[*([raised] if raised else []), *found, *doubts],
     ), plan
 
@@ -203,7 +205,7 @@ def _importable(module: Path) -> str:
     return module.stem
 
 
-def _constructed(connector: str, module: str | None, options: Mapping[str, Any]) -> None:
+def _constructed(connector: str, module: str | None, options: Mapping[str, Any], paired: bool) -> None:
     """Begin an engine with the connector, or say in one sentence why there is none."""
     importlib.import_module("vllm")  # without it, the command line says what to install
     try:
@@ -216,7 +218,11 @@ def _constructed(connector: str, module: str | None, options: Mapping[str, Any])
             raise LedgerError(f"vLLM registers no connector {connector!r}; it has {known}")
         with tempfile.TemporaryDirectory(prefix="kvledger-conformance-") as folder:
             placed = tuple(_placed(options, folder).items())
-            Stage().begin(connector=connector, connector_module=module, connector_options=placed)
+            stage = Stage(disaggregated=paired)
+            try:
+                stage.begin(connector=connector, connector_module=module, connector_options=placed)
+            finally:
+                stage.end()
     except LedgerError:
         raise
     except Exception as error:  # whatever it misses here: a device, a server, a setting

@@ -71,6 +71,18 @@ def _promised(events: Events, least: int = 1) -> bool:
     return any(isinstance(e, ev.Admitted) and e.external_tokens >= least for e in events)
 
 
+def _promised_part(events: Events) -> bool:
+    """Of some prompt less than all but its last token, which is executed here in any case."""
+    prompts: dict[int, int] = {}
+    parts: list[bool] = []
+    for event in events:  # engine by engine, each with its own numbers
+        if isinstance(event, ev.RequestAdded):
+            prompts[event.request] = event.prompt_tokens
+        if isinstance(event, ev.Admitted) and event.external_tokens > 0:
+            parts.append(event.local_tokens + event.external_tokens < prompts.get(event.request, 0) - 1)
+    return any(parts)
+
+
 def _deferred(events: Events) -> bool:
     return _promised(events) and any(
         isinstance(e, ev.AdmissionFailed) and e.reason == "deferred" for e in events
@@ -235,7 +247,7 @@ def a_new_engine(stage: Stage, setup: Setup) -> None:
 SITUATIONS: tuple[Situation, ...] = (
     Situation("nothing in the store", nothing, _asked),
     Situation("no answer yet, then a number", hits, _deferred),
-    Situation("a part of a prompt", hits, _promised),
+    Situation("a part of a prompt", hits, _promised_part),
     Situation("a part beyond the local hit", beyond_the_local_hit, _promised_beyond),
     Situation("all of a prompt", the_whole, _promised_all),
     Situation("preempted before its load is answered", preempted_before, _preempted),

@@ -57,6 +57,7 @@ class Worker:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+        _join_groups()
         config, layout = scheduler.vllm_config, scheduler.kv_cache_config
         size = int(config.cache_config.block_size)
         names = [name for group in layout.kv_cache_groups for name in group.layer_names]
@@ -140,6 +141,22 @@ class Worker:
         return all(bool((layer[block, :, offset] == value).all()) for layer in self.layers.values())
 
 
+def _join_groups() -> None:
+    """Have the groups of one process alone: a worker has joined them before it has a connector."""
+    import torch.distributed
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        return
+    if not torch.distributed.is_initialized():
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    with set_current_vllm_config(VllmConfig()):
+        parallel_state.init_distributed_environment(1, 0, local_rank=0, backend="gloo")
+        parallel_state.initialize_model_parallel()
+
+
 def _starts(step: Step) -> dict[str, int]:
     """The first position that a step executes, by request."""
     scheduled = step.scheduled
@@ -164,6 +181,9 @@ class WorkedDriver(Driver):
         super().__init__(setup, **how)
         self.salt = salt
         self.worker = Worker.of(self.scheduler)
+        offered = self.worker.connector.get_handshake_metadata()
+        if offered is not None:  # the only worker there is, for whoever asks the scheduler's side
+            self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): offered})
         self.breaks: dict[str, int] = {}
         """Of the next load of a request, the blocks from this one of its table on never arrive."""
 
@@ -172,20 +192,14 @@ class WorkedDriver(Driver):
         self.worker.scheduled(self.in_flight[-1], self.scheduler.requests)
         return scheduled
 
-    def add(
-        self,
-        request_id: str,
-        prompt_tokens: int | Sequence[int],
-        max_tokens: int = 16,
-        *,
-        shares: tuple[str, int] | None = None,
-        **how: Any,
-    ) -> Any:
+    def prompt(
+        self, request_id: str, prompt_tokens: int | Sequence[int], shares: tuple[str, int] | None
+    ) -> list[int]:
         """As for any driver; also of tokens of its own, every one is of a family."""
         if isinstance(prompt_tokens, int):
             family, shared = shares or (request_id, prompt_tokens)
             shares = f"{family} {self.salt}", shared
-        return super().add(request_id, prompt_tokens, max_tokens, shares=shares, **how)
+        return super().prompt(request_id, prompt_tokens, shares)
 
     def preempt(self, request_id: str, *, drop: bool | None = None) -> None:
         """As for want of blocks: it can't run again in the step that preempts it, which is taken here."""

@@ -6,21 +6,24 @@ LMCache has a GPU connector for each kind of device and none for the CPU: ``Crea
 ``lmcache/v1/gpu_connector/__init__.py`` raises there. All else of it is its own: look-ups, chunks, keys,
 memory, its stores and their servers. Cache layers are [blocks, heads, tokens of a block, elements], a
 token's key and value side by side in its elements.
+
+With ``use_native`` the same for the adapter that vLLM bundles, which names its GPU connector and the
+device itself. That adapter ends every step with a call that LMCache 0.3.9 no longer takes (a list of
+look-ups for one look-up); with ``mended`` each is handed over alone, so that one sees what comes after.
 """
 
 # mypy: disallow-subclassing-any=False
 
 from __future__ import annotations
 
-import tempfile
 import threading
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1 as _Connector
 
 
-def install() -> None:
-    """Have LMCache copy by this connector wherever it would look for a device's."""
+def _copying() -> Any:
+    """The class of the connector that stands in."""
     import lmcache.v1.gpu_connector as devices
     import torch
 
@@ -32,8 +35,8 @@ def install() -> None:
         token of the request.
         """
 
-        def __init__(self, shape: Any) -> None:
-            self.layers, self.width = shape[0], shape[3] * shape[4]
+        def __init__(self, layers: int, width: int) -> None:
+            self.layers, self.width = layers, width
 
         def from_gpu(self, memory_obj: Any, start: int, end: int, **kwargs: Any) -> None:
             for number, keys_and_values in enumerate(self._rows(start, end, **kwargs)):
@@ -68,16 +71,48 @@ def install() -> None:
         def get_shape(self, num_tokens: int) -> Any:
             return torch.Size([2, self.layers, num_tokens, self.width])
 
-    devices.CreateGPUConnector = lambda config, metadata, *_, **__: CopyingConnector(metadata.kv_shape)
+    return CopyingConnector
+
+
+def install() -> None:
+    """Have LMCache copy by that connector wherever it would look for a device's."""
+    import lmcache.v1.gpu_connector as devices
+
+    def create(config: Any, metadata: Any, *_: Any, **__: Any) -> Any:
+        shape = metadata.kv_shape
+        return _copying()(shape[0], shape[3] * shape[4])
+
+    devices.CreateGPUConnector = create
+
+
+def install_bundled(mended: bool) -> None:
+    """The same for the adapter that vLLM bundles."""
+    import torch
+    from lmcache.v1.cache_engine import LMCacheEngine
+    from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_integration import vllm_v1_adapter as bundled
+
+    def unpin(engine: Any, lookup_ids: list[str]) -> None:
+        for lookup_id in lookup_ids:
+            unpin_one(engine, lookup_id)
+
+    bundled.VLLMPagedMemGPUConnectorV2 = lambda width, layers, **_: _copying()(layers, width)
+    torch.accelerator.set_device_index = lambda *_: None
+    torch.Tensor.cuda = lambda tensor, *_, **__: tensor
+    unpin_one = LMCacheEngine.lookup_unpin
+    if mended and unpin_one.__module__ != __name__:
+        LMCacheEngine.lookup_unpin = unpin
 
 
 class LMCacheConnectorV1(_Connector):
-    """With that copy, and with the process group that LMCache asks its worker for, of this process alone."""
+    """With that copy."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        install()
-        _settle()
-        super().__init__(*args, **kwargs)
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        options = vllm_config.kv_transfer_config.kv_connector_extra_config
+        if options.get("use_native"):
+            install_bundled(options.get("mended", False))
+        else:
+            install()
+        super().__init__(vllm_config, *args, **kwargs)
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
@@ -89,14 +124,3 @@ def _stop_at_the_end(loop: Any) -> None:
     """vLLM does not shut LMCache down, whose loop has a thread that lets no process end."""
     threading.main_thread().join()
     loop.call_soon_threadsafe(loop.stop)
-
-
-def _settle() -> None:
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import parallel_state
-
-    if not parallel_state.model_parallel_is_initialized():
-        with set_current_vllm_config(VllmConfig()):
-            made = tempfile.mkdtemp()
-            parallel_state.init_distributed_environment(1, 0, f"file://{made}/group", 0, "gloo")
-            parallel_state.initialize_model_parallel()

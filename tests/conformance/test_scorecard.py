@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvledger.audit.conformance.scorecard import Card, score
+from kvledger.audit import events as ev
+from kvledger.audit.conformance.scorecard import Card, Row, score
+from kvledger.audit.conformance.situations import SITUATIONS
 from kvledger.audit.errors import LedgerError
 from kvledger.exporters.conformance_report import markdown
 
@@ -50,6 +52,24 @@ def test_a_promise_forgotten_at_a_resumption_is_seen_in_the_cache(cards: dict[st
 
 def test_kv_of_other_tokens_is_seen_in_the_cache(cards: dict[str, Card]):
     assert "a part of a prompt" in outcomes(cards["MuddledConnector"], "violated")
+
+
+def test_what_the_local_cache_gave_is_not_the_stores():
+    row = Row("a part of a prompt", "sync", "clean", external_tokens=0, served_tokens=96, broke=[])
+
+    assert "unknown" == Card("A", "vllm 0.32.0", "read", [row]).verdict
+
+
+@pytest.mark.parametrize(("external_tokens", "reached"), [(64, True), (98, True), (99, False), (100, False)])
+def test_all_of_a_prompt_is_no_part_of_it(external_tokens: int, reached: bool):
+    """Nobody is spared its last token; it counts as part of a load that covers it."""
+    (part,) = (s for s in SITUATIONS if s.title == "a part of a prompt")
+    events = [
+        ev.RequestAdded(0, 1, "r", 100),
+        ev.Admitted(0, 1, 1, False, 0, external_tokens, True, external_tokens),
+    ]
+
+    assert reached == part.reached(events)
 
 
 def test_what_broke_in_many_rows_is_said_once(cards: dict[str, Card]):
