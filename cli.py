@@ -452,8 +452,8 @@ def conformance(
         bool,
         typer.Option(
             "--disaggregated",
-            help="It reads from an engine, not a store: a second one prefills what is loaded. "
-            "Known of NixlConnector.",
+            help="It reads from another engine, not from a store: one prefills what it loads. "
+            "Implied for NixlConnector.",
         ),
     ] = False,
     format: Annotated[
