@@ -33,14 +33,16 @@ NOBODY = Caller(None, -1, "")
 
 
 class Callers:
-    """Reads callers, remembering by code object what sort each is. ``ours``: modules to look past."""
+    """Reads callers, remembering of each code object what sort it is. ``ours``: modules to look past."""
 
     def __init__(self, *ours: str) -> None:
         self._ours = frozenset(ours)
-        self._sorts: dict[CodeType, str] = {}
+        self._sorts: dict[int, str] = {}
+        """By the id of a code object: its own hash is worked out anew each time, from all its constants."""
+        self._seen: list[CodeType] = []
+        """Held, so that no other code object gets the id."""
         self.managers: dict[int, str] = {}
-        """Names of the methods of a group's manager that have called, by the id of their code, which is
-        quicker to look up than the code itself and as good while ``_sorts`` has it."""
+        """Names of the methods of a group's manager that have called."""
 
     def caller(self) -> Caller:
         """Of the pool's method that is wrapped by whoever asks."""
@@ -48,7 +50,7 @@ class Callers:
         sorts = self._sorts
         while frame is not None:
             code = frame.f_code
-            sort = sorts.get(code) or self._sort(frame)
+            sort = sorts.get(id(code)) or self._sort(frame)
             if sort is MANAGER:
                 known = frame.f_locals
                 group = getattr(known.get("self"), "kv_cache_group_id", None)
@@ -74,7 +76,8 @@ class Callers:
             sort = REQUEST
         else:
             sort = OTHER
-        self._sorts[code] = sort
+        self._seen.append(code)
+        self._sorts[id(code)] = sort
         return sort
 
     def stack(self) -> list[str]:
