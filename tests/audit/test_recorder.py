@@ -357,7 +357,7 @@ def test_a_forked_child_is_inert_and_does_not_keep_its_parents_lock(tmp_path: Pa
     recorder = Recorder(folder, flush_seconds=0.001)
     recorder.restart(started(), snapshot())
     recorder.flush()
-    begin, go = os.pipe()
+    (begin, go), (looked, look) = os.pipe(), os.pipe()
     child = os.fork()
     if not child:  # pragma: no cover
         bad = 1
@@ -367,18 +367,20 @@ def test_a_forked_child_is_inert_and_does_not_keep_its_parents_lock(tmp_path: Pa
             recorder.flush()
             recorder.close()
             bad = int(recorder.wants_snapshot or not is_live(folder))
+            os.close(look)
             os.close(go)
             os.read(begin, 1)
         finally:
             os._exit(bad)
 
+    os.close(look)
+    os.read(looked, 1)  # returns when the child has looked
     recorder.record(repeated(1))
-    time.sleep(0.05)
     recorder.close()
 
     assert not is_live(folder)  # although the child is still there
-    os.close(begin)
-    os.close(go)
+    for end in (begin, go, looked):
+        os.close(end)
     assert 0 == os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert [started(), snapshot(), repeated(1)] == events(folder)[:-1]
 
