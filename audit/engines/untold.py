@@ -56,6 +56,7 @@ class Untold:
 
     def step_ends(self, output: Any) -> None:
         """Tell all of it; ``output`` is the scheduler's."""
+        self.outputs_tell = False
         if self.unasked and not self._named_by(output):
             self._ask_tables()
         self.tell()

@@ -76,6 +76,21 @@ def test_who_takes_and_is_preempted_in_one_step_is_found_by_what_it_leaves(
     assert asked(preempts_who_has_taken, monkeypatch) == taken(events)
 
 
+def test_who_takes_between_two_steps_is_asked() -> None:
+    def course(attach: Any = id) -> Driver:
+        driver = start(attach)
+        driver.add("r", 20, 100)
+        for _ in range(4):
+            driver.step()
+        driver.scheduler.kv_cache_manager.block_pool.get_new_blocks(1)
+        return driver
+
+    _, events = observe(course, level="blocks")
+    last = [event for event in events if isinstance(event, ev.BlocksTaken)][-1]
+
+    assert ("course", [-1, -1, 1]) == (last.by, last.rows[:3])
+
+
 def two_that_decode(attach: Any = id, *, names_nobody: bool = False) -> Driver:
     driver = start()
     schedule = driver.scheduler.schedule
