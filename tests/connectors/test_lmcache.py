@@ -56,10 +56,10 @@ def test_external_tokens_are_those_that_the_store_served(told: dict[str, Any], n
 
 @pytest.mark.parametrize("name", SERVERS)
 def test_a_new_engine_loads_what_the_server_has_of_the_first(told: dict[str, Any], name: str):
-    first, again = (told[name + engine]["totals"] for engine in ("", "-again"))
+    """Each engine's first request: how much the later ones load depends on how quickly LMCache saves."""
+    first, again = (told[name + engine]["settled"][0]["external"] for engine in ("", "-again"))
 
-    assert first["external"] < again["external"]
-    assert first["computed"] > again["computed"]
+    assert (0, 96) == (first, again)
 
 
 @pytest.mark.parametrize("name", SERVERS)
