@@ -42,13 +42,8 @@ ADAPTER = "LMCacheConnectorV1"
 COPYING = {"lmcache.chunk_size": 16, "lmcache.max_local_cpu_size": 0.1, "lmcache.save_unfull_chunk": False}
 COPIED = ["--module", "tests/conformance/cpu_lmcache.py", "--options"]
 OLD_LMCACHE = "lmcache-0.3.9"
-EVERYWHERE = {
-    "LMCACHE_CHUNK_SIZE": "16",
-    "LMCACHE_MAX_LOCAL_CPU_SIZE": "0.1",
-    "LMCACHE_SAVE_UNFULL_CHUNK": "false",
-    "LMCACHE_TRACK_USAGE": "false",
-    "PYTHONHASHSEED": "0",
-}
+EVERYWHERE = {key.upper().replace(".", "_"): json.dumps(value) for key, value in COPYING.items()}
+EVERYWHERE |= {"LMCACHE_TRACK_USAGE": "false", "PYTHONHASHSEED": "0"}
 """By variables: the bundled adapter's look-ups know nothing of its options."""
 BUNDLED = {
     f"{ADAPTER}, bundled, as released": {"use_native": True},

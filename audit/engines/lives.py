@@ -20,6 +20,7 @@ class LifeObserver(LoadObserver):
         super().__init__(scheduler, *args, **kwargs)
         # Since 0.33 the count is lowered by drafts accepted beyond a stop.
         self._trims = hasattr(scheduler, "_drain_deferred_loads")
+        self._draining: set[str] = set()
         self._gone: list[str] = []
         self._output: tuple[Any, list[int]] | None = None
         self._output_at = 0
@@ -162,6 +163,10 @@ class LifeObserver(LoadObserver):
             number, at = self.log.ids[request.request_id], self._output_at
             self.log.emit(ev.RolledBack(at, number, "past_stop", computed + trimmed, computed))
         return computed
+
+    def _forget(self, request_id: str) -> None:
+        super()._forget(request_id)
+        self._draining.discard(request_id)
 
 
 @functools.cache

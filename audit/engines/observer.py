@@ -56,8 +56,6 @@ class Observer:
         self._stopped = False
         self._failed_attempts: dict[str, ev.AdmissionFailed] = {}
         self._lived: set[str] = set()
-        self._draining: set[str] = set()
-        """Requests for which an output may still come that answers a life that is over."""
         self._unreported: dict[str, int] = {}
         self._resync = False
         self._timed_from = 0
@@ -197,7 +195,6 @@ class Observer:
         self.log.forget(request_id)
         self._unreported.pop(request_id, None)
         self._lived.discard(request_id)
-        self._draining.discard(request_id)
 
     def _at_rest(self) -> None:
         """Between two steps: a snapshot if one is wanted, a census if one is due."""

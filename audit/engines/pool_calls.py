@@ -119,13 +119,16 @@ def hashing(watch: Any, pool: int, original: Method) -> Method:
         block_mask: Any = None,
     ) -> Any:
         first, end, group = num_cached_blocks, num_full_blocks, kv_cache_group_id
-        if end == first + 1 and block_mask is None:
+        if end == first + 1 and block_mask is None and tell_now is None:
             block = blocks[first]
             old = block._block_hash
             result = original(request, blocks, first, end, block_size, group)
-            found = block._block_hash
-            if found is not old:
-                hashed((pool, old, request, group, block.block_id, name(found), end * block_size))
+            try:
+                found = block._block_hash
+                if found is not old:
+                    hashed((pool, old, request, group, block.block_id, name(found), end * block_size))
+            except Exception as error:
+                watch.fail("cache_full_blocks", error)
             return result
         mask = () if block_mask is None else (block_mask,)
         new = blocks[first:end]

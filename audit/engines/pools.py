@@ -153,9 +153,9 @@ class PoolWatch:
         self, pool: int, request: Any, group: int, block: Any, end: int, replaced: bool, further: Any
     ) -> None:
         """``cache_partial_block``: the hash ``further`` for the tokens up to ``end``."""
-        rows = [self.number(request.request_id), group, request.num_tokens, 1]
-        rows += (block.block_id, self.name(further), end)
-        self.say(ev.BlocksHashed(self.log.now(), self.step(), pool, rows, replaced, self.stack()))
+        self.tell()
+        row = [self.numbers[request.request_id], group, request.num_tokens, 1]
+        self.untold.record_hashed([*row, block.block_id, self.name(further), end], pool, replaced)
 
     def further_hashes(self, pool: int, block: Any) -> tuple[Any, ...]:
         """The hashes of a block besides its first."""
@@ -210,12 +210,8 @@ class PoolWatch:
             self.say(ev.TablesGone(self.log.now(), [number]))
 
     def _head(self, pool: int, caller: Caller) -> tuple[int, int, int, int, int, str]:
-        number = self.number(caller.request_id)
+        number = self.numbers[caller.request_id]
         return self.log.now(), self.step(), pool, number, caller.group, caller.by
-
-    def number(self, request_id: str | None) -> int:
-        """The request's number in the stream; -1 for nobody."""
-        return self.numbers[request_id]
 
     def stack(self) -> list[str] | None:
         return self.callers.stack() if self.stacks else None

@@ -57,8 +57,8 @@ class Untold:
     def step_ends(self, output: Any) -> None:
         """Tell all of it; ``output`` is the scheduler's."""
         self.outputs_tell = False
-        if self.unasked and not self._named_by(output):
-            self._ask_tables()
+        if self.unasked:
+            self._tell_by(output)
         self.tell()
 
     def leaving(self, blocks: Sequence[Any], caller: Caller) -> None:
@@ -75,8 +75,8 @@ class Untold:
         if self.hashed:
             self._tell_hashed()
 
-    def _named_by(self, output: Any) -> bool:
-        """Tell what was taken as a step's output says; False if that names other blocks."""
+    def _tell_by(self, output: Any) -> None:
+        """Tell what was taken as a step's output says; nothing, if that names other blocks."""
         cached, numbers = output.scheduled_cached_reqs, self._watch.numbers
         new_ids = getattr(cached, "new_block_ids", ())
         rows: list[int] = []
@@ -88,11 +88,10 @@ class Untold:
                     rows += ids
                     named += ids
         if named != [block.block_id for blocks in self.unasked for block in blocks]:
-            return False
+            return
         self.unasked.clear()
         if rows:
             self._record_taken(rows, 0, TAKES)
-        return True
 
     def _ask_tables(self, leaving: Sequence[Any] = (), whose: Caller = NOBODY) -> None:
         """Whose table ends with what was taken; of a table that is gone, ``leaving`` were the blocks.
@@ -139,7 +138,7 @@ class Untold:
         for pool, old, request, group, block, name, end in self.hashed:
             if (pool, old is not None) != last:
                 if rows:
-                    self._record_hashed(rows, *last)
+                    self.record_hashed(rows, *last)
                 rows, last, last_request = [], (pool, old is not None), None
             if request is last_request and group == last_group:
                 rows[count] += 1
@@ -148,8 +147,9 @@ class Untold:
                 last_request, last_group, count = request, group, len(rows) + 3
                 rows += (numbers[request.request_id], group, request.num_tokens, 1, block, name, end)
         self.hashed.clear()
-        self._record_hashed(rows, *last)
+        self.record_hashed(rows, *last)
 
-    def _record_hashed(self, rows: list[int], pool: int, replaced: bool) -> None:
+    def record_hashed(self, rows: list[int], pool: int, replaced: bool) -> None:
+        """Tell of blocks in the cache map: rows as :class:`~kvledger.audit.events.BlocksHashed` has them."""
         watch = self._watch
         watch.record(ev.BlocksHashed(watch.log.now(), watch.step(), pool, rows, replaced, watch.stack()))

@@ -16,12 +16,14 @@ look-ups for one look-up); with ``mended`` each is handed over alone, so that on
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1 as _Connector
 
 
+@functools.cache
 def _copying() -> Any:
     """The class of the connector that stands in."""
     import lmcache.v1.gpu_connector as devices

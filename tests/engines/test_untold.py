@@ -15,7 +15,9 @@ from tests.engines.observed import audited, observe
 from kvledger.audit import events as ev
 from kvledger.audit.conformance.courses import COURSES
 from kvledger.audit.conformance.driver import Driver, start
+from kvledger.audit.engines import choose
 from kvledger.audit.engines.untold import Untold
+from kvledger.audit.recorder import MemoryRecorder
 
 Taken = tuple[int, int, int, list[int]]
 """Step, request, group and blocks."""
@@ -116,3 +118,19 @@ def test_an_output_that_names_other_blocks_is_not_believed(monkeypatch: pytest.M
 
     assert "clean" == audited(events).verdict
     assert asked(two_that_decode, monkeypatch) == taken(events)
+
+
+def test_with_stacks_each_operation_is_told_by_the_call_that_made_it() -> None:
+    sink = MemoryRecorder()
+
+    def attach(scheduler: Any) -> None:
+        choose(scheduler)(scheduler, sink, version="", level="blocks", stacks=True).start()
+
+    driver = start(attach)
+    driver.add("r", 20, 100)
+    driver.run()
+    told = [event for event in sink.take() if isinstance(event, ev.BlocksTaken | ev.BlocksHashed)]
+    innermost = {(type(event).__name__, (event.stack or [""])[-1].rpartition(" ")[2]) for event in told}
+
+    assert 8 < len(told)
+    assert {("BlocksTaken", "allocate_new_blocks"), ("BlocksHashed", "cache_blocks")} == innermost
