@@ -95,6 +95,7 @@ class Audit:
 
     def _catch_up(self) -> list[Violation]:
         new: list[Violation] = []
+        self._observer.log.tell_calls()
         for event in self._sink.take():
             new += self._auditor.feed(event)
         return new

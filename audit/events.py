@@ -528,6 +528,27 @@ class TablesGone(Event, frozen=True, array_like=True, tag=36):
     requests: list[int]
 
 
+TAKEN, TOUCHED, FREED, HASHED, STATED, GONE = range(6)
+"""What PoolCalls may say: what BlocksTaken, BlocksTouched, BlocksFreed, BlocksHashed, TablesStated and
+TablesGone say each alone."""
+
+
+class PoolCalls(Event, frozen=True, array_like=True, tag=37):
+    """What pools were called for since the last of these, in order, written as one.
+
+    ``rows`` is flat. Each call begins with five numbers: one of those above and eight times the pool's,
+    request, group, ``more``, and how many numbers follow. Then come, of what was TAKEN, the ids of the
+    blocks; TOUCHED and FREED, the ids and as many reference counts; HASHED, three numbers a block; STATED,
+    the rows of a TablesStated; GONE, none. ``more`` is the operation's place in ``by``, for HASHED twice
+    the stated length of the sequence and 1 if hashes were replaced, else 0.
+    """
+
+    step: int
+    by: list[str]
+    rows: list[int]
+    stack: list[str] | None = None
+
+
 # --- the connector's own books ------------------------------------------------------------------------
 
 
@@ -665,6 +686,7 @@ AnyEvent = (
     | TablesStated
     | BlocksStated
     | TablesGone
+    | PoolCalls
     | Tracked
     | SavePlanned
     | FreeDelayed

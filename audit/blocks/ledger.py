@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from kvledger.audit import events as ev
 from kvledger.audit.blocks import hashes
+from kvledger.audit.blocks.calls import calls
 from kvledger.audit.blocks.holdings import Accounts, Holdings
 from kvledger.audit.blocks.operations import OPERATIONS
 from kvledger.audit.blocks.statements import STATEMENTS
@@ -22,26 +23,41 @@ from kvledger.audit.blocks.subjects import Finding
 
 _APPLYING = OPERATIONS | hashes.HASHES | STATEMENTS
 
+_SCHEDULING = (
+    ev.LookedUp,
+    ev.Matched,
+    ev.AdmissionFailed,
+    ev.Admitted,
+    ev.LookupsCounted,
+    ev.LoadPlanned,
+    ev.SavePlanned,
+    ev.BlocksPromised,
+    ev.Stepped,
+    ev.Repeated,
+)
+"""What is told of a step after what its scheduling called pools for. Steps may only be told when something
+else is; a load that was polled for comes after them."""
+
 
 class BlockLedger(Holdings):
     """Blocks of one engine, kept from its events in order."""
 
-    EVENTS: ClassVar[frozenset[type[ev.Event]]] = frozenset(_APPLYING)
+    EVENTS: ClassVar[frozenset[type[ev.Event]]] = frozenset((*_APPLYING, ev.PoolCalls))
 
     def apply(self, event: ev.Event, accounts: Accounts) -> list[Finding]:
         """Keep one event of blocks; what the checks should see of it."""
         self.found = []
         self.lost = []
         self.accounts = accounts
-        _APPLYING[type(event)](self, event)
+        for call in calls(event) if type(event) is ev.PoolCalls else (event,):
+            _APPLYING[type(call)](self, call)
         return self.found
 
     def after(self, event: ev.Event, accounts: Accounts) -> list[Finding]:
         """What an event of tokens, just posted, says of blocks."""
         self.found = []
         self.accounts = accounts
-        # Steps may only be told when something else is; a load that was polled for comes after them.
-        if self.hashed and type(event) not in (ev.Stepped, ev.Repeated):
+        if self.hashed and type(event) not in _SCHEDULING:
             hashes.judge_pending(self)
         if type(event) is ev.LoadFailed:
             hashes.load_failed(self, event)

@@ -53,8 +53,9 @@ class ManagerObserver:
 
     def step(self) -> None:
         """The manager's user calls this a step: what stands in the pools is stated."""
-        self._step += 1
         assert self.pools is not None
+        self.pools.tell()
+        self._step += 1
         self.pools.sweep.state_all()
 
     def stop(self, reason: str) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from kvledger.audit.engines.callers import Caller
+from kvledger.audit.engines.untold import UNASKED
+from kvledger.audit.events import HASHED, TAKEN
 
 Method = Callable[..., Any]
 Make = Callable[[Any, int, Method], Method]
@@ -24,24 +26,25 @@ def taking(watch: Any, pool: int, original: Method) -> Method:
     Whose table they go to is read off the stack, or afterwards off the step's output: see ``untold``.
     """
     getframe, caller, managers = sys._getframe, watch.callers.caller, watch.callers.managers
-    untold = watch.untold
-    take, take_unasked = untold.taken.append, untold.unasked.append
+    untold, put = watch.untold, watch.untold.calls.append
     tell_now = watch.tell if watch.stacks else None
 
     @functools.wraps(original)
     def get_new_blocks(num_blocks: int) -> Any:
         blocks = original(num_blocks)
+        if not blocks:
+            return blocks
         if untold.outputs_tell:
-            take_unasked(blocks)
-        elif blocks:
+            put((UNASKED, blocks))
+        else:
             try:
                 frame = getframe(1)
                 by = managers.get(id(frame.f_code))
                 if by is None:
-                    take((pool, blocks, *caller()))
+                    put((TAKEN, pool, *caller(), blocks))
                 else:
                     known = frame.f_locals
-                    take((pool, blocks, known["request_id"], known["self"].kv_cache_group_id, by))
+                    put((TAKEN, pool, known["request_id"], known["self"].kv_cache_group_id, by, blocks))
                 if tell_now is not None:
                     tell_now()
             except Exception as error:
@@ -106,7 +109,7 @@ def unpinning(watch: Any, pool: int, original: Method) -> Method:
 
 def hashing(watch: Any, pool: int, original: Method) -> Method:
     """``cache_full_blocks``: those of its blocks that have another hash when it is over."""
-    hashed, name, tell_now = watch.untold.hashed.append, watch.name, watch.tell if watch.stacks else None
+    put, tell_now = watch.untold.calls.append, watch.tell if watch.stacks else None
 
     @functools.wraps(original)
     def cache_full_blocks(
@@ -120,16 +123,12 @@ def hashing(watch: Any, pool: int, original: Method) -> Method:
     ) -> Any:
         first, end, group = num_cached_blocks, num_full_blocks, kv_cache_group_id
         if end == first + 1 and block_mask is None and tell_now is None:
-            block = blocks[first]
-            old = block._block_hash
-            result = original(request, blocks, first, end, block_size, group)
             try:
-                found = block._block_hash
-                if found is not old:
-                    hashed((pool, old, request, group, block.block_id, name(found), end * block_size))
+                block = blocks[first]
+                put((HASHED, pool, block._block_hash, request, group, block, end * block_size))
             except Exception as error:
                 watch.fail("cache_full_blocks", error)
-            return result
+            return original(request, blocks, first, end, block_size, group)
         mask = () if block_mask is None else (block_mask,)
         new = blocks[first:end]
         before = [block._block_hash for block in new]
@@ -137,13 +136,12 @@ def hashing(watch: Any, pool: int, original: Method) -> Method:
         try:
             for block, old in zip(new, before, strict=True):
                 first += 1
-                found = block._block_hash
-                if found is not old:
-                    hashed((pool, old, request, group, block.block_id, name(found), first * block_size))
+                if block._block_hash is not old:
+                    put((HASHED, pool, old, request, group, block, first * block_size))
+            if tell_now is not None:
+                tell_now()
         except Exception as error:
             watch.fail("cache_full_blocks", error)
-        if tell_now is not None:
-            tell_now()
         return result
 
     return cache_full_blocks

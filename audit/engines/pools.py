@@ -76,6 +76,7 @@ class PoolWatch:
         self._failed = failed
         self.stacks = stacks
         self.untold = Untold(self)
+        log.tell_calls = self.tell
         self.numbers = _Numbers(log)
         """Requests whose tables have not been told gone, also those that the log has forgotten."""
         self.name = namer()
@@ -119,7 +120,7 @@ class PoolWatch:
 
     def fail(self, method: str, error: Exception) -> None:
         """An observer raised: what it should have seen is missing, and what follows from it."""
-        self.untold.clear()
+        self.untold.calls.clear()
         if self._active:
             self.remove()
             self._failed(method, error, True)
@@ -136,8 +137,7 @@ class PoolWatch:
     def touched(self, pool: int, blocks: list[Any], caller: Caller) -> None:
         """``touch``."""
         if blocks:
-            ids, counts = _ids(blocks), _references(blocks)
-            self.say(ev.BlocksTouched(*self._head(pool, caller), ids, counts, self.stack()))
+            self._put((ev.TOUCHED, pool, *caller, blocks, _references(blocks)))
 
     def freed(self, pool: int, blocks: list[Any], caller: Caller) -> None:
         """``free_blocks``, by the pool whose they are."""
@@ -145,17 +145,20 @@ class PoolWatch:
             own = self.pools[pool]
             blocks = [block for block in blocks if getattr(block, "pool", own) in (own, None)]
         if blocks:
-            self.untold.leaving(blocks, caller)
-            ids, counts = _ids(blocks), _references(blocks)
-            self.say(ev.BlocksFreed(*self._head(pool, caller), ids, counts, self.stack()))
+            self._put((ev.FREED, pool, *caller, blocks, _references(blocks)))
+
+    def _put(self, call: tuple[Any, ...]) -> None:
+        self.untold.calls.append(call)
+        if self.stacks:
+            self.tell()
 
     def hashed_part(
         self, pool: int, request: Any, group: int, block: Any, end: int, replaced: bool, further: Any
     ) -> None:
         """``cache_partial_block``: the hash ``further`` for the tokens up to ``end``."""
-        self.tell()
         row = [self.numbers[request.request_id], group, request.num_tokens, 1]
-        self.untold.record_hashed([*row, block.block_id, self.name(further), end], pool, replaced)
+        row += (block.block_id, self.name(further), end)
+        self.say(ev.BlocksHashed(self.log.now(), self.step(), pool, row, replaced, self.stack()))
 
     def further_hashes(self, pool: int, block: Any) -> tuple[Any, ...]:
         """The hashes of a block besides its first."""
@@ -181,7 +184,7 @@ class PoolWatch:
     def deferred(self, blocks: list[Any], request: Any) -> None:
         """``pop_blocks_for_free``."""
         caller = Caller(request.request_id, -1, "pop_blocks_for_free")
-        self.untold.leaving(blocks, caller)
+        self.untold.tell(blocks, caller)
         for number, pool in enumerate(self.pools):
             ids = _ids(block for block in blocks if getattr(block, "pool", pool) in (pool, None))
             if ids:
@@ -193,9 +196,15 @@ class PoolWatch:
         self.say(ev.PoolReset(self.log.now(), self.step(), pool, succeeded))
 
     def scheduled(self, output: Any) -> None:
-        """``schedule``: the tables of whom it admitted, when everything else of it has been told."""
+        """``schedule``: all of it, before what the step is told to be."""
         try:
             self.untold.step_ends(output)
+        except Exception as error:
+            self.fail("schedule", error)
+
+    def admitted(self, output: Any) -> None:
+        """The tables of whom a step admitted, after it has been told."""
+        try:
             names = [new.req_id for new in output.scheduled_new_reqs]
             names += getattr(output.scheduled_cached_reqs, "resumed_req_ids", None) or ()
             if names:
@@ -205,9 +214,7 @@ class PoolWatch:
 
     def left(self, _: None, request: Any) -> None:
         """The scheduler's ``_free_blocks``: the request is gone."""
-        number = self.numbers.pop(request.request_id, None)
-        if number is not None:
-            self.say(ev.TablesGone(self.log.now(), [number]))
+        self._put((ev.GONE, request.request_id))
 
     def _head(self, pool: int, caller: Caller) -> tuple[int, int, int, int, int, str]:
         number = self.numbers[caller.request_id]

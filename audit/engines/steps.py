@@ -9,7 +9,7 @@ other than one have to be remembered.
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from itertools import compress, repeat
 from operator import ne
 from typing import Any, Protocol
@@ -50,6 +50,9 @@ class StepLog:
         self.sink = sink
         self.ids: dict[str, int] = {}
         self.held: list[ev.Event] | None = None
+        self.calls: list[Any] = []
+        """What is told by ``tell_calls`` before any event: the calls of pools, where they are watched."""
+        self.tell_calls: Callable[[], None] = self.calls.clear
         self.undelivered = 0
         self.flushed_at = 0
         self._next_id = 0
@@ -90,12 +93,16 @@ class StepLog:
         if held is not None and type(event) is not ev.LoadFailed:
             held.append(event)
             return
+        if self.calls:
+            self.tell_calls()
         if self._repeats or self._same_step:
             self.say_held_back(event.at)
         self.sink.record(event)
 
     def emit_all(self, events: Sequence[ev.Event]) -> None:
         """Tell several, at least one, after everything that came before them; also what has been held."""
+        if self.calls:
+            self.tell_calls()
         if self._repeats or self._same_step:
             self.say_held_back(events[0].at)
         self.sink.record_all(events)
@@ -117,6 +124,7 @@ class StepLog:
 
     def restart(self, started: ev.EngineStarted, snapshot: ev.Snapshot) -> None:
         """Begin anew: the next step names everyone."""
+        self.tell_calls()
         self.say_held_back(snapshot.at)
         self._names, self._counts, self._odd = [], None, {}
         self._drafts = {}

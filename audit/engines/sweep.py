@@ -98,7 +98,7 @@ class Sweep:
                     rows += (watch.numbers[name], group, computed, len(table))
                     rows += [block.block_id for block in table]
         if rows:
-            watch.say(ev.TablesStated(watch.log.now(), watch.step(), rows))
+            watch.untold.calls.append((ev.STATED, rows))
 
     def state_blocks(self, number: int, first: int, part: list[Any]) -> None:
         """Say how these blocks of a pool, in a row, stand."""

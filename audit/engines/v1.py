@@ -150,6 +150,8 @@ class V1Observer(LifeObserver):
     def scheduled(self, _: None, output: Any, *__: Any, **___: Any) -> None:
         tokens = output.num_scheduled_tokens
         self.log.undelivered += bool(tokens)
+        if self.pools is not None:
+            self.pools.scheduled(output)
         if self._attempts:
             self._admit(tokens)
         if self._planned:
@@ -162,7 +164,7 @@ class V1Observer(LifeObserver):
             if drafts or not log.scheduled_singly(self._step, names, tokens, total, requests):
                 log.scheduled(self._step, tokens, drafts, requests)
         if self.pools is not None:
-            self.pools.scheduled(output)
+            self.pools.admitted(output)
 
     # --- an output ------------------------------------------------------------------------------------
 
@@ -197,6 +199,8 @@ class V1Observer(LifeObserver):
                 self._report(result, model_runner_output, lengths)
         if held:
             log.emit_all(held)
+        if self.pools is not None:
+            self.pools.tell()
         if self._gone:
             for request_id in self._gone:
                 self._forget(request_id)

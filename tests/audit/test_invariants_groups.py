@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.audit.watched import Watched, manager, running, table
-from tests.engines.observed import observe
+from tests.engines.observed import each, observe
 
 from kvledger.audit.conformance.driver import Driver
 from kvledger.audit.conformance.host import Setup
@@ -101,7 +101,7 @@ def test_null_blocks_stand_for_positions() -> None:
         return driver
 
     _, events = observe(course, level="blocks")
-    rows = [event for event in events if isinstance(event, TablesStated)][-1].rows
+    rows = [event for event in each(events) if isinstance(event, TablesStated)][-1].rows
     length = rows[3]
     full, window = rows[4 : 4 + length], rows[8 + length :]
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvledger.audit.auditor import Auditor
+from kvledger.audit.blocks.calls import calls
 from kvledger.audit.engines import choose, host_version
-from kvledger.audit.events import Event
+from kvledger.audit.events import Event, PoolCalls
 from kvledger.audit.recorder import MemoryRecorder
 
 Course = Callable[..., Any]
@@ -27,6 +28,11 @@ def observe(course: Course, level: str = "tokens", **setup: Any) -> tuple[Any, l
     for observer in observers:
         observer.stop("exit")
     return driver, sink.take()
+
+
+def each(events: Iterable[Event]) -> list[Event]:
+    """The same with every call of a pool as an event of its own."""
+    return [one for event in events for one in (calls(event) if isinstance(event, PoolCalls) else [event])]
 
 
 def audited(events: list[Event]) -> Auditor:

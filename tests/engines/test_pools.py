@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.engines.observed import audited
+from tests.engines.observed import audited, each
 
 from kvledger.audit import events as ev
 from kvledger.audit.conformance.driver import start
@@ -81,7 +81,7 @@ class Watched:
         self.observer.stop("detached")
         events = self.sink.take()
         assert [] == audited(events).violations
-        return [event for event in events if isinstance(event, kind)]
+        return [event for event in each(events) if isinstance(event, kind)]
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.engines.observed import audited, observe
+from tests.engines.observed import audited, each, observe
 
 from kvledger.audit import events as ev
 from kvledger.audit.conformance.courses import COURSES
@@ -19,26 +19,25 @@ from kvledger.audit.engines import choose
 from kvledger.audit.engines.untold import Untold
 from kvledger.audit.recorder import MemoryRecorder
 
-Taken = tuple[int, int, int, list[int]]
-"""Step, request, group and blocks."""
+Taken = tuple[int, int, int, str, list[int]]
+"""Step, request, group, operation and blocks."""
 
 
 def taken(events: list[ev.Event]) -> list[Taken]:
-    found: list[Taken] = []
-    for event in events:
-        if isinstance(event, ev.BlocksTaken):
-            rows, place = event.rows, 0
-            while place < len(rows):
-                request, group, count = rows[place : place + 3]
-                place += 3 + count
-                found.append((event.step, request, group, rows[place - count : place]))
-    return found
+    calls = [event for event in each(events) if isinstance(event, ev.BlocksTaken)]
+    return [(call.step, *call.rows[:2], call.by, call.rows[3:]) for call in calls]
 
 
 def asked(course: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch) -> list[Taken]:
     """What a course takes, each call asked for its caller."""
+    step_begins = Untold.step_begins
+
+    def asks(self: Untold, nobody_waits: bool) -> None:
+        step_begins(self, nobody_waits)
+        self.outputs_tell = False
+
     with monkeypatch.context() as patched:
-        patched.setattr(Untold, "step_begins", lambda self, nobody_waits: None)
+        patched.setattr(Untold, "step_begins", asks)
         return taken(observe(course, level="blocks")[1])
 
 
@@ -65,10 +64,10 @@ def test_who_takes_and_is_preempted_in_one_step_is_found_by_what_it_leaves(
     left: list[int] = []
     ask_tables = Untold._ask_tables
 
-    def asks(self: Untold, leaving: Any = (), *whose: Any) -> None:
-        last = {id(blocks[-1]) for blocks in self.unasked if blocks}
-        left.append(len(last & {id(block) for block in leaving}))
-        ask_tables(self, leaving, *whose)
+    def asks(self: Untold, calls: Any, unasked: Any, *leaving: Any) -> Any:
+        given_back = {id(block) for call in calls if call[0] == ev.FREED for block in call[5]}
+        left.append(len({id(blocks[-1]) for blocks in unasked} & given_back))
+        return ask_tables(self, calls, unasked, *leaving)
 
     monkeypatch.setattr(Untold, "_ask_tables", asks)
     _, events = observe(preempts_who_has_taken, level="blocks")
@@ -88,9 +87,8 @@ def test_who_takes_between_two_steps_is_asked() -> None:
         return driver
 
     _, events = observe(course, level="blocks")
-    last = [event for event in events if isinstance(event, ev.BlocksTaken)][-1]
 
-    assert ("course", [-1, -1, 1]) == (last.by, last.rows[:3])
+    assert (-1, -1, "course") == taken(events)[-1][1:4]
 
 
 def two_that_decode(attach: Any = id, *, names_nobody: bool = False) -> Driver:
@@ -129,7 +127,7 @@ def test_with_stacks_each_operation_is_told_by_the_call_that_made_it() -> None:
     driver = start(attach)
     driver.add("r", 20, 100)
     driver.run()
-    told = [event for event in sink.take() if isinstance(event, ev.BlocksTaken | ev.BlocksHashed)]
+    told = [event for event in each(sink.take()) if isinstance(event, ev.BlocksTaken | ev.BlocksHashed)]
     innermost = {(type(event).__name__, (event.stack or [""])[-1].rpartition(" ")[2]) for event in told}
 
     assert 8 < len(told)
