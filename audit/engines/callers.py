@@ -47,6 +47,11 @@ class Callers:
     def caller(self) -> Caller:
         """Of the pool's method that is wrapped by whoever asks."""
         frame: FrameType | None = sys._getframe(2)
+        assert frame is not None
+        operation = self.managers.get(id(frame.f_code))
+        if operation is not None:
+            known = frame.f_locals
+            return Caller(known["request_id"], known["self"].kv_cache_group_id, operation)
         sorts = self._sorts
         while frame is not None:
             code = frame.f_code

@@ -25,8 +25,7 @@ def taking(watch: Any, pool: int, original: Method) -> Method:
 
     Whose table they go to is read off the stack, or afterwards off the step's output: see ``untold``.
     """
-    getframe, caller, managers = sys._getframe, watch.callers.caller, watch.callers.managers
-    untold, put = watch.untold, watch.untold.calls.append
+    untold, put, caller = watch.untold, watch.untold.calls.append, watch.callers.caller
     tell_now = watch.tell if watch.stacks else None
 
     @functools.wraps(original)
@@ -34,21 +33,16 @@ def taking(watch: Any, pool: int, original: Method) -> Method:
         blocks = original(num_blocks)
         if not blocks:
             return blocks
-        if untold.outputs_tell:
-            put((UNASKED, blocks))
-        else:
-            try:
-                frame = getframe(1)
-                by = managers.get(id(frame.f_code))
-                if by is None:
-                    put((TAKEN, pool, *caller(), blocks))
-                else:
-                    known = frame.f_locals
-                    put((TAKEN, pool, known["request_id"], known["self"].kv_cache_group_id, by, blocks))
+        try:
+            ids = [blocks[0].block_id] if len(blocks) == 1 else [block.block_id for block in blocks]
+            if untold.outputs_tell:
+                put((UNASKED, ids))
+            else:
+                put((TAKEN, pool, *caller(), ids, ()))
                 if tell_now is not None:
                     tell_now()
-            except Exception as error:
-                watch.fail("get_new_blocks", error)
+        except Exception as error:
+            watch.fail("get_new_blocks", error)
         return blocks
 
     return get_new_blocks
@@ -109,7 +103,7 @@ def unpinning(watch: Any, pool: int, original: Method) -> Method:
 
 def hashing(watch: Any, pool: int, original: Method) -> Method:
     """``cache_full_blocks``: those of its blocks that have another hash when it is over."""
-    put, tell_now = watch.untold.calls.append, watch.tell if watch.stacks else None
+    put, name, tell_now = watch.untold.calls.append, watch.name, watch.tell if watch.stacks else None
 
     @functools.wraps(original)
     def cache_full_blocks(
@@ -123,21 +117,28 @@ def hashing(watch: Any, pool: int, original: Method) -> Method:
     ) -> Any:
         first, end, group = num_cached_blocks, num_full_blocks, kv_cache_group_id
         if end == first + 1 and block_mask is None and tell_now is None:
+            block = blocks[first]
+            old = block._block_hash
+            result = original(request, blocks, first, end, block_size, group)
             try:
-                block = blocks[first]
-                put((HASHED, pool, block._block_hash, request, group, block, end * block_size))
+                new = block._block_hash
+                if new is not old:
+                    row = HASHED, pool, old is not None, request, group
+                    put((*row, block.block_id, name(new), end * block_size))
             except Exception as error:
                 watch.fail("cache_full_blocks", error)
-            return original(request, blocks, first, end, block_size, group)
+            return result
         mask = () if block_mask is None else (block_mask,)
-        new = blocks[first:end]
-        before = [block._block_hash for block in new]
+        part = blocks[first:end]
+        before = [block._block_hash for block in part]
         result = original(request, blocks, first, end, block_size, group, *mask)
         try:
-            for block, old in zip(new, before, strict=True):
+            for block, old in zip(part, before, strict=True):
                 first += 1
-                if block._block_hash is not old:
-                    put((HASHED, pool, old, request, group, block, first * block_size))
+                new = block._block_hash
+                if new is not old:
+                    row = HASHED, pool, old is not None, request, group
+                    put((*row, block.block_id, name(new), first * block_size))
             if tell_now is not None:
                 tell_now()
         except Exception as error:

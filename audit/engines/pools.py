@@ -128,16 +128,20 @@ class PoolWatch:
     # --- what a pool is called for ---------------------------------------------------------------
 
     def tell(self) -> None:
-        """Tell what was taken and hashed since the last time. Never raises."""
+        """Tell what the pools were called for since the last time. Never raises."""
+        if self.untold.calls:
+            self._tell()
+
+    def _tell(self, output: Any = None) -> None:
         try:
-            self.untold.tell()
+            self.untold.tell(self.step(), output)
         except Exception as error:  # an observer must never stop the engine
             self.fail("what a pool was called for", error)
 
     def touched(self, pool: int, blocks: list[Any], caller: Caller) -> None:
         """``touch``."""
         if blocks:
-            self._put((ev.TOUCHED, pool, *caller, blocks, _references(blocks)))
+            self._put((ev.TOUCHED, pool, *caller, _ids(blocks), _references(blocks)))
 
     def freed(self, pool: int, blocks: list[Any], caller: Caller) -> None:
         """``free_blocks``, by the pool whose they are."""
@@ -145,7 +149,7 @@ class PoolWatch:
             own = self.pools[pool]
             blocks = [block for block in blocks if getattr(block, "pool", own) in (own, None)]
         if blocks:
-            self._put((ev.FREED, pool, *caller, blocks, _references(blocks)))
+            self._put((ev.FREED, pool, *caller, _ids(blocks), _references(blocks)))
 
     def _put(self, call: tuple[Any, ...]) -> None:
         self.untold.calls.append(call)
@@ -184,7 +188,7 @@ class PoolWatch:
     def deferred(self, blocks: list[Any], request: Any) -> None:
         """``pop_blocks_for_free``."""
         caller = Caller(request.request_id, -1, "pop_blocks_for_free")
-        self.untold.tell(blocks, caller)
+        self.untold.tell(self.step(), None, _ids(blocks), caller)
         for number, pool in enumerate(self.pools):
             ids = _ids(block for block in blocks if getattr(block, "pool", pool) in (pool, None))
             if ids:
@@ -197,20 +201,19 @@ class PoolWatch:
 
     def scheduled(self, output: Any) -> None:
         """``schedule``: all of it, before what the step is told to be."""
-        try:
-            self.untold.step_ends(output)
-        except Exception as error:
-            self.fail("schedule", error)
+        self.untold.outputs_tell = False
+        if self.untold.calls:
+            self._tell(output)
 
     def admitted(self, output: Any) -> None:
         """The tables of whom a step admitted, after it has been told."""
-        try:
-            names = [new.req_id for new in output.scheduled_new_reqs]
-            names += getattr(output.scheduled_cached_reqs, "resumed_req_ids", None) or ()
-            if names:
-                self.sweep.state_tables(names)
-        except Exception as error:
-            self.fail("schedule", error)
+        resumed = getattr(output.scheduled_cached_reqs, "resumed_req_ids", None)
+        if output.scheduled_new_reqs or resumed:
+            try:
+                names = [new.req_id for new in output.scheduled_new_reqs]
+                self.sweep.state_tables([*names, *(resumed or ())])
+            except Exception as error:
+                self.fail("schedule", error)
 
     def left(self, _: None, request: Any) -> None:
         """The scheduler's ``_free_blocks``: the request is gone."""

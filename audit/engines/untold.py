@@ -7,7 +7,7 @@ which. The output is believed only if what it names ends with the very blocks th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
@@ -30,18 +30,21 @@ ASKING_STEPS = 64
 Taker = tuple[str | None, int, str]
 """Request, group and operation."""
 
+Call = tuple[Any, ...]
+"""What it is comes first. TAKEN, TOUCHED and FREED then have pool, request, group, operation, ids, and the
+blocks' counts just after (of what was taken none); UNASKED ids; HASHED pool, whether another hash was
+replaced, request, group, id, the hash's name and end; STATED rows; GONE the request.
+
+Only numbers are put aside: when these are told, the blocks themselves have long left the processor's caches.
+"""
+
 
 class Untold:
-    """The untold calls of one watch's pools.
-
-    ``calls`` holds a tuple each, what it is first: TAKEN, TOUCHED and FREED have pool, request, group,
-    operation, blocks and, but for TAKEN, their counts just after; UNASKED has the blocks; HASHED has pool,
-    the hash before, request, group, block and end; STATED has rows; GONE has the request.
-    """
+    """The untold calls of one watch's pools."""
 
     def __init__(self, watch: PoolWatch) -> None:
         self._watch = watch
-        self.calls: list[tuple[Any, ...]] = watch.log.calls
+        self.calls: list[Call] = watch.log.calls
         self.outputs_tell = False
         """Only requests that the step's output will name take blocks now."""
         self._asks_until = 0
@@ -53,78 +56,67 @@ class Untold:
         """Whether callers have to be asked in this step. What is untold was called for before it."""
         step = self._watch.step()
         if self.calls:
-            self._tell(step - 1)
+            self.tell(step - 1)
         self.outputs_tell = self._alone and (nobody_waits or not self._promises) and step >= self._asks_until
 
-    def step_ends(self, output: Any) -> None:
-        """Tell all of it; ``output`` is the scheduler's."""
-        self.outputs_tell = False
-        if self.calls:
-            self._tell(self._watch.step(), output)
-
-    def tell(self, leaving: Sequence[Any] = (), whose: Caller = NOBODY) -> None:
-        """Tell all of it, before something else is told; ``whose`` table with ``leaving`` is gone."""
-        if self.calls:
-            self._tell(self._watch.step(), None, leaving, whose)
-
-    def _tell(
-        self, step: int, output: Any = None, leaving: Sequence[Any] = (), whose: Caller = NOBODY
+    def tell(
+        self, step: int, output: Any = None, leaving: Sequence[int] = (), whose: Caller = NOBODY
     ) -> None:
+        """Tell all of it, of ``step``.
+
+        ``output`` is the scheduler's, if that has just come; ``leaving`` are ids of ``whose`` table, which
+        is gone.
+        """
         watch, calls = self._watch, self.calls.copy()
         self.calls.clear()
+        takers: dict[int, Taker] | None = None
         unasked = [call[1] for call in calls if call[0] == UNASKED]
-        takers: dict[int, Taker] = {}
-        if unasked:
-            named = named_by(output, unasked) if output is not None else None
-            takers = self._ask_tables(calls, unasked, leaving, whose) if named is None else named
-        numbers, name = watch.numbers, watch.name
-        places: dict[str, int] = {}
+        if unasked and output is not None:
+            takers = named_by(output, unasked)
+        if unasked and takers is None:
+            takers = self._ask_tables(calls, unasked, leaving, whose)
+        by: dict[str, int] = {}
+        rows = self._rows(calls, takers or {}, by)
+        if rows:
+            watch.record(ev.PoolCalls(watch.log.now(), step, list(by), rows, watch.stack()))
+
+    def _rows(self, calls: list[Call], takers: dict[int, Taker], by: dict[str, int]) -> list[int]:
+        """The calls as :class:`~kvledger.audit.events.PoolCalls` has them; ``by`` gets its operations."""
+        numbers = self._watch.numbers
         rows: list[int] = []
-        last: tuple[Any, ...] | None = None
+        hashing: tuple[Any, ...] = ()
         count = 0
         for call in calls:
             what = call[0]
             if what == HASHED:
-                _, pool, old, request, group, block, end = call
-                found = block._block_hash
-                if found is old:
-                    continue
-                if last != (pool, old is None, request, group):
-                    last, count = (pool, old is None, request, group), len(rows) + 4
-                    more = request.num_tokens * 2 + (old is not None)
-                    rows += (HASHED + 8 * pool, numbers[request.request_id], group, more, 0)
-                rows[count] += 3
-                rows += (block.block_id, name(found), end)
+                if call[1:5] == hashing:
+                    rows[count] += 3
+                else:
+                    hashing, count = call[1:5], len(rows) + 4
+                    _, pool, replaced, request, group, *_ = call
+                    more = request.num_tokens * 2 + replaced
+                    rows += (HASHED + 8 * pool, numbers[request.request_id], group, more, 3)
+                rows += call[5:]
                 continue
-            last = None
+            hashing = ()
             if what == UNASKED:
-                ids = [block.block_id for block in call[1]]
-                request_id, group, by = takers.get(ids[-1], NOBODY)
-                rows += (TAKEN, numbers[request_id], group, places.setdefault(by, len(places)), len(ids))
-                rows += ids
+                ids = call[1]
+                request_id, group, operation = takers.get(ids[-1], NOBODY)
+                more = by.setdefault(operation, len(by))
+                rows += (TAKEN, numbers[request_id], group, more, len(ids), *ids)
             elif what == STATED:
-                rows += (STATED, -1, -1, 0, len(call[1]))
-                rows += call[1]
+                rows += (STATED, -1, -1, 0, len(call[1]), *call[1])
             elif what == GONE:
                 if call[1] in numbers:
                     rows += (GONE, numbers.pop(call[1]), -1, 0, 0)
             else:
-                _, pool, request_id, group, by, blocks, *counts = call
-                ids = [block.block_id for block in blocks]
-                if counts:
-                    ids += counts[0]
-                more = places.setdefault(by, len(places))
-                rows += (what + 8 * pool, numbers[request_id], group, more, len(ids))
-                rows += ids
-        if rows:
-            watch.record(ev.PoolCalls(watch.log.now(), step, list(places), rows, watch.stack()))
+                _, pool, request_id, group, operation, ids, references = call
+                more, many = by.setdefault(operation, len(by)), len(ids) + len(references)
+                rows += (what + 8 * pool, numbers[request_id], group, more, many, *ids, *references)
+        return rows
 
     def _ask_tables(
-        self,
-        calls: Iterable[tuple[Any, ...]],
-        unasked: list[list[Any]],
-        leaving: Sequence[Any],
-        whose: Caller,
+        self, calls: list[Call], unasked: list[list[int]], leaving: Sequence[int], whose: Caller
     ) -> dict[int, Taker]:
         """By the last block of each call whose it is: given back since, or at the end of a table.
 
@@ -133,21 +125,21 @@ class Untold:
         watch = self._watch
         self.outputs_tell = False
         self._asks_until = watch.step() + ASKING_STEPS
-        owners: dict[int, tuple[str | None, int]] = {}
+        owners: dict[int, Taker] = {}
         for call in calls:
             if call[0] == FREED:
-                owners |= dict.fromkeys(map(id, call[5]), (call[2], call[3]))
-        owners |= dict.fromkeys(map(id, leaving), (whose.request_id, whose.group))
+                owners |= dict.fromkeys(call[5], (call[2], call[3], TAKES))
+        owners |= dict.fromkeys(leaving, (whose.request_id, whose.group, TAKES))
         most = sum(map(len, unasked))
         for manager in watch.managers:
             group = manager.kv_cache_group_id
             for request_id, table in manager.req_to_blocks.items():
-                owners |= dict.fromkeys(map(id, table[-most:]), (request_id, group))
-        lasts = [blocks[-1] for blocks in unasked]
-        return {last.block_id: (*owners[id(last)], TAKES) for last in lasts if id(last) in owners}
+                ids = [block.block_id for block in table[-most:]]
+                owners |= dict.fromkeys(ids, (request_id, group, TAKES))
+        return owners
 
 
-def named_by(output: Any, taken: list[list[Any]]) -> dict[int, Taker] | None:
+def named_by(output: Any, taken: list[list[int]]) -> dict[int, Taker] | None:
     """By the last block of each call whom an output names for it; None if it names others.
 
     What it names of a request are its new blocks, or its whole table.
@@ -156,18 +148,16 @@ def named_by(output: Any, taken: list[list[Any]]) -> dict[int, Taker] | None:
     new_ids = getattr(cached, "new_block_ids", None)
     if new_ids is None:
         return None
-    named: dict[int, tuple[str, int, list[int]]] = {}
     tables = [*zip(compress(cached.req_ids, new_ids), filter(None, new_ids), strict=True)]
     tables += [(new.req_id, new.block_ids) for new in output.scheduled_new_reqs]
+    named: dict[int, list[int]] = {}
+    takers: dict[int, Taker] = {}
     for request_id, groups in tables:
         for group, ids in enumerate(groups):
-            if ids:
-                named.setdefault(ids[-1], (request_id, group, ids))
-    takers: dict[int, Taker] = {}
-    for blocks in taken:
-        ids = [block.block_id for block in blocks]
-        request_id, group, whole = named.get(ids[-1], ("", -1, ids[:0]))
-        if whole[-len(ids) :] != ids:
+            if ids and ids[-1] not in named:
+                named[ids[-1]] = ids
+                takers[ids[-1]] = request_id, group, TAKES
+    for ids in taken:
+        if named.get(ids[-1], ids[:0])[-len(ids) :] != ids:
             return None
-        takers[ids[-1]] = request_id, group, TAKES
     return takers

@@ -65,8 +65,8 @@ def test_who_takes_and_is_preempted_in_one_step_is_found_by_what_it_leaves(
     ask_tables = Untold._ask_tables
 
     def asks(self: Untold, calls: Any, unasked: Any, *leaving: Any) -> Any:
-        given_back = {id(block) for call in calls if call[0] == ev.FREED for block in call[5]}
-        left.append(len({id(blocks[-1]) for blocks in unasked} & given_back))
+        given_back = {block for call in calls if call[0] == ev.FREED for block in call[5]}
+        left.append(len({ids[-1] for ids in unasked} & given_back))
         return ask_tables(self, calls, unasked, *leaving)
 
     monkeypatch.setattr(Untold, "_ask_tables", asks)
