@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 from kvledger.audit.engines.callers import Caller
-from kvledger.audit.engines.untold import UNASKED
 from kvledger.audit.events import HASHED, TAKEN
 
 Method = Callable[..., Any]
@@ -25,7 +24,8 @@ def taking(watch: Any, pool: int, original: Method) -> Method:
 
     Whose table they go to is read off the stack, or afterwards off the step's output: see ``untold``.
     """
-    untold, put, caller = watch.untold, watch.untold.calls.append, watch.callers.caller
+    untold, rows, unasked = watch.untold, watch.untold.rows, watch.untold.unasked.append
+    put = rows.extend
     tell_now = watch.tell if watch.stacks else None
 
     @functools.wraps(original)
@@ -34,13 +34,16 @@ def taking(watch: Any, pool: int, original: Method) -> Method:
         if not blocks:
             return blocks
         try:
-            ids = [blocks[0].block_id] if len(blocks) == 1 else [block.block_id for block in blocks]
-            if untold.outputs_tell:
-                put((UNASKED, ids))
-            else:
-                put((TAKEN, pool, *caller(), ids, ()))
+            if not untold.outputs_tell:
+                untold.add(TAKEN, pool, watch.callers.caller(), [block.block_id for block in blocks])
                 if tell_now is not None:
                     tell_now()
+            elif len(blocks) == 1:
+                unasked(len(rows))
+                put((TAKEN, -1, -1, 0, 1, blocks[0].block_id))
+            else:
+                unasked(len(rows))
+                put((TAKEN, -1, -1, 0, len(blocks), *[block.block_id for block in blocks]))
         except Exception as error:
             watch.fail("get_new_blocks", error)
         return blocks
@@ -103,7 +106,8 @@ def unpinning(watch: Any, pool: int, original: Method) -> Method:
 
 def hashing(watch: Any, pool: int, original: Method) -> Method:
     """``cache_full_blocks``: those of its blocks that have another hash when it is over."""
-    put, name, tell_now = watch.untold.calls.append, watch.name, watch.tell if watch.stacks else None
+    put, numbers, name = watch.untold.rows.extend, watch.numbers, watch.name
+    tell_now = watch.tell if watch.stacks else None
 
     @functools.wraps(original)
     def cache_full_blocks(
@@ -123,8 +127,9 @@ def hashing(watch: Any, pool: int, original: Method) -> Method:
             try:
                 new = block._block_hash
                 if new is not old:
-                    row = HASHED, pool, old is not None, request, group
-                    put((*row, block.block_id, name(new), end * block_size))
+                    number, more = numbers[request.request_id], request.num_tokens * 2 + (old is not None)
+                    one = block.block_id, name(new), end * block_size
+                    put((HASHED + 8 * pool, number, group, more, 3, *one))
             except Exception as error:
                 watch.fail("cache_full_blocks", error)
             return result
@@ -133,12 +138,16 @@ def hashing(watch: Any, pool: int, original: Method) -> Method:
         before = [block._block_hash for block in part]
         result = original(request, blocks, first, end, block_size, group, *mask)
         try:
+            told: tuple[list[int], list[int]] = [], []  # that had no hash, that had another
             for block, old in zip(part, before, strict=True):
                 first += 1
                 new = block._block_hash
                 if new is not old:
-                    row = HASHED, pool, old is not None, request, group
-                    put((*row, block.block_id, name(new), first * block_size))
+                    told[old is not None].extend((block.block_id, name(new), first * block_size))
+            number, length = numbers[request.request_id], request.num_tokens
+            for replaced, row in enumerate(told):
+                if row:
+                    put((HASHED + 8 * pool, number, group, length * 2 + replaced, len(row), *row))
             if tell_now is not None:
                 tell_now()
         except Exception as error:

@@ -120,7 +120,7 @@ class PoolWatch:
 
     def fail(self, method: str, error: Exception) -> None:
         """An observer raised: what it should have seen is missing, and what follows from it."""
-        self.untold.calls.clear()
+        self.untold.clear()
         if self._active:
             self.remove()
             self._failed(method, error, True)
@@ -129,7 +129,7 @@ class PoolWatch:
 
     def tell(self) -> None:
         """Tell what the pools were called for since the last time. Never raises."""
-        if self.untold.calls:
+        if self.untold.rows:
             self._tell()
 
     def _tell(self, output: Any = None) -> None:
@@ -141,7 +141,7 @@ class PoolWatch:
     def touched(self, pool: int, blocks: list[Any], caller: Caller) -> None:
         """``touch``."""
         if blocks:
-            self._put((ev.TOUCHED, pool, *caller, _ids(blocks), _references(blocks)))
+            self._add(ev.TOUCHED, pool, caller, blocks)
 
     def freed(self, pool: int, blocks: list[Any], caller: Caller) -> None:
         """``free_blocks``, by the pool whose they are."""
@@ -149,10 +149,11 @@ class PoolWatch:
             own = self.pools[pool]
             blocks = [block for block in blocks if getattr(block, "pool", own) in (own, None)]
         if blocks:
-            self._put((ev.FREED, pool, *caller, _ids(blocks), _references(blocks)))
+            self._add(ev.FREED, pool, caller, blocks)
 
-    def _put(self, call: tuple[Any, ...]) -> None:
-        self.untold.calls.append(call)
+    def _add(self, what: int, pool: int, caller: Caller, blocks: list[Any]) -> None:
+        references = [block.ref_cnt for block in blocks]
+        self.untold.add(what, pool, caller, _ids(blocks), references)
         if self.stacks:
             self.tell()
 
@@ -202,7 +203,7 @@ class PoolWatch:
     def scheduled(self, output: Any) -> None:
         """``schedule``: all of it, before what the step is told to be."""
         self.untold.outputs_tell = False
-        if self.untold.calls:
+        if self.untold.rows:
             self._tell(output)
 
     def admitted(self, output: Any) -> None:
@@ -217,7 +218,9 @@ class PoolWatch:
 
     def left(self, _: None, request: Any) -> None:
         """The scheduler's ``_free_blocks``: the request is gone."""
-        self._put((ev.GONE, request.request_id))
+        number = self.numbers.pop(request.request_id, None)
+        if number is not None:
+            self.untold.rows += (ev.GONE, number, -1, 0, 0)
 
     def _head(self, pool: int, caller: Caller) -> tuple[int, int, int, int, int, str]:
         number = self.numbers[caller.request_id]
@@ -238,7 +241,3 @@ class PoolWatch:
 
 def _ids(blocks: Iterable[Any]) -> list[int]:
     return [block.block_id for block in blocks]
-
-
-def _references(blocks: Iterable[Any]) -> list[int]:
-    return [block.ref_cnt for block in blocks]

@@ -98,7 +98,7 @@ class Sweep:
                     rows += (watch.numbers[name], group, computed, len(table))
                     rows += [block.block_id for block in table]
         if rows:
-            watch.untold.calls.append((ev.STATED, rows))
+            watch.untold.rows += (ev.STATED, -1, -1, 0, len(rows), *rows)
 
     def state_blocks(self, number: int, first: int, part: list[Any]) -> None:
         """Say how these blocks of a pool, in a row, stand."""

@@ -64,10 +64,11 @@ def test_who_takes_and_is_preempted_in_one_step_is_found_by_what_it_leaves(
     left: list[int] = []
     ask_tables = Untold._ask_tables
 
-    def asks(self: Untold, calls: Any, unasked: Any, *leaving: Any) -> Any:
-        given_back = {block for call in calls if call[0] == ev.FREED for block in call[5]}
-        left.append(len({ids[-1] for ids in unasked} & given_back))
-        return ask_tables(self, calls, unasked, *leaving)
+    def asks(self: Untold, *leaving: Any) -> Any:
+        calls = each([ev.PoolCalls(0, 0, [""] * 9, self.rows)])
+        given_back = {block for call in calls if isinstance(call, ev.BlocksFreed) for block in call.blocks}
+        left.append(len({self.rows[place + 5] for place in self.unasked} & given_back))
+        return ask_tables(self, *leaving)
 
     monkeypatch.setattr(Untold, "_ask_tables", asks)
     _, events = observe(preempts_who_has_taken, level="blocks")
