@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvledger.audit.engines.callers import Caller
-from kvledger.audit.events import HASHED, TAKEN
+from kvledger.audit.events import FREED, HASHED, TAKEN, TOUCHED
 
 Method = Callable[..., Any]
 Make = Callable[[Any, int, Method], Method]
@@ -25,8 +25,7 @@ def taking(watch: Any, pool: int, original: Method) -> Method:
     Whose table they go to is read off the stack, or afterwards off the step's output: see ``untold``.
     """
     untold, rows, unasked = watch.untold, watch.untold.rows, watch.untold.unasked.append
-    put = rows.extend
-    tell_now = watch.tell if watch.stacks else None
+    put, add, caller = rows.extend, untold.add, watch.callers.caller
 
     @functools.wraps(original)
     def get_new_blocks(num_blocks: int) -> Any:
@@ -35,9 +34,7 @@ def taking(watch: Any, pool: int, original: Method) -> Method:
             return blocks
         try:
             if not untold.outputs_tell:
-                untold.add(TAKEN, pool, watch.callers.caller(), [block.block_id for block in blocks])
-                if tell_now is not None:
-                    tell_now()
+                add(TAKEN, pool, caller(), blocks)
             elif len(blocks) == 1:
                 unasked(len(rows))
                 put((TAKEN, -1, -1, 0, 1, blocks[0].block_id))
@@ -53,17 +50,20 @@ def taking(watch: Any, pool: int, original: Method) -> Method:
 
 def touching(watch: Any, pool: int, original: Method) -> Method:
     """``touch``: a list of blocks, or up to 0.12 one for each group."""
+    add, caller = watch.untold.add, watch.callers.caller
 
     @functools.wraps(original)
     def touch(blocks: Any) -> Any:
         result = original(blocks)
         try:
-            caller = watch.callers.caller()
-            if isinstance(blocks, tuple) and blocks and isinstance(blocks[0], list | tuple):
-                for group, part in enumerate(blocks):
-                    watch.touched(pool, part, caller._replace(group=group))
-            else:
-                watch.touched(pool, list(blocks), caller)
+            if blocks:
+                whose = caller()
+                if isinstance(blocks, tuple) and isinstance(blocks[0], list | tuple):
+                    for group, part in enumerate(blocks):
+                        if part:
+                            add(TOUCHED, pool, whose._replace(group=group), part)
+                else:
+                    add(TOUCHED, pool, whose, list(blocks))
         except Exception as error:
             watch.fail("touch", error)
         return result
@@ -73,16 +73,20 @@ def touching(watch: Any, pool: int, original: Method) -> Method:
 
 def freeing(watch: Any, pool: int, original: Method) -> Method:
     """``free_blocks``: what it is given may be an iterator, which can be walked once."""
+    add, caller = watch.untold.add, watch.callers.caller
+    own = watch.pools[pool] if len(watch.pools) > 1 else None
 
     @functools.wraps(original)
     def free_blocks(ordered_blocks: Any, *args: Any, **kwargs: Any) -> Any:
         blocks = list(ordered_blocks)
         result = original(blocks, *args, **kwargs)
-        if blocks:
-            try:
-                watch.freed(pool, blocks, watch.callers.caller())
-            except Exception as error:
-                watch.fail("free_blocks", error)
+        try:
+            if own is not None:  # one pool hands on what is another's
+                blocks = [block for block in blocks if getattr(block, "pool", own) in (own, None)]
+            if blocks:
+                add(FREED, pool, caller(), blocks)
+        except Exception as error:
+            watch.fail("free_blocks", error)
         return result
 
     return free_blocks
@@ -96,7 +100,7 @@ def unpinning(watch: Any, pool: int, original: Method) -> Method:
         blocks = list(blocks)
         result = original(blocks, on_reuse)
         try:
-            watch.freed(pool, blocks, Caller(None, -1, "unpin_blocks"))
+            watch.untold.add(FREED, pool, Caller(None, -1, "unpin_blocks"), blocks)
         except Exception as error:
             watch.fail("unpin_blocks", error)
         return result

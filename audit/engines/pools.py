@@ -138,25 +138,6 @@ class PoolWatch:
         except Exception as error:  # an observer must never stop the engine
             self.fail("what a pool was called for", error)
 
-    def touched(self, pool: int, blocks: list[Any], caller: Caller) -> None:
-        """``touch``."""
-        if blocks:
-            self._add(ev.TOUCHED, pool, caller, blocks)
-
-    def freed(self, pool: int, blocks: list[Any], caller: Caller) -> None:
-        """``free_blocks``, by the pool whose they are."""
-        if len(self.pools) > 1:
-            own = self.pools[pool]
-            blocks = [block for block in blocks if getattr(block, "pool", own) in (own, None)]
-        if blocks:
-            self._add(ev.FREED, pool, caller, blocks)
-
-    def _add(self, what: int, pool: int, caller: Caller, blocks: list[Any]) -> None:
-        references = [block.ref_cnt for block in blocks]
-        self.untold.add(what, pool, caller, _ids(blocks), references)
-        if self.stacks:
-            self.tell()
-
     def hashed_part(
         self, pool: int, request: Any, group: int, block: Any, end: int, replaced: bool, further: Any
     ) -> None:

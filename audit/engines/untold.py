@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvledger.audit import events as ev
 from kvledger.audit.engines.callers import NOBODY, Caller
-from kvledger.audit.events import FREED
+from kvledger.audit.events import FREED, TAKEN
 
 if TYPE_CHECKING:
     from kvledger.audit.engines.pools import PoolWatch
@@ -26,11 +26,6 @@ ASKING_STEPS = 64
 
 HEAD = 5
 """Numbers of a call before its blocks: see :class:`~kvledger.audit.events.PoolCalls`."""
-
-Taker = tuple[str | None, int, Sequence[int] | None]
-"""Request, group, and blocks of theirs of which the last ones are new; None: they are not known."""
-
-UNKNOWN: Taker = (None, -1, None)
 
 
 class Untold:
@@ -56,15 +51,18 @@ class Untold:
             self.tell(step - 1)
         self.outputs_tell = self._alone and (nobody_waits or not self._promises) and step >= self._asks_until
 
-    def add(
-        self, what: int, pool: int, caller: Caller, ids: Sequence[int], references: Sequence[int] = ()
-    ) -> None:
-        """A call that took, touched or freed blocks."""
+    def add(self, what: int, pool: int, caller: Caller, blocks: Sequence[Any]) -> None:
+        """A call that took, touched or freed blocks, with what they count just after where that differs."""
+        watch, by = self._watch, self._by
         request_id, group, operation = caller
-        number = self._watch.numbers[request_id]
-        more = self._by.setdefault(operation, len(self._by))
-        many = len(ids) + len(references)
-        self.rows += (what + 8 * pool, number, group, more, many, *ids, *references)
+        numbers = [block.block_id for block in blocks]
+        if what != TAKEN:
+            numbers += [block.ref_cnt for block in blocks]
+        number = watch.numbers[request_id]
+        more = by.setdefault(operation, len(by))
+        self.rows += (what + 8 * pool, number, group, more, len(numbers), *numbers)
+        if watch.stacks:
+            watch.tell()
 
     def tell(
         self, step: int, output: Any = None, leaving: Sequence[int] = (), whose: Caller = NOBODY
@@ -75,9 +73,10 @@ class Untold:
         is gone.
         """
         watch = self._watch
-        if self.unasked and not (output is not None and self._name(named_by(output))):
-            self._name(self._ask_tables(leaving, whose))
-        event = ev.PoolCalls(watch.log.now(), step, list(self._by), self.rows.copy(), watch.stack())
+        if self.unasked and not (output is not None and self._named(output)):
+            self._ask_tables(leaving, whose)
+        stack = watch.callers.stack() if watch.stacks else None
+        event = ev.PoolCalls(watch.log.now(), step, list(self._by), self.rows.copy(), stack)
         self.clear()
         watch.record(event)
 
@@ -87,65 +86,61 @@ class Untold:
         self.unasked.clear()
         self._by.clear()
 
-    def _name(self, takers: dict[int, list[Taker]]) -> bool:
-        """Write down who took what, by its last block; False, if that is not known of all."""
-        rows, numbers, by = self.rows, self._watch.numbers, self._by
-        everyone = True
-        for place in self.unasked:
-            first = place + HEAD
+    def _named(self, output: Any) -> bool:
+        """Write down who took what by what an output names: new blocks, or whole tables. False: not all."""
+        cached, rows, unasked = output.scheduled_cached_reqs, self.rows, self.unasked
+        numbers = self._watch.numbers
+        new_ids = getattr(cached, "new_block_ids", ())
+        gifts = list(zip(compress(cached.req_ids, new_ids), filter(None, new_ids), strict=True))
+        gifts += [(new.req_id, new.block_ids) for new in output.scheduled_new_reqs]
+        others: dict[int, tuple[str, int, Sequence[int]]] = {}
+        place = 0
+        for request_id, groups in gifts:
+            for group, ids in enumerate(groups):
+                if not ids:
+                    continue
+                first = unasked[place] + HEAD if place < len(unasked) else 0
+                if first and rows[first : first + rows[first - 1]] == ids:  # the next that was taken
+                    self._write(first, numbers[request_id], group)
+                    place += 1
+                else:
+                    others.setdefault(ids[-1], (request_id, group, ids))
+        del unasked[:place]
+        while unasked:
+            first = unasked[-1] + HEAD
             end = first + rows[first - 1]
-            known = takers.get(rows[end - 1])
-            request_id, group, ids = known[0] if known else UNKNOWN
-            if known and len(known) > 1:  # one block was given to two, in this order
-                del known[0]
-            if ids is not None and end > first + 1 and list(ids[first - end :]) != rows[first:end]:
-                request_id = None
-            everyone = everyone and request_id is not None
-            operation = TAKES if request_id is not None else ""
-            rows[place + 1 : first - 1] = numbers[request_id], group, by.setdefault(operation, len(by))
-        return everyone
+            request_id, group, ids = others.get(rows[end - 1], ("", -1, ()))
+            if list(ids[first - end :]) != rows[first:end]:
+                return False
+            self._write(first, numbers[request_id], group)
+            unasked.pop()
+        return True
 
-    def _ask_tables(self, leaving: Sequence[int], whose: Caller) -> dict[int, list[Taker]]:
-        """Whose table ends with what was taken, or who has given it back since.
+    def _write(self, first: int, number: int, group: int, operation: str = TAKES) -> None:
+        """The taker, into the call whose blocks begin there."""
+        self.rows[first - 4 : first - 1] = number, group, self._by.setdefault(operation, len(self._by))
+
+    def _ask_tables(self, leaving: Sequence[int], whose: Caller) -> None:
+        """The same by whose table ends with what was taken, or who has given it back since.
 
         That is a look at every table, so that callers are asked for some steps to come.
         """
         watch, rows = self._watch, self.rows
         self.outputs_tell = False
         self._asks_until = watch.step() + ASKING_STEPS
-        takers: dict[int, list[Taker]] = {}
+        takers = dict.fromkeys(leaving, (whose.request_id, whose.group))
         names = {number: request_id for request_id, number in watch.numbers.items()}
         start = 0
         while start < len(rows):
             what, number, group, _, many = rows[start : start + HEAD]
             start += HEAD + many
             if what == FREED:
-                ids = rows[start - many : start - many // 2]
-                takers |= {block: [(names.get(number), group, None)] for block in ids}
-        takers |= {block: [(whose.request_id, whose.group, None)] for block in leaving}
+                takers |= dict.fromkeys(rows[start - many : start - many // 2], (number, group))
         for manager in watch.managers:
             group = manager.kv_cache_group_id
             tables = manager.req_to_blocks.items()
-            takers |= {table[-1].block_id: [(name, group, None)] for name, table in tables if table}
-        return takers
-
-
-def named_by(output: Any) -> dict[int, list[Taker]]:
-    """Whom an output names for which blocks, by the last of them.
-
-    What it names of a request are its new blocks, or its whole table.
-    """
-    takers: dict[int, list[Taker]] = {}
-    cached = output.scheduled_cached_reqs
-    new_ids = getattr(cached, "new_block_ids", None) or ()
-    named = [*zip(compress(cached.req_ids, new_ids), filter(None, new_ids), strict=True)] if new_ids else []
-    named += [(new.req_id, new.block_ids) for new in output.scheduled_new_reqs]
-    for request_id, groups in named:
-        for group, ids in enumerate(groups):
-            if ids:
-                last = ids[-1]
-                if last in takers:
-                    takers[last].append((request_id, group, ids))
-                else:
-                    takers[last] = [(request_id, group, ids)]
-    return takers
+            takers |= {table[-1].block_id: (watch.numbers[name], group) for name, table in tables if table}
+        for place in self.unasked:
+            first = place + HEAD
+            number, group = takers.get(rows[first + rows[first - 1] - 1], (-1, -1))
+            self._write(first, number, group, TAKES if number >= 0 else "")
