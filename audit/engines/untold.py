@@ -128,8 +128,7 @@ class Untold:
         watch, rows = self._watch, self.rows
         self.outputs_tell = False
         self._asks_until = watch.step() + ASKING_STEPS
-        takers = dict.fromkeys(leaving, (whose.request_id, whose.group))
-        names = {number: request_id for request_id, number in watch.numbers.items()}
+        takers = dict.fromkeys(leaving, (watch.numbers[whose.request_id], whose.group))
         start = 0
         while start < len(rows):
             what, number, group, _, many = rows[start : start + HEAD]
