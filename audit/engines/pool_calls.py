@@ -110,7 +110,8 @@ def unpinning(watch: Any, pool: int, original: Method) -> Method:
 
 def hashing(watch: Any, pool: int, original: Method) -> Method:
     """``cache_full_blocks``: those of its blocks that have another hash when it is over."""
-    put, numbers, name = watch.untold.rows.extend, watch.numbers, watch.name
+    put, name = watch.untold.rows.extend, watch.name
+    known, number_of = watch.numbers.get, watch.number
     tell_now = watch.tell if watch.stacks else None
 
     @functools.wraps(original)
@@ -131,7 +132,10 @@ def hashing(watch: Any, pool: int, original: Method) -> Method:
             try:
                 new = block._block_hash
                 if new is not old:
-                    number, more = numbers[request.request_id], request.num_tokens * 2 + (old is not None)
+                    number = known(request.request_id)
+                    if number is None:
+                        number = number_of(request.request_id)
+                    more = len(request._all_token_ids) * 2 + (old is not None)
                     one = block.block_id, name(new), end * block_size
                     put((HASHED + 8 * pool, number, group, more, 3, *one))
             except Exception as error:
@@ -148,7 +152,7 @@ def hashing(watch: Any, pool: int, original: Method) -> Method:
                 new = block._block_hash
                 if new is not old:
                     told[old is not None].extend((block.block_id, name(new), first * block_size))
-            number, length = numbers[request.request_id], request.num_tokens
+            number, length = number_of(request.request_id), request.num_tokens
             for replaced, row in enumerate(told):
                 if row:
                     put((HASHED + 8 * pool, number, group, length * 2 + replaced, len(row), *row))

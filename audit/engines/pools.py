@@ -33,19 +33,6 @@ from kvledger.audit.engines.untold import Untold
 from kvledger.audit.hooks import EngineMismatch, Wrapping, check
 
 
-class _Numbers(dict[str | None, int]):
-    """Requests by number, each from when it is first asked for; -1 for nobody."""
-
-    def __init__(self, log: StepLog) -> None:
-        super().__init__({None: -1})
-        self._log = log
-
-    def __missing__(self, request_id: str | None) -> int:
-        assert request_id is not None
-        number = self[request_id] = self._log.intern(request_id)
-        return number
-
-
 class PoolWatch:
     """Watches the pools of one scheduler, or of a KV cache manager alone.
 
@@ -77,7 +64,7 @@ class PoolWatch:
         self.stacks = stacks
         self.untold = Untold(self)
         log.tell_calls = self.tell
-        self.numbers = _Numbers(log)
+        self.numbers: dict[str | None, int] = {None: -1}
         """Requests whose tables have not been told gone, also those that the log has forgotten."""
         self.name = namer()
         self.parted: set[int] = set()
@@ -125,6 +112,14 @@ class PoolWatch:
             self.remove()
             self._failed(method, error, True)
 
+    def number(self, request_id: str | None) -> int:
+        """The request's number in the stream, from when it is first asked for; -1 for nobody."""
+        found = self.numbers.get(request_id)
+        if found is None:
+            assert request_id is not None
+            found = self.numbers[request_id] = self.log.intern(request_id)
+        return found
+
     # --- what a pool is called for ---------------------------------------------------------------
 
     def tell(self) -> None:
@@ -142,7 +137,7 @@ class PoolWatch:
         self, pool: int, request: Any, group: int, block: Any, end: int, replaced: bool, further: Any
     ) -> None:
         """``cache_partial_block``: the hash ``further`` for the tokens up to ``end``."""
-        row = [self.numbers[request.request_id], group, request.num_tokens, 1]
+        row = [self.number(request.request_id), group, request.num_tokens, 1]
         row += (block.block_id, self.name(further), end)
         self.say(ev.BlocksHashed(self.log.now(), self.step(), pool, row, replaced, self.stack()))
 
@@ -204,7 +199,7 @@ class PoolWatch:
             self.untold.rows += (ev.GONE, number, -1, 0, 0)
 
     def _head(self, pool: int, caller: Caller) -> tuple[int, int, int, int, int, str]:
-        number = self.numbers[caller.request_id]
+        number = self.number(caller.request_id)
         return self.log.now(), self.step(), pool, number, caller.group, caller.by
 
     def stack(self) -> list[str] | None:

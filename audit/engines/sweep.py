@@ -95,7 +95,7 @@ class Sweep:
                 table = tables.get(name)
                 if table:
                     computed = requests[name].num_computed_tokens if name in requests else -1
-                    rows += (watch.numbers[name], group, computed, len(table))
+                    rows += (watch.number(name), group, computed, len(table))
                     rows += [block.block_id for block in table]
         if rows:
             watch.untold.rows += (ev.STATED, -1, -1, 0, len(rows), *rows)

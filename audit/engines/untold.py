@@ -58,7 +58,7 @@ class Untold:
         numbers = [block.block_id for block in blocks]
         if what != TAKEN:
             numbers += [block.ref_cnt for block in blocks]
-        number = watch.numbers[request_id]
+        number = watch.number(request_id)
         more = by.setdefault(operation, len(by))
         self.rows += (what + 8 * pool, number, group, more, len(numbers), *numbers)
         if watch.stacks:
@@ -89,19 +89,21 @@ class Untold:
     def _named(self, output: Any) -> bool:
         """Write down who took what by what an output names: new blocks, or whole tables. False: not all."""
         cached, rows, unasked = output.scheduled_cached_reqs, self.rows, self.unasked
-        numbers = self._watch.numbers
+        number = self._watch.number
         new_ids = getattr(cached, "new_block_ids", ())
         gifts = list(zip(compress(cached.req_ids, new_ids), filter(None, new_ids), strict=True))
         gifts += [(new.req_id, new.block_ids) for new in output.scheduled_new_reqs]
         others: dict[int, tuple[str, int, Sequence[int]]] = {}
         place = 0
+        more = self._by.setdefault(TAKES, len(self._by))
         for request_id, groups in gifts:
             for group, ids in enumerate(groups):
                 if not ids:
                     continue
                 first = unasked[place] + HEAD if place < len(unasked) else 0
                 if first and rows[first : first + rows[first - 1]] == ids:  # the next that was taken
-                    self._write(first, numbers[request_id], group)
+                    number = known(request_id)
+                    rows[first - 4 : first - 1] = number or number_of(request_id), group, more
                     place += 1
                 else:
                     others.setdefault(ids[-1], (request_id, group, ids))
@@ -112,7 +114,7 @@ class Untold:
             request_id, group, ids = others.get(rows[end - 1], ("", -1, ()))
             if list(ids[first - end :]) != rows[first:end]:
                 return False
-            self._write(first, numbers[request_id], group)
+            self._write(first, number_of(request_id), group)
             unasked.pop()
         return True
 
@@ -128,7 +130,7 @@ class Untold:
         watch, rows = self._watch, self.rows
         self.outputs_tell = False
         self._asks_until = watch.step() + ASKING_STEPS
-        takers = dict.fromkeys(leaving, (watch.numbers[whose.request_id], whose.group))
+        takers = dict.fromkeys(leaving, (watch.number(whose.request_id), whose.group))
         start = 0
         while start < len(rows):
             what, number, group, _, many = rows[start : start + HEAD]
@@ -138,7 +140,7 @@ class Untold:
         for manager in watch.managers:
             group = manager.kv_cache_group_id
             tables = manager.req_to_blocks.items()
-            takers |= {table[-1].block_id: (watch.numbers[name], group) for name, table in tables if table}
+            takers |= {table[-1].block_id: (watch.number(name), group) for name, table in tables if table}
         for place in self.unasked:
             first = place + HEAD
             number, group = takers.get(rows[first + rows[first - 1] - 1], (-1, -1))
