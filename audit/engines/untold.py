@@ -89,7 +89,7 @@ class Untold:
     def _named(self, output: Any) -> bool:
         """Write down who took what by what an output names: new blocks, or whole tables. False: not all."""
         cached, rows, unasked = output.scheduled_cached_reqs, self.rows, self.unasked
-        number = self._watch.number
+        known, number_of = self._watch.numbers.get, self._watch.number
         new_ids = getattr(cached, "new_block_ids", ())
         gifts = list(zip(compress(cached.req_ids, new_ids), filter(None, new_ids), strict=True))
         gifts += [(new.req_id, new.block_ids) for new in output.scheduled_new_reqs]
@@ -102,8 +102,7 @@ class Untold:
                     continue
                 first = unasked[place] + HEAD if place < len(unasked) else 0
                 if first and rows[first : first + rows[first - 1]] == ids:  # the next that was taken
-                    number = known(request_id)
-                    rows[first - 4 : first - 1] = number or number_of(request_id), group, more
+                    rows[first - 4 : first - 1] = known(request_id) or number_of(request_id), group, more
                     place += 1
                 else:
                     others.setdefault(ids[-1], (request_id, group, ids))
