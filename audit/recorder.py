@@ -102,7 +102,8 @@ class Recorder:
         self._taken = 0
         self._epoch: float | None = None
         self._writer: JournalWriter | None = None
-        self._wake = threading.Event()
+        self._sleep = threading.Lock()  # an Event's wait is Python, and cold whenever it comes
+        self._sleep.acquire()
         self._finalizer: multiprocessing_util.Finalize | None = None
         self._thread = threading.Thread(target=self._run, name="kvledger-writer", daemon=True)
         try:
@@ -155,7 +156,7 @@ class Recorder:
             return not self._thread.is_alive()
         done = threading.Event()
         self._queue.append(_Flush(done))
-        self._wake.set()
+        self._wake()
         return done.wait(timeout)
 
     def close(self, reason: str = "exit", timeout: float = CLOSE_SECONDS) -> None:
@@ -167,7 +168,7 @@ class Recorder:
         if self._finalizer is not None:
             self._finalizer.cancel()
         self._queue.append(_Close(reason, _now(self._epoch)))
-        self._wake.set()
+        self._wake()
         self._thread.join(timeout)
 
     @property
@@ -196,6 +197,11 @@ class Recorder:
         """Writes, rotations and removals that failed."""
         return self._writer.write_failures if self._writer is not None else 0
 
+    def _wake(self) -> None:
+        """End the writer thread's sleep, or its next."""
+        with contextlib.suppress(RuntimeError):  # somebody has, and it is not awake yet
+            self._sleep.release()
+
     def _refuse(self) -> None:
         self._refused += 1
         self._overflowed = True
@@ -218,8 +224,7 @@ class Recorder:
         try:
             while self._drain():
                 self.writer_seconds = time.thread_time()
-                self._wake.wait(self._flush_seconds)
-                self._wake.clear()
+                self._sleep.acquire(timeout=self._flush_seconds)
         except Exception as error:
             self._fail(error)
         finally:
@@ -234,24 +239,24 @@ class Recorder:
             taken = [queue.popleft() for _ in range(min(len(queue), BATCH_EVENTS))]
             if _MARKS.isdisjoint(map(type, taken)):
                 self._write(cast("list[Event]", taken))
-            else:
-                queue.extendleft(reversed(taken))
-                if not self._write_up_to_mark():
-                    return False
+            elif not self._write_up_to_mark(taken):
+                return False
             self._ask()
         if self._writer is not None:
             self._writer.idle()
         self._ask()
         return True
 
-    def _write_up_to_mark(self) -> bool:
-        """Write what is queued before the next mark, and do what that says; False after the last."""
-        batch: list[Event] = []
-        while type(item := self._queue.popleft()) not in _MARKS:
-            batch.append(cast(Event, item))
-        if batch:
-            self._write(batch)
-        return self._obey(cast("_Restart | _Flush | _Close", item))
+    def _write_up_to_mark(self, taken: list[_Item]) -> bool:
+        """Write what was taken before the first mark, and do what that says; False after the last.
+
+        What comes after it is queued again, the mark too while there is something to write.
+        """
+        place = [kind in _MARKS for kind in map(type, taken)].index(True)
+        self._queue.extendleft(reversed(taken[place:]))
+        if place:
+            self._write(cast("list[Event]", taken[:place]))
+        return self._obey(cast("_Restart | _Flush | _Close", self._queue.popleft()))
 
     def _write(self, events: list[Event]) -> None:
         self._taken += len(events)

@@ -18,10 +18,11 @@ import os
 import struct
 import time
 from pathlib import Path
+from typing import NamedTuple, get_args
 
 import msgspec
 
-from kvledger.audit.events import Event, Gap
+from kvledger.audit.events import AnyEvent, Event, Gap
 from kvledger.audit.segments import HEADER, MAX_PAYLOAD_BYTES, segment_name, segments, take_lock
 from kvledger.audit.segments import frame as framed
 
@@ -33,8 +34,18 @@ RETRY_SECONDS = 1.0
 
 _LOCK_TRIES = 10
 _ARRAY = struct.Struct(">BI")
-_PREFIX_BYTES = 24
-"""At least what a payload has before its events."""
+_PREFIX_BYTES = 19
+"""At most what a payload has before its array of events."""
+
+_EVENTS = frozenset(get_args(AnyEvent))
+
+
+class _Batch(NamedTuple):
+    """Events for one frame, as a msgpack array. ``at`` is the last one's."""
+
+    events: int
+    encoded: bytes
+    at: int
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -79,6 +90,7 @@ class JournalWriter:
         self._rotating = True
         self._spoiled = False
         self._retry_at = 0.0
+        self._event_bytes = 0.0  # of the last batch, one with another
         self._batch = 0
         self._event = 0
         self._untold_events = 0
@@ -104,40 +116,56 @@ class JournalWriter:
 
     def write(self, events: list[Event]) -> None:
         """Append ``events``. What can't be written is lost and counted."""
-        try:
-            encoded = list(map(self._encode, events))
-            ats = [event.at for event in events]
-        except Exception:  # a value of the host that is no plain number, or no event
-            self._write_what_can_be(events)
-            return
-        first, total = 0, 0
-        if sum(map(len, encoded)) > BATCH_BYTES:
-            for place, one in enumerate(encoded):
-                if total + len(one) > BATCH_BYTES and place - first >= 2:
-                    self._append(encoded[first:place], ats[place - 1])
-                    first, total = place, 0
-                total += len(one)
-        self._append(encoded[first:], ats[-1] if ats else self.at)
+        batch = self._encode_at_once(events)
+        if batch is not None:
+            self._append(batch)
+        else:
+            self._write_singly(events)
 
-    def _write_what_can_be(self, events: list[Event]) -> None:
-        """As :meth:`write`, where one of them at least can't be encoded."""
-        good: list[Event] = []
+    def _encode_at_once(self, events: list[Event]) -> _Batch | None:
+        """All in one call, as cold objects are best touched once.
+
+        None: they are more than a batch, as likely as not, or one of them can't be encoded.
+        """
+        likely_bytes = len(events) * self._event_bytes
+        if not events or likely_bytes > BATCH_BYTES or not _EVENTS.issuperset(map(type, events)):
+            return None
+        try:
+            encoded = self._encode(events)
+        except Exception:  # a value of the host that is no plain number
+            return None
+        return _Batch(len(events), encoded, events[-1].at) if len(encoded) <= BATCH_BYTES else None
+
+    def _write_singly(self, events: list[Event]) -> None:
+        """As :meth:`write`, one event after the other."""
+        good: list[bytes] = []
+        at, total = self.at, 0
         for event in events:
             try:
-                self._encode(event), event.at
+                one, its = self._encode(event), event.at
             except Exception as error:
-                if good:
-                    self.write(good)
-                    good = []
+                self._append_all(good, at)
+                good, total = [], 0
                 self._lose(1, f"an event can't be encoded: {type(error).__name__}")
-            else:
-                good.append(event)
-        self.write(good)
+                continue
+            if total + len(one) > BATCH_BYTES and len(good) >= 2:
+                self._append_all(good, at)
+                good, total = [], 0
+            good.append(one)
+            at, total = its, total + len(one)
+        if good:
+            self._append_all(good, at)
+        else:
+            self._tell_untold()
+
+    def _append_all(self, encoded: list[bytes], at: int) -> None:
+        if encoded:
+            array = _ARRAY.pack(0xDD, len(encoded)) + b"".join(encoded)
+            self._append(_Batch(len(encoded), array, at))
 
     def idle(self) -> None:
         """Nothing came for a while: say what is untold, and remove what is too old."""
-        if self._untold_events and not self._rotating:
-            self._append([], self.at)
+        self._tell_untold()
         self._expire()
 
     def close(self) -> None:
@@ -157,19 +185,22 @@ class JournalWriter:
 
     # --- one batch ----------------------------------------------------------------------------------
 
-    def _append(self, encoded: list[bytes], at: int) -> None:
-        if self._rotating and encoded:
+    def _append(self, batch: _Batch) -> None:
+        if self._rotating:
             self._rotating = False
-            self._begin_segment(encoded)
+            self._begin_segment(batch)
         elif self._current < 0:
-            self._lose(len(encoded), "no segment could be begun")
-        elif encoded and self._tell_loss():
-            self._continue_segment(encoded)
-        elif encoded:
-            self._lose(len(encoded), self._untold_reason)
+            self._lose(batch.events, "no segment could be begun")
+        elif self._tell_loss():
+            self._continue_segment(batch)
         else:
+            self._lose(batch.events, self._untold_reason)
+        self.at = batch.at
+        self._event_bytes = len(batch.encoded) / batch.events
+
+    def _tell_untold(self) -> None:
+        if not self._rotating and self._current >= 0:
             self._tell_loss()
-        self.at = at
 
     def _tell_loss(self) -> bool:
         """Write the Gap that is owed, if any. False: it is still owed."""
@@ -177,7 +208,8 @@ class JournalWriter:
             return True
         untold, self._untold_events = self._untold_events, 0
         event = self._event
-        if self._continue_segment([self._encode(Gap(self.at, untold, self._untold_reason))]):
+        gap = Gap(self.at, untold, self._untold_reason)
+        if self._continue_segment(_Batch(1, self._encode([gap]), gap.at)):
             self._spoiled = True
             self._untold_reason = ""
             return True
@@ -187,27 +219,27 @@ class JournalWriter:
         self._untold_events = untold
         return False
 
-    def _continue_segment(self, encoded: list[bytes]) -> bool:
-        data = self._frame(encoded)
+    def _continue_segment(self, batch: _Batch) -> bool:
+        data = self._frame(batch)
         if data is None:
             return False
         if not self._make_room(len(data)):
-            self._lose(len(encoded), "the journal's size bound is reached")
+            self._lose(batch.events, "the journal's size bound is reached")
             return False
         try:
             _write_all(self._current, data)
         except OSError as error:
-            self._failed(len(encoded), error)
+            self._failed(batch.events, error)
             self._cut()
             return False
         self._bytes += len(data)
-        self._wrote(len(encoded), len(data))
+        self._wrote(batch.events, len(data))
         return True
 
-    def _begin_segment(self, encoded: list[bytes]) -> None:
+    def _begin_segment(self, batch: _Batch) -> None:
         if self._current >= 0:
             self._tell_loss()
-        data = self._frame(encoded)
+        data = self._frame(batch)
         if data is None:
             return
         path = self.folder / segment_name(self._number + 1)
@@ -220,7 +252,7 @@ class JournalWriter:
             _write_all(descriptor, HEADER + data)
             os.rename(draft, path)
         except OSError as error:
-            self._failed(len(encoded), error)
+            self._failed(batch.events, error)
             self._retry_at = time.monotonic() + RETRY_SECONDS
             if descriptor >= 0:
                 _close(descriptor)
@@ -234,18 +266,16 @@ class JournalWriter:
         self._spoiled = False
         # What is still untold is told by the jump in the numbers.
         self._untold_events, self._untold_reason = 0, ""
-        self._wrote(len(encoded), self._bytes)
+        self._wrote(batch.events, self._bytes)
         self._make_room(0)
         self._expire()
 
-    def _frame(self, encoded: list[bytes]) -> bytes | None:
-        size = sum(map(len, encoded))
-        if size > MAX_PAYLOAD_BYTES - _PREFIX_BYTES:
-            self._lose(len(encoded), "an event is too large")
+    def _frame(self, batch: _Batch) -> bytes | None:
+        if len(batch.encoded) > MAX_PAYLOAD_BYTES - _PREFIX_BYTES:
+            self._lose(batch.events, "an event is too large")
             return None
         encode = self._encode
-        head = b"\x93" + encode(self._batch) + encode(self._event)
-        return framed(head + _ARRAY.pack(0xDD, len(encoded)) + b"".join(encoded))
+        return framed(b"\x93" + encode(self._batch) + encode(self._event) + batch.encoded)
 
     # --- the count ----------------------------------------------------------------------------------
 

@@ -150,6 +150,24 @@ def test_a_large_write_is_split_but_the_first_two_events_stay_together(tmp_path:
     assert len(batches) > 3
 
 
+def test_batches_end_at_their_size_whatever_came_before(tmp_path: Path) -> None:
+    """Large events after small ones and the other way round, 256 in each write."""
+    large: list[ev.Event] = [ev.Stepped(n, n, list(range(400)), []) for n in range(256)]
+    small: list[ev.Event] = [ev.Repeated(n, n) for n in range(256)]
+    journal = JournalWriter(tmp_path)
+    written = [started(), snapshot(), *small, *large, *large, *small, *small]
+
+    journal.write([started(), snapshot()])
+    for events in (small, large, large, small, small):
+        journal.write(events)
+    journal.close()
+
+    assert list(enumerate(written)) == list(read(tmp_path))
+    sizes = [len(msgspec.msgpack.encode(batch.events)) for batch in Reader(tmp_path).poll()]
+    assert max(sizes) <= writing.BATCH_BYTES + 5
+    assert sorted(sizes)[-2] > writing.BATCH_BYTES // 2
+
+
 # --- the tail ------------------------------------------------------------------------------------
 
 

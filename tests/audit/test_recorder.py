@@ -131,6 +131,29 @@ def test_the_end_is_timed_by_the_observers_clock(tmp_path: Path) -> None:
     assert 5_000_000 <= events(tmp_path / "engine")[-1].at < 10_000_000
 
 
+def test_the_end_is_never_earlier_than_what_came_before_it(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "engine")
+    recorder.restart(started(), snapshot())
+    recorder.record(repeated(10**12))
+    recorder.close()
+
+    assert ev.EngineStopped(10**12, "exit") == events(tmp_path / "engine")[-1]
+
+
+def test_several_are_taken_as_one_by_one(tmp_path: Path, stuck: Stuck) -> None:
+    recorder = Recorder(tmp_path / "engine", capacity_events=4, flush_seconds=0.001)
+    recorder.restart(started(), snapshot())
+    assert stuck.entered.wait(10)
+    recorder.record_all([repeated(1), repeated(2), repeated(3)])
+    recorder.record_all([repeated(4), repeated(5)])
+    stuck.free.set()
+    recorder.close()
+
+    *found, gap, _ = events(tmp_path / "engine")[2:]
+    assert list(map(repeated, range(1, 5))) == found
+    assert 1 == getattr(gap, "lost_events", None) == recorder.lost_events
+
+
 # --- snapshots and segments ------------------------------------------------------------------------
 
 
@@ -284,6 +307,24 @@ def test_a_waiting_flush_returns_when_the_writer_breaks(
     assert time.monotonic() - begun < 5
 
 
+def test_a_waiting_flush_returns_when_an_event_before_it_breaks_the_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    recorder = Recorder(tmp_path / "engine", flush_seconds=60)
+    recorder.restart(started(), snapshot())
+    assert recorder.flush()
+    monkeypatch.setattr(JournalWriter, "write", broken)
+    recorder.record(repeated(1))
+
+    begun = time.monotonic()
+    recorder.flush(timeout=10)
+
+    assert time.monotonic() - begun < 5
+
+
 @pytest.mark.parametrize("odd", [object(), {"an": "object"}], ids=["not encodable", "encodable"])
 @pytest.mark.parametrize("last", [False, True])
 def test_what_is_no_event_is_lost_and_nothing_else(tmp_path: Path, odd: Any, last: bool) -> None:
@@ -300,6 +341,23 @@ def test_what_is_no_event_is_lost_and_nothing_else(tmp_path: Path, odd: Any, las
     assert repeated(1) in events(tmp_path / "engine")
     assert 1 == recorder.lost_events
     assert 0 == recorder.failures
+    assert 5 == recorder.recorded_events
+
+
+def test_an_event_that_cannot_be_encoded_is_a_gap_where_it_stood(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "engine", flush_seconds=60)
+    recorder.restart(started(), snapshot())
+    odd: Any = object()
+    recorder.record_all([repeated(1), ev.Repeated(2, odd), ev.Repeated(2, 2**80), repeated(3)])
+    recorder.record(ev.Repeated(4, odd))
+    recorder.close()
+
+    one, gap, two, last, stopped = events(tmp_path / "engine")[2:]
+    assert (repeated(1), repeated(3)) == (one, two)
+    assert ev.Gap(1, 2, "an event can't be encoded: TypeError") == gap
+    assert ev.Gap(3, 1, "an event can't be encoded: TypeError") == last
+    assert isinstance(stopped, ev.EngineStopped)
+    assert 3 == recorder.lost_events
 
 
 def test_a_failing_observer_at_exit_does_not_keep_the_journal_open(tmp_path: Path) -> None:
