@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -17,13 +16,11 @@ from typing import NamedTuple, TextIO
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as `python -m benchmarks.run` has it
 
+from benchmarks import page
 from benchmarks.stats import Estimate
 
 from kvledger.audit.demo.surroundings import quiet, settle_environment
-from kvledger.audit.engines import host_version
 
-ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "performance.md"
 BLOCKS = ("blocks-256", "blocks-1024", "blocks-pool", "blocks-churn")
 SCHEDULER = ("steady-256", "steady-1024", "churn", "churn-short", "speculative", *BLOCKS)
 REPLAY = ("churn-short", "speculative")
@@ -56,7 +53,7 @@ class Amount(NamedTuple):
 
 
 FULL = Amount(
-    share=1.0, rounds=12, steps=240, pairs=120, replays=5, requests=(20_000, 100_000), seconds=120.0
+    share=1.0, rounds=14, steps=256, pairs=120, replays=5, requests=(20_000, 100_000), seconds=120.0
 )
 QUICK = Amount(share=0.1, rounds=2, steps=16, pairs=2, replays=2, requests=(100, 200), seconds=2.0)
 
@@ -67,11 +64,13 @@ def scheduler_rows(key: str, amount: Amount, folder: Path, progress: Progress) -
 
     workload = BY_KEY[key].shrunk(amount.share)
     found = measure(workload, Effort(amount.rounds, amount.steps), folder, progress)
-    ours, tail = found.cpu_ratio("observed", "on"), found.p99_ratio("observed", "on")
+    ours, tail = found.cpu_ratio("observed", "bare"), found.p99_ratio("observed", "bare")
     limit = workload.limit
     yield _ratio(f"{workload.name}: CPU a step, observed / bare", ours, key, at_most=limit)
+    nothing = found.cpu_ratio("again", "on")
+    yield _ratio(f"{workload.name}: CPU a step, bare / bare, two engines", nothing, key)
     yield _ratio(f"{workload.name}: p99 step, observed / bare", tail, key)
-    peer, tail = found.cpu_ratio("on", "off"), found.p99_ratio("on", "off")
+    peer, tail = found.cpu_ratio("bare", "off"), found.p99_ratio("bare", "off")
     yield _ratio(f"{workload.name}: CPU a step, vLLM's log_stats on / off", peer, key)
     yield _ratio(f"{workload.name}: p99 step, vLLM's log_stats on / off", tail, key)
     if key.startswith("steady"):
@@ -156,35 +155,17 @@ HEADINGS = ("what", "median", "95 % interval", "target", "met", "command")
 def table(rows: list[Row]) -> str:
     """The table, in Markdown that lines up."""
     met = {None: "", True: "yes", False: "no"}
-    cells = [
-        (row.what, row.figure, row.interval, row.target, met[row.met], f"make bench ARGS={row.part}")
-        for row in rows
-    ]
-    widths = [max(map(len, column)) for column in zip(HEADINGS, *cells, strict=True)]
-    ruler = tuple("-" * width for width in widths)
-    return "\n".join(
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
-        for line in (HEADINGS, ruler, *cells)
+    return page.table(
+        HEADINGS,
+        [
+            (row.what, row.figure, row.interval, row.target, met[row.met], f"make bench ARGS={row.part}")
+            for row in rows
+        ],
     )
 
 
-def machine() -> str:
-    """What all this ran on, in one sentence."""
-    name = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        models = (line for line in cpuinfo.read_text().splitlines() if line.startswith("model name"))
-        name = next(models, f":{name}").split(":", 1)[1].strip()
-    load = os.getloadavg()[0]
-    return (
-        f"{os.cpu_count()} CPUs ({name}, shared: load {load:.1f} at the start), "
-        f"{platform.system()} {platform.release().split('-')[0]}, "
-        f"Python {platform.python_version()}, vLLM {host_version()}."
-    )
-
-
-def page(rows: list[Row], ran_on: str) -> str:
-    """docs/performance.md."""
+def text(rows: list[Row], ran_on: str) -> str:
+    """The first half of docs/performance.md."""
     return f"""# What it costs
 
 Made by `make bench ARGS=--write`; do not edit. It ran on {ran_on}
@@ -193,11 +174,15 @@ Made by `make bench ARGS=--write`; do not edit. It ran on {ran_on}
 
 *CPU a step* is CPU time in `add_request`, `schedule` and `update_from_output` of vLLM's real
 scheduler, with made-up model output, and for the observed engine all CPU time of the writer thread
-besides. *Bare* is the same engine with its own statistics on, as it serves. The engines take turns
-of 16 steps in one process, {FULL.rounds} rounds of {FULL.steps} steps each, with new engines for
-every round. Every turn is compared with its neighbours', and the figure is the median over the
-rounds of these ratios' medians, with its 95 % bootstrap interval. *p99 step* is wall time, compared
-by the round. A step of a real engine waits for the model besides, so there the share is less.
+besides. *Bare* is the same engine with its own statistics on, as it serves. Four engines in one
+process do the same steps and take turns after each: one observed, two bare, one without statistics.
+There are {FULL.rounds} rounds of {FULL.steps} steps, half as many with 1,024 running, and new engines for
+every round. Sums over 16 steps are compared, observed with the mean of both bare; a round is the
+Hodges-Lehmann estimate of these ratios, and the figure the median of the rounds with its 95 %
+bootstrap interval.
+*Bare / bare* compares the two bare engines in the same way: it is 1 but for what the benchmark itself
+is wrong by. *p99 step* is wall time, compared by the round. A step of a real engine waits for the
+model besides, so there the share is less.
 
 *Steady* is decode only. *Churn* has prompts of 64 to 256 tokens, partly shared, and outputs of 64 to
 256 tokens, or of 16 to 64. *Speculative* accepts a random number of three drafts; 256 requests run
@@ -236,11 +221,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--quick", action="store_true", help="only show that it works")
-    parser.add_argument("--write", action="store_true", help=f"also write {PAGE.relative_to(ROOT)}")
+    parser.add_argument("--write", action="store_true", help=f"also write {page.PAGE.relative_to(page.ROOT)}")
     asked = parser.parse_args()
     settle_environment(in_process=True)
     os.environ.pop("KVLEDGER_DIR", None)
-    ran_on = machine()
+    ran_on = page.machine()
     tell = _teller(sys.stderr)
     parts = [part for part in PARTS if part in (asked.parts or PARTS)]
     rows = []
@@ -250,7 +235,7 @@ def main() -> int:
         print(f"{row.what}: {row.figure} ({row.interval})", file=sys.stderr, flush=True)
     print(f"{ran_on}\n\n{table(rows)}")
     if asked.write:
-        PAGE.write_text(page(rows, ran_on))
+        page.write_first(text(rows, ran_on))
     return 0
 
 

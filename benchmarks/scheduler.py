@@ -1,17 +1,22 @@
 """What a step of the real scheduler costs: with vLLM's own statistics, without, and observed.
 
-Three engines of one seed live in one process and take turns, a block of steps each, so that
-whatever else the machine does meets all of them. Rules of this file:
+Four engines of one seed live in one process and take turns, one step each, so that whatever else
+the machine does meets all of them. Rules of this file:
 
 - Timed is what an engine's step spends in the scheduler: ``add_request``, ``schedule`` and
   ``update_from_output``. The made-up model's output is made outside of it.
 - CPU is the stepping thread's own, and for the observed engine all of the writer thread's, whenever
   it was spent: that is the whole process, without the benchmark itself.
-- Turns are compared, each with its neighbours', and a round is the median of these ratios. What the
-  writer thread used in a round is spread over its turns. The one turn of a round in which the
-  census is taken is not seen in a median: it is some 200 us in 512 steps.
-- Every round has new engines, made in any order: where things lie in memory is worth a percent or
-  two, and is the same for as long as they live. The figure is the median of the rounds.
+- All engines do the same in the same step, and take turns after each: a shared machine's speed changes
+  by some percent within 50 ms. An engine that steps twice in a row is a tenth faster the second time,
+  so none does, and each comes after each other one equally often (`ORDERS`).
+- Sums over blocks of 16 steps are compared, and a round is the Hodges-Lehmann estimate of these ratios:
+  no block is left out, and one that met a neighbour does not decide. What the writer thread used in a
+  round is spread over its blocks.
+- Every round has new engines, made in any order: where things lie in memory is worth half a percent,
+  and is the same for as long as they live. The figure is the median of the rounds.
+- Two of the engines are bare and equal. What costs is compared with the mean of both; their own ratio is
+  1 but for what the benchmark itself is wrong by.
 """
 
 from __future__ import annotations
@@ -25,20 +30,26 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean
 from typing import Any
 
-from benchmarks.stats import Estimate, estimate, percentile
+from benchmarks.stats import Estimate, estimate, percentile, typical_ratio
 
 from kvledger.audit import plugin
-from kvledger.audit.conformance.driver import Driver, Step, tokens
-from kvledger.audit.conformance.host import Setup, block_hasher, build_request
+from kvledger.audit.conformance.host import Setup, block_hasher, build_request, build_scheduler
+from kvledger.audit.conformance.runner import Runner, Step, tokens
 
-TURN_STEPS = 16
-"""A lane's turn is some 40 to 80 ms, near enough to the other lanes' to meet the same machine."""
+LANES = ("off", "on", "again", "observed")
+"""vLLM's ``log_stats`` off and on, the latter a second time, and on and observed."""
 
-SETTLE_TURNS = 3
-"""After so many turns the writer thread is made to write.
+ORDERS = ((0, 1, 3, 2), (1, 2, 0, 3), (2, 3, 1, 0), (3, 0, 2, 1))
+"""Williams's square for four: each has each place once, and comes once after each other one."""
+
+BLOCK_STEPS = 16
+"""Compared together; in so many steps every request that decodes takes a block of the pool."""
+
+SETTLE_BLOCKS = 3
+"""After so many blocks the writer thread is made to write.
 
 That is every 0.1 to 0.25 s of the engine's own time; by itself it writes every 0.25 s.
 """
@@ -66,11 +77,13 @@ class Workload:
     """What is observed."""
     blocks: int = 0
     """Of the pool; 0: as many as may be needed."""
+    weight: int = 1
+    """So many times fewer steps are timed, because they are that much longer."""
 
     @property
     def warm_up_steps(self) -> int:
-        """Until all run, and ends have spread over the steps."""
-        return 2 * self.output_tokens[1] if self.output_tokens else 64
+        """Until all run, ends have spread over the steps, and every block of the pool was taken once."""
+        return self.output_tokens[1] * 5 // 4 if self.output_tokens else 64
 
     def shrunk(self, share: float) -> Workload:
         """The same with this share of its requests running."""
@@ -79,12 +92,14 @@ class Workload:
 
 WORKLOADS = (
     Workload("steady-256", "steady decode, 256 running", 256, 1.01),
-    Workload("steady-1024", "steady decode, 1,024 running", 1024, 1.01),
+    Workload("steady-1024", "steady decode, 1,024 running", 1024, 1.01, weight=2),
     Workload("churn", "churn, 1 to 2 ends a step", 256, 1.03, output_tokens=(64, 256)),
     Workload("churn-short", "churn, 6 to 7 ends a step", 256, 0.0, output_tokens=(16, 64)),
     Workload("speculative", "speculative, 3 drafts", 256, 1.03, drafts=3),
     Workload("blocks-256", "level blocks, steady decode, 256 running", 256, 1.03, level="blocks"),
-    Workload("blocks-1024", "level blocks, steady decode, 1,024 running", 1024, 1.03, level="blocks"),
+    Workload(
+        "blocks-1024", "level blocks, steady decode, 1,024 running", 1024, 1.03, level="blocks", weight=2
+    ),
     Workload(
         "blocks-pool",
         "level blocks, steady decode, 256 running, 200,000 blocks",
@@ -107,10 +122,14 @@ BY_KEY = {workload.key: workload for workload in WORKLOADS}
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured: ``steps`` a round, of each lane."""
+    """How much is measured: ``steps`` a round, of each lane, divided by the workload's weight."""
 
     rounds: int
-    steps: int = 512
+    steps: int
+
+    def blocks(self, workload: Workload) -> int:
+        """As many as are compared in a round."""
+        return max(1, self.steps // workload.weight // BLOCK_STEPS)
 
     def sequence_tokens(self, workload: Workload) -> int:
         """As long as a request may become that never ends."""
@@ -118,28 +137,34 @@ class Effort:
         return workload.prompt_tokens[1] + (steps + 8) * (workload.drafts + 1)
 
 
-class Lane:
-    """One engine and its clients, who keep ``running`` requests in it."""
+class Clients:
+    """What stands around a scheduler: who sends the requests, and the made-up model.
 
-    def __init__(self, workload: Workload, effort: Effort, *, log_stats: bool) -> None:
+    Those of one workload do the same, step by step.
+    """
+
+    def __init__(self, workload: Workload, setup: Setup, longest: int, hasher: Any) -> None:
+        """``longest``: output tokens of a request that shall never end."""
         self.workload = workload
-        most = workload.output_tokens
-        self._longest = most[1] if most else effort.sequence_tokens(workload)
-        length = workload.prompt_tokens[1] + self._longest
-        setup = Setup(
-            blocks=workload.blocks or workload.running * (-(-length // 16) + 1),
-            max_running=workload.running,
-            max_model_len=length + 16,
-            drafts=workload.drafts,
-            log_stats=log_stats,
-        )
-        self.driver = Driver(setup, seed=1, record=False)
-        self.scheduler: Any = self.driver.scheduler
-        self._hasher = block_hasher(self.scheduler)
-        self._dice = random.Random(2)
         self.requests = 0
-        self.request_steps = 0
-        self.generated_tokens = 0
+        self._runner = Runner(setup, seed=1)
+        self._longest = longest
+        self._hasher = hasher
+        self._dice = random.Random(2)
+
+    def arrivals(self, number: int) -> list[Any]:
+        """New requests."""
+        return [self._arrive() for _ in range(number)]
+
+    def answer(self, scheduler: Any, scheduled: Any) -> tuple[Step, Any]:
+        """The step that was just scheduled, and the model's output for it."""
+        step = Step.of(scheduled, scheduler.requests)
+        return step, self._runner.answer(step, scheduler.requests, None)
+
+    def propose(self, scheduler: Any, step: Step) -> None:
+        """Hand in the drafts for the next step."""
+        if self.workload.drafts:
+            scheduler.update_draft_token_ids(self._runner.drafts(step))
 
     def _arrive(self) -> Any:
         dice, workload = self._dice, self.workload
@@ -157,10 +182,50 @@ class Lane:
             max_tokens=dice.randint(*output) if output else self._longest,
         )
 
+
+class Lane:
+    """One engine and its clients, who keep ``running`` requests in it."""
+
+    def __init__(self, workload: Workload, effort: Effort, *, log_stats: bool) -> None:
+        self.workload = workload
+        most = workload.output_tokens
+        longest = most[1] if most else effort.sequence_tokens(workload)
+        length = workload.prompt_tokens[1] + longest
+        setup = Setup(
+            blocks=workload.blocks or workload.running * (-(-length // 16) + 1),
+            max_running=workload.running,
+            max_model_len=length + 16,
+            drafts=workload.drafts,
+            log_stats=log_stats,
+        )
+        self.scheduler: Any = build_scheduler(setup)
+        hasher = block_hasher(self.scheduler)
+        self.make_clients = functools.partial(Clients, workload, setup, longest, hasher)
+        self.clients = self.make_clients()
+        self.request_steps = 0
+        self.generated_tokens = 0
+
+    def warm_up(self) -> None:
+        """Step until the engine does what it will go on doing."""
+        for _ in range(self.workload.warm_up_steps):
+            self.step()
+
+    def arrivals(self) -> list[Any]:
+        """Requests in place of those that have ended."""
+        return self.clients.arrivals(self.workload.running - len(self.scheduler.requests))
+
+    def answer(self, scheduled: Any) -> tuple[Step, Any]:
+        """The step that was just scheduled, and the model's output for it."""
+        return self.clients.answer(self.scheduler, scheduled)
+
+    def propose(self, step: Step) -> None:
+        """Hand in the drafts for the next step."""
+        self.clients.propose(self.scheduler, step)
+
     def step(self) -> tuple[float, float]:
         """One engine step; CPU seconds of this thread and wall seconds in the scheduler."""
-        scheduler, runner = self.scheduler, self.driver.runner
-        arrivals = [self._arrive() for _ in range(self.workload.running - len(scheduler.requests))]
+        scheduler = self.scheduler
+        arrivals = self.arrivals()
         cpu, wall = -time.thread_time(), -time.perf_counter()
         for request in arrivals:
             scheduler.add_request(request)
@@ -168,8 +233,7 @@ class Lane:
         wall += time.perf_counter()
         cpu += time.thread_time()
 
-        step = Step.of(scheduled, scheduler.requests)
-        answer = runner.answer(step, scheduler.requests, None)
+        step, answer = self.answer(scheduled)
         self.request_steps += len(scheduled.num_scheduled_tokens)
         self.generated_tokens += sum(map(len, answer.sampled_token_ids))
 
@@ -178,8 +242,7 @@ class Lane:
         scheduler.update_from_output(scheduled, answer)
         wall += time.perf_counter()
         cpu += time.thread_time()
-        if self.workload.drafts:
-            scheduler.update_draft_token_ids(runner.drafts(step))
+        self.propose(step)
         return cpu, wall
 
 
@@ -208,7 +271,7 @@ class ObservedLane(Lane):
         return (
             recorder.writer_seconds,
             recorder.written_bytes,
-            self.requests,
+            self.clients.requests,
             self.generated_tokens,
         )
 
@@ -252,11 +315,12 @@ class Measured:
         return estimate(self.p99[over, under])
 
 
-PAIRS = (("observed", "on"), ("on", "off"))
+PAIRS = (("observed", "bare"), ("bare", "off"), ("again", "on"))
+"""What is compared; bare is the mean of ``on`` and ``again``."""
 
 
 def measure(workload: Workload, effort: Effort, folder: Path, progress: Progress) -> Measured:
-    """Run ``workload`` in the lanes ``off``, ``on`` (vLLM's ``log_stats``) and ``observed``."""
+    """Run ``workload`` in all lanes, round after round."""
     found = Measured({pair: [] for pair in PAIRS}, {pair: [] for pair in PAIRS})
     dice = random.Random(3)
     for number in range(effort.rounds):
@@ -272,42 +336,47 @@ def measure(workload: Workload, effort: Effort, folder: Path, progress: Progress
 
 
 def _build(workload: Workload, effort: Effort, folder: Path, dice: random.Random) -> dict[str, Lane]:
-    """New lanes, warm, in any order: what stands where in memory is worth a percent or two."""
-    makers: dict[str, Callable[[], Lane]] = {
-        "off": lambda: Lane(workload, effort, log_stats=False),
-        "on": lambda: Lane(workload, effort, log_stats=True),
-        "observed": lambda: ObservedLane(workload, effort, folder),
-    }
-    lanes = {name: makers[name]() for name in dice.sample(list(makers), len(makers))}
+    """New lanes, warm, in any order: what stands where in memory is worth half a percent."""
+
+    def make(name: str) -> Lane:
+        if name == "observed":
+            return ObservedLane(workload, effort, folder)
+        return Lane(workload, effort, log_stats=name != "off")
+
+    lanes = {name: make(name) for name in dice.sample(LANES, len(LANES))}
     for lane in lanes.values():
-        for _ in range(workload.warm_up_steps):
-            lane.step()
+        lane.warm_up()
     return lanes
 
 
 def _round(lanes: dict[str, Lane], effort: Effort, found: Measured, dice: random.Random) -> None:
     observed = lanes["observed"]
     assert isinstance(observed, ObservedLane)
-    cpu: dict[str, list[float]] = {name: [] for name in lanes}
-    wall: dict[str, list[float]] = {name: [] for name in lanes}
+    blocks = effort.blocks(observed.workload)
+    names = dice.sample(LANES, len(LANES))
+    cpu: dict[str, list[float]] = {name: [] for name in LANES}
+    wall: dict[str, list[float]] = {name: [] for name in LANES}
     before = observed.so_far()
-    turns = effort.steps // TURN_STEPS
-    for turn in range(turns):
-        for name in dice.sample(list(lanes), len(lanes)):
-            lane = lanes[name]
-            steps = [lane.step() for _ in range(TURN_STEPS)]
-            if lane is observed and turn % SETTLE_TURNS == SETTLE_TURNS - 1:
-                observed.settle()
-            cpu[name].append(sum(seconds for seconds, _ in steps))
-            wall[name] += [seconds for _, seconds in steps]
+    for number in range(blocks):
+        spent = dict.fromkeys(LANES, 0.0)
+        for turn in range(BLOCK_STEPS):
+            for place in ORDERS[turn % len(ORDERS)]:
+                cpu_seconds, wall_seconds = lanes[names[place]].step()
+                spent[names[place]] += cpu_seconds
+                wall[names[place]].append(wall_seconds)
+        for name in LANES:
+            cpu[name].append(spent[name])
+        if number % SETTLE_BLOCKS == SETTLE_BLOCKS - 1:
+            observed.settle()
     writer, written, requests, tokens_ = map(operator.sub, observed.so_far(), before)
     observed.close()
     found.journal_bytes += int(written)
     found.requests += int(requests)
     found.generated_tokens += int(tokens_)
-    cpu["observed"] = [seconds + writer / turns for seconds in cpu["observed"]]
+    cpu["observed"] = [seconds + writer / blocks for seconds in cpu["observed"]]
+    cpu["bare"] = list(map(fmean, zip(cpu["on"], cpu["again"], strict=True)))
+    wall["bare"] = wall["on"] + wall["again"]
     for over, under in PAIRS:
-        ratios = map(operator.truediv, cpu[over], cpu[under])
-        found.cpu[over, under].append(median(ratios))
+        found.cpu[over, under].append(typical_ratio(cpu[over], cpu[under]))
         tails = percentile(wall[over], 99), percentile(wall[under], 99)
         found.p99[over, under].append(tails[0] / tails[1])

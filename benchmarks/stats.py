@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
-from statistics import median
+from itertools import combinations_with_replacement
+from statistics import fmean, median
 from typing import NamedTuple
 
 RESAMPLES = 4_000
@@ -23,6 +25,16 @@ def estimate(samples: Sequence[float]) -> Estimate:
     dice = random.Random(0)
     medians = sorted(median(dice.choices(samples, k=len(samples))) for _ in range(RESAMPLES))
     return Estimate(median(samples), medians[RESAMPLES // 40], medians[-RESAMPLES // 40])
+
+
+def typical_ratio(over: Sequence[float], under: Sequence[float]) -> float:
+    """How many times one is the other, pair by pair: the Hodges-Lehmann estimate of the logarithms.
+
+    That is the median of all means of two. Unlike a median it counts what is large in few pairs, and
+    unlike a mean it does not follow a single one.
+    """
+    logarithms = [math.log(one / other) for one, other in zip(over, under, strict=True)]
+    return math.exp(median(map(fmean, combinations_with_replacement(logarithms, 2))))
 
 
 def percentile(samples: Sequence[float], percent: int) -> float:
