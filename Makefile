@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := @$(PYTHON) scripts/environment.py
 
-.PHONY: help demo test bench crash releases cards upstream-tests docs clean
+.PHONY: help demo test bench instructions crash releases cards upstream-tests docs clean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -24,6 +24,10 @@ test: ## lint, type-check and test
 bench: ## measure what the hooks cost an engine step
 	$(READY) test
 	$(BIN)/python benchmarks/run.py $(ARGS)
+
+instructions: ## count the instructions of an engine step, bare and observed; wants valgrind
+	$(READY) test
+	$(BIN)/python benchmarks/instructions.py $(ARGS)
 
 crash: ## kill the sidecar 300 times while it is scraped; KILLS=n for another number
 	$(READY) test

@@ -1,0 +1,213 @@
+"""`make instructions`: how many instructions a step of the real scheduler takes, bare and observed.
+
+Valgrind counts them one by one, so a figure hardly moves from run to run, whatever else the machine
+does. Rules of this file:
+
+- Counted is what `make bench` times: ``add_request``, ``schedule`` and ``update_from_output``, and all
+  of the writer thread. Valgrind can't be switched on and off within a step, so whole steps are
+  counted, and from them is taken what the made-up model and its clients are: a third engine does all
+  of that twice, and nothing else.
+- The bare engine is counted before anything is observed in its process.
+- Every workload has a process of its own, with hashes of one seed and no garbage collection.
+- Valgrind is some 50 times slower than the machine. What goes by time would come as many times too
+  often, so the writer thread is told when to write, as often as by itself in as many steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # as `python -m benchmarks.instructions` has it
+
+from benchmarks import page
+from benchmarks.scheduler import BY_KEY, WORKLOADS, Effort, Lane, ObservedLane, Workload
+
+from kvledger.audit.conformance.runner import Step
+from kvledger.audit.demo.surroundings import settle_environment
+
+REQUEST_STEPS = 64 * 256
+"""What is counted of a workload: about as much as it does between two writes to the journal."""
+
+TOOLS = ("valgrind", "callgrind_control")
+DUMP = re.compile(r"^desc: Trigger: .*\bdump (\w+)$", re.MULTILINE)
+TOTALS = re.compile(r"^totals: (\d+)$", re.MULTILINE)
+
+
+class Instructions(NamedTuple):
+    """A step's, in the scheduler alone."""
+
+    bare: float
+    observed: float
+
+    @property
+    def ratio(self) -> float:
+        """Observed over bare."""
+        return self.observed / self.bare
+
+
+class Doubled(Lane):
+    """A lane in which all but the scheduler's own part of a step is done twice."""
+
+    def __init__(self, workload: Workload, effort: Effort) -> None:
+        super().__init__(workload, effort, log_stats=True)
+        self.twin = self.make_clients()
+
+    def arrivals(self) -> list[Any]:
+        """Requests in place of those that have ended."""
+        self.twin.arrivals(self.workload.running - len(self.scheduler.requests))
+        return super().arrivals()
+
+    def answer(self, scheduled: Any) -> tuple[Step, Any]:
+        """The step that was just scheduled, and the model's output for it."""
+        self.twin.answer(self.scheduler, scheduled)
+        return super().answer(scheduled)
+
+    def propose(self, step: Step) -> None:
+        """Hand in the drafts for the next step."""
+        self.twin.propose(self.scheduler, step)
+        super().propose(step)
+
+
+def steps_of(workload: Workload) -> int:
+    """How many steps of a workload are counted."""
+    return REQUEST_STEPS // workload.running
+
+
+def scheduler_share(counted: Mapping[str, int], steps: int) -> Instructions:
+    """What is the scheduler's of the counts of :func:`count`."""
+    around = counted["doubled"] - counted["bare"]
+    whole = (counted[name] - counted["nothing"] - around for name in ("bare", "observed"))
+    return Instructions(*(instructions / steps for instructions in whole))
+
+
+def measure(workload: Workload, folder: Path) -> Instructions:
+    """Count ``workload`` under valgrind, in a process that writes below ``folder``."""
+    folder.mkdir()
+    command = [
+        *("valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={folder / 'counted'}"),
+        *(sys.executable, __file__, "--count", str(folder), workload.key),
+    ]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONHASHSEED": "0"}, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"valgrind ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    counted = dict(filter(None, (read_dump(path.read_text()) for path in folder.glob("counted*"))))
+    return scheduler_share(counted, steps_of(workload))
+
+
+def read_dump(text: str) -> tuple[str, int] | None:
+    """What callgrind counted under which name, from one of its files; None where nobody asked for it."""
+    name, total = DUMP.search(text), TOTALS.search(text)
+    return (name[1], int(total[1])) if name and total else None
+
+
+def count(workload: Workload, folder: Path) -> None:
+    """In the process that valgrind runs: have it count each pass."""
+    steps = steps_of(workload)
+    effort = Effort(1, steps)
+    gc.disable()
+    _counted("nothing", 0)
+    _counted("bare", steps, Lane(workload, effort, log_stats=True))
+    _counted("doubled", steps, Doubled(workload, effort))
+    _counted("observed", steps, ObservedLane(workload, effort, folder))
+
+
+def _counted(name: str, steps: int, lane: Lane | None = None) -> None:
+    if lane is not None:
+        lane.warm_up()
+        gc.collect()
+    if isinstance(lane, ObservedLane):
+        lane.recorder._flush_seconds = 3600.0  # by itself it writes four times a second
+        lane.settle()
+    _control("--instr=on")
+    _control("--zero")
+    for _ in range(steps):
+        assert lane is not None
+        lane.step()
+    if isinstance(lane, ObservedLane):
+        lane.settle()
+    _control(f"--dump={name}")
+    _control("--instr=off")
+
+
+def _control(order: str) -> None:
+    subprocess.run(["callgrind_control", order, str(os.getpid())], stdout=subprocess.DEVNULL, check=True)
+
+
+HEADINGS = ("what", "bare", "observed", "observed - bare", "observed / bare", "command")
+
+
+def section(rows: list[tuple[Workload, Instructions]]) -> str:
+    """The page's second half."""
+    return f"""{page.INSTRUCTIONS}
+Made by `make instructions ARGS=--write`; do not edit. Instructions a step, counted by valgrind on
+{page.software()}.
+
+{_table(rows)}
+
+Counted is what *CPU a step* times above, the writer thread with it. An instruction is counted as one
+wherever it runs, so these figures hardly move from run to run and show what a change of the hooks
+saves. What they do not show is how long one takes. Our code and data are touched a few times a step,
+between megabytes of the engine's own, and are out of the caches by then: an instruction of ours takes
+longer than one of the engine's. What observing costs is in the first table.
+"""
+
+
+def _table(rows: list[tuple[Workload, Instructions]]) -> str:
+    cells = [
+        (
+            workload.name,
+            f"{found.bare:,.0f}",
+            f"{found.observed:,.0f}",
+            f"{found.observed - found.bare:,.0f}",
+            f"{found.ratio:.4f}",
+            f"make instructions ARGS={workload.key}",
+        )
+        for workload, found in rows
+    ]
+    return page.table(HEADINGS, cells)
+
+
+def _measured(workloads: list[Workload]) -> Iterator[tuple[Workload, Instructions]]:
+    with tempfile.TemporaryDirectory(prefix="kvledger-instructions-") as name:
+        for workload in workloads:
+            found = measure(workload, Path(name) / workload.key)
+            print(f"{workload.name}: {found.ratio:.4f}", file=sys.stderr, flush=True)
+            yield workload, found
+
+
+def main() -> int:
+    """Counts and prints; 2 where valgrind is not installed."""
+    parser = argparse.ArgumentParser(prog="make instructions", description=__doc__)
+    parser.add_argument("keys", nargs="*", choices=[*BY_KEY, []], metavar="WORKLOAD", help=", ".join(BY_KEY))
+    parser.add_argument("--write", action="store_true", help=f"also write {page.PAGE.relative_to(page.ROOT)}")
+    parser.add_argument("--count", type=Path, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    settle_environment(in_process=True)
+    os.environ.pop("KVLEDGER_DIR", None)
+    if asked.count:
+        count(BY_KEY[asked.keys[0]], asked.count)
+        return 0
+    if not all(map(shutil.which, TOOLS)):
+        print("Instructions are counted by valgrind, which is not installed.", file=sys.stderr)
+        return 2
+    rows = list(_measured([each for each in WORKLOADS if each.key in (asked.keys or BY_KEY)]))
+    print(_table(rows))
+    if asked.write:
+        page.write_second(section(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

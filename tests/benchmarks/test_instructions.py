@@ -1,0 +1,77 @@
+"""What is made of callgrind's counts. Counting itself takes minutes, and is `make instructions`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")  # benchmarks.page says its version
+
+from benchmarks import page
+from benchmarks.instructions import Instructions, read_dump, scheduler_share, section
+from benchmarks.scheduler import BY_KEY
+
+ROOT = Path(__file__).parents[2]
+DUMP = """# callgrind format
+version: 1
+desc: Timerange: Basic block 0 - 131156517
+desc: Trigger: {trigger}
+
+summary: 670212293
+
+totals: 670212293
+"""
+ROWS = [(BY_KEY["churn"], Instructions(1_000.0, 1_010.0))]
+
+
+def test_a_dump_says_its_name_and_total() -> None:
+    assert ("bare", 670212293) == read_dump(DUMP.format(trigger="dump bare"))
+
+
+def test_what_callgrind_writes_at_the_end_is_no_dump() -> None:
+    assert read_dump(DUMP.format(trigger="Program termination")) is None
+
+
+def test_what_is_done_around_the_scheduler_is_taken_off() -> None:
+    """Of 700 a step, 200 are the made-up model's; switching the counter costs 80."""
+    found = scheduler_share({"nothing": 80, "bare": 7_080, "doubled": 9_080, "observed": 7_580}, steps=10)
+
+    assert Instructions(bare=500.0, observed=550.0) == found
+    assert 1.1 == found.ratio
+
+
+def test_without_valgrind_it_says_so_and_ends_with_2(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "benchmarks/instructions.py"],
+        cwd=ROOT,
+        env=os.environ | {"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    assert 2 == done.returncode
+    assert "Instructions are counted by valgrind, which is not installed.\n" == done.stderr
+
+
+def test_the_halves_of_the_page_are_written_apart(tmp_path: Path) -> None:
+    written = tmp_path / "performance.md"
+    written.write_text("# What it costs\n\nold\n")
+
+    page.write_second(section(ROWS), written)
+    page.write_first("# What it costs\n\nnew\n", written)
+
+    assert f"# What it costs\n\nnew\n\n{section(ROWS)}" == written.read_text()
+
+
+def test_the_second_half_is_replaced(tmp_path: Path) -> None:
+    written = tmp_path / "performance.md"
+    written.write_text(f"# What it costs\n\nfirst\n\n{page.INSTRUCTIONS}\nold\n")
+
+    page.write_second(section(ROWS), written)
+
+    assert f"# What it costs\n\nfirst\n\n{section(ROWS)}" == written.read_text()
