@@ -7,8 +7,9 @@ does. Rules of this file:
   of the writer thread. Valgrind can't be switched on and off within a step, so whole steps are
   counted, and from them is taken what the made-up model and its clients are: a third engine does all
   of that twice, and nothing else.
-- The bare engine is counted before anything is observed in its process.
-- Every workload has a process of its own, with hashes of one seed and no garbage collection.
+- The bare engine is counted while nothing is observed in its process: not even a class is wrapped.
+- All workloads share a process, with hashes of one seed and no garbage collection: under valgrind it
+  takes longer to import vLLM than to count a workload.
 - Valgrind is some 50 times slower than the machine. What goes by time would come as many times too
   often, so the writer thread is told when to write, as often as by itself in as many steps.
 """
@@ -23,7 +24,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ REQUEST_STEPS = 64 * 256
 """What is counted of a workload: about as much as it does between two writes to the journal."""
 
 TOOLS = ("valgrind", "callgrind_control")
-DUMP = re.compile(r"^desc: Trigger: .*\bdump (\w+)$", re.MULTILINE)
+DUMP = re.compile(r"^desc: Trigger: .*\bdump (\S+)$", re.MULTILINE)
 TOTALS = re.compile(r"^totals: (\d+)$", re.MULTILINE)
 
 
@@ -84,46 +85,55 @@ def steps_of(workload: Workload) -> int:
 
 
 def scheduler_share(counted: Mapping[str, int], steps: int) -> Instructions:
-    """What is the scheduler's of the counts of :func:`count`."""
+    """What is the scheduler's of the counts of one workload's passes."""
     around = counted["doubled"] - counted["bare"]
     whole = (counted[name] - counted["nothing"] - around for name in ("bare", "observed"))
     return Instructions(*(instructions / steps for instructions in whole))
 
 
-def measure(workload: Workload, folder: Path) -> Instructions:
-    """Count ``workload`` under valgrind, in a process that writes below ``folder``."""
-    folder.mkdir()
+def measure(workloads: Sequence[Workload], folder: Path) -> list[tuple[Workload, Instructions]]:
+    """Count ``workloads`` under valgrind, in a process that writes below ``folder``."""
+    log = folder / "log"
     command = [
-        *("valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={folder / 'counted'}"),
-        *(sys.executable, __file__, "--count", str(folder), workload.key),
+        *("valgrind", "--tool=callgrind", "--instr-atstart=no", f"--log-file={log}"),
+        *(f"--callgrind-out-file={folder / 'counted'}", sys.executable, __file__, "--count", str(folder)),
+        *(workload.key for workload in workloads),
     ]
-    done = subprocess.run(
-        command, env=os.environ | {"PYTHONHASHSEED": "0"}, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, env=os.environ | {"PYTHONHASHSEED": "0"}, check=False)
     if done.returncode:
-        raise RuntimeError(f"valgrind ended with {done.returncode}:\n{done.stderr[-2000:]}")
-    counted = dict(filter(None, (read_dump(path.read_text()) for path in folder.glob("counted*"))))
-    return scheduler_share(counted, steps_of(workload))
+        raise RuntimeError(f"valgrind ended with {done.returncode}:\n{log.read_text()[-2000:]}")
+    dumps = (read_dump(path.read_text()) for path in folder.glob("counted*"))
+    counted: dict[str, dict[str, int]] = {}
+    for key, name, instructions in filter(None, dumps):
+        counted.setdefault(key, {})[name] = instructions
+    return [(each, scheduler_share(counted[each.key], steps_of(each))) for each in workloads]
 
 
-def read_dump(text: str) -> tuple[str, int] | None:
-    """What callgrind counted under which name, from one of its files; None where nobody asked for it."""
+def read_dump(text: str) -> tuple[str, str, int] | None:
+    """A workload's key, a pass of it and what callgrind counted, from one of its files.
+
+    None of a file that nobody asked for.
+    """
     name, total = DUMP.search(text), TOTALS.search(text)
-    return (name[1], int(total[1])) if name and total else None
+    if name is None or total is None:
+        return None
+    key, _, done = name[1].partition(":")
+    return key, done, int(total[1])
 
 
 def count(workload: Workload, folder: Path) -> None:
-    """In the process that valgrind runs: have it count each pass."""
-    steps = steps_of(workload)
-    effort = Effort(1, steps)
-    gc.disable()
-    _counted("nothing", 0)
-    _counted("bare", steps, Lane(workload, effort, log_stats=True))
-    _counted("doubled", steps, Doubled(workload, effort))
-    _counted("observed", steps, ObservedLane(workload, effort, folder))
+    """In the process that valgrind runs: have it count each pass of a workload."""
+    print(f"{workload.name}: counting", file=sys.stderr, flush=True)
+    effort = Effort(1, steps_of(workload))
+    _counted("nothing", workload)
+    _counted("bare", workload, Lane(workload, effort, log_stats=True))
+    _counted("doubled", workload, Doubled(workload, effort))
+    observed = ObservedLane(workload, effort, folder)
+    _counted("observed", workload, observed)
+    observed.close()
 
 
-def _counted(name: str, steps: int, lane: Lane | None = None) -> None:
+def _counted(name: str, workload: Workload, lane: Lane | None = None) -> None:
     if lane is not None:
         lane.warm_up()
         gc.collect()
@@ -132,12 +142,12 @@ def _counted(name: str, steps: int, lane: Lane | None = None) -> None:
         lane.settle()
     _control("--instr=on")
     _control("--zero")
-    for _ in range(steps):
-        assert lane is not None
-        lane.step()
+    if lane is not None:
+        for _ in range(steps_of(workload)):
+            lane.step()
     if isinstance(lane, ObservedLane):
         lane.settle()
-    _control(f"--dump={name}")
+    _control(f"--dump={workload.key}:{name}")
     _control("--instr=off")
 
 
@@ -148,7 +158,7 @@ def _control(order: str) -> None:
 HEADINGS = ("what", "bare", "observed", "observed - bare", "observed / bare", "command")
 
 
-def section(rows: list[tuple[Workload, Instructions]]) -> str:
+def section(rows: Sequence[tuple[Workload, Instructions]]) -> str:
     """The page's second half."""
     return f"""{page.INSTRUCTIONS}
 Made by `make instructions ARGS=--write`; do not edit. Instructions a step, counted by valgrind on
@@ -164,7 +174,7 @@ longer than one of the engine's. What observing costs is in the first table.
 """
 
 
-def _table(rows: list[tuple[Workload, Instructions]]) -> str:
+def _table(rows: Sequence[tuple[Workload, Instructions]]) -> str:
     cells = [
         (
             workload.name,
@@ -179,14 +189,6 @@ def _table(rows: list[tuple[Workload, Instructions]]) -> str:
     return page.table(HEADINGS, cells)
 
 
-def _measured(workloads: list[Workload]) -> Iterator[tuple[Workload, Instructions]]:
-    with tempfile.TemporaryDirectory(prefix="kvledger-instructions-") as name:
-        for workload in workloads:
-            found = measure(workload, Path(name) / workload.key)
-            print(f"{workload.name}: {found.ratio:.4f}", file=sys.stderr, flush=True)
-            yield workload, found
-
-
 def main() -> int:
     """Counts and prints; 2 where valgrind is not installed."""
     parser = argparse.ArgumentParser(prog="make instructions", description=__doc__)
@@ -196,13 +198,17 @@ def main() -> int:
     asked = parser.parse_args()
     settle_environment(in_process=True)
     os.environ.pop("KVLEDGER_DIR", None)
+    workloads = [workload for workload in WORKLOADS if workload.key in (asked.keys or BY_KEY)]
     if asked.count:
-        count(BY_KEY[asked.keys[0]], asked.count)
+        gc.disable()
+        for workload in workloads:
+            count(workload, asked.count)
         return 0
     if not all(map(shutil.which, TOOLS)):
         print("Instructions are counted by valgrind, which is not installed.", file=sys.stderr)
         return 2
-    rows = list(_measured([each for each in WORKLOADS if each.key in (asked.keys or BY_KEY)]))
+    with tempfile.TemporaryDirectory(prefix="kvledger-instructions-") as name:
+        rows = measure(workloads, Path(name))
     print(_table(rows))
     if asked.write:
         page.write_second(section(rows))

@@ -10,7 +10,7 @@ the machine does meets all of them. Rules of this file:
 - All engines do the same in the same step, and take turns after each: a shared machine's speed changes
   by some percent within 50 ms. An engine that steps twice in a row is a tenth faster the second time,
   so none does, and each comes after each other one equally often (`ORDERS`).
-- Sums over blocks of 16 steps are compared, and a round is the Hodges-Lehmann estimate of these ratios:
+- Sums over blocks of 8 steps are compared, and a round is the Hodges-Lehmann estimate of these ratios:
   no block is left out, and one that met a neighbour does not decide. What the writer thread used in a
   round is spread over its blocks.
 - Every round has new engines, made in any order: where things lie in memory is worth half a percent,
@@ -45,10 +45,10 @@ LANES = ("off", "on", "again", "observed")
 ORDERS = ((0, 1, 3, 2), (1, 2, 0, 3), (2, 3, 1, 0), (3, 0, 2, 1))
 """Williams's square for four: each has each place once, and comes once after each other one."""
 
-BLOCK_STEPS = 16
-"""Compared together; in so many steps every request that decodes takes a block of the pool."""
+BLOCK_STEPS = 8
+"""Compared together. Shorter ones would be steadier, and would not show what comes in few steps."""
 
-SETTLE_BLOCKS = 3
+SETTLE_BLOCKS = 6
 """After so many blocks the writer thread is made to write.
 
 That is every 0.1 to 0.25 s of the engine's own time; by itself it writes every 0.25 s.

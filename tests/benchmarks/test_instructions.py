@@ -28,8 +28,8 @@ totals: 670212293
 ROWS = [(BY_KEY["churn"], Instructions(1_000.0, 1_010.0))]
 
 
-def test_a_dump_says_its_name_and_total() -> None:
-    assert ("bare", 670212293) == read_dump(DUMP.format(trigger="dump bare"))
+def test_a_dump_says_its_workload_its_pass_and_its_total() -> None:
+    assert ("blocks-256", "bare", 670212293) == read_dump(DUMP.format(trigger="dump blocks-256:bare"))
 
 
 def test_what_callgrind_writes_at_the_end_is_no_dump() -> None:
