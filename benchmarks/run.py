@@ -53,7 +53,7 @@ class Amount(NamedTuple):
 
 
 FULL = Amount(
-    share=1.0, rounds=16, steps=256, pairs=120, replays=5, requests=(20_000, 100_000), seconds=120.0
+    share=1.0, rounds=16, steps=160, pairs=120, replays=5, requests=(20_000, 100_000), seconds=120.0
 )
 QUICK = Amount(share=0.1, rounds=2, steps=16, pairs=2, replays=2, requests=(100, 200), seconds=2.0)
 
@@ -175,10 +175,10 @@ Made by `make bench ARGS=--write`; do not edit. It ran on {ran_on}
 *CPU a step* is CPU time in `add_request`, `schedule` and `update_from_output` of vLLM's real
 scheduler, with made-up model output, and for the observed engine all CPU time of the writer thread
 besides. *Bare* is the same engine with its own statistics on, as it serves. Four engines in one
-process do the same steps and take turns after each: one observed, two bare, one without statistics. So
-each step finds the caches as another engine left them, and all are some 10 % slower than alone. There
-are {FULL.rounds} rounds of {FULL.steps} steps, half as many with 1,024 running, and new engines for every
-round. Sums over 8 steps are compared, observed with the mean of both bare; a round is the
+process do the same steps and take turns of three: one observed, two bare, one without statistics. The
+first step of a turn is not timed, for it finds the caches as another engine left them. There
+are {FULL.rounds} rounds of {FULL.steps} timed steps, half as many with 1,024 running, and new engines for every
+round. Sums over 8 of them are compared, observed with the mean of both bare; a round is the
 Hodges-Lehmann estimate of these ratios, and the figure the median of the rounds with its 95 %
 bootstrap interval. *Bare / bare* compares the two bare engines in the same way: it is 1 but for what
 the benchmark itself is wrong by. *p99 step* is wall time, compared by the round. A step of a real

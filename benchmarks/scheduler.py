@@ -1,18 +1,20 @@
 """What a step of the real scheduler costs: with vLLM's own statistics, without, and observed.
 
-Four engines of one seed live in one process and take turns, one step each, so that whatever else
+Four engines of one seed live in one process and take turns of three steps, so that whatever else
 the machine does meets all of them. Rules of this file:
 
 - Timed is what an engine's step spends in the scheduler: ``add_request``, ``schedule`` and
   ``update_from_output``. The made-up model's output is made outside of it.
 - CPU is the stepping thread's own, and for the observed engine all of the writer thread's, whenever
   it was spent: that is the whole process, without the benchmark itself.
-- All engines do the same in the same step, and take turns after each: a shared machine's speed changes
-  by some percent within 50 ms. An engine that steps twice in a row is a tenth faster the second time,
-  so none does, and each comes after each other one equally often (`ORDERS`).
-- Sums over blocks of 8 steps are compared, and a round is the Hodges-Lehmann estimate of these ratios:
+- All engines do the same in the same step, and turns are short: a shared machine's speed changes by some
+  percent within 50 ms. The first step of a turn is not timed, for it finds the caches as another engine
+  left them and is a tenth slower; an engine that serves has its process to itself. What is done every
+  few steps is not done in untimed ones alone, since 3 divides no such number. Each engine comes after
+  each other one equally often (`ORDERS`).
+- Sums over blocks of 8 timed steps are compared, and a round is the Hodges-Lehmann estimate of these ratios:
   no block is left out, and one that met a neighbour does not decide. What the writer thread used in a
-  round is spread over its blocks.
+  round is spread over all of its steps.
 - Every round has new engines, made in any order: where things lie in memory is worth half a percent,
   and is the same for as long as they live. The figure is the median of the rounds.
 - Two of the engines are bare and equal. What costs is compared with the mean of both; their own ratio is
@@ -45,10 +47,13 @@ LANES = ("off", "on", "again", "observed")
 ORDERS = ((0, 1, 3, 2), (1, 2, 0, 3), (2, 3, 1, 0), (3, 0, 2, 1))
 """Williams's square for four: each has each place once, and comes once after each other one."""
 
-BLOCK_STEPS = 8
+TIMED_STEPS = 2
+"""Of a turn, after one that is not timed."""
+
+BLOCK_STEPS = TIMED_STEPS * len(ORDERS)
 """Compared together. Shorter ones would be steadier, and would not show what comes in few steps."""
 
-SETTLE_BLOCKS = 6
+SETTLE_BLOCKS = 4
 """After so many blocks the writer thread is made to write.
 
 That is every 0.1 to 0.25 s of the engine's own time; by itself it writes every 0.25 s.
@@ -122,7 +127,7 @@ BY_KEY = {workload.key: workload for workload in WORKLOADS}
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured: ``steps`` a round, of each lane, divided by the workload's weight."""
+    """How much is measured: ``steps`` a round are timed of each lane, divided by the workload's weight."""
 
     rounds: int
     steps: int
@@ -133,7 +138,7 @@ class Effort:
 
     def sequence_tokens(self, workload: Workload) -> int:
         """As long as a request may become that never ends."""
-        steps = workload.warm_up_steps + self.steps
+        steps = workload.warm_up_steps + self.steps * (1 + TIMED_STEPS) // TIMED_STEPS
         return workload.prompt_tokens[1] + (steps + 8) * (workload.drafts + 1)
 
 
@@ -359,11 +364,13 @@ def _round(lanes: dict[str, Lane], effort: Effort, found: Measured, dice: random
     before = observed.so_far()
     for number in range(blocks):
         spent = dict.fromkeys(LANES, 0.0)
-        for turn in range(BLOCK_STEPS):
-            for place in ORDERS[turn % len(ORDERS)]:
-                cpu_seconds, wall_seconds = lanes[names[place]].step()
-                spent[names[place]] += cpu_seconds
-                wall[names[place]].append(wall_seconds)
+        for order in ORDERS:
+            for place in order:
+                lane = lanes[names[place]]
+                lane.step()
+                for cpu_seconds, wall_seconds in [lane.step() for _ in range(TIMED_STEPS)]:
+                    spent[names[place]] += cpu_seconds
+                    wall[names[place]].append(wall_seconds)
         for name in LANES:
             cpu[name].append(spent[name])
         if number % SETTLE_BLOCKS == SETTLE_BLOCKS - 1:
@@ -373,7 +380,8 @@ def _round(lanes: dict[str, Lane], effort: Effort, found: Measured, dice: random
     found.journal_bytes += int(written)
     found.requests += int(requests)
     found.generated_tokens += int(tokens_)
-    cpu["observed"] = [seconds + writer / blocks for seconds in cpu["observed"]]
+    timed = writer * TIMED_STEPS / (1 + TIMED_STEPS)
+    cpu["observed"] = [seconds + timed / blocks for seconds in cpu["observed"]]
     cpu["bare"] = list(map(fmean, zip(cpu["on"], cpu["again"], strict=True)))
     wall["bare"] = wall["on"] + wall["again"]
     for over, under in PAIRS:

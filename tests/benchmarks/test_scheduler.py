@@ -49,7 +49,7 @@ def test_every_lane_comes_once_after_each_other_one_within_a_turn() -> None:
     assert len(LANES) * (len(LANES) - 1) == len(followed)
 
 
-def test_no_lane_steps_twice_in_a_row() -> None:
+def test_no_lane_has_two_turns_in_a_row() -> None:
     steps = [place for order in (*ORDERS, *ORDERS) for place in order]
 
     assert all(one != other for one, other in pairwise(steps))
