@@ -176,8 +176,8 @@ Made by `make bench ARGS=--write`; do not edit. It ran on {ran_on}
 scheduler, with made-up model output, and for the observed engine all CPU time of the writer thread
 besides. *Bare* is the same engine with its own statistics on, as it serves. Four engines in one
 process do the same steps and take turns of three: one observed, two bare, one without statistics. The
-first step of a turn is not timed, for it finds the caches as another engine left them. There
-are {FULL.rounds} rounds of {FULL.steps} timed steps, half as many with 1,024 running, and new engines for every
+first step of a turn is not timed, for it finds the caches as another engine left them. There are
+{FULL.rounds} rounds of {FULL.steps} timed steps, half as many with 1,024 running, and new engines for every
 round. Sums over 8 of them are compared, observed with the mean of both bare; a round is the
 Hodges-Lehmann estimate of these ratios, and the figure the median of the rounds with its 95 %
 bootstrap interval. *Bare / bare* compares the two bare engines in the same way: it is 1 but for what
