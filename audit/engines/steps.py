@@ -146,7 +146,8 @@ class StepLog:
         """A life begins: its next step and output are written whatever they are."""
         if runs:
             self._anew[request_id] = None
-        self._remember_sampled()
+        if self._sampled_behind:
+            self._remember_sampled()
         self._sampled[request_id] = UNTOLD
         self._lengths = None
 
@@ -257,9 +258,11 @@ class StepLog:
         """
         lengths = lengths or [0] * len(order)
         if lengths is self._ones and not skipped:
-            self._remember_sampled()
+            if self._sampled_behind:
+                self._remember_sampled()
             self._order = self._lengths = None
-            self._tell_delivered(at, self._changed_lengths(order, lengths, index) if self._sampled else [])
+            changed = self._changed_lengths(order, lengths, index) if self._sampled else []
+            self._tell_delivered(at, changed)
             return
         known = self._lengths
         if known is not None and not skipped and order == self._order:
@@ -337,7 +340,8 @@ class StepLog:
     def forget(self, request_id: str) -> None:
         """A request is gone from the engine."""
         number = self.ids.pop(request_id)
-        self._remember_sampled()
+        if self._sampled_behind:
+            self._remember_sampled()
         self._order = None
         try:
             place = self._names.index(request_id)
@@ -347,13 +351,16 @@ class StepLog:
             del self._names[place]
             if self._counts is not None:
                 del self._counts[place]
-            self._odd.pop(request_id, None)
+            if self._odd:
+                self._odd.pop(request_id, None)
             if request_id in self._drafting:
                 place = self._drafting.index(request_id)
                 del self._drafting[place], self._drafts[place]
             self._dropped.append(number)
-        self._sampled.pop(request_id, None)
-        self._anew.pop(request_id, None)
+        if self._sampled:
+            self._sampled.pop(request_id, None)
+        if self._anew:
+            self._anew.pop(request_id, None)
 
 
 def _differing(new: list[int], old: list[int]) -> list[int]:
