@@ -48,6 +48,13 @@ class AdmissionObserver(Observer):
         self._deferred: dict[str, Any] = getattr(self.scheduler, "deferred_loads", {})
         self._replays = bool(getattr(self.scheduler, "prefix_replay_tokens", 0))
 
+    def start(self, boundary: Any = None) -> None:
+        """Wrap the scheduler. Raises :class:`~kvledger.audit.hooks.EngineMismatch` untouched."""
+        super().start(boundary)
+        # Else ``schedule`` uses the look-up's own answer, and every admission's count is held against it.
+        if self.hooks is not None and (self.connector is not None or self._replays):
+            self.hooks.wake("kv_cache_manager.record_prefix_cache_stats")
+
     def schedule_begins(self, *_: Any, **__: Any) -> None:
         """Nothing has been looked up in this step yet."""
         self._step += 1

@@ -101,6 +101,7 @@ class V1Observer(LifeObserver):
             "record_prefix_cache_stats",
             (("request", "num_hits"),),
             after="local_hit_used",
+            asleep=True,  # see ``AdmissionObserver.start``
         ),
         Hook("connector", "get_num_new_matched_tokens", (), after="matched", optional=True),
         Hook("connector", "update_state_after_alloc", (), after="promised", optional=True),
