@@ -8,6 +8,7 @@ other than one have to be remembered.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Container, Sequence
 from itertools import compress, repeat
@@ -188,12 +189,21 @@ class StepLog:
         return True
 
     def scheduled(
-        self, step: int, tokens: dict[str, int], drafts: dict[str, Any], requests: dict[str, Any]
+        self,
+        step: int,
+        tokens: dict[str, int],
+        drafts: dict[str, Any],
+        requests: dict[str, Any],
+        ran_before: Sequence[str] = (),
     ) -> None:
-        """A step scheduled ``tokens`` by request, of which ``drafts`` (sequences) are drafts."""
+        """A step scheduled ``tokens`` by request, of which ``drafts`` (sequences) are drafts.
+
+        ``ran_before`` are requests among them in the same order, known to the caller.
+        """
         if self._same_step:
             self.say_held_back(self.now())
-        names, counts = list(tokens), list(tokens.values())
+        names = list(tokens) if len(ran_before) != len(tokens) else ran_before
+        counts = list(tokens.values())
         if self._counts is None:
             self._counts = list(map(self._odd.get, self._names, repeat(1)))
         drafting, drafted = list(drafts), list(map(len, drafts.values()))
@@ -208,7 +218,9 @@ class StepLog:
             return
         before = dict(zip(self._drafting, self._drafts, strict=True))
         self._drafting, self._drafts = drafting, drafted
-        self._step_differs(step, names, counts, dict(zip(drafting, drafted, strict=True)), before, requests)
+        self._step_differs(
+            step, list(names), counts, dict(zip(drafting, drafted, strict=True)), before, requests
+        )
 
     def _step_differs(
         self,
@@ -261,8 +273,7 @@ class StepLog:
             if self._sampled_behind:
                 self._remember_sampled()
             self._order = self._lengths = None
-            changed = self._changed_lengths(order, lengths, index) if self._sampled else []
-            self._tell_delivered(at, changed)
+            self._tell_delivered(at, self._changed_to_one(index) if self._sampled else [])
             return
         known = self._lengths
         if known is not None and not skipped and order == self._order:
@@ -309,14 +320,13 @@ class StepLog:
 
     def _changed_lengths(self, order: list[str], lengths: list[int], index: Container[str]) -> list[int]:
         """What :class:`~kvledger.audit.events.Delivered` says: numbers and lengths that differ."""
+        if lengths.count(1) == len(lengths):
+            return self._changed_to_one(index)
         ids, sampled = self.ids, self._sampled
-        if lengths is self._ones or lengths.count(1) == len(lengths):  # only those whose last was not one
-            differ = [(name, 1) for name in sampled if name in index]
-        else:
-            last = list(map(sampled.get, order, repeat(1)))
-            differ = [(order[place], lengths[place]) for place in _differing(lengths, last)]
+        last = list(map(sampled.get, order, repeat(1)))
         changed: list[int] = []
-        for name, length in differ:
+        for place in _differing(lengths, last):
+            name, length = order[place], lengths[place]
             number = ids.get(name)
             if number is None:  # its end came before its output
                 continue
@@ -325,6 +335,15 @@ class StepLog:
                 del sampled[name]
             else:
                 sampled[name] = length
+        return changed
+
+    def _changed_to_one(self, index: Container[str]) -> list[int]:
+        """The same of an output with one for each: of those whose last was another number."""
+        ids, sampled = self.ids, self._sampled
+        changed: list[int] = []
+        for name in [name for name in sampled if name in index and name in ids]:
+            del sampled[name]
+            changed += (ids[name], 1)
         return changed
 
     def _remember_sampled(self) -> None:
@@ -353,14 +372,18 @@ class StepLog:
                 del self._counts[place]
             if self._odd:
                 self._odd.pop(request_id, None)
-            if request_id in self._drafting:
-                place = self._drafting.index(request_id)
-                del self._drafting[place], self._drafts[place]
+            if self._drafting:
+                self._drafts_no_more(request_id)
             self._dropped.append(number)
         if self._sampled:
             self._sampled.pop(request_id, None)
         if self._anew:
             self._anew.pop(request_id, None)
+
+    def _drafts_no_more(self, request_id: str) -> None:
+        with contextlib.suppress(ValueError):  # it had no drafts
+            place = self._drafting.index(request_id)
+            del self._drafting[place], self._drafts[place]
 
 
 def _differing(new: list[int], old: list[int]) -> list[int]:

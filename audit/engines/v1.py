@@ -161,7 +161,7 @@ class V1Observer(LifeObserver):
             names = getattr(output.scheduled_cached_reqs, "req_ids", [])
             log, total, requests = self.log, output.total_num_scheduled_tokens, self.scheduler.requests
             if drafts or not log.scheduled_singly(self._step, names, tokens, total, requests):
-                log.scheduled(self._step, tokens, drafts, requests)
+                log.scheduled(self._step, tokens, drafts, requests, names)
         if self.pools is not None:
             self.pools.admitted(output)
 
