@@ -31,8 +31,7 @@ class LifeObserver(LoadObserver):
     # --- preemption -----------------------------------------------------------------------------------
 
     def preemption_begins(self, request: Any, *_: Any, **__: Any) -> tuple[int, int, int]:
-        _, in_flight, placeholders = self.counts(request)
-        return request.num_computed_tokens, in_flight, placeholders
+        return (request.num_computed_tokens, *self.counts(request)[1:])
 
     def preempted(
         self, before: tuple[int, int, int] | None, _: None, request: Any, *__: Any, **___: Any
