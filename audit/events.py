@@ -241,6 +241,18 @@ class Delivered(Event, frozen=True, array_like=True, tag=15):
     ignored: list[int]
 
 
+class DeliveredWhole(Event, frozen=True, array_like=True, tag=40):
+    """As :class:`Delivered` where nothing was thrown away and many sampled another number than last time.
+
+    ``sampled`` has a byte for each of ``requests``, in their order. Where these are none, they are those
+    of the last event of this kind, which stands in the same segment. Requests that are not among them
+    sampled what they sampled last time.
+    """
+
+    requests: list[int]
+    sampled: bytes
+
+
 class Repeated(Event, frozen=True, array_like=True, tag=16):
     """The last step and the last output, in this order, happened ``times`` times again, unchanged."""
 
@@ -665,6 +677,7 @@ AnyEvent = (
     | RolledBack
     | Stepped
     | Delivered
+    | DeliveredWhole
     | Repeated
     | Reported
     | Preempted

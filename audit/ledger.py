@@ -240,6 +240,7 @@ class Ledger:
         self._roster: dict[int, Row] = {}
         self._undelivered: deque[dict[int, Row]] = deque()
         self._skip_deliveries = 0
+        self._order: list[int] = []
         self._delayed: dict[int, tuple[int, str, int]] = {}
         self._done: dict[str, None] = {}
         self._expected_local = [0, 0, 0]
@@ -266,6 +267,7 @@ class Ledger:
             ev.RolledBack: self._rolled_back,
             ev.Stepped: self._stepped,
             ev.Delivered: self._delivered,
+            ev.DeliveredWhole: self._delivered_whole,
             ev.Repeated: self._repeated,
             ev.Reported: self._reported,
             ev.Preempted: self._preempted,
@@ -376,6 +378,7 @@ class Ledger:
             account.in_flight_tokens = 0
         self._roster = {}
         self._undelivered.clear()
+        self._order = []
         self._delayed = {}
         self._done = {}
         self._blind = reason
@@ -735,6 +738,20 @@ class Ledger:
             self._find(request)
         self._deliver(frozenset(event.ignored) if event.ignored else frozenset())
 
+    def _delivered_whole(self, event: ev.DeliveredWhole) -> None:
+        if self._blind is not None:
+            return
+        if event.requests:
+            self._order = event.requests
+        living = self._living
+        for request, sampled in zip(self._order, event.sampled, strict=False):
+            account = living.get(request)
+            if account is not None and account.sampled != sampled:
+                if account.steady_scheduled >= 0:
+                    self._rouse(account)
+                account.sampled = sampled
+        self._deliver(frozenset())
+
     def _deliver(self, ignored: frozenset[int]) -> None:
         if self._skip_deliveries:
             self._skip_deliveries -= 1
@@ -1085,6 +1102,7 @@ class Ledger:
         self._rouse_all()
         begins_here = self._blind is not None or not (self._undelivered or self._roster)
         self._roster = {}
+        self._order = []
         self._blind = None
         if begins_here:
             self._skip_deliveries = event.undelivered_steps

@@ -38,6 +38,7 @@ from kvledger.audit.events import (
     CacheReset,
     Census,
     Delivered,
+    DeliveredWhole,
     Event,
     Extended,
     Finished,
@@ -195,6 +196,22 @@ def _unchanged(pair: Sequence[Event]) -> bool:
         case [Stepped(changed=[], dropped=[]), Delivered(changed=[], ignored=[])]:
             return True
     return False
+
+
+def told_whole(events: Iterable[Event]) -> list[Event]:
+    """The same stream with every output that threw nothing away as :class:`DeliveredWhole`."""
+    result: list[Event] = []
+    sampled: dict[int, int] = {}
+    named: list[int] = []
+    for event in events:
+        if isinstance(event, Delivered):
+            sampled.update(zip(event.changed[::2], event.changed[1::2], strict=True))
+            if not event.ignored:
+                requests = [] if list(sampled) == named else list(sampled)
+                event = DeliveredWhole(event.at, requests, bytes(sampled.values()))
+                named = list(sampled)
+        result.append(event)
+    return result
 
 
 def request_id(request: int) -> str:

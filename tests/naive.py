@@ -20,6 +20,7 @@ from kvledger.audit.events import (
     Admitted,
     Census,
     Delivered,
+    DeliveredWhole,
     Event,
     Extended,
     Finished,
@@ -286,6 +287,7 @@ class Naive:
         # Decoding: the full last step, what each request sampled last, the steps in flight.
         self._scheduled: dict[int, tuple[int, int]] = {}
         self._sampled: dict[int, int] = {}
+        self._order: list[int] = []
         self._flight: list[dict[int, Work]] = []
 
     def result(self) -> dict[int, dict[str, Any]]:
@@ -316,6 +318,10 @@ class Naive:
                 self._stepped(event, event.changed, event.dropped)
             case Delivered():
                 self._delivered(event.changed, event.ignored)
+            case DeliveredWhole():
+                self._order = event.requests or self._order
+                told = zip(self._order, event.sampled, strict=True)
+                self._delivered([number for row in told for number in row], [])
             case Repeated():
                 for _ in range(event.times):
                     self._stepped(event, [], [])

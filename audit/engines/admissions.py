@@ -10,27 +10,27 @@ from collections.abc import Iterable, Iterator
 from operator import sub
 from typing import Any, ClassVar
 
+import msgspec
+
 from kvledger.audit import events as ev
 from kvledger.audit.engines.observer import Observer
 from kvledger.audit.engines.plans import Saved
 
 UNCOUNTED = (-1, -1, -1)
+NOTHING = (0, 0, 0)
 
 
-class _Attempt:
-    """One waiting request's look-up in the current step."""
+class _Attempt(msgspec.Struct):
+    """One waiting request's look-up in the current step. ``prompt``: its length when it was looked up."""
 
-    __slots__ = ("asynchronous", "external", "local", "looked_up", "matched", "prompt", "queried", "request")
-
-    def __init__(self, request: Any, looked_up: int) -> None:
-        self.request = request
-        self.prompt = request.num_prompt_tokens
-        self.looked_up = looked_up
-        self.local = looked_up
-        self.external = 0
-        self.matched: int | None = 0
-        self.asynchronous = False
-        self.queried = -1
+    request: Any
+    prompt: int
+    looked_up: int
+    local: int
+    external: int = 0
+    matched: int | None = 0
+    asynchronous: bool = False
+    queried: int = -1
 
 
 class AdmissionObserver(Observer):
@@ -48,8 +48,16 @@ class AdmissionObserver(Observer):
         self._deferred: dict[str, Any] = getattr(self.scheduler, "deferred_loads", {})
         self._replays = bool(getattr(self.scheduler, "prefix_replay_tokens", 0))
 
-    def step_begins(self) -> None:
+    def start(self, boundary: Any = None) -> None:
+        """Wrap the scheduler. Raises :class:`~kvledger.audit.hooks.EngineMismatch` untouched."""
+        super().start(boundary)
+        # Else ``schedule`` uses the look-up's own answer, and every admission's count is held against it.
+        if self.hooks is not None and (self.connector is not None or self._replays):
+            self.hooks.wake("kv_cache_manager.record_prefix_cache_stats")
+
+    def schedule_begins(self, *_: Any, **__: Any) -> None:
         """Nothing has been looked up in this step yet."""
+        self._step += 1
         if self._attempts:
             self._attempts = {}
         if self._promises:
@@ -61,18 +69,19 @@ class AdmissionObserver(Observer):
             self.pools.untold.step_begins(nobody_waits)
 
     def looked_up(self, _: None, result: Any, request: Any, *__: Any, **___: Any) -> None:
-        attempt = self._attempts.get(request.request_id)
+        tokens, attempt = result[1], self._attempts.get(request.request_id)
         if attempt is None:
-            self._attempts[request.request_id] = _Attempt(request, result[1])
+            prompt = request.num_prompt_tokens
+            self._attempts[request.request_id] = _Attempt(request, prompt, tokens, tokens)
         else:  # asked again within the step, after the connector's answer
-            attempt.looked_up = attempt.local = result[1]
+            attempt.looked_up = attempt.local = tokens
 
     def _attempt(self, request: Any) -> _Attempt:
         """This step's look-up of a request; one without an answer where it used an older one."""
         attempt = self._attempts.get(request.request_id)
         if attempt is None:
-            attempt = self._attempts[request.request_id] = _Attempt(request, -1)
-            attempt.local = 0
+            attempt = _Attempt(request, request.num_prompt_tokens, -1, 0)
+            self._attempts[request.request_id] = attempt
         return attempt
 
     def local_hit_used(self, _: None, __: None, request: Any, num_hits: int) -> None:
@@ -163,8 +172,9 @@ class AdmissionObserver(Observer):
                 self._admitted(told, now, request_id, attempt, scheduled.get(request_id, 0))
             else:
                 self._not_admitted(told, now, request_id, attempt)
-        told += self._planned
-        self._planned = []
+        if self._planned:
+            told += self._planned
+            self._planned = []
         counted = self._lookups_counted(now, admitted)
         if counted is not None:
             told.append(counted)
@@ -237,8 +247,8 @@ class AdmissionObserver(Observer):
         scheduler = self.scheduler
         local = _cache_counters(scheduler.kv_cache_manager.prefix_cache_stats)
         if scheduler.connector is None:
-            return (*local, 0, 0, 0)
-        return (*local, *_cache_counters(getattr(scheduler, "connector_prefix_cache_stats", None)))
+            return local + NOTHING
+        return local + _cache_counters(getattr(scheduler, "connector_prefix_cache_stats", None))
 
     def _lookups_counted(self, now: int, admitted: bool) -> ev.LookupsCounted | None:
         before, after = self._counted, self._counters()
@@ -259,7 +269,7 @@ class AdmissionObserver(Observer):
 
 def _cache_counters(stats: Any) -> tuple[int, int, int]:
     if stats is None:
-        return 0, 0, 0
+        return NOTHING
     return (
         stats.requests + stats.preempted_requests,
         stats.queries + stats.preempted_queries,

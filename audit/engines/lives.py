@@ -12,6 +12,8 @@ from typing import Any
 from kvledger.audit import events as ev
 from kvledger.audit.engines.loads import LoadObserver
 
+NO_STEP = -1
+
 
 class LifeObserver(LoadObserver):
     """Watches lives end."""
@@ -24,12 +26,12 @@ class LifeObserver(LoadObserver):
         self._gone: list[str] = []
         self._output: tuple[Any, list[int]] | None = None
         self._output_at = 0
-        self._resetting = False
+        self._resetting_in = NO_STEP
 
     # --- preemption -----------------------------------------------------------------------------------
 
     def preemption_begins(self, request: Any, *_: Any, **__: Any) -> tuple[int, int, int]:
-        return request.num_computed_tokens, self.in_flight(request), self.placeholders(request)
+        return (request.num_computed_tokens, *self.counts(request)[1:])
 
     def preempted(
         self, before: tuple[int, int, int] | None, _: None, request: Any, *__: Any, **___: Any
@@ -54,7 +56,7 @@ class LifeObserver(LoadObserver):
                 at=self.log.now(),
                 request=self.log.ids[request.request_id],
                 step=self._step,
-                cause="reset" if self._resetting else "blocks",
+                cause="reset" if self._resetting_in == self._step else "blocks",
                 before_tokens=before[0],
                 in_flight_tokens=before[1],
                 placeholder_tokens=before[2],
@@ -80,12 +82,12 @@ class LifeObserver(LoadObserver):
         return list(stale)
 
     def reset_begins(self, *_: Any, **__: Any) -> None:
-        self._resetting = True
+        self._resetting_in = self._step
 
     def cache_reset(
         self, _: None, result: bool, reset_running_requests: bool = False, *__: Any, **___: Any
     ) -> None:
-        self._resetting = False
+        self._resetting_in = NO_STEP
         self.log.emit(ev.CacheReset(self.log.now(), bool(result), bool(reset_running_requests)))
 
     # --- sessions ---------------------------------------------------------------------------------------
@@ -125,29 +127,21 @@ class LifeObserver(LoadObserver):
         number = log.ids.get(request_id)
         if number is None or request_id in self._gone:
             return
-        failed = self._failed_attempts.pop(request_id, None)
-        if failed is not None:
-            log.emit(failed)
+        if request_id in self._failed_attempts:
+            log.emit(self._failed_attempts.pop(request_id))
         if self._trims and not getattr(request, "resumable", False):
             self._past_stop(request, request.num_computed_tokens)
         if self.connector is not None:
             self.track(request, self.computed(request))
             self.connector.ends(request_id)
-        log.emit(
-            ev.Finished(
-                log.now(),
-                number,
-                _reason(request.status),
-                self.computed(request),
-                self.in_flight(request),
-                self.placeholders(request),
-                request.num_tokens,
-                request.num_output_tokens,
-            )
-        )
-        if log.held is None:
+        held, tokens, outputs = log.held, request.num_tokens, request.num_output_tokens
+        now, reason = self._output_at if held is not None else log.now(), _reason(request.status)
+        end = ev.Finished(now, number, reason, *self.counts(request), tokens, outputs)
+        if held is None:
+            log.emit(end)
             self._forget(request_id)
         else:  # its last output has not been told yet
+            held.append(end)
             self._gone.append(request_id)
 
     def _past_stop(self, request: Any, computed: int) -> int:
@@ -166,7 +160,8 @@ class LifeObserver(LoadObserver):
 
     def _forget(self, request_id: str) -> None:
         super()._forget(request_id)
-        self._draining.discard(request_id)
+        if self._draining:
+            self._draining.discard(request_id)
 
 
 @functools.cache

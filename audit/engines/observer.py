@@ -193,7 +193,8 @@ class Observer:
     def _forget(self, request_id: str) -> None:
         """It is gone from the engine."""
         self.log.forget(request_id)
-        self._unreported.pop(request_id, None)
+        if self._unreported:
+            self._unreported.pop(request_id, None)
         self._lived.discard(request_id)
 
     def _at_rest(self) -> None:
@@ -235,16 +236,13 @@ class Observer:
         self._census_step, self._census_at = self._step, now
         scheduler, ids = self.scheduler, self.log.ids
         rows: list[int] = []
+        counts = self.counts
         for request in scheduler.running:
-            rows += (
-                ids[request.request_id],
-                request.num_computed_tokens,
-                self.in_flight(request),
-                self.placeholders(request),
-                request.num_tokens,
-            )
-            self.track(request, request.num_computed_tokens)
+            computed, (_, in_flight, placeholders) = request.num_computed_tokens, counts(request)
+            rows += (ids[request.request_id], computed, in_flight, placeholders, request.num_tokens)
         if self.connector is not None:
+            for request in scheduler.running:
+                self.track(request, request.num_computed_tokens)
             self.connector.at_rest()
         pool = scheduler.kv_cache_manager.block_pool
         waiting = scheduler.get_request_counts()[1]
@@ -259,6 +257,10 @@ class Observer:
             self.connector.track(request, computed_tokens, self.waits_for_load(request))
 
     # --- figures that not every release has -------------------------------------------------------
+
+    def counts(self, request: Any) -> tuple[int, int, int]:
+        """What the three below say of it. Where every release has them they are asked for directly."""
+        return self.computed(request), self.in_flight(request), self.placeholders(request)
 
     def computed(self, request: Any) -> int:
         """The engine's count of computed tokens; -1 where it says nothing."""

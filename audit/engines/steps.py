@@ -8,6 +8,7 @@ other than one have to be remembered.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Container, Sequence
 from itertools import compress, repeat
@@ -18,6 +19,12 @@ from kvledger.audit import events as ev
 
 FLUSH_SECONDS = 1.0
 """Longest that equal steps are only counted before the journal is told of them."""
+
+LOOKED_AT = 8
+"""Of so many requests one is looked at, to say how much of an output differs from the last."""
+
+WHOLE = 0.125
+"""An output is told whole where more than this share differs: a byte each, instead of some five."""
 
 UNTOLD = -1
 """For the number of tokens in an output: the reader has been told of none yet."""
@@ -62,13 +69,15 @@ class StepLog:
         self._names: list[str] = []
         self._counts: list[int] | None = None
         self._odd: dict[str, int] = {}
-        self._drafts: dict[str, int] = {}
+        self._drafting: list[str] = []
+        self._drafts: list[int] = []
         self._dropped: list[int] = []
         self._anew: dict[str, None] = {}
         # The last output; by request only lengths that are not one, and not yet those of _order.
         self._order: list[str] | None = None
         self._lengths: list[int] | None = None
-        self._numbers: list[int] = []
+        self._numbers: list[int] | None = None
+        self._told_whole: list[int] | None = None
         self._sampled: dict[str, int] = {}
         self._sampled_behind = False
         self._ones: list[int] = []
@@ -127,8 +136,9 @@ class StepLog:
         self.tell_calls()
         self.say_held_back(snapshot.at)
         self._names, self._counts, self._odd = [], None, {}
-        self._drafts = {}
+        self._drafting, self._drafts = [], []
         self._dropped = []
+        self._told_whole = None
         self._sampled, self._sampled_behind = dict.fromkeys(self.ids, UNTOLD), False
         self._order = self._lengths = None
         self.sink.restart(started, snapshot)
@@ -137,7 +147,8 @@ class StepLog:
         """A life begins: its next step and output are written whatever they are."""
         if runs:
             self._anew[request_id] = None
-        self._remember_sampled()
+        if self._sampled_behind:
+            self._remember_sampled()
         self._sampled[request_id] = UNTOLD
         self._lengths = None
 
@@ -178,28 +189,47 @@ class StepLog:
         return True
 
     def scheduled(
-        self, step: int, tokens: dict[str, int], drafts: dict[str, Any], requests: dict[str, Any]
+        self,
+        step: int,
+        tokens: dict[str, int],
+        drafts: dict[str, Any],
+        requests: dict[str, Any],
+        ran_before: Sequence[str] = (),
     ) -> None:
-        """A step scheduled ``tokens`` by request, of which ``drafts`` (sequences) are drafts."""
+        """A step scheduled ``tokens`` by request, of which ``drafts`` (sequences) are drafts.
+
+        ``ran_before`` are requests among them in the same order, known to the caller.
+        """
         if self._same_step:
             self.say_held_back(self.now())
-        names, counts = list(tokens), list(tokens.values())
+        names = list(tokens) if len(ran_before) != len(tokens) else ran_before
+        counts = list(tokens.values())
         if self._counts is None:
             self._counts = list(map(self._odd.get, self._names, repeat(1)))
-        drafted = list(map(len, drafts.values())) if drafts else []
+        drafting, drafted = list(drafts), list(map(len, drafts.values()))
         if (
-            names == self._names
+            not (self._anew or self._dropped)
             and counts == self._counts
-            and drafted == list(self._drafts.values())
-            and not (self._anew or self._dropped)
-            and (not drafts or list(drafts) == list(self._drafts))
+            and drafted == self._drafts
+            and names == self._names
+            and drafting == self._drafting
         ):
             self._same_step = step
             return
-        self._step_differs(step, names, counts, dict(zip(drafts, drafted, strict=True)), requests)
+        before = dict(zip(self._drafting, self._drafts, strict=True))
+        self._drafting, self._drafts = drafting, drafted
+        self._step_differs(
+            step, list(names), counts, dict(zip(drafting, drafted, strict=True)), before, requests
+        )
 
     def _step_differs(
-        self, step: int, names: list[str], counts: list[int], drafts: dict[str, int], requests: dict[str, Any]
+        self,
+        step: int,
+        names: list[str],
+        counts: list[int],
+        drafts: dict[str, int],
+        drafts_before: dict[str, int],
+        requests: dict[str, Any],
     ) -> None:
         ids, anew, dropped, last = self.ids, self._anew, self._dropped, self._counts or []
         if names == [*self._names, *anew]:  # as ever: who ran before, then who was admitted
@@ -209,15 +239,15 @@ class StepLog:
             known = [0 if name in anew else before.pop(name, 0) for name in names]
             dropped += sorted(ids[name] for name in before if name not in anew or name not in names)
         differ = [(names[place], counts[place]) for place in _differing(counts, known)]
-        if drafts != self._drafts:
+        if drafts != drafts_before:
             told = dict(differ)
-            changed_drafts = {name for name, _ in drafts.items() ^ self._drafts.items()}
+            changed_drafts = {name for name, _ in drafts.items() ^ drafts_before.items()}
             rows = zip(names, counts, strict=True)
             differ += [row for row in rows if row[0] in changed_drafts and row[0] not in told]
         changed: list[int] = []
         for name, count in differ:
             changed += (ids[name], count, drafts.get(name, 0), requests[name].num_computed_tokens)
-        self._names, self._counts, self._drafts = names, counts, drafts
+        self._names, self._counts = names, counts
         self._anew, self._dropped = {}, []
         if changed or dropped:
             self.emit(ev.Stepped(self.now(), step, changed, dropped))
@@ -240,28 +270,45 @@ class StepLog:
         """
         lengths = lengths or [0] * len(order)
         if lengths is self._ones and not skipped:
-            self._remember_sampled()
+            if self._sampled_behind:
+                self._remember_sampled()
             self._order = self._lengths = None
-            self._tell_delivered(at, self._changed_lengths(order, lengths, index) if self._sampled else [])
+            self._tell_delivered(at, self._changed_to_one(index) if self._sampled else [])
             return
-        same = order == self._order
-        if same and lengths == self._lengths and not skipped:
-            self._tell_delivered(at, [])
-            return
-        ids, known = self.ids, None if skipped else self._lengths
-        if same and known is not None:
-            self._numbers = self._numbers or list(map(ids.get, order, repeat(-1)))
-        if same and known is not None and -1 not in self._numbers:
-            self._sampled_behind = True
-            numbers = self._numbers
-            changed = [n for place in _differing(lengths, known) for n in (numbers[place], lengths[place])]
-        else:
-            self._remember_sampled()
-            self._numbers = []
-            changed = self._changed_lengths(order, lengths, index)
+        known = self._lengths
+        if known is not None and not skipped and order == self._order:
+            if lengths == known:
+                self._tell_delivered(at, [])
+                return
+            if self._numbers is None:
+                self._numbers = list(map(self.ids.get, order, repeat(-1)))
+                if -1 in self._numbers:
+                    self._numbers = []
+            if self._numbers:
+                self._tell_differing(at, lengths, known, self._numbers)
+                self._lengths, self._sampled_behind = lengths, True
+                return
+        self._remember_sampled()
+        ids = self.ids
+        changed = self._changed_lengths(order, lengths, index)
         unheard = [ids[request_id] for request_id in dict.fromkeys(skipped) if request_id in ids]
         self.emit(ev.Delivered(at, changed, unheard))
-        self._order, self._lengths = order, None if skipped else lengths
+        self._order, self._lengths, self._numbers = order, None if skipped else lengths, None
+
+    def _tell_differing(self, at: int, lengths: list[int], known: list[int], numbers: list[int]) -> None:
+        """An output in the order of the last, by ``numbers``; whole where much of it differs."""
+        here, there = lengths[::LOOKED_AT], known[::LOOKED_AT]
+        if sum(map(ne, here, there)) > WHOLE * len(here):
+            try:
+                told = bytes(lengths)
+            except ValueError:  # more than a byte holds
+                pass
+            else:
+                self.emit(ev.DeliveredWhole(at, [] if numbers is self._told_whole else numbers, told))
+                self._told_whole = numbers
+                return
+        changed = [n for place in _differing(lengths, known) for n in (numbers[place], lengths[place])]
+        self.emit(ev.Delivered(at, changed, []))
 
     def _tell_delivered(self, at: int, changed: list[int]) -> None:
         """An output; that it equals the last and so does its step is only counted."""
@@ -273,14 +320,13 @@ class StepLog:
 
     def _changed_lengths(self, order: list[str], lengths: list[int], index: Container[str]) -> list[int]:
         """What :class:`~kvledger.audit.events.Delivered` says: numbers and lengths that differ."""
+        if lengths.count(1) == len(lengths):
+            return self._changed_to_one(index)
         ids, sampled = self.ids, self._sampled
-        if lengths is self._ones or lengths.count(1) == len(lengths):  # only those whose last was not one
-            differ = [(name, 1) for name in sampled if name in index]
-        else:
-            last = list(map(sampled.get, order, repeat(1)))
-            differ = [(order[place], lengths[place]) for place in _differing(lengths, last)]
+        last = list(map(sampled.get, order, repeat(1)))
         changed: list[int] = []
-        for name, length in differ:
+        for place in _differing(lengths, last):
+            name, length = order[place], lengths[place]
             number = ids.get(name)
             if number is None:  # its end came before its output
                 continue
@@ -289,6 +335,15 @@ class StepLog:
                 del sampled[name]
             else:
                 sampled[name] = length
+        return changed
+
+    def _changed_to_one(self, index: Container[str]) -> list[int]:
+        """The same of an output with one for each: of those whose last was another number."""
+        ids, sampled = self.ids, self._sampled
+        changed: list[int] = []
+        for name in [name for name in sampled if name in index and name in ids]:
+            del sampled[name]
+            changed += (ids[name], 1)
         return changed
 
     def _remember_sampled(self) -> None:
@@ -304,7 +359,8 @@ class StepLog:
     def forget(self, request_id: str) -> None:
         """A request is gone from the engine."""
         number = self.ids.pop(request_id)
-        self._remember_sampled()
+        if self._sampled_behind:
+            self._remember_sampled()
         self._order = None
         try:
             place = self._names.index(request_id)
@@ -314,11 +370,20 @@ class StepLog:
             del self._names[place]
             if self._counts is not None:
                 del self._counts[place]
-            self._odd.pop(request_id, None)
-            self._drafts.pop(request_id, None)
+            if self._odd:
+                self._odd.pop(request_id, None)
+            if self._drafting:
+                self._drafts_no_more(request_id)
             self._dropped.append(number)
-        self._sampled.pop(request_id, None)
-        self._anew.pop(request_id, None)
+        if self._sampled:
+            self._sampled.pop(request_id, None)
+        if self._anew:
+            self._anew.pop(request_id, None)
+
+    def _drafts_no_more(self, request_id: str) -> None:
+        with contextlib.suppress(ValueError):  # it had no drafts
+            place = self._drafting.index(request_id)
+            del self._drafting[place], self._drafts[place]
 
 
 def _differing(new: list[int], old: list[int]) -> list[int]:

@@ -101,6 +101,7 @@ class V1Observer(LifeObserver):
             "record_prefix_cache_stats",
             (("request", "num_hits"),),
             after="local_hit_used",
+            asleep=True,  # see ``AdmissionObserver.start``
         ),
         Hook("connector", "get_num_new_matched_tokens", (), after="matched", optional=True),
         Hook("connector", "update_state_after_alloc", (), after="promised", optional=True),
@@ -113,6 +114,9 @@ class V1Observer(LifeObserver):
         diffuses = getattr(scheduler.vllm_config, "diffusion_config", None) is not None
         self._one_at_most = getattr(scheduler, "num_spec_tokens", -1) == 0 and not diffuses
 
+    def counts(self, request: Any) -> tuple[int, int, int]:
+        return request.num_computed_tokens, request.num_in_flight_tokens, request.num_output_placeholders
+
     # --- arrivals and look-ups ------------------------------------------------------------------------
 
     def request_added(self, _: None, __: None, request: Any) -> None:
@@ -122,7 +126,7 @@ class V1Observer(LifeObserver):
         prompt_tokens = request.num_prompt_tokens
         if self.unreported(request):
             self._unreported[request_id] = prompt_tokens
-        resumable = getattr(request, "resumable", False)
+        resumable, headers = getattr(request, "resumable", False), getattr(request, "trace_headers", None)
         if resumable:
             self.sessions_come()
         log.emit(
@@ -135,17 +139,12 @@ class V1Observer(LifeObserver):
                 request.priority,
                 request.pooling_params is not None,
                 resumable,
-                _traceparent(getattr(request, "trace_headers", None)),
+                _traceparent(headers) if headers else None,
                 self.transferred(request),
             )
         )
 
     # --- a step -------------------------------------------------------------------------------------
-
-    def schedule_begins(self, *_: Any, **__: Any) -> None:
-        self._step += 1
-        self._resetting = False
-        self.step_begins()
 
     def scheduled(self, _: None, output: Any, *__: Any, **___: Any) -> None:
         tokens = output.num_scheduled_tokens
@@ -162,7 +161,7 @@ class V1Observer(LifeObserver):
             names = getattr(output.scheduled_cached_reqs, "req_ids", [])
             log, total, requests = self.log, output.total_num_scheduled_tokens, self.scheduler.requests
             if drafts or not log.scheduled_singly(self._step, names, tokens, total, requests):
-                log.scheduled(self._step, tokens, drafts, requests)
+                log.scheduled(self._step, tokens, drafts, requests, names)
         if self.pools is not None:
             self.pools.admitted(output)
 
@@ -196,7 +195,7 @@ class V1Observer(LifeObserver):
             order, index = model_runner_output.req_ids, model_runner_output.req_id_to_index
             log.delivered(self._output_at, lengths, order, index, ignored)
             if self._unreported:
-                self._report(result, model_runner_output, lengths)
+                held = self._reports(result, model_runner_output, lengths) + (held or [])
         if held:
             log.emit_all(held)
         if self.pools is not None:
@@ -212,13 +211,13 @@ class V1Observer(LifeObserver):
         if self._resync or not self._step % AT_REST_STEPS:
             self._at_rest()
 
-    def _report(self, result: Any, output: Any, lengths: list[int]) -> None:
+    def _reports(self, result: Any, output: Any, lengths: list[int]) -> list[ev.Event]:
         """The figures the engine hands its front end, once a request.
 
         They come with its first output; the youngest stand last.
         """
         due = self._due(output.req_id_to_index, lengths)
-        reports: list[ev.Reported] = []
+        reports: list[ev.Event] = []
         for outputs in result.values() if due else ():
             for told in reversed(outputs.outputs):
                 if told.request_id not in self._unreported:
@@ -231,8 +230,8 @@ class V1Observer(LifeObserver):
                 due -= 1
                 if due <= 0:
                     break
-        for report in reversed(reports):
-            self.log.emit(report)
+        reports.reverse()
+        return reports
 
     def _due(self, index: dict[str, int], lengths: list[int]) -> int:
         """At most so many requests have their figures with this output."""
@@ -252,9 +251,7 @@ class V1Observer(LifeObserver):
         )
 
 
-def _traceparent(headers: Mapping[str, str] | None) -> str | None:
+def _traceparent(headers: Mapping[str, str]) -> str | None:
     """The caller's trace context, of all its headers this one alone, and only if it is well formed."""
-    if not headers:
-        return None
     said = headers.get("traceparent")
     return said if isinstance(said, str) and TRACEPARENT.fullmatch(said) else None

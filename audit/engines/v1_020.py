@@ -61,6 +61,9 @@ class V1Observer020(V1Observer):
         Hook("connector", "build_connector_meta", (), after="load_planned", optional=True),
     )
 
+    def counts(self, request: Any) -> tuple[int, int, int]:
+        return self.computed(request), self.in_flight(request), self.placeholders(request)
+
     def counts_lookups(self, request: Any) -> bool:
         return True
 
@@ -77,7 +80,8 @@ class V1Observer020(V1Observer):
             return
         if self.log.undelivered:
             self._draining.add(request.request_id)
-        self._tell_preempted(request, before, self.held_blocks(request), delivered=not self._resetting)
+        delivered = self._resetting_in != self._step
+        self._tell_preempted(request, before, self.held_blocks(request), delivered)
 
     def _stale(self, scheduled: dict[str, int]) -> Any:
         """Requests whose output may be thrown away, each with its output tokens so far."""

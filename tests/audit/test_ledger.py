@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from tests.histories import GOLDEN, WOVEN, Golden, Woven, compressed, request_id, weave
+from tests.histories import GOLDEN, WOVEN, Golden, Woven, compressed, request_id, told_whole, weave
 from tests.naive import Naive
 from tests.strategies import Story, random_histories
 
@@ -150,6 +150,12 @@ def test_golden_row_with_repeats(row: Golden) -> None:
     expect(row, figures_of(ledger_of(compressed(row.events())), 0))
 
 
+@pytest.mark.parametrize("row", GOLDEN, ids=by_title)
+def test_golden_row_told_whole(row: Golden) -> None:
+    """The same where outputs are written whole."""
+    expect(row, figures_of(ledger_of(told_whole(row.events())), 0))
+
+
 @pytest.mark.parametrize("woven", WOVEN, ids=by_title)
 def test_golden_row_of_several_requests(woven: Woven) -> None:
     """Requests that share steps do not share accounts."""
@@ -183,6 +189,23 @@ def test_any_history_at_every_moment(story: Story) -> None:
         post(ledger, event)
         for request in model.requests:
             assert figures_expected(model, request) == figures_of(ledger, request)
+
+
+@settings(max_examples=500, deadline=None)
+@given(random_histories())
+def test_any_history_told_whole(story: Story) -> None:
+    """Outputs written whole, among repeats and others, are the same fact to ledger and model."""
+    events = told_whole(story.events)
+    model, of_whole = Naive(), Naive()
+    for event in story.events:
+        model.apply(event)
+    for event in events:
+        of_whole.apply(event)
+    ledger = ledger_of(events)
+
+    assert model.result() == of_whole.result()
+    for request in model.requests:
+        assert figures_expected(model, request) == figures_of(ledger, request)
 
 
 @settings(max_examples=200, deadline=None)
