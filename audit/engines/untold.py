@@ -47,8 +47,7 @@ class Untold:
     def step_begins(self, nobody_waits: bool) -> None:
         """Whether callers have to be asked in this step. What is untold was called for before it."""
         step = self._watch.step()
-        if self.rows:
-            self.tell(step - 1)
+        self.tell(step - 1)
         self.outputs_tell = self._alone and (nobody_waits or not self._promises) and step >= self._asks_until
 
     def add(self, what: int, pool: int, caller: Caller, blocks: Sequence[Any]) -> None:
@@ -73,6 +72,8 @@ class Untold:
         is gone.
         """
         watch = self._watch
+        if not self.rows:
+            return
         if self.unasked and not (output is not None and self._named(output)):
             self._ask_tables(leaving, whose)
         stack = watch.callers.stack() if watch.stacks else None
