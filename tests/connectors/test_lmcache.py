@@ -56,10 +56,15 @@ def test_external_tokens_are_those_that_the_store_served(told: dict[str, Any], n
 
 @pytest.mark.parametrize("name", SERVERS)
 def test_a_new_engine_loads_what_the_server_has_of_the_first(told: dict[str, Any], name: str):
-    """Each engine's first request: how much the later ones load depends on how quickly LMCache saves."""
-    first, again = (told[name + engine]["settled"][0]["external"] for engine in ("", "-again"))
+    """Of each engine's first two, in either order: how much the later ones load depends on how quickly
+    LMCache saves. The longer one has 128 tokens in whole chunks, of which the shorter one's are a part."""
+    first, again = (
+        sum(settled["external"] for settled in told[name + engine]["settled"][:2])
+        for engine in ("", "-again")
+    )
 
-    assert (0, 96) == (first, again)
+    assert 0 == first
+    assert 128 <= again
 
 
 @pytest.mark.parametrize("name", SERVERS)
