@@ -53,7 +53,7 @@ class Amount(NamedTuple):
 
 
 FULL = Amount(
-    share=1.0, rounds=16, steps=160, pairs=120, replays=5, requests=(20_000, 100_000), seconds=120.0
+    share=1.0, rounds=12, steps=160, pairs=120, replays=5, requests=(20_000, 100_000), seconds=120.0
 )
 QUICK = Amount(share=0.1, rounds=2, steps=16, pairs=2, replays=2, requests=(100, 200), seconds=2.0)
 
