@@ -44,6 +44,13 @@ def machine() -> str:
     return f"{os.cpu_count()} CPUs ({name}, shared: load {load:.1f} at the start), {software()}."
 
 
+def told(page: Path = PAGE) -> list[tuple[str, ...]]:
+    """The cells of the first half's table, a tuple a row."""
+    first = page.read_text().partition(INSTRUCTIONS)[0]
+    lines = [line for line in first.splitlines() if line.startswith("| ")]
+    return [tuple(cell.strip() for cell in line.strip("|").split(" | ")) for line in lines[2:]]
+
+
 def write_first(half: str, page: Path = PAGE) -> None:
     """Put ``half`` before the instructions, which stay."""
     _, heading, rest = page.read_text().partition(INSTRUCTIONS)

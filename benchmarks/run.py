@@ -10,7 +10,7 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -152,25 +152,33 @@ def _ratio(what: str, ratio: Estimate, part: str, at_most: float = 0.0, at_least
 HEADINGS = ("what", "median", "95 % interval", "target", "met", "command")
 
 
-def table(rows: list[Row]) -> str:
-    """The table, in Markdown that lines up."""
+def cells(row: Row) -> tuple[str, ...]:
+    """A line of the table."""
     met = {None: "", True: "yes", False: "no"}
-    return page.table(
-        HEADINGS,
-        [
-            (row.what, row.figure, row.interval, row.target, met[row.met], f"make bench ARGS={row.part}")
-            for row in rows
-        ],
-    )
+    return (row.what, row.figure, row.interval, row.target, met[row.met], command(row.part))
 
 
-def text(rows: list[Row], ran_on: str) -> str:
+def command(part: str) -> str:
+    """What measures it."""
+    return f"make bench ARGS={part}"
+
+
+def merged(before: Sequence[tuple[str, ...]], rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """The page's table with the rows of what was measured now, in the order of the parts."""
+    now = {command(row.part) for row in rows}
+    lines = [line for line in before if line[-1] not in now] + [cells(row) for row in rows]
+    order = {command(part): place for place, part in enumerate(PARTS)}
+    return sorted((line for line in lines if line[-1] in order), key=lambda line: order[line[-1]])
+
+
+def text(lines: Sequence[tuple[str, ...]], ran_on: str) -> str:
     """The first half of docs/performance.md."""
     return f"""# What it costs
 
-Made by `make bench ARGS=--write`; do not edit. It ran on {ran_on}
+Made by `make bench ARGS=--write`, or part by part (`make bench ARGS="churn --write"`); do not edit. The last
+part ran on {ran_on}
 
-{table(rows)}
+{page.table(HEADINGS, lines)}
 
 *CPU a step* is CPU time in `add_request`, `schedule` and `update_from_output` of vLLM's real
 scheduler, with made-up model output, and for the observed engine all CPU time of the writer thread
@@ -221,7 +229,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--quick", action="store_true", help="only show that it works")
-    parser.add_argument("--write", action="store_true", help=f"also write {page.PAGE.relative_to(page.ROOT)}")
+    parser.add_argument(
+        "--write", action="store_true", help=f"also write it into {page.PAGE.relative_to(page.ROOT)}"
+    )
     asked = parser.parse_args()
     settle_environment(in_process=True)
     os.environ.pop("KVLEDGER_DIR", None)
@@ -233,9 +243,9 @@ def main() -> int:
         rows.append(row)
         tell("")
         print(f"{row.what}: {row.figure} ({row.interval})", file=sys.stderr, flush=True)
-    print(f"{ran_on}\n\n{table(rows)}")
+    print(f"{ran_on}\n\n{page.table(HEADINGS, list(map(cells, rows)))}")
     if asked.write:
-        page.write_first(text(rows, ran_on))
+        page.write_first(text(merged(page.told(), rows), ran_on))
     return 0
 
 
