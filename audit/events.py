@@ -540,6 +540,9 @@ class TablesGone(Event, frozen=True, array_like=True, tag=36):
     requests: list[int]
 
 
+HEAD = 5
+"""Numbers of each of PoolCalls' calls before those of its blocks."""
+
 TAKEN, TOUCHED, FREED, HASHED, STATED, GONE = range(6)
 """What PoolCalls may say: what BlocksTaken, BlocksTouched, BlocksFreed, BlocksHashed, TablesStated and
 TablesGone say each alone."""

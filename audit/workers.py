@@ -29,13 +29,7 @@ from kvledger.audit.events import (
 )
 from kvledger.audit.journal import Reader, is_workers
 
-AFTER_PLANNING: tuple[type[Event], ...] = (
-    Delivered,
-    DeliveredWhole,
-    LoadFailed,
-    Repeated,
-    Census,
-)
+AFTER_PLANNING: tuple[type[Event], ...] = (Delivered, DeliveredWhole, LoadFailed, Repeated, Census)
 """An engine tells these between two calls of its scheduler, never while it plans a step."""
 
 

@@ -12,8 +12,8 @@ def calls(event: ev.PoolCalls) -> Iterator[ev.Event]:
     at, step, stack, rows = event.at, event.step, event.stack, event.rows
     start = 0
     while start < len(rows):
-        what, request, group, more, count = rows[start : start + 5]
-        start += 5 + count
+        what, request, group, more, count = rows[start : start + ev.HEAD]
+        start += ev.HEAD + count
         follow = rows[start - count : start]
         pool, what = divmod(what, 8)
         if what == ev.HASHED:

@@ -41,17 +41,10 @@ class Callers:
         """By the id of a code object: its own hash is worked out anew each time, from all its constants."""
         self._seen: list[CodeType] = []
         """Held, so that no other code object gets the id."""
-        self.managers: dict[int, str] = {}
-        """Names of the methods of a group's manager that have called."""
 
     def caller(self) -> Caller:
         """Of the pool's method that is wrapped by whoever asks."""
         frame: FrameType | None = sys._getframe(2)
-        assert frame is not None
-        operation = self.managers.get(id(frame.f_code))
-        if operation is not None:
-            known = frame.f_locals
-            return Caller(known["request_id"], known["self"].kv_cache_group_id, operation)
         sorts = self._sorts
         while frame is not None:
             code = frame.f_code
@@ -61,7 +54,6 @@ class Callers:
                 group = getattr(known.get("self"), "kv_cache_group_id", None)
                 if group is None:
                     return Caller(None, -1, code.co_name)
-                self.managers[id(code)] = code.co_name
                 return Caller(known["request_id"], group, code.co_name)
             if sort is REQUEST:
                 return Caller(frame.f_locals["request"].request_id, -1, code.co_name)

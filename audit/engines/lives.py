@@ -137,11 +137,10 @@ class LifeObserver(LoadObserver):
         held, tokens, outputs = log.held, request.num_tokens, request.num_output_tokens
         now, reason = self._output_at if held is not None else log.now(), _reason(request.status)
         end = ev.Finished(now, number, reason, *self.counts(request), tokens, outputs)
+        log.emit(end)
         if held is None:
-            log.emit(end)
             self._forget(request_id)
         else:  # its last output has not been told yet
-            held.append(end)
             self._gone.append(request_id)
 
     def _past_stop(self, request: Any, computed: int) -> int:

@@ -1,8 +1,9 @@
 """Blocks of v1 engines, at level ``blocks``: what each pool is called for, and by whom.
 
-Every pool of the engine is wrapped, and the few scheduler methods in which tables come or go. A call
-of a pool becomes one event with all its block ids. What happens beneath these calls (a count that is
-changed by hand, a queue that is mended) is seen by the :mod:`~kvledger.audit.engines.sweep`.
+Every pool of the engine is wrapped, and the few scheduler methods in which tables come or go. Calls
+are told together, in their order: see :mod:`~kvledger.audit.engines.untold`. What happens beneath
+them (a count that is changed by hand, a queue that is mended) is seen by the
+:mod:`~kvledger.audit.engines.sweep`.
 
 These events go straight to the sink: equal steps stay counted, and are told when they end.
 """
@@ -122,12 +123,11 @@ class PoolWatch:
 
     # --- what a pool is called for ---------------------------------------------------------------
 
-    def tell(self) -> None:
-        """Tell what the pools were called for since the last time. Never raises."""
-        if self.untold.rows:
-            self._tell()
+    def tell(self, output: Any = None) -> None:
+        """Tell what the pools were called for since the last time. Never raises.
 
-    def _tell(self, output: Any = None) -> None:
+        ``output`` is the scheduler's, if that has just come.
+        """
         try:
             self.untold.tell(self.step(), output)
         except Exception as error:  # an observer must never stop the engine
@@ -179,8 +179,7 @@ class PoolWatch:
     def scheduled(self, output: Any) -> None:
         """``schedule``: all of it, before what the step is told to be."""
         self.untold.outputs_tell = False
-        if self.untold.rows:
-            self._tell(output)
+        self.tell(output)
 
     def admitted(self, output: Any) -> None:
         """The tables of whom a step admitted, after it has been told."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvledger.audit import events as ev
 from kvledger.audit.engines.callers import NOBODY, Caller
-from kvledger.audit.events import FREED, TAKEN
+from kvledger.audit.events import FREED, HEAD, TAKEN
 
 if TYPE_CHECKING:
     from kvledger.audit.engines.pools import PoolWatch
@@ -23,9 +23,6 @@ TAKES = "allocate_new_blocks"
 
 ASKING_STEPS = 64
 """For so many steps every call is asked for its caller, where an output could not tell."""
-
-HEAD = 5
-"""Numbers of a call before its blocks: see :class:`~kvledger.audit.events.PoolCalls`."""
 
 
 class Untold:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from kvledger.audit.engines.observer import Observer
 from kvledger.audit.engines.v1 import V1Observer
 from kvledger.audit.hooks import Hook
 
@@ -61,8 +62,7 @@ class V1Observer020(V1Observer):
         Hook("connector", "build_connector_meta", (), after="load_planned", optional=True),
     )
 
-    def counts(self, request: Any) -> tuple[int, int, int]:
-        return self.computed(request), self.in_flight(request), self.placeholders(request)
+    counts = Observer.counts
 
     def counts_lookups(self, request: Any) -> bool:
         return True
