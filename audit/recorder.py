@@ -37,6 +37,13 @@ BATCH_EVENTS = 256
 """Events encoded at once: about 50 us of the GIL."""
 
 CAPACITY_EVENTS = 65536
+EARLY = 1 / 8
+"""Of a full queue: with so much in it the writer's thread is woken before its time."""
+
+WRITE_SECONDS = 1.0
+"""Between two writes. Each wakes a thread whose code and data are cold by then: that, and not what there
+is to write, is most of its cost."""
+
 CLOSE_SECONDS = 5.0
 """Longest that the end of the process is held up by a disk that does not answer."""
 
@@ -79,7 +86,7 @@ class Recorder:
         folder: str | Path,
         limits: Limits | None = None,
         capacity_events: int = CAPACITY_EVENTS,
-        flush_seconds: float = 0.25,
+        flush_seconds: float = WRITE_SECONDS,
     ) -> None:
         self.folder = Path(folder)
         self.wants_snapshot = True
@@ -88,7 +95,7 @@ class Recorder:
         self.writer_seconds = 0.0
         self._limits = limits
         self._full_capacity = capacity_events
-        self._capacity = capacity_events  # 0 refuses everything
+        self._take_up_to(capacity_events)
         self._flush_seconds = flush_seconds
         self._queue: deque[_Item] = deque()
         self._open = True
@@ -121,15 +128,18 @@ class Recorder:
     def record(self, event: Event) -> None:
         """Take one event. Never raises, never waits."""
         queue = self._queue
-        if len(queue) < self._capacity:
+        if len(queue) < self._early:
             queue.append(event)
+        elif len(queue) < self._capacity:
+            queue.append(event)
+            self._wake()
         else:
             self._refuse()
 
     def record_all(self, events: Sequence[Event]) -> None:
         """Take several. Never raises, never waits."""
         queue = self._queue
-        if len(queue) + len(events) <= self._capacity:
+        if len(queue) + len(events) <= self._early:
             queue.extend(events)
         else:
             for event in events:
@@ -147,7 +157,7 @@ class Recorder:
         # The writer's thread reads these in the opposite order, so it never asks twice for one.
         self._restarts += 1
         self._overflowed = False
-        self._capacity = self._full_capacity
+        self._take_up_to(self._full_capacity)
         self.wants_snapshot = False
 
     def flush(self, timeout: float | None = 5.0) -> bool:
@@ -205,7 +215,12 @@ class Recorder:
     def _refuse(self) -> None:
         self._refused += 1
         self._overflowed = True
-        self._capacity = 0
+        self._take_up_to(0)
+
+    def _take_up_to(self, events: int) -> None:
+        """So many may be queued; 0 refuses everything."""
+        self._capacity = events
+        self._early = int(events * EARLY)
 
     def _exit(self) -> None:
         """At the end of the process."""
@@ -322,7 +337,7 @@ class Recorder:
 
     def _shut(self) -> None:
         self._open = False
-        self._capacity = 0
+        self._take_up_to(0)
         self.wants_snapshot = False
 
     def _mute(self) -> None:

@@ -40,6 +40,7 @@ from benchmarks.stats import Estimate, estimate, percentile, typical_ratio
 from kvledger.audit import plugin
 from kvledger.audit.conformance.host import Setup, block_hasher, build_request, build_scheduler
 from kvledger.audit.conformance.runner import Runner, Step, tokens
+from kvledger.audit.recorder import WRITE_SECONDS
 
 LANES = ("off", "on", "again", "observed")
 """vLLM's ``log_stats`` off and on, the latter a second time, and on and observed."""
@@ -52,12 +53,6 @@ TIMED_STEPS = 2
 
 BLOCK_STEPS = TIMED_STEPS * len(ORDERS)
 """Compared together. Shorter ones would be steadier, and would not show what comes in few steps."""
-
-SETTLE_BLOCKS = 4
-"""After so many blocks the writer thread is made to write.
-
-That is every 0.1 to 0.25 s of the engine's own time; by itself it writes every 0.25 s.
-"""
 
 FAMILIES = 8
 """Shared prefixes; each has a length of its own."""
@@ -262,6 +257,22 @@ class ObservedLane(Lane):
     def __init__(self, workload: Workload, effort: Effort, folder: Path) -> None:
         super().__init__(workload, effort, log_stats=True)
         self.observer, self.recorder = observe(self.scheduler, folder, workload.level)
+        self.recorder._flush_seconds = 3600.0
+        self.write_seconds = WRITE_SECONDS
+        self._unwritten = 0.0
+
+    def step(self) -> tuple[float, float]:
+        """As a bare lane; what is to be written is written as often as if no other engine ran beside it.
+
+        By itself the writer's thread goes by the clock, on which the time of all lanes is.
+        """
+        began = time.perf_counter()
+        found = super().step()
+        self._unwritten += time.perf_counter() - began
+        if self._unwritten > self.write_seconds:
+            self.settle()
+            self._unwritten = 0.0
+        return found
 
     def settle(self) -> None:
         """Have the writer do now what it has to do."""
@@ -362,7 +373,7 @@ def _round(lanes: dict[str, Lane], effort: Effort, found: Measured, dice: random
     cpu: dict[str, list[float]] = {name: [] for name in LANES}
     wall: dict[str, list[float]] = {name: [] for name in LANES}
     before = observed.so_far()
-    for number in range(blocks):
+    for _ in range(blocks):
         spent = dict.fromkeys(LANES, 0.0)
         for order in ORDERS:
             for place in order:
@@ -373,8 +384,6 @@ def _round(lanes: dict[str, Lane], effort: Effort, found: Measured, dice: random
                     wall[names[place]].append(wall_seconds)
         for name in LANES:
             cpu[name].append(spent[name])
-        if number % SETTLE_BLOCKS == SETTLE_BLOCKS - 1:
-            observed.settle()
     writer, written, requests, tokens_ = map(operator.sub, observed.so_far(), before)
     observed.close()
     found.journal_bytes += int(written)

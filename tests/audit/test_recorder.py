@@ -111,6 +111,16 @@ def test_events_are_written_without_being_asked_for(tmp_path: Path) -> None:
     assert not is_live(tmp_path / "engine")
 
 
+def test_much_is_written_before_its_time(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "engine", capacity_events=80, flush_seconds=60)
+    recorder.restart(started(), snapshot())
+    for number in range(12):
+        recorder.record(repeated(number))
+
+    until(lambda: recorder.written_events == 14)
+    recorder.close()
+
+
 def test_the_observers_own_end_is_not_said_twice(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "engine")
     recorder.restart(started(), snapshot())
