@@ -29,6 +29,9 @@ from kvledger.audit.segments import frame as framed
 BATCH_BYTES = 64 << 10
 """A batch ends above this size, which bounds what a reader decodes and the GIL is held for."""
 
+_MARGIN = 1.25
+"""Events may be larger than those of the last batch were."""
+
 RETRY_SECONDS = 1.0
 """After a rotation failed, how long until the next is asked for; each costs a snapshot."""
 
@@ -116,19 +119,22 @@ class JournalWriter:
 
     def write(self, events: list[Event]) -> None:
         """Append ``events``. What can't be written is lost and counted."""
-        batch = self._encode_at_once(events)
-        if batch is not None:
-            self._append(batch)
-        else:
-            self._write_singly(events)
+        expected_bytes = max(1.0, self._event_bytes * _MARGIN)
+        many = max(1, int(BATCH_BYTES / expected_bytes))
+        for start in range(0, len(events) or 1, many):
+            part = events[start : start + many]
+            batch = self._encode_at_once(part)
+            if batch is not None:
+                self._append(batch)
+            else:
+                self._write_singly(part)
 
     def _encode_at_once(self, events: list[Event]) -> _Batch | None:
         """All in one call, as cold objects are best touched once.
 
-        None: they are more than a batch, as likely as not, or one of them can't be encoded.
+        None: they are more than a batch, or one of them can't be encoded.
         """
-        likely_bytes = len(events) * self._event_bytes
-        if not events or likely_bytes > BATCH_BYTES or not _EVENTS.issuperset(map(type, events)):
+        if not events or not _EVENTS.issuperset(map(type, events)):
             return None
         try:
             encoded = self._encode(events)

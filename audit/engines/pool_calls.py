@@ -30,17 +30,16 @@ def taking(watch: Any, pool: int, original: Method) -> Method:
     @functools.wraps(original)
     def get_new_blocks(num_blocks: int) -> Any:
         blocks = original(num_blocks)
-        if not blocks:
-            return blocks
         try:
             if not untold.outputs_tell:
-                add(TAKEN, pool, caller(), blocks)
-            elif len(blocks) == 1:
+                if blocks:
+                    add(TAKEN, pool, caller(), blocks)
+            elif num_blocks == 1:
                 unasked(len(rows))
-                put((TAKEN, -1, -1, 0, 1, blocks[0].block_id))
-            else:
+                put((TAKEN, -1, 0, 0, 1, blocks[0].block_id))
+            elif blocks:
                 unasked(len(rows))
-                put((TAKEN, -1, -1, 0, len(blocks), *[block.block_id for block in blocks]))
+                put((TAKEN, -1, 0, 0, len(blocks), *[block.block_id for block in blocks]))
         except Exception as error:
             watch.fail("get_new_blocks", error)
         return blocks
@@ -110,7 +109,7 @@ def unpinning(watch: Any, pool: int, original: Method) -> Method:
 
 def hashing(watch: Any, pool: int, original: Method) -> Method:
     """``cache_full_blocks``: those of its blocks that have another hash when it is over."""
-    put, name = watch.untold.rows.extend, watch.name
+    what, put, name = HASHED + 8 * pool, watch.untold.rows.extend, watch.name
     known, number_of = watch.numbers.get, watch.number
     tell_now = watch.tell if watch.stacks else None
 
@@ -135,9 +134,10 @@ def hashing(watch: Any, pool: int, original: Method) -> Method:
                     number = known(request.request_id)
                     if number is None:
                         number = number_of(request.request_id)
-                    more = len(request._all_token_ids) * 2 + (old is not None)
-                    one = block.block_id, name(new), end * block_size
-                    put((HASHED + 8 * pool, number, group, more, 3, *one))
+                    more = len(request._all_token_ids) * 2
+                    if old is not None:
+                        more += 1
+                    put((what, number, group, more, 3, block.block_id, name(new), end * block_size))
             except Exception as error:
                 watch.fail("cache_full_blocks", error)
             return result
@@ -155,7 +155,7 @@ def hashing(watch: Any, pool: int, original: Method) -> Method:
             number, length = number_of(request.request_id), request.num_tokens
             for replaced, row in enumerate(told):
                 if row:
-                    put((HASHED + 8 * pool, number, group, length * 2 + replaced, len(row), *row))
+                    put((what, number, group, length * 2 + replaced, len(row), *row))
             if tell_now is not None:
                 tell_now()
         except Exception as error:

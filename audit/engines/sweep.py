@@ -19,7 +19,7 @@ SWEEP_BLOCKS = 64
 """Blocks of each pool that are stated every other time that the engine is at rest."""
 
 SWEEP_TABLES = 4
-"""Requests whose tables are stated the times between."""
+"""Requests whose tables are stated the times between: fewer where these hold more than ``SWEEP_BLOCKS``."""
 
 WHOLE = 2
 """Of a group: a hit needs every block below it."""
@@ -76,12 +76,23 @@ class Sweep:
                     self._next_block[number] = end if end < len(pool.blocks) else 0
                     self.state_blocks(number, first, part)
             else:
-                running = watch.scheduler.running
-                first = self._next_table if self._next_table < len(running) else 0
-                self._next_table = first + SWEEP_TABLES
-                self.state_tables([request.request_id for request in running[first : self._next_table]])
+                self.state_tables(self._next_tables(watch.scheduler.running))
         except Exception as error:  # an observer must never stop the engine
             watch.fail("the sweep of the pool", error)
+
+    def _next_tables(self, running: list[Any]) -> list[str]:
+        """The next requests' names: at least one, however long its table is."""
+        first = self._next_table if self._next_table < len(running) else 0
+        names: list[str] = []
+        room = SWEEP_BLOCKS
+        for request in running[first : first + SWEEP_TABLES]:
+            name = request.request_id
+            room -= sum(len(manager.req_to_blocks.get(name, ())) for manager in self._watch.managers)
+            if names and room < 0:
+                break
+            names.append(name)
+        self._next_table = first + len(names)
+        return names
 
     def state_tables(self, names: Iterable[str]) -> None:
         """Say which blocks stand in these requests' tables, once each."""

@@ -46,6 +46,7 @@ class Untold:
         step = self._watch.step()
         self.tell(step - 1)
         self.outputs_tell = self._alone and (nobody_waits or not self._promises) and step >= self._asks_until
+        self.clear()
 
     def add(self, what: int, pool: int, caller: Caller, blocks: Sequence[Any]) -> None:
         """A call that took, touched or freed blocks, with what they count just after where that differs."""
@@ -79,28 +80,32 @@ class Untold:
         watch.record(event)
 
     def clear(self) -> None:
-        """Nothing of it will be told."""
+        """Nothing of it will be told. Calls that are not asked are written down as the first operation's."""
         self.rows.clear()
         self.unasked.clear()
         self._by.clear()
+        if self.outputs_tell:
+            self._by[TAKES] = 0
 
     def _named(self, output: Any) -> bool:
         """Write down who took what by what an output names: new blocks, or whole tables. False: not all."""
-        cached, rows, unasked = output.scheduled_cached_reqs, self.rows, self.unasked
-        known, number_of = self._watch.numbers.get, self._watch.number
+        cached, unasked = output.scheduled_cached_reqs, self.unasked
         new_ids = getattr(cached, "new_block_ids", ())
-        gifts = list(zip(compress(cached.req_ids, new_ids), filter(None, new_ids), strict=True))
-        gifts += [(new.req_id, new.block_ids) for new in output.scheduled_new_reqs]
+        names, gifts = list(compress(cached.req_ids, new_ids)), list(filter(None, new_ids))
+        told = self._named_singly(names, gifts)
+        if not unasked:
+            return True
+        rows, number_of = self.rows, self._watch.number
         others: dict[int, tuple[str, int, Sequence[int]]] = {}
+        rest = list(zip(names[told:], gifts[told:], strict=True))
         place = 0
-        more = self._by.setdefault(TAKES, len(self._by))
-        for request_id, groups in gifts:
+        for request_id, groups in rest + [(new.req_id, new.block_ids) for new in output.scheduled_new_reqs]:
             for group, ids in enumerate(groups):
                 if not ids:
                     continue
                 first = unasked[place] + HEAD if place < len(unasked) else 0
                 if first and rows[first : first + rows[first - 1]] == ids:  # the next that was taken
-                    rows[first - 4 : first - 1] = known(request_id) or number_of(request_id), group, more
+                    self._write(first, number_of(request_id), group)
                     place += 1
                 else:
                     others.setdefault(ids[-1], (request_id, group, ids))
@@ -114,6 +119,24 @@ class Untold:
             self._write(first, number_of(request_id), group)
             unasked.pop()
         return True
+
+    def _named_singly(self, names: list[str], gifts: list[Sequence[list[int]]]) -> int:
+        """The same for as long as each was given one block of one group, in the order of the calls.
+
+        That is all of a step that only decodes. Returns to how many of ``names`` it was.
+        """
+        rows, unasked = self.rows, self.unasked
+        told = 0
+        for number, groups, start in zip(map(self._watch.numbers.get, names), gifts, unasked, strict=False):
+            ids = groups[0]
+            if number is None or len(groups) != 1 or len(ids) != 1 or rows[start + HEAD - 1] != 1:
+                break
+            if rows[start + HEAD] != ids[0]:
+                break
+            rows[start + 1] = number  # group and operation are as the call was written down
+            told += 1
+        del unasked[:told]
+        return told
 
     def _write(self, first: int, number: int, group: int, operation: str = TAKES) -> None:
         """The taker, into the call whose blocks begin there."""
