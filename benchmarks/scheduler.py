@@ -14,7 +14,7 @@ the machine does meets all of them. Rules of this file:
   each other one equally often (`ORDERS`).
 - Sums over blocks of 8 timed steps are compared, and a round is the Hodges-Lehmann estimate of these ratios:
   no block is left out, and one that met a neighbour does not decide. What the writer thread used in a
-  round is spread over all of its steps.
+  round is spread over all of its steps; it writes as often as if the observed engine ran alone.
 - Every round has new engines, made in any order: where things lie in memory is worth half a percent,
   and is the same for as long as they live. The figure is the median of the rounds.
 - Two of the engines are bare and equal. What costs is compared with the mean of both; their own ratio is
@@ -262,9 +262,9 @@ class ObservedLane(Lane):
         self._unwritten = 0.0
 
     def step(self) -> tuple[float, float]:
-        """As a bare lane; what is to be written is written as often as if no other engine ran beside it.
+        """As a bare lane, and then, once a second of this lane's own time, have the journal written.
 
-        By itself the writer's thread goes by the clock, on which the time of all lanes is.
+        The writer's thread itself would go by the clock, on which the time of all lanes is.
         """
         began = time.perf_counter()
         found = super().step()
