@@ -209,8 +209,9 @@ class Recorder:
 
     def _wake(self) -> None:
         """End the writer thread's sleep, or its next."""
-        with contextlib.suppress(RuntimeError):  # somebody has, and it is not awake yet
-            self._sleep.release()
+        with contextlib.suppress(RuntimeError):  # somebody else was faster
+            if self._sleep.locked():
+                self._sleep.release()
 
     def _refuse(self) -> None:
         self._refused += 1

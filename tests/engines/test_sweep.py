@@ -9,14 +9,14 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.engines.observed import observe
+from tests.engines.observed import each, observe
 
 import kvledger
 from kvledger.audit.attach import Audit
 from kvledger.audit.conformance.driver import Driver, start
 from kvledger.audit.engines.sweep import SWEEP_BLOCKS, SWEEP_TABLES
 from kvledger.audit.engines.v1 import AT_REST_STEPS
-from kvledger.audit.events import BlocksStated
+from kvledger.audit.events import Admitted, BlocksStated, TablesStated
 
 POOL_BLOCKS = 300
 REQUESTS = 6
@@ -84,3 +84,21 @@ def test_a_larger_pool_costs_a_sweep_no_more() -> None:
         return {len(event.states) for event in events if isinstance(event, BlocksStated)}
 
     assert {SWEEP_BLOCKS} == stated(2_048) == stated(4_096)
+
+
+def test_long_tables_are_stated_one_at_a_time_and_all_in_turn() -> None:
+    blocks = SWEEP_BLOCKS // 2 + 1
+
+    def course(attach: Any) -> Driver:
+        driver = start(attach, blocks=4 * blocks)
+        for name in "abc":
+            driver.add(name, 16 * blocks - 15, 60)
+        driver.run()
+        return driver
+
+    _, events = observe(course, level="blocks")
+    admitted = max(event.step for event in events if isinstance(event, Admitted))
+    stated = [event for event in each(events) if isinstance(event, TablesStated) and event.step > admitted]
+
+    assert [len(event.rows) for event in stated] == [4 + event.rows[3] for event in stated]
+    assert 3 == len({event.rows[0] for event in stated[:3]})
