@@ -52,9 +52,7 @@ class Amount(NamedTuple):
     seconds: float
 
 
-FULL = Amount(
-    share=1.0, rounds=12, steps=160, pairs=120, replays=5, requests=(20_000, 100_000), seconds=120.0
-)
+FULL = Amount(share=1.0, rounds=8, steps=160, pairs=120, replays=5, requests=(20_000, 100_000), seconds=120.0)
 QUICK = Amount(share=0.1, rounds=2, steps=16, pairs=2, replays=2, requests=(100, 200), seconds=2.0)
 
 
@@ -184,16 +182,18 @@ part ran on {ran_on}
 scheduler, with made-up model output, and for the observed engine all CPU time of the writer thread
 besides, which writes once a second of that engine's own time. *Bare* is the same engine with its own
 statistics on, as it serves. Four engines in one process do the same steps and take turns of three: one
-observed, two bare, one without statistics. The
-first step of a turn is not timed, for it finds the caches as another engine left them. There are
-{FULL.rounds} rounds of {FULL.steps} timed steps, half as many with 1,024 running, and new engines for every
-round. Sums over 8 of them are compared, observed with the mean of both bare; a round is the
-Hodges-Lehmann estimate of these ratios, and the figure the median of the rounds with its 95 %
-bootstrap interval. *Bare / bare* compares the two bare engines in the same way: it is 1 but for what
-the benchmark itself is wrong by. All four share their classes, whose hooked methods ask at every call
-whether this engine is observed: here a bare engine asks too, 2 to 9 times a step, as it does not in
-`make instructions`. *p99 step* is wall time, compared by the round. A step of a real
-engine waits for the model besides, so there the share is less.
+observed, two bare, one without statistics; the first three are equal and are the observed one by turns,
+so that it cancels out where the memory of each lies. The first step of a turn is not timed, for it
+finds the caches as another engine left them. There are {FULL.rounds} rounds of {FULL.steps} timed
+steps, half as many with 1,024 running, and new engines for every round. Sums over 8 steps are compared,
+observed with the mean of both bare; these ratios' Hodges-Lehmann estimate, as geometric mean of the three
+that were observed, is a round's, and the figure is the median of the rounds with its 95 % bootstrap
+interval.
+*Bare / bare* compares the two bare engines in the same way: it is 1 but for what the benchmark itself is
+wrong by. All four share their classes, whose hooked methods ask at every call whether this engine is
+observed: here a bare engine asks too, 2 to 9 times a step, as it does not in `make instructions`. *p99
+step* is wall time, compared by the round. A step of a real engine waits for the model besides, so there
+the share is less.
 
 *Steady* is decode only. *Churn* has prompts of 64 to 256 tokens, partly shared, and outputs of 64 to
 256 tokens, or of 16 to 64. *Speculative* accepts a random number of three drafts; 256 requests run

@@ -15,8 +15,9 @@ the machine does meets all of them. Rules of this file:
 - Sums over blocks of 8 timed steps are compared, and a round is the Hodges-Lehmann estimate of these ratios:
   no block is left out, and one that met a neighbour does not decide. What the writer thread used in a
   round is spread over all of its steps; it writes as often as if the observed engine ran alone.
-- Every round has new engines, made in any order: where things lie in memory is worth half a percent,
-  and is the same for as long as they live. The figure is the median of the rounds.
+- Where an engine's things lie in memory is worth some percent, and is the same for as long as it lives. So
+  the three equal engines of a round are the observed one by turns, and a round is the geometric mean of
+  the three. Every round has new engines, made in any order. The figure is the median of the rounds.
 - Two of the engines are bare and equal. What costs is compared with the mean of both; their own ratio is
   1 but for what the benchmark itself is wrong by.
 """
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import operator
 import os
 import random
@@ -53,6 +55,12 @@ TIMED_STEPS = 2
 
 BLOCK_STEPS = TIMED_STEPS * len(ORDERS)
 """Compared together. Shorter ones would be steadier, and would not show what comes in few steps."""
+
+EQUAL = LANES[1:]
+"""Engines that are equal, and are the observed one by turns: each is compared with itself as well."""
+
+FRESH_STEPS = 16
+"""Untimed after another engine has become the observed one: classes have changed, and caches of the code."""
 
 FAMILIES = 8
 """Shared prefixes; each has a length of its own."""
@@ -128,12 +136,13 @@ class Effort:
     steps: int
 
     def blocks(self, workload: Workload) -> int:
-        """As many as are compared in a round."""
-        return max(1, self.steps // workload.weight // BLOCK_STEPS)
+        """As many as are compared while one engine is the observed one."""
+        return max(1, self.steps // workload.weight // BLOCK_STEPS // len(EQUAL))
 
     def sequence_tokens(self, workload: Workload) -> int:
         """As long as a request may become that never ends."""
         steps = workload.warm_up_steps + self.steps * (1 + TIMED_STEPS) // TIMED_STEPS
+        steps += len(EQUAL) * FRESH_STEPS
         return workload.prompt_tokens[1] + (steps + 8) * (workload.drafts + 1)
 
 
@@ -252,13 +261,22 @@ def _family(number: int) -> list[int]:
 
 
 class ObservedLane(Lane):
-    """A lane under the plugin's own observation, into a journal on disk."""
+    """A lane that can be under the plugin's own observation, into a journal on disk."""
 
-    def __init__(self, workload: Workload, effort: Effort, folder: Path) -> None:
+    observer: Any
+    recorder: Any
+
+    def __init__(self, workload: Workload, effort: Effort, folder: Path | None = None) -> None:
         super().__init__(workload, effort, log_stats=True)
-        self.observer, self.recorder = observe(self.scheduler, folder, workload.level)
-        self.recorder._flush_seconds = 3600.0
         self.write_seconds = WRITE_SECONDS
+        self._unwritten = -math.inf
+        if folder is not None:
+            self.begin(folder)
+
+    def begin(self, folder: Path) -> None:
+        """Be observed."""
+        self.observer, self.recorder = observe(self.scheduler, folder, self.workload.level)
+        self.recorder._flush_seconds = 3600.0
         self._unwritten = 0.0
 
     def step(self) -> tuple[float, float]:
@@ -295,6 +313,7 @@ class ObservedLane(Lane):
         """End the observation, and the journal."""
         self.observer.stop("detached")
         self.recorder.close()
+        self._unwritten = -math.inf
 
 
 def observe(scheduler: Any, folder: Path, level: str = "tokens") -> tuple[Any, Any]:
@@ -341,23 +360,21 @@ def measure(workload: Workload, effort: Effort, folder: Path, progress: Progress
     dice = random.Random(3)
     for number in range(effort.rounds):
         progress(f"{workload.name}: round {number + 1} of {effort.rounds}")
-        lanes = _build(workload, effort, folder, dice)
+        lanes = _build(workload, effort, dice)
         gc.collect()
         gc.freeze()
         try:
-            _round(lanes, effort, found, dice)
+            _round(lanes, effort, folder, found, dice)
         finally:
             gc.unfreeze()
     return found
 
 
-def _build(workload: Workload, effort: Effort, folder: Path, dice: random.Random) -> dict[str, Lane]:
-    """New lanes, warm, in any order: what stands where in memory is worth half a percent."""
+def _build(workload: Workload, effort: Effort, dice: random.Random) -> dict[str, Lane]:
+    """New lanes, warm, in any order."""
 
     def make(name: str) -> Lane:
-        if name == "observed":
-            return ObservedLane(workload, effort, folder)
-        return Lane(workload, effort, log_stats=name != "off")
+        return ObservedLane(workload, effort) if name in EQUAL else Lane(workload, effort, log_stats=False)
 
     lanes = {name: make(name) for name in dice.sample(LANES, len(LANES))}
     for lane in lanes.values():
@@ -365,13 +382,42 @@ def _build(workload: Workload, effort: Effort, folder: Path, dice: random.Random
     return lanes
 
 
-def _round(lanes: dict[str, Lane], effort: Effort, found: Measured, dice: random.Random) -> None:
+def _round(
+    lanes: dict[str, Lane], effort: Effort, folder: Path, found: Measured, dice: random.Random
+) -> None:
+    """Each of the equal lanes has each of their names once."""
+    logarithms: dict[tuple[str, str], list[float]] = {pair: [] for pair in PAIRS}
+    wall: dict[str, list[float]] = {name: [] for name in LANES}
+    for turn in range(len(EQUAL)):
+        turned = [lanes[name] for name in EQUAL[turn:] + EQUAL[:turn]]
+        cpu = _turns(lanes | dict(zip(EQUAL, turned, strict=True)), effort, folder, found, dice, wall)
+        for over, under in PAIRS:
+            logarithms[over, under].append(math.log(typical_ratio(cpu[over], cpu[under])))
+    wall["bare"] = wall["on"] + wall["again"]
+    for over, under in PAIRS:
+        found.cpu[over, under].append(math.exp(fmean(logarithms[over, under])))
+        tails = percentile(wall[over], 99), percentile(wall[under], 99)
+        found.p99[over, under].append(tails[0] / tails[1])
+
+
+def _turns(
+    lanes: dict[str, Lane],
+    effort: Effort,
+    folder: Path,
+    found: Measured,
+    dice: random.Random,
+    wall: dict[str, list[float]],
+) -> dict[str, list[float]]:
+    """CPU seconds of each lane in every block, and of ``bare``; the wall seconds of steps into ``wall``."""
     observed = lanes["observed"]
     assert isinstance(observed, ObservedLane)
+    observed.begin(folder)
     blocks = effort.blocks(observed.workload)
     names = dice.sample(LANES, len(LANES))
     cpu: dict[str, list[float]] = {name: [] for name in LANES}
-    wall: dict[str, list[float]] = {name: [] for name in LANES}
+    for _ in range(FRESH_STEPS):
+        for lane in lanes.values():
+            lane.step()
     before = observed.so_far()
     for _ in range(blocks):
         spent = dict.fromkeys(LANES, 0.0)
@@ -392,8 +438,4 @@ def _round(lanes: dict[str, Lane], effort: Effort, found: Measured, dice: random
     timed = writer * TIMED_STEPS / (1 + TIMED_STEPS)
     cpu["observed"] = [seconds + timed / blocks for seconds in cpu["observed"]]
     cpu["bare"] = list(map(fmean, zip(cpu["on"], cpu["again"], strict=True)))
-    wall["bare"] = wall["on"] + wall["again"]
-    for over, under in PAIRS:
-        found.cpu[over, under].append(typical_ratio(cpu[over], cpu[under]))
-        tails = percentile(wall[over], 99), percentile(wall[under], 99)
-        found.p99[over, under].append(tails[0] / tails[1])
+    return cpu

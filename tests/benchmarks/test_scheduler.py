@@ -6,10 +6,13 @@ import importlib.util
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
+from benchmarks import scheduler
 from benchmarks.instructions import Doubled
-from benchmarks.scheduler import BY_KEY, LANES, ORDERS, Effort, Lane
+from benchmarks.scheduler import BLOCK_STEPS, BY_KEY, EQUAL, LANES, ORDERS, Effort, Lane
 
 real_engine = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="steps a real vLLM")
 
@@ -35,6 +38,24 @@ def test_a_lane_that_does_all_around_the_scheduler_twice_steps_as_any_other(key:
 
     assert state(stepped(Lane(workload, effort, log_stats=True))) == state(stepped(doubled))
     assert doubled.clients.requests == doubled.twin.requests > 0
+
+
+@real_engine
+def test_each_equal_lane_is_the_observed_one_once_a_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observe, seen = scheduler.observe, []
+
+    def seeing(engine: Any, *rest: Any) -> Any:
+        seen.append(engine)
+        return observe(engine, *rest)
+
+    monkeypatch.setattr(scheduler, "observe", seeing)
+    workload = replace(BY_KEY["churn-short"], running=8)
+    found = scheduler.measure(workload, Effort(1, BLOCK_STEPS), tmp_path, lambda _: None)
+
+    assert len(EQUAL) == len(seen) == len(set(map(id, seen)))
+    assert {1} == {len(ratios) for ratios in (*found.cpu.values(), *found.p99.values())}
 
 
 def test_every_lane_has_every_place_once() -> None:
