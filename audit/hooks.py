@@ -13,8 +13,9 @@ from __future__ import annotations
 import functools
 import inspect
 import time
+import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple, cast
 
 PATIENCE = 5
 """Failures of one hook after which it removes itself."""
@@ -46,105 +47,109 @@ class Hook(NamedTuple):
     asleep: bool = False
 
 
-class Clock:
-    """While ``on``, ``nanoseconds`` grows by what observers take; the host's own time is not in it."""
-
-    __slots__ = ("nanoseconds", "on")
-
-    def __init__(self) -> None:
-        self.on = False
-        self.nanoseconds = 0
-
-
-class Dispatcher:
-    """A method of a class, replaced by one that asks whether *this* instance is watched.
-
-    Nothing is set on the instance: touching its ``__dict__`` would cost every later attribute access
-    of it (CPython 3.11 and later keep attributes inline until then), and an engine step makes
-    thousands. The class gets its own attribute back when its last watched instance is let go.
-    """
-
-    installed: ClassVar[dict[tuple[type, str], Dispatcher]] = {}
-
-    def __init__(self, cls: type, name: str) -> None:
-        self.cls = cls
-        self.name = name
-        self.watched: dict[int, list[Callable[..., Any]]] = {}
-        """Wrappers of one instance, by its id; the last one is called."""
-        self.let_go: list[Callable[..., Any]] = []
-        """Wrappers that passed away beneath others, which still call through them."""
-        self._raw = cls.__dict__.get(name)
-        self.original: Callable[..., Any] = getattr(cls, name)
-        original, watched = self.original, self.watched
-
-        @functools.wraps(original)
-        def dispatch(instance: Any, *args: Any, **kwargs: Any) -> Any:
-            wrappers = watched.get(id(instance))
-            if wrappers:
-                return wrappers[-1](*args, **kwargs)
-            return original(instance, *args, **kwargs)
-
-        self.method = dispatch
-        setattr(cls, name, dispatch)
-
-    @classmethod
-    def of(cls, owner: Any, name: str) -> Dispatcher | None:
-        """The dispatcher of a live object's method; None if the attribute is the object's own."""
-        kind = type(owner)
-        method = getattr(owner, name)
-        found = getattr(kind, name, None)
-        if not (inspect.ismethod(method) and method.__self__ is owner and method.__func__ is found):
-            return None
-        known = cls.installed.get((kind, name))
-        if known is None or known.method is not found:
-            known = cls.installed[kind, name] = Dispatcher(kind, name)
-        return known
-
-    def release(self) -> None:
-        """Give the class its attribute back, once nobody is watched through it."""
-        if self.watched or self.cls.__dict__.get(self.name) is not self.method:
-            return
-        Dispatcher.installed.pop((self.cls, self.name), None)
-        if self._raw is None:
-            delattr(self.cls, self.name)
-        else:
-            setattr(self.cls, self.name, self._raw)
-
-
 class Wrapping:
-    """One method of one live object, observed; the object is held until :meth:`undo`."""
+    """One method of one live object, replaced by an attribute of the object itself until :meth:`undo`.
+
+    The object's ``__dict__`` is not touched: CPython would give up its inline attributes then, and an
+    engine step reads thousands. Raises :class:`EngineMismatch` where the object takes no attribute.
+    """
 
     def __init__(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Any]) -> None:
         self.owner = owner
         self.name = name
-        self._dispatcher = Dispatcher.of(owner, name)
-        if self._dispatcher is None:
-            self._raw = vars(owner).get(name)
-            self.wrapper = make(getattr(owner, name))
+        self._covered = getattr(owner, name)
+        self.wrapper = make(self._covered)
+        try:
             setattr(owner, name, self.wrapper)
-        else:
-            wrappers = self._dispatcher.watched.setdefault(id(owner), [])
-            inner = wrappers[-1] if wrappers else self._dispatcher.original.__get__(owner)
-            self.wrapper = make(inner)
-            wrappers.append(self.wrapper)
+        except AttributeError as error:
+            raise EngineMismatch(f"{type(owner).__name__} can't be given a {name}") from error
 
     def undo(self) -> bool:
         """Take it off; False if somebody has wrapped it again since (ours then passes through)."""
-        if self._dispatcher is None:
-            if vars(self.owner).get(self.name) is not self.wrapper:
-                return False
-            setattr(self.owner, self.name, self._raw)
-            return True
-        watched = self._dispatcher.watched
-        wrappers = watched.get(id(self.owner), [])
-        on_top = bool(wrappers) and wrappers[-1] is self.wrapper
-        self._dispatcher.let_go.append(self.wrapper)
-        while wrappers and wrappers[-1] in self._dispatcher.let_go:
-            self._dispatcher.let_go.remove(wrappers.pop())
-        if not wrappers:
-            watched.pop(id(self.owner), None)
-            self._dispatcher.release()
-        return on_top
+        if getattr(self.owner, self.name, None) is not self.wrapper:
+            _let_go[self.wrapper] = self._covered
+            return False
+        covered = self._covered
+        while covered in _let_go:  # another of ours, that was to go before this one
+            covered = _let_go.pop(covered)
+        delattr(self.owner, self.name)
+        if getattr(self.owner, self.name, None) != covered:  # it was the object's own, not its class's
+            setattr(self.owner, self.name, covered)
+        return True
+
+
+_let_go: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""Wrappers that are still called through, and what each covers."""
+
+
+WRAPPER = """
+def make(original, before, after, boundary, aside, failed):
+    stands_aside = False
+
+    def {name}({parameters}):
+        if stands_aside:
+            return aside({parameters}){before}
+        result = original({parameters}){after}{boundary}
+        return result
+
+    def stand_aside(whether):
+        nonlocal stands_aside
+        stands_aside = whether
+
+    return {name}, stand_aside
+"""
+"""A wrapper with the parameters of what it wraps: to gather them anew costs more than all the rest of it."""
+
+BEFORE = """
+        try:
+            token = before({parameters})
+        except Exception as error:
+            token = None
+            failed(error)"""
+
+AFTER = """
+        if not stands_aside:
+            try:
+                after({token}, result, {parameters})
+            except Exception as error:
+                failed(error)"""
+
+BOUNDARY = """
+        boundary()"""
+
+WORDS = frozenset(
+    ("after", "aside", "before", "boundary", "error", "failed", "original", "result", "stands_aside", "token")
+)
+"""What a wrapper itself uses, so that no parameter of it may be named so."""
+
+ANY = "*args, **kwargs"
+"""Parameters of a wrapper whose host's can't be written out."""
+
+
+@functools.cache
+def _template(name: str, listed: str, parts: tuple[bool, bool, bool]) -> Callable[..., Any]:
+    """The function ``make`` of :data:`WRAPPER`, with these of its parts."""
+    before, after, boundary = parts
+    source = WRAPPER.format(
+        name=name,
+        parameters=listed,
+        before=BEFORE.format(parameters=listed) if before else "",
+        after=AFTER.format(token="token" if before else "None", parameters=listed) if after else "",
+        boundary=BOUNDARY if boundary else "",
+    )
+    made: dict[str, Any] = {"__name__": __name__}
+    exec(compile(source, f"<kvledger: {name}>", "exec"), made)
+    return cast("Callable[..., Any]", made["make"])
+
+
+def _written_out(method: Callable[..., Any]) -> tuple[str, tuple[Any, ...]]:
+    """A method's parameters as a wrapper lists them, and the defaults of the last."""
+    plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    found = inspect.signature(method).parameters.values()
+    if any(each.kind is not plain or each.name in WORDS for each in found):
+        return ANY, ()
+    defaults = tuple(each.default for each in found if each.default is not each.empty)
+    return ", ".join(each.name for each in found), defaults
 
 
 class Hooks:
@@ -163,7 +168,9 @@ class Hooks:
         boundary: Callable[[], None] | None = None,
     ) -> None:
         self.failures: dict[str, int] = {}
-        self.clock = Clock()
+        self.timed = False
+        self.nanoseconds = 0
+        """Taken by observers while they were timed; the host's own time is not in it."""
         self.live: list[str] = []
         self._failed = failed
         self._boundary = boundary
@@ -171,6 +178,7 @@ class Hooks:
         self._wrappings: dict[str, Wrapping] = {}
         self._silenced: list[Wrapping] = []
         self._asleep: dict[str, tuple[Hook, Any]] = {}
+        self._aside: dict[str, Callable[[bool], None]] = {}
         rows = check(table, root)
         try:
             for hook, owner in rows:
@@ -192,12 +200,24 @@ class Hooks:
         make = functools.partial(self._observed, name, hook, self._observer)
         self._wrappings[name] = Wrapping(owner, hook.method, make)
         self.live.append(name)
+        self._aside[name](self.timed)
+
+    def _take_off(self, name: str) -> None:
+        """Whoever calls the wrapper still is led past the observer."""
+        self._aside.pop(name)(True)
+        self._wrappings.pop(name).undo()
+
+    def time(self, whether: bool) -> None:
+        """Time the observers from now on, or no more."""
+        self.timed = whether
+        for stand_aside in self._aside.values():
+            stand_aside(whether)
 
     def remove(self) -> None:
         """Put every wrapped attribute back. What cannot be put back becomes a pass-through."""
         self._asleep.clear()
         for name in list(self._wrappings):
-            self._wrappings.pop(name).undo()
+            self._take_off(name)
         for wrapping in self._silenced:
             wrapping.undo()
         self._silenced.clear()
@@ -209,49 +229,52 @@ class Hooks:
         before: Observer | None = getattr(observer, hook.before) if hook.before else None
         after: Observer | None = getattr(observer, hook.after) if hook.after else None
         boundary = self._boundary if hook.boundary else None
-        wrappings, clock = self._wrappings, self.clock
+        parts = before is not None, after is not None, boundary is not None
+        names, defaults = _written_out(original)
+        failed = functools.partial(self._fail, name)
 
-        @functools.wraps(original)
-        def observed(*args: Any, **kwargs: Any) -> Any:
-            if name not in wrappings:
+        def aside(*args: Any, **kwargs: Any) -> Any:
+            """The same, timed; or the host's own alone, where this hook was removed."""
+            if name not in self._wrappings:
                 return original(*args, **kwargs)
-            began = time.perf_counter_ns() if clock.on else 0
-            token = None
+            began, token = time.perf_counter_ns(), None
             if before is not None:
                 try:
                     token = before(*args, **kwargs)
                 except Exception as error:  # an observer must never stop the engine
                     self._fail(name, error)
-            if began:
-                clock.nanoseconds += time.perf_counter_ns() - began
+            self.nanoseconds += time.perf_counter_ns() - began
             result = original(*args, **kwargs)
-            began = time.perf_counter_ns() if clock.on else 0
-            if after is not None and name in wrappings:
+            began = time.perf_counter_ns()
+            if after is not None and name in self._wrappings:
                 try:
                     after(token, result, *args, **kwargs)
                 except Exception as error:  # an observer must never stop the engine
                     self._fail(name, error)
-            if began:
-                clock.nanoseconds += time.perf_counter_ns() - began
+            self.nanoseconds += time.perf_counter_ns() - began
             if boundary is not None:
                 boundary()
             return result
 
-        return observed
+        observed, self._aside[name] = _template(hook.method, names, parts)(
+            original, before, after, boundary, aside, failed
+        )
+        observed.__defaults__ = defaults
+        return functools.update_wrapper(observed, original)
 
     def _fail(self, name: str, error: Exception) -> None:
         try:
             count = self.failures[name] = self.failures.get(name, 0) + 1
             removed = count >= PATIENCE
-            if removed:
-                wrapping = self._wrappings.pop(name, None)
-                if wrapping is not None:
-                    wrapping.undo()
-                    self.live.remove(name)
+            if removed and name in self._wrappings:
+                self._take_off(name)
+                self.live.remove(name)
             self._failed(name, error, removed)
         except Exception:  # nothing leaves a hook, not even this
             self._silenced += self._wrappings.values()
             self._wrappings.clear()
+            self.time(True)
+            self._aside.clear()
 
 
 def check(table: tuple[Hook, ...], root: Any) -> list[tuple[Hook, Any]]:

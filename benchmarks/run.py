@@ -52,7 +52,7 @@ class Amount(NamedTuple):
     seconds: float
 
 
-FULL = Amount(share=1.0, rounds=8, steps=160, pairs=120, replays=5, requests=(20_000, 100_000), seconds=120.0)
+FULL = Amount(share=1.0, rounds=8, steps=400, pairs=120, replays=5, requests=(20_000, 100_000), seconds=120.0)
 QUICK = Amount(share=0.1, rounds=2, steps=16, pairs=2, replays=2, requests=(100, 200), seconds=2.0)
 
 
@@ -190,10 +190,8 @@ observed with the mean of both bare; these ratios' Hodges-Lehmann estimate, as g
 that were observed, is a round's, and the figure is the median of the rounds with its 95 % bootstrap
 interval.
 *Bare / bare* compares the two bare engines in the same way: it is 1 but for what the benchmark itself is
-wrong by. All four share their classes, whose hooked methods ask at every call whether this engine is
-observed: here a bare engine asks too, 2 to 9 times a step, as it does not in `make instructions`. *p99
-step* is wall time, compared by the round. A step of a real engine waits for the model besides, so there
-the share is less.
+wrong by. *p99 step* is wall time, compared by the round. A step of a real engine waits for the model
+besides, so there the share is less.
 
 *Steady* is decode only. *Churn* has prompts of 64 to 256 tokens, partly shared, and outputs of 64 to
 256 tokens, or of 16 to 64. *Speculative* accepts a random number of three drafts; 256 requests run

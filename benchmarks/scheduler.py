@@ -60,7 +60,7 @@ EQUAL = LANES[1:]
 """Engines that are equal, and are the observed one by turns: each is compared with itself as well."""
 
 FRESH_STEPS = 16
-"""Untimed after another engine has become the observed one: classes have changed, and caches of the code."""
+"""Untimed after another engine has become the observed one."""
 
 FAMILIES = 8
 """Shared prefixes; each has a length of its own."""

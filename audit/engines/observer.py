@@ -214,22 +214,22 @@ class Observer:
 
     def _time_some(self) -> None:
         """Time the hooks until it is asked for again, once in a while."""
-        clock = self.hooks.clock if self.hooks is not None else None
-        if clock is None:
+        hooks = self.hooks
+        if hooks is None:
             return
-        if clock.on:
+        if hooks.timed:
             self._timed_steps += self._step - self._timed_from
-            clock.on = False
+            hooks.time(False)
         elif not self._step % TIMED_STEPS:
             self._timed_from = self._step
-            clock.on = True
+            hooks.time(True)
 
     def _hook_time(self) -> tuple[int, int]:
         """Microseconds in hooks, and the steps in which they were timed, since the last time."""
         if self.hooks is None or not self._timed_steps:
             return -1, 0
-        told = self.hooks.clock.nanoseconds // 1000, self._timed_steps
-        self.hooks.clock.nanoseconds = self._timed_steps = 0
+        told = self.hooks.nanoseconds // 1000, self._timed_steps
+        self.hooks.nanoseconds = self._timed_steps = 0
         return told
 
     def _census(self, now: int) -> None:

@@ -5,7 +5,7 @@ Every pool of the engine, and the few methods of its scheduler and managers in w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from kvledger.audit.hooks import EngineMismatch, Hook, check
@@ -32,32 +32,6 @@ SCHEDULER: tuple[Hook, ...] = (Hook("", "_free_blocks", (("request",),), after="
 ALL_GROUPS: tuple[Hook, ...] = (
     Hook("", "pop_blocks_for_free", (("request",),), after="deferred", optional=True),  # since 0.24
 )
-
-
-class OnInstance:
-    """A pool's method, wrapped on the pool itself: it is called too often for a dispatcher.
-
-    An attribute that is set stands beside the pool's others, and costs them nothing; see
-    :class:`~kvledger.audit.hooks.Dispatcher` for what would.
-    """
-
-    def __init__(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Any]) -> None:
-        self.owner = owner
-        self.name = name
-        self.wrapper = make(getattr(owner, name))
-        setattr(owner, name, self.wrapper)
-
-    @staticmethod
-    def fits(owner: Any, name: str) -> bool:
-        """Whether nobody has set it on the object before."""
-        return getattr(getattr(owner, name), "__func__", None) is getattr(type(owner), name, None)
-
-    def undo(self) -> bool:
-        """Take it off; False if somebody has wrapped it again since (ours then passes through)."""
-        if getattr(self.owner, self.name) is not self.wrapper:
-            return False
-        delattr(self.owner, self.name)
-        return True
 
 
 def unreadable(managers: Iterable[Any]) -> list[str]:

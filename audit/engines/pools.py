@@ -24,7 +24,6 @@ from kvledger.audit.engines.pool_hooks import (
     MANAGER,
     POOL,
     SCHEDULER,
-    OnInstance,
     evicts,
     unreadable,
 )
@@ -71,7 +70,7 @@ class PoolWatch:
         self.parted: set[int] = set()
         """Pools in which a block was hashed for a part of its tokens: one block, several hashes."""
         self.sweep = Sweep(self)
-        self._wrappings: list[Wrapping | OnInstance] = []
+        self._wrappings: list[Wrapping] = []
         self._active = True
         try:
             self._wrap()
@@ -93,8 +92,7 @@ class PoolWatch:
             for hook, owner in check(table, root) if root is not None else ():
                 rows.append((owner, hook.method, self._after(getattr(self, hook.after))))
         for owner, method, make in rows:
-            on_class = owner in (self.scheduler, self._manager) or not OnInstance.fits(owner, method)
-            self._wrappings.append((Wrapping if on_class else OnInstance)(owner, method, make))
+            self._wrappings.append(Wrapping(owner, method, make))
 
     def _after(self, see: Callable[..., None]) -> Callable[[Callable[..., Any]], Any]:
         return lambda original: pool_calls.after(self, original, see)

@@ -55,7 +55,7 @@ def test_an_observer_sees_arguments_and_result_and_the_caller_its_own_result() -
 
     assert host.run(3, fast=True) == 6
     assert host.part.load("a") == "A"
-    assert [("before (3,)", 6, (3,), {"fast": True}), (None, "A", ("a",), {})] == watcher.seen
+    assert [("before (3, True)", 6, (3, True), {}), (None, "A", ("a",), {})] == watcher.seen
 
 
 def test_removing_leaves_no_trace() -> None:
@@ -91,6 +91,62 @@ def test_a_wrapper_put_over_ours_stays_and_ours_passes_through() -> None:
     assert watcher.seen == []
 
 
+def test_wrappers_may_be_taken_off_in_any_order() -> None:
+    host, watcher = Host(), Watcher()
+    first, second, third = (hooks((RUN,), host, watcher) for _ in range(3))
+    first.remove()
+    second.remove()
+    assert host.run(3) == 6
+    assert 1 == len(watcher.seen)
+
+    third.remove()
+    assert "run" not in vars(host)
+
+
+def test_what_the_caller_leaves_out_is_seen_as_it_is() -> None:
+    host, watcher = Host(), Watcher()
+    hooks((RUN,), host, watcher)
+    host.run(tokens=3)
+
+    assert [("before (3, False)", 6, (3, False), {})] == watcher.seen
+
+
+@pytest.mark.parametrize("how", [{"tokens": 3, "fast": True}, {"tokens": 3}])
+def test_parameters_that_cant_be_written_out_are_handed_on(how: dict[str, Any]) -> None:
+    class Strict(Host):
+        def run(self, *, tokens: int, fast: bool = False) -> int:  # type: ignore[override]
+            return tokens + fast
+
+    host, watcher = Strict(), Watcher()
+    hooks((RUN,), host, watcher)
+
+    assert host.run(**how) == 3 + how.get("fast", 0)
+    assert how == watcher.seen[0][3]
+
+
+@pytest.mark.parametrize("name", ["token", "result", "failed"])
+def test_a_parameter_may_have_any_name(name: str) -> None:
+    host, watcher = Host(), Watcher()
+    made: dict[str, Any] = {}
+    exec(f"def run({name}): return {name} * 2", made)
+    host.run = made["run"]  # type: ignore[method-assign]
+    hooks((RUN._replace(parameters=()),), host, watcher)
+
+    assert host.run(3) == 6
+    assert [("before (3,)", 6, (3,), {})] == watcher.seen
+
+
+def test_an_object_that_takes_no_attribute_is_refused() -> None:
+    class Closed:
+        __slots__ = ()
+
+        def run(self, tokens: int, fast: bool = False) -> int:
+            return tokens
+
+    with pytest.raises(EngineMismatch, match="Closed can't be given a run"):
+        Hooks((RUN,), Closed(), Watcher(), lambda *_: None)
+
+
 def test_the_wrapper_keeps_name_doc_and_signature() -> None:
     import inspect
 
@@ -114,6 +170,21 @@ def test_a_failing_observer_never_reaches_the_caller_and_removes_itself() -> Non
     assert {"run": PATIENCE} == ours.failures
     assert ["part.load"] == ours.live
     assert "run" not in vars(host)
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_what_an_observer_saw_begin_it_does_not_see_end_once_it_is_removed(timed: bool) -> None:
+    class Removing(Host):
+        def run(self, tokens: int, fast: bool = False) -> int:
+            ours.remove()
+            return tokens
+
+    host, watcher = Removing(), Watcher()
+    ours = hooks((RUN,), host, watcher)
+    ours.time(timed)
+
+    assert host.run(3) == 3
+    assert [] == watcher.seen
 
 
 def test_a_failing_failure_handler_does_not_reach_the_caller_either() -> None:
@@ -200,7 +271,7 @@ def test_only_a_boundary_may_raise() -> None:
         host.run(1)
 
 
-def test_the_clock_takes_the_observers_time_and_not_the_hosts() -> None:
+def test_only_the_observers_time_is_taken() -> None:
     class Slow(Host):
         def run(self, tokens: int, fast: bool = False) -> int:
             time.sleep(0.05)
@@ -214,9 +285,9 @@ def test_the_clock_takes_the_observers_time_and_not_the_hosts() -> None:
     host = Slow()
     watched = hooks((RUN,), host, Watching())
     host.run(1)
-    untimed = watched.clock.nanoseconds
-    watched.clock.on = True
+    untimed = watched.nanoseconds
+    watched.time(True)
     host.run(1)
 
     assert 0 == untimed
-    assert 1_000_000 <= watched.clock.nanoseconds < 50_000_000
+    assert 1_000_000 <= watched.nanoseconds < 50_000_000
