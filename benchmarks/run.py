@@ -52,7 +52,7 @@ class Amount(NamedTuple):
     seconds: float
 
 
-FULL = Amount(share=1.0, rounds=8, steps=400, pairs=120, replays=5, requests=(20_000, 100_000), seconds=120.0)
+FULL = Amount(share=1.0, rounds=7, steps=288, pairs=120, replays=5, requests=(20_000, 100_000), seconds=120.0)
 QUICK = Amount(share=0.1, rounds=2, steps=16, pairs=2, replays=2, requests=(100, 200), seconds=2.0)
 
 
