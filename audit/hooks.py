@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import time
 import weakref
 from collections.abc import Callable
@@ -84,7 +85,7 @@ _let_go: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 WRAPPER = """
 def make(original, before, after, boundary, aside, failed):
-    stands_aside = False
+    stands_aside = gone = False
 
     def {name}({parameters}):
         if stands_aside:
@@ -92,9 +93,9 @@ def make(original, before, after, boundary, aside, failed):
         result = original({parameters}){after}{boundary}
         return result
 
-    def stand_aside(whether):
-        nonlocal stands_aside
-        stands_aside = whether
+    def stand_aside(whether, for_good=False):
+        nonlocal stands_aside, gone
+        stands_aside, gone = whether, for_good
 
     return {name}, stand_aside
 """
@@ -108,7 +109,7 @@ BEFORE = """
             failed(error)"""
 
 AFTER = """
-        if not stands_aside:
+        if not gone:
             try:
                 after({token}, result, {parameters})
             except Exception as error:
@@ -117,9 +118,7 @@ AFTER = """
 BOUNDARY = """
         boundary()"""
 
-WORDS = frozenset(
-    ("after", "aside", "before", "boundary", "error", "failed", "original", "result", "stands_aside", "token")
-)
+WORDS = re.compile("after|aside|before|boundary|error|failed|gone|original|result|stands_aside|token")
 """What a wrapper itself uses, so that no parameter of it may be named so."""
 
 ANY = "*args, **kwargs"
@@ -146,7 +145,7 @@ def _written_out(method: Callable[..., Any]) -> tuple[str, tuple[Any, ...]]:
     """A method's parameters as a wrapper lists them, and the defaults of the last."""
     plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
     found = inspect.signature(method).parameters.values()
-    if any(each.kind is not plain or each.name in WORDS for each in found):
+    if any(each.kind is not plain or WORDS.fullmatch(each.name) for each in found):
         return ANY, ()
     defaults = tuple(each.default for each in found if each.default is not each.empty)
     return ", ".join(each.name for each in found), defaults
@@ -178,7 +177,7 @@ class Hooks:
         self._wrappings: dict[str, Wrapping] = {}
         self._silenced: list[Wrapping] = []
         self._asleep: dict[str, tuple[Hook, Any]] = {}
-        self._aside: dict[str, Callable[[bool], None]] = {}
+        self._aside: dict[str, Callable[..., None]] = {}
         rows = check(table, root)
         try:
             for hook, owner in rows:
@@ -204,7 +203,7 @@ class Hooks:
 
     def _take_off(self, name: str) -> None:
         """Whoever calls the wrapper still is led past the observer."""
-        self._aside.pop(name)(True)
+        self._aside.pop(name)(True, for_good=True)
         self._wrappings.pop(name).undo()
 
     def time(self, whether: bool) -> None:
@@ -273,7 +272,8 @@ class Hooks:
         except Exception:  # nothing leaves a hook, not even this
             self._silenced += self._wrappings.values()
             self._wrappings.clear()
-            self.time(True)
+            for stand_aside in self._aside.values():
+                stand_aside(True, for_good=True)
             self._aside.clear()
 
 

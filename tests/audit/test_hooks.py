@@ -173,6 +173,36 @@ def test_a_failing_observer_never_reaches_the_caller_and_removes_itself() -> Non
 
 
 @pytest.mark.parametrize("timed", [False, True])
+def test_an_observer_may_begin_or_end_the_timing_of_what_it_sees(timed: bool) -> None:
+    class Timing(Watcher):
+        def before(self, *args: Any, **kwargs: Any) -> str:
+            ours.time(not timed)
+            return super().before(*args, **kwargs)
+
+    host, watcher = Host(), Timing()
+    ours = hooks((RUN,), host, watcher)
+    ours.time(timed)
+
+    assert host.run(3) == 6
+    assert [("before (3, False)", 6, (3, False), {})] == watcher.seen
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_an_observer_that_fails_for_the_last_time_is_not_told_of_the_end(timed: bool) -> None:
+    class Failing(Watcher):
+        def before(self, *args: Any, **kwargs: Any) -> str:
+            raise RuntimeError("a broken observer")
+
+    host, watcher = Host(), Failing()
+    ours = hooks((RUN,), host, watcher)
+    ours.time(timed)
+    for _ in range(PATIENCE + 1):
+        host.run(3)
+
+    assert PATIENCE - 1 == len(watcher.seen)
+
+
+@pytest.mark.parametrize("timed", [False, True])
 def test_what_an_observer_saw_begin_it_does_not_see_end_once_it_is_removed(timed: bool) -> None:
     class Removing(Host):
         def run(self, tokens: int, fast: bool = False) -> int:
