@@ -58,15 +58,19 @@ class StepLog:
         self.ids: dict[str, int] = {}
         self.held: list[ev.Event] | None = None
         self.calls: list[Any] = []
+        self.call_rows: list[int] = []
         """What is told by ``tell_calls`` before any event: the calls of pools, where they are watched."""
         self.tell_calls: Callable[[], None] = self.calls.clear
         self.undelivered = 0
         self.flushed_at = 0
         self._next_id = 0
         self._began = time.monotonic_ns()
+        self.quiet = False
+        """The last step was one token for each of ``names`` and so was its output, and nothing has come
+        between: a step that names them again with as many tokens, and an output of ``ones``, equal these."""
         # The last step, as the reader knows it: who, how many tokens each, drafts where there are any.
         # Where there are no counts each had one but those in _odd.
-        self._names: list[str] = []
+        self.names: list[str] = []
         self._counts: list[int] | None = None
         self._odd: dict[str, int] = {}
         self._drafting: list[str] = []
@@ -80,9 +84,9 @@ class StepLog:
         self._told_whole: list[int] | None = None
         self._sampled: dict[str, int] = {}
         self._sampled_behind = False
-        self._ones: list[int] = []
-        self._same_step = 0
-        self._repeats = 0
+        self.ones: list[int] = []
+        self.same_step = 0
+        self.repeats = 0
 
     def now(self) -> int:
         """Microseconds since this log began."""
@@ -102,44 +106,45 @@ class StepLog:
         if held is not None and type(event) is not ev.LoadFailed:
             held.append(event)
             return
-        if self.calls:
+        if self.calls or self.call_rows:
             self.tell_calls()
-        if self._repeats or self._same_step:
+        if self.repeats or self.same_step:
             self.say_held_back(event.at)
         self.sink.record(event)
 
     def emit_all(self, events: Sequence[ev.Event]) -> None:
         """Tell several, at least one, after everything that came before them; also what has been held."""
-        if self.calls:
+        if self.calls or self.call_rows:
             self.tell_calls()
-        if self._repeats or self._same_step:
+        if self.repeats or self.same_step:
             self.say_held_back(events[0].at)
         self.sink.record_all(events)
 
     def say_held_back(self, now: int) -> None:
         """Equal steps so far are told, and a step still without output, before what differs."""
         self.flushed_at = now
-        if self._repeats:
-            self.sink.record(ev.Repeated(now, self._repeats))
-            self._repeats = 0
-        if self._same_step:
-            self.sink.record(ev.Stepped(now, self._same_step, [], []))
-            self._same_step = 0
+        if self.repeats:
+            self.sink.record(ev.Repeated(now, self.repeats))
+            self.repeats = 0
+        if self.same_step:
+            self.sink.record(ev.Stepped(now, self.same_step, [], []))
+            self.same_step = 0
 
     def flush(self, now: int) -> None:
         """Tell equal steps that have only been counted for longer than ``FLUSH_SECONDS``."""
-        if self._repeats and now - self.flushed_at >= FLUSH_SECONDS * 1e6:
+        if self.repeats and now - self.flushed_at >= FLUSH_SECONDS * 1e6:
             self.say_held_back(now)
 
     def restart(self, started: ev.EngineStarted, snapshot: ev.Snapshot) -> None:
         """Begin anew: the next step names everyone."""
         self.tell_calls()
         self.say_held_back(snapshot.at)
-        self._names, self._counts, self._odd = [], None, {}
+        self.names, self._counts, self._odd = [], None, {}
         self._drafting, self._drafts = [], []
         self._dropped = []
         self._told_whole = None
         self._sampled, self._sampled_behind = dict.fromkeys(self.ids, UNTOLD), False
+        self.quiet = False
         self._order = self._lengths = None
         self.sink.restart(started, snapshot)
 
@@ -151,6 +156,7 @@ class StepLog:
             self._remember_sampled()
         self._sampled[request_id] = UNTOLD
         self._lengths = None
+        self.quiet = False
 
     def scheduled_singly(
         self, step: int, names: list[str], tokens: dict[str, int], total: int, requests: dict[str, Any]
@@ -160,8 +166,9 @@ class StepLog:
         ``total`` is the sum of ``tokens``. False if it is another step, and nothing has been told then.
         Nothing here goes through the requests one by one, as long as their order is the same.
         """
+        self.quiet = False
         anew = self._anew
-        if self._drafts or names != self._names:
+        if self._drafts or names != self.names:
             return False
         counts = [tokens.get(name, 0) for name in anew]
         if 0 in counts or len(tokens) != len(names) + len(counts) or total != len(names) + sum(counts):
@@ -169,10 +176,10 @@ class StepLog:
         if self._counts is not None:
             self._odd = {name: count for name, count in zip(names, self._counts, strict=True) if count != 1}
             self._counts = None
-        if self._same_step:
+        if self.same_step:
             self.say_held_back(self.now())
         if not (self._odd or anew or self._dropped):
-            self._same_step = step
+            self.same_step = step
             return True
         ids = self.ids
         changed: list[int] = []
@@ -184,7 +191,7 @@ class StepLog:
             if count != 1:
                 self._odd[name] = count
         self.emit(ev.Stepped(self.now(), step, changed, self._dropped))
-        self._names += anew
+        self.names += anew
         self._anew, self._dropped = {}, []
         return True
 
@@ -200,21 +207,22 @@ class StepLog:
 
         ``ran_before`` are requests among them in the same order, known to the caller.
         """
-        if self._same_step:
+        self.quiet = False
+        if self.same_step:
             self.say_held_back(self.now())
         names = list(tokens) if len(ran_before) != len(tokens) else ran_before
         counts = list(tokens.values())
         if self._counts is None:
-            self._counts = list(map(self._odd.get, self._names, repeat(1)))
+            self._counts = list(map(self._odd.get, self.names, repeat(1)))
         drafting, drafted = list(drafts), list(map(len, drafts.values()))
         if (
             not (self._anew or self._dropped)
             and counts == self._counts
             and drafted == self._drafts
-            and names == self._names
+            and names == self.names
             and drafting == self._drafting
         ):
-            self._same_step = step
+            self.same_step = step
             return
         before = dict(zip(self._drafting, self._drafts, strict=True))
         self._drafting, self._drafts = drafting, drafted
@@ -232,10 +240,10 @@ class StepLog:
         requests: dict[str, Any],
     ) -> None:
         ids, anew, dropped, last = self.ids, self._anew, self._dropped, self._counts or []
-        if names == [*self._names, *anew]:  # as ever: who ran before, then who was admitted
+        if names == [*self.names, *anew]:  # as ever: who ran before, then who was admitted
             known = [*last, *repeat(0, len(anew))]
         else:
-            before = dict(zip(self._names, last, strict=True))
+            before = dict(zip(self.names, last, strict=True))
             known = [0 if name in anew else before.pop(name, 0) for name in names]
             dropped += sorted(ids[name] for name in before if name not in anew or name not in names)
         differ = [(names[place], counts[place]) for place in _differing(counts, known)]
@@ -247,18 +255,18 @@ class StepLog:
         changed: list[int] = []
         for name, count in differ:
             changed += (ids[name], count, drafts.get(name, 0), requests[name].num_computed_tokens)
-        self._names, self._counts = names, counts
+        self.names, self._counts = names, counts
         self._anew, self._dropped = {}, []
         if changed or dropped:
             self.emit(ev.Stepped(self.now(), step, changed, dropped))
         else:  # only the order is another
-            self._same_step = step
+            self.same_step = step
 
     def one_each(self, requests: int) -> list[int]:
         """An output's lengths where each is one; the same list as long as their number is the same."""
-        if len(self._ones) != requests:
-            self._ones = [1] * requests
-        return self._ones
+        if len(self.ones) != requests:
+            self.ones = [1] * requests
+        return self.ones
 
     def delivered(
         self, at: int, lengths: list[int], order: list[str], index: Container[str], skipped: list[str]
@@ -269,12 +277,15 @@ class StepLog:
         engine threw away.
         """
         lengths = lengths or [0] * len(order)
-        if lengths is self._ones and not skipped:
+        if lengths is self.ones and not skipped:
             if self._sampled_behind:
                 self._remember_sampled()
             self._order = self._lengths = None
             self._tell_delivered(at, self._changed_to_one(index) if self._sampled else [])
+            pending = self._odd or self._anew or self._dropped or self._drafts or self._sampled
+            self.quiet = self._counts is None and not pending
             return
+        self.quiet = False
         known = self._lengths
         if known is not None and not skipped and order == self._order:
             if lengths == known:
@@ -312,11 +323,11 @@ class StepLog:
 
     def _tell_delivered(self, at: int, changed: list[int]) -> None:
         """An output; that it equals the last and so does its step is only counted."""
-        if changed or not self._same_step:
+        if changed or not self.same_step:
             self.emit(ev.Delivered(at, changed, []))
         else:
-            self._same_step = 0
-            self._repeats += 1
+            self.same_step = 0
+            self.repeats += 1
 
     def _changed_lengths(self, order: list[str], lengths: list[int], index: Container[str]) -> list[int]:
         """What :class:`~kvledger.audit.events.Delivered` says: numbers and lengths that differ."""
@@ -359,15 +370,16 @@ class StepLog:
     def forget(self, request_id: str) -> None:
         """A request is gone from the engine."""
         number = self.ids.pop(request_id)
+        self.quiet = False
         if self._sampled_behind:
             self._remember_sampled()
         self._order = None
         try:
-            place = self._names.index(request_id)
+            place = self.names.index(request_id)
         except ValueError:  # it was not in the last step
             pass
         else:
-            del self._names[place]
+            del self.names[place]
             if self._counts is not None:
                 del self._counts[place]
             if self._odd:

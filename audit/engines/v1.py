@@ -25,7 +25,7 @@ from kvledger.audit.hooks import Hook
 
 TRACEPARENT = re.compile(r"[0-9a-f]{2}(-[0-9a-f]{32})(-[0-9a-f]{16})(-[0-9a-f]{2})")
 
-AT_REST_STEPS = 4
+AT_REST_STEPS = 8
 """So often it is asked whether a snapshot or a census is due."""
 
 
@@ -147,8 +147,7 @@ class V1Observer(LifeObserver):
     # --- a step -------------------------------------------------------------------------------------
 
     def scheduled(self, _: None, output: Any, *__: Any, **___: Any) -> None:
-        tokens = output.num_scheduled_tokens
-        self.log.undelivered += bool(tokens)
+        tokens, log = output.num_scheduled_tokens, self.log
         if self.pools is not None:
             self.pools.scheduled(output)
         if self._attempts:
@@ -156,12 +155,18 @@ class V1Observer(LifeObserver):
         if self._planned:
             self.tell_planned()
         if tokens:
-            drafts = output.scheduled_spec_decode_tokens
+            log.undelivered += 1
             # Who ran before has this list too, in the order of ``tokens``.
-            names = getattr(output.scheduled_cached_reqs, "req_ids", [])
-            log, total, requests = self.log, output.total_num_scheduled_tokens, self.scheduler.requests
-            if drafts or not log.scheduled_singly(self._step, names, tokens, total, requests):
-                log.scheduled(self._step, tokens, drafts, requests, names)
+            names, total = (
+                getattr(output.scheduled_cached_reqs, "req_ids", []),
+                output.total_num_scheduled_tokens,
+            )
+            if log.quiet and not log.same_step and names == log.names and total == len(names) == len(tokens):
+                log.same_step = self._step
+            else:
+                drafts, requests = output.scheduled_spec_decode_tokens, self.scheduler.requests
+                if drafts or not log.scheduled_singly(self._step, names, tokens, total, requests):
+                    log.scheduled(self._step, tokens, drafts, requests, names)
         if self.pools is not None:
             self.pools.admitted(output)
 
@@ -192,8 +197,12 @@ class V1Observer(LifeObserver):
             ignored = self._ignored(stale) if stale else []
             if self._load_failures:
                 ignored += self._load_failures.intersection(tokens)
-            order, index = model_runner_output.req_ids, model_runner_output.req_id_to_index
-            log.delivered(self._output_at, lengths, order, index, ignored)
+            if log.quiet and log.same_step and lengths is log.ones and not ignored:
+                log.same_step = 0
+                log.repeats += 1
+            else:
+                order, index = model_runner_output.req_ids, model_runner_output.req_id_to_index
+                log.delivered(self._output_at, lengths, order, index, ignored)
             if self._unreported:
                 held = self._reports(result, model_runner_output, lengths) + (held or [])
         if held:
@@ -204,7 +213,7 @@ class V1Observer(LifeObserver):
             for request_id in self._gone:
                 self._forget(request_id)
             self._gone = []
-        if self.scheduler.connector is not None:
+        if self.connector is not None:
             received = self.received(model_runner_output)
             if received:
                 self._loads_finished(received)
