@@ -24,18 +24,22 @@ def taking(watch: Any, pool: int, original: Method) -> Method:
 
     Whose table they go to is read off the stack, or afterwards off the step's output: see ``untold``.
     """
-    untold, put_down = watch.untold, watch.untold.calls.append
-    add, caller = untold.add, watch.callers.caller
+    untold, rows, unasked = watch.untold, watch.untold.rows, watch.untold.unasked.append
+    put, add, caller = rows.extend, untold.add, watch.callers.caller
 
     @functools.wraps(original)
     def get_new_blocks(num_blocks: int) -> Any:
         blocks = original(num_blocks)
         try:
-            if blocks:
-                if untold.outputs_tell:
-                    put_down([*blocks])
-                else:
+            if not untold.outputs_tell:
+                if blocks:
                     add(TAKEN, pool, caller(), blocks)
+            elif num_blocks == 1:
+                unasked(len(rows))
+                put((TAKEN, -1, 0, 0, 1, blocks[0].block_id))
+            elif blocks:
+                unasked(len(rows))
+                put((TAKEN, -1, 0, 0, len(blocks), *[block.block_id for block in blocks]))
         except Exception as error:
             watch.fail("get_new_blocks", error)
         return blocks
@@ -105,7 +109,8 @@ def unpinning(watch: Any, pool: int, original: Method) -> Method:
 
 def hashing(watch: Any, pool: int, original: Method) -> Method:
     """``cache_full_blocks``: those of its blocks that have another hash when it is over."""
-    untold, put_down = watch.untold, watch.untold.calls.append
+    what, put, name = HASHED + 8 * pool, watch.untold.rows.extend, watch.name
+    known, number_of = watch.numbers.get, watch.number
     tell_now = watch.tell if watch.stacks else None
 
     @functools.wraps(original)
@@ -121,10 +126,21 @@ def hashing(watch: Any, pool: int, original: Method) -> Method:
         first, end, group = num_cached_blocks, num_full_blocks, kv_cache_group_id
         if end == first + 1 and block_mask is None and tell_now is None:
             block = blocks[first]
-            if block._block_hash is None:
-                result = original(request, blocks, first, end, block_size, group)
-                put_down((request, block, end * block_size, group, pool))
-                return result
+            old = block._block_hash
+            result = original(request, blocks, first, end, block_size, group)
+            try:
+                new = block._block_hash
+                if new is not old:
+                    number = known(request.request_id)
+                    if number is None:
+                        number = number_of(request.request_id)
+                    more = len(request._all_token_ids) * 2
+                    if old is not None:
+                        more += 1
+                    put((what, number, group, more, 3, block.block_id, name(new), end * block_size))
+            except Exception as error:
+                watch.fail("cache_full_blocks", error)
+            return result
         mask = () if block_mask is None else (block_mask,)
         part = blocks[first:end]
         before = [block._block_hash for block in part]
@@ -135,12 +151,11 @@ def hashing(watch: Any, pool: int, original: Method) -> Method:
                 first += 1
                 new = block._block_hash
                 if new is not old:
-                    told[old is not None].extend((block.block_id, watch.name(new), first * block_size))
-            untold.write()
-            number, length, rows = watch.number(request.request_id), request.num_tokens, untold.rows
+                    told[old is not None].extend((block.block_id, name(new), first * block_size))
+            number, length = number_of(request.request_id), request.num_tokens
             for replaced, row in enumerate(told):
                 if row:
-                    rows += (HASHED + 8 * pool, number, group, length * 2 + replaced, len(row), *row)
+                    put((what, number, group, length * 2 + replaced, len(row), *row))
             if tell_now is not None:
                 tell_now()
         except Exception as error:

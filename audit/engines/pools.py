@@ -193,7 +193,6 @@ class PoolWatch:
         """The scheduler's ``_free_blocks``: the request is gone."""
         number = self.numbers.pop(request.request_id, None)
         if number is not None:
-            self.untold.write()
             self.untold.rows += (ev.GONE, number, -1, 0, 0)
 
     def _head(self, pool: int, caller: Caller) -> tuple[int, int, int, int, int, str]:

@@ -58,7 +58,6 @@ class StepLog:
         self.ids: dict[str, int] = {}
         self.held: list[ev.Event] | None = None
         self.calls: list[Any] = []
-        self.call_rows: list[int] = []
         """What is told by ``tell_calls`` before any event: the calls of pools, where they are watched."""
         self.tell_calls: Callable[[], None] = self.calls.clear
         self.undelivered = 0
@@ -106,7 +105,7 @@ class StepLog:
         if held is not None and type(event) is not ev.LoadFailed:
             held.append(event)
             return
-        if self.calls or self.call_rows:
+        if self.calls:
             self.tell_calls()
         if self.repeats or self.same_step:
             self.say_held_back(event.at)
@@ -114,7 +113,7 @@ class StepLog:
 
     def emit_all(self, events: Sequence[ev.Event]) -> None:
         """Tell several, at least one, after everything that came before them; also what has been held."""
-        if self.calls or self.call_rows:
+        if self.calls:
             self.tell_calls()
         if self.repeats or self.same_step:
             self.say_held_back(events[0].at)

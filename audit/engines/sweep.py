@@ -109,7 +109,6 @@ class Sweep:
                     rows += (watch.number(name), group, computed, len(table))
                     rows += [block.block_id for block in table]
         if rows:
-            watch.untold.write()
             watch.untold.rows += (ev.STATED, -1, -1, 0, len(rows), *rows)
 
     def state_blocks(self, number: int, first: int, part: list[Any]) -> None:

@@ -1,10 +1,8 @@
 """What pools were called for, kept until it is told as one event, in the calls' order.
 
-Calls are written down as the numbers that will be told. The two that a step of decoding makes, again and
-again, are only put down at first, and written together: what was taken or hashed stays so until it is freed.
-
-Who takes blocks is asked of the stack at each call, or read off the step's output, which names whom it gives
-which. The output is believed only if what it names ends with the very blocks that were handed out.
+A call is written down as the numbers that will be told, while what it concerns is still in the processor's
+caches. Who takes blocks is asked of the stack at each call, or read off the step's output, which names whom
+it gives which. The output is believed only if what it names ends with the very blocks that were handed out.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvledger.audit import events as ev
 from kvledger.audit.engines.callers import NOBODY, Caller
-from kvledger.audit.events import FREED, HASHED, HEAD, TAKEN
+from kvledger.audit.events import FREED, HEAD, TAKEN
 
 if TYPE_CHECKING:
     from kvledger.audit.engines.pools import PoolWatch
@@ -32,10 +30,7 @@ class Untold:
 
     def __init__(self, watch: PoolWatch) -> None:
         self._watch = watch
-        self.calls: list[Any] = watch.log.calls
-        """Put down and not written: blocks that were taken; or a request, one of its blocks that had no hash
-        and may have one now, the position that ends it, its group and its pool."""
-        self.rows: list[int] = watch.log.call_rows
+        self.rows: list[int] = watch.log.calls
         self.unasked: list[int] = []
         """Where in them a call begins that took blocks and was not asked for its caller."""
         self.outputs_tell = False
@@ -55,7 +50,6 @@ class Untold:
 
     def add(self, what: int, pool: int, caller: Caller, blocks: Sequence[Any]) -> None:
         """A call that took, touched or freed blocks, with what they count just after where that differs."""
-        self.write()
         watch, by = self._watch, self._by
         request_id, group, operation = caller
         numbers = [block.block_id for block in blocks]
@@ -67,30 +61,6 @@ class Untold:
         if watch.stacks:
             watch.tell()
 
-    def write(self) -> None:
-        """Write down what has only been put down."""
-        if not self.calls:
-            return
-        rows, unasked, watch = self.rows, self.unasked, self._watch
-        put, known, name = rows.extend, watch.numbers.get, watch.name
-        for call in self.calls:
-            if type(call) is list:
-                unasked.append(len(rows))
-                if len(call) == 1:
-                    put((TAKEN, -1, 0, 0, 1, call[0].block_id))
-                else:
-                    put((TAKEN, -1, 0, 0, len(call), *[block.block_id for block in call]))
-                continue
-            request, block, end, group, pool = call
-            new = block._block_hash
-            if new is not None:
-                number = known(request.request_id)
-                if number is None:
-                    number = watch.number(request.request_id)
-                more = len(request._all_token_ids) * 2
-                put((HASHED + 8 * pool, number, group, more, 3, block.block_id, name(new), end))
-        self.calls.clear()
-
     def tell(
         self, step: int, output: Any = None, leaving: Sequence[int] = (), whose: Caller = NOBODY
     ) -> None:
@@ -100,7 +70,6 @@ class Untold:
         is gone.
         """
         watch = self._watch
-        self.write()
         if not self.rows:
             return
         if self.unasked and not (output is not None and self._named(output)):
@@ -112,7 +81,6 @@ class Untold:
 
     def clear(self) -> None:
         """Nothing of it will be told. Calls that are not asked are written down as the first operation's."""
-        self.calls.clear()
         self.rows.clear()
         self.unasked.clear()
         self._by.clear()
