@@ -1,50 +1,155 @@
 """What the real engine puts out observed, against the same engine bare.
 
-One engine with the demo's tiny model, in this process, generates the same batch again and again;
-it is observed every other time, as the plugin would observe it. The interpreter has specialised its
-code for a class as it was, so the first batch after a change is not timed, of neither. The smaller
-the model, the larger our share: this is the worst case, a step of one or two milliseconds.
+Three engines with the demo's tiny model live in this process and serve the same without an end: a
+request that ends is followed by a new one, as long as those of the workload *churn*. They take turns of
+three steps, of which the first is not timed, and each is the observed one as often as the others: see
+``benchmarks.scheduler`` for why. All time counts, also what the recorder takes to write down a second of
+the observed engine's own time, for which the engine is made to wait. The smaller the model, the larger
+our share: this is the worst case, a step of some five milliseconds.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
+import math
 import random
 import time
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from benchmarks.scheduler import Progress, observe
-from benchmarks.stats import Estimate, estimate
+from benchmarks.scheduler import BY_KEY, FRESH_STEPS, TIMED_STEPS, Progress, observe
+from benchmarks.stats import Estimate, estimate, typical_ratio
 
 from kvledger.audit.demo.engine import EXECUTOR
 from kvledger.audit.demo.model import MAX_POSITIONS, VOCABULARY_TOKENS, write_model
+from kvledger.audit.recorder import WRITE_SECONDS
 
 REQUESTS = 32
-PROMPT_TOKENS = 48
-OUTPUT_TOKENS = 64
+BLOCK_TOKENS = 32
+CHURN = BY_KEY["churn"]
+NAMES = ("observed", "on", "again")
+"""What an engine is, by turns: the last two are bare and equal."""
+
+ORDERS = tuple(itertools.permutations(range(len(NAMES))))
 
 
-def measure(rounds: int, folder: Path, progress: Progress) -> Estimate:
-    """Generated tokens per second, observed over bare, in ``rounds`` pairs of batches."""
-    llm = _engine(folder)
-    journals = folder / "journals"
+class Serving:
+    """A live engine that ``REQUESTS`` requests are kept in."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._scheduler = engine.engine_core.engine_core.scheduler
+        self._dice = random.Random(0)
+        self._requests = 0
+        self._running = 0
+        self._observed: tuple[Any, Any] | None = None
+        self._unwritten = 0.0
+        for _ in range(CHURN.warm_up_steps):
+            self.step()
+
+    def begin(self, folder: Path) -> None:
+        """Be observed."""
+        self._observed = observe(self._scheduler, folder)
+        self._observed[1]._flush_seconds = 3600.0
+        self._unwritten = 0.0
+
+    def end(self) -> None:
+        """Be bare again."""
+        if self._observed is not None:
+            observer, recorder = self._observed
+            observer.stop("detached")
+            recorder.close()
+            self._observed = None
+
+    def step(self) -> float:
+        """Seconds of one engine step, with the requests that arrive before it."""
+        arrivals = [self._arrival() for _ in range(REQUESTS - self._running)]
+        began = time.perf_counter()
+        for arrival in arrivals:
+            self._engine.add_request(*arrival)
+        outputs = self._engine.step()
+        seconds = time.perf_counter() - began
+        self._running += len(arrivals) - sum(output.finished for output in outputs)
+        return seconds
+
+    def written(self, seconds: float) -> float:
+        """After so many of its own: the seconds to wait for the journal, where it is time for that."""
+        self._unwritten += seconds
+        if self._observed is None or self._unwritten < WRITE_SECONDS:
+            return 0.0
+        self._unwritten = 0.0
+        began = time.perf_counter()
+        if not self._observed[1].flush(60.0):
+            raise RuntimeError("the journal's disk does not answer")
+        return time.perf_counter() - began
+
+    def shutdown(self) -> None:
+        """End the engine."""
+        self.end()
+        self._engine.engine_core.shutdown()
+
+    def _arrival(self) -> tuple[Any, ...]:
+        from vllm import SamplingParams
+
+        assert CHURN.output_tokens is not None
+        output_tokens, prompt_tokens = (
+            self._dice.randint(*lengths) for lengths in (CHURN.output_tokens, CHURN.prompt_tokens)
+        )
+        prompt = {"prompt_token_ids": self._dice.choices(range(2, VOCABULARY_TOKENS), k=prompt_tokens)}
+        self._requests += 1
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=output_tokens, ignore_eos=True, detokenize=False
+        )
+        return str(self._requests), prompt, sampling
+
+
+def measure(rounds: int, blocks: int, folder: Path, progress: Progress) -> tuple[Estimate, Estimate]:
+    """Generated tokens per second, observed over bare, and for comparison bare over bare.
+
+    In each of ``rounds`` every engine is the observed one for ``blocks``, and in a block each order of
+    the three comes once.
+    """
+    engines = [Serving(_engine(folder / str(number)).llm_engine) for number in range(len(NAMES))]
+    ours, nothing = list[float](), list[float]()
     try:
-        _settled_seconds(llm)
         gc.collect()
         gc.freeze()
-        ratios = []
         for number in range(rounds):
-            progress(f"engine: pair {number + 1} of {rounds}")
-            if number % 2:
-                bare, observed = _settled_seconds(llm), _observed_seconds(llm, journals)
-            else:
-                observed, bare = _observed_seconds(llm, journals), _settled_seconds(llm)
-            ratios.append(bare / observed)
-        return estimate(ratios)
+            progress(f"engine: round {number + 1} of {rounds}")
+            found = [_turns(engines[turn:] + engines[:turn], blocks, folder) for turn in range(len(engines))]
+            ours.append(math.exp(fmean(math.log(one) for one, _ in found)))
+            nothing.append(math.exp(fmean(math.log(other) for _, other in found)))
+        return estimate(ours), estimate(nothing)
     finally:
         gc.unfreeze()
-        llm.llm_engine.engine_core.shutdown()
+        for engine in engines:
+            engine.shutdown()
+
+
+def _turns(engines: list[Serving], blocks: int, folder: Path) -> tuple[float, float]:
+    """Bare time over that of the first, which is observed; and of the second over the third's."""
+    engines[0].begin(folder / "journals")
+    try:
+        for _ in range(FRESH_STEPS):
+            for engine in engines:
+                engine.step()
+        seconds: tuple[list[float], ...] = [], [], []
+        for _ in range(blocks):
+            spent = [0.0] * len(engines)
+            for order in ORDERS:
+                for place in order:
+                    engine = engines[place]
+                    first, *timed = (engine.step() for _ in range(1 + TIMED_STEPS))
+                    share = sum(timed) / (first + sum(timed))
+                    spent[place] += sum(timed) + share * engine.written(first + sum(timed))
+            for found, one in zip(seconds, spent, strict=True):
+                found.append(one)
+        bare = [fmean(pair) for pair in zip(*seconds[1:], strict=True)]
+        return typical_ratio(bare, seconds[0]), typical_ratio(seconds[2], seconds[1])
+    finally:
+        engines[0].end()
 
 
 def _engine(folder: Path) -> Any:
@@ -61,39 +166,8 @@ def _engine(folder: Path) -> Any:
         enforce_eager=True,
         distributed_executor_backend=EXECUTOR,
         disable_log_stats=False,
-        block_size=32,
-        num_gpu_blocks_override=4 * REQUESTS + 1,
+        block_size=BLOCK_TOKENS,
+        num_gpu_blocks_override=REQUESTS * MAX_POSITIONS // BLOCK_TOKENS + 1,
         max_model_len=MAX_POSITIONS,
         max_num_seqs=REQUESTS,
     )
-
-
-def _observed_seconds(llm: Any, folder: Path) -> float:
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    observer, recorder = observe(scheduler, folder)
-    try:
-        return _settled_seconds(llm)
-    finally:
-        observer.stop("detached")
-        recorder.close()
-
-
-def _settled_seconds(llm: Any) -> float:
-    """Of the second batch in a row."""
-    _seconds(llm)
-    return _seconds(llm)
-
-
-def _seconds(llm: Any) -> float:
-    """Wall seconds of one batch; every batch finds an empty prefix cache."""
-    from vllm import SamplingParams
-
-    assert llm.reset_prefix_cache()
-    gc.collect()
-    dice = random.Random(0)
-    vocabulary = range(2, VOCABULARY_TOKENS)
-    prompts = [{"prompt_token_ids": dice.choices(vocabulary, k=PROMPT_TOKENS)} for _ in range(REQUESTS)]
-    sampling = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, detokenize=False)
-    began = time.perf_counter()
-    llm.generate(prompts, sampling, use_tqdm=False)
-    return time.perf_counter() - began

@@ -44,7 +44,7 @@ class AdmissionObserver(Observer):
         self._attempts: dict[str, _Attempt] = {}
         self._planned: list[ev.LoadPlanned | ev.SavePlanned | ev.BlocksPromised] = []
         self._promises: dict[str, tuple[int, list[int]]] = {}
-        self._counted: tuple[int, int, int, int, int, int] | None = None
+        self._counted: tuple[int, ...] | None = None
         self._deferred: dict[str, Any] = getattr(self.scheduler, "deferred_loads", {})
         self._replays = bool(getattr(self.scheduler, "prefix_replay_tokens", 0))
 
@@ -243,11 +243,12 @@ class AdmissionObserver(Observer):
         """Whether the engine's statistics count this request's look-ups."""
         return bool(self.scheduler.kv_cache_manager.prefix_cache_lookup_enabled(request))
 
-    def _counters(self) -> tuple[int, int, int, int, int, int]:
+    def _counters(self) -> tuple[int, ...]:
+        """Look-ups, tokens asked for and hit, as the engine's statistics have them; a connector's besides."""
         scheduler = self.scheduler
         local = _cache_counters(scheduler.kv_cache_manager.prefix_cache_stats)
-        if scheduler.connector is None:
-            return local + NOTHING
+        if self.connector is None:
+            return local
         return local + _cache_counters(getattr(scheduler, "connector_prefix_cache_stats", None))
 
     def _lookups_counted(self, now: int, admitted: bool) -> ev.LookupsCounted | None:
@@ -259,7 +260,8 @@ class AdmissionObserver(Observer):
         if scheduler.kv_cache_manager.prefix_cache_stats is None or "local" not in counted:
             rise[:3] = UNCOUNTED
         if (
-            getattr(scheduler, "connector_prefix_cache_stats", None) is None
+            self.connector is None
+            or getattr(scheduler, "connector_prefix_cache_stats", None) is None
             or getattr(scheduler, "defer_async_loads", False)
             or "external" not in counted
         ):

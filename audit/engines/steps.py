@@ -268,19 +268,25 @@ class StepLog:
         return self.ones
 
     def delivered(
-        self, at: int, lengths: list[int], order: list[str], index: Container[str], skipped: list[str]
+        self,
+        at: int,
+        lengths: list[int],
+        order: list[str],
+        index: Container[str],
+        skipped: list[str],
+        then: Sequence[ev.Event] = (),
     ) -> None:
         """The oldest step's output: ``lengths`` sampled, in the order of the requests.
 
         ``index`` holds the same requests, for look-ups. ``skipped``: requests whose output the
-        engine threw away.
+        engine threw away. ``then``: what is to be told next.
         """
         lengths = lengths or [0] * len(order)
         if lengths is self.ones and not skipped:
             if self._sampled_behind:
                 self._remember_sampled()
             self._order = self._lengths = None
-            self._tell_delivered(at, self._changed_to_one(index) if self._sampled else [])
+            self._tell_delivered(at, self._changed_to_one(index) if self._sampled else [], then)
             pending = self._odd or self._anew or self._dropped or self._drafts or self._sampled
             self.quiet = self._counts is None and not pending
             return
@@ -288,24 +294,26 @@ class StepLog:
         known = self._lengths
         if known is not None and not skipped and order == self._order:
             if lengths == known:
-                self._tell_delivered(at, [])
+                self._tell_delivered(at, [], then)
                 return
             if self._numbers is None:
                 self._numbers = list(map(self.ids.get, order, repeat(-1)))
                 if -1 in self._numbers:
                     self._numbers = []
             if self._numbers:
-                self._tell_differing(at, lengths, known, self._numbers)
+                self._tell_differing(at, lengths, known, self._numbers, then)
                 self._lengths, self._sampled_behind = lengths, True
                 return
         self._remember_sampled()
         ids = self.ids
         changed = self._changed_lengths(order, lengths, index)
         unheard = [ids[request_id] for request_id in dict.fromkeys(skipped) if request_id in ids]
-        self.emit(ev.Delivered(at, changed, unheard))
+        self.emit_all([ev.Delivered(at, changed, unheard), *then])
         self._order, self._lengths, self._numbers = order, None if skipped else lengths, None
 
-    def _tell_differing(self, at: int, lengths: list[int], known: list[int], numbers: list[int]) -> None:
+    def _tell_differing(
+        self, at: int, lengths: list[int], known: list[int], numbers: list[int], then: Sequence[ev.Event]
+    ) -> None:
         """An output in the order of the last, by ``numbers``; whole where much of it differs."""
         here, there = lengths[::LOOKED_AT], known[::LOOKED_AT]
         if sum(map(ne, here, there)) > WHOLE * len(here):
@@ -314,19 +322,22 @@ class StepLog:
             except ValueError:  # more than a byte holds
                 pass
             else:
-                self.emit(ev.DeliveredWhole(at, [] if numbers is self._told_whole else numbers, told))
+                order = [] if numbers is self._told_whole else numbers
+                self.emit_all([ev.DeliveredWhole(at, order, told), *then])
                 self._told_whole = numbers
                 return
         changed = [n for place in _differing(lengths, known) for n in (numbers[place], lengths[place])]
-        self.emit(ev.Delivered(at, changed, []))
+        self.emit_all([ev.Delivered(at, changed, []), *then])
 
-    def _tell_delivered(self, at: int, changed: list[int]) -> None:
+    def _tell_delivered(self, at: int, changed: list[int], then: Sequence[ev.Event]) -> None:
         """An output; that it equals the last and so does its step is only counted."""
         if changed or not self.same_step:
-            self.emit(ev.Delivered(at, changed, []))
-        else:
-            self.same_step = 0
-            self.repeats += 1
+            self.emit_all([ev.Delivered(at, changed, []), *then])
+            return
+        self.same_step = 0
+        self.repeats += 1
+        if then:
+            self.emit_all(then)
 
     def _changed_lengths(self, order: list[str], lengths: list[int], index: Container[str]) -> list[int]:
         """What :class:`~kvledger.audit.events.Delivered` says: numbers and lengths that differ."""

@@ -176,7 +176,8 @@ class V1Observer(LifeObserver):
         """Before the engine takes it: stop handling trims the token lists in place."""
         sampled = model_runner_output.sampled_token_ids
         if self._one_at_most and sampled and type(sampled[0]) is list and all(sampled):
-            lengths = self.log.one_each(len(sampled))
+            ones = self.log.ones
+            lengths = ones if len(ones) == len(sampled) else self.log.one_each(len(sampled))
         else:
             lengths = list(map(len, sampled))
         self._output = model_runner_output, lengths
@@ -197,15 +198,15 @@ class V1Observer(LifeObserver):
             ignored = self._ignored(stale) if stale else []
             if self._load_failures:
                 ignored += self._load_failures.intersection(tokens)
-            if log.quiet and log.same_step and lengths is log.ones and not ignored:
+            if self._unreported:
+                held = self._reports(result, model_runner_output, lengths) + (held or [])
+            if log.quiet and log.same_step and lengths is log.ones and not (ignored or held):
                 log.same_step = 0
                 log.repeats += 1
             else:
                 order, index = model_runner_output.req_ids, model_runner_output.req_id_to_index
-                log.delivered(self._output_at, lengths, order, index, ignored)
-            if self._unreported:
-                held = self._reports(result, model_runner_output, lengths) + (held or [])
-        if held:
+                log.delivered(self._output_at, lengths, order, index, ignored, held or ())
+        elif held:
             log.emit_all(held)
         if self.pools is not None:
             self.pools.tell()
@@ -227,7 +228,9 @@ class V1Observer(LifeObserver):
         """
         due = self._due(output.req_id_to_index, lengths)
         reports: list[ev.Event] = []
-        for outputs in result.values() if due else ():
+        if not due:
+            return reports
+        for outputs in result.values():
             for told in reversed(outputs.outputs):
                 if told.request_id not in self._unreported:
                     continue

@@ -76,7 +76,7 @@ class V1Observer012(V1Observer017):
     def unreported(self, request: Any) -> bool:
         return False
 
-    def _counters(self) -> tuple[int, int, int, int, int, int]:
+    def _counters(self) -> tuple[int, ...]:
         return 0, 0, 0, 0, 0, 0
 
     def _lookups_counted(self, now: int, admitted: bool) -> ev.LookupsCounted | None:
