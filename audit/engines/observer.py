@@ -23,7 +23,7 @@ CENSUS_SECONDS = 30.0
 PLANS_KEPT = 8
 """Steps are planned ahead of a worker in this process by fewer than so many."""
 
-TIMED_STEPS = 64
+TIMED_STEPS = 128
 """Of so many steps some are timed, to say what the hooks cost."""
 
 

@@ -208,7 +208,7 @@ class V1Observer(LifeObserver):
                 log.delivered(self._output_at, lengths, order, index, ignored, held or ())
         elif held:
             log.emit_all(held)
-        if self.pools is not None:
+        if log.calls and self.pools is not None:
             self.pools.tell()
         if self._gone:
             for request_id in self._gone:
