@@ -315,7 +315,9 @@ def _why_void(life: Life) -> str:
 
 def ended_early(account: Account) -> bool:
     """Whether a request ended before any output: its prompt was settled only by its end."""
-    return account.closed_at >= 0 and any(s.at == account.closed_at for s in account.settlements[:1])
+    if account.closed_at < 0 or account.sampled or account.reports:
+        return False
+    return any(s.at == account.closed_at for s in account.settlements[:1])
 
 
 def why_reported(account: Account, plan: Figures | None, reported: Figures | None) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from tests.histories import GOLDEN, Golden
 from tests.journals import titled
 
-from kvledger.audit.differences import CAUSES, Figures, Reconciliation
+from kvledger.audit.differences import CAUSES, Figures, Reconciliation, ended_early
 from kvledger.audit.events import Event, Reported
 from kvledger.audit.ledger import Ledger
 
@@ -83,6 +84,15 @@ def test_an_aborted_request_is_not_reported() -> None:
     found = reconciled(titled("aborted in mid-prefill").events()).to_reported.differences
 
     assert Figures(computed=-300) == found["not_reported"].figures
+
+
+@pytest.mark.parametrize(("title", "early"), [("chunked prefill", False), ("aborted in mid-prefill", True)])
+def test_who_ends_with_the_first_output_has_had_one(title: str, early: bool) -> None:
+    ledger = Ledger(keep_closed=True)
+    for event in titled(title).events():
+        ledger.apply(msgspec.structs.replace(event, at=7))
+
+    assert [early] == [ended_early(account) for account in ledger.accounts()]
 
 
 def test_an_open_account_is_not_settled() -> None:

@@ -1,7 +1,7 @@
 """The demo around its engine: how it starts it, follows it, survives it, and compares counters.
 
-The engine is a stand-in here, a program that writes a journal and a result; the real one is in
-test_engine.py.
+The engine is a stand-in here, a program that writes a journal and a result, but for the last test; the
+real one is in test_engine.py.
 """
 
 from __future__ import annotations
@@ -221,3 +221,12 @@ def test_the_counters_hold_what_is_unknown_here(tmp_path: Path) -> None:
 
     assert ["unknown_here"] == list(step.differences)
     assert "in 1 of them: the observer hook failed" in audit.notes
+
+
+def test_the_real_engines_run_leaves_nothing_unexplained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("vllm")
+
+    assert 0 == demo_report.run(None, tmp_path / "demo", as_json=False)
+    assert "unexplained" not in capsys.readouterr().out
