@@ -18,6 +18,7 @@ from tests.engines.observed import each, observe
 
 from kvledger.audit.conformance.driver import Driver
 from kvledger.audit.conformance.host import Setup
+from kvledger.audit.engines.v1 import AT_REST_STEPS
 from kvledger.audit.conformance.register import HYBRID
 from kvledger.audit.events import TablesStated
 
@@ -96,7 +97,7 @@ def test_null_blocks_stand_for_positions() -> None:
         driver = Driver(Setup(groups=HYBRID, sliding_window=64))
         attach(driver.scheduler)
         driver.add("a", 150, 30)
-        for _ in range(10):
+        for _ in range(2 * AT_REST_STEPS):
             driver.step()
         return driver
 
