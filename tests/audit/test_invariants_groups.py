@@ -18,8 +18,8 @@ from tests.engines.observed import each, observe
 
 from kvledger.audit.conformance.driver import Driver
 from kvledger.audit.conformance.host import Setup
-from kvledger.audit.engines.v1 import AT_REST_STEPS
 from kvledger.audit.conformance.register import HYBRID
+from kvledger.audit.engines.v1 import AT_REST_STEPS
 from kvledger.audit.events import TablesStated
 
 violates = pytest.mark.violates
