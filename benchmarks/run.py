@@ -201,7 +201,8 @@ the level `tokens`.
 
 The *real engine* has the demo's model of some 0.4 million weights, so its steps are as short as steps
 get, and serves 32 requests at a time, as long as those of *churn*: with shorter ones our share is larger,
-for most of it is where requests begin and end. Three engines take turns in the same way, and all time of a step counts, with the wait for the journal once a second. A replay reads, decodes
+for most of it is where requests begin and end. Three engines take turns in the same way,
+and all time of a step counts, with the wait for the journal once a second. A replay reads, decodes
 and checks a journal in which no step repeats the one before.
 """
 
