@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import gc
 import itertools
-import math
 import random
 import time
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, geometric_mean
 from typing import Any
 
 from benchmarks.scheduler import BY_KEY, FRESH_STEPS, TIMED_STEPS, Progress, observe
@@ -119,8 +118,8 @@ def measure(rounds: int, blocks: int, folder: Path, progress: Progress) -> tuple
         for number in range(rounds):
             progress(f"engine: round {number + 1} of {rounds}")
             found = [_turns(engines[turn:] + engines[:turn], blocks, folder) for turn in range(len(engines))]
-            ours.append(math.exp(fmean(math.log(one) for one, _ in found)))
-            nothing.append(math.exp(fmean(math.log(other) for _, other in found)))
+            ours.append(geometric_mean(one for one, _ in found))
+            nothing.append(geometric_mean(other for _, other in found))
         return estimate(ours), estimate(nothing)
     finally:
         gc.unfreeze()
@@ -141,9 +140,10 @@ def _turns(engines: list[Serving], blocks: int, folder: Path) -> tuple[float, fl
             for order in ORDERS:
                 for place in order:
                     engine = engines[place]
-                    first, *timed = (engine.step() for _ in range(1 + TIMED_STEPS))
-                    share = sum(timed) / (first + sum(timed))
-                    spent[place] += sum(timed) + share * engine.written(first + sum(timed))
+                    untimed = engine.step()
+                    timed = sum(engine.step() for _ in range(TIMED_STEPS))
+                    whole = untimed + timed
+                    spent[place] += timed + timed / whole * engine.written(whole)
             for found, one in zip(seconds, spent, strict=True):
                 found.append(one)
         bare = [fmean(pair) for pair in zip(*seconds[1:], strict=True)]

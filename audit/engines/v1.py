@@ -176,8 +176,7 @@ class V1Observer(LifeObserver):
         """Before the engine takes it: stop handling trims the token lists in place."""
         sampled = model_runner_output.sampled_token_ids
         if self._one_at_most and sampled and type(sampled[0]) is list and all(sampled):
-            ones = self.log.ones
-            lengths = ones if len(ones) == len(sampled) else self.log.one_each(len(sampled))
+            lengths = self.log.one_each(len(sampled))
         else:
             lengths = list(map(len, sampled))
         self._output = model_runner_output, lengths
