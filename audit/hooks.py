@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 import time
 import weakref
 from collections.abc import Callable
@@ -118,7 +117,12 @@ AFTER = """
 BOUNDARY = """
         boundary()"""
 
-WORDS = re.compile("after|aside|before|boundary|error|failed|gone|original|result|stands_aside|token")
+WORDS = frozenset(
+    (
+        *("after", "aside", "before", "boundary", "failed", "original"),  # what it is made of
+        *("error", "gone", "result", "stands_aside", "token"),
+    )
+)
 """What a wrapper itself uses, so that no parameter of it may be named so."""
 
 ANY = "*args, **kwargs"
@@ -145,7 +149,7 @@ def _written_out(method: Callable[..., Any]) -> tuple[str, tuple[Any, ...]]:
     """A method's parameters as a wrapper lists them, and the defaults of the last."""
     plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
     found = inspect.signature(method).parameters.values()
-    if any(each.kind is not plain or WORDS.fullmatch(each.name) for each in found):
+    if any(each.kind is not plain or each.name in WORDS for each in found):
         return ANY, ()
     defaults = tuple(each.default for each in found if each.default is not each.empty)
     return ", ".join(each.name for each in found), defaults

@@ -157,10 +157,8 @@ class V1Observer(LifeObserver):
         if tokens:
             log.undelivered += 1
             # Who ran before has this list too, in the order of ``tokens``.
-            names, total = (
-                getattr(output.scheduled_cached_reqs, "req_ids", []),
-                output.total_num_scheduled_tokens,
-            )
+            names = getattr(output.scheduled_cached_reqs, "req_ids", [])
+            total = output.total_num_scheduled_tokens
             if log.quiet and not log.same_step and names == log.names and total == len(names) == len(tokens):
                 log.same_step = self._step
             else:
@@ -227,9 +225,7 @@ class V1Observer(LifeObserver):
         """
         due = self._due(output.req_id_to_index, lengths)
         reports: list[ev.Event] = []
-        if not due:
-            return reports
-        for outputs in result.values():
+        for outputs in result.values() if due else ():
             for told in reversed(outputs.outputs):
                 if told.request_id not in self._unreported:
                     continue
