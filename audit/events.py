@@ -18,9 +18,11 @@ On the wire an event is a msgpack array whose first item is its tag (``docs/jour
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of this vocabulary. A reader refuses a journal of a newer one."""
 
 Setting = str | int | float | bool | None
@@ -466,7 +468,9 @@ class BlocksHashed(Event, frozen=True, array_like=True, tag=29):
     and three numbers each: block, name, end. Names stand for hashes: numbers by a secret of this engine
     process, one hash one number; two hashes share one by chance of 1 in 2**63. Positions of
     the request below the end are what the hash promises. ``replaced``: what the block was hashed for
-    before is evicted.
+    before is evicted. Request -1: it is whose table the block stands in, and for the length there is -1
+    less the outputs of one token that have come for it and not been told. No block: some were hashed, and
+    which is not known.
     """
 
     step: int
@@ -543,9 +547,9 @@ class TablesGone(Event, frozen=True, array_like=True, tag=36):
 HEAD = 5
 """Numbers of each of PoolCalls' calls before those of its blocks."""
 
-TAKEN, TOUCHED, FREED, HASHED, STATED, GONE = range(6)
+TAKEN, TOUCHED, FREED, HASHED, STATED, GONE, TAKEN_EACH = range(7)
 """What PoolCalls may say: what BlocksTaken, BlocksTouched, BlocksFreed, BlocksHashed, TablesStated and
-TablesGone say each alone."""
+TablesGone say each alone; and one block each that several requests have taken."""
 
 
 class PoolCalls(Event, frozen=True, array_like=True, tag=37):
@@ -554,12 +558,13 @@ class PoolCalls(Event, frozen=True, array_like=True, tag=37):
     ``rows`` is flat. Each call begins with five numbers: one of those above and eight times the pool's,
     request, group, ``more``, and how many numbers follow. Then come, of what was TAKEN, the ids of the
     blocks; TOUCHED and FREED, the ids and as many reference counts; HASHED, three numbers a block; STATED,
-    the rows of a TablesStated; GONE, none. ``more`` is the operation's place in ``by``, for HASHED twice
-    the stated length of the sequence and 1 if hashes were replaced, else 0.
+    the rows of a TablesStated; GONE, none; TAKEN_EACH, the ids and as many requests. ``more`` is the
+    operation's place in ``by``, for HASHED twice the stated length of the sequence and 1 if hashes were
+    replaced, else 0.
     """
 
     step: int
-    by: list[str]
+    by: Sequence[str]
     rows: list[int]
     stack: list[str] | None = None
 

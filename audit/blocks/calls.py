@@ -26,6 +26,14 @@ def calls(event: ev.PoolCalls) -> Iterator[ev.Event]:
             half = count // 2
             by, ids, references = event.by[more], follow[:half], follow[half:]
             yield kind(at, step, pool, request, group, by, ids, references, stack)
+        elif what == ev.TAKEN_EACH:
+            half = count // 2
+            taken = [
+                number
+                for taker, block in zip(follow[half:], follow[:half], strict=True)
+                for number in (taker, group, 1, block)
+            ]
+            yield ev.BlocksTaken(at, step, pool, event.by[more], taken, stack)
         elif what == ev.STATED:
             yield ev.TablesStated(at, step, follow)
         else:

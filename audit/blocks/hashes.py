@@ -18,19 +18,45 @@ def _hashed(holdings: Holdings, event: ev.BlocksHashed) -> None:
     pool = holdings.pools.get(event.pool)
     rows, at = event.rows, 0
     while pool is not None and at < len(rows):
-        request, group, sequence_tokens, count = rows[at : at + 4]
+        said, group, tokens, count = rows[at : at + 4]
         at += 4
-        done = holdings.operation(event, "hashed", "cache_blocks", request, group)
+        if not count:
+            _unread(holdings, pool)
         for _ in range(count):
             block, name, end = rows[at : at + 3]
             at += 3
+            request, sequence_tokens = said, tokens
+            if said < 0:
+                request = _sole_writer(holdings, pool, block)
+                sequence_tokens = _sequence_tokens(holdings, request, -1 - tokens)
+            done = holdings.operation(event, "hashed", "cache_blocks", request, group)
             told = replace(done, what=f"hashed h{name:x} up to {end}")
             _hash(holdings, event, pool, block, name, end, group, request, told)
             if end > sequence_tokens >= 0:
                 story = holdings.story(event.pool, block)
                 whose = holdings.holder(TABLE, request, group).request_id
-                said = HashedContent("sequence", whose, event.pool, block, end, sequence_tokens, story)
-                holdings.tell(said, request)
+                beyond = HashedContent("sequence", whose, event.pool, block, end, sequence_tokens, story)
+                holdings.tell(beyond, request)
+
+
+def _unread(holdings: Holdings, pool: Pool) -> None:
+    """Some blocks were hashed and which is not known: of all it is the engine's to say again."""
+    for record in pool.records.values():
+        holdings.unname(pool, record)
+        record.hashed = UNKNOWN
+    pool.hashed, pool.named = UNKNOWN, False
+
+
+def _sole_writer(holdings: Holdings, pool: Pool, block: int) -> int:
+    """Whose table a block stands in that has just been filled: the youngest's."""
+    holders = holdings.record(pool, block).holders
+    return next((holder.request for holder in reversed(holders) if holder.kind == TABLE), UNKNOWN)
+
+
+def _sequence_tokens(holdings: Holdings, request: int, unheard: int) -> int:
+    """How long a request's sequence is, by its account and one token more for each output not yet told."""
+    account = holdings.accounts.get(request)
+    return UNKNOWN if account is None or account.unknown is not None else account.sequence_tokens + unheard
 
 
 def _hash(

@@ -69,6 +69,8 @@ class AdmissionObserver(Observer):
             self.pools.untold.step_begins(nobody_waits)
 
     def looked_up(self, _: None, result: Any, request: Any, *__: Any, **___: Any) -> None:
+        if self.pools is not None:
+            self.pools.looked_up(request.request_id)
         tokens, attempt = result[1], self._attempts.get(request.request_id)
         if attempt is None:
             prompt = request.num_prompt_tokens

@@ -31,6 +31,8 @@ class LifeObserver(LoadObserver):
     # --- preemption -----------------------------------------------------------------------------------
 
     def preemption_begins(self, request: Any, *_: Any, **__: Any) -> tuple[int, int, int]:
+        if self.pools is not None:
+            self.pools.leaves(request.request_id)
         return (request.num_computed_tokens, *self.counts(request)[1:])
 
     def preempted(
@@ -127,6 +129,8 @@ class LifeObserver(LoadObserver):
         number = log.ids.get(request_id)
         if number is None or request_id in self._gone:
             return
+        if self.pools is not None:
+            self.pools.leaves(request_id)
         if request_id in self._failed_attempts:
             log.emit(self._failed_attempts.pop(request_id))
         if self._trims and not getattr(request, "resumable", False):

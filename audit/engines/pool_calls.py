@@ -24,22 +24,17 @@ def taking(watch: Any, pool: int, original: Method) -> Method:
 
     Whose table they go to is read off the stack, or afterwards off the step's output: see ``untold``.
     """
-    untold, rows, unasked = watch.untold, watch.untold.rows, watch.untold.unasked.append
-    put, add, caller = rows.extend, untold.add, watch.callers.caller
+    untold, handed = watch.untold, watch.untold.handed
+    add, caller = untold.add, watch.callers.caller
 
     @functools.wraps(original)
     def get_new_blocks(num_blocks: int) -> Any:
         blocks = original(num_blocks)
         try:
-            if not untold.outputs_tell:
-                if blocks:
-                    add(TAKEN, pool, caller(), blocks)
-            elif num_blocks == 1:
-                unasked(len(rows))
-                put((TAKEN, -1, 0, 0, 1, blocks[0].block_id))
+            if untold.outputs_tell:
+                handed.extend(blocks)
             elif blocks:
-                unasked(len(rows))
-                put((TAKEN, -1, 0, 0, len(blocks), *[block.block_id for block in blocks]))
+                add(TAKEN, pool, caller(), blocks)
         except Exception as error:
             watch.fail("get_new_blocks", error)
         return blocks
@@ -49,14 +44,14 @@ def taking(watch: Any, pool: int, original: Method) -> Method:
 
 def touching(watch: Any, pool: int, original: Method) -> Method:
     """``touch``: a list of blocks, or up to 0.12 one for each group."""
-    add, caller = watch.untold.add, watch.callers.caller
+    add, caller, books = watch.untold.add, watch.callers.caller, watch.books
 
     @functools.wraps(original)
     def touch(blocks: Any) -> Any:
         result = original(blocks)
         try:
             if blocks:
-                whose = caller()
+                whose = caller() if books is None else books.touched(blocks)
                 if isinstance(blocks, tuple) and isinstance(blocks[0], list | tuple):
                     for group, part in enumerate(blocks):
                         if part:
@@ -72,7 +67,7 @@ def touching(watch: Any, pool: int, original: Method) -> Method:
 
 def freeing(watch: Any, pool: int, original: Method) -> Method:
     """``free_blocks``: what it is given may be an iterator, which can be walked once."""
-    add, caller = watch.untold.add, watch.callers.caller
+    add, caller, books = watch.untold.add, watch.callers.caller, watch.books
     own = watch.pools[pool] if len(watch.pools) > 1 else None
 
     @functools.wraps(original)
@@ -83,7 +78,7 @@ def freeing(watch: Any, pool: int, original: Method) -> Method:
             if own is not None:  # one pool hands on what is another's
                 blocks = [block for block in blocks if getattr(block, "pool", own) in (own, None)]
             if blocks:
-                add(FREED, pool, caller(), blocks)
+                add(FREED, pool, caller() if books is None else books.freed(blocks), blocks)
         except Exception as error:
             watch.fail("free_blocks", error)
         return result

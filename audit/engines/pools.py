@@ -18,6 +18,7 @@ from kvledger.audit import events as ev
 from kvledger.audit.engines import callers, pool_calls
 from kvledger.audit.engines.callers import Caller, Callers
 from kvledger.audit.engines.hash_names import namer
+from kvledger.audit.engines.pool_books import READ, Books, readable
 from kvledger.audit.engines.pool_hooks import (
     ALL_GROUPS,
     EVICTING,
@@ -57,7 +58,7 @@ class PoolWatch:
             raise EngineMismatch("; ".join(found))
         self.pools: list[Any] = list(dict.fromkeys(found.block_pool for found in self.managers))
         ours = (Untold.__module__, Sweep.__module__, Wrapping.__module__)
-        self.callers = Callers(__name__, callers.__name__, pool_calls.__name__, *ours)
+        self.callers = Callers(__name__, callers.__name__, pool_calls.__name__, Books.__module__, *ours)
         self.log = log
         self.step = step
         self._failed = failed
@@ -69,6 +70,9 @@ class PoolWatch:
         self.name = namer()
         self.parted: set[int] = set()
         """Pools in which a block was hashed for a part of its tokens: one block, several hashes."""
+        self.books: Books | None = None
+        if readable(scheduler, self.managers) and not stacks:
+            self.books = Books(self)
         self.sweep = Sweep(self)
         self._wrappings: list[Wrapping] = []
         self._active = True
@@ -83,6 +87,8 @@ class PoolWatch:
         for number, pool in enumerate(self.pools):
             directly = any(evicts(manager) for manager in self.managers if manager.block_pool is pool)
             for hook, owner in check((*POOL, *EVICTING) if directly else POOL, pool):
+                if hook.method in READ and self.books is not None:
+                    continue
                 wrapper = pool_calls.WRAPPERS[hook.method]
                 rows.append((owner, hook.method, functools.partial(wrapper, self, number)))
         for manager in self.managers:
@@ -103,10 +109,15 @@ class PoolWatch:
         self._active = False
         while self._wrappings:
             self._wrappings.pop().undo()
+        if self.books is not None:
+            self.books.close()
 
     def fail(self, method: str, error: Exception) -> None:
         """An observer raised: what it should have seen is missing, and what follows from it."""
         self.untold.clear()
+        if self.books is not None:
+            self.books.close()
+            self.books = None
         if self._active:
             self.remove()
             self._failed(method, error, True)
@@ -121,13 +132,15 @@ class PoolWatch:
 
     # --- what a pool is called for ---------------------------------------------------------------
 
-    def tell(self, output: Any = None) -> None:
+    def tell(self, *, with_output: bool = False) -> None:
         """Tell what the pools were called for since the last time. Never raises.
 
-        ``output`` is the scheduler's, if that has just come.
+        ``with_output``: the model's output has just been taken.
         """
         try:
-            self.untold.tell(self.step(), output)
+            if self.books is not None:
+                self.books.settle(ends=with_output)
+            self.untold.tell(self.step())
         except Exception as error:  # an observer must never stop the engine
             self.fail("what a pool was called for", error)
 
@@ -163,6 +176,8 @@ class PoolWatch:
     def deferred(self, blocks: list[Any], request: Any) -> None:
         """``pop_blocks_for_free``."""
         caller = Caller(request.request_id, -1, "pop_blocks_for_free")
+        if self.books is not None:
+            self.books.deferred()
         self.untold.tell(self.step(), None, _ids(blocks), caller)
         for number, pool in enumerate(self.pools):
             ids = _ids(block for block in blocks if getattr(block, "pool", pool) in (pool, None))
@@ -177,7 +192,20 @@ class PoolWatch:
     def scheduled(self, output: Any) -> None:
         """``schedule``: all of it, before what the step is told to be."""
         self.untold.outputs_tell = False
-        self.tell(output)
+        try:
+            books = self.books
+            if books is not None:
+                books.settle(ends=not books.with_outputs)
+            self.untold.tell(self.step(), output)
+            if books is not None:
+                books.scheduled(output)
+        except Exception as error:
+            self.fail("schedule", error)
+
+    def delivered(self) -> None:
+        """An output has been taken."""
+        if self.log.calls or (self.books is not None and self.books.with_outputs):
+            self.tell(with_output=True)
 
     def admitted(self, output: Any) -> None:
         """The tables of whom a step admitted, after it has been told."""
@@ -188,6 +216,19 @@ class PoolWatch:
                 self.sweep.state_tables([*names, *(resumed or ())])
             except Exception as error:
                 self.fail("schedule", error)
+
+    def looked_up(self, request_id: str) -> None:
+        """A request's hits are known."""
+        if self.books is not None:
+            self.books.looked_up(request_id)
+
+    def leaves(self, request_id: str) -> None:
+        """A request is about to give its blocks back."""
+        if self.books is not None:
+            try:
+                self.books.leaves(request_id)
+            except Exception as error:  # an observer must never stop the engine
+                self.fail("cache_full_blocks", error)
 
     def left(self, _: None, request: Any) -> None:
         """The scheduler's ``_free_blocks``: the request is gone."""

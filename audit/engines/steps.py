@@ -26,6 +26,9 @@ LOOKED_AT = 8
 WHOLE = 0.125
 """An output is told whole where more than this share differs: a byte each, instead of some five."""
 
+NONE: list[int] = []
+"""The same for all events that have none: a list of its own is one more for the garbage collector to walk."""
+
 UNTOLD = -1
 """For the number of tokens in an output: the reader has been told of none yet."""
 
@@ -126,7 +129,7 @@ class StepLog:
             self.sink.record(ev.Repeated(now, self.repeats))
             self.repeats = 0
         if self.same_step:
-            self.sink.record(ev.Stepped(now, self.same_step, [], []))
+            self.sink.record(ev.Stepped(now, self.same_step, NONE, NONE))
             self.same_step = 0
 
     def flush(self, now: int) -> None:
@@ -189,7 +192,7 @@ class StepLog:
             changed += (ids[name], count, 0, requests[name].num_computed_tokens)
             if count != 1:
                 self._odd[name] = count
-        self.emit(ev.Stepped(self.now(), step, changed, self._dropped))
+        self.emit(ev.Stepped(self.now(), step, changed, self._dropped or NONE))
         self.names += anew
         self._anew, self._dropped = {}, []
         return True
@@ -257,7 +260,7 @@ class StepLog:
         self.names, self._counts = names, counts
         self._anew, self._dropped = {}, []
         if changed or dropped:
-            self.emit(ev.Stepped(self.now(), step, changed, dropped))
+            self.emit(ev.Stepped(self.now(), step, changed, dropped or NONE))
         else:  # only the order is another
             self.same_step = step
 
@@ -327,12 +330,12 @@ class StepLog:
                 self._told_whole = numbers
                 return
         changed = [n for place in _differing(lengths, known) for n in (numbers[place], lengths[place])]
-        self.emit_all([ev.Delivered(at, changed, []), *then])
+        self.emit_all([ev.Delivered(at, changed or NONE, NONE), *then])
 
     def _tell_delivered(self, at: int, changed: list[int], then: Sequence[ev.Event]) -> None:
         """An output; that it equals the last and so does its step is only counted."""
         if changed or not self.same_step:
-            self.emit_all([ev.Delivered(at, changed, []), *then])
+            self.emit_all([ev.Delivered(at, changed or NONE, NONE), *then])
             return
         self.same_step = 0
         self.repeats += 1

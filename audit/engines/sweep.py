@@ -68,6 +68,8 @@ class Sweep:
         watch = self._watch
         self._tables_next = not self._tables_next
         try:
+            if watch.books is not None:
+                watch.books.check()
             if self._tables_next:
                 for number, pool in enumerate(watch.pools):
                     first = self._next_block[number]

@@ -205,8 +205,8 @@ class V1Observer(LifeObserver):
                 log.delivered(self._output_at, lengths, order, index, ignored, held or ())
         elif held:
             log.emit_all(held)
-        if log.calls and self.pools is not None:
-            self.pools.tell()
+        if self.pools is not None:
+            self.pools.delivered()
         if self._gone:
             for request_id in self._gone:
                 self._forget(request_id)

@@ -15,6 +15,14 @@ TOLD = {
         [WHAT + ev.TAKEN, 7, 0, 1, 2, 30, 31],
         ev.BlocksTaken(AT, STEP, POOL, "allocate", [7, 0, 2, 30, 31]),
     ),
+    "taken, one each": (
+        [WHAT + ev.TAKEN_EACH, -1, 0, 1, 4, 30, 31, 7, 8],
+        ev.BlocksTaken(AT, STEP, POOL, "allocate", [7, 0, 1, 30, 8, 0, 1, 31]),
+    ),
+    "hashed, whose table it stands in": (
+        [WHAT + ev.HASHED, -1, 0, 2 * -3, 3, 30, 5, 16],
+        ev.BlocksHashed(AT, STEP, POOL, [-1, 0, -3, 1, 30, 5, 16]),
+    ),
     "touched": (
         [WHAT + ev.TOUCHED, 7, 0, 0, 4, 30, 31, 2, 1],
         ev.BlocksTouched(AT, STEP, POOL, 7, 0, "hit", [30, 31], [2, 1]),

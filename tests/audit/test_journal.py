@@ -362,9 +362,9 @@ def test_a_newer_schema_is_refused_and_both_are_named(tmp_path: Path) -> None:
     path = tmp_path / "00000001.kvl"
     path.write_bytes(path.read_bytes().replace(seg.HEADER, seg.header(9)))
 
-    with pytest.raises(LedgerError, match=r"schema 9 .* up to schema 1"):
+    with pytest.raises(LedgerError, match=r"schema 9 .* up to schema 2"):
         list(read(tmp_path))
-    with pytest.raises(LedgerError, match=r"schema 9 .* up to schema 1"):
+    with pytest.raises(LedgerError, match=r"schema 9 .* up to schema 2"):
         find_journals([tmp_path])
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 pytest.importorskip("vllm")
 
@@ -15,7 +16,7 @@ from tests.engines.observed import audited, each, observe
 from kvledger.audit import events as ev
 from kvledger.audit.conformance.courses import COURSES
 from kvledger.audit.conformance.driver import Driver, start
-from kvledger.audit.engines import choose
+from kvledger.audit.engines import choose, pools
 from kvledger.audit.engines.untold import Untold
 from kvledger.audit.recorder import MemoryRecorder
 
@@ -24,12 +25,18 @@ Taken = tuple[int, int, int, str, list[int]]
 
 
 def taken(events: list[ev.Event]) -> list[Taken]:
-    calls = [event for event in each(events) if isinstance(event, ev.BlocksTaken)]
-    return [(call.step, *call.rows[:2], call.by, call.rows[3:]) for call in calls]
+    found: list[Taken] = []
+    for call in each(events):
+        rows = call.rows if isinstance(call, ev.BlocksTaken) else []
+        while rows:
+            end = 3 + rows[2]
+            found.append((call.step, rows[0], rows[1], call.by, rows[3:end]))
+            rows = rows[end:]
+    return found
 
 
-def asked(course: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch) -> list[Taken]:
-    """What a course takes, each call asked for its caller."""
+def asked(course: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch) -> list[ev.Event]:
+    """What a course is told as where every call is wrapped, and asked for its caller."""
     step_begins = Untold.step_begins
 
     def asks(self: Untold, nobody_waits: bool) -> None:
@@ -38,7 +45,24 @@ def asked(course: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch) -> lis
 
     with monkeypatch.context() as patched:
         patched.setattr(Untold, "step_begins", asks)
-        return taken(observe(course, level="blocks")[1])
+        return wrapped(course, patched)
+
+
+def wrapped(course: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch) -> list[ev.Event]:
+    """What a course is told as where every call is wrapped."""
+    with monkeypatch.context() as patched:
+        patched.setattr(pools, "readable", lambda *_: False)
+        return observe(course, level="blocks")[1]
+
+
+def hashed(events: list[ev.Event]) -> list[tuple[int, ...]]:
+    """Step, group, block and up to which token it is hashed: a step's in any order."""
+    calls = [event for event in each(events) if isinstance(event, ev.BlocksHashed)]
+    return sorted(
+        (call.step, call.rows[1], call.rows[at], call.rows[at + 2])
+        for call in calls
+        for at in range(4, len(call.rows), 3)
+    )
 
 
 def preempts_who_has_taken(attach: Any = id) -> Driver:
@@ -52,10 +76,14 @@ def preempts_who_has_taken(attach: Any = id) -> Driver:
 
 
 @pytest.mark.parametrize("name", list(COURSES))
-def test_outputs_tell_what_the_stack_tells(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_read_afterwards_is_what_the_calls_tell(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     course = COURSES[name]
+    by_stack, by_output = asked(course, monkeypatch), wrapped(course, monkeypatch)
+    _, read = observe(course, level="blocks")
 
-    assert asked(course, monkeypatch) == taken(observe(course, level="blocks")[1])
+    assert taken(by_stack) == taken(by_output) == taken(read)
+    assert hashed(by_stack) == hashed(by_output) == hashed(read)
+    assert not [event for event in read if isinstance(event, ev.HookFailed)]
 
 
 def test_who_takes_and_is_preempted_in_one_step_is_found_by_what_it_leaves(
@@ -67,18 +95,20 @@ def test_who_takes_and_is_preempted_in_one_step_is_found_by_what_it_leaves(
     def asks(self: Untold, *leaving: Any) -> Any:
         calls = each([ev.PoolCalls(0, 0, [""] * 9, self.rows)])
         given_back = {block for call in calls if isinstance(call, ev.BlocksFreed) for block in call.blocks}
-        left.append(len({self.rows[place + 5] for place in self.unasked} & given_back))
+        left.append(len({block.block_id for block in self.handed} & given_back))
         return ask_tables(self, *leaving)
 
-    monkeypatch.setattr(Untold, "_ask_tables", asks)
-    _, events = observe(preempts_who_has_taken, level="blocks")
+    with monkeypatch.context() as patched:
+        patched.setattr(Untold, "_ask_tables", asks)
+        _, read = observe(preempts_who_has_taken, level="blocks")
+        by_output = wrapped(preempts_who_has_taken, patched)
 
-    assert 1 in left
-    assert "clean" == audited(events).verdict
-    assert asked(preempts_who_has_taken, monkeypatch) == taken(events)
+    assert 2 == left.count(1)
+    assert "clean" == audited(read).verdict
+    assert taken(asked(preempts_who_has_taken, monkeypatch)) == taken(by_output) == taken(read)
 
 
-def test_who_takes_between_two_steps_is_asked() -> None:
+def test_who_takes_between_two_steps_is_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     def course(attach: Any = id) -> Driver:
         driver = start(attach)
         driver.add("r", 20, 100)
@@ -87,9 +117,8 @@ def test_who_takes_between_two_steps_is_asked() -> None:
         driver.scheduler.kv_cache_manager.block_pool.get_new_blocks(1)
         return driver
 
-    _, events = observe(course, level="blocks")
-
-    assert (-1, -1, "course") == taken(events)[-1][1:4]
+    assert (-1, -1, "") == taken(observe(course, level="blocks")[1])[-1][1:4]
+    assert (-1, -1, "course") == taken(wrapped(course, monkeypatch))[-1][1:4]
 
 
 def two_that_decode(attach: Any = id, *, names_nobody: bool = False) -> Driver:
@@ -116,7 +145,67 @@ def test_an_output_that_names_other_blocks_is_not_believed(monkeypatch: pytest.M
     _, events = observe(two_that_decode, level="blocks", names_nobody=True)
 
     assert "clean" == audited(events).verdict
-    assert asked(two_that_decode, monkeypatch) == taken(events)
+    assert taken(asked(two_that_decode, monkeypatch)) == taken(events)
+
+
+def test_the_pool_has_no_collector_again_when_the_watch_has_ended() -> None:
+    driver, _ = observe(two_that_decode, level="blocks")
+
+    assert driver.scheduler.kv_cache_manager.block_pool.metrics_collector is None
+
+
+def test_a_pool_with_a_collector_of_its_own_keeps_it_and_is_wrapped() -> None:
+    class Collector:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_: None
+
+    collector = Collector()
+
+    def course(attach: Any = id) -> Driver:
+        driver = start()
+        driver.scheduler.kv_cache_manager.block_pool.metrics_collector = collector
+        attach(driver.scheduler)
+        driver.add("r", 20, 100)
+        driver.run()
+        return driver
+
+    driver, events = observe(course, level="blocks")
+
+    assert driver.scheduler.kv_cache_manager.block_pool.metrics_collector is collector
+    assert len(taken(events)) == 7
+
+
+def test_a_watch_whose_collector_is_replaced_says_so_and_ends() -> None:
+    def course(attach: Any = id) -> Driver:
+        driver = start(attach)
+        driver.add("r", 20, 100)
+        driver.step()
+        driver.scheduler.kv_cache_manager.block_pool.metrics_collector = None
+        driver.run()
+        return driver
+
+    _, events = observe(course, level="blocks")
+    (failed,) = [event for event in events if isinstance(event, ev.HookFailed)]
+
+    assert failed.removed
+    assert not audited(events).violations
+
+
+def test_who_is_hashed_for_is_whose_table_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a hash for more than the sequence has is found by its account."""
+    _, events = observe(two_that_decode, level="blocks")
+    auditor = audited(events)
+    blocks = auditor.ledger.blocks
+    assert "clean" == auditor.verdict
+    assert {record.hasher for record in blocks.pools[0].records.values() if record.names} == {0, 1}
+
+    early = [
+        replace(event, rows=[n + 10**6 if at == 6 else n for at, n in enumerate(event.rows)])
+        if isinstance(event, ev.BlocksHashed)
+        else event
+        for event in each(events)
+    ]
+    assert "blocks/hash-content" in {violation.id for violation in audited(early).violations}
 
 
 def test_with_stacks_each_operation_is_told_by_the_call_that_made_it() -> None:
