@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -84,6 +85,55 @@ def test_what_is_read_afterwards_is_what_the_calls_tell(name: str, monkeypatch: 
     assert taken(by_stack) == taken(by_output) == taken(read)
     assert hashed(by_stack) == hashed(by_output) == hashed(read)
     assert not [event for event in read if isinstance(event, ev.HookFailed)]
+
+
+def crowd(attach: Any = id, *, seed: int, requests: int = 60, **setup: Any) -> Driver:
+    """Requests that share prefixes, wait, are preempted for want of blocks, and are aborted."""
+    dice, driver = random.Random(seed), start(attach, **setup)
+    urgent = setup.get("policy") == "priority"
+    for number in range(requests):
+        length = dice.randint(1, 250)
+        options = {"shares": (f"family {dice.randrange(4)}", dice.randint(0, length))}
+        priority = {"priority": dice.randrange(3)} if urgent else {}
+        driver.add(f"r{number}", length, dice.randint(1, 60), **options, **priority)
+        for _ in range(dice.randint(0, 4)):
+            driver.step()
+        if dice.random() < 0.1:
+            driver.abort(f"r{dice.randint(0, number)}")
+    driver.run()
+    return driver
+
+
+CROWDS: dict[str, dict[str, Any]] = {
+    "aborted, tables stay a while": {"seed": 352332, "requests": 20, "asynchronous": True, "max_running": 8},
+    "taken, given back, taken": {
+        "seed": 879871,
+        "asynchronous": True,
+        "policy": "priority",
+        "blocks": 40,
+        "max_batched_tokens": 48,
+        "max_running": 8,
+    },
+    "preempted in chunks": {
+        "seed": 205253,
+        "asynchronous": True,
+        "policy": "priority",
+        "blocks": 80,
+        "max_batched_tokens": 48,
+        "max_running": 16,
+    },
+    "in step": {"seed": 5, "blocks": 24, "max_batched_tokens": 64, "max_running": 8},
+}
+
+
+@pytest.mark.parametrize("name", list(CROWDS))
+def test_a_crowd_is_read_as_its_calls_tell(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    course = functools.partial(crowd, **CROWDS[name])
+    by_output, read = wrapped(course, monkeypatch), observe(course, level="blocks")[1]
+
+    assert taken(by_output) == taken(read)
+    assert hashed(by_output) == hashed(read)
+    assert "clean" == audited(read).verdict
 
 
 def test_who_takes_and_is_preempted_in_one_step_is_found_by_what_it_leaves(
