@@ -10,12 +10,12 @@ is hashed for, and :class:`Books` knows when to ask it.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import chain, compress
-from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from kvledger.audit.engines.callers import Caller
+from kvledger.audit.engines.pool_hooks import codes
 from kvledger.audit.events import HASHED
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ TAKING_OUTPUT = ("update_from_output", "_update_request_with_output")
 TOLD = frozenset(("on_block_allocated", "on_block_accessed", "on_block_evicted"))
 """What a pool tells its collector of metrics."""
 
-
 NEVER = -1
+"""For the step of a block that is not to be looked at."""
 
 
 class HandedOut:
@@ -56,7 +56,7 @@ class Books:
         scheduler, (manager,), (pool,) = watch.scheduler, watch.managers, watch.pools
         kind = type(scheduler)
         self.with_outputs = not kind.__module__.startswith("vllm.") or any(
-            "cache_blocks" in code.co_names for code in _codes(kind, TAKING_OUTPUT)
+            "cache_blocks" in code.co_names for code in codes(kind, TAKING_OUTPUT)
         )
         """Blocks may be hashed when an output is taken, and not only when a step is scheduled."""
         self._watch = watch
@@ -260,7 +260,7 @@ def readable(scheduler: Any, managers: tuple[Any, ...]) -> bool:
         return False
     (manager,) = managers
     pool = manager.block_pool
-    told = {name for code in _codes(type(pool)) for name in code.co_names if name.startswith("on_")}
+    told = {name for code in codes(type(pool)) for name in code.co_names if name.startswith("on_")}
     allocates = getattr(getattr(type(pool).get_new_blocks, "__code__", None), "co_names", ())
     return (
         type(manager).__name__ == "FullAttentionManager"
@@ -273,12 +273,3 @@ def readable(scheduler: Any, managers: tuple[Any, ...]) -> bool:
         and hasattr(pool.blocks[0], "_block_hash_num_tokens")
         and hasattr(manager, "num_cached_block")
     )
-
-
-def _codes(kind: type[Any], names: tuple[str, ...] = ()) -> Iterator[CodeType]:
-    """Of a class's methods: all of them, or these."""
-    for owner in kind.__mro__:
-        for name, method in vars(owner).items():
-            code = getattr(method, "__code__", None)
-            if isinstance(code, CodeType) and (not names or name in names):
-                yield code

@@ -5,7 +5,8 @@ Every pool of the engine, and the few methods of its scheduler and managers in w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from types import CodeType
 from typing import Any
 
 from kvledger.audit.hooks import EngineMismatch, Hook, check
@@ -62,8 +63,13 @@ def differences(scheduler: Any) -> list[str]:
 
 def evicts(manager: Any) -> bool:
     """Whether a manager has its pool forget a block's hash by itself, as Mamba's does since 0.30."""
-    methods = (method for kind in type(manager).__mro__ for method in vars(kind).values())
-    return any(
-        "_maybe_evict_cached_block" in getattr(getattr(method, "__code__", None), "co_names", ())
-        for method in methods
-    )
+    return any("_maybe_evict_cached_block" in code.co_names for code in codes(type(manager)))
+
+
+def codes(kind: type[Any], names: tuple[str, ...] = ()) -> Iterator[CodeType]:
+    """Of a class's methods, inherited ones with them: all of them, or these."""
+    for owner in kind.__mro__:
+        for name, method in vars(owner).items():
+            code = getattr(method, "__code__", None)
+            if isinstance(code, CodeType) and (not names or name in names):
+                yield code

@@ -241,7 +241,7 @@ def test_a_watch_whose_collector_is_replaced_says_so_and_ends() -> None:
     assert not audited(events).violations
 
 
-def test_who_is_hashed_for_is_whose_table_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_hashed_for_is_whose_table_it_is() -> None:
     """And a hash for more than the sequence has is found by its account."""
     _, events = observe(two_that_decode, level="blocks")
     auditor = audited(events)
