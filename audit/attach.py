@@ -95,7 +95,8 @@ class Audit:
 
     def _catch_up(self) -> list[Violation]:
         new: list[Violation] = []
-        self._observer.log.tell_calls()
+        if self._observer.pools is not None:
+            self._observer.pools.tell()
         for event in self._sink.take():
             new += self._auditor.feed(event)
         return new

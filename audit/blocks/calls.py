@@ -34,6 +34,8 @@ def calls(event: ev.PoolCalls) -> Iterator[ev.Event]:
                 for number in (taker, group, 1, block)
             ]
             yield ev.BlocksTaken(at, step, pool, event.by[more], taken, stack)
+        elif what == ev.IN_STEP:
+            step = more
         elif what == ev.STATED:
             yield ev.TablesStated(at, step, follow)
         else:

@@ -199,6 +199,8 @@ class Observer:
 
     def _at_rest(self) -> None:
         """Between two steps: a snapshot if one is wanted, a census if one is due."""
+        if self.pools is not None:
+            self.pools.tell()
         now = self.log.now()
         self._time_some()
         if self.log.sink.wants_snapshot or self._resync:

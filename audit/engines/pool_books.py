@@ -10,13 +10,13 @@ is hashed for, and :class:`Books` knows when to ask it.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain, compress
 from typing import TYPE_CHECKING, Any
 
 from kvledger.audit.engines.callers import Caller
 from kvledger.audit.engines.pool_hooks import codes
-from kvledger.audit.events import HASHED
+from kvledger.audit.events import FREED, HASHED, TOUCHED
 
 if TYPE_CHECKING:
     from kvledger.audit.engines.pools import PoolWatch
@@ -48,39 +48,43 @@ class HandedOut:
 class Books:
     """Which blocks of one pool are still to be hashed, and when.
 
-    A block that a request decodes into is full so many steps after it was handed out, and is looked at then.
-    That none was overlooked the manager's own counts show: their sum has grown by as many as were found.
+    A block that a request decodes into is full so many steps after it was handed out. It is looked at when
+    the engine is at rest next, or sooner where it is touched or given back. What is hashed of who prefills is
+    told in the step that hashes it. That nothing was overlooked the manager's own counts show: their sum is
+    that of what was found.
     """
 
     def __init__(self, watch: PoolWatch) -> None:
         scheduler, (manager,), (pool,) = watch.scheduler, watch.managers, watch.pools
         kind = type(scheduler)
-        self.with_outputs = not kind.__module__.startswith("vllm.") or any(
-            "cache_blocks" in code.co_names for code in codes(kind, TAKING_OUTPUT)
-        )
-        """Blocks may be hashed when an output is taken, and not only when a step is scheduled."""
         self._watch = watch
         self._manager = manager
+        self._group: int = manager.kv_cache_group_id
         self._pool = pool
         self._requests: dict[str, Any] = scheduler.requests
         self._size: int = manager.block_size
-        self._decodes = self._size - 1 + self.with_outputs
+        self._late = int(
+            not kind.__module__.startswith("vllm.")
+            or any("cache_blocks" in code.co_names for code in codes(kind, TAKING_OUTPUT))
+        )
+        """A block that is decoded into may be hashed when an output is taken: so many steps later."""
+        self._decodes = self._size - 1 + self._late
         """In so many steps a block is full that was handed out to who decodes."""
         self._total = sum(manager.num_cached_block.values())
-        self._settled = False
-        """Nothing is hashed before the next step."""
+        """So many blocks of present tables are hashed, as far as that was found."""
         self._looked_up: str | None = None
-        self._look_ups = 0
         self._touches = ""
         """Which operation touches the hits of who is admitted."""
+        self._prefill: dict[str, int] = dict(manager.num_cached_block)
+        """Requests whose blocks are hashed as they are scheduled, and how many have been found."""
+        self.prefills = False
+        """Some of them ran in this step."""
         self._leaving: str | None = None
         self._going: dict[str, int] = {}
         """Requests whose tables may stay for a step yet, and how many of their blocks are hashed."""
         self._when = array("q", [NEVER]) * len(pool.blocks)
         """Of each block, in which step it is looked at; at another, ``_due`` has it from before."""
         self._due: dict[int, list[Any]] = {}
-        self._at_once: set[int] = set()
-        """Blocks that were hashed in the step in which they were handed out: their requests prefill."""
         for table in manager.req_to_blocks.values():
             self._expect(watch.step() + 1, [block for block in table if block._block_hash is None])
         self.collector = pool.metrics_collector = HandedOut(watch.untold.handed.append)
@@ -95,68 +99,90 @@ class Books:
         if self._pool.metrics_collector is not self.collector:
             raise RuntimeError("the pool was given another collector of metrics")
 
-    def step_begins(self) -> None:
-        """Blocks are handed out and hashed from now on."""
-        self._settled = False
-        self._looked_up, self._look_ups = None, 0
-        self._gone()
-
     def looked_up(self, name: str) -> None:
         """A request's hits are known, and are touched next if it is admitted."""
+        if self._going:
+            self._gone()
         self._looked_up = name
-        self._look_ups += 1
+        self._prefill[name] = 0
 
-    def touched(self, blocks: list[Any]) -> Caller:
-        """The hits of who was looked up last, or a pin: who touches them.
+    def touched(self, blocks: list[Any]) -> None:
+        """The hits of who was looked up last, or a pin.
 
-        What has been hashed in this step is told before, where any of them may be of it. To ask the stack for
-        the names of requests costs more than all the rest of a touch, so it is asked once, for the operation.
+        To ask the stack for the names of requests costs more than all the rest of a touch, so it is asked
+        once, for the operation.
         """
-        watch, name = self._watch, self._looked_up
-        if self._look_ups > 1 or any(self._when[block.block_id] != NEVER for block in blocks):
-            self.settle()
+        watch, name, prefill = self._watch, self._looked_up, self._prefill
+        if watch.untold.later:
+            watch.untold.catch_up()
+        if len(prefill) > 1:
+            self.prefilled()
+        ids = self._seen(blocks)
         if name is None or self._manager.req_to_blocks.get(name):
             whose = watch.callers.caller()
         else:
             self._looked_up = None
             self._touches = self._touches or watch.callers.caller().by
-            whose = Caller(name, self._manager.kv_cache_group_id, self._touches)
+            watch.untold.hits[name] = ids
+            whose = Caller(name, self._group, self._touches)
         if whose.request_id is not None:
             self._total += len(blocks)
-        return whose
+            if whose.request_id in prefill:
+                prefill[whose.request_id] += len(blocks)
+        watch.untold.call(TOUCHED, *whose, ids, [block.ref_cnt for block in blocks])
 
-    def freed(self, blocks: list[Any]) -> Caller:
-        """The blocks of who is leaving, or others': who gives them back. Those without a hash get none."""
-        name, when = self._leaving, self._when
-        for block in blocks:
-            if block._block_hash is None:
-                when[block.block_id] = NEVER
+    def freed(self, blocks: list[Any]) -> None:
+        """The blocks of who is leaving, or others'. Those without a hash get none."""
+        watch, name = self._watch, self._leaving
+        if watch.untold.later:
+            watch.untold.catch_up()
+        ids = self._seen(blocks, last=True)
         if name is None or name in self._manager.req_to_blocks:
-            return self._watch.callers.caller()
-        self._leaving = None
-        return Caller(name, self._manager.kv_cache_group_id, "free")
+            whose = watch.callers.caller()
+        else:
+            self._leaving = None
+            whose = Caller(name, self._group, "free")
+            if name not in self._manager.num_cached_block:
+                self._total -= self._going.pop(name, 0)
+        watch.untold.call(FREED, *whose, ids, [block.ref_cnt for block in blocks])
 
-    def handed_out(self, blocks: list[Any], ids: list[int], *, in_between: bool) -> None:
-        """What the pool has handed out; the hashes are settled.
+    def _seen(self, blocks: list[Any], *, last: bool = False) -> list[int]:
+        """Their ids. Tells which of these were hashed. ``last``: the others will not be."""
+        when = self._when
+        ids = [block.block_id for block in blocks]
+        told: list[int] = []
+        for place, number in enumerate(ids):
+            if when[number] != NEVER:
+                hash_ = blocks[place]._block_hash
+                if hash_ is not None:
+                    told += (number, self._watch.name(hash_), blocks[place]._block_hash_num_tokens)
+                if last or hash_ is not None:
+                    when[number] = NEVER
+        if told:
+            self._tell(told)
+        return ids
 
-        ``in_between``: the step is not over, and some may have been given back.
-        """
-        at_once = self._at_once
-        if at_once or in_between:
-            blocks = [block for block in blocks if block.ref_cnt and block.block_id not in at_once]
+    def handed_out(self, step: int, blocks: list[Any], ids: Sequence[int], *, prefills: bool) -> None:
+        """The pool has handed them out in ``step``, to be decoded into: all, unless somebody ``prefills``."""
+        when = self._when
+        if prefills:
+            blocks = [b for b in blocks if b._block_hash is None and when[b.block_id] == NEVER]
             ids = [block.block_id for block in blocks]
-            at_once.clear()
-        step, when = self._watch.step() + self._decodes, self._when
+        step += self._decodes
         for number in ids:
             when[number] = step
         if step in self._due:
             self._due[step] += blocks
         else:
-            self._due[step] = blocks.copy()
+            self._due[step] = blocks
 
     def leaves(self, name: str) -> None:
-        """A request is about to give its blocks back: what was hashed of them comes before that."""
-        self.settle()
+        """A request is about to give its blocks back."""
+        if name in self._prefill:
+            self.prefilled()
+            del self._prefill[name]
+        if self._going:
+            self._gone()
         self._going[name] = self._manager.num_cached_block.get(name, 0)
         self._leaving = name if name in self._manager.req_to_blocks else None
 
@@ -165,67 +191,71 @@ class Books:
         for name in [name for name in self._going if name not in self._manager.num_cached_block]:
             self._total -= self._going.pop(name)
 
-    def deferred(self) -> None:
+    def deferred(self, blocks: list[Any]) -> None:
         """Who was about to leave keeps its blocks for a while."""
         self._leaving = None
+        if self._watch.untold.later:
+            self._watch.untold.catch_up()
+        self._seen(blocks, last=True)
 
     def scheduled(self, output: Any) -> None:
-        """A step has been scheduled, and what was handed out in it is known."""
-        self._settled = not self.with_outputs
+        """A step has been scheduled, and who was handed what in it is not known yet."""
         self._looked_up = None
-        tokens, others = output.num_scheduled_tokens, output.total_num_scheduled_tokens
-        if others == len(tokens):
+        tokens, prefill, requests = output.num_scheduled_tokens, self._prefill, self._requests
+        others = output.total_num_scheduled_tokens - len(tokens)
+        if others:
+            others -= sum([tokens[name] - 1 for name in prefill if name in tokens])
+        step, size, tables = self._watch.step(), self._size, self._manager.req_to_blocks
+        if others:  # sessions, whose prompts grow; to look for them is to touch all names
+            for name in compress(tokens, map((1).__lt__, tokens.values())):
+                prefill.setdefault(name, (requests[name].num_computed_tokens - tokens[name]) // size)
+        self.prefills = bool(prefill)
+        if not prefill:
             return
-        admitted = [new.req_id for new in output.scheduled_new_reqs]
-        others -= len(tokens) - len(admitted) + sum([tokens[name] for name in admitted])
-        if others:  # who prefills further, or again; to look for them is to touch all names
-            admitted = list(compress(tokens, map((1).__lt__, tokens.values())))
-        step, size = self._watch.step(), self._size
-        for name in admitted:
-            request = self._requests[name]
+        self.prefilled()
+        for name in list(prefill):
+            if name not in tokens:
+                if not tables.get(name):  # it was not admitted
+                    del prefill[name]
+                continue
+            request = requests[name]
             filled = request.num_computed_tokens
-            if filled % size:
-                left = size - filled % size + self.with_outputs if filled >= request.num_tokens else 1
-                self._expect(step + left, [self._manager.req_to_blocks[name][filled // size]])
+            if filled >= request.num_tokens:
+                del prefill[name]
+                if filled % size:
+                    self._expect(step + size - filled % size + self._late, [tables[name][filled // size]])
 
-    def settle(self, *, ends: bool = False) -> None:
-        """Write down what was hashed since the last time, or that not all of it was found.
-
-        ``ends``: of what is due in this step nothing more will be hashed in it.
-        """
-        if self._settled:
-            return
+    def settle(self) -> None:
+        """Write down what else was hashed, or that not all of it was found."""
         step = self._watch.step()
         told: list[int] = []
-        due = self._due.pop(step, None)
-        if due is not None:
-            late = self._look(told, due, step)
-            if late:
-                self._expect(step + ends, late)
+        late: list[Any] = []
+        for due in [due for due in self._due if due <= step]:
+            late += self._look(told, self._due.pop(due), due)
+        if late:
+            self._expect(step + 1, late)
+        if self._prefill:
+            self.prefilled()
         if self._going:
             self._gone()
         total = sum(self._manager.num_cached_block.values())
-        more = total - self._total
-        self._total = total
-        if 3 * more != len(told):  # somebody prefills, or did not run in every step
-            self._look_at_new(told, more)
-            if 3 * more != len(told):
-                self._look(told, list(chain.from_iterable(self._due.values())))
-        log, group = self._watch.log, self._manager.kv_cache_group_id
+        if 3 * (total - self._total) != len(told):  # somebody did not run in every step
+            self._look(told, list(chain.from_iterable(self._due.values())))
         if told:
-            unheard = log.repeats + (log.held is not None)
-            log.calls += (HASHED, -1, group, 2 * (-1 - unheard), len(told), *told)
-        if 3 * more != len(told):  # a block was hashed that nobody was handed, or by a way not known here
-            log.calls += (HASHED, -1, group, -2, 0)
+            self._tell(told)
+        if total != self._total:  # a block was hashed that nobody was handed, or by a way not known here
+            self._total = total
+            self._watch.log.calls += (HASHED, -1, self._group, -2, 0)
 
     def _look(self, told: list[int], blocks: list[Any], step: int = NEVER) -> list[Any]:
         """Write down those that have been hashed; the rest, as far as they were due in ``step``."""
         when, name, rest = self._when, self._watch.name, []
         for block in blocks:
             number = block.block_id
-            due, hash_ = when[number], block._block_hash
+            due = when[number]
             if due == NEVER:
                 continue
+            hash_ = block._block_hash
             if hash_ is not None:
                 when[number] = NEVER
                 told += (number, name(hash_), block._block_hash_num_tokens)
@@ -233,19 +263,30 @@ class Books:
                 rest.append(block)
         return rest
 
-    def _look_at_new(self, told: list[int], more: int) -> None:
-        """Write down what was handed out and hashed in this step, of so many: the last handed out are it."""
-        name, at_once = self._watch.name, self._at_once
-        found: list[tuple[int, int, int]] = []
-        for block in reversed(self._watch.untold.handed):
-            if 3 * (more - len(found)) == len(told):
-                break
-            number, hash_ = block.block_id, block._block_hash
-            if hash_ is not None and number not in at_once:
-                at_once.add(number)
-                self._when[number] = NEVER
-                found.append((number, name(hash_), block._block_hash_num_tokens))
-        told += chain.from_iterable(reversed(found))
+    def prefilled(self) -> None:
+        """Tell what was hashed of who prefills."""
+        manager, watch = self._manager, self._watch
+        counts = manager.num_cached_block
+        for name, known in self._prefill.items():
+            count = counts.get(name, 0)
+            if count > known:
+                self._prefill[name] = count
+                told: list[int] = []
+                for block in manager.req_to_blocks[name][known:count]:
+                    number, hash_ = block.block_id, block._block_hash
+                    self._when[number] = NEVER
+                    if hash_ is not None:
+                        told += (number, watch.name(hash_), block._block_hash_num_tokens)
+                if told:
+                    self._tell(told, watch.number(name), self._requests[name].num_tokens)
+
+    def _tell(self, told: list[int], request: int = -1, length: int = -1) -> None:
+        """That these were hashed; without a request, for whose table they stand in."""
+        log = self._watch.log
+        if request < 0:
+            length = -1 - log.repeats - (log.held is not None)
+        self._total += len(told) // 3
+        log.calls += (HASHED, request, self._group, 2 * length, len(told), *told)
 
     def _expect(self, step: int, blocks: list[Any]) -> None:
         """To be hashed in this step, as far as is known."""
@@ -267,6 +308,8 @@ def readable(scheduler: Any, managers: tuple[Any, ...]) -> bool:
         and getattr(scheduler, "num_spec_tokens", -1) == 0
         and not getattr(scheduler, "use_pp", False)  # else a request does not run in every step
         and not getattr(scheduler.kv_cache_manager.coordinator, "enable_partial_hash_hits", False)
+        and getattr(pool, "enable_caching", False)
+        and manager.block_size > 1  # else blocks are full in the step that hands them out
         and told <= TOLD
         and "on_block_allocated" in allocates
         and getattr(pool, "metrics_collector", pool) is None

@@ -50,8 +50,10 @@ def touching(watch: Any, pool: int, original: Method) -> Method:
     def touch(blocks: Any) -> Any:
         result = original(blocks)
         try:
-            if blocks:
-                whose = caller() if books is None else books.touched(blocks)
+            if blocks and books is not None:
+                books.touched(blocks)
+            elif blocks:
+                whose = caller()
                 if isinstance(blocks, tuple) and isinstance(blocks[0], list | tuple):
                     for group, part in enumerate(blocks):
                         if part:
@@ -77,8 +79,10 @@ def freeing(watch: Any, pool: int, original: Method) -> Method:
         try:
             if own is not None:  # one pool hands on what is another's
                 blocks = [block for block in blocks if getattr(block, "pool", own) in (own, None)]
-            if blocks:
-                add(FREED, pool, caller() if books is None else books.freed(blocks), blocks)
+            if blocks and books is not None:
+                books.freed(blocks)
+            elif blocks:
+                add(FREED, pool, caller(), blocks)
         except Exception as error:
             watch.fail("free_blocks", error)
         return result

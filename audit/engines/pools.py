@@ -64,7 +64,7 @@ class PoolWatch:
         self._failed = failed
         self.stacks = stacks
         self.untold = Untold(self)
-        log.tell_calls = self.tell
+        log.tell_calls = self.tell_calls
         self.numbers: dict[str | None, int] = {None: -1}
         """Requests whose tables have not been told gone, also those that the log has forgotten."""
         self.name = namer()
@@ -132,14 +132,20 @@ class PoolWatch:
 
     # --- what a pool is called for ---------------------------------------------------------------
 
-    def tell(self, *, with_output: bool = False) -> None:
-        """Tell what the pools were called for since the last time. Never raises.
-
-        ``with_output``: the model's output has just been taken.
-        """
+    def tell(self) -> None:
+        """Tell what the pools were called for, and all that has been hashed. Never raises."""
         try:
+            if self.untold.later:
+                self.untold.catch_up()
             if self.books is not None:
-                self.books.settle(ends=with_output)
+                self.books.settle()
+            self.untold.tell(self.step())
+        except Exception as error:  # an observer must never stop the engine
+            self.fail("what a pool was called for", error)
+
+    def tell_calls(self) -> None:
+        """Tell what was called for, and what is known already to have been hashed. Never raises."""
+        try:
             self.untold.tell(self.step())
         except Exception as error:  # an observer must never stop the engine
             self.fail("what a pool was called for", error)
@@ -177,7 +183,7 @@ class PoolWatch:
         """``pop_blocks_for_free``."""
         caller = Caller(request.request_id, -1, "pop_blocks_for_free")
         if self.books is not None:
-            self.books.deferred()
+            self.books.deferred(blocks)
         self.untold.tell(self.step(), None, _ids(blocks), caller)
         for number, pool in enumerate(self.pools):
             ids = _ids(block for block in blocks if getattr(block, "pool", pool) in (pool, None))
@@ -191,24 +197,31 @@ class PoolWatch:
 
     def scheduled(self, output: Any) -> None:
         """``schedule``: all of it, before what the step is told to be."""
+        books = self.books
         self.untold.outputs_tell = False
         try:
-            books = self.books
             if books is not None:
-                books.settle(ends=not books.with_outputs)
-            self.untold.tell(self.step(), output)
-            if books is not None:
+                if self.untold.later:
+                    self.untold.catch_up()
                 books.scheduled(output)
+            self.untold.tell(self.step(), output)
         except Exception as error:
             self.fail("schedule", error)
 
+    def scheduled_again(self, output: Any) -> None:
+        """The same of a step in which each request ran as in the last one."""
+        if not self.untold.put_aside(output):
+            self.scheduled(output)
+
     def delivered(self) -> None:
         """An output has been taken."""
-        if self.log.calls or (self.books is not None and self.books.with_outputs):
-            self.tell(with_output=True)
+        if self.log.calls:
+            self.tell_calls()
 
     def admitted(self, output: Any) -> None:
         """The tables of whom a step admitted, after it has been told."""
+        if self.untold.adds_up:  # touched and taken is what the output names: nothing is left to be said
+            return
         resumed = getattr(output.scheduled_cached_reqs, "resumed_req_ids", None)
         if output.scheduled_new_reqs or resumed:
             try:
@@ -226,6 +239,8 @@ class PoolWatch:
         """A request is about to give its blocks back."""
         if self.books is not None:
             try:
+                if self.untold.later:
+                    self.untold.catch_up()
                 self.books.leaves(request_id)
             except Exception as error:  # an observer must never stop the engine
                 self.fail("cache_full_blocks", error)

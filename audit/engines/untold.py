@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvledger.audit import events as ev
 from kvledger.audit.engines.callers import NOBODY, Caller
-from kvledger.audit.events import FREED, HEAD, TAKEN, TAKEN_EACH
+from kvledger.audit.engines.steps import NONE
+from kvledger.audit.events import FREED, HEAD, IN_STEP, TAKEN, TAKEN_EACH, TOUCHED
 
 if TYPE_CHECKING:
     from kvledger.audit.engines.pools import PoolWatch
@@ -27,6 +28,9 @@ TAKES = "allocate_new_blocks"
 
 ASKING_STEPS = 64
 """For so many steps every call is asked for its caller, where an output could not tell."""
+
+LATER_STEPS = 16
+"""At most so many steps are put aside, where the engine is not at rest before."""
 
 Takers = dict[int, tuple[int, int, Sequence[Any]]]
 """Who may have taken a block: request, group, and a table that ends with it, of blocks or their ids."""
@@ -40,6 +44,14 @@ class Untold:
         self.rows: list[int] = watch.log.calls
         self.handed: list[Any] = []
         """Blocks that have been handed out, and to whom is not known yet."""
+        self.later: list[tuple[int, list[int], list[Any], list[Any]]] = []
+        """Steps in which all ran as before: number, whose turn got blocks, these, what was handed out."""
+        self._ran: Sequence[str] = ()
+        """Who ran in those steps."""
+        self.hits: dict[str, list[int]] = {}
+        """What requests were admitted with in this step."""
+        self.adds_up = False
+        """In this step all tables of who was admitted are those hits, and then what was handed out."""
         self._behind = 0
         self._parts: list[tuple[int, int]] = []
         """Where other calls came between: the place in the rows of those before, and how many there are."""
@@ -54,26 +66,66 @@ class Untold:
     def step_begins(self, nobody_waits: bool) -> None:
         """Whether callers have to be asked in this step. What is untold was called for before it."""
         step = self._watch.step()
-        self.tell(step - 1)
-        if self._watch.books is not None:
-            self._watch.books.step_begins()
+        if self.rows or self.handed:
+            self.tell(step - 1)
+        if self.hits:
+            self.hits.clear()
+        self.adds_up = False
         self.outputs_tell = self._alone and (nobody_waits or not self._promises) and step >= self._asks_until
+
+    def put_aside(self, output: Any) -> bool:
+        """Put a step aside in which each request ran as in the last one. False: it is to be told now."""
+        books, full = self._watch.books, len(self.later) == LATER_STEPS
+        if books is None or full or self.rows or not self.outputs_tell:
+            return False
+        self.outputs_tell = False
+        if self.handed:
+            cached = output.scheduled_cached_reqs  # to keep it would keep its memory from the next step
+            new_ids = cached.new_block_ids
+            if not self.later:
+                self._ran = cached.req_ids
+            places, got = list(compress(range(len(new_ids)), new_ids)), list(filter(None, new_ids))
+            self.later.append((self._watch.step(), places, got, self.handed.copy()))
+            self.handed.clear()
+        return True
+
+    def catch_up(self) -> None:
+        """Write down the steps that were put aside; nothing has been called for since."""
+        rows, books, since = self.rows, self._watch.books, self.handed.copy()
+        assert books is not None
+        later, self.later = self.later, []
+        for step, places, got, handed in later:
+            rows += (IN_STEP, -1, -1, step, 0)
+            numbers, singles = self._singles(self._ran, places, got)
+            if [block.block_id for block in handed] == singles:
+                rows += (TAKEN_EACH, -1, 0, self._operation(TAKES), 2 * len(singles), *singles, *numbers)
+                books.handed_out(step, handed, singles, prefills=False)
+            else:
+                self.handed[:], self._behind = handed, len(rows)
+                self._ask_tables((), NOBODY)
+        self.handed[:] = since
+        rows += (IN_STEP, -1, -1, self._watch.step(), 0)
+        self._behind = len(rows)
 
     def add(self, what: int, pool: int, caller: Caller, blocks: Sequence[Any]) -> None:
         """A call that took, touched or freed blocks, with what they count just after where that differs."""
+        ids = [block.block_id for block in blocks]
+        counts = [block.ref_cnt for block in blocks] if what != TAKEN else []
+        if what == TOUCHED and caller.request_id is not None:
+            self.hits[caller.request_id] = ids
+        self.call(what + 8 * pool, *caller, ids, counts)
+        if self._watch.stacks:
+            self._watch.tell()
+
+    def call(
+        self, what: int, request_id: str | None, group: int, by: str, ids: list[int], counts: list[int]
+    ) -> None:
+        """One call's row."""
         if self.handed:
             self._parts.append((self._behind, len(self.handed)))
-        watch, by = self._watch, self._by
-        request_id, group, operation = caller
-        numbers = [block.block_id for block in blocks]
-        if what != TAKEN:
-            numbers += [block.ref_cnt for block in blocks]
-        number = watch.number(request_id)
-        more = by.setdefault(operation, len(by))
-        self.rows += (what + 8 * pool, number, group, more, len(numbers), *numbers)
+        number, many = self._watch.number(request_id), len(ids) + len(counts)
+        self.rows += (what, number, group, self._operation(by), many, *ids, *counts)
         self._behind = len(self.rows)
-        if watch.stacks:
-            watch.tell()
 
     def tell(
         self, step: int, output: Any = None, leaving: Sequence[int] = (), whose: Caller = NOBODY
@@ -84,6 +136,8 @@ class Untold:
         is gone.
         """
         watch = self._watch
+        if self.later:
+            self.catch_up()
         if self.handed and not (output is not None and self._named(output)):
             self._ask_tables(leaving, whose)
         if not self.rows:
@@ -97,74 +151,109 @@ class Untold:
         """Nothing of it will be told."""
         self.rows.clear()
         self.handed.clear()
+        self.later.clear()
         self._parts.clear()
         self._by.clear()
         self._behind = 0
 
     def _named(self, output: Any) -> bool:
         """Write down who took what by what an output names: new blocks, or whole tables. False: not all."""
-        number_of, cached = self._watch.number, output.scheduled_cached_reqs
-        admitted = [(number_of(new.req_id), new.block_ids) for new in output.scheduled_new_reqs]
-        numbers, singles = self._singles(output)
-        if self._put(_takers(admitted), numbers, singles):
+        cached, admitted = output.scheduled_cached_reqs, output.scheduled_new_reqs
+        names, new_ids = cached.req_ids, getattr(cached, "new_block_ids", ())
+        places = compress(range(len(new_ids)), new_ids)  # to touch each name would cost more
+        if self._in_order(admitted, *self._singles(names, places, filter(None, new_ids))):
+            self.adds_up = True
             return True
-        new_ids = getattr(cached, "new_block_ids", ())
-        ran = [
-            (number_of(name), groups) for name, groups in zip(cached.req_ids, new_ids, strict=False) if groups
-        ]
-        return self._put(_takers(ran + admitted))
+        gifts = [(name, groups) for name, groups in zip(names, new_ids, strict=False) if groups]
+        gifts += [(new.req_id, new.block_ids) for new in admitted]
+        number_of = self._watch.number
+        return self._put(
+            {
+                ids[-1]: (number_of(name), group, ids)
+                for name, groups in gifts
+                for group, ids in enumerate(groups)
+                if ids
+            }
+        )
 
-    def _singles(self, output: Any) -> tuple[list[int], list[int]]:
-        """Who ran before and got one block of one group, and these blocks' ids; nobody if not all did."""
-        cached = output.scheduled_cached_reqs
-        new_ids = getattr(cached, "new_block_ids", ())
-        req_ids, known, number_of = cached.req_ids, self._watch.numbers, self._watch.number
+    def _in_order(self, admitted: Iterable[Any], numbers: Sequence[int], singles: list[int]) -> bool:
+        """The same, where a block each came first, and then all but their hits for who was ``admitted``.
+
+        False, and nothing is done, if it did not.
+        """
+        handed, rows, by = self.handed, self.rows, self._operation(TAKES)
+        ids = [block.block_id for block in handed]
+        end = len(singles)
+        if ids[:end] != singles:
+            return False
+        taken: list[tuple[int, tuple[int, ...]]] = []
+        if end:
+            taken.append((end, (TAKEN_EACH, -1, 0, by, 2 * end, *singles, *numbers)))
+        for new in admitted:
+            table, hits = new.block_ids[0], self.hits.get(new.req_id, NONE)
+            begin, end = end, end + len(table) - len(hits)
+            new_ids = ids[begin:end]
+            if len(new.block_ids) != 1 or table != hits + new_ids:
+                return False
+            if new_ids:
+                number = self._watch.number(new.req_id)
+                taken.append((end, (TAKEN, number, 0, by, len(new_ids), *new_ids)))
+        if end != len(ids):
+            return False
+        books = self._watch.books
+        if books is not None:
+            books.handed_out(self._watch.step(), handed[: len(singles)], singles, prefills=books.prefills)
+        told, start = list[int](), 0
+        for place, until in (*self._parts, (self._behind, end)):
+            told += rows[start:place]
+            start = place
+            while taken and taken[0][0] <= until:
+                told += taken.pop(0)[1]
+        rows[:start] = told
+        self._put_down()
+        return True
+
+    def _singles(
+        self, names: Sequence[str], places: Iterable[int], got: Iterable[Sequence[Sequence[int]]]
+    ) -> tuple[list[int], list[int]]:
+        """Who got one block of one group, and these blocks' ids; nobody if some got others.
+
+        ``got``: what those got, by group, who stand at ``places`` of ``names``.
+        """
+        known, number_of = self._watch.numbers, self._watch.number
         numbers, blocks = [], []
-        for place in compress(range(len(new_ids)), new_ids):  # to touch each name would cost more
-            groups = new_ids[place]
+        for place, groups in zip(places, got, strict=True):
             if len(groups) != 1 or len(groups[0]) != 1:
                 return [], []
             blocks.append(groups[0][0])
-            number = known.get(req_ids[place])
-            numbers.append(number_of(req_ids[place]) if number is None else number)
+            number = known.get(names[place])
+            numbers.append(number_of(names[place]) if number is None else number)
         return numbers, blocks
 
-    def _put(
-        self, takers: Takers, numbers: Sequence[int] = (), singles: Sequence[int] = (), *, asked: bool = False
-    ) -> bool:
-        """Put what was handed out into the rows. False, and nothing is done: some are nobody's.
-
-        First the requests ``numbers`` took ``singles``, one each of one group. Of these the first and the
-        last are compared, of all others each. ``asked``: no output has come that would name them.
-        """
-        rows, handed, first = self.rows, self.handed, len(singles)
-        parts = [*self._parts, (self._behind, len(handed))]
-        if first and not (
-            first <= parts[0][1]
-            and handed[0].block_id == singles[0]
-            and handed[first - 1].block_id == singles[-1]
-        ):
-            return False
-        ids = [block.block_id for block in handed[first:]] if first < len(handed) else []
+    def _put(self, takers: Takers) -> bool:
+        """Put what was handed out into the rows. False, and nothing is done: some are nobody's."""
+        rows, handed, books = self.rows, self.handed, self._watch.books
         put: list[tuple[int, list[int]]] = []
         begin = 0
-        for place, end in parts:
-            cut = self._cut(ids[begin : end - first], takers)
+        for place, end in (*self._parts, (self._behind, len(handed))):
+            cut = self._cut([block.block_id for block in handed[begin:end]], takers)
             if cut is None:
                 return False
             put.append((place, cut))
-            begin = end - first
-        if first:
-            by = self._operation(TAKES)
-            put[0][1][:0] = (TAKEN_EACH, -1, 0, by, 2 * first, *singles, *numbers)
+            begin = end
         for place, cut in reversed(put):
             rows[place:place] = cut
-        if self._watch.books is not None:
-            self._watch.books.handed_out(handed, [*singles, *ids], in_between=asked)
-        handed.clear()
-        self._parts.clear()
-        self._behind = len(rows)
+        if books is not None:  # some may have been given back since
+            kept = [block for block in handed if block.ref_cnt]
+            books.handed_out(self._watch.step(), kept, [block.block_id for block in kept], prefills=True)
+        self._put_down()
         return True
+
+    def _put_down(self) -> None:
+        """All that was handed out is in the rows."""
+        self.handed.clear()
+        self._parts.clear()
+        self._behind = len(self.rows)
 
     def _cut(self, ids: list[int], takers: Takers) -> list[int] | None:
         """The rows of blocks handed out in a row, cut where one taker's end. None: some are nobody's."""
@@ -208,20 +297,13 @@ class Untold:
             for name, table in manager.req_to_blocks.items():
                 if table:
                     takers[table[-1].block_id] = watch.number(name), group, table
-        self._put(takers, asked=True)
+        self._put(takers)
 
 
 @functools.lru_cache(64)
 def _names(*operations: str) -> tuple[str, ...]:
     """The same tuple for the same operations."""
     return operations
-
-
-def _takers(gifts: Iterable[tuple[int, Sequence[Sequence[int]]]]) -> Takers:
-    """Of requests, and the ids of the blocks that each got, by group."""
-    return {
-        ids[-1]: (number, group, ids) for number, groups in gifts for group, ids in enumerate(groups) if ids
-    }
 
 
 def _common(ids: list[int], table: Sequence[Any]) -> int:

@@ -148,18 +148,22 @@ class V1Observer(LifeObserver):
 
     def scheduled(self, _: None, output: Any, *__: Any, **___: Any) -> None:
         tokens, log = output.num_scheduled_tokens, self.log
+        # Who ran before has this list too, in the order of ``tokens``.
+        names = getattr(output.scheduled_cached_reqs, "req_ids", [])
+        total = output.total_num_scheduled_tokens
+        again = log.quiet and not log.same_step and names == log.names and total == len(names) == len(tokens)
         if self.pools is not None:
-            self.pools.scheduled(output)
+            if again:
+                self.pools.scheduled_again(output)
+            else:
+                self.pools.scheduled(output)
         if self._attempts:
             self._admit(tokens)
         if self._planned:
             self.tell_planned()
         if tokens:
             log.undelivered += 1
-            # Who ran before has this list too, in the order of ``tokens``.
-            names = getattr(output.scheduled_cached_reqs, "req_ids", [])
-            total = output.total_num_scheduled_tokens
-            if log.quiet and not log.same_step and names == log.names and total == len(names) == len(tokens):
+            if again:
                 log.same_step = self._step
             else:
                 drafts, requests = output.scheduled_spec_decode_tokens, self.scheduler.requests

@@ -57,13 +57,20 @@ def wrapped(course: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch) -> l
 
 
 def hashed(events: list[ev.Event]) -> list[tuple[int, ...]]:
-    """Step, group, block and up to which token it is hashed: a step's in any order."""
+    """Group, block, up to which token it is hashed, and in which step, block by block."""
     calls = [event for event in each(events) if isinstance(event, ev.BlocksHashed)]
-    return sorted(
-        (call.step, call.rows[1], call.rows[at], call.rows[at + 2])
+    found = [
+        (call.rows[1], call.rows[at], call.rows[at + 2], call.step)
         for call in calls
         for at in range(4, len(call.rows), 3)
-    )
+    ]
+    return sorted(found, key=lambda row: row[:2])
+
+
+def soon(found: list[tuple[int, ...]], called: list[tuple[int, ...]]) -> bool:
+    """Whether the same was hashed, and is told when the engine is at rest, if not before."""
+    same = [one[:-1] for one in found] == [one[:-1] for one in called]
+    return same and all(0 <= one[-1] - other[-1] <= 8 for one, other in zip(found, called, strict=True))
 
 
 def preempts_who_has_taken(attach: Any = id) -> Driver:
@@ -83,7 +90,8 @@ def test_what_is_read_afterwards_is_what_the_calls_tell(name: str, monkeypatch: 
     _, read = observe(course, level="blocks")
 
     assert taken(by_stack) == taken(by_output) == taken(read)
-    assert hashed(by_stack) == hashed(by_output) == hashed(read)
+    assert hashed(by_stack) == hashed(by_output)
+    assert soon(hashed(read), hashed(by_output))
     assert not [event for event in read if isinstance(event, ev.HookFailed)]
 
 
@@ -132,7 +140,7 @@ def test_a_crowd_is_read_as_its_calls_tell(name: str, monkeypatch: pytest.Monkey
     by_output, read = wrapped(course, monkeypatch), observe(course, level="blocks")[1]
 
     assert taken(by_output) == taken(read)
-    assert hashed(by_output) == hashed(read)
+    assert soon(hashed(read), hashed(by_output))
     assert "clean" == audited(read).verdict
 
 
