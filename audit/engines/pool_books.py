@@ -10,11 +10,10 @@ is hashed for, and :class:`Books` knows when to ask it.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
-from itertools import chain, compress
+from collections.abc import Callable
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from kvledger.audit.engines.callers import Caller
 from kvledger.audit.engines.pool_hooks import codes
 from kvledger.audit.events import FREED, HASHED, TOUCHED
 
@@ -33,6 +32,9 @@ TOLD = frozenset(("on_block_allocated", "on_block_accessed", "on_block_evicted")
 NEVER = -1
 """For the step of a block that is not to be looked at."""
 
+NOW = 0
+"""For that of one that is: no step to come has this number."""
+
 
 class HandedOut:
     """A collector of metrics that keeps what is handed out. What it is called for is no Python of ours."""
@@ -46,12 +48,11 @@ class HandedOut:
 
 
 class Books:
-    """Which blocks of one pool are still to be hashed, and when.
+    """Which blocks of one pool may have been hashed, and when to look at them.
 
-    A block that a request decodes into is full so many steps after it was handed out. It is looked at when
-    the engine is at rest next, or sooner where it is touched or given back. What is hashed of who prefills is
-    told in the step that hashes it. That nothing was overlooked the manager's own counts show: their sum is
-    that of what was found.
+    A block that a request decodes into is full so many steps after it was handed out, any other perhaps at
+    once. It is looked at when the engine is at rest next, or sooner where it is touched or given back. That
+    none was overlooked the manager's own counts show: their sum is that of what was found.
     """
 
     def __init__(self, watch: PoolWatch) -> None:
@@ -61,30 +62,25 @@ class Books:
         self._manager = manager
         self._group: int = manager.kv_cache_group_id
         self._pool = pool
-        self._requests: dict[str, Any] = scheduler.requests
-        self._size: int = manager.block_size
-        self._late = int(
-            not kind.__module__.startswith("vllm.")
-            or any("cache_blocks" in code.co_names for code in codes(kind, TAKING_OUTPUT))
-        )
-        """A block that is decoded into may be hashed when an output is taken: so many steps later."""
-        self._decodes = self._size - 1 + self._late
+        self._decodes: int = manager.block_size - 1
         """In so many steps a block is full that was handed out to who decodes."""
+        if not kind.__module__.startswith("vllm.") or any(
+            "cache_blocks" in code.co_names for code in codes(kind, TAKING_OUTPUT)
+        ):
+            self._decodes += 1  # it may be hashed when that step's output is taken
         self._total = sum(manager.num_cached_block.values())
         """So many blocks of present tables are hashed, as far as that was found."""
         self._looked_up: str | None = None
         self._touches = ""
         """Which operation touches the hits of who is admitted."""
-        self._prefill: dict[str, int] = dict(manager.num_cached_block)
-        """Requests whose blocks are hashed as they are scheduled, and how many have been found."""
-        self.prefills = False
-        """Some of them ran in this step."""
         self._leaving: str | None = None
         self._going: dict[str, int] = {}
         """Requests whose tables may stay for a step yet, and how many of their blocks are hashed."""
         self._when = array("q", [NEVER]) * len(pool.blocks)
         """Of each block, in which step it is looked at; at another, ``_due`` has it from before."""
         self._due: dict[int, list[Any]] = {}
+        self._at_once: set[int] = set()
+        """Blocks that were found to be hashed before it was told who took them."""
         for table in manager.req_to_blocks.values():
             self._expect(watch.step() + 1, [block for block in table if block._block_hash is None])
         self.collector = pool.metrics_collector = HandedOut(watch.untold.handed.append)
@@ -99,12 +95,11 @@ class Books:
         if self._pool.metrics_collector is not self.collector:
             raise RuntimeError("the pool was given another collector of metrics")
 
-    def looked_up(self, name: str) -> None:
-        """A request's hits are known, and are touched next if it is admitted."""
+    def looked_up(self, name: str | None) -> None:
+        """A request's hits are known, and are touched next if it is admitted. None: nobody is any more."""
         if self._going:
             self._gone()
         self._looked_up = name
-        self._prefill[name] = 0
 
     def touched(self, blocks: list[Any]) -> None:
         """The hits of who was looked up last, or a pin.
@@ -112,44 +107,44 @@ class Books:
         To ask the stack for the names of requests costs more than all the rest of a touch, so it is asked
         once, for the operation.
         """
-        watch, name, prefill = self._watch, self._looked_up, self._prefill
-        if watch.untold.later:
-            watch.untold.catch_up()
-        if len(prefill) > 1:
-            self.prefilled()
+        watch, name = self._watch, self._looked_up
         ids = self._seen(blocks)
         if name is None or self._manager.req_to_blocks.get(name):
-            whose = watch.callers.caller()
+            name, group, by = watch.callers.caller()
         else:
             self._looked_up = None
-            self._touches = self._touches or watch.callers.caller().by
+            self._touches = by = self._touches or watch.callers.caller().by
+            group = self._group
             watch.untold.hits[name] = ids
-            whose = Caller(name, self._group, self._touches)
-        if whose.request_id is not None:
-            self._total += len(blocks)
-            if whose.request_id in prefill:
-                prefill[whose.request_id] += len(blocks)
-        watch.untold.call(TOUCHED, *whose, ids, [block.ref_cnt for block in blocks])
+        if name is not None:
+            self._total += len(ids)
+        watch.untold.call(TOUCHED, name, group, by, ids, [block.ref_cnt for block in blocks])
 
     def freed(self, blocks: list[Any]) -> None:
         """The blocks of who is leaving, or others'. Those without a hash get none."""
-        watch, name = self._watch, self._leaving
-        if watch.untold.later:
-            watch.untold.catch_up()
+        watch, name, group, by = self._watch, self._leaving, self._group, "free"
         ids = self._seen(blocks, last=True)
         if name is None or name in self._manager.req_to_blocks:
-            whose = watch.callers.caller()
+            name, group, by = watch.callers.caller()
         else:
             self._leaving = None
-            whose = Caller(name, self._group, "free")
             if name not in self._manager.num_cached_block:
                 self._total -= self._going.pop(name, 0)
-        watch.untold.call(FREED, *whose, ids, [block.ref_cnt for block in blocks])
+        watch.untold.call(FREED, name, group, by, ids, [block.ref_cnt for block in blocks])
+
+    def deferred(self, blocks: list[Any]) -> None:
+        """Who was about to leave keeps its blocks for a while."""
+        self._leaving = None
+        self._seen(blocks, last=True)
 
     def _seen(self, blocks: list[Any], *, last: bool = False) -> list[int]:
         """Their ids. Tells which of these were hashed. ``last``: the others will not be."""
-        when = self._when
+        untold, when = self._watch.untold, self._when
+        if untold.later:
+            untold.catch_up()
         ids = [block.block_id for block in blocks]
+        if untold.handed:
+            self._look_at_new(ids)
         told: list[int] = []
         for place, number in enumerate(ids):
             if when[number] != NEVER:
@@ -162,25 +157,28 @@ class Books:
             self._tell(told)
         return ids
 
-    def handed_out(self, step: int, blocks: list[Any], ids: Sequence[int], *, prefills: bool) -> None:
-        """The pool has handed them out in ``step``, to be decoded into: all, unless somebody ``prefills``."""
-        when = self._when
-        if prefills:
-            blocks = [b for b in blocks if b._block_hash is None and when[b.block_id] == NEVER]
-            ids = [block.block_id for block in blocks]
-        step += self._decodes
-        for number in ids:
+    def _look_at_new(self, ids: list[int]) -> None:
+        """Have those of them looked at that were handed out just now, and to whom is not told yet."""
+        new = {block.block_id: block for block in self._watch.untold.handed if block._block_hash is not None}
+        for number in new.keys() - self._at_once & set(ids):
+            self._when[number] = NOW
+            self._at_once.add(number)
+
+    def handed_out(self, step: int, blocks: list[Any], ids: list[int], decode: int) -> None:
+        """The pool has handed them out in ``step``, the first ``decode`` of them to who decodes."""
+        full, due, when = step + self._decodes, self._due, self._when
+        for number in ids[:decode]:
+            when[number] = full
+        for number in ids[decode:]:
             when[number] = step
-        if step in self._due:
-            self._due[step] += blocks
-        else:
-            self._due[step] = blocks
+        due.setdefault(full, []).extend(blocks[:decode])
+        due.setdefault(step, []).extend(blocks[decode:])
+        for number in self._at_once:
+            when[number] = NEVER
+        self._at_once.clear()
 
     def leaves(self, name: str) -> None:
         """A request is about to give its blocks back."""
-        if name in self._prefill:
-            self.prefilled()
-            del self._prefill[name]
         if self._going:
             self._gone()
         self._going[name] = self._manager.num_cached_block.get(name, 0)
@@ -191,40 +189,6 @@ class Books:
         for name in [name for name in self._going if name not in self._manager.num_cached_block]:
             self._total -= self._going.pop(name)
 
-    def deferred(self, blocks: list[Any]) -> None:
-        """Who was about to leave keeps its blocks for a while."""
-        self._leaving = None
-        if self._watch.untold.later:
-            self._watch.untold.catch_up()
-        self._seen(blocks, last=True)
-
-    def scheduled(self, output: Any) -> None:
-        """A step has been scheduled, and who was handed what in it is not known yet."""
-        self._looked_up = None
-        tokens, prefill, requests = output.num_scheduled_tokens, self._prefill, self._requests
-        others = output.total_num_scheduled_tokens - len(tokens)
-        if others:
-            others -= sum([tokens[name] - 1 for name in prefill if name in tokens])
-        step, size, tables = self._watch.step(), self._size, self._manager.req_to_blocks
-        if others:  # sessions, whose prompts grow; to look for them is to touch all names
-            for name in compress(tokens, map((1).__lt__, tokens.values())):
-                prefill.setdefault(name, (requests[name].num_computed_tokens - tokens[name]) // size)
-        self.prefills = bool(prefill)
-        if not prefill:
-            return
-        self.prefilled()
-        for name in list(prefill):
-            if name not in tokens:
-                if not tables.get(name):  # it was not admitted
-                    del prefill[name]
-                continue
-            request = requests[name]
-            filled = request.num_computed_tokens
-            if filled >= request.num_tokens:
-                del prefill[name]
-                if filled % size:
-                    self._expect(step + size - filled % size + self._late, [tables[name][filled // size]])
-
     def settle(self) -> None:
         """Write down what else was hashed, or that not all of it was found."""
         step = self._watch.step()
@@ -234,8 +198,6 @@ class Books:
             late += self._look(told, self._due.pop(due), due)
         if late:
             self._expect(step + 1, late)
-        if self._prefill:
-            self.prefilled()
         if self._going:
             self._gone()
         total = sum(self._manager.num_cached_block.values())
@@ -263,30 +225,12 @@ class Books:
                 rest.append(block)
         return rest
 
-    def prefilled(self) -> None:
-        """Tell what was hashed of who prefills."""
-        manager, watch = self._manager, self._watch
-        counts = manager.num_cached_block
-        for name, known in self._prefill.items():
-            count = counts.get(name, 0)
-            if count > known:
-                self._prefill[name] = count
-                told: list[int] = []
-                for block in manager.req_to_blocks[name][known:count]:
-                    number, hash_ = block.block_id, block._block_hash
-                    self._when[number] = NEVER
-                    if hash_ is not None:
-                        told += (number, watch.name(hash_), block._block_hash_num_tokens)
-                if told:
-                    self._tell(told, watch.number(name), self._requests[name].num_tokens)
-
-    def _tell(self, told: list[int], request: int = -1, length: int = -1) -> None:
-        """That these were hashed; without a request, for whose table they stand in."""
+    def _tell(self, told: list[int]) -> None:
+        """That these were hashed, for whose table they stand in: as long as all its outputs make it."""
         log = self._watch.log
-        if request < 0:
-            length = -1 - log.repeats - (log.held is not None)
+        unheard = log.repeats + (log.held is not None)
         self._total += len(told) // 3
-        log.calls += (HASHED, request, self._group, 2 * length, len(told), *told)
+        log.calls += (HASHED, -1, self._group, 2 * (-1 - unheard), len(told), *told)
 
     def _expect(self, step: int, blocks: list[Any]) -> None:
         """To be hashed in this step, as far as is known."""
@@ -309,7 +253,6 @@ def readable(scheduler: Any, managers: tuple[Any, ...]) -> bool:
         and not getattr(scheduler, "use_pp", False)  # else a request does not run in every step
         and not getattr(scheduler.kv_cache_manager.coordinator, "enable_partial_hash_hits", False)
         and getattr(pool, "enable_caching", False)
-        and manager.block_size > 1  # else blocks are full in the step that hands them out
         and told <= TOLD
         and "on_block_allocated" in allocates
         and getattr(pool, "metrics_collector", pool) is None

@@ -200,11 +200,9 @@ class PoolWatch:
         books = self.books
         self.untold.outputs_tell = False
         try:
-            if books is not None:
-                if self.untold.later:
-                    self.untold.catch_up()
-                books.scheduled(output)
             self.untold.tell(self.step(), output)
+            if books is not None:
+                books.looked_up(None)
         except Exception as error:
             self.fail("schedule", error)
 

@@ -99,7 +99,7 @@ class Untold:
             numbers, singles = self._singles(self._ran, places, got)
             if [block.block_id for block in handed] == singles:
                 rows += (TAKEN_EACH, -1, 0, self._operation(TAKES), 2 * len(singles), *singles, *numbers)
-                books.handed_out(step, handed, singles, prefills=False)
+                books.handed_out(step, handed, singles, len(singles))
             else:
                 self.handed[:], self._behind = handed, len(rows)
                 self._ask_tables((), NOBODY)
@@ -118,14 +118,19 @@ class Untold:
             self._watch.tell()
 
     def call(
-        self, what: int, request_id: str | None, group: int, by: str, ids: list[int], counts: list[int]
+        self, what: int, request_id: str | None, group: int, operation: str, ids: list[int], counts: list[int]
     ) -> None:
         """One call's row."""
+        rows, by = self.rows, self._by
         if self.handed:
             self._parts.append((self._behind, len(self.handed)))
-        number, many = self._watch.number(request_id), len(ids) + len(counts)
-        self.rows += (what, number, group, self._operation(by), many, *ids, *counts)
-        self._behind = len(self.rows)
+        number = self._watch.numbers.get(request_id)
+        if number is None:
+            number = self._watch.number(request_id)
+        rows += (what, number, group, by.setdefault(operation, len(by)), len(ids) + len(counts))
+        rows += ids
+        rows += counts
+        self._behind = len(rows)
 
     def tell(
         self, step: int, output: Any = None, leaving: Sequence[int] = (), whose: Caller = NOBODY
@@ -202,7 +207,7 @@ class Untold:
             return False
         books = self._watch.books
         if books is not None:
-            books.handed_out(self._watch.step(), handed[: len(singles)], singles, prefills=books.prefills)
+            books.handed_out(self._watch.step(), handed, ids, len(singles))
         told, start = list[int](), 0
         for place, until in (*self._parts, (self._behind, end)):
             told += rows[start:place]
@@ -245,7 +250,7 @@ class Untold:
             rows[place:place] = cut
         if books is not None:  # some may have been given back since
             kept = [block for block in handed if block.ref_cnt]
-            books.handed_out(self._watch.step(), kept, [block.block_id for block in kept], prefills=True)
+            books.handed_out(self._watch.step(), kept, [block.block_id for block in kept], 0)
         self._put_down()
         return True
 
