@@ -151,6 +151,8 @@ class Books:
                 hash_ = blocks[place]._block_hash
                 if hash_ is not None:
                     told += (number, self._watch.name(hash_), blocks[place]._block_hash_num_tokens)
+                    if untold.handed:
+                        self._at_once.add(number)
                 if last or hash_ is not None:
                     when[number] = NEVER
         if told:
@@ -159,10 +161,9 @@ class Books:
 
     def _look_at_new(self, ids: list[int]) -> None:
         """Have those of them looked at that were handed out just now, and to whom is not told yet."""
-        new = {block.block_id: block for block in self._watch.untold.handed if block._block_hash is not None}
-        for number in new.keys() - self._at_once & set(ids):
+        new = {block.block_id for block in self._watch.untold.handed}.intersection(ids)
+        for number in new - self._at_once if new else ():
             self._when[number] = NOW
-            self._at_once.add(number)
 
     def handed_out(self, step: int, blocks: list[Any], ids: list[int], decode: int) -> None:
         """The pool has handed them out in ``step``, the first ``decode`` of them to who decodes."""

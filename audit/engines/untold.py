@@ -11,7 +11,7 @@ between them is other blocks, or hashed after it was taken.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain, compress
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,9 @@ ASKING_STEPS = 64
 LATER_STEPS = 16
 """At most so many steps are put aside, where the engine is not at rest before."""
 
+Gift = Sequence[Sequence[int]]
+"""Ids of blocks, by group."""
+
 Takers = dict[int, tuple[int, int, Sequence[Any]]]
 """Who may have taken a block: request, group, and a table that ends with it, of blocks or their ids."""
 
@@ -44,7 +47,7 @@ class Untold:
         self.rows: list[int] = watch.log.calls
         self.handed: list[Any] = []
         """Blocks that have been handed out, and to whom is not known yet."""
-        self.later: list[tuple[int, list[int], list[Any], list[Any]]] = []
+        self.later: list[tuple[int, list[int], list[Gift], list[Any]]] = []
         """Steps in which all ran as before: number, whose turn got blocks, these, what was handed out."""
         self._ran: Sequence[str] = ()
         """Who ran in those steps."""
@@ -80,28 +83,22 @@ class Untold:
             return False
         self.outputs_tell = False
         if self.handed:
-            cached = output.scheduled_cached_reqs  # to keep it would keep its memory from the next step
-            new_ids = cached.new_block_ids
+            names, places, got, _ = _said(output)  # to keep the output would keep its memory from the next
             if not self.later:
-                self._ran = cached.req_ids
-            places, got = list(compress(range(len(new_ids)), new_ids)), list(filter(None, new_ids))
+                self._ran = names
             self.later.append((self._watch.step(), places, got, self.handed.copy()))
             self.handed.clear()
         return True
 
     def catch_up(self) -> None:
         """Write down the steps that were put aside; nothing has been called for since."""
-        rows, books, since = self.rows, self._watch.books, self.handed.copy()
-        assert books is not None
+        rows, since = self.rows, self.handed.copy()
         later, self.later = self.later, []
         for step, places, got, handed in later:
             rows += (IN_STEP, -1, -1, step, 0)
-            numbers, singles = self._singles(self._ran, places, got)
-            if [block.block_id for block in handed] == singles:
-                rows += (TAKEN_EACH, -1, 0, self._operation(TAKES), 2 * len(singles), *singles, *numbers)
-                books.handed_out(step, handed, singles, len(singles))
-            else:
-                self.handed[:], self._behind = handed, len(rows)
+            self._behind = len(rows)
+            self.handed[:] = handed
+            if not self._named(step, self._ran, places, got, ()):
                 self._ask_tables((), NOBODY)
         self.handed[:] = since
         rows += (IN_STEP, -1, -1, self._watch.step(), 0)
@@ -143,7 +140,7 @@ class Untold:
         watch = self._watch
         if self.later:
             self.catch_up()
-        if self.handed and not (output is not None and self._named(output)):
+        if self.handed and not (output is not None and self._named(step, *_said(output))):
             self._ask_tables(leaving, whose)
         if not self.rows:
             return
@@ -161,79 +158,80 @@ class Untold:
         self._by.clear()
         self._behind = 0
 
-    def _named(self, output: Any) -> bool:
-        """Write down who took what by what an output names: new blocks, or whole tables. False: not all."""
-        cached, admitted = output.scheduled_cached_reqs, output.scheduled_new_reqs
-        names, new_ids = cached.req_ids, getattr(cached, "new_block_ids", ())
-        places = compress(range(len(new_ids)), new_ids)  # to touch each name would cost more
-        if self._in_order(admitted, *self._singles(names, places, filter(None, new_ids))):
+    def _named(
+        self,
+        step: int,
+        names: Sequence[str],
+        places: Sequence[int],
+        got: Sequence[Gift],
+        admitted: Sequence[Any],
+    ) -> bool:
+        """Write down who took what by what an output names: new blocks, or whole tables. False: not all.
+
+        ``got``: what those got of ``names`` who stand at ``places``.
+        """
+        if self._in_order(step, names, places, got, admitted):
             self.adds_up = True
             return True
-        gifts = [(name, groups) for name, groups in zip(names, new_ids, strict=False) if groups]
-        gifts += [(new.req_id, new.block_ids) for new in admitted]
         number_of = self._watch.number
+        gifts = [(number_of(names[place]), groups) for place, groups in zip(places, got, strict=True)]
+        gifts += [(number_of(new.req_id), new.block_ids) for new in admitted]
         return self._put(
             {
-                ids[-1]: (number_of(name), group, ids)
-                for name, groups in gifts
+                ids[-1]: (number, group, ids)
+                for number, groups in gifts
                 for group, ids in enumerate(groups)
                 if ids
             }
         )
 
-    def _in_order(self, admitted: Iterable[Any], numbers: Sequence[int], singles: list[int]) -> bool:
+    def _in_order(
+        self,
+        step: int,
+        names: Sequence[str],
+        places: Sequence[int],
+        got: Sequence[Gift],
+        admitted: Sequence[Any],
+    ) -> bool:
         """The same, where a block each came first, and then all but their hits for who was ``admitted``.
 
         False, and nothing is done, if it did not.
         """
-        handed, rows, by = self.handed, self.rows, self._operation(TAKES)
+        rows, handed, behind, known = self.rows, self.handed, self._behind, self._watch.numbers
         ids = [block.block_id for block in handed]
-        end = len(singles)
-        if ids[:end] != singles:
+        try:
+            singles = [groups[0][0] for groups in got]
+            numbers = [known[names[place]] for place in places]
+        except (IndexError, KeyError):
             return False
-        taken: list[tuple[int, tuple[int, ...]]] = []
+        end = decode = len(singles)
+        parts = iter((*self._parts, (behind, len(ids))))
+        place, until = next(parts)
+        if ids[:end] != singles or end > until:
+            return False
+        by = self._operation(TAKES)
+        told = rows[:place]
         if end:
-            taken.append((end, (TAKEN_EACH, -1, 0, by, 2 * end, *singles, *numbers)))
+            told += (TAKEN_EACH, -1, 0, by, 2 * end, *singles, *numbers)
         for new in admitted:
             table, hits = new.block_ids[0], self.hits.get(new.req_id, NONE)
-            begin, end = end, end + len(table) - len(hits)
-            new_ids = ids[begin:end]
+            new_ids = ids[end : end + len(table) - len(hits)]
+            end += len(new_ids)
             if len(new.block_ids) != 1 or table != hits + new_ids:
                 return False
+            while end > until:
+                start = place
+                place, until = next(parts)
+                told += rows[start:place]
             if new_ids:
-                number = self._watch.number(new.req_id)
-                taken.append((end, (TAKEN, number, 0, by, len(new_ids), *new_ids)))
+                told += (TAKEN, self._watch.number(new.req_id), 0, by, len(new_ids), *new_ids)
         if end != len(ids):
             return False
-        books = self._watch.books
-        if books is not None:
-            books.handed_out(self._watch.step(), handed, ids, len(singles))
-        told, start = list[int](), 0
-        for place, until in (*self._parts, (self._behind, end)):
-            told += rows[start:place]
-            start = place
-            while taken and taken[0][0] <= until:
-                told += taken.pop(0)[1]
-        rows[:start] = told
+        rows[:behind] = told + rows[place:behind]
+        if self._watch.books is not None:
+            self._watch.books.handed_out(step, handed, ids, decode)
         self._put_down()
         return True
-
-    def _singles(
-        self, names: Sequence[str], places: Iterable[int], got: Iterable[Sequence[Sequence[int]]]
-    ) -> tuple[list[int], list[int]]:
-        """Who got one block of one group, and these blocks' ids; nobody if some got others.
-
-        ``got``: what those got, by group, who stand at ``places`` of ``names``.
-        """
-        known, number_of = self._watch.numbers, self._watch.number
-        numbers, blocks = [], []
-        for place, groups in zip(places, got, strict=True):
-            if len(groups) != 1 or len(groups[0]) != 1:
-                return [], []
-            blocks.append(groups[0][0])
-            number = known.get(names[place])
-            numbers.append(number_of(names[place]) if number is None else number)
-        return numbers, blocks
 
     def _put(self, takers: Takers) -> bool:
         """Put what was handed out into the rows. False, and nothing is done: some are nobody's."""
@@ -303,6 +301,14 @@ class Untold:
                 if table:
                     takers[table[-1].block_id] = watch.number(name), group, table
         self._put(takers)
+
+
+def _said(output: Any) -> tuple[Sequence[str], list[int], list[Gift], Sequence[Any]]:
+    """Who ran before, at which places those stand who got blocks, what these got, and who was admitted."""
+    cached = output.scheduled_cached_reqs
+    new_ids = getattr(cached, "new_block_ids", ())
+    places = list(compress(range(len(new_ids)), new_ids))  # to touch each name would cost more
+    return cached.req_ids, places, list(filter(None, new_ids)), output.scheduled_new_reqs
 
 
 @functools.lru_cache(64)
