@@ -123,10 +123,11 @@ class Books:
     def freed(self, blocks: list[Any]) -> None:
         """The blocks of who is leaving, or others'. Those without a hash get none."""
         watch, name, group, by = self._watch, self._leaving, self._group, "free"
-        ids = self._seen(blocks, last=True)
         if name is None or name in self._manager.req_to_blocks:
+            ids = self._seen(blocks, last=True)
             name, group, by = watch.callers.caller()
         else:
+            ids = self._seen(blocks, last=True, from_end=True)
             self._leaving = None
             if name not in self._manager.num_cached_block:
                 self._total -= self._going.pop(name, 0)
@@ -137,8 +138,11 @@ class Books:
         self._leaving = None
         self._seen(blocks, last=True)
 
-    def _seen(self, blocks: list[Any], *, last: bool = False) -> list[int]:
-        """Their ids. Tells which of these were hashed. ``last``: the others will not be."""
+    def _seen(self, blocks: list[Any], *, last: bool = False, from_end: bool = False) -> list[int]:
+        """Their ids. Tells which of these were hashed. ``last``: the others will not be.
+
+        ``from_end``: they are a table from its end on, and what is to be looked at is at its end.
+        """
         untold, when = self._watch.untold, self._when
         if untold.later:
             untold.catch_up()
@@ -155,6 +159,8 @@ class Books:
                         self._at_once.add(number)
                 if last or hash_ is not None:
                     when[number] = NEVER
+            elif from_end:
+                break
         if told:
             self._tell(told)
         return ids

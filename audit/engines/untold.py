@@ -94,12 +94,16 @@ class Untold:
         """Write down the steps that were put aside; nothing has been called for since."""
         rows, since = self.rows, self.handed.copy()
         later, self.later = self.later, []
-        for step, places, got, handed in later:
+        for place, (step, places, got, handed) in enumerate(later):
             rows += (IN_STEP, -1, -1, step, 0)
             self._behind = len(rows)
             self.handed[:] = handed
             if not self._named(step, self._ran, places, got, ()):
+                self.handed += chain.from_iterable(row[-1] for row in later[place + 1 :])
+                self.handed += since  # tables end with the last of it all
+                since.clear()
                 self._ask_tables((), NOBODY)
+                break
         self.handed[:] = since
         rows += (IN_STEP, -1, -1, self._watch.step(), 0)
         self._behind = len(rows)
@@ -271,7 +275,9 @@ class Untold:
             pieces.append((TAKEN, number, group, by, count, *ids[-count:]))
             del ids[-count:]
             if count < len(table):
-                takers.setdefault(_id(table[-count - 1]), (number, group, table[:-count]))
+                before = _id(table[-count - 1])
+                if before not in takers or takers[before][0] < 0:  # else another's table ends with it
+                    takers[before] = number, group, table[:-count]
         return list(chain.from_iterable(reversed(pieces)))
 
     def _operation(self, name: str) -> int:

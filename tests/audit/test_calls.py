@@ -63,6 +63,13 @@ def test_calls_are_read_in_their_order() -> None:
     assert [*events, *events] == read(*rows, *rows)
 
 
+def test_what_was_called_for_in_later_steps_is_told_of_those() -> None:
+    gone = [ev.GONE, 7, -1, 0, 0]
+    rows = [gone, [ev.IN_STEP, -1, -1, STEP + 2, 0], [ev.FREED, 7, 0, 0, 2, 30, 0], TOLD["stated"][0]]
+
+    assert [STEP, STEP + 2, STEP + 2] == [getattr(event, "step", STEP) for event in read(*rows)]
+
+
 def test_each_call_has_the_stack_of_the_event() -> None:
     (taken,) = calls(ev.PoolCalls(AT, STEP, ["allocate"], [ev.TAKEN, 7, 0, 0, 1, 30], ["here"]))
 

@@ -15,6 +15,7 @@ pytest.importorskip("vllm")
 from tests.engines.observed import audited, each, observe
 
 from kvledger.audit import events as ev
+from kvledger.audit.blocks.calls import calls
 from kvledger.audit.conformance.courses import COURSES
 from kvledger.audit.conformance.driver import Driver, start
 from kvledger.audit.engines import choose, pools
@@ -204,6 +205,22 @@ def test_an_output_that_names_other_blocks_is_not_believed(monkeypatch: pytest.M
 
     assert "clean" == audited(events).verdict
     assert taken(asked(two_that_decode, monkeypatch)) == taken(events)
+
+
+@pytest.mark.parametrize("names_nobody", [False, True])
+def test_steps_that_are_put_aside_are_told_together_each_as_its_own(
+    names_nobody: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where their outputs named other blocks, so that tables are asked when they are told."""
+    monkeypatch.setattr("kvledger.audit.engines.v1.AT_REST_STEPS", 10**9)
+    _, read = observe(two_that_decode, level="blocks", names_nobody=names_nobody)
+    told = [event for event in read if isinstance(event, ev.PoolCalls)]
+    steps = {call.step for event in told for call in calls(event) if isinstance(call, ev.BlocksTaken)}
+
+    assert len(steps) > len([event for event in told if ev.IN_STEP in event.rows[::5]]) > 0
+    assert "clean" == audited(read).verdict
+    if not names_nobody:
+        assert taken(asked(two_that_decode, monkeypatch)) == taken(read)
 
 
 def test_the_pool_has_no_collector_again_when_the_watch_has_ended() -> None:
