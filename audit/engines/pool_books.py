@@ -9,7 +9,6 @@ is hashed for, and :class:`Books` knows when to ask it.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -29,11 +28,11 @@ TAKING_OUTPUT = ("update_from_output", "_update_request_with_output")
 TOLD = frozenset(("on_block_allocated", "on_block_accessed", "on_block_evicted"))
 """What a pool tells its collector of metrics."""
 
-NEVER = -1
+NEVER = 0
 """For the step of a block that is not to be looked at."""
 
-NOW = 0
-"""For that of one that is: no step to come has this number."""
+SOON = 1
+"""For that of one that is, whenever it is seen again."""
 
 
 class HandedOut:
@@ -76,8 +75,8 @@ class Books:
         self._leaving: str | None = None
         self._going: dict[str, int] = {}
         """Requests whose tables may stay for a step yet, and how many of their blocks are hashed."""
-        self._when = array("q", [NEVER]) * len(pool.blocks)
-        """Of each block, in which step it is looked at; at another, ``_due`` has it from before."""
+        self._when = bytearray(len(pool.blocks))
+        """Of each block, in which step it is looked at (:func:`_byte`); else ``_due`` has it from before."""
         self._due: dict[int, list[Any]] = {}
         self._at_once: set[int] = set()
         """Blocks that were found to be hashed before it was told who took them."""
@@ -169,15 +168,17 @@ class Books:
         """Have those of them looked at that were handed out just now, and to whom is not told yet."""
         new = {block.block_id for block in self._watch.untold.handed}.intersection(ids)
         for number in new - self._at_once if new else ():
-            self._when[number] = NOW
+            self._when[number] = SOON
 
     def handed_out(self, step: int, blocks: list[Any], ids: list[int], decode: int) -> None:
         """The pool has handed them out in ``step``, the first ``decode`` of them to who decodes."""
         full, due, when = step + self._decodes, self._due, self._when
+        byte = _byte(full)
         for number in ids[:decode]:
-            when[number] = full
+            when[number] = byte
+        byte = _byte(step)
         for number in ids[decode:]:
-            when[number] = step
+            when[number] = byte
         due.setdefault(full, []).extend(blocks[:decode])
         due.setdefault(step, []).extend(blocks[decode:])
         for number in self._at_once:
@@ -216,9 +217,10 @@ class Books:
             self._total = total
             self._watch.log.calls += (HASHED, -1, self._group, -2, 0)
 
-    def _look(self, told: list[int], blocks: list[Any], step: int = NEVER) -> list[Any]:
+    def _look(self, told: list[int], blocks: list[Any], step: int = -1) -> list[Any]:
         """Write down those that have been hashed; the rest, as far as they were due in ``step``."""
         when, name, rest = self._when, self._watch.name, []
+        byte = _byte(step) if step >= 0 else NEVER
         for block in blocks:
             number = block.block_id
             due = when[number]
@@ -228,7 +230,7 @@ class Books:
             if hash_ is not None:
                 when[number] = NEVER
                 told += (number, name(hash_), block._block_hash_num_tokens)
-            elif due == step:
+            elif due == byte:
                 rest.append(block)
         return rest
 
@@ -242,8 +244,13 @@ class Books:
     def _expect(self, step: int, blocks: list[Any]) -> None:
         """To be hashed in this step, as far as is known."""
         for block in blocks:
-            self._when[block.block_id] = step
+            self._when[block.block_id] = _byte(step)
         self._due.setdefault(step, []).extend(blocks)
+
+
+def _byte(step: int) -> int:
+    """Stands for a step among those that come soon: of a byte each, those of a pool stay in the caches."""
+    return step % 255 + 1
 
 
 def readable(scheduler: Any, managers: tuple[Any, ...]) -> bool:
