@@ -208,7 +208,12 @@ class PoolWatch:
 
     def scheduled_again(self, output: Any) -> None:
         """The same of a step in which each request ran as in the last one."""
-        if not self.untold.put_aside(output):
+        aside = False
+        try:
+            aside = self.untold.put_aside(output)
+        except Exception as error:
+            self.fail("schedule", error)
+        if not aside:
             self.scheduled(output)
 
     def delivered(self) -> None:
