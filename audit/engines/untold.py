@@ -35,6 +35,9 @@ LATER_STEPS = 16
 Gift = Sequence[Sequence[int]]
 """Ids of blocks, by group."""
 
+Said = tuple[Sequence[str], list[int], list[Gift], Sequence[Any]]
+"""Who ran before, at which places those stand who got blocks, what these got, and who was admitted."""
+
 Takers = dict[int, tuple[int, int, Sequence[Any]]]
 """Who may have taken a block: request, group, and a table that ends with it, of blocks or their ids."""
 
@@ -98,7 +101,7 @@ class Untold:
             rows += (IN_STEP, -1, -1, step, 0)
             self._behind = len(rows)
             self.handed[:] = handed
-            if not self._named(step, self._ran, places, got, ()):
+            if not self._named(step, (self._ran, places, got, ())):
                 self.handed += chain.from_iterable(row[-1] for row in later[place + 1 :])
                 self.handed += since  # tables end with the last of it all
                 since.clear()
@@ -144,7 +147,7 @@ class Untold:
         watch = self._watch
         if self.later:
             self.catch_up()
-        if self.handed and not (output is not None and self._named(step, *_said(output))):
+        if self.handed and not (output is not None and self._named(step, _said(output))):
             self._ask_tables(leaving, whose)
         if not self.rows:
             return
@@ -162,21 +165,12 @@ class Untold:
         self._by.clear()
         self._behind = 0
 
-    def _named(
-        self,
-        step: int,
-        names: Sequence[str],
-        places: Sequence[int],
-        got: Sequence[Gift],
-        admitted: Sequence[Any],
-    ) -> bool:
-        """Write down who took what by what an output names: new blocks, or whole tables. False: not all.
-
-        ``got``: what those got of ``names`` who stand at ``places``.
-        """
-        if self._in_order(step, names, places, got, admitted):
+    def _named(self, step: int, said: Said) -> bool:
+        """Write down who took what by what an output names: new blocks, or whole tables. False: not all."""
+        if self._in_order(step, said):
             self.adds_up = True
             return True
+        names, places, got, admitted = said
         number_of = self._watch.number
         gifts = [(number_of(names[place]), groups) for place, groups in zip(places, got, strict=True)]
         gifts += [(number_of(new.req_id), new.block_ids) for new in admitted]
@@ -189,18 +183,12 @@ class Untold:
             }
         )
 
-    def _in_order(
-        self,
-        step: int,
-        names: Sequence[str],
-        places: Sequence[int],
-        got: Sequence[Gift],
-        admitted: Sequence[Any],
-    ) -> bool:
-        """The same, where a block each came first, and then all but their hits for who was ``admitted``.
+    def _in_order(self, step: int, said: Said) -> bool:
+        """The same, where a block each came first, and then all but their hits for who was admitted.
 
         False, and nothing is done, if it did not.
         """
+        names, places, got, admitted = said
         rows, handed, behind, known = self.rows, self.handed, self._behind, self._watch.numbers
         ids = [block.block_id for block in handed]
         try:
@@ -309,8 +297,8 @@ class Untold:
         self._put(takers)
 
 
-def _said(output: Any) -> tuple[Sequence[str], list[int], list[Gift], Sequence[Any]]:
-    """Who ran before, at which places those stand who got blocks, what these got, and who was admitted."""
+def _said(output: Any) -> Said:
+    """What an output names."""
     cached = output.scheduled_cached_reqs
     new_ids = getattr(cached, "new_block_ids", ())
     places = list(compress(range(len(new_ids)), new_ids))  # to touch each name would cost more
