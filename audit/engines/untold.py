@@ -108,6 +108,7 @@ class Untold:
                 self._ask_tables((), NOBODY)
                 break
         self.handed[:] = since
+        self.adds_up = False  # of those steps; of this one it is not known yet
         rows += (IN_STEP, -1, -1, self._watch.step(), 0)
         self._behind = len(rows)
 
@@ -167,8 +168,8 @@ class Untold:
 
     def _named(self, step: int, said: Said) -> bool:
         """Write down who took what by what an output names: new blocks, or whole tables. False: not all."""
-        if self._in_order(step, said):
-            self.adds_up = True
+        self.adds_up = self._in_order(step, said)
+        if self.adds_up:
             return True
         names, places, got, admitted = said
         number_of = self._watch.number

@@ -223,6 +223,34 @@ def test_steps_that_are_put_aside_are_told_together_each_as_its_own(
         assert taken(asked(two_that_decode, monkeypatch)) == taken(read)
 
 
+def test_tables_that_do_not_add_up_are_stated_also_after_steps_that_were_put_aside() -> None:
+    def course(attach: Any = id) -> Driver:
+        driver = start()
+        schedule = driver.scheduler.schedule
+
+        @functools.wraps(schedule)
+        def names_another_table(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            for new in output.scheduled_new_reqs:
+                if new.req_id == "s":
+                    new.block_ids = (new.block_ids[0][::-1],)
+            return output
+
+        driver.scheduler.schedule = names_another_table
+        attach(driver.scheduler)
+        driver.add("r", 30, 100)  # it takes a block in the third step, which is put aside
+        for _ in range(4):
+            driver.step()
+        driver.add("s", 40, 100)
+        driver.step()
+        return driver
+
+    _, read = observe(course, level="blocks")
+    stated = [event for event in each(read) if isinstance(event, ev.TablesStated) and event.step == 5]
+
+    assert [1] == [event.rows[0] for event in stated]
+
+
 def test_the_pool_has_no_collector_again_when_the_watch_has_ended() -> None:
     driver, _ = observe(two_that_decode, level="blocks")
 
