@@ -549,7 +549,7 @@ HEAD = 5
 
 TAKEN, TOUCHED, FREED, HASHED, STATED, GONE, TAKEN_EACH, IN_STEP = range(8)
 """What PoolCalls may say: what BlocksTaken, BlocksTouched, BlocksFreed, BlocksHashed, TablesStated and
-TablesGone say each alone; and one block each that several requests have taken."""
+TablesGone say each alone; one block each that several requests have taken; in which step what follows was."""
 
 
 class PoolCalls(Event, frozen=True, array_like=True, tag=37):
@@ -558,10 +558,10 @@ class PoolCalls(Event, frozen=True, array_like=True, tag=37):
     ``rows`` is flat. Each call begins with five numbers: one of those above and eight times the pool's,
     request, group, ``more``, and how many numbers follow. Then come, of what was TAKEN, the ids of the
     blocks; TOUCHED and FREED, the ids and as many reference counts; HASHED, three numbers a block; STATED,
-    the rows of a TablesStated; GONE, none; TAKEN_EACH, the ids and as many requests; IN_STEP, none: what
-    follows was called for in step ``more``, and else in ``step``. ``more`` is the
-    operation's place in ``by``, for HASHED twice the stated length of the sequence and 1 if hashes were
-    replaced, else 0.
+    the rows of a TablesStated; GONE, none; TAKEN_EACH, the ids and as many requests; IN_STEP, none.
+    ``more`` is the operation's place in ``by``; for HASHED twice the stated length of the sequence and 1 if
+    hashes were replaced; for IN_STEP the step in which what follows was called for, which else is ``step``;
+    else 0.
     """
 
     step: int

@@ -195,31 +195,21 @@ class PoolWatch:
         """``reset_prefix_cache``."""
         self.say(ev.PoolReset(self.log.now(), self.step(), pool, succeeded))
 
-    def scheduled(self, output: Any) -> None:
-        """``schedule``: all of it, before what the step is told to be."""
-        books = self.books
-        self.untold.outputs_tell = False
+    def scheduled(self, output: Any, *, again: bool) -> None:
+        """``schedule``: all of it, before what the step is told to be.
+
+        ``again``: each request ran as in the last step.
+        """
+        untold = self.untold
         try:
-            self.untold.tell(self.step(), output)
-            if books is not None:
-                books.looked_up(None)
+            if again and untold.put_aside(output):
+                return
+            untold.outputs_tell = False
+            untold.tell(self.step(), output)
+            if self.books is not None:
+                self.books.looked_up(None)
         except Exception as error:
             self.fail("schedule", error)
-
-    def scheduled_again(self, output: Any) -> None:
-        """The same of a step in which each request ran as in the last one."""
-        aside = False
-        try:
-            aside = self.untold.put_aside(output)
-        except Exception as error:
-            self.fail("schedule", error)
-        if not aside:
-            self.scheduled(output)
-
-    def delivered(self) -> None:
-        """An output has been taken."""
-        if self.log.calls:
-            self.tell_calls()
 
     def admitted(self, output: Any) -> None:
         """The tables of whom a step admitted, after it has been told."""

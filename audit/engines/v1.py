@@ -153,10 +153,7 @@ class V1Observer(LifeObserver):
         total = output.total_num_scheduled_tokens
         again = log.quiet and not log.same_step and names == log.names and total == len(names) == len(tokens)
         if self.pools is not None:
-            if again:
-                self.pools.scheduled_again(output)
-            else:
-                self.pools.scheduled(output)
+            self.pools.scheduled(output, again=again)
         if self._attempts:
             self._admit(tokens)
         if self._planned:
@@ -209,8 +206,8 @@ class V1Observer(LifeObserver):
                 log.delivered(self._output_at, lengths, order, index, ignored, held or ())
         elif held:
             log.emit_all(held)
-        if self.pools is not None:
-            self.pools.delivered()
+        if log.calls and self.pools is not None:
+            self.pools.tell_calls()
         if self._gone:
             for request_id in self._gone:
                 self._forget(request_id)
