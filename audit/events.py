@@ -466,7 +466,7 @@ class BlocksHashed(Event, frozen=True, array_like=True, tag=29):
     Calls of one step are one event, as for BlocksTaken, and come after what was taken. ``rows`` is flat,
     for each call: request, group, the stated length of the request's sequence, how many blocks follow,
     and three numbers each: block, name, end. Names stand for hashes: numbers by a secret of this engine
-    process, one hash one number; two hashes share one by chance of 1 in 2**63. Positions of
+    process, one hash one number, of either sign; two hashes share one by chance of 1 in 2**64. Positions of
     the request below the end are what the hash promises. ``replaced``: what the block was hashed for
     before is evicted. Request -1: it is whose table the block stands in, and for the length there is -1
     less the outputs of one token that have come for it and not been told. No block: some were hashed, and

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from kvledger.audit import events as ev
 from kvledger.audit.account import Lost
 from kvledger.audit.blocks.holdings import Holdings
-from kvledger.audit.blocks.records import EVICTED, RESET, TABLE, UNKNOWN, Operation, Pool, remember
+from kvledger.audit.blocks.records import EVICTED, RESET, TABLE, UNKNOWN, Operation, Pool, remember, written
 from kvledger.audit.blocks.subjects import HashedContent
 
 
@@ -30,7 +30,7 @@ def _hashed(holdings: Holdings, event: ev.BlocksHashed) -> None:
                 request = _sole_writer(holdings, pool, block)
                 sequence_tokens = _sequence_tokens(holdings, request, -1 - tokens)
             done = holdings.operation(event, "hashed", "cache_blocks", request, group)
-            told = replace(done, what=f"hashed h{name:x} up to {end}")
+            told = replace(done, what=f"hashed {written(name)} up to {end}")
             _hash(holdings, event, pool, block, name, end, group, request, told)
             if end > sequence_tokens >= 0:
                 story = holdings.story(event.pool, block)

@@ -19,6 +19,7 @@ from kvledger.audit.blocks.records import (
     Holder,
     Operation,
     Pool,
+    written,
 )
 from kvledger.audit.blocks.subjects import Collision, Finding, Subject
 
@@ -132,7 +133,7 @@ class Holdings:
     ) -> list[str]:
         """What is known of a block, a line each, for a person."""
         record = self.pools[pool].records[block]
-        hash_ = f"hash {', '.join(f'h{name:x}' for name in record.names)}" if record.names else "no hash"
+        hash_ = f"hash {', '.join(written(name) for name in record.names)}" if record.names else "no hash"
         counted = "" if references is None else f"; the engine counts {references} references"
         lines = [f"block {block} of pool {pool}, {hash_}{counted}"]
         lines += [f"  held by {holder}" for holder in record.holders] or ["  held by nobody that is known"]

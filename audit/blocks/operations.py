@@ -23,6 +23,7 @@ from kvledger.audit.blocks.records import (
     Block,
     Pool,
     remember,
+    written,
 )
 from kvledger.audit.blocks.statements import counted
 from kvledger.audit.blocks.subjects import StrayFree
@@ -46,7 +47,7 @@ def _take(
         if block == pool.null_block:
             continue
         record = holdings.record(pool, block)
-        evicted = ", ".join(f"h{name:x}" for name in record.names)
+        evicted = ", ".join(written(name) for name in record.names)
         holdings.unname(pool, record, event.step, EVICTED)
         record.hashed = 0
         remember(record, replace(done, what=f"taken, evicting {evicted}") if evicted else done)

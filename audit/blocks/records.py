@@ -95,3 +95,8 @@ def remember(record: Block, done: Operation) -> None:
     record.operations.append(done)
     if len(record.operations) > OPERATIONS_KEPT:
         del record.operations[0]
+
+
+def written(name: int) -> str:
+    """The name of a hash as a person reads it."""
+    return f"h{name & 2**64 - 1:x}"

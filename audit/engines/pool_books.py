@@ -10,7 +10,6 @@ is hashed for, and :class:`Books` knows when to ask it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from kvledger.audit.engines.pool_hooks import codes
@@ -210,28 +209,27 @@ class Books:
             self._gone()
         total = sum(self._manager.num_cached_block.values())
         if 3 * (total - self._total) != len(told):  # somebody did not run in every step
-            self._look(told, list(chain.from_iterable(self._due.values())))
+            for due, blocks in self._due.items():
+                self._due[due] = self._look(told, blocks, due)
         if told:
             self._tell(told)
         if total != self._total:  # a block was hashed that nobody was handed, or by a way not known here
             self._total = total
             self._watch.log.calls += (HASHED, -1, self._group, -2, 0)
 
-    def _look(self, told: list[int], blocks: list[Any], step: int = -1) -> list[Any]:
-        """Write down those that have been hashed; the rest, as far as they were due in ``step``."""
-        when, name, rest = self._when, self._watch.name, []
-        byte = _byte(step) if step >= 0 else NEVER
+    def _look(self, told: list[int], blocks: list[Any], step: int) -> list[Any]:
+        """Write down those due in ``step`` that have been hashed; the rest."""
+        when, name, byte = self._when, self._watch.name, _byte(step)
+        rest: list[Any] = []
         for block in blocks:
             number = block.block_id
-            due = when[number]
-            if due == NEVER:
-                continue
-            hash_ = block._block_hash
-            if hash_ is not None:
-                when[number] = NEVER
-                told += (number, name(hash_), block._block_hash_num_tokens)
-            elif due == byte:
-                rest.append(block)
+            if when[number] == byte:  # else it has been looked at, or is due again
+                hash_ = block._block_hash
+                if hash_ is None:
+                    rest.append(block)
+                else:
+                    when[number] = NEVER
+                    told += (number, name(hash_), block._block_hash_num_tokens)
         return rest
 
     def _tell(self, told: list[int]) -> None:

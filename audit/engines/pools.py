@@ -72,6 +72,7 @@ class PoolWatch:
         """Pools in which a block was hashed for a part of its tokens: one block, several hashes."""
         self.books: Books | None = None
         if readable(scheduler, self.managers) and not stacks:
+            self.name = namer(of_bytes=True)
             self.books = Books(self)
         self.sweep = Sweep(self)
         self._wrappings: list[Wrapping] = []

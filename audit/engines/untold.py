@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from itertools import chain, compress
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
 
 from kvledger.audit import events as ev
@@ -31,6 +32,8 @@ ASKING_STEPS = 64
 
 LATER_STEPS = 16
 """At most so many steps are put aside, where the engine is not at rest before."""
+
+ID, FIRST = attrgetter("block_id"), itemgetter(0)
 
 Gift = Sequence[Sequence[int]]
 """Ids of blocks, by group."""
@@ -191,10 +194,10 @@ class Untold:
         """
         names, places, got, admitted = said
         rows, handed, behind, known = self.rows, self.handed, self._behind, self._watch.numbers
-        ids = [block.block_id for block in handed]
+        ids = list(map(ID, handed))
         try:
-            singles = [groups[0][0] for groups in got]
-            numbers = [known[names[place]] for place in places]
+            singles = list(map(FIRST, map(FIRST, got)))
+            numbers = list(map(known.__getitem__, map(names.__getitem__, places)))
         except (IndexError, KeyError):
             return False
         end = decode = len(singles)
@@ -303,7 +306,7 @@ def _said(output: Any) -> Said:
     cached = output.scheduled_cached_reqs
     new_ids = getattr(cached, "new_block_ids", ())
     places = list(compress(range(len(new_ids)), new_ids))  # to touch each name would cost more
-    return cached.req_ids, places, list(filter(None, new_ids)), output.scheduled_new_reqs
+    return cached.req_ids, places, list(map(new_ids.__getitem__, places)), output.scheduled_new_reqs
 
 
 @functools.lru_cache(64)
