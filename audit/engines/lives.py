@@ -130,7 +130,7 @@ class LifeObserver(LoadObserver):
         if number is None or request_id in self._gone:
             return
         if self.pools is not None:
-            self.pools.leaves(request_id)
+            self.pools.ends(request)
         if request_id in self._failed_attempts:
             log.emit(self._failed_attempts.pop(request_id))
         if self._trims and not getattr(request, "resumable", False):

@@ -29,7 +29,6 @@ EVICTING: tuple[Hook, ...] = (Hook("", "_maybe_evict_cached_block", (("block",),
 MANAGER: tuple[Hook, ...] = (
     Hook("", "_apply_cow", (("request_id", "block_idx", "source_block", "cow_block"),), optional=True),
 )
-SCHEDULER: tuple[Hook, ...] = (Hook("", "_free_blocks", (("request",),), after="left"),)
 ALL_GROUPS: tuple[Hook, ...] = (
     Hook("", "pop_blocks_for_free", (("request",),), after="deferred", optional=True),  # since 0.24
 )
@@ -52,7 +51,6 @@ def differences(scheduler: Any) -> list[str]:
         (POOL, managers[0].block_pool),
         (MANAGER, managers[0]),
         (ALL_GROUPS, manager),
-        (SCHEDULER, scheduler),
     ):
         try:
             check(table, owner)

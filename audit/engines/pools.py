@@ -24,7 +24,6 @@ from kvledger.audit.engines.pool_hooks import (
     EVICTING,
     MANAGER,
     POOL,
-    SCHEDULER,
     evicts,
     unreadable,
 )
@@ -67,6 +66,8 @@ class PoolWatch:
         log.tell_calls = self.tell_calls
         self.numbers: dict[str | None, int] = {None: -1}
         """Requests whose tables have not been told gone, also those that the log has forgotten."""
+        self.ending: list[Any] = []
+        """Requests that have ended, and that the engine may not have forgotten yet."""
         self.name = namer()
         self.parted: set[int] = set()
         """Pools in which a block was hashed for a part of its tokens: one block, several hashes."""
@@ -95,9 +96,8 @@ class PoolWatch:
         for manager in self.managers:
             for hook, owner in check(MANAGER, manager):
                 rows.append((owner, hook.method, self._after(functools.partial(self.copied, manager))))
-        for table, root in ((ALL_GROUPS, self._manager), (SCHEDULER, self.scheduler)):
-            for hook, owner in check(table, root) if root is not None else ():
-                rows.append((owner, hook.method, self._after(getattr(self, hook.after))))
+        for hook, owner in check(ALL_GROUPS, self._manager):
+            rows.append((owner, hook.method, self._after(getattr(self, hook.after))))
         for owner, method, make in rows:
             self._wrappings.append(Wrapping(owner, method, make))
 
@@ -185,7 +185,7 @@ class PoolWatch:
         caller = Caller(request.request_id, -1, "pop_blocks_for_free")
         if self.books is not None:
             self.books.deferred(blocks)
-        self.untold.tell(self.step(), None, _ids(blocks), caller)
+        self.untold.tell(self.step(), leaving=_ids(blocks), whose=caller)
         for number, pool in enumerate(self.pools):
             ids = _ids(block for block in blocks if getattr(block, "pool", pool) in (pool, None))
             if ids:
@@ -196,17 +196,18 @@ class PoolWatch:
         """``reset_prefix_cache``."""
         self.say(ev.PoolReset(self.log.now(), self.step(), pool, succeeded))
 
-    def scheduled(self, output: Any, *, again: bool) -> None:
+    def scheduled(self, output: Any, numbers: list[int] | None, *, again: bool) -> None:
         """``schedule``: all of it, before what the step is told to be.
 
-        ``again``: each request ran as in the last step.
+        ``numbers`` are those of who ran before, in the output's order, if they are at hand. ``again``: each
+        request ran as in the last step.
         """
         untold = self.untold
         try:
-            if again and untold.put_aside(output):
+            if again and untold.put_aside(output, numbers):
                 return
             untold.outputs_tell = False
-            untold.tell(self.step(), output)
+            untold.tell(self.step(), output, numbers)
             if self.books is not None:
                 self.books.looked_up(None)
         except Exception as error:
@@ -239,11 +240,21 @@ class PoolWatch:
             except Exception as error:  # an observer must never stop the engine
                 self.fail("cache_full_blocks", error)
 
-    def left(self, _: None, request: Any) -> None:
-        """The scheduler's ``_free_blocks``: the request is gone."""
-        number = self.numbers.pop(request.request_id, None)
-        if number is not None:
-            self.untold.rows += (ev.GONE, number, -1, 0, 0)
+    def ends(self, request: Any) -> None:
+        """A request has ended, and is about to give its blocks back, unless a connector still wants them."""
+        self.number(request.request_id)
+        self.ending.append(request)
+        self.leaves(request.request_id)
+
+    def say_gone(self) -> None:
+        """Write down which of those the engine has forgotten by now."""
+        requests, ending = self.scheduler.requests, self.ending
+        self.ending = []
+        for request in ending:
+            if requests.get(request.request_id) is request:
+                self.ending.append(request)
+            elif (number := self.numbers.pop(request.request_id, None)) is not None:
+                self.untold.rows += (ev.GONE, number, -1, 0, 0)
 
     def _head(self, pool: int, caller: Caller) -> tuple[int, int, int, int, int, str]:
         number = self.number(caller.request_id)

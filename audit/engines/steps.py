@@ -73,6 +73,8 @@ class StepLog:
         # The last step, as the reader knows it: who, how many tokens each, drafts where there are any.
         # Where there are no counts each had one but those in _odd.
         self.names: list[str] = []
+        self.numbers: list[int] | None = []
+        """Of ``names``; None: they have to be asked for."""
         self._counts: list[int] | None = None
         self._odd: dict[str, int] = {}
         self._drafting: list[str] = []
@@ -141,7 +143,7 @@ class StepLog:
         """Begin anew: the next step names everyone."""
         self.tell_calls()
         self.say_held_back(snapshot.at)
-        self.names, self._counts, self._odd = [], None, {}
+        self.names, self.numbers, self._counts, self._odd = [], [], None, {}
         self._drafting, self._drafts = [], []
         self._dropped = []
         self._told_whole = None
@@ -161,16 +163,16 @@ class StepLog:
         self.quiet = False
 
     def scheduled_singly(
-        self, step: int, names: list[str], tokens: dict[str, int], total: int, requests: dict[str, Any]
+        self, step: int, tokens: dict[str, int], total: int, requests: dict[str, Any]
     ) -> bool:
-        """Tell a step of one token for each of ``names``, who are all of the last, and of newcomers.
+        """Tell a step of one token for each of ``self.names``, who all run again, and of newcomers.
 
         ``total`` is the sum of ``tokens``. False if it is another step, and nothing has been told then.
         Nothing here goes through the requests one by one, as long as their order is the same.
         """
         self.quiet = False
-        anew = self._anew
-        if self._drafts or names != self.names:
+        anew, names = self._anew, self.names
+        if self._drafts:
             return False
         counts = [tokens.get(name, 0) for name in anew]
         if 0 in counts or len(tokens) != len(names) + len(counts) or total != len(names) + sum(counts):
@@ -188,12 +190,16 @@ class StepLog:
         for name in self._odd:
             changed += (ids[name], 1, 0, requests[name].num_computed_tokens)
         self._odd = {}
+        if self.numbers is None:
+            self.numbers = list(map(ids.__getitem__, names))
         for name, count in zip(anew, counts, strict=True):
-            changed += (ids[name], count, 0, requests[name].num_computed_tokens)
+            number = ids[name]
+            self.numbers.append(number)
+            changed += (number, count, 0, requests[name].num_computed_tokens)
             if count != 1:
                 self._odd[name] = count
         self.emit(ev.Stepped(self.now(), step, changed, self._dropped or NONE))
-        self.names += anew
+        names += anew
         self._anew, self._dropped = {}, []
         return True
 
@@ -257,7 +263,7 @@ class StepLog:
         changed: list[int] = []
         for name, count in differ:
             changed += (ids[name], count, drafts.get(name, 0), requests[name].num_computed_tokens)
-        self.names, self._counts = names, counts
+        self.names, self.numbers, self._counts = names, None, counts
         self._anew, self._dropped = {}, []
         if changed or dropped:
             self.emit(ev.Stepped(self.now(), step, changed, dropped or NONE))
@@ -393,6 +399,8 @@ class StepLog:
             pass
         else:
             del self.names[place]
+            if self.numbers is not None:
+                del self.numbers[place]
             if self._counts is not None:
                 del self._counts[place]
             if self._odd:

@@ -38,8 +38,8 @@ ID, FIRST = attrgetter("block_id"), itemgetter(0)
 Gift = Sequence[Sequence[int]]
 """Ids of blocks, by group."""
 
-Said = tuple[Sequence[str], list[int], list[Gift], Sequence[Any]]
-"""Who ran before, at which places those stand who got blocks, what these got, and who was admitted."""
+Said = tuple[list[int], list[Gift], Sequence[Any]]
+"""Of who ran before and got blocks: their numbers, and what they got; and who was admitted."""
 
 Takers = dict[int, tuple[int, int, Sequence[Any]]]
 """Who may have taken a block: request, group, and a table that ends with it, of blocks or their ids."""
@@ -53,10 +53,8 @@ class Untold:
         self.rows: list[int] = watch.log.calls
         self.handed: list[Any] = []
         """Blocks that have been handed out, and to whom is not known yet."""
-        self.later: list[tuple[int, list[int], list[Gift], list[Any]]] = []
-        """Steps in which all ran as before: number, whose turn got blocks, these, what was handed out."""
-        self._ran: Sequence[str] = ()
-        """Who ran in those steps."""
+        self.later: list[tuple[int, Said, list[Any]]] = []
+        """Steps in which all ran as before: number, what the output names, and what was handed out."""
         self.hits: dict[str, list[int]] = {}
         """What requests were admitted with in this step."""
         self.adds_up = False
@@ -75,24 +73,22 @@ class Untold:
     def step_begins(self, nobody_waits: bool) -> None:
         """Whether callers have to be asked in this step. What is untold was called for before it."""
         step = self._watch.step()
-        if self.rows or self.handed:
+        if self.rows or self.handed or self._watch.ending:
             self.tell(step - 1)
         if self.hits:
             self.hits.clear()
         self.adds_up = False
         self.outputs_tell = self._alone and (nobody_waits or not self._promises) and step >= self._asks_until
 
-    def put_aside(self, output: Any) -> bool:
+    def put_aside(self, output: Any, numbers: list[int] | None) -> bool:
         """Put a step aside in which each request ran as in the last one. False: it is to be told now."""
         books, full = self._watch.books, len(self.later) == LATER_STEPS
         if books is None or full or self.rows or not self.outputs_tell:
             return False
         self.outputs_tell = False
         if self.handed:
-            names, places, got, _ = _said(output)  # to keep the output would keep its memory from the next
-            if not self.later:
-                self._ran = names
-            self.later.append((self._watch.step(), places, got, self.handed.copy()))
+            said = self._said(output, numbers)  # to keep the output would keep its memory from the next
+            self.later.append((self._watch.step(), said, self.handed.copy()))
             self.handed.clear()
         return True
 
@@ -100,11 +96,11 @@ class Untold:
         """Write down the steps that were put aside; nothing has been called for since."""
         rows, since = self.rows, self.handed.copy()
         later, self.later = self.later, []
-        for place, (step, places, got, handed) in enumerate(later):
+        for place, (step, said, handed) in enumerate(later):
             rows += (IN_STEP, -1, -1, step, 0)
             self._behind = len(rows)
             self.handed[:] = handed
-            if not self._named(step, (self._ran, places, got, ())):
+            if not self._named(step, said):
                 self.handed += chain.from_iterable(row[-1] for row in later[place + 1 :])
                 self.handed += since  # tables end with the last of it all
                 since.clear()
@@ -141,18 +137,26 @@ class Untold:
         self._behind = len(rows)
 
     def tell(
-        self, step: int, output: Any = None, leaving: Sequence[int] = (), whose: Caller = NOBODY
+        self,
+        step: int,
+        output: Any = None,
+        numbers: list[int] | None = None,
+        *,
+        leaving: Sequence[int] = (),
+        whose: Caller = NOBODY,
     ) -> None:
         """Tell all of it, of ``step``.
 
-        ``output`` is the scheduler's, if that has just come; ``leaving`` are ids of ``whose`` table, which
-        is gone.
+        ``output`` is the scheduler's, if that has just come, with the ``numbers`` of who ran before;
+        ``leaving`` are ids of ``whose`` table, which is gone.
         """
         watch = self._watch
         if self.later:
             self.catch_up()
-        if self.handed and not (output is not None and self._named(step, _said(output))):
+        if self.handed and not (output is not None and self._named(step, self._said(output, numbers))):
             self._ask_tables(leaving, whose)
+        if watch.ending:
+            watch.say_gone()
         if not self.rows:
             return
         stack = watch.callers.stack() if watch.stacks else None
@@ -169,15 +173,25 @@ class Untold:
         self._by.clear()
         self._behind = 0
 
+    def _said(self, output: Any, numbers: list[int] | None) -> Said:
+        """What an output names; ``numbers`` are those of who ran before, if they are at hand."""
+        cached = output.scheduled_cached_reqs
+        new_ids = getattr(cached, "new_block_ids", ())
+        places = list(compress(range(len(new_ids)), new_ids))  # to touch each name would cost more
+        if numbers is None:
+            takers = list(map(self._watch.number, map(cached.req_ids.__getitem__, places)))
+        else:
+            takers = list(map(numbers.__getitem__, places))
+        return takers, list(map(new_ids.__getitem__, places)), output.scheduled_new_reqs
+
     def _named(self, step: int, said: Said) -> bool:
         """Write down who took what by what an output names: new blocks, or whole tables. False: not all."""
         self.adds_up = self._in_order(step, said)
         if self.adds_up:
             return True
-        names, places, got, admitted = said
-        number_of = self._watch.number
-        gifts = [(number_of(names[place]), groups) for place, groups in zip(places, got, strict=True)]
-        gifts += [(number_of(new.req_id), new.block_ids) for new in admitted]
+        numbers, got, admitted = said
+        gifts = list(zip(numbers, got, strict=True))
+        gifts += [(self._watch.number(new.req_id), new.block_ids) for new in admitted]
         return self._put(
             {
                 ids[-1]: (number, group, ids)
@@ -192,13 +206,12 @@ class Untold:
 
         False, and nothing is done, if it did not.
         """
-        names, places, got, admitted = said
-        rows, handed, behind, known = self.rows, self.handed, self._behind, self._watch.numbers
+        numbers, got, admitted = said
+        rows, handed, behind = self.rows, self.handed, self._behind
         ids = list(map(ID, handed))
         try:
             singles = list(map(FIRST, map(FIRST, got)))
-            numbers = list(map(known.__getitem__, map(names.__getitem__, places)))
-        except (IndexError, KeyError):
+        except IndexError:
             return False
         end = decode = len(singles)
         parts = iter((*self._parts, (behind, len(ids))))
@@ -299,14 +312,6 @@ class Untold:
                 if table:
                     takers[table[-1].block_id] = watch.number(name), group, table
         self._put(takers)
-
-
-def _said(output: Any) -> Said:
-    """What an output names."""
-    cached = output.scheduled_cached_reqs
-    new_ids = getattr(cached, "new_block_ids", ())
-    places = list(compress(range(len(new_ids)), new_ids))  # to touch each name would cost more
-    return cached.req_ids, places, list(map(new_ids.__getitem__, places)), output.scheduled_new_reqs
 
 
 @functools.lru_cache(64)

@@ -151,9 +151,10 @@ class V1Observer(LifeObserver):
         # Who ran before has this list too, in the order of ``tokens``.
         names = getattr(output.scheduled_cached_reqs, "req_ids", [])
         total = output.total_num_scheduled_tokens
-        again = log.quiet and not log.same_step and names == log.names and total == len(names) == len(tokens)
+        same = names == log.names
+        again = same and log.quiet and not log.same_step and total == len(names) == len(tokens)
         if self.pools is not None:
-            self.pools.scheduled(output, again=again)
+            self.pools.scheduled(output, log.numbers if same else None, again=again)
         if self._attempts:
             self._admit(tokens)
         if self._planned:
@@ -164,7 +165,7 @@ class V1Observer(LifeObserver):
                 log.same_step = self._step
             else:
                 drafts, requests = output.scheduled_spec_decode_tokens, self.scheduler.requests
-                if drafts or not log.scheduled_singly(self._step, names, tokens, total, requests):
+                if drafts or not same or not log.scheduled_singly(self._step, tokens, total, requests):
                     log.scheduled(self._step, tokens, drafts, requests, names)
         if self.pools is not None:
             self.pools.admitted(output)
