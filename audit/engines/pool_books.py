@@ -10,6 +10,7 @@ is hashed for, and :class:`Books` knows when to ask it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from kvledger.audit.engines.pool_hooks import codes
@@ -105,69 +106,77 @@ class Books:
         To ask the stack for the names of requests costs more than all the rest of a touch, so it is asked
         once, for the operation.
         """
-        watch, name = self._watch, self._looked_up
-        ids = self._seen(blocks)
+        watch, untold, name = self._watch, self._watch.untold, self._looked_up
+        if untold.later:
+            untold.catch_up()
+        ids = [block.block_id for block in blocks]
+        if untold.handed:
+            self._look_at_new(ids)
+        if any(map(self._when.__getitem__, ids)):
+            self._seen(ids, blocks, last=False)
         if name is None or self._manager.req_to_blocks.get(name):
             name, group, by = watch.callers.caller()
         else:
             self._looked_up = None
             self._touches = by = self._touches or watch.callers.caller().by
             group = self._group
-            watch.untold.hits[name] = ids
+            untold.hits[name] = ids
         if name is not None:
             self._total += len(ids)
-        watch.untold.call(TOUCHED, name, group, by, ids, [block.ref_cnt for block in blocks])
+        untold.call(TOUCHED, name, group, by, ids, [block.ref_cnt for block in blocks])
 
     def freed(self, blocks: list[Any]) -> None:
         """The blocks of who is leaving, or others'. Those without a hash get none."""
-        watch, name, group, by = self._watch, self._leaving, self._group, "free"
-        if name is None or name in self._manager.req_to_blocks:
-            ids = self._seen(blocks, last=True)
-            name, group, by = watch.callers.caller()
-        else:
-            ids = self._seen(blocks, last=True, from_end=True)
-            self._leaving = None
-            if name not in self._manager.num_cached_block:
-                self._total -= self._going.pop(name, 0)
-        watch.untold.call(FREED, name, group, by, ids, [block.ref_cnt for block in blocks])
-
-    def deferred(self, blocks: list[Any]) -> None:
-        """Who was about to leave keeps its blocks for a while."""
-        self._leaving = None
-        self._seen(blocks, last=True)
-
-    def _seen(self, blocks: list[Any], *, last: bool = False, from_end: bool = False) -> list[int]:
-        """Their ids. Tells which of these were hashed. ``last``: the others will not be.
-
-        ``from_end``: they are a table from its end on, and what is to be looked at is at its end.
-        """
-        untold, when = self._watch.untold, self._when
+        watch, untold, name, group, by = self._watch, self._watch.untold, self._leaving, self._group, "free"
         if untold.later:
             untold.catch_up()
         ids = [block.block_id for block in blocks]
         if untold.handed:
             self._look_at_new(ids)
-        told: list[int] = []
-        for place, number in enumerate(ids):
-            if when[number] != NEVER:
-                hash_ = blocks[place]._block_hash
-                if hash_ is not None:
-                    told += (number, self._watch.name(hash_), blocks[place]._block_hash_num_tokens)
-                    if untold.handed:
-                        self._at_once.add(number)
-                if last or hash_ is not None:
-                    when[number] = NEVER
-            elif from_end:
-                break
-        if told:
-            self._tell(told)
-        return ids
+        if name is None or name in self._manager.req_to_blocks:
+            self._seen(ids, blocks, last=True)
+            name, group, by = watch.callers.caller()
+        else:
+            # They are a table from its end on, and what is to be looked at is at its end.
+            if to_see := list(takewhile(self._when.__getitem__, ids)):
+                self._seen(to_see, blocks, last=True)
+            self._leaving = None
+            if name not in self._manager.num_cached_block:
+                self._total -= self._going.pop(name, 0)
+        untold.call(FREED, name, group, by, ids, [block.ref_cnt for block in blocks])
+
+    def deferred(self, blocks: list[Any]) -> None:
+        """Who was about to leave keeps its blocks for a while."""
+        self._leaving = None
+        ids = [block.block_id for block in blocks]
+        if self._watch.untold.later:
+            self._watch.untold.catch_up()
+        if self._watch.untold.handed:
+            self._look_at_new(ids)
+        self._seen(ids, blocks, last=True)
 
     def _look_at_new(self, ids: list[int]) -> None:
         """Have those of them looked at that were handed out just now, and to whom is not told yet."""
-        new = {block.block_id for block in self._watch.untold.handed}.intersection(ids)
-        for number in new - self._at_once if new else ():
+        for number in {block.block_id for block in self._watch.untold.handed}.intersection(
+            ids
+        ) - self._at_once:
             self._when[number] = SOON
+
+    def _seen(self, ids: list[int], blocks: list[Any], *, last: bool) -> None:
+        """Tell which of these were hashed. ``last``: the others will not be."""
+        when = self._when
+        told: list[int] = []
+        for number, block in zip(ids, blocks, strict=False):
+            if when[number] != NEVER:
+                hash_ = block._block_hash
+                if hash_ is not None:
+                    told += (number, self._watch.name(hash_), block._block_hash_num_tokens)
+                    if self._watch.untold.handed:
+                        self._at_once.add(number)
+                if last or hash_ is not None:
+                    when[number] = NEVER
+        if told:
+            self._tell(told)
 
     def handed_out(self, step: int, blocks: list[Any], ids: list[int], decode: int) -> None:
         """The pool has handed them out in ``step``, the first ``decode`` of them to who decodes."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from itertools import chain, compress
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from kvledger.audit import events as ev
@@ -33,7 +33,7 @@ ASKING_STEPS = 64
 LATER_STEPS = 16
 """At most so many steps are put aside, where the engine is not at rest before."""
 
-ID, FIRST = attrgetter("block_id"), itemgetter(0)
+FIRST = itemgetter(0)
 
 Gift = Sequence[Sequence[int]]
 """Ids of blocks, by group."""
@@ -208,7 +208,7 @@ class Untold:
         """
         numbers, got, admitted = said
         rows, handed, behind = self.rows, self.handed, self._behind
-        ids = list(map(ID, handed))
+        ids = [block.block_id for block in handed]
         try:
             singles = list(map(FIRST, map(FIRST, got)))
         except IndexError:
