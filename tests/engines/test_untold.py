@@ -37,6 +37,12 @@ def taken(events: list[ev.Event]) -> list[Taken]:
     return found
 
 
+def counted(events: list[ev.Event]) -> list[tuple[Any, ...]]:
+    """Step, request, group, blocks and their counts of what was touched and what was freed, in order."""
+    calls = [event for event in each(events) if isinstance(event, ev.BlocksTouched | ev.BlocksFreed)]
+    return [(type(call), call.step, call.request, call.group, call.blocks, call.references) for call in calls]
+
+
 def asked(course: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch) -> list[ev.Event]:
     """What a course is told as where every call is wrapped, and asked for its caller."""
     step_begins = Untold.step_begins
@@ -91,6 +97,7 @@ def test_what_is_read_afterwards_is_what_the_calls_tell(name: str, monkeypatch: 
     _, read = observe(course, level="blocks")
 
     assert taken(by_stack) == taken(by_output) == taken(read)
+    assert counted(by_output) == counted(read)
     assert hashed(by_stack) == hashed(by_output)
     assert soon(hashed(read), hashed(by_output))
     assert not [event for event in read if isinstance(event, ev.HookFailed)]
@@ -141,6 +148,7 @@ def test_a_crowd_is_read_as_its_calls_tell(name: str, monkeypatch: pytest.Monkey
     by_output, read = wrapped(course, monkeypatch), observe(course, level="blocks")[1]
 
     assert taken(by_output) == taken(read)
+    assert counted(by_output) == counted(read)
     assert soon(hashed(read), hashed(by_output))
     assert "clean" == audited(read).verdict
 
@@ -178,6 +186,32 @@ def test_who_takes_between_two_steps_is_nobody(monkeypatch: pytest.MonkeyPatch) 
 
     assert (-1, -1, "") == taken(observe(course, level="blocks")[1])[-1][1:4]
     assert (-1, -1, "course") == taken(wrapped(course, monkeypatch))[-1][1:4]
+
+
+def test_what_is_touched_by_hand_is_a_pin_whenever_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def course(attach: Any = id) -> Driver:
+        driver = start(attach)
+        pool = driver.scheduler.kv_cache_manager.block_pool
+        driver.add("r", 60, 100)
+        for _ in range(4):
+            driver.step()
+        pinned = [block for block in pool.blocks if block.ref_cnt == 1 and not block.is_null][:2]
+        pool.touch(pinned)
+        driver.add("s", 60, 100, shares=("r", 60))
+        driver.add("t", 60, 100, shares=("r", 60))
+        driver.step()
+        pool.touch(pinned[:1])
+        pool.free_blocks(pinned)
+        driver.step()
+        pool.free_blocks(pinned[:1])
+        driver.run()
+        return driver
+
+    read = observe(course, level="blocks")[1]
+
+    assert counted(wrapped(course, monkeypatch)) == counted(read)
+    assert 2 == sum(what is ev.BlocksTouched and request < 0 for what, _, request, *_ in counted(read))
+    assert "clean" == audited(read).verdict
 
 
 def two_that_decode(attach: Any = id, *, names_nobody: bool = False) -> Driver:
