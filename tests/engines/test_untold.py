@@ -214,6 +214,25 @@ def test_what_is_touched_by_hand_is_a_pin_whenever_it_comes(monkeypatch: pytest.
     assert "clean" == audited(read).verdict
 
 
+def test_a_name_that_comes_again_at_once_is_another_request() -> None:
+    def course(attach: Any = id) -> Driver:
+        driver = start(attach)
+        for _ in range(3):
+            driver.add("r", 60, 100)
+            driver.step()
+            driver.abort("r")
+        driver.add("r", 60, 100)
+        driver.abort("r")  # it has never run
+        driver.add("r", 60, 4)
+        driver.run()
+        return driver
+
+    read = observe(course, level="blocks")[1]
+
+    assert [0, 1, 2, 3, 4] == [call.requests[0] for call in each(read) if isinstance(call, ev.TablesGone)]
+    assert "clean" == audited(read).verdict
+
+
 def two_that_decode(attach: Any = id, *, names_nobody: bool = False) -> Driver:
     driver = start()
     schedule = driver.scheduler.schedule
