@@ -20,6 +20,9 @@ from typing import Any, NamedTuple, cast
 PATIENCE = 5
 """Failures of one hook after which it removes itself."""
 
+TIMED_STEPS = 128
+"""Of so many steps some are timed, to say what the hooks cost."""
+
 Observer = Callable[..., Any]
 
 
@@ -172,6 +175,8 @@ class Hooks:
     ) -> None:
         self.failures: dict[str, int] = {}
         self.timed = False
+        self._timed_from = 0
+        self._timed_steps = 0
         self.nanoseconds = 0
         """Taken by observers while they were timed; the host's own time is not in it."""
         self.live: list[str] = []
@@ -209,6 +214,23 @@ class Hooks:
         """Whoever calls the wrapper still is led past the observer."""
         self._aside.pop(name)(True, for_good=True)
         self._wrappings.pop(name).undo()
+
+    def time_some(self, step: int) -> None:
+        """At rest after a ``step``: time the observers until it is asked for again, once in a while."""
+        if self.timed:
+            self._timed_steps += step - self._timed_from
+            self.time(False)
+        elif not step % TIMED_STEPS:
+            self._timed_from = step
+            self.time(True)
+
+    def time_taken(self) -> tuple[int, int]:
+        """Microseconds in observers, -1 if none were timed, and in how many steps, since the last time."""
+        if not self._timed_steps:
+            return -1, 0
+        told = self.nanoseconds // 1000, self._timed_steps
+        self.nanoseconds = self._timed_steps = 0
+        return told
 
     def time(self, whether: bool) -> None:
         """Time the observers from now on, or no more."""

@@ -45,7 +45,8 @@ class AdmissionObserver(Observer):
         self._planned: list[ev.LoadPlanned | ev.SavePlanned | ev.BlocksPromised] = []
         self._promises: dict[str, tuple[int, list[int]]] = {}
         self._counted: tuple[int, ...] | None = None
-        self._deferred: dict[str, Any] = getattr(self.scheduler, "deferred_loads", {})
+        self._since_033: bool = hasattr(self.scheduler, "deferred_loads")
+        """Loads may be put off, and a count is lowered by drafts accepted beyond a stop."""
         self._replays = bool(getattr(self.scheduler, "prefix_replay_tokens", 0))
 
     def start(self, boundary: Any = None) -> None:
@@ -118,7 +119,7 @@ class AdmissionObserver(Observer):
 
     def load_planned(self, _: None, plan: Any, scheduler_output: Any) -> None:
         if self.worker is not None:
-            self._plans.append((plan, self._step))
+            self.worker.planned(plan, self._step)
         if self._promises:
             self._tell_promised()
         reader = self.connector.reader if self.connector is not None else None
@@ -197,8 +198,10 @@ class AdmissionObserver(Observer):
             failed = self._failed_attempts.pop(request_id, None)
             if failed is not None:
                 told.append(failed)
-        if request_id in self._deferred:  # 0.33: the connector is told only when the load may start
-            attempt.external = self._deferred[request_id][1]
+        if self._since_033:  # the connector is told only when the load may start
+            deferred = self.scheduler.deferred_loads.get(request_id)
+            if deferred is not None:
+                attempt.external = deferred[1]
         local, external, queried = attempt.local, attempt.external, attempt.queried
         if attempt.looked_up >= 0:
             told.append(ev.LookedUp(now, number, step, attempt.looked_up))

@@ -20,12 +20,10 @@ class LifeObserver(LoadObserver):
 
     def __init__(self, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(scheduler, *args, **kwargs)
-        # Since 0.33 the count is lowered by drafts accepted beyond a stop.
-        self._trims = hasattr(scheduler, "_drain_deferred_loads")
         self._draining: set[str] = set()
         self._gone: list[str] = []
-        self._output: tuple[Any, list[int]] | None = None
-        self._output_at = 0
+        self._output: tuple[int, Any, list[int]] | None = None
+        """The one that is being taken: when it came, what it is, and what each request sampled."""
         self._resetting_in = NO_STEP
 
     # --- preemption -----------------------------------------------------------------------------------
@@ -133,31 +131,31 @@ class LifeObserver(LoadObserver):
             self.pools.ends(request)
         if request_id in self._failed_attempts:
             log.emit(self._failed_attempts.pop(request_id))
-        if self._trims and not getattr(request, "resumable", False):
+        if self._since_033 and not getattr(request, "resumable", False):
             self._past_stop(request, request.num_computed_tokens)
         if self.connector is not None:
             self.track(request, self.computed(request))
             self.connector.ends(request_id)
-        held, tokens, outputs = log.held, request.num_tokens, request.num_output_tokens
-        now, reason = self._output_at if held is not None else log.now(), _reason(request.status)
-        end = ev.Finished(now, number, reason, *self.counts(request), tokens, outputs)
-        log.emit(end)
-        if held is None:
+        output = None if log.held is None else self._output
+        tokens, outputs = request.num_tokens, request.num_output_tokens
+        now, reason = log.now() if output is None else output[0], _reason(request.status)
+        log.emit(ev.Finished(now, number, reason, *self.counts(request), tokens, outputs))
+        if output is None:
             self._forget(request_id)
         else:  # its last output has not been told yet
             self._gone.append(request_id)
 
     def _past_stop(self, request: Any, computed: int) -> int:
         """The count before 0.33 took off the drafts accepted beyond a stop; told as a rollback."""
-        if self._output is None or not self._trims or request.request_id in self._draining:
+        if self._output is None or not self._since_033 or request.request_id in self._draining:
             return computed
-        output, lengths = self._output
+        at, output, lengths = self._output
         index = output.req_id_to_index.get(request.request_id)
         if index is None or not lengths:
             return computed
         trimmed = lengths[index] - len(output.sampled_token_ids[index])
         if trimmed > 0:
-            number, at = self.log.ids[request.request_id], self._output_at
+            number = self.log.ids[request.request_id]
             self.log.emit(ev.RolledBack(at, number, "past_stop", computed + trimmed, computed))
         return computed
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections import deque
 from typing import Any, ClassVar
 
 from kvledger.audit import events as ev
@@ -20,11 +19,6 @@ from kvledger.audit.hooks import EngineMismatch, Hook, Hooks
 
 CENSUS_STEPS = 512
 CENSUS_SECONDS = 30.0
-PLANS_KEPT = 8
-"""Steps are planned ahead of a worker in this process by fewer than so many."""
-
-TIMED_STEPS = 128
-"""Of so many steps some are timed, to say what the hooks cost."""
 
 
 class Observer:
@@ -50,7 +44,6 @@ class Observer:
         self.pools: PoolWatch | None = None
         self.connector: ConnectorWatch | None = None
         self.worker: WorkerWatch | None = None
-        self._plans: deque[tuple[Any, int]] = deque(maxlen=PLANS_KEPT)
         self.log = StepLog(sink)
         self._step = 0
         self._stopped = False
@@ -58,10 +51,8 @@ class Observer:
         self._lived: set[str] = set()
         self._unreported: dict[str, int] = {}
         self._resync = False
-        self._timed_from = 0
-        self._timed_steps = 0
-        self._census_step = 0
-        self._census_at = self.log.now()
+        self._last_census = 0, self.log.now()
+        """In which step, and when."""
 
     def start(self, boundary: Any = None) -> None:
         """Wrap the scheduler. Raises :class:`~kvledger.audit.hooks.EngineMismatch` untouched."""
@@ -91,12 +82,8 @@ class Observer:
                 self.log,
                 self._hook_failed,
                 block_size=int(self.scheduler.block_size),
-                step=self._step_of,
+                beside_scheduler=True,
             )
-
-    def _step_of(self, plan: Any) -> int:
-        """The step that a plan was made in; -1: none of the last few."""
-        return next((step for known, step in self._plans if known is plan), -1)
 
     def stop(self, reason: str) -> None:
         """Say what is still to be said and give the scheduler back. Idempotent."""
@@ -156,7 +143,7 @@ class Observer:
             configuration=self.configuration(),
         )
         self.log.restart(started, ev.Snapshot(now, self._step, rows, self.log.undelivered))
-        self._census_step, self._census_at = self._step, now
+        self._last_census = self._step, now
         if self.pools is not None:
             self.pools.sweep.restart()
 
@@ -202,40 +189,24 @@ class Observer:
         if self.pools is not None:
             self.pools.tell()
         now = self.log.now()
-        self._time_some()
+        if self.hooks is not None:
+            self.hooks.time_some(self._step)
+        step, at = self._last_census
         if self.log.sink.wants_snapshot or self._resync:
             self._restart()
-        elif self._step - self._census_step >= CENSUS_STEPS or (
-            now - self._census_at >= CENSUS_SECONDS * 1e6
-        ):
+        elif self._step - step >= CENSUS_STEPS or now - at >= CENSUS_SECONDS * 1e6:
             self._census(now)
         else:
             self.log.flush(now)
         if self.pools is not None:
             self.pools.sweep.at_rest()
 
-    def _time_some(self) -> None:
-        """Time the hooks until it is asked for again, once in a while."""
-        hooks = self.hooks
-        if hooks is None:
-            return
-        if hooks.timed:
-            self._timed_steps += self._step - self._timed_from
-            hooks.time(False)
-        elif not self._step % TIMED_STEPS:
-            self._timed_from = self._step
-            hooks.time(True)
-
     def _hook_time(self) -> tuple[int, int]:
         """Microseconds in hooks, and the steps in which they were timed, since the last time."""
-        if self.hooks is None or not self._timed_steps:
-            return -1, 0
-        told = self.hooks.nanoseconds // 1000, self._timed_steps
-        self.hooks.nanoseconds = self._timed_steps = 0
-        return told
+        return (-1, 0) if self.hooks is None else self.hooks.time_taken()
 
     def _census(self, now: int) -> None:
-        self._census_step, self._census_at = self._step, now
+        self._last_census = self._step, now
         scheduler, ids = self.scheduler, self.log.ids
         rows: list[int] = []
         counts = self.counts

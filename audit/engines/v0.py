@@ -116,7 +116,7 @@ class V0Observer(LookupObserver):
             configuration=self.configuration(),
         )
         self.log.restart(started, ev.Snapshot(now, self._step, rows, 0))
-        self._census_step, self._census_at = self._step, now
+        self._last_census = self._step, now
 
     def _snapshot_row(self, group: Any) -> ev.SnapshotRow:
         known = self._follow(group)
@@ -204,12 +204,12 @@ class V0Observer(LookupObserver):
     def _at_rest(self) -> None:
         """Between two steps; a count that is not what its step promised is told at once."""
         if self._census_due:
-            self._census_step = -CENSUS_STEPS
+            self._last_census = -CENSUS_STEPS, self._last_census[1]
         super()._at_rest()
 
     def _census(self, now: int) -> None:
         self._census_due = False
-        self._census_step, self._census_at = self._step, now
+        self._last_census = self._step, now
         rows: list[int] = []
         for known in self._followed.values():
             if known.running:

@@ -174,37 +174,37 @@ class V1Observer(LifeObserver):
 
     def output_arrives(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Before the engine takes it: stop handling trims the token lists in place."""
-        sampled = model_runner_output.sampled_token_ids
+        log, sampled, self._output = self.log, model_runner_output.sampled_token_ids, None
         if self._one_at_most and sampled and type(sampled[0]) is list and all(sampled):
-            lengths = self.log.one_each(len(sampled))
+            lengths = log.one_each(len(sampled))
         else:
             lengths = list(map(len, sampled))
-        self._output = model_runner_output, lengths
         stale = self._stale(scheduler_output.num_scheduled_tokens) if self._draining else None
         if self._load_failures:
             self._load_failures = set()
-        self.log.held = []
-        self._output_at = self.log.now()
-        return lengths, stale
+        log.held = []
+        self._output = log.now(), model_runner_output, lengths
+        return stale
 
-    def output_taken(self, before: Any, result: Any, scheduler_output: Any, model_runner_output: Any) -> None:
+    def output_taken(self, stale: Any, result: Any, scheduler_output: Any, model_runner_output: Any) -> None:
         log = self.log
-        held, log.held, self._output = log.held, None, None
+        held, log.held = log.held, None
+        output, self._output = self._output, None
         tokens = scheduler_output.num_scheduled_tokens
         log.undelivered -= bool(tokens)
-        if tokens and before is not None:
-            lengths, stale = before
+        if tokens and output is not None:
+            at, _, lengths = output
             ignored = self._ignored(stale) if stale else []
             if self._load_failures:
                 ignored += self._load_failures.intersection(tokens)
             if self._unreported:
-                held = self._reports(result, model_runner_output, lengths) + (held or [])
+                held = self._reports(at, result, model_runner_output, lengths) + (held or [])
             if log.quiet and log.same_step and lengths is log.ones and not (ignored or held):
                 log.same_step = 0
                 log.repeats += 1
             else:
                 order, index = model_runner_output.req_ids, model_runner_output.req_id_to_index
-                log.delivered(self._output_at, lengths, order, index, ignored, held or ())
+                log.delivered(at, lengths, order, index, ignored, held or ())
         elif held:
             log.emit_all(held)
         if log.calls and self.pools is not None:
@@ -220,7 +220,7 @@ class V1Observer(LifeObserver):
         if self._resync or not self._step % AT_REST_STEPS:
             self._at_rest()
 
-    def _reports(self, result: Any, output: Any, lengths: list[int]) -> list[ev.Event]:
+    def _reports(self, at: int, result: Any, output: Any, lengths: list[int]) -> list[ev.Event]:
         """The figures the engine hands its front end, once a request.
 
         They come with its first output; the youngest stand last.
@@ -235,7 +235,7 @@ class V1Observer(LifeObserver):
                 if figures is None:
                     continue
                 del self._unreported[told.request_id]
-                reports.append(ev.Reported(self._output_at, self.log.ids[told.request_id], *figures))
+                reports.append(ev.Reported(at, self.log.ids[told.request_id], *figures))
                 due -= 1
                 if due <= 0:
                     break

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -33,12 +34,15 @@ LAYERS: tuple[Hook, ...] = (Hook("", "wait_for_layer_load", (), after="layer_wai
 
 Failed = Callable[[str, Exception, bool], None]
 
+PLANS_KEPT = 8
+"""Steps are planned ahead of a worker in the same process by fewer than so many."""
+
 
 class WorkerWatch:
     """Watches the worker side of one connector. ``rank`` names the worker.
 
-    ``step``: the scheduler's step by its plan, -1 for none of it, where it is in the same process; else
-    plans are counted here.
+    ``beside_scheduler``: it is in the same process, and each plan is :meth:`planned` before it is handed
+    over; else plans are counted.
     """
 
     def __init__(
@@ -49,7 +53,7 @@ class WorkerWatch:
         *,
         block_size: int,
         rank: int = 0,
-        step: Callable[[Any], int] | None = None,
+        beside_scheduler: bool = False,
     ) -> None:
         self.reader: PlanReader | None = reader_of(connector)
         self.steps = 0
@@ -58,7 +62,7 @@ class WorkerWatch:
         self._failed = failed
         self._block_size = block_size
         self._rank = rank
-        self._step = step
+        self._plans: deque[tuple[Any, int]] | None = deque(maxlen=PLANS_KEPT) if beside_scheduler else None
         self._layers: Hooks | None = None
         self._clear()
         self._hooks = Hooks(TABLE, connector, self, failed)
@@ -80,10 +84,21 @@ class WorkerWatch:
 
     # --- a step ---------------------------------------------------------------------------------------
 
+    def planned(self, plan: Any, step: int) -> None:
+        """The scheduler has made a plan."""
+        if self._plans is not None:
+            self._plans.append((plan, step))
+
+    def _step_of(self, plan: Any) -> int:
+        """The step that a plan is for; -1: none of the last few."""
+        if self._plans is None:
+            return self.steps + 1
+        return next((step for known, step in self._plans if known is plan), -1)
+
     def handed(self, _: None, __: None, connector_metadata: Any) -> None:
         if self._handed:
             self._tell()
-        self.steps = self.steps + 1 if self._step is None else self._step(connector_metadata)
+        self.steps = self._step_of(connector_metadata)
         self._handed = True
         reader = self.reader
         if reader is None:

@@ -10,6 +10,7 @@ pytest.importorskip("vllm")
 
 from tests.engines.observed import observe
 
+from kvledger.audit import hooks
 from kvledger.audit.conformance.driver import Driver, Setup
 from kvledger.audit.engines import observer
 from kvledger.audit.events import Census
@@ -36,7 +37,7 @@ def test_some_steps_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_census_without_a_timed_step_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(observer, "CENSUS_STEPS", 4)
-    monkeypatch.setattr(observer, "TIMED_STEPS", 1 << 20)
+    monkeypatch.setattr(hooks, "TIMED_STEPS", 1 << 20)
 
     _, events = observe(decode)
 
