@@ -70,12 +70,12 @@ class AdmissionObserver(Observer):
             self.pools.untold.step_begins(nobody_waits)
 
     def looked_up(self, _: None, result: Any, request: Any, *__: Any, **___: Any) -> None:
-        if self.pools is not None:
-            self.pools.looked_up(request.request_id)
-        tokens, attempt = result[1], self._attempts.get(request.request_id)
+        tokens, request_id = result[1], request.request_id
+        if self.pools is not None and self.pools.books is not None:
+            self.pools.books.looked_up(request_id)
+        attempt = self._attempts.get(request_id)
         if attempt is None:
-            prompt = request.num_prompt_tokens
-            self._attempts[request.request_id] = _Attempt(request, prompt, tokens, tokens)
+            self._attempts[request_id] = _Attempt(request, request.num_prompt_tokens, tokens, tokens)
         else:  # asked again within the step, after the connector's answer
             attempt.looked_up = attempt.local = tokens
 

@@ -138,8 +138,10 @@ class LifeObserver(LoadObserver):
             self.connector.ends(request_id)
         output = None if log.held is None else self._output
         tokens, outputs = request.num_tokens, request.num_output_tokens
-        now, reason = log.now() if output is None else output[0], _reason(request.status)
+        now, reason = log.now() if output is None else output[0], _reason(request.status._name_)
         log.emit(ev.Finished(now, number, reason, *self.counts(request), tokens, outputs))
+        if self._draining:
+            self._draining.discard(request_id)
         if output is None:
             self._forget(request_id)
         else:  # its last output has not been told yet
@@ -159,13 +161,8 @@ class LifeObserver(LoadObserver):
             self.log.emit(ev.RolledBack(at, number, "past_stop", computed + trimmed, computed))
         return computed
 
-    def _forget(self, request_id: str) -> None:
-        super()._forget(request_id)
-        if self._draining:
-            self._draining.discard(request_id)
-
 
 @functools.cache
-def _reason(status: Any) -> str:
-    """``stopped`` for ``RequestStatus.FINISHED_STOPPED``."""
-    return str(status.name).removeprefix("FINISHED_").lower()
+def _reason(status: str) -> str:
+    """``stopped`` for ``FINISHED_STOPPED``. Of the name, as an enum's hash and ``name`` are Python."""
+    return status.removeprefix("FINISHED_").lower()

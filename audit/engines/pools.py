@@ -225,11 +225,6 @@ class PoolWatch:
             except Exception as error:
                 self.fail("schedule", error)
 
-    def looked_up(self, request_id: str) -> None:
-        """A request's hits are known."""
-        if self.books is not None:
-            self.books.looked_up(request_id)
-
     def leaves(self, request_id: str) -> None:
         """A request is about to give its blocks back."""
         if self.books is not None:
@@ -242,9 +237,11 @@ class PoolWatch:
 
     def ends(self, request: Any) -> None:
         """A request has ended, and is about to give its blocks back, unless a connector still wants them."""
-        self.number(request.request_id)
+        request_id = request.request_id
+        if request_id not in self.numbers:
+            self.number(request_id)
         self.ending.append(request)
-        self.leaves(request.request_id)
+        self.leaves(request_id)
 
     def say_gone(self) -> None:
         """Write down which of those the engine has forgotten by now."""

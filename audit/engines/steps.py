@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Container, Sequence
 from itertools import compress, repeat
 from operator import ne
@@ -393,14 +394,15 @@ class StepLog:
         if self._sampled_behind:
             self._remember_sampled()
         self._order = None
-        try:
-            place = self.names.index(request_id)
-        except ValueError:  # it was not in the last step
-            pass
-        else:
-            del self.names[place]
-            if self.numbers is not None:
-                del self.numbers[place]
+        names, numbers = self.names, self.numbers
+        # Who came first stands first, mostly; to look through the names would touch them all.
+        place = 0 if numbers is None else bisect_left(numbers, number)
+        if place == len(names) or names[place] != request_id:
+            place = names.index(request_id) if request_id in names else -1
+        if place >= 0:  # else it was not in the last step
+            del names[place]
+            if numbers is not None:
+                del numbers[place]
             if self._counts is not None:
                 del self._counts[place]
             if self._odd:

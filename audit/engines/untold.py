@@ -161,7 +161,9 @@ class Untold:
             return
         stack = watch.callers.stack() if watch.stacks else None
         event = ev.PoolCalls(watch.log.now(), step, _names(*self._by), self.rows.copy(), stack)
-        self.clear()
+        self.rows.clear()
+        self._by.clear()
+        self._behind = 0
         watch.record(event)
 
     def clear(self) -> None:
