@@ -20,7 +20,7 @@ UNCOUNTED = (-1, -1, -1)
 NOTHING = (0, 0, 0)
 
 
-class _Attempt(msgspec.Struct):
+class _Attempt(msgspec.Struct, gc=False):
     """One waiting request's look-up in the current step. ``prompt``: its length when it was looked up."""
 
     request: Any

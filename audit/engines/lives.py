@@ -139,7 +139,8 @@ class LifeObserver(LoadObserver):
         output = None if log.held is None else self._output
         tokens, outputs = request.num_tokens, request.num_output_tokens
         now, reason = log.now() if output is None else output[0], _reason(request.status._name_)
-        log.emit(ev.Finished(now, number, reason, *self.counts(request), tokens, outputs))
+        computed, in_flight, placeholders = self.counts(request)
+        log.emit(ev.Finished(now, number, reason, computed, in_flight, placeholders, tokens, outputs))
         if self._draining:
             self._draining.discard(request_id)
         if output is None:

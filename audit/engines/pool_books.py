@@ -157,10 +157,9 @@ class Books:
 
     def _look_at_new(self, ids: list[int]) -> None:
         """Have those of them looked at that were handed out just now, and to whom is not told yet."""
-        for number in {block.block_id for block in self._watch.untold.handed}.intersection(
-            ids
-        ) - self._at_once:
-            self._when[number] = SOON
+        for number in set(ids).intersection(self._watch.untold.handed_ids()):
+            if number not in self._at_once:
+                self._when[number] = SOON
 
     def _seen(self, ids: list[int], blocks: list[Any], *, last: bool) -> None:
         """Tell which of these were hashed. ``last``: the others will not be."""

@@ -175,7 +175,7 @@ class StepLog:
         anew, names = self._anew, self.names
         if self._drafts:
             return False
-        counts = [tokens.get(name, 0) for name in anew]
+        counts = list(map(tokens.get, anew, repeat(0)))
         if 0 in counts or len(tokens) != len(names) + len(counts) or total != len(names) + sum(counts):
             return False
         if self._counts is not None:
@@ -372,9 +372,10 @@ class StepLog:
         """The same of an output with one for each: of those whose last was another number."""
         ids, sampled = self.ids, self._sampled
         changed: list[int] = []
-        for name in [name for name in sampled if name in index and name in ids]:
-            del sampled[name]
-            changed += (ids[name], 1)
+        for name in list(sampled):
+            if name in index and name in ids:
+                del sampled[name]
+                changed += (ids[name], 1)
         return changed
 
     def _remember_sampled(self) -> None:

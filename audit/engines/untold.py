@@ -53,6 +53,8 @@ class Untold:
         self.rows: list[int] = watch.log.calls
         self.handed: list[Any] = []
         """Blocks that have been handed out, and to whom is not known yet."""
+        self._ids: list[int] = []
+        """Theirs, of as many as have been asked for."""
         self.later: list[tuple[int, Said, list[Any]]] = []
         """Steps in which all ran as before: number, what the output names, and what was handed out."""
         self.hits: dict[str, list[int]] = {}
@@ -90,12 +92,20 @@ class Untold:
             said = self._said(output, numbers)  # to keep the output would keep its memory from the next
             self.later.append((self._watch.step(), said, self.handed.copy()))
             self.handed.clear()
+            self._ids.clear()
         return True
+
+    def handed_ids(self) -> list[int]:
+        """The ids of ``handed``."""
+        ids = self._ids
+        ids += [block.block_id for block in self.handed[len(ids) :]]
+        return ids
 
     def catch_up(self) -> None:
         """Write down the steps that were put aside; nothing has been called for since."""
         rows, since = self.rows, self.handed.copy()
         later, self.later = self.later, []
+        self._ids.clear()
         for place, (step, said, handed) in enumerate(later):
             rows += (IN_STEP, -1, -1, step, 0)
             self._behind = len(rows)
@@ -107,6 +117,7 @@ class Untold:
                 self._ask_tables((), NOBODY)
                 break
         self.handed[:] = since
+        self._ids.clear()
         self.adds_up = False  # of those steps; of this one it is not known yet
         rows += (IN_STEP, -1, -1, self._watch.step(), 0)
         self._behind = len(rows)
@@ -170,6 +181,7 @@ class Untold:
         """Nothing of it will be told."""
         self.rows.clear()
         self.handed.clear()
+        self._ids.clear()
         self.later.clear()
         self._parts.clear()
         self._by.clear()
@@ -210,7 +222,7 @@ class Untold:
         """
         numbers, got, admitted = said
         rows, handed, behind = self.rows, self.handed, self._behind
-        ids = [block.block_id for block in handed]
+        ids = self.handed_ids()
         try:
             singles = list(map(FIRST, map(FIRST, got)))
         except IndexError:
@@ -266,6 +278,7 @@ class Untold:
     def _put_down(self) -> None:
         """All that was handed out is in the rows."""
         self.handed.clear()
+        self._ids.clear()
         self._parts.clear()
         self._behind = len(self.rows)
 

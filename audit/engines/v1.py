@@ -244,7 +244,11 @@ class V1Observer(LifeObserver):
 
     def _due(self, index: dict[str, int], lengths: list[int]) -> int:
         """At most so many requests have their figures with this output."""
-        return len([r for r in self._unreported if r in index and (not lengths or lengths[index[r]])])
+        due = 0
+        for request_id in self._unreported:
+            if request_id in index and (not lengths or lengths[index[request_id]]):
+                due += 1
+        return due
 
     def _figures(self, told: Any) -> tuple[int, int, int, int, int] | None:
         """Prompt, local, external, computed and cached tokens, where ``told`` carries them."""
