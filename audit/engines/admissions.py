@@ -260,18 +260,18 @@ class AdmissionObserver(Observer):
         before, after = self._counted, self._counters()
         if before is None or (not admitted and before == after):
             return None
-        rise = list(map(sub, after, before))
         scheduler, counted = self.scheduler, self.COUNTED
-        if scheduler.kv_cache_manager.prefix_cache_stats is None or "local" not in counted:
-            rise[:3] = UNCOUNTED
+        local = external = UNCOUNTED
+        if "local" in counted and scheduler.kv_cache_manager.prefix_cache_stats is not None:
+            local = tuple(map(sub, after[:3], before))
         if (
-            self.connector is None
-            or getattr(scheduler, "connector_prefix_cache_stats", None) is None
-            or getattr(scheduler, "defer_async_loads", False)
-            or "external" not in counted
+            self.connector is not None
+            and "external" in counted
+            and getattr(scheduler, "connector_prefix_cache_stats", None) is not None
+            and not getattr(scheduler, "defer_async_loads", False)
         ):
-            rise[3:] = UNCOUNTED
-        return ev.LookupsCounted(now, self._step, *rise)
+            external = tuple(map(sub, after[3:], before[3:]))
+        return ev.LookupsCounted(now, self._step, *local, *external)
 
 
 def _cache_counters(stats: Any) -> tuple[int, int, int]:
