@@ -40,6 +40,9 @@ class Sink(Protocol):
     wants_snapshot: bool
     """The reader can't follow until it is told everything again (rotation, or loss)."""
 
+    def keep(self, numbers: list[int]) -> list[int]:
+        """A copy of them for an event, as this sink keeps it best. Nothing but an event may have it."""
+
     def record(self, event: ev.Event) -> None:
         """Take one event; never raises, never blocks."""
 
@@ -125,6 +128,9 @@ class StepLog:
             self.say_held_back(events[0].at)
         self.sink.record_all(events)
 
+    def _kept(self, numbers: list[int]) -> list[int]:
+        return self.sink.keep(numbers) if numbers else NONE
+
     def say_held_back(self, now: int) -> None:
         """Equal steps so far are told, and a step still without output, before what differs."""
         self.flushed_at = now
@@ -199,7 +205,7 @@ class StepLog:
             changed += (number, count, 0, requests[name].num_computed_tokens)
             if count != 1:
                 self._odd[name] = count
-        self.emit(ev.Stepped(self.now(), step, changed, self._dropped or NONE))
+        self.emit(ev.Stepped(self.now(), step, self._kept(changed), self._kept(self._dropped)))
         names += anew
         self._anew, self._dropped = {}, []
         return True
@@ -267,7 +273,7 @@ class StepLog:
         self.names, self.numbers, self._counts = names, None, counts
         self._anew, self._dropped = {}, []
         if changed or dropped:
-            self.emit(ev.Stepped(self.now(), step, changed, dropped or NONE))
+            self.emit(ev.Stepped(self.now(), step, self._kept(changed), self._kept(dropped)))
         else:  # only the order is another
             self.same_step = step
 
@@ -318,7 +324,7 @@ class StepLog:
         ids = self.ids
         changed = self._changed_lengths(order, lengths, index)
         unheard = [ids[request_id] for request_id in dict.fromkeys(skipped) if request_id in ids]
-        self.emit_all([ev.Delivered(at, changed, unheard), *then])
+        self.emit_all([ev.Delivered(at, self._kept(changed), self._kept(unheard)), *then])
         self._order, self._lengths, self._numbers = order, None if skipped else lengths, None
 
     def _tell_differing(
@@ -337,12 +343,12 @@ class StepLog:
                 self._told_whole = numbers
                 return
         changed = [n for place in _differing(lengths, known) for n in (numbers[place], lengths[place])]
-        self.emit_all([ev.Delivered(at, changed or NONE, NONE), *then])
+        self.emit_all([ev.Delivered(at, self._kept(changed), NONE), *then])
 
     def _tell_delivered(self, at: int, changed: list[int], then: Sequence[ev.Event]) -> None:
         """An output; that it equals the last and so does its step is only counted."""
         if changed or not self.same_step:
-            self.emit_all([ev.Delivered(at, changed or NONE, NONE), *then])
+            self.emit_all([ev.Delivered(at, self._kept(changed), NONE), *then])
             return
         self.same_step = 0
         self.repeats += 1

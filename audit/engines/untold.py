@@ -171,7 +171,8 @@ class Untold:
         if not self.rows:
             return
         stack = watch.callers.stack() if watch.stacks else None
-        event = ev.PoolCalls(watch.log.now(), step, _names(*self._by), self.rows.copy(), stack)
+        rows = watch.log.sink.keep(self.rows)
+        event = ev.PoolCalls(watch.log.now(), step, _names(*self._by), rows, stack)
         self.rows.clear()
         self._by.clear()
         self._behind = 0
