@@ -91,6 +91,35 @@ def test_what_was_recorded_is_read_in_order_with_an_end(tmp_path: Path) -> None:
     assert recorder.writer_seconds > 0
 
 
+def test_numbers_that_wait_are_no_list_and_are_read_as_one(tmp_path: Path) -> None:
+    """A list that waits would be walked by each collection of garbage in the engine's process."""
+    recorder = Recorder(tmp_path / "engine", flush_seconds=60)
+    recorder.restart(started(), snapshot())
+    numbers = [0, -1, 7, 300, -(2**63), 2**64 - 1]
+    kept = recorder.keep(numbers)
+    recorder.record(ev.Stepped(1, 1, kept, kept))
+    numbers.clear()
+    assert not gc.is_tracked(kept)
+    recorder.close()
+
+    told = [0, -1, 7, 300, -(2**63), 2**64 - 1]
+    assert ev.Stepped(1, 1, told, told) == events(tmp_path / "engine")[2]
+
+
+@pytest.mark.parametrize("odd", [object(), 2**80], ids=["no number", "too large"])
+def test_numbers_that_cannot_be_encoded_are_a_gap(tmp_path: Path, odd: Any) -> None:
+    recorder = Recorder(tmp_path / "engine", flush_seconds=60)
+    recorder.restart(started(), snapshot())
+    recorder.record(ev.Stepped(1, 1, recorder.keep([1, odd]), []))
+    recorder.record(repeated(2))
+    recorder.close()
+
+    gap, after = events(tmp_path / "engine")[2:4]
+    assert isinstance(gap, ev.Gap)
+    assert (1, repeated(2)) == (gap.lost_events, after)
+    assert 1 == recorder.lost_events
+
+
 def test_nothing_is_made_before_the_first_event(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "engine", flush_seconds=0.001)
     time.sleep(0.02)

@@ -73,6 +73,25 @@ def test_a_sink_that_raises_changes_nothing(bare: dict[str, list[Any]]) -> None:
     assert bare == outputs(COURSE(watch))
 
 
+@pytest.mark.parametrize("level", ["tokens", "blocks"])
+def test_attributes_of_an_observer_stand_in_it(level: str) -> None:
+    """Of an object with more attributes than that CPython 3.11 specialises no call of a method."""
+    observers = []
+
+    def watch(scheduler: Any) -> None:
+        observer = choose(scheduler)(scheduler, MemoryRecorder(), version=host_version(), level=level)
+        observer.start()
+        observers.append(observer)
+
+    COURSES["local_hit"](watch)
+
+    (observer,) = observers
+    watched = [observer, observer.log]
+    if observer.pools is not None:
+        watched += [observer.pools, observer.pools.untold, observer.pools.books, observer.pools.sweep]
+    assert {} == {type(each).__name__: len(vars(each)) for each in watched if len(vars(each)) >= 30}
+
+
 def test_a_host_with_another_signature_is_refused_and_untouched() -> None:
     scheduler = start().scheduler
 
