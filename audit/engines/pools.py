@@ -237,11 +237,9 @@ class PoolWatch:
 
     def ends(self, request: Any) -> None:
         """A request has ended, and is about to give its blocks back, unless a connector still wants them."""
-        request_id = request.request_id
-        if request_id not in self.numbers:
-            self.number(request_id)
+        self.number(request.request_id)
         self.ending.append(request)
-        self.leaves(request_id)
+        self.leaves(request.request_id)
 
     def say_gone(self) -> None:
         """Write down which of those the engine has forgotten by now."""

@@ -91,8 +91,7 @@ class Untold:
         if self.handed:
             said = self._said(output, numbers)  # to keep the output would keep its memory from the next
             self.later.append((self._watch.step(), said, self.handed.copy()))
-            self.handed.clear()
-            self._ids.clear()
+            self._put_down()
         return True
 
     def handed_ids(self) -> list[int]:
@@ -105,7 +104,6 @@ class Untold:
         """Write down the steps that were put aside; nothing has been called for since."""
         rows, since = self.rows, self.handed.copy()
         later, self.later = self.later, []
-        self._ids.clear()
         for place, (step, said, handed) in enumerate(later):
             rows += (IN_STEP, -1, -1, step, 0)
             self._behind = len(rows)
@@ -117,7 +115,6 @@ class Untold:
                 self._ask_tables((), NOBODY)
                 break
         self.handed[:] = since
-        self._ids.clear()
         self.adds_up = False  # of those steps; of this one it is not known yet
         rows += (IN_STEP, -1, -1, self._watch.step(), 0)
         self._behind = len(rows)
@@ -181,12 +178,9 @@ class Untold:
     def clear(self) -> None:
         """Nothing of it will be told."""
         self.rows.clear()
-        self.handed.clear()
-        self._ids.clear()
         self.later.clear()
-        self._parts.clear()
         self._by.clear()
-        self._behind = 0
+        self._put_down()
 
     def _said(self, output: Any, numbers: list[int] | None) -> Said:
         """What an output names; ``numbers`` are those of who ran before, if they are at hand."""
@@ -263,7 +257,7 @@ class Untold:
         put: list[tuple[int, list[int]]] = []
         begin = 0
         for place, end in (*self._parts, (self._behind, len(handed))):
-            cut = self._cut([block.block_id for block in handed[begin:end]], takers)
+            cut = self._cut(self.handed_ids()[begin:end], takers)
             if cut is None:
                 return False
             put.append((place, cut))
@@ -277,7 +271,7 @@ class Untold:
         return True
 
     def _put_down(self) -> None:
-        """All that was handed out is in the rows."""
+        """All that was handed out is in the rows, or put aside."""
         self.handed.clear()
         self._ids.clear()
         self._parts.clear()
