@@ -31,7 +31,7 @@ instructions: ## count the instructions of an engine step, bare and observed; wa
 
 crash: ## kill the sidecar 300 times while it is scraped; KILLS=n for another number
 	$(READY) test
-	KVLEDGER_KILLS=$(or $(KILLS),300) $(BIN)/python -m pytest -q tests/exporters/test_crash.py $(ARGS)
+	KVLEDGER_KILLS=$(or $(KILLS),300) $(BIN)/python -m pytest -q tests/exporters/sidecar/test_crash.py $(ARGS)
 
 releases: ## every vLLM release of the matrix: reports expected beside found
 	$(READY) test
@@ -47,9 +47,9 @@ upstream-tests: ## vLLM's own tests, with and without the ledger
 
 docs: ## write the generated pages, boards and rules again
 	$(READY) test
-	$(BIN)/python -m kvledger.audit.catalogue > docs/invariants.md
-	$(BIN)/python -m kvledger.exporters.metrics > docs/metrics.md
-	$(BIN)/python -m kvledger.exporters.tables > docs/tables.md
+	$(BIN)/python -m kvledger.audit.checks.registry > docs/invariants.md
+	$(BIN)/python -m kvledger.exporters.metrics.table > docs/metrics.md
+	$(BIN)/python -m kvledger.exporters.trace.tables > docs/tables.md
 	$(BIN)/python -m kvledger.dashboards.boards dashboards/generated
 	$(BIN)/python -m kvledger.dashboards.rules > dashboards/generated/kvledger-rules.yaml
 	$(BIN)/python -m kvledger.dashboards.rules --markdown > docs/alerts.md

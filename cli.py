@@ -16,7 +16,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-import kvledger
+from . import __version__
 
 CODES = {"clean": 0, "violated": 1, "unknown": 3}
 BAD_INPUT = 2
@@ -118,7 +118,7 @@ Scheduler = Annotated[
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(kvledger.__version__)
+        typer.echo(__version__)
         raise typer.Exit
 
 
@@ -148,9 +148,9 @@ def audit(
 
     As csv: the findings, a line each.
     """
-    from kvledger.audit.replay import audit_paths
-    from kvledger.audit.windows import window
-    from kvledger.exporters.audit_report import findings_csv, report
+    from .audit.replay.engine_audit import audit_paths
+    from .audit.replay.windows import window
+    from .exporters.reports.audit import findings_csv, report
 
     chosen = window(since, until)
     with _reading(paths, jobs, scheduler) as (places, run):
@@ -180,10 +180,10 @@ def show(
 
     As csv: its entries, a line each.
     """
-    from kvledger.audit.replay import statement
-    from kvledger.audit.windows import window
-    from kvledger.exporters import statement as drawn
-    from kvledger.exporters.audit_report import lines_csv, statement_data
+    from .audit.replay.engine_audit import statement
+    from .audit.replay.windows import window
+    from .exporters.reports import statement as drawn
+    from .exporters.reports.audit import lines_csv, statement_data
 
     chosen = window(since, until)
     with _reading(paths, jobs=1) as (places, run):
@@ -213,8 +213,8 @@ def summary(
     scheduler: Scheduler = "",
 ) -> None:
     """Add journals up: hit rates, rework, preemptions, waiting."""
-    from kvledger.audit.windows import window
-    from kvledger.exporters import summary as summed
+    from .audit.replay.windows import window
+    from .exporters.reports import summary as summed
 
     chosen = window(since, until)
     with _reading(paths, jobs, scheduler) as (places, run):
@@ -232,8 +232,8 @@ def why(
     scheduler: Scheduler = "",
 ) -> None:
     """Say why prompt tokens were no hits, as far as it is proved."""
-    from kvledger.audit.windows import window
-    from kvledger.exporters import why as explained
+    from .audit.replay.windows import window
+    from .exporters.reports import why as explained
 
     chosen = window(since, until)
     with _reading(paths, jobs, scheduler) as (places, run):
@@ -253,9 +253,9 @@ def diff(
     scheduler: Scheduler = "",
 ) -> None:
     """Say what changed from one trace to another, and what their releases mean by a figure."""
-    from kvledger.audit.windows import window
-    from kvledger.exporters import diff as compared
-    from kvledger.exporters.reading import journals
+    from .audit.replay.windows import window
+    from .exporters.inputs import journals
+    from .exporters.reports import diff as compared
 
     chosen = window(since, until)
     with _reading([before, after], jobs, scheduler) as (_, run):
@@ -281,16 +281,16 @@ def report(
 
     Everything is in the file; it asks nothing of a network. The exit code is that of audit.
     """
-    from kvledger.audit.windows import window
-    from kvledger.exporters import page
+    from .audit.replay.windows import window
+    from .exporters.reports import html_page
 
     chosen = window(since, until)
     with _reading(paths, jobs, scheduler) as (places, run):
-        found = page.gather(places, window=chosen, run=run)
+        found = html_page.gather(places, window=chosen, run=run)
     if str(output) == "-":
-        typer.echo(page.html(found))
+        typer.echo(html_page.html(found))
     else:
-        page.save(found, output)
+        html_page.save(found, output)
         typer.echo(f"{output}: {found.report.verdict}", err=True)
     raise typer.Exit(CODES[found.report.verdict])
 
@@ -308,7 +308,7 @@ def tail(
     Plain lines where the output is no terminal; with json an object a line, with csv the totals alone.
     Ends when all engines have ended, or by Ctrl-C.
     """
-    from kvledger.exporters.tail import follow
+    from .exporters.reports.tail import follow
 
     follow(path, wait=wait, format=format)
 
@@ -335,9 +335,9 @@ def export(
 
     Needs the analysis extra: pip install 'kvledger[analysis]'. Columns are in docs/tables.md.
     """
-    from kvledger.audit.windows import window
-    from kvledger.exporters import tables
-    from kvledger.exporters.parquet import export as written
+    from .audit.replay.windows import window
+    from .exporters.trace import tables
+    from .exporters.trace.parquet import export as written
 
     chosen = window(since, until)
     with _reading(paths, local=True) as (places, _):
@@ -363,8 +363,8 @@ def timeline(
     A track a request, a slice a life, arrows from preemption to resume, counters of requests and
     free blocks. Open the file at https://ui.perfetto.dev.
     """
-    from kvledger.audit.windows import window
-    from kvledger.exporters.timeline import save, write_timeline
+    from .audit.replay.windows import window
+    from .exporters.trace.timeline import save, write_timeline
 
     chosen = window(since, until)
     with _reading(paths, local=True) as (places, _):
@@ -385,12 +385,12 @@ def explain(
     ] = "",
 ) -> None:
     """Say what an invariant promises and when it is broken."""
-    from kvledger.audit.catalogue import explain as explained
+    from .audit.checks.registry import explain as explained
 
     if id:
         typer.echo(explained(id))
     else:
-        from kvledger.exporters import terminal
+        from .exporters.reports import terminal
 
         terminal.show(terminal.catalogue())
 
@@ -422,12 +422,12 @@ def demo(
     A tiny model made on the spot, shared prefixes, too few blocks and a connector on a folder; it
     takes less than a minute. Needs the vllm extra: pip install 'kvledger[vllm]'.
     """
-    from kvledger.exporters import demo_report
+    from .exporters.reports import demo
 
     if inject == "list":
-        demo_report.show_injections()
+        demo.show_injections()
         return
-    raise typer.Exit(demo_report.run(inject, keep, as_json=json))
+    raise typer.Exit(demo.run(inject, keep, as_json=json))
 
 
 @app.command(epilog="Exit codes: 0 clean; 1 violated, or a row broke; 2 bad input; 3 unknown.")
@@ -467,9 +467,9 @@ def conformance(
     """
     if format not in ("text", "json", "markdown"):
         raise typer.BadParameter(f"{format!r} is none of text, json and markdown.")
-    from kvledger.exporters import conformance_report
+    from .exporters.reports import conformance
 
-    verdict = conformance_report.run(connector, module, options, format, disaggregated or None)
+    verdict = conformance.run(connector, module, options, format, disaggregated or None)
     raise typer.Exit(CODES[verdict])
 
 
@@ -513,7 +513,7 @@ def serve(
     Every engine under PATH, those to come included; / shows what else is served. A restart goes on
     exactly where it was.
     """
-    from kvledger.exporters.serve import serve as serving
+    from .exporters.sidecar.serve import serve as serving
 
     def tell(said: str) -> None:
         typer.echo(said, err=True)
@@ -527,14 +527,14 @@ def doctor(format: Annotated[str, _format(*TEXT)] = "text", json: JsonToo = Fals
 
     As csv: a line for everything it says, by topic.
     """
-    from kvledger.audit.doctor import diagnose
-    from kvledger.exporters import doctor_report
+    from .audit.entry.doctor import diagnose
+    from .exporters.reports import doctor
 
     found = diagnose()
     if json or format == "json":
-        _print("json", doctor_report.as_data(found), None, None)
+        _print("json", doctor.as_data(found), None, None)
     else:
-        _print(format, found, doctor_report.diagnosis, doctor_report.as_csv)
+        _print(format, found, doctor.diagnosis, doctor.as_csv)
     raise typer.Exit(0 if found.observed else 1)
 
 
@@ -556,7 +556,7 @@ Folder = Annotated[Path, typer.Argument(metavar="DIR", show_default=False, help=
 @dashboards.command("export")
 def export_dashboards(folder: Folder, form: Form = "provisioning") -> None:
     """Write the boards as Grafana's JSON."""
-    from kvledger.dashboards import boards
+    from .dashboards import boards
 
     for path in boards.write(folder, boards.form(form)):
         typer.echo(path)
@@ -565,7 +565,7 @@ def export_dashboards(folder: Folder, form: Form = "provisioning") -> None:
 @dashboards.command("rules")
 def export_rules(folder: Folder) -> None:
     """Write the recording and alert rules for Prometheus."""
-    from kvledger.dashboards import rules
+    from .dashboards import rules
 
     typer.echo(rules.write(folder))
 
@@ -582,7 +582,7 @@ def check_dashboards(
     ] = "",
 ) -> None:
     """Say if every panel and rule names what is served, and what returns data."""
-    from kvledger.dashboards import boards, check
+    from .dashboards import boards, check
 
     found = check.report(folder, boards.form(form), prometheus)
     for line in found.lines:
@@ -608,7 +608,7 @@ def completion(
 @app.command()
 def version() -> None:
     """Print the version."""
-    typer.echo(kvledger.__version__)
+    typer.echo(__version__)
 
 
 # --- what verbs share -----------------------------------------------------------------------------------
@@ -616,13 +616,13 @@ def version() -> None:
 
 def _reading(paths: list[Path], jobs: int = 0, scheduler: str = "", *, local: bool = False) -> Any:
     """The journals to read and who reads them, with a bar on a terminal."""
-    from kvledger.exporters.reading import reading
+    from .exporters.inputs import reading
 
     return reading(paths, jobs, scheduler, local=local)
 
 
 def _drawn(found: Any) -> Any:
-    from kvledger.exporters import terminal
+    from .exporters.reports import terminal
 
     return terminal.audit(found)
 
@@ -632,11 +632,11 @@ def _print(format: str, found: Any, drawn: Any, as_csv: Any) -> None:
     if format == "csv":
         typer.echo(as_csv(found))
     elif format == "json":
-        from kvledger.exporters.audit_report import as_json
+        from .exporters.reports.audit import as_json
 
         typer.echo(as_json(found))
     else:
-        from kvledger.exporters import terminal
+        from .exporters.reports import terminal
 
         terminal.show(drawn(found))
 
@@ -680,7 +680,7 @@ def _reader_gone() -> int:
 
 
 def _tell(error: Exception) -> int:
-    from kvledger.audit.errors import LedgerError
+    from .audit.errors import LedgerError
 
     usage = getattr(error, "format_message", None)  # click's errors, whichever click typer uses
     if type(error).__name__ == "NoArgsIsHelpError":

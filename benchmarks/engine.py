@@ -23,7 +23,7 @@ from benchmarks.stats import Estimate, estimate, typical_ratio
 
 from kvledger.audit.demo.engine import EXECUTOR
 from kvledger.audit.demo.model import MAX_POSITIONS, VOCABULARY_TOKENS, write_model
-from kvledger.audit.recorder import WRITE_SECONDS
+from kvledger.audit.journal.recorder import WRITE_SECONDS
 
 REQUESTS = 32
 BLOCK_TOKENS = 32

@@ -35,7 +35,7 @@ from benchmarks import page
 from benchmarks.scheduler import BY_KEY, WORKLOADS, Effort, Lane, ObservedLane, Workload
 
 from kvledger.audit.conformance.runner import Step
-from kvledger.audit.demo.surroundings import settle_environment
+from kvledger.audit.demo.process import settle_environment
 
 REQUEST_STEPS = 64 * 256
 """What is counted of a workload: about as much as it does between two writes to the journal."""

@@ -16,8 +16,8 @@ from benchmarks.scheduler import Effort, ObservedLane, Workload
 from benchmarks.stats import Estimate, estimate
 
 from kvledger.audit import events as ev
-from kvledger.audit.auditor import Auditor
-from kvledger.audit.journal import JournalWriter, Reader
+from kvledger.audit.checks.auditor import Auditor
+from kvledger.audit.journal.folder import JournalWriter, Reader
 
 OPEN = 8
 """Requests open at any time in the journals that memory is measured with."""

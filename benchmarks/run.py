@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # as `python -m benchmarks.r
 from benchmarks import page
 from benchmarks.stats import Estimate
 
-from kvledger.audit.demo.surroundings import quiet, settle_environment
+from kvledger.audit.demo.process import quiet, settle_environment
 
 BLOCKS = ("blocks-256", "blocks-1024", "blocks-pool", "blocks-churn")
 SCHEDULER = ("steady-256", "steady-1024", "churn", "churn-short", "speculative", *BLOCKS)

@@ -39,10 +39,10 @@ from typing import Any
 
 from benchmarks.stats import Estimate, estimate, percentile, typical_ratio
 
-from kvledger.audit import plugin
 from kvledger.audit.conformance.host import Setup, block_hasher, build_request, build_scheduler
 from kvledger.audit.conformance.runner import Runner, Step, tokens
-from kvledger.audit.recorder import WRITE_SECONDS
+from kvledger.audit.entry import plugin
+from kvledger.audit.journal.recorder import WRITE_SECONDS
 
 LANES = ("off", "on", "again", "observed")
 """vLLM's ``log_stats`` off and on, the latter a second time, and on and observed."""

@@ -31,8 +31,8 @@ import psutil
 from benchmarks.stats import percentile
 
 from kvledger.audit import events as ev
-from kvledger.audit.journal import JournalWriter, Limits
-from kvledger.exporters.sidecar import Follower
+from kvledger.audit.journal.folder import JournalWriter, Limits
+from kvledger.exporters.sidecar.follower import Follower
 
 ENGINES = 20
 STEPS_A_SECOND = 50

@@ -17,9 +17,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_args
 
-from kvledger.audit.errors import LedgerError
-from kvledger.dashboards import compare, tokens, trust
-from kvledger.dashboards.panels import DATASOURCE, SIDECAR, laid_out, panel_types
+from ..audit.errors import LedgerError
+from . import compare, tokens, trust
+from .panels import DATASOURCE, SIDECAR, laid_out, panel_types
 
 Form = Literal["provisioning", "sharing"]
 FORMS: tuple[Form, ...] = get_args(Form)

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from kvledger.audit.errors import LedgerError
-from kvledger.dashboards import boards, rules
-from kvledger.dashboards.panels import Panel
-from kvledger.exporters.metrics import METRICS, Metric
+from ..audit.errors import LedgerError
+from ..exporters.metrics.table import METRICS, Metric
+from . import boards, rules
+from .panels import Panel
 
 ADDED = ("job", "instance", "le")
 """Labels that a scrape adds, and that of a histogram's buckets."""

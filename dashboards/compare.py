@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvledger.dashboards.panels import AMBER, GOOD_IS_NONE, GREEN, RED, Panel, Query, Row
+from .panels import AMBER, GOOD_IS_NONE, GREEN, RED, Panel, Query, Row
 
 TITLE = "kvledger: Compare"
 UID = "kvledger-compare"

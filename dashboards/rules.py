@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from kvledger.dashboards.boards import put
+from .boards import put
 
 FILE = "kvledger-rules.yaml"
 RATE = "5m"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvledger.dashboards.panels import AMBER, BLUE, GREEN, PLAIN, RED, Panel, Query, Row
+from .panels import AMBER, BLUE, GREEN, PLAIN, RED, Panel, Query, Row
 
 TITLE = "kvledger: Tokens"
 UID = "kvledger-tokens"

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvledger.audit.errors import LedgerError
+from ..audit.errors import LedgerError
 
 
 def draft_of(path: Path) -> Path:

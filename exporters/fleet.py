@@ -14,14 +14,14 @@ from distributed.comm.addressing import resolve_address
 from distributed.core import coerce_to_address
 from distributed.scheduler import KilledWorker
 
-from kvledger.audit.errors import LedgerError
-from kvledger.audit.parallel import Result
+from ..audit.errors import LedgerError
+from ..audit.replay.parallel import Result
 
 CONNECT_SECONDS = 10.0
 
 
 class Fleet:
-    """The workers of the scheduler at ``address``, as a :class:`~kvledger.audit.parallel.Run`.
+    """The workers of the scheduler at ``address``, as a :class:`~kvledger.audit.replay.parallel.Run`.
 
     Paths are read by the workers, so they must see them. Raises :class:`LedgerError` where nobody
     answers.
@@ -36,7 +36,7 @@ class Fleet:
             raise LedgerError(f"No Dask scheduler answers at {address}.") from error
 
     def __call__(self, work: Callable[[Path], Result], journals: Sequence[Path]) -> Iterator[Result]:
-        """As :class:`~kvledger.audit.parallel.Run` has it."""
+        """As :class:`~kvledger.audit.replay.parallel.Run` has it."""
         futures = self._client.map(work, list(journals), pure=False)
         try:
             for future in futures:

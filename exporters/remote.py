@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 
 import fsspec
 
-from kvledger.audit.errors import LedgerError
-from kvledger.audit.parallel import Result, Run
-from kvledger.audit.replay import Book
-from kvledger.audit.segments import segment_number
+from ..audit.errors import LedgerError
+from ..audit.journal.format import segment_number
+from ..audit.replay.engine_audit import EngineAudit
+from ..audit.replay.parallel import Result, Run
 
 __all__ = ["fetching", "journals", "url"]
 
@@ -77,7 +77,7 @@ def copied(journal: Path) -> Iterator[Path]:
 def _fetch(work: Callable[[Path], _Any], journal: Path) -> _Any:
     with copied(journal) as local:
         found = work(local)
-    if isinstance(found, Book):
+    if isinstance(found, EngineAudit):
         found.path = journal
     return found
 

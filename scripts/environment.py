@@ -70,7 +70,7 @@ def is_whole() -> bool:
 
 def key() -> str:
     """A digest of everything that decides what is installed."""
-    sources = [ROOT / "pyproject.toml", ROOT / "src/kvledger/__init__.py", Path(__file__)]
+    sources = [ROOT / "pyproject.toml", ROOT / "__init__.py", Path(__file__)]
     sources += sorted((ROOT / "constraints").glob("*.txt"))
     return hashlib.sha256(b"\0".join(source.read_bytes() for source in sources)).hexdigest()
 

@@ -73,9 +73,9 @@ class Figures:
 
 def watch(drive: Callable[..., Any], level: str = "tokens") -> Seen:
     """Drive a scheduler under observation at ``level``; what the host raises is part of what is seen."""
-    from kvledger.audit.auditor import Auditor
+    from kvledger.audit.checks.auditor import Auditor
     from kvledger.audit.engines import choose, host_version
-    from kvledger.audit.recorder import MemoryRecorder
+    from kvledger.audit.journal.recorder import MemoryRecorder
 
     sink, observers, schedulers, raised = MemoryRecorder(), [], [], ""
 
@@ -98,7 +98,7 @@ def watch(drive: Callable[..., Any], level: str = "tokens") -> Seen:
 
 
 def course(name: str) -> Seen:
-    from kvledger.audit.conformance.courses import COURSES
+    from kvledger.audit.conformance.scenarios import COURSES
 
     return watch(COURSES[name])
 
@@ -268,7 +268,7 @@ def failed_load_stays_cached() -> Figures:
 
 
 def never_fits_again() -> Figures:
-    from kvledger.audit.conformance.v0 import COURSES
+    from kvledger.audit.conformance.v0.audit import COURSES
 
     seen = watch(COURSES["never_fits_again_sync"])
     kept = [e for e in seen.kind("LookupKept") if e.ended]

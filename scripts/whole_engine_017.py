@@ -28,7 +28,7 @@ from typing import Any
 
 from kvledger.audit.demo.engine import EXECUTOR
 from kvledger.audit.demo.model import write_model
-from kvledger.audit.demo.surroundings import quiet, settle_environment
+from kvledger.audit.demo.process import quiet, settle_environment
 from kvledger.audit.demo.workload import BLOCK_TOKENS, Ask, Wave
 
 settle_environment(in_process=True)

@@ -1,6 +1,6 @@
 """A second opinion on the accounts: one record a position, one list of steps, no cleverness.
 
-It reads the same events as ``kvledger.audit.ledger`` and knows nothing of it: no intervals, no
+It reads the same events as ``kvledger.audit.ledger.ledger`` and knows nothing of it: no intervals, no
 high-water mark, no fast path for repeats. Slow on purpose; the longest prompts here have a few
 hundred tokens. Only streams that begin at the beginning: no :class:`Snapshot`, no :class:`Gap`.
 

@@ -8,8 +8,8 @@ that takes one group's four before it holds another group's six takes those (vLL
 
 from typing import Any
 
-from kvledger.audit.conformance.driver import Attach, Driver, start
-from kvledger.audit.conformance.register import BOTH, HYBRID, workload
+from .driver import Attach, Driver, start
+from .registry import BOTH, HYBRID, workload
 
 WINDOW_TOKENS = 128
 LOCAL_TOKENS = 96

@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvledger.audit.conformance import release
-from kvledger.audit.conformance.host import Setup, block_hasher, build_request, build_scheduler
-from kvledger.audit.conformance.runner import FIRST_TOKEN, Accepted, Runner, Step, Transfers, tokens
+from . import release
+from .host import Setup, block_hasher, build_request, build_scheduler
+from .runner import FIRST_TOKEN, Accepted, Runner, Step, Transfers, tokens
 
 __all__ = ["Attach", "Driver", "Setup", "Step", "start", "tokens"]
 

@@ -6,8 +6,8 @@ scripted, and the loads that fail do so because the workload says which blocks n
 
 from typing import Any
 
-from kvledger.audit.conformance.driver import Attach, Driver, start
-from kvledger.audit.conformance.register import BOTH, HYBRID, workload
+from .driver import Attach, Driver, start
+from .registry import BOTH, HYBRID, workload
 
 
 @workload(**BOTH)

@@ -19,9 +19,9 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from kvledger.audit.conformance.driver import Driver, start
-from kvledger.audit.conformance.matrix import outcome
-from kvledger.audit.conformance.register import Course
+from .driver import Driver, start
+from .matrix import outcome
+from .registry import Course
 
 CHUNK_TOKENS = 32
 COMPILED = ("c_ops", "cuda_ops", "lmcache_fs", "lmcache_native", "lmcache_redis", "native_storage_ops")

@@ -12,15 +12,15 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kvledger.audit.account import Settlement, Statement
-from kvledger.audit.auditor import Auditor
-from kvledger.audit.engines import blocks_out_of_reach, choose, host_version
-from kvledger.audit.recorder import MemoryRecorder
+from ..checks.auditor import Auditor
+from ..engines import blocks_out_of_reach, choose, host_version
+from ..journal.recorder import MemoryRecorder
+from ..ledger.account import Settlement, Statement
 
 
 def main(names: list[str]) -> None:
     """Run the named courses, or all."""
-    from kvledger.audit.conformance.courses import COURSES
+    from .scenarios import COURSES
 
     said = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):

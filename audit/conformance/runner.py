@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
 
-from kvledger.audit.conformance import release
-from kvledger.audit.conformance.host import STOP_TOKEN, Setup
+from . import release
+from .host import STOP_TOKEN, Setup
 
 FIRST_TOKEN = 3
 _VOCABULARY = range(FIRST_TOKEN, 32_000)

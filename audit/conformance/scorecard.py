@@ -24,12 +24,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvledger.audit import events as ev
-from kvledger.audit.auditor import Auditor
-from kvledger.audit.catalogue import Violation
-from kvledger.audit.conformance.situations import SITUATIONS, Situation
-from kvledger.audit.conformance.stage import Stage
-from kvledger.audit.errors import LedgerError
+from .. import events as ev
+from ..checks.auditor import Auditor
+from ..checks.registry import Violation
+from ..errors import LedgerError
+from .situations import SITUATIONS, Situation
+from .stage import Stage
 
 Outcome = Literal["clean", "violated", "unknown", "not reached", "broke"]
 FOLDER = "{folder}"
@@ -128,7 +128,7 @@ def score(
 
 def _engine() -> str:
     """vLLM's version, and those of the packages behind a connector that were loaded for it."""
-    from kvledger.audit.engines import host_version
+    from ..engines import host_version
 
     said = [f"vllm {host_version()}"]
     for name in PACKAGES:

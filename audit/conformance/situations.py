@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from kvledger.audit import events as ev
+from .. import events as ev
 
 Events = list[ev.Event]
 Setup = dict[str, Any]

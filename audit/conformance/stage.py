@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvledger.audit.recorder import MemoryRecorder
+from ..journal.recorder import MemoryRecorder
 
 
 class Stage:
@@ -20,27 +20,27 @@ class Stage:
 
     def begin(self, **setup: Any) -> Any:
         """A new engine's driver; a second engine finds what the first has saved."""
-        from kvledger.audit.conformance import pair
-        from kvledger.audit.conformance.driver import Setup
-        from kvledger.audit.conformance.worker import WorkedDriver
+        from . import disaggregated
+        from .driver import Setup
+        from .worker import WorkedDriver
 
         if not self._disaggregated:
             return self._observe(WorkedDriver(Setup(**setup), salt=self.salt))
         if self.prefiller is None:
-            self.prefiller = self._observe(pair.prefilling(setup, self.salt))
-        return self._observe(pair.decoding(setup, self.salt, self.prefiller))
+            self.prefiller = self._observe(disaggregated.prefilling(setup, self.salt))
+        return self._observe(disaggregated.decoding(setup, self.salt, self.prefiller))
 
     def end(self) -> None:
         """Stop observing; have the connectors of a pair let go of what they hold."""
-        from kvledger.audit.conformance import pair
+        from . import disaggregated
 
         for _, observer in self.observed:
             observer.stop("exit")
         for engine in self.engines if self._disaggregated else ():
-            pair.shut_down(engine)
+            disaggregated.shut_down(engine)
 
     def _observe(self, driver: Any) -> Any:
-        from kvledger.audit.engines import choose, host_version
+        from ..engines import choose, host_version
 
         sink = MemoryRecorder()
         observer = choose(driver.scheduler)(driver.scheduler, sink, version=host_version())

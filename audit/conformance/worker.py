@@ -17,9 +17,9 @@ from typing import Any
 from unittest import mock
 from zlib import crc32
 
-from kvledger.audit.conformance import release
-from kvledger.audit.conformance.driver import Driver, Setup, Step
-from kvledger.audit.conformance.runner import Accepted
+from . import release
+from .driver import Driver, Setup, Step
+from .runner import Accepted
 
 ELEMENTS = 2
 """Of one token in one layer: a key and a value, of one head of size 1."""

@@ -7,8 +7,8 @@ for and leaves it idle. Those with an external cache are in `kvledger.audit.conf
 import random
 from typing import Any
 
-from kvledger.audit.conformance.driver import Attach, Driver, start
-from kvledger.audit.conformance.register import BOTH, HYBRID, workload
+from .driver import Attach, Driver, start
+from .registry import BOTH, HYBRID, workload
 
 
 @workload(**BOTH)

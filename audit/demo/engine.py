@@ -20,10 +20,10 @@ import traceback
 from pathlib import Path
 from typing import Any, TextIO
 
-from kvledger.audit.demo import workload
-from kvledger.audit.demo.injections import INJECTIONS, Injection
-from kvledger.audit.demo.model import write_model
-from kvledger.audit.demo.surroundings import quiet, settle_environment, share_bytecode
+from . import workload
+from .injections import INJECTIONS, Injection
+from .model import write_model
+from .process import quiet, settle_environment, share_bytecode
 
 WORDS = ("prompt", "cache", "preempt", "external", "generation")
 """A counter belongs in the result when its name has one of these."""

@@ -7,14 +7,8 @@ patches (defects.py) and the run (engine.py).
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvledger.audit.demo import defects
-from kvledger.audit.demo.workload import (
-    CROWDED,
-    EVICTED_WHILE_WAITING,
-    OLDEST_HIT,
-    OUTGROWN,
-    Wave,
-)
+from . import defects
+from .workload import CROWDED, EVICTED_WHILE_WAITING, OLDEST_HIT, OUTGROWN, Wave
 
 
 @dataclass(frozen=True)

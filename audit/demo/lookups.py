@@ -15,10 +15,10 @@ from collections.abc import Iterable
 
 import msgspec
 
-from kvledger.audit.account import Account
-from kvledger.audit.differences import UNEXPLAINED, Figures, planned, why_reported
-from kvledger.audit.events import AdmissionFailed, Admitted, Event
-from kvledger.audit.ledger import Ledger
+from ..analysis.reconciliation import UNEXPLAINED, Figures, planned, why_reported
+from ..events import AdmissionFailed, Admitted, Event
+from ..ledger.account import Account
+from ..ledger.ledger import Ledger
 
 COUNTERS = {
     "local_queries": "vllm:prefix_cache_queries",
@@ -47,7 +47,7 @@ class Asked(msgspec.Struct):
 
 
 Differences = dict[str, Asked]
-"""By cause; signed, like those of :class:`~kvledger.audit.differences.Step`."""
+"""By cause; signed, like those of :class:`~kvledger.audit.analysis.reconciliation.Step`."""
 
 
 class Lookups:

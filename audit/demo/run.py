@@ -18,10 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvledger.audit.account import Account
-from kvledger.audit.demo.injections import INJECTIONS, Injection
-from kvledger.audit.demo.lookups import Lookups
-from kvledger.audit.differences import (
+from ..analysis.reconciliation import (
     UNEXPLAINED,
     Figures,
     Reconciliation,
@@ -30,9 +27,12 @@ from kvledger.audit.differences import (
     ended_early,
     planned,
 )
-from kvledger.audit.errors import LedgerError
-from kvledger.audit.journal import read
-from kvledger.audit.replay import JOURNAL, Audit, RequestStatement, audit_paths, statement
+from ..errors import LedgerError
+from ..journal.folder import read
+from ..ledger.account import Account
+from ..replay.engine_audit import JOURNAL, Audit, RequestStatement, audit_paths, statement
+from .injections import INJECTIONS, Injection
+from .lookups import Lookups
 
 Progress = Callable[[int, int], None]
 """Told how many requests are done, and of how many; first (0, 0), when the engine starts."""

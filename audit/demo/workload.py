@@ -21,7 +21,7 @@ keeps clear of (each was seen on vLLM 0.32):
 import random
 from dataclasses import dataclass
 
-from kvledger.audit.demo.model import VOCABULARY_TOKENS
+from .model import VOCABULARY_TOKENS
 
 BLOCK_TOKENS = 32
 BLOCKS = 11

@@ -9,16 +9,16 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Any
 
-from kvledger.audit.engines.bare import bare_scheduler
-from kvledger.audit.engines.plans import plan_readers
-from kvledger.audit.engines.pool_hooks import differences as pool_differences
-from kvledger.audit.engines.v0 import V0Observer
-from kvledger.audit.engines.v1 import V1Observer
-from kvledger.audit.engines.v1_009 import V1Observer009
-from kvledger.audit.engines.v1_012 import V1Observer012
-from kvledger.audit.engines.v1_017 import V1Observer017, V1Observer018
-from kvledger.audit.engines.v1_020 import V1Observer020, V1Observer026
-from kvledger.audit.hooks import EngineMismatch, check
+from ..hooks import EngineMismatch, check
+from .connectors.metadata_reader import plan_readers
+from .host_classes import bare_scheduler
+from .pool.signatures import differences as pool_differences
+from .v0.observer import V0Observer
+from .v1 import V1Observer
+from .v1_009 import V1Observer009
+from .v1_012 import V1Observer012
+from .v1_017 import V1Observer017, V1Observer018
+from .v1_020 import V1Observer020, V1Observer026
 
 __all__ = [
     "ADAPTERS",

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from kvledger.audit import events as ev
-from kvledger.audit.engines.observer import Observer
-from kvledger.audit.engines.plans import Saved
+from .. import events as ev
+from .connectors.metadata_reader import Saved
+from .observer import Observer
 
 UNCOUNTED = (-1, -1, -1)
 NOTHING = (0, 0, 0)

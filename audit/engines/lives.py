@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from kvledger.audit import events as ev
-from kvledger.audit.engines.loads import LoadObserver
+from .. import events as ev
+from .loads import LoadObserver
 
 NO_STEP = -1
 

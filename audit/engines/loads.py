@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvledger.audit import events as ev
-from kvledger.audit.engines.admissions import AdmissionObserver
+from .. import events as ev
+from .admissions import AdmissionObserver
 
 
 class LoadObserver(AdmissionObserver):

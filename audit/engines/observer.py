@@ -10,12 +10,12 @@ import os
 import time
 from typing import Any, ClassVar
 
-from kvledger.audit import events as ev
-from kvledger.audit.engines.connectors import ConnectorWatch
-from kvledger.audit.engines.pools import PoolWatch
-from kvledger.audit.engines.steps import Sink, StepLog
-from kvledger.audit.engines.workers import WorkerWatch, transfer_of, worker_in_this_process
-from kvledger.audit.hooks import EngineMismatch, Hook, Hooks
+from .. import events as ev
+from ..hooks import EngineMismatch, Hook, Hooks
+from .connectors.scheduler_side import ConnectorWatch
+from .connectors.worker_side import WorkerWatch, transfer_of, worker_in_this_process
+from .event_log import Sink, StepLog
+from .pool.watch import PoolWatch
 
 CENSUS_STEPS = 512
 CENSUS_SECONDS = 30.0

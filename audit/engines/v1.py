@@ -19,9 +19,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from kvledger.audit import events as ev
-from kvledger.audit.engines.lives import LifeObserver
-from kvledger.audit.hooks import Hook
+from .. import events as ev
+from ..hooks import Hook
+from .lives import LifeObserver
 
 TRACEPARENT = re.compile(r"[0-9a-f]{2}(-[0-9a-f]{32})(-[0-9a-f]{16})(-[0-9a-f]{2})")
 

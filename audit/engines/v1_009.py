@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, NamedTuple
 
-from kvledger.audit.engines.v1_012 import V1Observer012
-from kvledger.audit.hooks import Hook
+from ..hooks import Hook
+from .v1_012 import V1Observer012
 
 
 class _Victim(NamedTuple):

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from kvledger.audit import events as ev
-from kvledger.audit.engines.v1_017 import V1Observer017
-from kvledger.audit.hooks import Hook
+from .. import events as ev
+from ..hooks import Hook
+from .v1_017 import V1Observer017
 
 
 class V1Observer012(V1Observer017):

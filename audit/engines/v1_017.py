@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from kvledger.audit.engines.polling import Polling
-from kvledger.audit.engines.v1_020 import V1Observer020
-from kvledger.audit.hooks import Hook
+from ..hooks import Hook
+from .polling import Polling
+from .v1_020 import V1Observer020
 
 
 class V1Observer018(V1Observer020):

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from kvledger.audit.engines.observer import Observer
-from kvledger.audit.engines.v1 import V1Observer
-from kvledger.audit.hooks import Hook
+from ..hooks import Hook
+from .observer import Observer
+from .v1 import V1Observer
 
 
 class V1Observer020(V1Observer):

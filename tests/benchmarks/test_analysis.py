@@ -12,8 +12,8 @@ pytest.importorskip("pyarrow")
 from benchmarks.analysis import SUMS, duckdb_totals, kvledger
 from benchmarks.trace import write_trace
 
-from kvledger.exporters.parquet import export
-from kvledger.exporters.summary import summarize
+from kvledger.exporters.reports.summary import summarize
+from kvledger.exporters.trace.parquet import export
 
 
 def test_sql_over_the_tables_gives_the_sums_of_a_summary(tmp_path: Path) -> None:

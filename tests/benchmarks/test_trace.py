@@ -9,9 +9,9 @@ from benchmarks.simulated import Mix
 from benchmarks.trace import main, write_journal, write_trace
 
 from kvledger.audit import events as ev
-from kvledger.audit.journal import read
-from kvledger.audit.replay import audit_paths
-from kvledger.exporters.why import why
+from kvledger.audit.journal.folder import read
+from kvledger.audit.replay.engine_audit import audit_paths
+from kvledger.exporters.reports.why import why
 
 RICH = Mix(running=16, load_fails=0.2, deferred=0.2, aborted=0.1, session=0.1, speculative=0.2, reset=2e-3)
 FIRST_OF_BLOCKS = 25

@@ -19,10 +19,10 @@ from tests import journals
 from tests.histories import events
 
 from kvledger import __version__, cli
-from kvledger.audit import checkpoint
 from kvledger.audit.events import SCHEMA, Gap, RequestAdded
-from kvledger.audit.segments import header
-from kvledger.exporters.serve import state_folder
+from kvledger.audit.journal.format import header
+from kvledger.audit.replay import checkpoint
+from kvledger.exporters.sidecar.serve import state_folder
 
 
 class Outcome:
@@ -258,7 +258,7 @@ def test_our_own_bug_is_one_sentence_too(run: Any, clean: Path, monkeypatch: pyt
     def broken(*args: object) -> None:
         raise RuntimeError("the sky\nfell")
 
-    monkeypatch.setattr("kvledger.audit.replay.find_journals", broken)
+    monkeypatch.setattr("kvledger.audit.replay.engine_audit.find_journals", broken)
     told = run("audit", clean)
 
     assert 70 == told.code
@@ -276,7 +276,7 @@ def test_interrupted_quietly(run: Any, clean: Path, monkeypatch: pytest.MonkeyPa
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvledger.audit.replay.find_journals", interrupted)
+    monkeypatch.setattr("kvledger.audit.replay.engine_audit.find_journals", interrupted)
     told = run("audit", clean)
 
     assert (130, "", "") == (told.code, told.out, told.err)
@@ -423,7 +423,7 @@ def test_explain(run: Any) -> None:
 
 
 def test_explain_lists_them_all(run: Any) -> None:
-    from kvledger.audit.catalogue import catalogue
+    from kvledger.audit.checks.registry import catalogue
 
     told = run("explain")
 
@@ -474,7 +474,7 @@ def test_export_says_what_it_wrote(run: Any, clean: Path, tmp_path: Path) -> Non
 def test_a_missing_extra_is_named(
     run: Any, clean: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(sys.modules, "kvledger.exporters.parquet", raising=False)
+    monkeypatch.delitem(sys.modules, "kvledger.exporters.trace.parquet", raising=False)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
 
     told = run("export", clean, "-o", tmp_path / "tables")

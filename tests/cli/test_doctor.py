@@ -14,9 +14,10 @@ import pytest
 from tests.engines.stand_ins import stand_in
 
 from kvledger import cli
-from kvledger.audit import doctor, engines
-from kvledger.audit.catalogue import catalogue
+from kvledger.audit import engines
+from kvledger.audit.checks.registry import catalogue
 from kvledger.audit.engines.v1_012 import V1Observer012
+from kvledger.audit.entry import doctor
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ pytest.importorskip("vllm")
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
-from kvledger.audit.conformance.courses import COURSES
 from kvledger.audit.conformance.driver import Driver, start, tokens
+from kvledger.audit.conformance.scenarios import COURSES
 
 
 def told(driver: Driver, kind: str) -> list[Any]:

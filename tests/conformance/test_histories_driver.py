@@ -8,7 +8,7 @@ pytest.importorskip("vllm")
 
 from tests.conformance.tape import Tape
 
-from kvledger.audit.conformance.courses import HISTORIES
+from kvledger.audit.conformance.scenarios import HISTORIES
 
 # Name, words of request `r`, positions scheduled in all.
 ROWS = [

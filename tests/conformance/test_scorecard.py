@@ -10,7 +10,7 @@ from kvledger.audit import events as ev
 from kvledger.audit.conformance.scorecard import Card, Row, score
 from kvledger.audit.conformance.situations import SITUATIONS
 from kvledger.audit.errors import LedgerError
-from kvledger.exporters.conformance_report import markdown
+from kvledger.exporters.reports.conformance import markdown
 
 MODULE = Path(__file__).with_name("connectors.py")
 STORE = {"store": "{folder}"}

@@ -229,8 +229,8 @@ def run(folder: Path, name: str) -> int:
 
 def run_process(folder: Path) -> int:
     """With a worker in a process of its own, observed by the plugin: two journals, audited together."""
-    from kvledger.audit.journal import read
-    from kvledger.audit.replay import audit_paths
+    from kvledger.audit.journal.folder import read
+    from kvledger.audit.replay.engine_audit import audit_paths
 
     os.environ["KVLEDGER_DIR"] = str(folder / "journals")
     llm = start(folder, "process", "mp")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvledger.audit.demo import engine
-from kvledger.audit.demo.surroundings import settle_environment
+from kvledger.audit.demo.process import settle_environment
 
 IMPORTED_ONCE = (
     "vllm.entrypoints.llm",

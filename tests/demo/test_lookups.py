@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.audit.lies import report, reported
+from tests.audit.checks.false_reports import report, reported
 from tests.histories import events, weave
 from tests.journals import CLEAN
 

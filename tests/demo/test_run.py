@@ -15,15 +15,15 @@ import pytest
 from tests import journals
 from tests.histories import events
 
+from kvledger.audit.analysis.reconciliation import Figures
 from kvledger.audit.demo import lookups
 from kvledger.audit.demo import run as demo
 from kvledger.audit.demo.run import Demo, EngineFailed
-from kvledger.audit.differences import Figures
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import HookFailed
-from kvledger.audit.replay import audit_paths
-from kvledger.exporters import demo_report
-from kvledger.exporters.audit_report import report
+from kvledger.audit.replay.engine_audit import audit_paths
+from kvledger.exporters.reports import demo as demo_report
+from kvledger.exporters.reports.audit import report
 
 COUNTERS = {
     'vllm:prompt_tokens_by_source{source="local_cache_hit"}': 0,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvledger.audit.auditor import Auditor
-from kvledger.audit.blocks.calls import calls
+from kvledger.audit.checks.auditor import Auditor
 from kvledger.audit.engines import choose, host_version
 from kvledger.audit.events import Event, PoolCalls
-from kvledger.audit.recorder import MemoryRecorder
+from kvledger.audit.journal.recorder import MemoryRecorder
+from kvledger.audit.ledger.blocks.decode import calls
 
 Course = Callable[..., Any]
 

@@ -8,16 +8,16 @@ import pytest
 from tests.engines.stand_ins import stand_in
 
 from kvledger.audit import engines
-from kvledger.audit.catalogue import catalogue
+from kvledger.audit.checks.registry import catalogue
 from kvledger.audit.engines import ADAPTERS, Adapter, choose
-from kvledger.audit.engines.semantics import MEANINGS, V0, limits, meanings, release
-from kvledger.audit.engines.v0 import V0Observer
+from kvledger.audit.engines.v0.observer import V0Observer
 from kvledger.audit.engines.v1 import V1Observer
 from kvledger.audit.engines.v1_009 import V1Observer009
 from kvledger.audit.engines.v1_012 import V1Observer012
 from kvledger.audit.engines.v1_017 import V1Observer017, V1Observer018
 from kvledger.audit.engines.v1_020 import V1Observer020, V1Observer026
 from kvledger.audit.hooks import EngineMismatch
+from kvledger.audit.release_semantics import MEANINGS, V0, limits, meanings, release
 
 RELEASES = {
     V1Observer: ("0.27.1", "0.30.0", "0.32.0", "0.33.0"),

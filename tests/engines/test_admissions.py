@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 
 from kvledger.audit.conformance.driver import start
 from kvledger.audit.engines import choose, host_version
-from kvledger.audit.recorder import MemoryRecorder
+from kvledger.audit.journal.recorder import MemoryRecorder
 
 USED = "kv_cache_manager.record_prefix_cache_stats"
 

@@ -13,8 +13,8 @@ pytest.importorskip("vllm")
 from tests.engines.observed import audited, found, observe
 from tests.histories import GOLDEN
 
-from kvledger.audit.conformance.courses import COURSES, HISTORIES
 from kvledger.audit.conformance.driver import Attach, Driver, start
+from kvledger.audit.conformance.scenarios import COURSES, HISTORIES
 from kvledger.audit.conformance.workloads import crowd
 
 FAILED_LOAD_COUNTED = ("connector/failed-load-counted", "r")

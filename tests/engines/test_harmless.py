@@ -10,14 +10,14 @@ pytest.importorskip("vllm")
 
 from tests.engines.observed import audited, observe
 
-from kvledger.audit.attach import AuditError, attach
-from kvledger.audit.conformance.courses import COURSES
 from kvledger.audit.conformance.driver import Driver, Setup, start
+from kvledger.audit.conformance.scenarios import COURSES
 from kvledger.audit.engines import choose, host_version
 from kvledger.audit.engines.v1 import V1Observer
+from kvledger.audit.entry.attach import AuditError, attach
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.hooks import PATIENCE, EngineMismatch
-from kvledger.audit.recorder import MemoryRecorder
+from kvledger.audit.journal.recorder import MemoryRecorder
 
 COURSE = COURSES["crowd_async_external"]
 OBSERVERS = sorted({name for hook in V1Observer.HOOKS for name in (hook.before, hook.after) if name})

@@ -15,15 +15,15 @@ from tests.engines.observed import audited, found
 from vllm.core.scheduler import Scheduler
 
 from kvledger.audit import events as ev
-from kvledger.audit.conformance import v0_driver
-from kvledger.audit.conformance.v0 import COURSES
-from kvledger.audit.conformance.v0 import audited as report
-from kvledger.audit.conformance.v0_courses import CLEAN, CROWDED, VARIANTS
-from kvledger.audit.conformance.v0_driver import Attach, Driver, start
-from kvledger.audit.conformance.v0_stale import STALE, UNFIXED
-from kvledger.audit.engines.v0 import V0Observer
+from kvledger.audit.conformance.v0 import driver
+from kvledger.audit.conformance.v0.audit import COURSES
+from kvledger.audit.conformance.v0.audit import audited as report
+from kvledger.audit.conformance.v0.driver import Attach, Driver, start
+from kvledger.audit.conformance.v0.scenarios import CLEAN, CROWDED, VARIANTS
+from kvledger.audit.conformance.v0.stale_lookups import STALE, UNFIXED
+from kvledger.audit.engines.v0.observer import V0Observer
 from kvledger.audit.hooks import PATIENCE, EngineMismatch
-from kvledger.audit.recorder import MemoryRecorder
+from kvledger.audit.journal.recorder import MemoryRecorder
 
 FORGETS = hasattr(Scheduler, "remove_seq_from_computed_blocks_tracker")
 """0.9.2 and later."""
@@ -319,7 +319,7 @@ def test_several_tokens_a_step_are_refused() -> None:
 def test_nothing_of_a_prompt_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """No token id of a prompt may stand in any event; these ids are like no count."""
     telling = list(range(900_000_000, 900_000_100))
-    monkeypatch.setattr(v0_driver, "tokens", lambda count, _: telling[:count])
+    monkeypatch.setattr(driver, "tokens", lambda count, _: telling[:count])
     _, events = observe(CLEAN["plain"])
 
     assert len(events) > 10

@@ -19,13 +19,13 @@ from tests import journals
 from tests.histories import GOLDEN
 
 from kvledger.audit.errors import LedgerError
-from kvledger.audit.replay import audit_paths
-from kvledger.exporters.audit_report import report
-from kvledger.exporters.diff import compare
-from kvledger.exporters.gathered import gather
-from kvledger.exporters.reading import reading
-from kvledger.exporters.summary import summarize
-from kvledger.exporters.why import why
+from kvledger.audit.replay.engine_audit import audit_paths
+from kvledger.exporters.inputs import reading
+from kvledger.exporters.reports.audit import report
+from kvledger.exporters.reports.diff import compare
+from kvledger.exporters.reports.html_data import gather
+from kvledger.exporters.reports.summary import summarize
+from kvledger.exporters.reports.why import why
 
 distributed = pytest.importorskip("distributed")
 fsspec = pytest.importorskip("fsspec")
@@ -166,7 +166,7 @@ def test_who_reads_by_itself_gets_copies(golden: Path) -> None:
 
 
 def test_frames_of_an_address(golden: Path) -> None:
-    frames = pytest.importorskip("kvledger.exporters.frames")
+    frames = pytest.importorskip("kvledger.exporters.trace.frames")
 
     assert frames.requests(golden).equals(frames.requests(f"file://{golden}"))
 

@@ -115,10 +115,10 @@ def test_the_blocker_blocks() -> None:
     "script",
     [
         "import kvledger, kvledger.cli",
-        "import kvledger.audit.plugin; kvledger.audit.plugin.install()",
+        "import kvledger.audit.entry.plugin; kvledger.audit.entry.plugin.install()",
         "import sys, runpy; sys.argv[1:] = ['--help']; runpy.run_module('kvledger', run_name='__main__')",
         "import kvledger; kvledger.attach",
-        "import kvledger.exporters.serve",
+        "import kvledger.exporters.sidecar.serve",
     ],
 )
 def test_it_works_with_nothing_but_the_base(script: str) -> None:

@@ -89,7 +89,7 @@ def test_entry_points(wheel: zipfile.ZipFile) -> None:
     parser.read_string(wheel.read(name).decode())
     assert {
         "console_scripts": {"kvledger": "kvledger.cli:main"},
-        "vllm.general_plugins": {"kvledger": "kvledger.audit.plugin:install"},
+        "vllm.general_plugins": {"kvledger": "kvledger.audit.entry.plugin:install"},
     } == {section: dict(parser[section]) for section in parser.sections()}
 
 

@@ -25,7 +25,7 @@ from tests.serving.processes import SETTLE_SECONDS, Engine, Prometheus, Sidecar,
 
 from kvledger.audit.demo.model import VOCABULARY_TOKENS
 from kvledger.dashboards import check, rules
-from kvledger.exporters.metrics import METRICS
+from kvledger.exporters.metrics.table import METRICS
 
 ENDED = "sum(kvledger_prompt_tokens_total)"
 SOURCES = "sum by (source) (kvledger_prompt_tokens_total)"

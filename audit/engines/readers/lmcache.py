@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from kvledger.audit.engines.plans import PlanReader, Saved, Tracking
+from ..connectors.metadata_reader import PlanReader, Saved, Tracking
 
 
 class LMCacheReader(PlanReader):

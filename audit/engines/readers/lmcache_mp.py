@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from kvledger.audit.engines.plans import PlanReader, Saved
+from ..connectors.metadata_reader import PlanReader, Saved
 
 
 class LMCacheMPReader(PlanReader):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvledger.audit.engines.plans import PlanReader, reader_of
+from ..connectors.metadata_reader import PlanReader, reader_of
 
 
 class MultiReader(PlanReader):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvledger.audit.engines.plans import PlanReader
+from ..connectors.metadata_reader import PlanReader
 
 
 class ScriptedReader(PlanReader):

@@ -1,0 +1,1 @@
+"""Why figures differ, and why prompt tokens missed the prefix cache."""

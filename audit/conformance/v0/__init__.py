@@ -1,0 +1,1 @@
+"""Scenarios of vLLM's v0 scheduler, and their driver."""

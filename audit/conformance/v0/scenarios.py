@@ -1,0 +1,197 @@
+"""Workloads of vLLM's v0 scheduler: the corpus on which an observer must stay silent.
+
+In those of ``CLEAN`` every look-up is made by the attempt that admits. ``CROWDED`` are random, with
+attempts that fail among them: clean where the release forgets what these had found (0.9.2).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from .driver import Attach, Driver, start
+
+Course = Callable[..., Driver]
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "": {},
+    "_asynchronous": {"asynchronous": True},
+    "_chunked": {"chunked_prefill": True, "max_batched_tokens": 64},
+    "_chunked_asynchronous": {
+        "chunked_prefill": True,
+        "max_batched_tokens": 64,
+        "asynchronous": True,
+    },
+}
+
+
+class Register(dict[str, Course]):
+    """Courses by name; each ``variants`` of an engine is a course of its own."""
+
+    def __call__(self, **variants: dict[str, Any]) -> Callable[[Course], Course]:
+        def register(course: Course) -> Course:
+            for suffix, setup in (variants or {"": {}}).items():
+                self[course.__name__ + suffix] = _variant(course, setup)
+            return course
+
+        return register
+
+
+def _variant(course: Course, setup: dict[str, Any]) -> Course:
+    def run(attach: Attach = id, **more: Any) -> Driver:
+        return course(attach, **{**setup, **more})
+
+    return run
+
+
+CLEAN, CROWDED = Register(), Register()
+
+
+# --- clean ------------------------------------------------------------------------------------------
+
+
+@CLEAN(**VARIANTS, _uncached={"prefix_caching": False})
+def plain(attach: Attach, **setup: Any) -> Driver:
+    driver = start(attach, **setup)
+    for number in range(4):
+        driver.add(f"r{number}", 30 + 17 * number, 5 + number)
+    driver.run()
+    return driver
+
+
+@CLEAN(**VARIANTS)
+def shared_prefix(attach: Attach, **setup: Any) -> Driver:
+    """Alone, at the same time, in full, and by one token less than a block."""
+    driver = start(attach, **setup)
+    driver.add("first", 100, 4, shares=("f", 100))
+    driver.run()
+    driver.add("second", 100, 4, shares=("f", 64))
+    driver.run()
+    driver.add("same", 96, 4, shares=("f", 96))
+    driver.run()
+    driver.add("shorter", 95, 4, shares=("f", 95))
+    driver.run()
+    return driver
+
+
+@CLEAN(**VARIANTS)
+def together(attach: Attach, **setup: Any) -> Driver:
+    """The same prompt twice in one step: the second shares blocks that are still to be computed."""
+    driver = start(attach, **setup)
+    driver.add("a", 32, 4, shares=("f", 32))
+    driver.add("b", 32, 4, shares=("f", 32))
+    driver.run()
+    return driver
+
+
+@CLEAN(**VARIANTS, _uncached={"prefix_caching": False})
+def preempted_once(attach: Attach, **setup: Any) -> Driver:
+    """Both grow until one is preempted; there is room for it again at its first attempt."""
+    driver = start(attach, blocks=13, **setup)
+    driver.add("early", 64, 60)
+    driver.add("late", 64, 60)
+    while not driver.scheduler.num_cumulative_preemption:
+        driver.step()
+    driver.abort("early")
+    driver.run()
+    return driver
+
+
+@CLEAN(
+    _swapped={"preemption_mode": "swap"},
+    _swapped_asynchronous={"preemption_mode": "swap", "asynchronous": True},
+    _swapped_uncached={"preemption_mode": "swap", "prefix_caching": False},
+    _uncached={"prefix_caching": False},
+)
+def too_few_blocks(attach: Attach, **setup: Any) -> Driver:
+    """Both grow until one is preempted, and waits with nothing to be looked up."""
+    driver = start(attach, blocks=13, **setup)
+    driver.add("early", 64, 60)
+    driver.add("late", 64, 60)
+    driver.run()
+    return driver
+
+
+@CLEAN(**VARIANTS)
+def aborted(attach: Attach, **setup: Any) -> Driver:
+    """Before a step, in prefill and in decode."""
+    driver = start(attach, **setup)
+    driver.add("at once", 50)
+    driver.abort("at once")
+    driver.add("early", 150)
+    driver.step()
+    driver.abort("early")
+    driver.add("late", 40)
+    for _ in range(4):
+        driver.step()
+    driver.abort("late")
+    driver.run()
+    return driver
+
+
+@CLEAN(_sync={}, _asynchronous={"asynchronous": True})
+def capped(attach: Attach, **setup: Any) -> Driver:
+    """A sequence that reaches the model's limit."""
+    driver = start(attach, max_model_len=64, **setup)
+    driver.add("r", 50, 100)
+    driver.run()
+    return driver
+
+
+@CLEAN()
+def pooling(attach: Attach, **setup: Any) -> Driver:
+    driver = start(attach, pooling=True, **setup)
+    driver.add("a", 100)
+    driver.add("b", 30)
+    driver.run()
+    return driver
+
+
+@CLEAN(**VARIANTS)
+def partial_prefills(attach: Attach, **setup: Any) -> Driver:
+    """Two prompts in chunks side by side, where chunks are on."""
+    driver = start(attach, partial_prefills=2 if "chunked_prefill" in setup else 1, **setup)
+    driver.add("a", 150, 4)
+    driver.step()
+    driver.add("b", 120, 4)
+    driver.run()
+    driver.add("c", 150, 4, shares=("own a", 0))
+    driver.run()
+    return driver
+
+
+# --- by chance ------------------------------------------------------------------------------------------
+
+
+@CROWDED(
+    **VARIANTS,
+    _priority={"policy": "priority"},
+    _swapped_uncached={"preemption_mode": "swap", "prefix_caching": False},
+    _lora={"max_loras": 1},
+)
+def crowd(attach: Attach, *, seed: int = 0, requests: int = 60, **setup: Any) -> Driver:
+    """Requests of all lengths in a pool too small for them, some aborted.
+
+    Not everything goes together: 0.9.1 and 0.9.2 end in an assertion of their own when priorities
+    preempt a request whose end the asynchronous output processor has still to find, when a prompt
+    is swapped out between two of its chunks, and when shared prefixes are swapped out and in.
+    """
+    dice = random.Random(seed)
+    driver = start(attach, blocks=40, max_running=6, **setup)
+    for number in range(requests):
+        length = dice.randint(1, 250)
+        driver.add(
+            f"r{number}",
+            length,
+            dice.randint(1, 60),
+            shares=(f"family {dice.randrange(4)}", dice.randint(0, length)),
+            priority=dice.randrange(3),
+            lora=dice.randrange(3) if "max_loras" in setup else 0,
+        )
+        for _ in range(dice.randint(0, 12)):
+            driver.step()
+        if dice.random() < 0.1:
+            driver.abort(f"r{dice.randint(0, number)}")
+    driver.run()
+    return driver

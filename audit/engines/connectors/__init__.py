@@ -1,0 +1,1 @@
+"""The live KV connector: its scheduler side, its worker side, its metadata."""

@@ -1,0 +1,71 @@
+"""A KV cache manager without a scheduler, as tests build it: its pools alone are watched.
+
+There are no steps and no accounts: every request that is seen at a pool is told as one of no length,
+and of its blocks everything is known that the pool was called for.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from ... import events as ev
+from ..event_log import Sink, StepLog
+from .watch import PoolWatch
+
+
+class _Log(StepLog):
+    """Tells of a request when it is first seen."""
+
+    def intern(self, request_id: str) -> int:
+        known = request_id in self.ids
+        number = super().intern(request_id)
+        if not known:
+            self.emit(ev.RequestAdded(self.now(), number, request_id, prompt_tokens=0))
+        return number
+
+
+class ManagerObserver:
+    """Watches one manager. ``start`` wraps its pools, ``stop`` states them and gives them back."""
+
+    NAME = "kv-cache-manager"
+
+    def __init__(self, manager: Any, sink: Sink, *, version: str, stacks: bool = False) -> None:
+        self.manager = manager
+        self.log = _Log(sink)
+        self.version = version
+        self._stacks = stacks
+        self._step = 0
+        self.pools: PoolWatch | None = None
+
+    def start(self, boundary: Any = None) -> None:
+        """Wrap the pools. Raises :class:`~kvledger.audit.hooks.EngineMismatch` untouched."""
+        self.pools = PoolWatch(
+            None, self.manager, self.log, lambda: self._step, self._failed, stacks=self._stacks
+        )
+        now = self.log.now()
+        started = ev.EngineStarted(
+            now, time.time(), "vllm", self.version, self.NAME, "blocks", os.getpid(), {}
+        )
+        self.log.restart(started, ev.Snapshot(now, 0, [], 0))
+        self.pools.sweep.restart()
+
+    def step(self) -> None:
+        """The manager's user calls this a step: what stands in the pools is stated."""
+        assert self.pools is not None
+        self.pools.tell()
+        self._step += 1
+        self.pools.sweep.state_all()
+
+    def stop(self, reason: str) -> None:
+        """State every block and give the pools back. Idempotent."""
+        if self.pools is not None:
+            self.pools.sweep.state_all()
+            self.pools.remove()
+            self.pools = None
+            self.log.emit(ev.EngineStopped(self.log.now(), reason))
+
+    def _failed(self, hook: str, error: Exception, removed: bool) -> None:
+        told = f"{type(error).__name__}: {error}"
+        self.log.emit(ev.HookFailed(self.log.now(), hook, told, removed))

@@ -1,0 +1,1 @@
+"""How a user starts observing an engine: attach, the vLLM plugin, the pytest plugin, the doctor."""

@@ -1,0 +1,139 @@
+"""Auditing an engine in this process, for notebooks and tests.
+
+    with kvledger.attach(llm) as audit:
+        llm.generate(...)
+    audit.violations
+
+Nothing is written to disk. Leaving the block puts every wrapped attribute back as it was.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+from ..checks.auditor import Auditor
+from ..checks.registry import Violation
+from ..engines import LEVELS, choose, host_version
+from ..engines.observer import Observer
+from ..errors import LedgerError
+from ..hooks import EngineMismatch
+from ..journal.recorder import MemoryRecorder
+from ..ledger.account import Statement
+from ..ledger.ledger import Totals
+from ..replay.engine_audit import pick
+
+
+class AuditError(AssertionError):
+    """A step broke an invariant, under ``strict=True``. ``violation`` says which."""
+
+    def __init__(self, violation: Violation) -> None:
+        super().__init__("\n".join([f"{violation.id}: {violation.message}", *violation.story]))
+        self.violation = violation
+
+
+class Audit:
+    """One attached scheduler and its accounts so far."""
+
+    def __init__(self, scheduler: Any, *, strict: bool, level: str, stacks: bool) -> None:
+        self._strict = strict
+        self._sink = MemoryRecorder()
+        self._auditor = Auditor(keep_closed=True)
+        self._raised: set[tuple[str, str | None]] = set()
+        observer = choose(scheduler)
+        self._observer = observer(scheduler, self._sink, version=host_version(), level=level, stacks=stacks)
+        self._observer.start(self._boundary if strict else None)
+        if isinstance(self._observer, Observer):
+            self._observer.watch_worker()
+
+    @property
+    def violations(self) -> list[Violation]:
+        """Everything found so far, drift included, in order of first sight."""
+        self._catch_up()
+        return self._auditor.violations
+
+    @property
+    def totals(self) -> Totals:
+        """Sums over all accounts so far."""
+        self._catch_up()
+        return self._auditor.ledger.totals()
+
+    @property
+    def verdict(self) -> str:
+        """``clean``, ``violated`` or ``unknown``."""
+        self._catch_up()
+        return str(self._auditor.verdict)
+
+    def account(self, request_id: str) -> Statement:
+        """The frozen account of one request: by its id, the client's id, or a beginning of it.
+
+        vLLM appends ``-`` and eight digits to the id that its client gave or got. Raises
+        LedgerError if no request was seen that is called so, or more than one.
+        """
+        self._catch_up()
+        ledger = self._auditor.ledger
+        names = [account.request_id for account in ledger.accounts()]
+        statement = ledger.account(pick(request_id, set(names), names, "this audit"))
+        assert statement is not None
+        return statement
+
+    def detach(self) -> None:
+        """Put every wrapped attribute back. What was seen stays. Idempotent."""
+        self._observer.stop("detached")
+        self._catch_up()
+
+    def __enter__(self) -> Audit:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.detach()
+
+    def _catch_up(self) -> list[Violation]:
+        new: list[Violation] = []
+        if self._observer.pools is not None:
+            self._observer.pools.tell()
+        for event in self._sink.take():
+            new += self._auditor.feed(event)
+        return new
+
+    def _boundary(self) -> None:
+        for violation in self._catch_up():
+            if violation.severity == "violation":
+                raise AuditError(violation)
+
+
+def attach(target: Any, *, strict: bool = False, level: str = "tokens", stacks: bool = False) -> Audit:
+    """Audit a vLLM ``Scheduler``, ``EngineCore``, ``LLMEngine`` or ``LLM`` of this process.
+
+    ``strict`` raises :class:`AuditError` at the step that violates (for tests, not for serving).
+    ``level`` is ``tokens`` or, to keep the blocks as well, ``blocks``; ``stacks`` then keeps the Python
+    stack of every operation on a block (for tests: it is slow).
+    Raises :class:`LedgerError` where the scheduler is out of reach or not one that we know.
+    """
+    if level not in LEVELS:
+        raise LedgerError(f"There is no level {level!r}; it is one of {', '.join(LEVELS)}.")
+    try:
+        return Audit(_scheduler_of(target), strict=strict, level=level, stacks=stacks)
+    except EngineMismatch as mismatch:
+        raise LedgerError(f"This engine can't be observed: {mismatch}.") from mismatch
+
+
+_PATH = ("llm_engine", "engine_core", "engine_core", "scheduler")
+
+
+def _scheduler_of(target: Any) -> Any:
+    found = target
+    for name in _PATH:
+        found = getattr(found, name, found)
+    if not hasattr(found, "update_from_output"):
+        raise LedgerError(
+            f"No scheduler is reachable from this {type(target).__name__} in this process; set "
+            "VLLM_ENABLE_V1_MULTIPROCESSING=0 before the engine is made, or observe it through "
+            "the plugin by setting KVLEDGER_DIR."
+        )
+    return found

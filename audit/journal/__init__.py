@@ -1,0 +1,1 @@
+"""The journal: segments of encoded events on disk, their writer, reader, recorder and retention."""

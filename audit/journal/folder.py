@@ -1,0 +1,142 @@
+"""A journal, from outside: find it, read all of it, follow it as it grows.
+
+The writer is in ``writer.py``, the reader in ``reader.py``, the bytes in ``segments.py``, and the
+format in prose in ``docs/journal.md``. Only this module need be imported.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from io import FileIO
+from pathlib import Path
+
+from ..errors import LedgerError
+from ..events import AnyEvent
+from .format import is_live, read_header, segments
+from .reader import Batch, Damage, Position, Reader
+from .writer import JournalWriter, Limits
+
+__all__ = [
+    "Batch",
+    "Damage",
+    "JournalWriter",
+    "Limits",
+    "Position",
+    "Reader",
+    "find_journals",
+    "holds_journal",
+    "is_live",
+    "is_workers",
+    "read",
+    "tail",
+]
+
+WORKER = "worker-"
+"""A worker's journal is called so, an engine's begins with ``engine-``."""
+
+
+def read(
+    path: str | Path, start: Position | None = None, damage: list[Damage] | None = None
+) -> Iterator[tuple[int, AnyEvent]]:
+    """(event number, event) of everything written by now, Gaps included; notes go to ``damage``.
+
+    A synthesized Gap bears the number of the first event that is missing.
+    """
+    with Reader(path, start) as reader:
+        if damage is not None:
+            reader.damage = damage
+        for batch in reader.poll():
+            yield from enumerate(batch.events, batch.first_event)
+
+
+def tail(
+    path: str | Path,
+    poll_seconds: float = 0.25,
+    stop: threading.Event | None = None,
+    start: Position | None = None,
+    damage: list[Damage] | None = None,
+) -> Iterator[tuple[int, AnyEvent]]:
+    """Like :func:`read`, and goes on as the journal grows.
+
+    Ends when the writer is gone and everything was read, or after ``stop`` was set.
+    """
+    stop = stop or threading.Event()
+    with Reader(path, start) as reader:
+        if damage is not None:
+            reader.damage = damage
+        while not stop.is_set():
+            for batch in reader.poll():
+                yield from enumerate(batch.events, batch.first_event)
+                if stop.is_set():
+                    return
+            if reader.ended:
+                return
+            stop.wait(poll_seconds)
+
+
+def find_journals(paths: Iterable[str | Path]) -> list[Path]:
+    """The journal folders and single segments that ``paths`` name, in order, each once.
+
+    A path may be a journal folder, a folder of several (``KVLEDGER_DIR``), or a segment file.
+    Raises :class:`LedgerError` for a path that is missing, empty, or no journal.
+    """
+    return list(dict.fromkeys(itertools.chain.from_iterable(_find(Path(path)) for path in paths)))
+
+
+def _find(path: Path) -> list[Path]:
+    try:
+        if not path.is_dir():
+            if not path.exists():
+                raise LedgerError(f"There is no {path}.")
+            _check_segment(path)
+            return [path]
+        if holds_journal(path):
+            return [path]
+        inside = sorted(path.iterdir())
+        folders = [folder for folder in inside if folder.is_dir() and not is_workers(folder)]
+        found = [folder for folder in folders if holds_journal(folder)]
+    except OSError as error:
+        raise LedgerError(f"{path} can't be read: {error.strerror}.") from error
+    if found:
+        return found
+    if not inside:
+        raise LedgerError(f"{path} is empty: no journal was written there yet.")
+    if any(is_workers(folder) for folder in inside):
+        raise LedgerError(
+            f"{path} holds journals of workers and none of an engine: its scheduler was not observed."
+        )
+    raise LedgerError(f"{path} holds no kvledger journal.")
+
+
+def is_workers(folder: Path) -> bool:
+    """Whether a journal is a worker's, which is read along with its engine's and not by itself."""
+    return folder.name.startswith(WORKER)
+
+
+def holds_journal(folder: Path) -> bool:
+    """Whether a folder is a journal. Raises :class:`LedgerError` if it only looks like one."""
+    found = segments(folder)
+    for path in found.values():
+        try:
+            _check_segment(path)
+        except (FileNotFoundError, _NoSegment):
+            continue
+        return True
+    if found:
+        raise LedgerError(f"{folder} is not a kvledger journal: no segment in it has its header.")
+    return False
+
+
+class _NoSegment(LedgerError):
+    pass
+
+
+def _check_segment(path: Path) -> None:
+    with FileIO(path) as file:
+        start, _ = read_header(file.fileno(), path.name)
+        if not start:
+            empty = not os.fstat(file.fileno()).st_size
+            raise _NoSegment(f"{path} is {'empty' if empty else 'not a kvledger journal'}.")

@@ -1,0 +1,145 @@
+"""The checkpoint: where a follower was in each journal, and what it knew, in one file.
+
+One file for all journals, so that sums taken over from one book to another are never in both or in
+neither. It is written whole under another name, forced to the disk, and renamed: a crash at any
+instant leaves the old one or the new one. Nothing in it is ever executed (``state.py``).
+
+    kvledger checkpoint <layout> <CRC32 of the rest, eight hexadecimal digits>\\n
+    msgpack of Checkpoint
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+from pathlib import Path
+from zlib import crc32
+
+import msgspec
+
+from ..errors import LedgerError
+from ..journal.format import FRAME, HEADER, segment_name
+from ..journal.reader import Position
+from .serialize import OtherLayout, layout
+
+NAME = "checkpoint"
+LOCK = "lock"
+HIDDEN = ".kvledger"
+"""The folder beside the journals that holds these two, unless another is named."""
+
+_LINE = re.compile(rb"kvledger checkpoint (\S{1,40}) ([0-9a-f]{8})\n")
+
+
+class JournalState(msgspec.Struct):
+    """One journal: its name under the folder that is followed, where to go on, and its book.
+
+    ``beginning`` are the first bytes of the segment that ``position`` is in, by which the same
+    journal is known from another one of its name. ``ended``: everything was read.
+    ``damage``: how often something was found missing.
+    """
+
+    name: str
+    position: Position
+    beginning: bytes
+    ended: bool
+    stopped: bool
+    damage: int
+    book: msgspec.Raw
+
+
+class Checkpoint(msgspec.Struct):
+    """What a follower knows.
+
+    ``past`` are the sums of engines whose journals are gone, by name. ``lost`` counts, by reason, how
+    often what had been known before was not there. ``version`` wrote it, ``at`` is Unix time.
+    """
+
+    version: str
+    at: float
+    journals: list[JournalState] = []
+    past: list[msgspec.Raw] = []
+    lost: dict[str, int] = {}
+
+
+def save(folder: Path, checkpoint: Checkpoint) -> int:
+    """Replace the checkpoint in ``folder``; its bytes. OSError if it can't be written."""
+    payload = msgspec.msgpack.encode(checkpoint)
+    data = b"kvledger checkpoint %s %08x\n" % (layout().encode(), crc32(payload)) + payload
+    draft = folder / f"{NAME}.new"
+    with open(draft, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(draft, folder / NAME)
+    _sync(folder)
+    return len(data)
+
+
+def load(folder: Path) -> Checkpoint | None:
+    """The checkpoint in ``folder``; None if there is none.
+
+    Raises :class:`~kvledger.audit.replay.serialize.OtherLayout` if another version wrote it, and
+    :class:`LedgerError` if it is damaged or can't be read.
+    """
+    path = folder / NAME
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise LedgerError(f"{path} can't be read: {error.strerror}.") from error
+    line = _LINE.match(data)
+    payload = memoryview(data)[line.end() :] if line else b""
+    if line is None or int(line.group(2), 16) != crc32(payload):
+        raise LedgerError(f"{path} is damaged.")
+    if line.group(1).decode() != layout():
+        raise OtherLayout(f"{path} was written by another version of kvledger.")
+    try:
+        return msgspec.msgpack.decode(payload, type=Checkpoint)
+    except msgspec.MsgspecError as error:
+        raise LedgerError(f"{path} is damaged: {error}.") from None
+
+
+def take(folder: Path) -> int:
+    """Make ``folder`` and lock it for one follower, as long as the returned descriptor is open.
+
+    Raises :class:`LedgerError` if another follower has it, OSError if it can't be made or written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            sentence = (
+                f"Another kvledger serve keeps its state in {folder}; name another folder with --state."
+            )
+            raise LedgerError(sentence) from None
+        raise
+    return descriptor
+
+
+def beginning(journal: Path, segment: int) -> bytes:
+    """The header of a segment, and length and checksum of its first frame; b"" if it is not there.
+
+    The first frame holds the engine's start and its clock: no two journals have the same.
+    """
+    path = journal / segment_name(segment) if journal.is_dir() else journal
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(HEADER) + FRAME.size)
+    except OSError:
+        return b""
+
+
+def _sync(folder: Path) -> None:
+    """Force a rename to the disk, where the file system can do that for a folder."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,93 @@
+"""Several journals at once. One is replayed in order, so a journal is never shared out.
+
+What comes back is put together in the order of the journals, whoever was done first: figures are the
+same to the last digit however many processes there were.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from ..errors import LedgerError
+
+WORTH_BYTES = 8 << 20
+"""Less than this altogether is read sooner than processes start."""
+
+Result = TypeVar("Result")
+
+
+_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+:/")
+
+
+def is_remote(path: Path) -> bool:
+    """Whether this is an address such as ``s3://bucket/folder`` and no file here."""
+    return _ADDRESS.match(str(path)) is not None and not path.exists()
+
+
+class Run(Protocol):
+    """A way to do some work for each of several journals; gives the results in their order."""
+
+    def __call__(self, work: Callable[[Path], Result], journals: Sequence[Path], /) -> Iterator[Result]:
+        """``work`` and what it returns must be picklable but for :func:`here`."""
+
+
+def here(work: Callable[[Path], Result], journals: Sequence[Path]) -> Iterator[Result]:
+    """One after the other, in this process."""
+    return map(work, journals)
+
+
+def cores() -> int:
+    """CPUs that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def size_bytes(journal: Path) -> int:
+    """What there is to read of a journal, or of a segment, by now."""
+    try:
+        files = journal.glob("*.kvl") if journal.is_dir() else [journal]
+        return sum(file.stat().st_size for file in files)
+    except OSError:
+        return 0
+
+
+class Processes:
+    """Up to ``jobs`` processes, 0 for as many as there are cores; the largest journals first."""
+
+    def __init__(self, jobs: int = 0) -> None:
+        if jobs < 0:
+            raise LedgerError(f"{jobs} processes can't be: 0 means one for each core.")
+        self.jobs = jobs
+
+    def __call__(self, work: Callable[[Path], Result], journals: Sequence[Path]) -> Iterator[Result]:
+        """As :class:`Run` has it. A few small journals are read here."""
+        sizes = [size_bytes(journal) for journal in journals]
+        jobs = min(self.jobs or cores(), len(journals))
+        if jobs < 2 or (not self.jobs and sum(sizes) < WORTH_BYTES):
+            yield from map(work, journals)
+            return
+        # A fork would take along the threads' locks of whoever calls.
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(jobs, mp_context=context, initializer=_end_quietly) as pool:
+            largest = sorted(range(len(journals)), key=lambda place: -sizes[place])
+            futures = {place: pool.submit(work, journals[place]) for place in largest}
+            try:
+                for place in range(len(journals)):
+                    yield futures.pop(place).result()
+            except BrokenProcessPool:
+                raise LedgerError("A process that read journals was killed; try fewer --jobs.") from None
+            finally:
+                for future in futures.values():
+                    future.cancel()
+
+
+def _end_quietly() -> None:
+    """Ctrl-C ends a worker without a word: the command line speaks for all."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

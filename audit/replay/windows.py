@@ -1,0 +1,76 @@
+"""A window of wall-clock time: which requests of a trace are meant.
+
+A request belongs to the window in which it ended, with its whole account: never a half one. One that
+is still open belongs to windows without an end. A trace is replayed from its beginning all the same,
+since a ledger that begins midway knows nothing of what came before.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from datetime import datetime
+
+import msgspec
+
+from ..errors import LedgerError
+from ..ledger.account import Account
+
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_RELATIVE = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
+
+
+class Window(msgspec.Struct, frozen=True):
+    """From ``since`` up to, not with, ``until``, in Unix seconds; None: no bound."""
+
+    since: float | None = None
+    until: float | None = None
+
+    @property
+    def bounded(self) -> bool:
+        """Whether it leaves anything out."""
+        return self.since is not None or self.until is not None
+
+    def holds(self, wall_seconds: float) -> bool:
+        """Whether this instant lies in it."""
+        return (self.since is None or self.since <= wall_seconds) and (
+            self.until is None or wall_seconds < self.until
+        )
+
+    def has(self, account: Account, began_seconds: float | None) -> bool:
+        """Whether a request is in it. ``began_seconds``: Unix time of the engine's 0; None: not known."""
+        if not self.bounded:
+            return True
+        if account.closed_at < 0:
+            return self.until is None
+        return began_seconds is not None and self.holds(began_seconds + account.closed_at / 1e6)
+
+
+EVERYTHING = Window()
+
+
+def window(since: str = "", until: str = "", now: float | None = None) -> Window:
+    """The window that a user's words mean; ISO times, or ``15m`` for 15 minutes before now.
+
+    A time without a zone is of this machine's. Raises :class:`LedgerError`.
+    """
+    now = time.time() if now is None else now
+    found = Window(_instant(since, now), _instant(until, now))
+    if found.since is not None and found.until is not None and found.since >= found.until:
+        raise LedgerError(f"Nothing lies between --since {since} and --until {until}.")
+    return found
+
+
+def _instant(words: str, now: float) -> float | None:
+    if not words:
+        return None
+    relative = _RELATIVE.fullmatch(words)
+    if relative:
+        return now - float(relative[1]) * UNITS[relative[2]]
+    try:
+        # Python 3.10 does not know the Z of ISO 8601.
+        return datetime.fromisoformat(re.sub(r"[zZ]$", "+00:00", words)).timestamp()
+    except (ValueError, OverflowError, OSError):
+        raise LedgerError(
+            f"{words!r} is no time: write 2026-01-31T12:00:00+00:00, 2026-01-31, or 90s, 15m, 2h, 1d ago."
+        ) from None

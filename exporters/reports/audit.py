@@ -1,0 +1,313 @@
+"""An audit as data: what ``--format json`` prints and what the terminal draws.
+
+Plain structs, made from :class:`~kvledger.audit.replay.engine_audit.Audit` in one go. Words and colours are
+elsewhere (``terminal.py``). Fields are only ever appended. Figures are tokens of prompts and work
+unless they say requests.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from ...audit.analysis.reconciliation import CAUSES, Figures, Reconciliation, Step
+from ...audit.checks.registry import Figure, Violation
+from ...audit.ledger.account import COMPUTED, EXTERNAL, LOCAL, Line
+from ...audit.ledger.ledger import Totals
+from ...audit.replay.engine_audit import Audit, EngineAudit, RequestStatement
+
+FIGURES = (LOCAL, EXTERNAL, COMPUTED, "unattained")
+
+
+def share(part: int, whole: int) -> float | None:
+    """A part of a whole, 1 for all of it; None where there is nothing to divide by."""
+    return part / whole if whole else None
+
+
+class Journal(msgspec.Struct, frozen=True, kw_only=True):
+    """One journal that was read. ``stopped`` is None where no orderly end was seen."""
+
+    path: str
+    engine: str
+    version: str
+    adapter: str
+    process_id: int
+    stopped: str | None
+    events: int
+    verdict: str
+    notes: list[str]
+
+
+class PromptTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """Prompt tokens by source."""
+
+    prompt_tokens: int
+    local: int
+    external: int
+    computed: int
+    unattained: int
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What was promised when the requests that ran were first admitted, or reported of them."""
+
+    requests: int
+    prompt_tokens: int
+    local: int
+    external: int
+    computed: int
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """One named part of the difference between two rows; signed, ``from`` + differences = ``to``."""
+
+    from_: str = msgspec.field(name="from")
+    to: str
+    cause: str
+    text: str
+    requests: int
+    local: int
+    external: int
+    computed: int
+    unattained: int
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """Scheduled tokens by what became of them; they sum to ``scheduled``."""
+
+    scheduled: int
+    first_prompt: int
+    first_output: int
+    rework: int
+    rework_by_cause: dict[str, int]
+    rejected: int
+    overrun: int
+    in_flight: int
+
+
+class External(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of the connector's promises, and what came to be a second time."""
+
+    promised: int
+    loaded: int
+    voided: dict[str, int]
+    hit_again: int
+    loaded_again: int
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One finding; ``at_seconds`` since its engine came under observation."""
+
+    id: str
+    severity: str
+    engine: str
+    request: str | None
+    life: int | None
+    step: int
+    at_seconds: float
+    message: str
+    figures: dict[str, Figure]
+    references: list[str]
+    repeats: int
+    last_step: int
+    story: list[str] = []
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole audit. ``violations`` holds every finding, ``drift`` says how many are drifts.
+
+    ``unknown`` counts the requests that lost events touched; they take no part in any figure.
+    ``reported`` is None where the engine does not report sources by itself.
+    """
+
+    verdict: str
+    requests: int
+    unknown: int
+    drift: int
+    preemptions: int
+    totals: PromptTokens
+    plan: Plan
+    reported: Plan | None
+    differences: list[Difference]
+    work: Work
+    external: External
+    violations: list[Finding]
+    journals: list[Journal]
+    notes: list[str]
+
+
+def report(audit: Audit) -> Report:
+    """The audit as data."""
+    totals, reconciliation = audit.totals, audit.reconciliation
+    violations = audit.violations
+    return Report(
+        verdict=audit.verdict,
+        requests=totals.requests,
+        unknown=totals.unknown_requests,
+        drift=sum(violation.severity == "drift" for violation in violations),
+        preemptions=totals.preemptions,
+        totals=PromptTokens(
+            prompt_tokens=totals.prompt_tokens,
+            local=totals.local,
+            external=totals.external,
+            computed=totals.computed,
+            unattained=totals.unattained,
+        ),
+        plan=plan(reconciliation.plan, totals.plan_requests),
+        reported=reported(reconciliation),
+        differences=[
+            *differences(reconciliation.to_plan, "settled", "plan"),
+            *(differences(reconciliation.to_reported, "plan", "reported") if reconciliation.reports else ()),
+        ],
+        work=_work(totals),
+        external=External(
+            promised=totals.promised,
+            loaded=totals.loaded,
+            voided=totals.voided,
+            hit_again=totals.hit_again,
+            loaded_again=totals.loaded_again,
+        ),
+        violations=[finding(violation) for violation in violations],
+        journals=[_journal(book) for book in audit.books],
+        notes=audit.notes,
+    )
+
+
+def plan(figures: Figures, requests: int) -> Plan:
+    """A row of figures that has no unattained part."""
+    return Plan(
+        requests=requests,
+        prompt_tokens=figures.total,
+        local=figures.local,
+        external=figures.external,
+        computed=figures.computed,
+    )
+
+
+def reported(reconciliation: Reconciliation) -> Plan | None:
+    """What the engine reported by itself; None if it never did."""
+    if not reconciliation.reports:
+        return None
+    return plan(reconciliation.reported, reconciliation.reports)
+
+
+def differences(step: Step, from_: str, to: str) -> list[Difference]:
+    """The named differences between two rows, the one that touched most requests first."""
+    rows = [
+        Difference(
+            from_=from_,
+            to=to,
+            cause=row.cause,
+            text=CAUSES[row.cause],
+            requests=row.requests,
+            local=row.figures.local,
+            external=row.figures.external,
+            computed=row.figures.computed,
+            unattained=row.figures.unattained,
+        )
+        for row in step.differences.values()
+    ]
+    return sorted(rows, key=lambda row: -row.requests)
+
+
+def finding(violation: Violation) -> Finding:
+    """A violation or a drift as data."""
+    return Finding(
+        id=violation.id,
+        severity=violation.severity,
+        engine=violation.engine,
+        request=violation.request,
+        life=violation.life,
+        step=violation.step,
+        at_seconds=violation.at / 1e6,
+        message=violation.message,
+        figures=violation.figures,
+        references=[reference.url for reference in violation.references],
+        repeats=violation.repeats,
+        last_step=violation.last_step,
+        story=violation.story,
+    )
+
+
+def _work(totals: Totals) -> Work:
+    return Work(
+        scheduled=totals.scheduled,
+        first_prompt=totals.first_prompt,
+        first_output=totals.first_output,
+        rework=sum(totals.rework.values()),
+        rework_by_cause=totals.rework,
+        rejected=totals.rejected,
+        overrun=totals.overrun,
+        in_flight=totals.in_flight,
+    )
+
+
+def _journal(book: EngineAudit) -> Journal:
+    engine = book.engine
+    return Journal(
+        path=str(book.path),
+        engine=engine.engine if engine else "",
+        version=engine.version if engine else "",
+        adapter=engine.adapter if engine else "",
+        process_id=engine.process_id if engine else -1,
+        stopped=book.auditor.ledger.stopped,
+        events=book.events,
+        verdict=book.verdict,
+        notes=book.remarks,
+    )
+
+
+def statement_data(statement: RequestStatement) -> dict[str, object]:
+    """A request's statement as plain data."""
+    account = statement.account
+    return {
+        "engine": statement.engine,
+        "journal": str(statement.path),
+        "account": msgspec.to_builtins(account),
+        "lines": [line._asdict() for line in statement.lines],
+        "findings": [msgspec.to_builtins(finding(found)) for found in statement.findings],
+    }
+
+
+def plain(data: object) -> Any:
+    """Structs as dicts and lists."""
+    return msgspec.to_builtins(data)
+
+
+def csv_of(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """CSV with a header; an empty cell for None."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(rows)
+    return out.getvalue().rstrip("\n")
+
+
+def structs_csv(kind: type[msgspec.Struct], rows: Iterable[msgspec.Struct]) -> str:
+    """CSV of structs of a ``kind``, a line each."""
+    names = [field.name for field in msgspec.structs.fields(kind)]
+    return csv_of(names, ([getattr(row, name) for name in names] for row in rows))
+
+
+FOUND = (
+    "id", "severity", "engine", "request", "life", "step", "at_seconds", "repeats", "last_step", "message"
+)  # fmt: skip
+
+
+def findings_csv(found: Report) -> str:
+    """An audit's findings, a line each."""
+    return csv_of(FOUND, ([getattr(finding, name) for name in FOUND] for finding in found.violations))
+
+
+def lines_csv(statement: RequestStatement) -> str:
+    """A statement's postings, a line each; microseconds since the engine came under observation."""
+    return csv_of(Line._fields, statement.lines)
+
+
+def as_json(data: object) -> str:
+    """One JSON object, indented."""
+    return msgspec.json.format(msgspec.json.encode(data), indent=2).decode()

@@ -1,0 +1,133 @@
+"""Everything that the page about a trace says, gathered in one pass over each journal."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from ...audit import events as ev
+from ...audit.journal.folder import Reader
+from ...audit.ledger.account import Account
+from ...audit.replay.engine_audit import Audit, EngineAudit, find
+from ...audit.replay.parallel import Run, here
+from ...audit.replay.windows import EVERYTHING, Window
+from ..trace.request_counts import RequestCounts
+from ..trace.time_series import Series, together
+from .audit import Report, report
+from .why import Tally, Why, block_size, explained, remark
+
+WAITS = (0.01, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
+"""Seconds at which one bar of the distribution of waits ends and the next begins."""
+
+SHOWN = 12
+"""Requests named among those preempted most."""
+
+
+class Preempted(msgspec.Struct, frozen=True, order=True):
+    """A request by how often it was preempted; ``rework`` in tokens."""
+
+    preemptions: int
+    rework: int
+    request: str
+    engine: str
+    prompt_tokens: int
+    waited_seconds: float
+
+
+class PageData(msgspec.Struct, frozen=True, kw_only=True):
+    """What a page shows. ``waits`` counts requests between the bounds of :data:`WAITS`."""
+
+    report: Report
+    why: Why
+    series: Series
+    waits: list[int]
+    preempted: list[Preempted]
+
+
+class _Part:
+    """One journal's part."""
+
+    def __init__(self, path: Path, window: Window) -> None:
+        self.book = EngineAudit(path, keep=True, window=window, tally=False)
+        self.tally = Tally()
+        self.series = Series()
+        self.waits = [0] * (len(WAITS) + 1)
+        self.preempted: list[Preempted] = []
+
+    def read(self) -> None:
+        """All of it."""
+        book, crowd, last = self.book, RequestCounts(), 0
+        with Reader(book.path) as reader:
+            for batch, _ in book.batches(reader):
+                last = batch.events[-1].at
+                began = book.began_seconds or 0.0
+                for event in batch.events:
+                    if crowd.feed(event):
+                        self._at(began, event, crowd)
+                for account in book.accounts:
+                    self._add(account, last)
+                book.accounts.clear()
+            book.remark(reader)
+        for account in book.open():
+            self._add(account, last)
+        book.finish()
+        book.accounts.clear()
+        remark(self.tally, book)
+
+    def _at(self, began: float, event: ev.Event, crowd: RequestCounts) -> None:
+        wall = began + event.at / 1e6
+        if not self.book.window.holds(wall):
+            return
+        self.series.level(wall, {"running": crowd.running, "waiting": crowd.waiting})
+        if isinstance(event, ev.Preempted):
+            self.series.count(wall, "preemptions")
+
+    def _add(self, account: Account, last: int) -> None:
+        self.tally.add(account, block_size(self.book))
+        if account.unknown is not None:
+            return
+        began = self.book.began_seconds or 0.0
+        for settlement in account.settlements:
+            wall = began + settlement.at / 1e6
+            for source in ("local", "external", "computed", "unattained"):
+                self.series.count(wall, source, getattr(settlement, source))
+        waited = account.waited(last) / 1e6
+        self.waits[bisect_right(WAITS, waited)] += 1
+        if account.preemptions:
+            row = Preempted(
+                preemptions=account.preemptions,
+                rework=sum(account.rework.values()),
+                request=account.request_id,
+                engine=self.book.name,
+                prompt_tokens=account.prompt_tokens,
+                waited_seconds=waited,
+            )
+            heapq.heappush(self.preempted, row)
+            if len(self.preempted) > SHOWN:
+                heapq.heappop(self.preempted)
+
+
+def gather(paths: Sequence[Path], *, window: Window = EVERYTHING, run: Run = here) -> PageData:
+    """Read all journals at ``paths``. Raises :class:`LedgerError` for one that holds none."""
+    parts = list(run(partial(_of_journal, window=window), find(paths)))
+    tally = Tally()
+    for part in parts:
+        tally.merge(part.tally)
+    return PageData(
+        report=report(Audit([part.book for part in parts])),
+        why=explained(tally),
+        series=together([part.series for part in parts]),
+        waits=[sum(counts) for counts in zip(*(part.waits for part in parts), strict=True)],
+        preempted=sorted((row for part in parts for row in part.preempted), reverse=True)[:SHOWN],
+    )
+
+
+def _of_journal(path: Path, window: Window) -> _Part:
+    part = _Part(path, window)
+    part.read()
+    return part

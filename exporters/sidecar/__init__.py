@@ -1,0 +1,1 @@
+"""``kvledger serve``: the follower, its pages, and the comparison with the metrics of the engine."""

@@ -1,0 +1,97 @@
+"""``kvledger serve``: the follower, its checkpoint and its pages, from start to signal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from ...audit.errors import LedgerError
+from ...audit.journal.folder import find_journals
+from ...audit.replay.checkpoint import HIDDEN
+from ..metrics.otel import attach_telemetry
+from . import http_server
+from .follower import Follower, Tell
+from .pages import Site
+from .scrape_engine import attach_reconciliation, check_url
+
+
+def serve(
+    path: Path,
+    address: str,
+    tell: Tell,
+    *,
+    folder: Path | None,
+    config: Path | None,
+    engine_urls: Sequence[str] = (),
+) -> None:
+    """Follow the journals under ``path`` and answer at ``address`` until SIGTERM or SIGINT.
+
+    ``folder`` keeps the checkpoint (:func:`state_folder` if None), ``config`` is the web
+    configuration, ``engine_urls`` are engines' own metrics, to stand beside the ledger's. OpenTelemetry
+    is on where its variables ask for it. ``tell`` is told where metrics are, as soon as they are ready,
+    and what goes wrong. Raises :class:`LedgerError` for an address that is none or is taken, for a path
+    that is not there, and for a folder that can't be written or belongs to another follower.
+    """
+    http_server.parse_address(address)
+    for url in engine_urls:
+        check_url(url)
+    security = http_server.OPEN
+    if config is not None:
+        from .web_config import load
+
+        security = load(config)
+    if path.is_file():
+        find_journals([path])
+    kept = folder or state_folder(path, tell)
+    try:
+        follower = Follower(path, kept, tell)
+    except OSError as error:
+        raise LedgerError(f"{kept} can't be written: {error.strerror}.") from error
+    stop = threading.Event()
+    telemetry = None
+    try:
+        telemetry = attach_telemetry(lambda: follower.books, follower.lock)
+        if telemetry is not None:
+            follower.opened = telemetry.watch
+        server = http_server.listen(address, Site(follower, security, tell), security)
+        try:
+            with _stopping(stop):
+                follower.catch_up(stop)
+                if follower.ready.is_set():
+                    tell(f"Serving {server.url}/metrics")
+                    if engine_urls:
+                        attach_reconciliation(engine_urls, lambda: follower.books, follower.lock, stop)
+                follower.follow(stop)
+        finally:
+            server.shutdown()
+            server.server_close()
+    finally:
+        if telemetry is not None:
+            telemetry.close()
+        follower.close()
+
+
+def state_folder(path: Path, tell: Tell) -> Path | None:
+    """The hidden folder beside the journals; None, and a word on it, where nothing can be written."""
+    if path.is_dir() and os.access(path, os.W_OK | os.X_OK):
+        return path / HIDDEN
+    if path.exists():
+        tell(f"No checkpoint is kept, for {path} can't be written: name a folder with --state.")
+    return None
+
+
+@contextmanager
+def _stopping(stop: threading.Event) -> Iterator[None]:
+    """SIGTERM and SIGINT set ``stop``."""
+    before = {
+        number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

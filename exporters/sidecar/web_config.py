@@ -1,0 +1,121 @@
+"""``--web.config.file``: TLS and users, in the format of Prometheus's exporter-toolkit.
+
+https://github.com/prometheus/exporter-toolkit/blob/master/docs/web-configuration.md says what the keys
+mean. What we can't do is refused, never ignored: a key that does not work is an open door. The file
+is read once. Needs the web extra.
+"""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import yaml
+
+from ...audit.errors import LedgerError
+from .http_server import Security
+
+_VERSIONS = {
+    "TLS10": ssl.TLSVersion.TLSv1,
+    "TLS11": ssl.TLSVersion.TLSv1_1,
+    "TLS12": ssl.TLSVersion.TLSv1_2,
+    "TLS13": ssl.TLSVersion.TLSv1_3,
+}
+_CLIENTS = {
+    "NoClientCert": ssl.CERT_NONE,
+    "VerifyClientCertIfGiven": ssl.CERT_OPTIONAL,
+    "RequireAndVerifyClientCert": ssl.CERT_REQUIRED,
+}
+
+Version = Literal["TLS10", "TLS11", "TLS12", "TLS13"]
+Client = Literal["NoClientCert", "VerifyClientCertIfGiven", "RequireAndVerifyClientCert"]
+
+
+class TlsConfig(msgspec.Struct, forbid_unknown_fields=True):
+    """``tls_server_config``. Files are relative to the configuration's own folder."""
+
+    cert_file: str
+    key_file: str
+    client_auth_type: Client = "NoClientCert"
+    client_ca_file: str = ""
+    min_version: Version = "TLS12"
+    max_version: Version = "TLS13"
+
+
+Headers = msgspec.defstruct(
+    "Headers",
+    [
+        (name.lower().replace("-", "_"), str, msgspec.field(default="", name=name))
+        for name in (
+            "Content-Security-Policy",
+            "Strict-Transport-Security",
+            "X-Content-Type-Options",
+            "X-Frame-Options",
+            "X-XSS-Protection",
+        )
+    ],
+    forbid_unknown_fields=True,
+)
+"""The headers that may be set, the toolkit's own list."""
+
+
+class HttpConfig(msgspec.Struct, forbid_unknown_fields=True):
+    """``http_server_config``. HTTP/2 is never spoken, so asking for it is refused."""
+
+    http2: Literal[False] = False
+    headers: Headers = msgspec.field(default_factory=Headers)  # type: ignore[valid-type]
+
+
+class WebConfig(msgspec.Struct, forbid_unknown_fields=True):
+    """The whole file."""
+
+    tls_server_config: TlsConfig | None = None
+    http_server_config: HttpConfig = msgspec.field(default_factory=HttpConfig)
+    basic_auth_users: dict[str, str] = {}
+
+
+def load(path: Path) -> Security:
+    """What the file asks for. Raises :class:`LedgerError` for all that is not right in it."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LedgerError(f"{path} can't be read: {getattr(error, 'strerror', 'not UTF-8')}.") from error
+    try:
+        config = msgspec.convert(yaml.safe_load(text) or {}, WebConfig)
+    except yaml.YAMLError as error:
+        raise LedgerError(f"{path} is no YAML: {' '.join(str(error).split())}.") from None
+    except msgspec.ValidationError as error:
+        raise LedgerError(f"{path} is not as it should be: {error}.") from None
+    authorizes = None
+    if config.basic_auth_users:
+        from .web_users import Users
+
+        authorizes = Users(config.basic_auth_users)
+    tls = _context(config.tls_server_config, path) if config.tls_server_config else None
+    headers = {
+        field.encode_name: value
+        for field in msgspec.structs.fields(Headers)
+        if (value := getattr(config.http_server_config.headers, field.name))
+    }
+    return Security(tls, authorizes, headers)
+
+
+def _context(config: TlsConfig, path: Path) -> ssl.SSLContext:
+    verifies = config.client_auth_type != "NoClientCert"
+    if verifies != bool(config.client_ca_file):
+        needs = "needs" if verifies else "needs no"
+        raise LedgerError(f"{path}: client_auth_type {config.client_auth_type} {needs} client_ca_file.")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = _VERSIONS[config.min_version]
+    context.maximum_version = _VERSIONS[config.max_version]
+    try:
+        context.load_cert_chain(path.parent / config.cert_file, path.parent / config.key_file)
+        if verifies:
+            context.load_verify_locations(path.parent / config.client_ca_file)
+            context.verify_mode = _CLIENTS[config.client_auth_type]
+    except (OSError, ValueError) as error:  # an SSLError is an OSError
+        said = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        raise LedgerError(f"{path}: the certificate, its key or the CA can't be used: {said}.") from None
+    return context

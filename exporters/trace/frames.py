@@ -1,0 +1,64 @@
+"""Tables of a trace as pandas DataFrames, for notebooks. Needs the analysis extra.
+
+    from kvledger.exporters import frames
+
+    requests = frames.requests("/var/lib/kvledger")
+    requests.groupby("outcome")[["prompt_tokens", "local", "external"]].sum()
+
+Columns, units and meanings are those of :data:`~kvledger.exporters.trace.tables.TABLES`. Text is
+``string``, a count ``Int64`` and seconds ``Float64``: a null is ``<NA>``, never a made-up figure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pandas as pd
+
+from ..inputs import reading
+from .tables import TABLES, Rows, rows
+
+DTYPES = {"text": "string", "count": "Int64", "seconds": "Float64"}
+
+Paths = str | Path | Iterable[str | Path]
+
+
+def requests(paths: Paths) -> pd.DataFrame:
+    """A row a request: where its prompt came from, and what was done for it."""
+    return table("requests", paths)
+
+
+def lives(paths: Paths) -> pd.DataFrame:
+    """A row a life, from an admission to a preemption or the end."""
+    return table("lives", paths)
+
+
+def entries(paths: Paths) -> pd.DataFrame:
+    """A row a posting, as on a statement."""
+    return table("entries", paths)
+
+
+def violations(paths: Paths) -> pd.DataFrame:
+    """A row a finding, drifts too."""
+    return table("violations", paths)
+
+
+def steps(paths: Paths) -> pd.DataFrame:
+    """A row a run of equal steps: what was scheduled."""
+    return table("steps", paths)
+
+
+def table(name: str, paths: Paths) -> pd.DataFrame:
+    """One of :data:`~kvledger.exporters.trace.tables.TABLES`.
+
+    Raises :class:`LedgerError` for a path that holds no journal.
+    """
+    found = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
+    data: Rows = []
+    with reading(found, local=True) as (places, _):
+        for _, some in rows(places, (name,)):
+            data += some
+    columns = TABLES[name]
+    frame = pd.DataFrame.from_records(data, columns=[column.name for column in columns])
+    return frame.astype({column.name: DTYPES[column.kind] for column in columns})

@@ -1,0 +1,191 @@
+"""Tables of a trace in Parquet files, for DuckDB, Spark, pandas, polars, or a spreadsheet.
+
+One file a table, ``requests.parquet`` and so on; columns, units and what they mean stand in
+``tables.py`` and with each field of the files. Needs the analysis extra.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from ...audit.errors import LedgerError
+from ...audit.replay.windows import EVERYTHING, Window
+from ..files import draft_of
+from .tables import TABLES, Column, Rows, hour_name, rows
+
+ROW_GROUP = 64 << 10
+BUFFER_BYTES = 256 << 10
+TYPES = {"text": pa.string(), "count": pa.int64(), "seconds": pa.float64()}
+
+
+def schema(columns: Sequence[Column]) -> Any:
+    """A table's schema; what a column means is in its metadata, as ``description``."""
+    return pa.schema(
+        [pa.field(c.name, TYPES[c.kind], metadata={"description": c.says}) for c in columns],
+    )
+
+
+def export(
+    paths: Sequence[Path],
+    folder: Path,
+    wanted: Collection[str] = tuple(TABLES),
+    window: Window = EVERYTHING,
+) -> dict[str, int]:
+    """Write the ``wanted`` tables into ``folder``; rows by table. A file stands whole or not at all.
+
+    Raises :class:`LedgerError` for a path that holds no journal, a folder that can't be written, and
+    what is no table.
+    """
+    for name in wanted:
+        if name not in TABLES:
+            raise LedgerError(f"{name!r} is no table: there are {', '.join(TABLES)}.")
+    files: dict[str, _File] = {}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        names = [name for name in TABLES if name in wanted]
+        for name in names:
+            files[name] = _File(folder / f"{name}.parquet", schema(TABLES[name]))
+        for name, some in rows(paths, names, window):
+            files[name].add(some)
+        for file in files.values():
+            file.finish()
+        for file in files.values():
+            file.stand()
+    except OSError as error:
+        said = os.strerror(error.errno) if error.errno else str(error)
+        raise LedgerError(f"{folder} can't be written: {said}.") from error
+    finally:
+        for file in files.values():
+            file.abandon()
+    return {name: file.rows for name, file in files.items()}
+
+
+class _File:
+    """One table's file, under another name until it is whole."""
+
+    def __init__(self, path: Path, columns: Any) -> None:
+        self.rows = 0
+        self._path = path
+        self._draft = draft_of(path)
+        self._schema = columns
+        # Buffered, so that a disk which is full from the start leaves no half-made writer.
+        self._sink = pa.BufferedOutputStream(pa.OSFile(str(self._draft), "wb"), BUFFER_BYTES)
+        self._writer: Any = pq.ParquetWriter(self._sink, columns, compression="zstd")
+        self._waiting: Rows = []
+
+    def add(self, some: Rows) -> None:
+        self._waiting += some
+        if len(self._waiting) >= ROW_GROUP:
+            self._write()
+
+    def finish(self) -> None:
+        self._write()
+        self._writer.close()
+        self._sink.close()
+
+    def stand(self) -> None:
+        """Take the place of what stood there before. After :meth:`finish`."""
+        self._draft.replace(self._path)
+
+    def abandon(self) -> None:
+        """Leave nothing behind that is not whole. After :meth:`finish` it does nothing."""
+        with contextlib.suppress(OSError, ValueError):
+            self._writer.close()
+            self._sink.close()
+        self._writer.is_open = False  # else it tries again when it is collected, and says so
+        with contextlib.suppress(OSError):
+            self._draft.unlink(missing_ok=True)
+
+    def _write(self) -> None:
+        if not self._waiting:
+            return
+        columns = zip(*self._waiting, strict=True)
+        arrays = [pa.array(column, field.type) for column, field in zip(columns, self._schema, strict=True)]
+        self._writer.write_batch(pa.record_batch(arrays, self._schema))
+        self.rows += len(self._waiting)
+        self._waiting = []
+
+
+# --- and back -------------------------------------------------------------------------------------------
+
+REQUESTS = "requests.parquet"
+
+SUMS = (
+    "preemptions", "prompt_tokens", "local", "external", "computed", "unattained", "scheduled", "rework",
+    "rejected", "overrun", "promised", "loaded", "waited_microseconds",
+)  # fmt: skip
+
+
+def sums(folder: Path, by: str, names: Callable[[str], str], window: Window) -> dict[str, dict[str, int]]:
+    """:data:`SUMS` of the requests of a folder by group, with ``requests`` and ``unknown``.
+
+    ``by`` is ``engine``, ``model``, ``hour``, ``outcome``, or anything else for groups that ``names``
+    finds in the requests' ids. Raises :class:`LedgerError` for files of another schema.
+    """
+    columns = [*_needed(by), *SUMS]
+    try:
+        # Not read_table, which takes seconds to import what it does not need for a single file.
+        with pq.ParquetFile(folder / REQUESTS) as file:
+            missing = set(columns).difference(file.schema_arrow.names)
+            table = None if missing else file.read(columns=columns)
+    except (pa.ArrowException, OSError) as error:
+        raise LedgerError(f"{folder / REQUESTS} can't be read: {error}.") from error
+    if table is None:
+        raise LedgerError(f"{folder / REQUESTS} has no {sorted(missing)[0]}: export it again.")
+    if window.bounded:
+        table = table.filter(_in_window(table, window))
+    unknown = pc.cast(pc.is_valid(table["unknown"]), pa.int64())
+    key = _group(table, by, names)
+    counted = table.select(SUMS).append_column("unknown", unknown).append_column("group", key)
+    found = counted.group_by("group").aggregate(
+        [([], "count_all"), *((name, "sum") for name in (*SUMS, "unknown"))]
+    )
+    return {
+        row["group"]: {
+            "requests": row["count_all"],
+            **{name: row[f"{name}_sum"] or 0 for name in (*SUMS, "unknown")},
+        }
+        for row in found.to_pylist()
+    }
+
+
+def _needed(by: str) -> tuple[str, ...]:
+    always = ("unknown", "outcome", "closed_seconds", "began_seconds")
+    return always + {
+        "engine": ("engine",), "model": ("model",), "hour": ("added_seconds",), "outcome": (), "": ()
+    }.get(by, ("request_id",))  # fmt: skip
+
+
+def _in_window(table: Any, window: Window) -> Any:
+    """As :meth:`~kvledger.audit.replay.windows.Window.has`."""
+    ended = pc.add(table["began_seconds"], table["closed_seconds"])
+    inside: Any = pc.is_valid(ended)
+    if window.since is not None:
+        inside = pc.and_(inside, pc.fill_null(pc.greater_equal(ended, window.since), False))
+    if window.until is not None:
+        return pc.and_(inside, pc.fill_null(pc.less(ended, window.until), False))
+    return pc.or_(inside, pc.is_null(table["closed_seconds"]))
+
+
+def _group(table: Any, by: str, names: Callable[[str], str]) -> Any:
+    if by in ("engine", "model"):
+        return table[by]
+    if by == "hour":
+        began = pc.fill_null(table["began_seconds"], 0.0)
+        hours = pc.floor(pc.divide(pc.add(began, table["added_seconds"]), 3600.0)).to_pylist()
+        words = {hour: hour_name(int(hour)) for hour in set(hours)}
+        return pa.array(map(words.__getitem__, hours), pa.string())
+    if by == "outcome":
+        without = pc.if_else(pc.is_valid(table["closed_seconds"]), "unknown", "open")
+        return pc.coalesce(table["outcome"], without)
+    if not by:
+        return pa.array([""] * len(table), pa.string())
+    return pa.array([names(name) for name in table["request_id"].to_pylist()], pa.string())

@@ -1,0 +1,188 @@
+"""A trace as a picture: Chrome's trace event format, which Perfetto and chrome://tracing open.
+
+An engine is a process, a request a track of it, a life a slice; what lies between lives is a slice
+that waits. Arrows lead from a preemption to the life that resumes, and findings are marks. Counters
+show how many requests run and wait, and the free blocks where a census saw them. Times are
+microseconds from the start of the engine that started first.
+
+The format: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import IO, Any
+
+from ...audit import events as ev
+from ...audit.checks.registry import Violation
+from ...audit.journal.folder import Reader
+from ...audit.ledger.account import Account, Life
+from ...audit.replay.engine_audit import EngineAudit, find
+from ...audit.replay.windows import EVERYTHING, Window
+from ..files import whole
+from .request_counts import RequestCounts
+
+Slice = dict[str, Any]
+
+
+def write_timeline(paths: Sequence[Path], out: IO[str], window: Window = EVERYTHING) -> int:
+    """Write one JSON object of the trace events of all journals at ``paths``; how many there are.
+
+    Requests are those of the ``window``, counters of the whole trace. Memory is bounded by what is
+    open, as in an audit. Raises :class:`LedgerError` for a path that holds no journal.
+    """
+    journals = [_Track(number, path, window) for number, path in enumerate(find(paths), 1)]
+    began = min((track.began for track in journals), default=0.0)
+    out.write('{"displayTimeUnit":"ms","traceEvents":[')
+    count = 0
+    for track in journals:
+        for event in track.events(round((track.began - began) * 1e6)):
+            out.write(("," if count else "") + "\n" + json.dumps(event, separators=(",", ":")))
+            count += 1
+    out.write("\n]}\n")
+    return count
+
+
+def save(paths: Sequence[Path], output: Path, window: Window = EVERYTHING) -> int:
+    """Write the timeline to a file, whole or not at all. Raises :class:`LedgerError`."""
+    with whole(output) as draft, draft.open("w") as out:
+        return write_timeline(paths, out, window)
+
+
+class _Track:
+    """One engine's journal, as trace events."""
+
+    def __init__(self, number: int, path: Path, window: Window) -> None:
+        self.number = number
+        self.path = path
+        self.window = window
+        self.began = _start(path)
+        self._crowd = RequestCounts()
+        self._flows = 0
+        self._found: dict[str | None, list[Violation]] = {}
+
+    def events(self, offset: int) -> Iterator[Slice]:
+        """All of them; ``offset`` microseconds are added to every time."""
+        for event in self._events():
+            if "ts" in event:
+                event["ts"] += offset
+            yield {"pid": self.number, **event}
+
+    def _events(self) -> Iterator[Slice]:
+        book = EngineAudit(self.path, keep=True, window=self.window, tally=False)
+        last = 0
+        with Reader(self.path) as reader:
+            for batch, found in book.batches(reader):
+                last = batch.events[-1].at
+                for event in batch.events:
+                    yield from self._counters(event)
+                for violation in found:
+                    self._found.setdefault(violation.request, []).append(violation)
+                for closed in book.accounts:
+                    yield from self._request(closed, last)
+                book.accounts.clear()
+        engine = book.engine
+        name = f"{book.name} ({engine.configuration.get('model', '')})" if engine else self.path.name
+        yield _named("process_name", name)
+        for still_open in book.open():
+            yield from self._request(still_open, last)
+        yield from self._findings(None, None)
+
+    def _request(self, account: Account, last: int) -> Iterator[Slice]:
+        """A request's track. One that is still open ends at the journal's ``last`` event."""
+        request = account.request
+        yield {"tid": request, **_named("thread_name", account.request_id)}
+        yield {"tid": request, "ph": "M", "name": "thread_sort_index", "args": {"sort_index": request}}
+        end = account.closed_at if account.closed_at >= 0 else last
+        for since, until in account.waits(last):
+            yield _slice("waits", "wait", request, since, until, {})
+        for life in account.lives:
+            until = life.ended_at if life.ended_at >= 0 else end
+            yield _slice(f"life {life.number}", "life", request, life.began_at, until, _figures(life))
+        for before, life in pairwise(account.lives):
+            self._flows += 1
+            arrow = {"cat": "resumed", "name": "resumed", "id": self._flows, "tid": request}
+            yield {**arrow, "ph": "s", "ts": before.ended_at}
+            yield {**arrow, "ph": "f", "bp": "e", "ts": life.began_at}
+        yield from self._findings(account.request_id, request)
+        for settlement in account.settlements:
+            yield _mark(
+                settlement.at,
+                "prompt settled",
+                request,
+                {
+                    "local": settlement.local,
+                    "external": settlement.external,
+                    "computed": settlement.computed,
+                    "unattained": settlement.unattained,
+                },
+            )
+
+    def _findings(self, request_id: str | None, track: int | None) -> Iterator[Slice]:
+        """What was found in a request, once; of requests that are not drawn nothing is."""
+        for violation in self._found.pop(request_id, ()):
+            yield _mark(violation.at, violation.id, track, {"says": violation.message})
+
+    def _counters(self, event: ev.Event) -> Iterator[Slice]:
+        """How many run and wait, when that changes; free blocks, where they are stated."""
+        if isinstance(event, ev.Census):
+            yield _counter(event.at, "free blocks", {"free": event.free_blocks})
+        elif isinstance(event, ev.PoolSeen | ev.BlocksStated) and event.free_blocks >= 0:
+            name = f"free blocks, pool {event.pool}" if event.pool else "free blocks"
+            yield _counter(event.at, name, {"free": event.free_blocks})
+        if self._crowd.feed(event):
+            counts = {"running": self._crowd.running, "waiting": self._crowd.waiting}
+            yield _counter(event.at, "requests", counts)
+
+
+def _figures(life: Life) -> dict[str, Any]:
+    """What a life's slice says when it is chosen; tokens."""
+    figures = {
+        "ended by": life.ended_by or "still open",
+        "local": life.local,
+        "external": life.external,
+        "loaded": life.loaded,
+        "scheduled": life.scheduled,
+        "rejected": life.rejected,
+        "discarded": life.discarded,
+    }
+    return {**figures, **{f"voided: {cause}": tokens for cause, tokens in life.voided.items()}}
+
+
+def _slice(name: str, category: str, request: int, start: int, end: int, args: dict[str, Any]) -> Slice:
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": category,
+        "tid": request,
+        "ts": start,
+        "dur": max(0, end - start),
+        "args": args,
+    }
+
+
+def _mark(at: int, name: str, request: int | None, args: dict[str, Any]) -> Slice:
+    """An instant on a request's track, or on the whole engine."""
+    scope = {"s": "p"} if request is None else {"s": "t", "tid": request}
+    return {"ph": "i", "name": name, "cat": "mark", "ts": at, "args": args, **scope}
+
+
+def _counter(at: int, name: str, args: dict[str, int]) -> Slice:
+    return {"ph": "C", "name": name, "ts": at, "args": args}
+
+
+def _named(kind: str, name: str) -> Slice:
+    return {"ph": "M", "name": kind, "args": {"name": name}}
+
+
+def _start(path: Path) -> float:
+    """When the engine started, in seconds since 1970; the journal's first event says it."""
+    with Reader(path) as reader:
+        for batch in reader.poll():
+            for event in batch.events:
+                if isinstance(event, ev.EngineStarted):
+                    return event.began_seconds
+    return 0.0

@@ -1,0 +1,134 @@
+"""Why prompt tokens were no hits: golden histories to the token, and nothing lost on any history."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from tests.histories import GOLDEN, events
+from tests.strategies import Story, random_histories
+
+from kvledger.audit.analysis.cache_misses import CAUSES, misses, never_came
+from kvledger.audit.checks.auditor import Auditor
+from kvledger.audit.events import Event
+from kvledger.audit.ledger.account import Account
+
+BLOCK = 16
+
+HISTORIES = (
+    # Prompt 100 is six blocks and four tokens.
+    ("cold", 100, "A0+0 s100 o+ s1 o+ F", {"not_knowable": 96, "below_block": 4}),
+    ("a whole hit but for the remainder", 100, "A96+0 s4 o+ F", {"below_block": 4}),
+    ("whole blocks, nothing hit", 96, "A0+0 s96 o+ F", {"not_knowable": 96}),
+    ("whole blocks, all hit: the last is computed", 96, "A80+0 s16 o+ F", {"last_token": 16}),
+    ("full external hit, the last token again", 96, "A0+96 L R1 s1 o+ F", {"last_token": 1}),
+    (
+        "preempted in decode, resumed cold",
+        64,
+        "A0+0 s64 o+ s1 o+ P A0+0 s66 o+ F",
+        {"not_knowable": 64, "preempted": 64},
+    ),
+    (
+        "preempted, resumed from the cache but for the prompt's last block",
+        64,
+        "A0+0 s64 o+ s1 o+ P A48+0 s18 o+ F",
+        {"not_knowable": 64, "preempted": 16},
+    ),
+    (
+        "preempted before the load was done",
+        200,
+        "A0+160a P A0+0 s200 o+ F",
+        {"preempted": 160, "not_knowable": 32, "below_block": 8},
+    ),
+    (
+        "reset while running",
+        40,
+        "A0+0 s40 o+ s1 p:reset A0+0 s41 o+ o+ F",
+        {"not_knowable": 32, "below_block": 8, "cache_reset": 40},
+    ),
+    (
+        "asynchronous load fails in part",
+        200,
+        "A0+160 L64 s136 o+ F",
+        {"load_failed": 96, "not_knowable": 32, "below_block": 8},
+    ),
+    (
+        "synchronous load failure takes a local hit with it",
+        200,
+        # 32 to 159 were given and void; 160 to 199 were executed in vain, and again.
+        "A64+96 s40 L-32 o s168 o+ F",
+        {"load_failed": 128 + 40, "not_knowable": 32, "below_block": 8},
+    ),
+    (
+        "never loaded",
+        200,
+        "A0+160a s40 o+ F",
+        {"promised_and_void": 160, "not_knowable": 32, "below_block": 8},
+    ),
+    (
+        "half in the plan",
+        200,
+        "A32+128 C64 s40 o+ F",
+        {"promised_and_void": 64, "not_knowable": 32, "below_block": 8},
+    ),
+    (
+        "replay window",
+        100,
+        "A64+0 R16:replay s52 o+ F",
+        {"replayed": 16, "not_knowable": 32, "below_block": 4},
+    ),
+    ("aborted in mid-prefill", 300, "A0+0 s128 o F", {"not_knowable": 128, "ended_first": 172}),
+    ("aborted while waiting for remote KV", 300, "A64+128 F", {"ended_first": 236}),
+    ("a session's second chunk", 20, "A0+0 s20 o+ S X10 s10 o+ F", {"not_knowable": 16, "below_block": 14}),
+)
+
+
+def accounts(stream: list[Event]) -> list[Account]:
+    auditor = Auditor(keep_closed=True)
+    auditor.feed_all(stream)
+    return list(auditor.ledger.accounts())
+
+
+def tokens_by_cause(account: Account, block_size: int = BLOCK) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for start, end, cause in misses(account, block_size):
+        assert 0 <= start < end
+        found[cause] = found.get(cause, 0) + end - start
+    return found
+
+
+@pytest.mark.parametrize(("title", "prompt", "words", "expected"), HISTORIES, ids=[h[0] for h in HISTORIES])
+def test_golden(title: str, prompt: int, words: str, expected: dict[str, int]) -> None:
+    (account,) = accounts(events(prompt, words))
+
+    assert expected == tokens_by_cause(account)
+
+
+@pytest.mark.parametrize("row", GOLDEN, ids=lambda row: row.title)
+def test_a_block_size_that_is_not_known_proves_nothing(row: object) -> None:
+    (account,) = accounts(row.events())  # type: ignore[attr-defined]
+
+    assert "below_block" not in tokens_by_cause(account, block_size=0)
+
+
+def add_up(account: Account) -> None:
+    """The causes' tokens are those executed first, those again, and those that never came to be."""
+    found = tokens_by_cause(account)
+    assert found.keys() <= CAUSES.keys()
+    again = sum(end - start for start, end, _ in account.executed_again)
+    never = sum(end - start for start, end in never_came(account)) if account.closed_at >= 0 else 0
+    assert account.first_prompt + again + never == sum(found.values())
+    assert again <= sum(account.rework.values())
+
+
+@pytest.mark.parametrize("row", GOLDEN, ids=lambda row: row.title)
+def test_golden_histories_add_up(row: object) -> None:
+    for account in accounts(row.events()):  # type: ignore[attr-defined]
+        add_up(account)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(random_histories())
+def test_any_history_adds_up(story: Story) -> None:
+    for account in accounts(list(story.events)):
+        if account.unknown is None:
+            add_up(account)

@@ -1,0 +1,230 @@
+"""What an auditor makes of findings: new ones and repeats, verdicts, and its own failures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from tests.audit.checks.false_reports import (
+    audited,
+    found,
+    miscounted,
+    report,
+    reported,
+    started,
+    told,
+    with_after,
+)
+from tests.histories import GOLDEN, WOVEN, Golden, Woven, events, weave
+from tests.strategies import Story, random_histories
+
+from kvledger.audit.checks import auditor as module
+from kvledger.audit.checks.auditor import Auditor
+from kvledger.audit.checks.registry import CATALOGUE, Check, Invariant, Violation, Witness
+from kvledger.audit.events import (
+    Census,
+    Delivered,
+    Event,
+    Gap,
+    HookFailed,
+    LookedUp,
+    Preempted,
+    Reported,
+    Snapshot,
+    SnapshotRow,
+)
+from kvledger.audit.ledger.ledger import Entry
+
+NEVER_LOADED = {"never_loaded", "not_planned"}
+STALE = told(events(100, "A64+0 s36 o+ F"), LookedUp, step=0)
+
+
+# --- no false alarms -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", GOLDEN, ids=lambda row: row.title)
+def test_golden_histories_are_clean(row: Golden):
+    """But for those whose promise was never loaded, which say so."""
+    auditor = audited(row.events())
+
+    broken = NEVER_LOADED & set(row.voided or ())
+    assert (["connector/promise-not-loaded"] if broken else []) == [
+        violation.id for violation in auditor.violations
+    ]
+    assert ("violated" if broken else "clean") == auditor.verdict
+
+
+@pytest.mark.parametrize("row", WOVEN, ids=lambda row: row.title)
+def test_golden_histories_woven_together_are_clean(row: Woven):
+    auditor = audited(row.events())
+
+    assert ([], "clean") == (auditor.violations, auditor.verdict)
+
+
+@settings(max_examples=150, deadline=None)
+@given(random_histories())
+def test_a_correct_engine_is_never_accused(story: Story):
+    """Of nothing but what the stream's connector does; with honest reports and counts beside."""
+    auditor = Auditor(debug=True)
+    auditor.feed(started())
+    for event in story.events:
+        auditor.feed(event)
+        for honest in list(_reports(auditor)) if isinstance(event, Delivered) else ():
+            auditor.feed(honest)
+
+    allowed = {"connector/promise-not-loaded", "connector/failed-load-counted"}
+    assert [] == [v for v in auditor.violations if v.id not in allowed]
+    assert [] == auditor.doubts
+
+
+def _reports(auditor: Auditor) -> Iterator[Reported]:
+    """What vLLM 0.32 would report after this output."""
+    for account in auditor.ledger.open.values():
+        if len(account.settlements) == 1 and not account.reported and account.plan:
+            prompt, (local, external) = account.settlements[0].prompt_tokens, account.plan
+            rest = prompt - local - external
+            yield Reported(0, account.request, prompt, local, external, rest, local + external)
+
+
+# --- findings ------------------------------------------------------------------------------------
+
+
+def test_a_finding_names_who_where_and_since_when():
+    (violation,) = audited(STALE).violations
+
+    assert (
+        "tokens/stale-lookup",
+        "violation",
+        "vllm 0.32.0 pid 123",
+        "request-0",
+        1,
+        1,
+        ["vLLM#18955", "vLLM#18957"],
+    ) == (
+        violation.id,
+        violation.severity,
+        violation.engine,
+        violation.request,
+        violation.life,
+        violation.step,
+        [reference.name for reference in violation.references],
+    )
+
+
+def test_a_repeat_is_counted_and_not_returned():
+    stream = miscounted(events(50, "A0+0 s10 o s20 o s20 o+ F"), 0, +5)
+    stream = miscounted(stream, 1, +5)
+    auditor = Auditor(debug=True)
+
+    returned = auditor.feed_all([started(), *stream])
+
+    assert [("tokens/balance", 0, 1)] == [(v.id, v.repeats, v.last_step) for v in returned]
+    assert [("tokens/balance", 1, 2)] == [(v.id, v.repeats, v.last_step) for v in auditor.violations]
+
+
+def test_each_request_is_a_finding_of_its_own():
+    stream = weave({0: 20, 1: 20}, "a.A0+0 b.A0+0 a.s20&b.s20 a.o+&b.o+ a.P b.P a.F b.F")
+    for nth in (0, 1):
+        stream = told(stream, Preempted, nth, held_blocks=1)
+
+    assert ["request-0", "request-1"] == [v.request for v in audited(stream).violations]
+
+
+def test_findings_are_kept_up_to_a_bound_and_the_rest_counted(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "FINDINGS_KEPT", 2)
+    auditor = Auditor(debug=True)
+    auditor.feed(started())
+    for request in range(5):
+        stream = events(100, "A64+0 s36 o+ F", request=request)
+        auditor.feed_all(told(stream, LookedUp, step=0, local_tokens=0))
+
+    assert (2, {"tokens/stale-lookup": 3}) == (len(auditor.violations), auditor.not_kept)
+
+
+def test_one_request_may_break_several_invariants():
+    stream = reported(STALE, report(100, -28, 0))
+
+    assert ["tokens/stale-lookup", "tokens/negative", "tokens/set-once"] == found(stream)
+
+
+def test_the_engine_may_be_named():
+    auditor = Auditor(engine="replica 7", debug=True)
+    auditor.feed_all([started(), *STALE])
+
+    assert ["replica 7"] == [violation.engine for violation in auditor.violations]
+
+
+# --- verdicts ------------------------------------------------------------------------------------
+
+
+def test_a_violation_makes_the_verdict():
+    assert "violated" == audited(STALE).verdict
+
+
+def test_nothing_seen_is_not_clean():
+    auditor = Auditor()
+
+    assert ("unknown", ["no engine was seen to start"]) == (auditor.verdict, auditor.doubts)
+
+
+@pytest.mark.parametrize(
+    "loss", [Gap(10_000, 3, "buffer"), HookFailed(10_000, "schedule", "KeyError", False)]
+)
+def test_lost_events_make_it_unknown_and_nobody_is_accused(loss: Event):
+    """What is told after the loss can't be judged, however wrong it looks."""
+    stream = with_after(events(50, "A0+0 s50 o+ s1 o+ F"), Delivered, 0, loss)
+    stream = with_after(stream, type(loss), 0, Census(10_000, 1, [0, 5, 5, 5, 5], 0, 0, 0))
+    auditor = audited(stream)
+
+    assert ([], "unknown") == (auditor.violations, auditor.verdict)
+
+
+def test_a_trace_that_begins_in_the_midst_is_unknown():
+    row = SnapshotRow(0, "request-0", 100, False, 40, 0, 0, 100, 0)
+    auditor = audited([Snapshot(0, 7, [row], 0)])
+
+    assert ("unknown", ["1 accounts are unknown"]) == (auditor.verdict, auditor.doubts)
+
+
+def test_a_violation_outweighs_a_doubt():
+    assert "violated" == audited([*STALE, Gap(10_000, -1, "crash")]).verdict
+
+
+# --- our own failures ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def a_check_that_raises(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Beside the others, one that is broken."""
+
+    def broken(entry: Entry) -> Iterator[Witness]:
+        raise KeyError("oops")
+
+    check: Check = broken
+    row = Invariant("tokens/broken", "violation", (LookedUp,), "", (), (), "", "", check)
+    monkeypatch.setitem(CATALOGUE, "tokens/broken", row)
+    return row.id
+
+
+def test_a_check_that_raises_is_counted_and_costs_no_finding(a_check_that_raises: str):
+    auditor = Auditor(debug=False)
+    findings: list[Violation] = auditor.feed_all([started(), *STALE])
+
+    assert ["tokens/stale-lookup"] == [violation.id for violation in findings]
+    assert {a_check_that_raises: 1} == auditor.check_failures
+
+
+def test_a_check_that_raises_leaves_no_clean_verdict(a_check_that_raises: str):
+    auditor = Auditor(debug=False)
+    auditor.feed_all([started(), *events(100, "A64+0 s36 o+ F")])
+
+    assert ("unknown", ["checks failed: tokens/broken"]) == (auditor.verdict, auditor.doubts)
+
+
+@pytest.mark.usefixtures("a_check_that_raises")
+def test_a_check_that_raises_stops_us_while_we_develop(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("KVLEDGER_DEBUG", "1")
+
+    with pytest.raises(KeyError, match="oops"):
+        Auditor().feed_all(STALE)

@@ -1,0 +1,408 @@
+"""The invariants of the KV connector, each broken and nearly broken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.audit.checks.false_reports import audited, found, report, reported, told, with_after
+from tests.histories import events
+
+from kvledger.audit.events import (
+    Admitted,
+    BlocksPromised,
+    Census,
+    Delivered,
+    Event,
+    FreeCompleted,
+    FreeDelayed,
+    LoadFinished,
+    Matched,
+    SavePlanned,
+    Stepped,
+    Tracked,
+    WorkerStepped,
+)
+from kvledger.audit.ledger.ledger import OVERDUE_SECONDS
+
+violates = pytest.mark.violates
+near_miss = pytest.mark.near_miss
+
+
+# --- connector/promise-not-loaded ----------------------------------------------------------------
+
+
+@violates("connector/promise-not-loaded")
+def test_a_resumed_request_whose_load_is_not_planned():
+    """LMCache#1969: 18 tokens promised to the second life, none in the step's plan."""
+    stream = events(34, "A0+0 s34 o+ (s1 o+)x14 P A16+18 C0 s15 o+ F")
+
+    (violation,) = audited(stream).violations
+
+    assert ("connector/promise-not-loaded", 2) == (violation.id, violation.life)
+    assert (
+        "18 external tokens promised to request request-0 from position 16 up were never loaded, "
+        "yet it ran over them (blocks never filled: 1000, 1001)."
+    ) == violation.message
+    assert [1000, 1001] == violation.figures["blocks"]
+
+
+@violates("connector/promise-not-loaded")
+def test_half_of_a_promise_in_the_plan():
+    (violation,) = audited(events(200, "A32+128 C64 s40 o+ F")).violations
+
+    assert (64, 96) == (violation.figures["tokens"], violation.figures["start"])
+
+
+@violates("connector/promise-not-loaded")
+def test_a_request_that_runs_before_its_load_has_finished():
+    assert ["connector/promise-not-loaded"] == found(events(200, "A0+160a s40 o+ F"))
+
+
+@violates("connector/promise-not-loaded")
+def test_many_blocks_are_not_all_named():
+    (violation,) = audited(events(400, "A0+320 C0 s80 o+ F")).violations
+
+    assert "(blocks never filled: 1000, 1001, 1002, 1003, 1004, 1005, 1006, 1007 and 12 more)" in (
+        violation.message
+    )
+    assert list(range(1000, 1020)) == violation.figures["blocks"]
+
+
+@near_miss("connector/promise-not-loaded")
+@pytest.mark.parametrize(
+    "words",
+    [
+        "A0+160 C160 s40 o+ F",
+        "A0+160 s40 L64 o s136 o+ F",
+        "A0+160 L64 s136 o+ F",
+        "A64+96 F",
+        "A0+160 s40 P o+ A0+0 s201 o+ F",
+        "A0+160 s40 F",
+    ],
+)
+def test_a_promise_kept_or_reported_failed_or_never_read(words: str):
+    assert [] == found(events(200, words))
+
+
+@near_miss("connector/promise-not-loaded")
+def test_a_plan_that_cannot_be_read_is_not_held_against_it():
+    assert [] == found(events(200, "A0+160 s40 L o+ F"))
+
+
+# --- connector/failed-load-counted ---------------------------------------------------------------
+
+
+@violates("connector/failed-load-counted")
+@pytest.mark.parametrize("words", ["A0+160 L64 s136 o+ F", "A0+160 s40 L64 o s136 o+ F"])
+def test_a_failed_load_stays_counted_as_external(words: str):
+    auditor = audited(reported(events(200, words), report(200, 0, 160)))
+
+    (violation,) = auditor.violations
+
+    assert ("connector/failed-load-counted", "drift") == (violation.id, violation.severity)
+    assert {
+        "external_tokens": 160,
+        "promised_tokens": 160,
+        "failed_tokens": 96,
+    } == violation.figures
+    assert "clean" == auditor.verdict, "a drift makes no verdict"
+
+
+@near_miss("connector/failed-load-counted")
+def test_a_load_that_fails_in_a_later_life():
+    stream = events(100, "A0+60 s30 L o P A0+96 L32 s68 o+ F")
+
+    assert [] == found(reported(stream, report(100, 0, 60)))
+
+
+@near_miss("connector/failed-load-counted")
+def test_a_load_that_failed_wholly_is_looked_up_anew():
+    stream = events(200, "A0+160 L0 A0+0 s200 o+ F")
+
+    assert [] == found(reported(stream, report(200, 0, 0)))
+
+
+# --- connector/negative-match --------------------------------------------------------------------
+
+
+@violates("connector/negative-match")
+def test_a_match_shorter_than_the_local_hit():
+    """One finding, though the engine then takes it at its word."""
+    stream = told(events(100, "A64+8 s28 o+ F"), Matched, external_tokens=-16)
+    stream = told(stream, Admitted, external_tokens=-16, computed_tokens=48)
+
+    assert "connector/negative-match" == found(stream)[0]
+    assert 1 == found(stream).count("connector/negative-match")
+
+
+@near_miss("connector/negative-match")
+@pytest.mark.parametrize("answer", [None, 0])
+def test_no_answer_and_nothing(answer: int | None):
+    stream = told(events(100, "A64+8 s28 o+ F"), Matched, external_tokens=answer)
+
+    assert [] == found(stream)
+
+
+# --- connector/tracker-lag and connector/save-gap --------------------------------------------------
+
+DECODED = "A0+0 s64 o+ (s1 o+)x20 F"
+
+
+def tracking(
+    tracked: int, computed: int = 84, *, saved: int = 64, due: int = 64, recent: int = 2, orders: int = 0
+) -> list[Event]:
+    """A decoded request, near whose end the connector counts so much; it has ordered ``orders``."""
+    said = Tracked(5_000, 0, 20, tracked, saved, due, computed, recent)
+    order = [SavePlanned(2_000, 0, 1, 0, orders)] if orders else []
+    return with_after(events(64, DECODED), Delivered, -1, *order, said)
+
+
+@violates("connector/tracker-lag")
+def test_a_connector_that_stopped_counting_at_the_prompt():
+    """LMCache#2821: its list of tokens does not grow with what is decoded."""
+    (violation,) = audited(tracking(64)).violations
+
+    assert "connector/tracker-lag" == violation.id
+    assert (
+        "The connector knows 64 of the 84 tokens that request request-0 has computed: 20 behind, "
+        "where 2 may be in flight."
+    ) == violation.message
+
+
+@near_miss("connector/tracker-lag")
+@pytest.mark.parametrize("tracked", [82, 83, 84, 90])
+def test_a_connector_behind_by_what_is_in_flight_or_ahead(tracked: int):
+    assert [] == found(tracking(tracked))
+
+
+@violates("connector/save-gap")
+def test_a_chunk_passed_and_not_saved():
+    (violation,) = audited(tracking(84, saved=32)).violations
+
+    assert ("connector/save-gap", {"saved_tokens": 32, "due_tokens": 64}) == (
+        violation.id,
+        violation.figures,
+    )
+
+
+@near_miss("connector/save-gap")
+@pytest.mark.parametrize(
+    "figures",
+    [
+        {"saved": 64, "due": 64},
+        {"saved": 84, "due": 64},
+        {"saved": 0, "due": -1},
+        {"saved": 0, "due": 64, "orders": 64},
+    ],
+)
+def test_all_saved_or_nothing_to_save_or_saved_in_an_earlier_life(figures: dict[str, int]):
+    assert [] == found(tracking(84, **figures))
+
+
+# --- connector/never-finished ----------------------------------------------------------------------
+
+
+def later(seconds: int) -> Census:
+    return Census(seconds * 1_000_000, 9, [], 0, 1, 1)
+
+
+@violates("connector/never-finished")
+def test_a_load_that_nobody_ends():
+    stream = events(200, "A64+96a F")[:-1]
+
+    (violation,) = audited([*stream, later(OVERDUE_SECONDS + 1)]).violations
+
+    assert ("connector/never-finished", 96) == (violation.id, violation.figures["tokens"])
+
+
+@violates("connector/never-finished")
+def test_blocks_of_an_ended_request_that_are_never_given_back():
+    stream = [*events(200, "A0+0 s200 o+ F"), FreeDelayed(9_000, 0, 1, "request-0", 13)]
+
+    (violation,) = audited([*stream, later(OVERDUE_SECONDS + 1)]).violations
+
+    assert (
+        "The connector has kept 13 blocks of request request-0 since 600 seconds, which has ended."
+    ) == violation.message
+
+
+@near_miss("connector/never-finished")
+def test_a_load_that_is_late():
+    assert [] == found([*events(200, "A64+96a F")[:-1], later(OVERDUE_SECONDS - 1)])
+
+
+@near_miss("connector/never-finished")
+def test_a_load_that_came():
+    stream = events(200, "A64+96a F")[:-1]
+
+    assert [] == found([*stream, LoadFinished(9_000, 0, 160), later(OVERDUE_SECONDS + 1)])
+
+
+@near_miss("connector/never-finished")
+def test_blocks_that_were_given_back():
+    delayed = [FreeDelayed(9_000, 0, 1, "request-0", 13), FreeCompleted(9_500, 0, 2)]
+
+    assert [] == found([*events(200, "A0+0 s200 o+ F"), *delayed, later(OVERDUE_SECONDS + 1)])
+
+
+# --- what a worker tells -------------------------------------------------------------------------
+
+
+def promised(request: int = 0, step: int = 1, blocks: int = 10) -> BlocksPromised:
+    """160 tokens from position 0 up, in blocks 100, 101, ... of 16."""
+    return BlocksPromised(0, request, step, 0, 16 * blocks, 16, list(range(100, 100 + blocks)))
+
+
+def worked(step: int = 1, **how: Any) -> WorkerStepped:
+    """A worker's step that loads those blocks, as it should."""
+    said: dict[str, Any] = {
+        "started": True,
+        "loaded_blocks": list(range(100, 110)),
+        "layers": 2,
+        "saves": -1,
+        "saved": True,
+        "failed_blocks": [],
+        "received": [],
+        "failed": [],
+        "sent": [],
+    }
+    return WorkerStepped(0, step, 0, **(said | how))
+
+
+def with_worker(words: str, *more: Event, after: type[Event] = Stepped, tokens: int = 200) -> list[Event]:
+    """A history whose promise stands by block, with what a worker did after the first event of a kind."""
+    stream = events(tokens, words)
+    stream = with_after(stream, Admitted, 0, promised(step=step_of(stream)))
+    return with_after(stream, after, 0, *more)
+
+
+def step_of(stream: list[Event]) -> int:
+    """The step of the first admission."""
+    return next(event.step for event in stream if isinstance(event, Admitted))
+
+
+STEP = step_of(events(200, "A0+160 s40 o+ F"))
+LATE = pytest.mark.parametrize("after", [Stepped, Delivered], ids=["in time", "late"])
+
+
+@violates("connector/promise-not-loaded")
+@LATE
+def test_a_worker_that_never_begins_a_planned_load(after: type[Event]):
+    """Told before the step's output or after it: the account is the same."""
+    auditor = audited(with_worker("A0+160 s40 o+ F", worked(STEP, started=False), after=after))
+
+    (violation,) = auditor.violations
+    (account,) = auditor.ledger.accounts()
+    assert "yet it ran over them: a worker never began the load (blocks never filled: 100, " in (
+        violation.message
+    )
+    assert (160, 0, {"never_loaded": 160}) == (account.promised, account.loaded, account.voided)
+
+
+@violates("connector/promise-not-loaded")
+@pytest.mark.parametrize(
+    ("later", "loaded_blocks", "tokens"), [(1, [], 160), (0, list(range(100, 105)), 80)], ids=["none", "half"]
+)
+def test_a_worker_that_passes_over_a_load(later: int, loaded_blocks: list[int], tokens: int):
+    """The first life's load shows that steps are counted alike; the second's never begins, or in part."""
+    stream = with_worker("A0+160 s40 o+ P A0+160 s41 o+ s1 o+ F", worked(STEP))
+    second = [event for event in stream if isinstance(event, Admitted)][1]
+    stream = with_after(stream, Admitted, 1, promised(step=second.step))
+    said = worked(second.step + later, loaded_blocks=loaded_blocks, saves=1)
+
+    (violation,) = audited(with_after(stream, Delivered, 2, said)).violations
+
+    assert ("connector/promise-not-loaded", 2) == (violation.id, violation.life)
+    assert tokens == violation.figures["tokens"]
+
+
+@violates("connector/promise-not-loaded")
+@LATE
+def test_a_failure_that_the_engine_does_not_heed(after: type[Event]):
+    auditor = audited(with_worker("A0+160 s40 o+ F", worked(STEP, failed_blocks=[104, 105]), after=after))
+
+    (violation,) = auditor.violations
+    (account,) = auditor.ledger.accounts()
+    assert "a worker reported that they failed (blocks never filled: 104, 105)" in violation.message
+    assert (64, {"never_loaded": 96}) == (account.loaded, account.voided)
+
+
+@near_miss("connector/promise-not-loaded")
+@pytest.mark.parametrize(
+    ("words", "how"),
+    [
+        ("A0+160 s40 o+ F", {}),
+        ("A0+160 s40 o+ F", {"loaded_blocks": None, "started": False}),
+        ("A0+160 s40 L64 o s136 o+ F", {"failed_blocks": list(range(104, 110))}),
+        ("A0+160 s40 P o+ A0+0 s201 o+ F", {"failed_blocks": [104]}),
+    ],
+    ids=["as planned", "opaque", "heeded", "preempted"],
+)
+def test_a_worker_that_did_as_it_was_told(words: str, how: dict[str, Any]):
+    assert [] == found(with_worker(words, worked(STEP, **how)))
+
+
+@near_miss("connector/promise-not-loaded")
+def test_a_worker_that_counts_other_steps_is_not_believed():
+    shifted = worked(STEP + 1), worked(STEP + 2, loaded_blocks=[], saves=1)
+
+    assert [] == found(with_worker("A0+160 s40 o+ (s1 o+)x4 F", *shifted, after=Delivered))
+
+
+@near_miss("connector/promise-not-loaded")
+def test_a_worker_that_was_never_seen_to_count_as_the_scheduler_does():
+    assert [] == found(with_worker("A0+160 s40 o+ F", worked(STEP, loaded_blocks=list(range(100, 105)))))
+
+
+@near_miss("connector/promise-not-loaded")
+def test_a_worker_of_whom_nothing_was_heard_since():
+    assert [] == found(with_worker("A0+160 s40 o+ F"))
+
+
+@violates("connector/load-unpromised")
+def test_a_load_into_blocks_that_nobody_was_promised():
+    astray = worked(STEP + 1, loaded_blocks=[7, 8])
+    stream = with_worker("A0+160 s40 o+ s1 o+ F", worked(STEP), astray, after=Delivered)
+
+    (violation,) = audited(stream, groups=1, deferred_loads=False).violations
+
+    assert "Worker 0 loads 2 blocks that no request was promised to have filled: 7, 8." == violation.message
+
+
+@near_miss("connector/load-unpromised")
+@pytest.mark.parametrize(
+    ("said", "how"),
+    [
+        ({"groups": 1, "deferred_loads": False}, {"loaded_blocks": [99, *range(100, 110)]}),
+        ({"groups": 2, "deferred_loads": False}, {"loaded_blocks": [7]}),
+        ({"groups": 1, "deferred_loads": True}, {"loaded_blocks": [7]}),
+        ({}, {"loaded_blocks": [7]}),
+    ],
+    ids=["from within the local hit", "several groups", "deferred", "not said"],
+)
+def test_a_load_of_which_the_promise_may_be_missing(said: dict[str, Any], how: dict[str, Any]):
+    stream = with_worker("A0+160 s40 o+ s1 o+ F", worked(STEP), worked(STEP + 1, **how), after=Delivered)
+
+    assert [] == found(stream, **said)
+
+
+@violates("connector/save-gap")
+def test_a_worker_that_is_not_made_to_wait_for_its_saves():
+    assert ["connector/save-gap"] == found(with_worker("A0+160 s40 o+ F", worked(STEP, saves=1, saved=False)))
+
+
+@near_miss("connector/save-gap")
+@pytest.mark.parametrize("how", [{"saves": 1}, {"saves": 0, "saved": False}, {"saves": -1, "saved": False}])
+def test_saves_waited_for_or_none_or_unknown(how: dict[str, Any]):
+    assert [] == found(with_worker("A0+160 s40 o+ F", worked(STEP, **how)))
+
+
+@violates("connector/never-finished")
+def test_a_load_that_workers_reported_and_the_engine_still_waits_for():
+    stream = with_worker("A0+160a", worked(STEP, received=["request-0"]), after=Admitted)
+    late = Census((OVERDUE_SECONDS + 1) * 1_000_000, 5, [], 0, 10, 64)
+
+    (violation,) = audited([*stream, late]).violations
+
+    assert violation.message.endswith("The workers have reported it finished.")

@@ -1,0 +1,96 @@
+"""The catalogue: complete, shown from both sides, and the page made from it is not stale."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvledger.audit.checks.registry import FAMILIES, catalogue, explain, invariant, markdown
+from kvledger.audit.errors import LedgerError
+
+ROOT = Path(__file__).parents[3]
+ALL = list(catalogue().values())
+IDS = [row.id for row in ALL]
+
+
+def shown(marker: str) -> set[str]:
+    """The ids in ``@<marker>("id")`` above the tests beside this file."""
+    ids: set[str] = set()
+    for path in Path(__file__).parent.glob("test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                ids |= {
+                    str(call.args[0].value)
+                    for call in node.decorator_list
+                    if isinstance(call, ast.Call)
+                    and isinstance(call.func, ast.Name)
+                    and call.func.id == marker
+                    and isinstance(call.args[0], ast.Constant)
+                }
+    return ids
+
+
+@pytest.mark.parametrize("marker", ["violates", "near_miss"])
+def test_every_invariant_is_shown_from_both_sides(marker: str):
+    assert set(IDS) == shown(marker)
+
+
+@pytest.mark.parametrize("row", ALL, ids=IDS)
+def test_every_invariant_says_what_it_promises_and_what_only_looks_broken(row):
+    assert row.promise.endswith(".")
+    assert row.violated_when
+    assert row.near_misses
+    assert row.on
+    assert row.family in FAMILIES
+    assert all(url.startswith("https://github.com/") for _, url in row.references)
+
+
+def test_the_page_is_not_stale():
+    assert (ROOT / "docs/invariants.md").read_text() == markdown(), (
+        "python -m kvledger.audit.checks.registry > docs/invariants.md"
+    )
+
+
+def test_the_module_prints_the_page():
+    printed = subprocess.run(
+        [sys.executable, "-m", "kvledger.audit.checks.registry"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT / "src",
+    )
+
+    assert markdown() == printed.stdout
+
+
+def test_explained_for_a_terminal():
+    assert explain("tokens/source-sum").startswith(
+        "tokens/source-sum (violation)\n\n"
+        "Local, external and computed tokens sum to the prompt.\n\n"
+        "Violated when the three were not taken together,"
+    )
+    assert "https://github.com/vllm-project/vllm/pull/36752" in explain("tokens/source-sum")
+
+
+@pytest.mark.parametrize("row", ALL, ids=IDS)
+def test_an_explanation_fits_a_terminal(row):
+    assert 100 >= max(map(len, explain(row.id).splitlines()))
+
+
+def test_an_unknown_id_names_its_neighbours():
+    with pytest.raises(LedgerError, match="did you mean tokens/negative"):
+        explain("token/negativ")
+
+
+def test_nothing_close_names_nothing():
+    with pytest.raises(LedgerError, match=r"no invariant is called 'zzz'$"):
+        explain("zzz")
+
+
+def test_two_invariants_never_share_an_id():
+    with pytest.raises(AssertionError, match="two invariants"):
+        invariant("tokens/negative", on=(), says="")(ALL[0].check)

@@ -1,0 +1,149 @@
+"""The entry point that vLLM calls in every process: inert, idempotent, and nothing leaves it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.config.scheduler import SchedulerConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+from kvledger.audit.conformance.driver import Driver, Setup
+from kvledger.audit.engines import choose
+from kvledger.audit.entry import plugin
+from kvledger.audit.journal.folder import find_journals, read
+from kvledger.audit.replay.engine_audit import audit_paths
+
+
+@pytest.fixture
+def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Put vLLM's classes back afterwards, as no process ever needs to."""
+    chooser = SchedulerConfig.get_scheduler_cls
+    chosen = [_chosen(asynchronous) for asynchronous in (False, True)]
+    inits = [cls.__dict__.get("__init__") for cls in chosen]
+    maker = KVConnectorFactory.__dict__["create_connector"]
+    yield
+    SchedulerConfig.get_scheduler_cls = chooser
+    KVConnectorFactory.create_connector = maker
+    for cls, init in zip(chosen, inits, strict=True):
+        if init is None:
+            if "__init__" in cls.__dict__:
+                del cls.__init__
+        else:
+            cls.__init__ = init
+
+
+def _chosen(asynchronous: bool) -> Any:
+    config = Driver(Setup(asynchronous=asynchronous)).scheduler.vllm_config.scheduler_config
+    return SchedulerConfig.get_scheduler_cls(config)
+
+
+def test_the_entry_point_is_the_plugin() -> None:
+    found = [e for e in entry_points(group="vllm.general_plugins") if e.name == "kvledger"]
+
+    assert ["kvledger.audit.entry.plugin:install"] == [entry.value for entry in found]
+
+
+def test_inert_without_a_folder(untouched: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVLEDGER_DIR", raising=False)
+    chooser = SchedulerConfig.get_scheduler_cls
+    plugin.install()
+
+    assert chooser is SchedulerConfig.get_scheduler_cls
+
+
+def test_installing_twice_is_installing_once(
+    untouched: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KVLEDGER_DIR", str(tmp_path))
+    plugin.install()
+    chooser = SchedulerConfig.get_scheduler_cls
+    plugin.install()
+
+    assert chooser is SchedulerConfig.get_scheduler_cls
+    init = _chosen(False).__init__
+    assert init is _chosen(False).__init__
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_each_scheduler_made_after_it_was_chosen_writes_one_journal(
+    asynchronous: bool, untouched: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """AsyncScheduler inherits from Scheduler: both are chosen here, and none is watched twice."""
+    monkeypatch.setenv("KVLEDGER_DIR", str(tmp_path))
+    plugin.install()
+    _chosen(False), _chosen(True)
+    for folder in tmp_path.iterdir():  # the schedulers that _chosen made
+        assert folder.is_dir()
+    before = set(tmp_path.iterdir())
+
+    driver = Driver(Setup(asynchronous=asynchronous))
+    driver.add("r", 100, 4)
+    driver.run()
+    driver.scheduler.shutdown()
+
+    (journal,) = set(tmp_path.iterdir()) - before
+    (folder,) = find_journals([journal])
+    names = [type(event).__name__ for _, event in read(folder)]
+    assert ["EngineStarted", "Snapshot", "RequestAdded"] == names[:3]
+    assert "EngineStopped" == names[-1]
+    assert "clean" == audit_paths([journal]).verdict
+
+
+def test_nothing_leaves_the_entry_point(
+    untouched: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken() -> None:
+        raise RuntimeError("a broken plugin")
+
+    monkeypatch.setenv("KVLEDGER_DIR", "/nowhere")
+    monkeypatch.setattr(plugin, "_install", broken)
+    with caplog.at_level(logging.WARNING, logger="kvledger"):
+        plugin.install()
+
+    assert ["kvledger is off: RuntimeError: a broken plugin"] == [
+        record.message for record in caplog.records if record.name == "kvledger"
+    ]
+
+
+@pytest.mark.parametrize("folder", ["/proc/nowhere", "/dev/null/nowhere"])
+def test_a_folder_that_cannot_be_made_leaves_the_engine_running(
+    folder: str, untouched: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVLEDGER_DIR", folder)
+    plugin.install()
+    _chosen(False)
+    driver = Driver(Setup())
+    driver.add("r", 100, 4)
+    driver.run()
+
+    assert 4 == sum(len(output.new_token_ids) for output in driver.delivered["r"])
+
+
+def test_a_host_that_does_not_fit_runs_on_unobserved(
+    untouched: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("KVLEDGER_DIR", str(tmp_path))
+    scheduler = Driver(Setup()).scheduler
+    scheduler.schedule = lambda surprise: None
+    with caplog.at_level(logging.WARNING, logger="kvledger"):
+        assert plugin.observe(scheduler) is None
+
+    (record,) = [record for record in caplog.records if record.name == "kvledger"]
+    assert "kvledger is off" in record.message
+    assert "schedule takes (surprise)" in record.message
+    assert [] == list(tmp_path.iterdir())
+
+
+def test_the_adapter_fits_this_host() -> None:
+    assert choose(Driver(Setup()).scheduler).NAME

@@ -1,0 +1,277 @@
+"""The ledger gives the golden figures, and on any history those of the naive model.
+
+The model (:mod:`tests.naive`) was written from the rules alone, position by position; the ledger
+uses intervals. Where the two differ, one of them is wrong, and the smallest stream is printed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from tests.histories import GOLDEN, WOVEN, Golden, Woven, compressed, request_id, told_whole, weave
+from tests.naive import Naive
+from tests.strategies import Story, random_histories
+
+from kvledger.audit.events import Event
+
+Ledger = pytest.importorskip("kvledger.audit.ledger.ledger").Ledger
+
+FIGURES = (
+    "scheduled",
+    "first_prompt",
+    "first_output",
+    "rework",
+    "rejected",
+    "overrun",
+    "plan",
+    "hit_again",
+    "loaded_again",
+    "computed",
+    "in_flight",
+    "preemptions",
+    "discarded",
+    "promised",
+    "loaded",
+    "voided",
+)
+SUMS = (
+    "scheduled",
+    "first_prompt",
+    "first_output",
+    "rejected",
+    "overrun",
+    "hit_again",
+    "loaded_again",
+    "preemptions",
+    "promised",
+    "loaded",
+)
+CAUSES = ("rework", "discarded", "voided")
+SETTLED = ("local", "external", "computed", "unattained", "carried", "prompt_tokens")
+
+
+def by_title(row: Golden | Woven) -> str:
+    """A test's name is its row's title."""
+    return row.title
+
+
+def post(ledger: Any, event: Event) -> None:
+    """Apply one event to the end; what it yields is not our concern here."""
+    entries = ledger.apply(event)
+    if entries is not None:
+        for _ in entries:
+            pass
+
+
+def ledger_of(events: Iterable[Event]) -> Any:
+    """A ledger that has seen it all and forgot nothing."""
+    ledger = Ledger(keep_closed=True)
+    for event in events:
+        post(ledger, event)
+    return ledger
+
+
+def causes(figure: Any) -> dict[str, int]:
+    """Tokens by cause, without the causes that have none."""
+    return {cause: tokens for cause, tokens in dict(figure).items() if tokens}
+
+
+def figures_of(ledger: Any, request: int) -> dict[str, Any]:
+    """One account in the naive model's words."""
+    statement = ledger.account(request_id(request))
+    assert statement is not None
+    figures = {name: getattr(statement, name) for name in FIGURES}
+    for name in CAUSES:
+        figures[name] = causes(figures[name])
+    if figures["plan"] is not None:
+        figures["plan"] = tuple(figures["plan"])
+    figures["settlements"] = [
+        {name: getattr(settlement, name) for name in SETTLED} for settlement in statement.settlements
+    ]
+    figures["unknown"] = statement.unknown
+    return figures
+
+
+def figures_expected(model: Naive, request: int) -> dict[str, Any]:
+    """The same from the naive model, which is never in doubt."""
+    result = model.result()[request]
+    figures = {name: result[name] for name in (*FIGURES, "settlements")}
+    figures["unknown"] = None
+    return figures
+
+
+def expect(row: Golden, figures: dict[str, Any]) -> None:
+    """Every column of one golden row."""
+    assert {
+        "scheduled": row.scheduled,
+        "first_prompt": row.first_prompt,
+        "first_output": row.first_output,
+        "rework": row.rework,
+        "rejected": row.rejected,
+        "overrun": row.overrun,
+        "plan": row.plan,
+        "loaded_again": row.loaded_again,
+        "hit_again": row.hit_again,
+        "settled": [row.settled, *row.later],
+        "in_flight": 0,
+        "unknown": None,
+    } == {
+        "scheduled": figures["scheduled"],
+        "first_prompt": figures["first_prompt"],
+        "first_output": figures["first_output"],
+        "rework": sum(figures["rework"].values()),
+        "rejected": figures["rejected"],
+        "overrun": figures["overrun"],
+        "plan": figures["plan"],
+        "loaded_again": figures["loaded_again"],
+        "hit_again": figures["hit_again"],
+        "settled": [tuple(chunk[name] for name in SETTLED[:4]) for chunk in figures["settlements"]],
+        "in_flight": figures["in_flight"],
+        "unknown": figures["unknown"],
+    }
+    if row.rework_by_cause is not None:
+        assert row.rework_by_cause == figures["rework"]
+    if row.voided is not None:
+        assert row.voided == figures["voided"]
+
+
+@pytest.mark.parametrize("row", GOLDEN, ids=by_title)
+def test_golden_row(row: Golden) -> None:
+    """One history, to the token."""
+    expect(row, figures_of(ledger_of(row.events()), 0))
+
+
+@pytest.mark.parametrize("row", GOLDEN, ids=by_title)
+def test_golden_row_with_repeats(row: Golden) -> None:
+    """The same where unchanged steps are written as one ``Repeated``."""
+    expect(row, figures_of(ledger_of(compressed(row.events())), 0))
+
+
+@pytest.mark.parametrize("row", GOLDEN, ids=by_title)
+def test_golden_row_told_whole(row: Golden) -> None:
+    """The same where outputs are written whole."""
+    expect(row, figures_of(ledger_of(told_whole(row.events())), 0))
+
+
+@pytest.mark.parametrize("woven", WOVEN, ids=by_title)
+def test_golden_row_of_several_requests(woven: Woven) -> None:
+    """Requests that share steps do not share accounts."""
+    ledger = ledger_of(woven.events())
+
+    for number, row in enumerate(woven.rows):
+        expect(row, figures_of(ledger, number))
+
+
+@settings(max_examples=2000, deadline=None)
+@given(random_histories())
+def test_any_history_as_the_naive_model_has_it(story: Story) -> None:
+    """Every figure of every account at the end of any stream, cut off or not."""
+    model = Naive()
+    for event in story.events:
+        model.apply(event)
+    ledger = ledger_of(story.events)
+
+    for request in model.requests:
+        assert figures_expected(model, request) == figures_of(ledger, request)
+
+
+@settings(max_examples=200, deadline=None)
+@given(random_histories())
+def test_any_history_at_every_moment(story: Story) -> None:
+    """The same after each single event."""
+    model = Naive()
+    ledger = Ledger(keep_closed=True)
+    for event in story.events:
+        model.apply(event)
+        post(ledger, event)
+        for request in model.requests:
+            assert figures_expected(model, request) == figures_of(ledger, request)
+
+
+@settings(max_examples=500, deadline=None)
+@given(random_histories())
+def test_any_history_told_whole(story: Story) -> None:
+    """Outputs written whole, among repeats and others, are the same fact to ledger and model."""
+    events = told_whole(story.events)
+    model, of_whole = Naive(), Naive()
+    for event in story.events:
+        model.apply(event)
+    for event in events:
+        of_whole.apply(event)
+    ledger = ledger_of(events)
+
+    assert model.result() == of_whole.result()
+    for request in model.requests:
+        assert figures_expected(model, request) == figures_of(ledger, request)
+
+
+@settings(max_examples=200, deadline=None)
+@given(random_histories())
+def test_totals_are_the_sum_of_the_accounts(story: Story) -> None:
+    """Nothing is counted twice and nothing is forgotten, whoever has ended."""
+    model = Naive()
+    for event in story.events:
+        model.apply(event)
+    results = model.result().values()
+    totals = ledger_of(story.events).totals()
+
+    for name in SUMS:
+        assert sum(result[name] for result in results) == getattr(totals, name), name
+    for name in CAUSES:
+        expected: dict[str, int] = {}
+        for result in results:
+            for cause, tokens in result[name].items():
+                expected[cause] = expected.get(cause, 0) + tokens
+        assert expected == causes(getattr(totals, name)), name
+
+
+# --- steady decode --------------------------------------------------------------------------------
+
+
+def posted_at_once(events: Iterable[Event]) -> Any:
+    """A ledger of which somebody reads every account after every event, so that none lags behind."""
+    ledger = Ledger(keep_closed=True)
+    for event in events:
+        post(ledger, event)
+        ledger.open  # noqa: B018
+    return ledger
+
+
+LONG = (
+    "a.A0+0 b.A16+0 a.s40&b.s8 a.o+&b.o+ (a.s1&b.s1 a.o+&b.o+)x20 a.P (b.s1 b.o+)x9 b.F a.A32+0 a.s29 a.o+ F",
+    "a.A0+0 b.A16+0 a.s40&b.s8 a.s1&b.s1 a.o+&b.o+ (a.s1&b.s1 a.o+&b.o+)x20 a.P a.o+&b.o+ b.F",
+    "a.A0+0 b.A16+0 a.s40&b.s8 a.o+&b.o+ (a.s1&b.s1 a.o+&b.o+)x9 a.s1&b.s4/3 a.o+&b.o1/3 a.s1&b.s1 a.o+&b.o+"
+    " (a.s1&b.s1 a.o+&b.o+)x9 a.F b.F",
+)
+
+
+@pytest.mark.parametrize("words", LONG)
+@pytest.mark.parametrize("repeats", [False, True])
+def test_a_steady_account_is_that_of_one_posted_at_once(words: str, repeats: bool) -> None:
+    stream = weave({0: 40, 1: 24}, words)
+    stream = compressed(stream) if repeats else stream
+    lazy, eager = ledger_of(stream), posted_at_once(stream)
+
+    assert [account.freeze() for account in eager.accounts()] == [a.freeze() for a in lazy.accounts()]
+    assert eager.totals() == lazy.totals()
+
+
+def test_most_of_a_long_decode_is_posted_when_somebody_asks() -> None:
+    ledger = Ledger()
+    for event in weave({0: 40}, "A0+0 s40 o+ (s1 o+)x50"):
+        post(ledger, event)
+
+    assert {0} == ledger._steady.keys()
+    assert 50 == ledger.open[0].first_output
+    assert {0} == ledger._steady.keys()
+
+
+@settings(max_examples=300, deadline=None)
+@given(random_histories())
+def test_reading_accounts_changes_nothing(story: Story) -> None:
+    lazy, eager = ledger_of(story.events), posted_at_once(story.events)
+
+    assert [account.freeze() for account in eager.accounts()] == [a.freeze() for a in lazy.accounts()]

@@ -1,0 +1,164 @@
+"""Journals replayed: sums, verdicts, what is kept, and statements of single requests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+from tests import journals
+from tests.histories import GOLDEN, events
+
+from kvledger.audit.errors import LedgerError
+from kvledger.audit.events import Gap, Reported, RequestAdded
+from kvledger.audit.replay.engine_audit import EngineAudit, audit_paths, statement
+
+
+def test_one_journal(tmp_path: Path) -> None:
+    audit = audit_paths([journals.clean(tmp_path / "one")])
+
+    assert "clean" == audit.verdict
+    assert [] == audit.violations
+    assert [] == audit.notes
+    totals = audit.totals
+    settled = (totals.local, totals.external, totals.computed, totals.unattained)
+    assert (0, 104, 96, 0) == settled
+
+
+def test_several_journals_are_summed(tmp_path: Path) -> None:
+    for number, row in enumerate(GOLDEN):
+        journals.write(tmp_path / f"engine-{number}", row.events())
+
+    audit = audit_paths([tmp_path])
+
+    assert len(GOLDEN) == len(audit.books)
+    assert sum(row.scheduled for row in GOLDEN) == audit.totals.scheduled
+    assert sum(row.rework for row in GOLDEN) == sum(audit.totals.rework.values())
+
+
+def test_the_verdict_is_the_worst(tmp_path: Path) -> None:
+    journals.clean(tmp_path / "a")
+    journals.write(tmp_path / "b", [*events(10, "A0+0 s10 o+"), Gap(500, 3, "full")])
+    assert "unknown" == audit_paths([tmp_path]).verdict
+
+    journals.violated(tmp_path / "c")
+    assert "violated" == audit_paths([tmp_path]).verdict
+
+
+def test_notes_name_the_journal_where_there_are_several(tmp_path: Path) -> None:
+    journals.clean(tmp_path / "a")
+    journals.write(tmp_path / "b", events(10, "A0+0 s10 o+ F"), stopped=False)
+
+    (note,) = audit_paths([tmp_path]).notes
+
+    assert note.startswith("b: the engine did not end in good order")
+
+
+def test_a_book_keeps_no_closed_account(tmp_path: Path) -> None:
+    """Memory is bounded by what is open."""
+    (book,) = audit_paths([journals.clean(tmp_path / "one")]).books
+
+    assert {} == book.auditor.ledger.closed
+    assert [] == book.accounts
+
+
+def test_a_book_counts_ended_requests_by_verdict_and_outcome(tmp_path: Path) -> None:
+    (good,) = audit_paths([journals.clean(tmp_path / "good")]).books
+    (bad,) = audit_paths([journals.violated(tmp_path / "bad")]).books
+
+    assert {("clean", "stopped"): 1} == good.requests
+    assert {("violated", "stopped"): 1} == bad.requests
+
+
+def test_a_violating_request_is_never_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where so many were found that this one's finding is not kept."""
+    monkeypatch.setattr("kvledger.audit.checks.auditor.FINDINGS_KEPT", 1)
+    wrong = [
+        replace(event, request=request) if isinstance(event, Reported) else event
+        for request in range(3)
+        for event in journals.reported(
+            events(200, journals.CLEAN, request=request), local=-128, external=160, computed=168
+        )
+    ]
+    (book,) = audit_paths([journals.write(tmp_path / "bad", wrong)]).books
+
+    assert {("violated", "stopped"): 3} == book.requests
+    assert set() == book.auditor.violating
+
+
+def test_figures_of_closed_accounts_never_fall(tmp_path: Path) -> None:
+    """Event by event, over every golden history: what a counter is made of only rises."""
+    for row in GOLDEN:
+        book = EngineAudit(tmp_path)
+        before = (0, 0, 0, 0, 0)
+        for number, event in enumerate(row.events()):
+            book.feed(number, event)
+            closed = book.closed
+            rework = sum(closed.rework.values())
+            now = (closed.first_prompt, closed.first_output, rework, closed.rejected, closed.overrun)
+            assert all(a <= b for a, b in zip(before, now, strict=True)), row.title
+            before = now
+
+
+def test_a_statement_has_every_entry(tmp_path: Path) -> None:
+    found = statement([journals.clean(tmp_path / "one")], "request-0")
+
+    assert 200 == found.account.prompt_tokens
+    assert found.lines[-1].text == "discarded: finished"
+    assert 0 == found.lines[-1].balance == found.account.computed
+    balance = 0
+    for line in found.lines:
+        balance += line.credit - line.debit
+        assert balance == line.balance
+
+
+def test_a_statement_carries_the_findings_of_its_request(tmp_path: Path) -> None:
+    found = statement([journals.violated(tmp_path / "one")], "request-0")
+
+    assert "tokens/negative" in [violation.id for violation in found.findings]
+
+
+def test_a_statement_by_the_beginning_of_an_id(tmp_path: Path) -> None:
+    folder = journals.clean(tmp_path / "one")
+
+    assert "request-0" == statement([folder], "req").account.request_id
+
+
+def test_no_such_request_names_near_ones(tmp_path: Path) -> None:
+    folder = journals.clean(tmp_path / "one")
+
+    with pytest.raises(LedgerError, match=r"No request of .* 'reqest-0'; there are request-0\."):
+        statement([folder], "reqest-0")
+
+
+def test_an_ambiguous_beginning_names_the_candidates(tmp_path: Path) -> None:
+    two = [RequestAdded(1, 0, "chat-1", 5), RequestAdded(2, 1, "chat-2", 5)]
+    folder = journals.write(tmp_path / "one", two)
+
+    with pytest.raises(LedgerError, match=r"2 requests begin with 'chat': chat-1, chat-2\."):
+        statement([folder], "chat")
+
+
+def test_the_clients_id_goes_before_a_mere_beginning(tmp_path: Path) -> None:
+    """vLLM's requests 1-abc and 10-def: 1 is the first."""
+    two = [RequestAdded(1, 0, "10-0a1b2c3d", 5), RequestAdded(2, 1, "1-4e5f6a7b", 5)]
+    folder = journals.write(tmp_path / "one", two)
+
+    assert "1-4e5f6a7b" == statement([folder], "1").account.request_id
+
+
+def test_what_the_engine_reports_is_on_the_statement(tmp_path: Path) -> None:
+    lines = statement([journals.violated(tmp_path / "one")], "request-0").lines
+
+    (told,) = (line for line in lines if line.text.startswith("reported"))
+    assert ("reported: -128 local, 160 external, 168 computed", 0, 0) == (
+        told.text,
+        told.credit,
+        told.debit,
+    )
+
+
+def test_an_open_request_has_a_statement(tmp_path: Path) -> None:
+    folder = journals.write(tmp_path / "one", events(10, "A0+0 s10 o+"))
+
+    assert -1 == statement([folder], "request-0").account.closed_at

@@ -1,0 +1,88 @@
+"""Several processes read what one reads."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from tests import journals
+from tests.histories import GOLDEN
+
+from kvledger.audit.errors import LedgerError
+from kvledger.audit.replay.engine_audit import audit_paths, find
+from kvledger.audit.replay.parallel import Processes, here, is_remote, size_bytes
+from kvledger.exporters.reports.audit import report
+
+
+@pytest.fixture
+def golden(tmp_path: Path) -> Path:
+    for number, row in enumerate(GOLDEN):
+        journals.write(tmp_path / "golden" / f"engine-{number:02d}", row.events())
+    return tmp_path / "golden"
+
+
+def test_the_same_report_to_the_last_digit(golden: Path) -> None:
+    assert report(audit_paths([golden], run=here)) == report(audit_paths([golden], run=Processes(2)))
+
+
+def process_of(journal: Path) -> tuple[str, int]:
+    return journal.name, os.getpid()
+
+
+def test_results_come_in_the_order_of_the_journals(golden: Path) -> None:
+    found = list(Processes(2)(process_of, find([golden])))
+
+    assert sorted(journal.name for journal in golden.iterdir()) == [name for name, _ in found]
+    assert os.getpid() not in {process for _, process in found}
+
+
+def test_little_is_read_here(golden: Path) -> None:
+    assert {os.getpid()} == {process for _, process in Processes()(process_of, find([golden]))}
+
+
+def refuse(journal: Path) -> None:
+    raise LedgerError(f"{journal.name} can't be read.")
+
+
+def die(journal: Path) -> None:
+    os._exit(1)
+
+
+def test_a_users_mistake_comes_back_as_one(golden: Path) -> None:
+    with pytest.raises(LedgerError, match="engine-00 can't be read"):
+        list(Processes(2)(refuse, find([golden])))
+
+
+def test_a_process_that_is_killed_is_a_sentence(golden: Path) -> None:
+    with pytest.raises(LedgerError, match="was killed; try fewer --jobs"):
+        list(Processes(2)(die, find([golden])))
+
+
+def test_fewer_than_none() -> None:
+    with pytest.raises(LedgerError, match="-1 processes can't be"):
+        Processes(-1)
+
+
+def test_a_pattern_that_the_shell_left(golden: Path) -> None:
+    assert [golden / "engine-00", golden / "engine-01"] == find([golden / "engine-0[01]"])
+    with pytest.raises(LedgerError, match="Nothing is called"):
+        find([golden / "nobody-*"])
+
+
+def test_a_folder_called_as_a_pattern_is_itself(golden: Path) -> None:
+    named = golden.rename(golden.with_name("[golden]"))
+
+    assert len(GOLDEN) == len(find([named]))
+
+
+def test_addresses(tmp_path: Path) -> None:
+    assert is_remote(Path("s3://bucket/folder"))
+    assert not is_remote(tmp_path)
+    assert not is_remote(Path("nowhere"))
+
+
+def test_sizes(golden: Path) -> None:
+    folder = golden / "engine-00"
+    assert size_bytes(folder) == sum(file.stat().st_size for file in folder.glob("*.kvl")) > 0
+    assert 0 == size_bytes(golden / "none")

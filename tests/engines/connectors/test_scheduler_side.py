@@ -1,0 +1,167 @@
+"""What is seen of a live connector beyond its admissions: kept blocks, children, plans, its own count."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.engines.observed import audited, observe
+
+from kvledger.audit.conformance.driver import Driver, start
+from kvledger.audit.conformance.scenarios import COURSES
+from kvledger.audit.engines import observer
+from kvledger.audit.engines.connectors.metadata_reader import plan_readers, reader_of
+from kvledger.audit.engines.readers.offloading import OffloadingReader
+from kvledger.audit.events import ChildMatched, FreeCompleted, FreeDelayed
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_blocks_kept_for_a_transfer_are_told_when_kept_and_when_seen_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(observer, "CENSUS_STEPS", 1)
+
+    def course(attach: Any) -> Driver:
+        driver = COURSES["delayed_free_sync"](attach)
+        driver.add("more", 20, 9)
+        driver.run()
+        return driver
+
+    _, events = observe(course)
+    kept = [event for event in events if isinstance(event, FreeDelayed)]
+
+    assert {"a", "b"} == {event.request_id for event in kept}
+    assert all(event.blocks > 0 for event in kept)
+    assert {event.request for event in kept} == {
+        event.request for event in events if isinstance(event, FreeCompleted)
+    }
+
+
+def test_each_child_of_a_connector_of_connectors_is_heard(tmp_path: Path) -> None:
+    child = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    children = [
+        {**child, "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / place)}}
+        for place in ("first", "second")
+    ]
+
+    def course(attach: Any) -> Driver:
+        driver = start(attach, connector="MultiConnector", connector_options=(("connectors", children),))
+        driver.add("r", 100, 2)
+        driver.run()
+        return driver
+
+    _, events = observe(course)
+
+    assert ["0 ExampleConnector", "1 ExampleConnector"] == [
+        event.child for event in events if isinstance(event, ChildMatched)
+    ]
+
+
+def test_a_connector_of_connectors_is_read_only_where_every_child_is() -> None:
+    known = type("ExampleConnector", (), {})()
+    opaque = type("Opaque", (), {})()
+    multi = type("MultiConnector", (), {"_connectors": [known, opaque]})()
+
+    assert reader_of(multi) is None
+    assert reader_of(opaque) is None
+
+
+def test_a_connector_otherwise_built_is_opaque() -> None:
+    assert reader_of(type("LMCacheConnectorV1", (), {})()) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("NixlConnector", {"reqs_to_recv": {"r": SimpleNamespace(local_block_ids=([3, 4],))}}),
+        ("NixlConnector", {"reqs_to_recv": {"r": SimpleNamespace(local_block_ids=[3, 4])}}),
+        (
+            "LMCacheMPConnector",
+            {
+                "requests": [
+                    SimpleNamespace(direction="RETRIEVE", op=SimpleNamespace(block_ids=[[3, 4]])),
+                    SimpleNamespace(direction="STORE", op=SimpleNamespace(block_ids=[[9]])),
+                ]
+            },
+        ),
+        (
+            "OffloadingConnector",
+            {"load_jobs": {1: SimpleNamespace(dst_spec=SimpleNamespace(block_ids=[3, 4]))}},
+        ),
+        ("OffloadingConnector", {"reqs_to_load": {"r": (None, SimpleNamespace(block_ids=[3, 4]))}}),
+    ],
+)
+def test_the_blocks_that_a_plan_will_fill(name: str, plan: dict[str, Any]) -> None:
+    """Plans in the shapes that releases give them; the rest are tried on the live connectors."""
+    assert {3, 4} == plan_readers()[name](SimpleNamespace()).filled(SimpleNamespace(**plan), 16)
+
+
+@pytest.mark.parametrize(
+    ("release", "course", "found"),
+    [
+        ("lmcache-0.3.9", "lmcache_resumed_package_sync", {"connector/promise-not-loaded"}),
+        ("lmcache-0.4.2", "lmcache_decoded_package_async", {"connector/tracker-lag", "connector/save-gap"}),
+        ("lmcache-0.4.3", "lmcache_decoded_package_async", set()),
+    ],
+)
+def test_real_lmcache_of_the_matrix(release: str, course: str, found: set[str]) -> None:
+    """Its scheduler's side, which scripts/releases.py puts beside .venv."""
+    releases = [sys.executable, str(ROOT / "scripts/releases.py")]
+    run = ["python", "-m", "kvledger.audit.conformance.lmcache", course]
+    subprocess.run([*releases, "build", release], check=True, timeout=300)
+    done = subprocess.run(
+        [*releases, "run", release, "--", *run], capture_output=True, text=True, timeout=300
+    )
+
+    assert found == {id for id, _ in json.loads(done.stdout.splitlines()[-1])["findings"]}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        SimpleNamespace(reqs_to_load={"r": ("store", SimpleNamespace(block_ids=[4, 5]))}),
+        SimpleNamespace(
+            load_jobs={7: SimpleNamespace(transfer_spec=("store", SimpleNamespace(block_ids=[4, 5])))}
+        ),
+        SimpleNamespace(load_jobs={7: SimpleNamespace(dst_spec=SimpleNamespace(block_ids=[4, 5]))}),
+    ],
+    ids=["0.20", "0.23", "0.32"],
+)
+def test_the_three_shapes_of_an_offloading_plan(plan: Any) -> None:
+    assert {4, 5} == OffloadingReader(None).filled(plan, 16)
+
+
+def test_a_prompt_that_the_connector_cuts_as_it_is_asked() -> None:
+    """NIXL does, for a Mamba prefill: what is counted and settled is the prompt that is left."""
+
+    def course(attach: Any) -> Driver:
+        driver = start(attach, connector="scripted")
+        asked = driver.connector.get_num_new_matched_tokens
+
+        def cut(request: Any, num_computed_tokens: int) -> Any:
+            if request.num_prompt_tokens == 64:
+                request.prompt_token_ids.pop()
+                request._all_token_ids.pop()
+                request.num_prompt_tokens -= 1
+            return asked(request, num_computed_tokens)
+
+        driver.connector.get_num_new_matched_tokens = cut
+        driver.add("r", 64, 3)
+        driver.run()
+        return driver
+
+    _, events = observe(course)
+    auditor = audited(events)
+    (account,) = auditor.ledger.accounts()
+
+    assert [] == auditor.violations
+    assert 63 == account.settlements[0].prompt_tokens == account.settlements[0].computed

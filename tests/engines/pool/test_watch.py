@@ -1,0 +1,158 @@
+"""What a pool is called for, beyond taking and giving back: copies, moves, pins, resets; on real managers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.engines.observed import audited, each
+
+from kvledger.audit import events as ev
+from kvledger.audit.conformance.driver import start
+from kvledger.audit.conformance.host import build_request
+from kvledger.audit.engines import host_version
+from kvledger.audit.engines.pool.manager_observer import ManagerObserver
+from kvledger.audit.journal.recorder import MemoryRecorder
+
+FULL, MAMBA = 0, 1
+HASHED_TOKENS = 2
+"""Tokens a hash, and a block of the full group; a Mamba state stands for two of these."""
+
+
+class Watched:
+    """A KV cache manager of a full and a Mamba group, and what was seen of it."""
+
+    def __init__(self) -> None:
+        import torch
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_manager import KVCacheManager
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+        from vllm.v1.kv_cache_interface import (
+            FullAttentionSpec,
+            KVCacheConfig,
+            KVCacheGroupSpec,
+            MambaSpec,
+        )
+
+        start()  # which begins the hashes
+        full = FullAttentionSpec(HASHED_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        mamba = MambaSpec(
+            block_size=2 * HASHED_TOKENS,
+            shapes=((1, 1),),
+            dtypes=(torch.float32,),
+            mamba_cache_mode="align",
+        )
+        groups = [KVCacheGroupSpec(["full"], full), KVCacheGroupSpec(["mamba"], mamba)]
+        config = KVCacheConfig(num_blocks=24, kv_cache_tensors=[], kv_cache_groups=groups)
+        self.manager: Any = KVCacheManager(
+            config, 1024, 2 * HASHED_TOKENS, HASHED_TOKENS, enable_caching=True, log_stats=False
+        )
+        self.pool = self.manager.block_pool
+        self.hasher = get_request_block_hasher(HASHED_TOKENS, sha256)
+        self.sink = MemoryRecorder()
+        self.observer = ManagerObserver(self.manager, self.sink, version=host_version())
+        self.observer.start()
+
+    def begin(self, request_id: str, prompt: list[int]) -> Any:
+        """A request whose prompt is scheduled up to its last hash, in a step of its own."""
+        self.manager.new_step_starts()
+        request = build_request(request_id, prompt, hasher=self.hasher, max_tokens=9)
+        blocks, hits, *_ = self.manager.get_computed_blocks(request)
+        end = len(prompt) // HASHED_TOKENS * HASHED_TOKENS
+        assert self.manager.allocate_slots(request, end - hits, hits, blocks) is not None
+        request.num_computed_tokens = end
+        return request
+
+    def go_on(self, request: Any) -> None:
+        """One token more."""
+        self.manager.new_step_starts()
+        request.append_output_token_ids([7])
+        assert self.manager.allocate_slots(request, 1) is not None
+
+    def copies_are_made(self) -> None:
+        _, retained = self.manager.take_kv_cache_block_copies()
+        self.pool.free_blocks(retained)
+
+    def seen(self, kind: type[ev.Event]) -> list[Any]:
+        """Events of a kind; and nothing was found in all of them."""
+        self.observer.stop("detached")
+        events = self.sink.take()
+        assert [] == audited(events).violations
+        return [event for event in each(events) if isinstance(event, kind)]
+
+
+@pytest.fixture
+def watched() -> Watched:
+    return Watched()
+
+
+def test_who_goes_on_over_its_own_cached_part_moves_the_hashes_to_a_copy(watched: Watched) -> None:
+    request = watched.begin("a", [0, 0, 1, 1, 2, 2, 3])
+    watched.go_on(request)
+    watched.copies_are_made()
+    watched.manager.free(request)
+
+    (copied,) = watched.seen(ev.BlockCopied)
+
+    assert copied.moved
+    assert MAMBA == copied.group
+
+
+def test_who_hits_a_part_of_a_block_gets_a_copy_in_its_place(watched: Watched) -> None:
+    first = watched.begin("a", [0, 0, 1, 1, 2, 2, 3])
+    watched.manager.free(first)
+    second = watched.begin("b", [0, 0, 1, 1, 2, 2, 3, 3])
+    table = watched.manager.get_block_ids("b")
+    watched.copies_are_made()
+    watched.manager.free(second)
+
+    copied = watched.seen(ev.BlockCopied)
+
+    assert [False] == [event.moved for event in copied]
+    assert copied[0].blocks[1] in table[MAMBA]
+
+
+def test_a_pin_from_outside_is_held_by_nobody_in_particular(watched: Watched) -> None:
+    request = watched.begin("a", [0, 0, 1, 1, 2, 2])
+    block = watched.pool.blocks[watched.manager.get_block_ids("a")[FULL][0]]
+    watched.pool.touch([block])
+    watched.manager.free(request)
+    watched.pool.free_blocks([block])
+
+    (pinned,) = [event for event in watched.seen(ev.BlocksTouched) if event.request < 0]
+
+    assert [block.block_id] == pinned.blocks
+    assert [2] == pinned.references
+
+
+def test_a_pin_outlives_its_request_and_is_given_up_by_unpinning(watched: Watched) -> None:
+    request = watched.begin("a", [0, 0, 1, 1, 2, 2])
+    block = watched.pool.blocks[watched.manager.get_block_ids("a")[FULL][0]]
+    watched.pool.touch([block])
+    watched.manager.free(request)
+    watched.pool.unpin_blocks([block], lambda *_: None)
+
+    freed = [event for event in watched.seen(ev.BlocksFreed) if event.by == "unpin_blocks"]
+
+    assert [([block.block_id], [0])] == [(event.blocks, event.references) for event in freed]
+
+
+def test_a_reset_is_told_with_what_came_of_it(watched: Watched) -> None:
+    request = watched.begin("a", [0, 0, 1, 1, 2, 2])
+    watched.pool.reset_prefix_cache()
+    watched.manager.free(request)
+    watched.pool.reset_prefix_cache()
+
+    assert [False, True] == [event.succeeded for event in watched.seen(ev.PoolReset)]
+
+
+def test_what_a_connector_evicts_is_told(watched: Watched) -> None:
+    request = watched.begin("a", [0, 0, 1, 1, 2, 2])
+    evicted = watched.manager.get_block_ids("a")[FULL][0]
+    watched.pool.evict_blocks({evicted})
+    watched.manager.free(request)
+
+    assert [[evicted]] == [event.blocks for event in watched.seen(ev.BlocksEvicted)]

@@ -1,0 +1,103 @@
+"""An output is told by its differences or whole, whichever is shorter, and means the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvledger.audit.engines import event_log
+from kvledger.audit.engines.event_log import StepLog
+from kvledger.audit.events import Delivered, DeliveredWhole, EngineStarted, Event, Snapshot
+from kvledger.audit.journal.recorder import MemoryRecorder
+
+STARTED = EngineStarted(0, 0.0, "vllm", "0.32.0", "made up", "tokens", 1, {})
+ORDER = [f"r{number}" for number in range(32)]
+CALM = [1] * 31 + [2]
+MIXED = [2, 3, 4, 1] * 8
+
+
+class Log:
+    """A step log with its sink, which has told of one output of every request."""
+
+    def __init__(self) -> None:
+        self.sink = MemoryRecorder()
+        self.log = StepLog(self.sink)
+        for name in ORDER:
+            self.log.intern(name)
+        self.restart()
+        self.delivered(CALM)
+
+    def restart(self) -> None:
+        self.log.restart(STARTED, Snapshot(0, 0, [], 0))
+
+    def delivered(self, lengths: list[int], order: list[str] = ORDER) -> list[Event]:
+        """What is told of this output."""
+        self.sink.take()
+        self.log.delivered(0, lengths, order, order, [])
+        return self.sink.take()
+
+
+def test_an_output_of_which_little_differs_is_told_by_its_differences() -> None:
+    assert [Delivered(0, [1, 3], [])] == Log().delivered([1, 3, *CALM[2:]])
+
+
+def test_an_output_of_which_much_differs_is_told_whole_and_its_order_once() -> None:
+    log = Log()
+
+    assert [DeliveredWhole(0, list(range(32)), bytes(MIXED))] == log.delivered(MIXED)
+    assert [DeliveredWhole(0, [], bytes(MIXED[::-1]))] == log.delivered(MIXED[::-1])
+    assert [Delivered(0, [31, 5], [])] == log.delivered([*MIXED[:0:-1], 5])
+
+
+def test_a_length_that_no_byte_holds_is_told_by_differences() -> None:
+    (told,) = Log().delivered([256] * 32)
+
+    assert isinstance(told, Delivered)
+
+
+def test_another_order_is_told_again() -> None:
+    log, turned = Log(), ORDER[::-1]
+    log.delivered(MIXED)
+    log.delivered(MIXED, turned)
+
+    (told,) = log.delivered(MIXED[::-1], turned)
+
+    assert DeliveredWhole(0, list(range(32))[::-1], bytes(MIXED[::-1])) == told
+
+
+def test_a_new_segment_is_told_the_order_again() -> None:
+    log = Log()
+    log.delivered(MIXED)
+    log.restart()
+    log.delivered(CALM)
+
+    assert [DeliveredWhole(0, list(range(32)), bytes(MIXED))] == log.delivered(MIXED)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_course_with_drafts_has_the_same_accounts_told_both_ways(
+    asynchronous: bool, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("vllm")
+    from tests.engines.observed import audited, observe
+
+    from kvledger.audit.conformance.workloads import crowd
+
+    def course(whole: float) -> tuple[set[type[Event]], list[Any]]:
+        monkeypatch.setattr(event_log, "WHOLE", whole)
+        _, events = observe(crowd, seed=seed, requests=40, asynchronous=asynchronous, drafts=3)
+        auditor = audited(events)
+        assert "clean" == auditor.verdict
+        accounts = [account.freeze() for account in auditor.ledger.accounts()]
+        figures = [
+            (one.request_id, one.first_prompt, one.first_output, one.rework, one.rejected, one.overrun)
+            for one in accounts
+        ]
+        return set(map(type, events)), figures
+
+    (kinds, whole), (others, by_differences) = course(-1.0), course(1.0)
+
+    assert DeliveredWhole in kinds and DeliveredWhole not in others
+    assert whole == by_differences

@@ -1,0 +1,324 @@
+"""What a real OTLP receiver gets: the table, a span a request and a life, and nothing that stalls us."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from opentelemetry.proto.trace.v1.trace_pb2 import Status
+from tests import journals
+from tests.exporters.metrics.receivers import Received, attributes, grpc_receiver, http_receiver
+from tests.histories import events
+
+from kvledger.audit.errors import LedgerError
+from kvledger.audit.events import Event, Gap, RequestAdded, Snapshot
+from kvledger.audit.replay.engine_audit import EngineAudit
+from kvledger.exporters.metrics import otel
+from kvledger.exporters.metrics.otel import Telemetry, attach_telemetry, protocol, wanted
+from kvledger.exporters.metrics.table import METRICS
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+RESUMED = "A0+32 L s56 o P A0+160 L s40 o+ s1 o+ F"
+NOW = 1_700_000_000.0
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of the surroundings' settings, and receivers that are not reached by a proxy."""
+    for name in list(otel.os.environ):
+        if name.startswith("OTEL_") or name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
+
+
+def started(*, at: float | None = None) -> EngineAudit:
+    book = EngineAudit(Path("engine-1"))
+    began = replace(journals.STARTED, wall_seconds=at or time.time(), configuration={"model": "tiny"})
+    for number, event in enumerate((began, Snapshot(0, 0, [], 0))):
+        book.feed(number, event)
+    return book
+
+
+def feed(book: EngineAudit, stream: list[Event], first: int = 2) -> None:
+    for number, event in enumerate(stream, first):
+        book.feed(number, event)
+
+
+def called(stream: list[Event], flags: str = "01") -> list[Event]:
+    """The same, with a caller's trace context."""
+    added, *rest = stream
+    assert isinstance(added, RequestAdded)
+    return [replace(added, traceparent=f"00-{TRACE}-{PARENT}-{flags}"), *rest]
+
+
+def told(
+    book: EngineAudit, stream: list[Event], monkeypatch: pytest.MonkeyPatch, **variables: str
+) -> Received:
+    """What an HTTP receiver got of a book that was fed a stream."""
+    with http_receiver() as (endpoint, received):
+        for name, value in {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, **variables}.items():
+            monkeypatch.setenv(name, value)
+        telemetry = attach_telemetry(lambda: [book], threading.Lock())
+        assert telemetry is not None
+        telemetry.watch(book)
+        feed(book, stream)
+        telemetry.close()
+    return received
+
+
+# --- both protocols ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("receiver", "how"), [(http_receiver(), "http/protobuf"), (grpc_receiver(), "grpc")], ids=["http", "grpc"]
+)
+def test_a_receiver_gets_spans_and_metrics(
+    receiver: AbstractContextManager[tuple[str, Received]], how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book = started()
+    with receiver as (endpoint, received):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", how)
+        monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "k8s.pod.name=pod-7")
+        telemetry = attach_telemetry(lambda: [book], threading.Lock())
+        assert telemetry is not None
+        telemetry.watch(book)
+        feed(book, events(200, RESUMED))
+        telemetry.close()
+
+    assert ["kvledger.life", "kvledger.life", "kvledger.request"] == sorted(
+        span.name for span in received.spans
+    )
+    of_resource = attributes(received.metrics[0].resource_metrics[0].resource)
+    assert ("kvledger", "pod-7") == (of_resource["service.name"], of_resource["k8s.pod.name"])
+    (point,) = [
+        point
+        for point in received.latest["kvledger.prompt_tokens"].sum.data_points
+        if attributes(point)["source"] == "external"
+    ]
+    assert 104 in (point.as_double, point.as_int)
+
+
+# --- metrics -------------------------------------------------------------------------------------------
+
+
+def test_the_whole_table_is_there_with_its_start_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    book = started(at=NOW)
+    received = told(book, events(200, RESUMED), monkeypatch, OTEL_TRACES_EXPORTER="none")
+    found = received.latest
+
+    silent = {"kvledger_journal_lag_seconds", "kvledger_checkpoint_timestamp_seconds"}
+    silent |= {"kvledger_last_violation_timestamp_seconds"}
+    for metric in METRICS:
+        followed = metric.name.startswith(("kvledger_reconciliation", "kvledger_sidecar"))
+        if metric.name not in silent and not followed:
+            assert otel.name(metric) in found, metric.name
+    sums = found["kvledger.prompt_tokens"]
+    assert ("{token}", True, 2) == (sums.unit, sums.sum.is_monotonic, sums.sum.aggregation_temporality)
+    assert {round(NOW * 1e9)} == {point.start_time_unix_nano for point in sums.sum.data_points}
+    assert [] == received.traces
+
+
+def test_a_histogram_keeps_its_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    book = started()
+    (point,) = (
+        told(book, events(200, RESUMED), monkeypatch)
+        .latest["kvledger.request_cached_ratio"]
+        .histogram.data_points
+    )
+
+    assert (1, 0.52) == (point.count, point.sum)
+    assert len(point.explicit_bounds) + 1 == len(point.bucket_counts)
+    assert not point.HasField("min") and not point.HasField("max")
+
+
+# --- spans ---------------------------------------------------------------------------------------------
+
+
+def spans(received: Received) -> tuple[Any, list[Any]]:
+    """The request's span, and its lives' in order."""
+    (request,) = [span for span in received.spans if span.name == "kvledger.request"]
+    lives = [span for span in received.spans if span.name == "kvledger.life"]
+    return request, sorted(lives, key=lambda span: span.start_time_unix_nano)
+
+
+def test_a_request_and_its_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    book = started()
+    stream = events(200, RESUMED)
+    request, lives = spans(told(book, stream, monkeypatch))
+
+    said = attributes(request)
+    assert (200, 2, 104) == tuple(
+        said[f"gen_ai.usage.{what}"] for what in ("input_tokens", "output_tokens", "cache_read.input_tokens")
+    )
+    assert ("tiny", ["stop"]) == (said["gen_ai.request.model"], said["gen_ai.response.finish_reasons"])
+    assert ("request-0", "clean", 1) == tuple(
+        said[f"kvledger.{what}"] for what in ("request_id", "verdict", "preemptions")
+    )
+    assert ["kvledger.preempted", "kvledger.resumed", "kvledger.settled"] == [e.name for e in request.events]
+    assert [request.span_id] * 2 == [life.parent_span_id for life in lives]
+    assert ["blocks", "finished"] == [attributes(life)["kvledger.ended_by"] for life in lives]
+    assert [["kvledger.load_ended"]] * 2 == [[event.name for event in life.events] for life in lives]
+
+
+def test_times_are_those_of_the_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    book = started()
+    stream = events(200, RESUMED)
+    request, lives = spans(told(book, stream, monkeypatch))
+    assert book.engine is not None
+    began = round(book.engine.wall_seconds * 1e6)
+
+    assert (began + stream[0].at) * 1000 == request.start_time_unix_nano
+    assert (began + stream[-1].at) * 1000 == request.end_time_unix_nano == lives[-1].end_time_unix_nano
+    preempted = next(event for event in stream if type(event).__name__ == "Preempted")
+    assert (began + preempted.at) * 1000 == lives[0].end_time_unix_nano == request.events[0].time_unix_nano
+
+
+def test_the_callers_trace_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    request, lives = spans(told(started(), called(events(200, RESUMED)), monkeypatch))
+
+    assert (TRACE, PARENT) == (request.trace_id.hex(), request.parent_span_id.hex())
+    assert {TRACE} == {life.trace_id.hex() for life in lives}
+
+
+def test_what_the_caller_does_not_sample_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [] == told(started(), called(events(200, RESUMED), flags="00"), monkeypatch).spans
+
+
+def test_without_a_caller_a_request_begins_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    request, lives = spans(told(started(), events(200, RESUMED), monkeypatch))
+
+    assert b"" == request.parent_span_id
+    assert {request.trace_id} == {life.trace_id for life in lives}
+
+
+def test_what_is_told_again_has_the_same_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a crash, when a segment is read a second time."""
+    at = time.time()
+    ids = [
+        {
+            (span.trace_id, span.span_id)
+            for span in told(started(at=at), events(200, RESUMED), monkeypatch).spans
+        }
+        for _ in range(2)
+    ]
+
+    assert ids[0] == ids[1]
+    assert 3 == len(ids[0])
+
+
+def test_an_unknown_request_says_so_and_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = events(200, "A0+0 s200 o+ F")
+    request, _ = spans(told(started(), [*stream[:-1], Gap(stream[-1].at, 3, "x"), stream[-1]], monkeypatch))
+
+    said = attributes(request)
+    assert ("unknown", "events were lost (x)") == (said["kvledger.verdict"], said["kvledger.unknown"])
+    assert "gen_ai.usage.input_tokens" not in said
+
+
+def test_a_request_that_failed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    request, _ = spans(told(started(), events(200, "A0+0 s200 o+ F:error"), monkeypatch))
+
+    assert Status.STATUS_CODE_ERROR == request.status.code
+
+
+def test_an_old_journal_is_no_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [] == told(started(at=time.time() - 3_600), events(200, RESUMED), monkeypatch).spans
+
+
+# --- a collector that is down ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def silence() -> Iterator[str]:
+    """Somebody who takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("how", ["http/protobuf", "grpc"])
+def test_a_collector_that_never_answers_stalls_nothing(
+    silence: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand requests into a queue of two hundred; sending holds no lock that feeding takes."""
+    for name, value in {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": silence,
+        "OTEL_EXPORTER_OTLP_PROTOCOL": how,
+        "OTEL_BSP_MAX_QUEUE_SIZE": "200",
+        "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "100",
+        "OTEL_METRIC_EXPORT_INTERVAL": "10",
+    }.items():
+        monkeypatch.setenv(name, value)
+    book, lock = started(), threading.Lock()
+    telemetry = Telemetry(lambda: [book], lock)
+    telemetry.start()
+    telemetry.watch(book)
+    one = events(200, "A0+0 s200 o+ F")
+    for _ in range(1_000):
+        with lock:
+            feed(book, one)
+
+    assert 1_000 == book.closed.requests
+    began = time.monotonic()
+    telemetry.close()
+    assert time.monotonic() - began < 30, "closing is bounded"
+
+
+def test_a_defect_in_telling_stops_no_feeding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(otel.Spans, "emit", lambda *_: 1 / 0)
+    book = started()
+    told(book, events(200, RESUMED), monkeypatch)
+
+    assert 1 == book.closed.requests
+
+
+# --- settings --------------------------------------------------------------------------------------------
+
+ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+
+
+@pytest.mark.parametrize(
+    ("environ", "signals"),
+    [
+        ({}, ()),
+        ({ENDPOINT: "x"}, ("traces", "metrics")),
+        ({"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": "x"}, ("metrics",)),
+        ({"OTEL_TRACES_EXPORTER": "otlp"}, ("traces",)),
+        ({ENDPOINT: "x", "OTEL_METRICS_EXPORTER": "none"}, ("traces",)),
+        ({ENDPOINT: "x", "OTEL_SDK_DISABLED": "true"}, ()),
+    ],
+)
+def test_on_only_where_asked(environ: dict[str, str], signals: tuple[str, ...]) -> None:
+    assert signals == wanted(environ)
+
+
+def test_nothing_is_attached_where_nothing_is_asked() -> None:
+    assert attach_telemetry(list, threading.Lock()) is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({}, "http/protobuf"),
+        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, "grpc"),
+        (
+            {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"},
+            "http/protobuf",
+        ),
+    ],
+)
+def test_the_protocol(environ: dict[str, str], said: str) -> None:
+    assert said == protocol("traces", environ)
+
+
+def test_what_there_is_not_is_refused_in_a_sentence() -> None:
+    with pytest.raises(LedgerError, match="OTEL_TRACES_EXPORTER is 'zipkin'; there are otlp and none"):
+        wanted({"OTEL_TRACES_EXPORTER": "zipkin"})
+    with pytest.raises(LedgerError, match="OTLP over 'http/json' is not to be had"):
+        protocol("traces", {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"})

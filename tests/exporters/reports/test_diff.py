@@ -1,0 +1,59 @@
+"""Two traces beside each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests import journals
+from tests.histories import events
+
+from kvledger.exporters.reports import terminal
+from kvledger.exporters.reports.diff import compare, drawn
+
+
+def test_a_trace_does_not_differ_from_itself(tmp_path: Path) -> None:
+    path = journals.clean(tmp_path / "one")
+
+    found = compare([path], [path])
+
+    assert all(row.before == row.after for row in found.figures)
+    assert ({}, [], ("clean", "clean")) == (found.findings, found.meanings, found.verdicts)
+
+
+def test_shares_and_findings(tmp_path: Path) -> None:
+    before = journals.write(tmp_path / "before", events(200, "A100+0 s100 o+ F"))
+    after = journals.violated(tmp_path / "after")
+
+    found = compare([before], [after])
+
+    shares = {row.label: (row.before, row.after) for row in found.figures}
+    assert (0.5, 0.0) == shares["local, of prompt tokens"]
+    assert (0, 1) == found.findings["tokens/negative"]
+    assert ("clean", "violated") == found.verdicts
+
+
+def test_what_two_releases_mean_by_a_figure(tmp_path: Path) -> None:
+    stream = events(10, "A0+0 s10 o+ F")
+    old = journals.write(tmp_path / "old", stream, version="0.19.1")
+    new = journals.write(tmp_path / "new", stream, version="0.32.0")
+
+    told = {row.figure: row for row in compare([old], [new]).meanings}
+
+    assert "first admission" in told["prompt figures"].after
+    assert told["prompt figures"].before != told["prompt figures"].after
+    assert "" == told["a negative figure"].after
+    assert "load failure policy" not in told
+
+
+def test_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stream = events(10, "A0+0 s10 o+ F")
+    old = journals.write(tmp_path / "old", stream, version="0.19.1")
+    new = journals.violated(tmp_path / "new")
+
+    terminal.show(drawn(compare([old], [new])))
+
+    shown = capsys.readouterr().out
+    assert "local, of prompt tokens" in shown
+    assert "tokens/negative" in shown
+    assert "not told" in shown

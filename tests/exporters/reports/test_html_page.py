@@ -1,0 +1,158 @@
+"""The page about a trace: one file, everything in it, and plots with data in a real browser."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from benchmarks.trace import write_trace
+from tests import journals
+from tests.exporters.reports.browser import Visit
+from tests.histories import events
+
+from kvledger.audit.errors import LedgerError
+from kvledger.audit.events import Gap, RequestAdded
+from kvledger.exporters.reports.html_data import gather
+from kvledger.exporters.reports.html_page import html, save
+from kvledger.exporters.trace.time_series import MOST, TICKS, Series, together
+
+SECTIONS = (
+    "Where prompt tokens came from",
+    "Why the others were no hits",
+    "Hit rate over time",
+    "Running and waiting",
+    "Preemptions",
+    "Work and rework",
+    "Waits",
+    "Preempted most",
+    "The engine's own figures",
+    "Read from",
+)
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trace")
+    write_trace(folder, 600, engines=2)
+    return folder
+
+
+def test_nothing_is_asked_of_a_network(trace: Path) -> None:
+    page = html(gather([trace]))
+
+    assert [] == re.findall(r"<(?:script|img|link|iframe)[^>]+(?:src|href)=\"(?!data:,)", page)
+    assert "@import" not in page
+    assert "url(" not in page
+
+
+def test_every_section_is_there(trace: Path) -> None:
+    page = html(gather([trace]))
+
+    assert list(SECTIONS) == [
+        h for h in re.findall(r"<h2>(.*?)</h2>", page.replace("&#x27;", "'")) if h in SECTIONS
+    ]
+
+
+def test_findings_lead_to_what_they_mean(tmp_path: Path) -> None:
+    page = html(gather([journals.violated(tmp_path / "violated")]))
+
+    assert "violated</b>" in page
+    for id in ("tokens-negative", "tokens-set-once"):
+        assert f'href="#{id}"' in page
+        assert f'<article id="{id}">' in page
+
+
+def test_names_from_outside_are_no_markup(tmp_path: Path) -> None:
+    name = '<script>alert("1")</script>'
+    stream = events(200, journals.CLEAN)
+    stream[0] = RequestAdded(stream[0].at, 0, name, 200)
+    page = html(gather([journals.write(tmp_path / "named", stream)]))
+
+    assert name not in page
+    assert "&lt;script&gt;alert(&quot;1&quot;)&lt;/script&gt;" in page
+
+
+@pytest.mark.parametrize("words", ["A0+0 s10 o+", "F"])
+def test_a_trace_of_next_to_nothing(tmp_path: Path, words: str) -> None:
+    assert "Trace audit" in html(gather([journals.write(tmp_path / "little", events(10, words))]))
+
+
+def test_a_trace_of_which_nothing_is_known(tmp_path: Path) -> None:
+    stream = [*events(10, "A0+0 s10 o+"), Gap(900, 5, "full")]
+
+    assert "events are missing" in html(gather([journals.write(tmp_path / "lost", stream)]))
+
+
+def test_what_can_not_be_written_is_a_sentence(trace: Path, tmp_path: Path) -> None:
+    with pytest.raises(LedgerError, match="can't be written"):
+        save(gather([trace]), tmp_path / "nowhere" / "page.html")
+
+
+PROBE = """<script>
+for (const plot of document.querySelectorAll(".plot")) {
+  const box = plot.getBoundingClientRect();
+  plot.dispatchEvent(new PointerEvent("pointermove", {clientX: box.left + box.width / 2}));
+}
+document.body.dataset.wide = document.documentElement.scrollWidth > window.innerWidth;
+</script>"""
+
+
+@pytest.mark.parametrize("width", [1200, 500])
+def test_in_a_browser_plots_have_data_and_nothing_is_amiss(trace: Path, tmp_path: Path, width: int) -> None:
+    """At the width of a desk and of a phone; Chromium opens no window narrower than 500."""
+    file = tmp_path / "page.html"
+    file.write_text(html(gather([trace])).replace("</body>", f"{PROBE}</body>"))
+
+    seen = Visit(file, tmp_path, width=width)
+
+    assert [] == seen.console
+    shapes = re.findall(r'<poly(?:gon|line) class="k\d" points="([^"]+)"', seen.dom)
+    assert 5 <= len(shapes)
+    heights = [{point.split(",")[1] for point in shape.split()} for shape in shapes]
+    assert all(len(each) > 1 for each in heights), "a plot is flat"
+    assert 3 == len(re.findall(r'<li class="when">\d{4}-\d\d-\d\d', seen.dom)), "pointing tells nothing"
+    assert 'data-wide="false"' in seen.dom, "the page is wider than the window"
+    assert 10_000 < seen.picture.stat().st_size
+
+
+def test_series_have_bounded_buckets_and_lose_nothing() -> None:
+    series = Series()
+    for second in range(10 * MOST):
+        series.count(second, "preemptions")
+        series.level(second, {"running": second})
+
+    assert len(series.counts) <= MOST
+    assert 10 * MOST == sum(row["preemptions"] for row in series.counts.values())
+
+
+def test_series_of_several_engines_are_summed_at_one_width() -> None:
+    long, short = Series(), Series()
+    for second in range(4 * MOST):
+        long.count(second, "preemptions")
+    short.count(5, "preemptions", 7)
+
+    both = together([long, short])
+
+    assert 4 * MOST + 7 == sum(row["preemptions"] for row in both.counts.values())
+
+
+def test_a_long_silence_is_not_filled_tick_by_tick() -> None:
+    quiet = Series()
+    quiet.level(0, {"running": 1})
+    quiet.level(10 * 86_400, {"running": 0})
+
+    assert len(together([quiet]).levels) <= 2 * MOST
+
+
+def test_a_level_lasts_until_the_next() -> None:
+    one, other = Series(), Series()
+    one.level(0, {"running": 3})
+    one.level(10, {"running": 0})
+    other.level(4, {"running": 2})
+    other.level(5, {"running": 0})
+
+    both = together([one, other])
+
+    places = [TICKS * second // both.width_ticks for second in (3, 4, 5)]
+    assert [3, 5, 3] == [both.levels[place]["running"] for place in places]

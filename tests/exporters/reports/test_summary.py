@@ -1,0 +1,91 @@
+"""Summaries: sums of the ledger, by group, streamed."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+import pytest
+from tests import journals
+from tests.histories import GOLDEN, events
+
+from kvledger.audit.errors import LedgerError
+from kvledger.audit.events import Gap
+from kvledger.audit.replay.engine_audit import audit_paths
+from kvledger.exporters.reports.summary import ALL, NO_MATCH, as_csv, summarize
+
+
+@pytest.fixture
+def golden(tmp_path: Path) -> Path:
+    for number, row in enumerate(GOLDEN):
+        journals.write(tmp_path / "golden" / f"engine-{number:02d}", row.events())
+    return tmp_path / "golden"
+
+
+def test_sums_are_those_of_an_audit(golden: Path) -> None:
+    (row,) = summarize([golden])
+
+    totals = audit_paths([golden]).totals
+    assert (ALL, totals.requests, totals.prompt_tokens) == (row.group, row.requests, row.prompt_tokens)
+    assert (totals.local, totals.external, totals.computed, totals.unattained) == (
+        row.local,
+        row.external,
+        row.computed,
+        row.unattained,
+    )
+    assert (totals.scheduled, sum(totals.rework.values())) == (row.scheduled, row.rework)
+
+
+@pytest.mark.parametrize("by", ["engine", "model", "hour", "outcome", r"\d+"])
+def test_groups_add_up(golden: Path, by: str) -> None:
+    *groups, everything = summarize([golden], by)
+
+    assert groups
+    for figure in ("requests", "prompt_tokens", "local", "external", "scheduled", "rework", "preemptions"):
+        assert getattr(everything, figure) == sum(getattr(group, figure) for group in groups)
+    assert everything.wait_seconds == pytest.approx(sum(group.wait_seconds for group in groups))
+
+
+def test_a_pattern_names_its_groups(tmp_path: Path) -> None:
+    journals.write(tmp_path / "one", events(10, "A0+0 s10 o+ F"))
+    name = next(iter(audit_paths([tmp_path], keep=True).books[0].accounts)).request_id
+
+    assert [name[:3], ALL] == [row.group for row in summarize([tmp_path], f"^({name[:3]}).*")]
+    assert [name, ALL] == [row.group for row in summarize([tmp_path], "^.*$")]
+    assert [NO_MATCH, ALL] == [row.group for row in summarize([tmp_path], "^nobody$")]
+
+
+def test_unknown_requests_are_counted_and_nothing_else(tmp_path: Path) -> None:
+    path = journals.write(tmp_path / "unknown", [*events(10, "A0+0 s10 o+"), Gap(900, 5, "full")])
+
+    (row,) = summarize([path])
+
+    assert (1, 1, 0, None, 0.0) == (
+        row.requests,
+        row.unknown,
+        row.prompt_tokens,
+        row.local_share,
+        row.wait_seconds,
+    )
+
+
+def test_what_is_open_waits_until_now(tmp_path: Path) -> None:
+    (row,) = summarize([journals.write(tmp_path / "open", events(10, "A0+0 s10 o+"), stopped=False)])
+
+    assert (1, 0) == (row.requests, row.unknown)
+    assert row.wait_seconds >= 0
+
+
+def test_neither_key_nor_pattern(golden: Path) -> None:
+    with pytest.raises(LedgerError, match="none of engine, model, hour, outcome"):
+        summarize([golden], "(")
+
+
+def test_csv_is_all_figures(golden: Path) -> None:
+    rows = summarize([golden], "outcome")
+
+    read = list(csv.DictReader(io.StringIO(as_csv(rows))))
+
+    assert [row.group for row in rows] == [line["group"] for line in read]
+    assert [str(row.local) for row in rows] == [line["local"] for line in read]

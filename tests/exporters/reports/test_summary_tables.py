@@ -1,0 +1,76 @@
+"""A summary of exported tables is that of the journals, to the last digit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests import journals
+from tests.histories import GOLDEN, events
+
+from kvledger.audit.errors import LedgerError
+from kvledger.audit.events import Gap
+from kvledger.audit.replay.windows import Window
+from kvledger.exporters.reports.summary import summarize
+
+pytest.importorskip("pyarrow")
+
+from kvledger.exporters.trace.parquet import export
+
+BEGAN = journals.STARTED.began_seconds
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Golden histories, a request that is unknown, and one that is open."""
+    for number, row in enumerate(GOLDEN):
+        journals.write(tmp_path / "trace" / f"engine-{number:02d}", row.events())
+    journals.write(tmp_path / "trace" / "unknown", [*events(10, "A0+0 s10 o+"), Gap(900, 5, "full")])
+    journals.write(tmp_path / "trace" / "open", events(10, "A0+0 s10 o+"), stopped=False)
+    return tmp_path / "trace"
+
+
+@pytest.mark.parametrize("by", ["", "engine", "model", "hour", "outcome", r"request-(\d)", "nobody"])
+def test_the_same_rows(trace: Path, tmp_path: Path, by: str) -> None:
+    export([trace], tmp_path / "out", ("requests",))
+
+    assert summarize([trace], by) == summarize([tmp_path / "out"], by)
+
+
+@pytest.mark.parametrize(
+    "window",
+    [Window(BEGAN + 100e-6, None), Window(None, BEGAN + 100e-6), Window(BEGAN + 80e-6, BEGAN + 120e-6)],
+)
+def test_the_same_in_a_window(trace: Path, tmp_path: Path, window: Window) -> None:
+    export([trace], tmp_path / "out", ("requests",))
+
+    of_tables = summarize([tmp_path / "out"], "outcome", window=window)
+    assert summarize([trace], "outcome", window=window) == of_tables
+    assert 0 < of_tables[-1].requests < summarize([trace])[-1].requests
+
+
+def test_a_window_is_the_same_before_and_after_the_export(trace: Path, tmp_path: Path) -> None:
+    window = Window(BEGAN + 100e-6, None)
+    export([trace], tmp_path / "out", ("requests",), window)
+
+    assert summarize([trace], window=window) == summarize([tmp_path / "out"])
+
+
+def test_tables_and_journals_together(trace: Path, tmp_path: Path) -> None:
+    export([trace], tmp_path / "out", ("requests",))
+
+    (both,) = summarize([trace, tmp_path / "out"])
+
+    assert 2 * summarize([trace])[0].requests == both.requests
+
+
+def test_no_such_table(trace: Path, tmp_path: Path) -> None:
+    with pytest.raises(LedgerError, match="'wishes' is no table: there are requests, lives"):
+        export([trace], tmp_path / "out", ("wishes",))
+
+
+def test_tables_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "requests.parquet").write_text("no")
+
+    with pytest.raises(LedgerError, match="can't be read"):
+        summarize([tmp_path])

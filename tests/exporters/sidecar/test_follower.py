@@ -1,0 +1,501 @@
+"""The follower: engines that come, end and vanish, and its place over restarts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+from tests import journals
+from tests.audit.replay.test_serialize import picture
+from tests.exporters.sidecar.crash import counted, renumbered
+from tests.histories import GOLDEN, events
+
+from kvledger.audit.errors import LedgerError
+from kvledger.audit.events import EngineStopped, Event, Snapshot
+from kvledger.audit.journal import reader
+from kvledger.audit.journal.folder import JournalWriter, Limits
+from kvledger.audit.journal.format import frame, header
+from kvledger.audit.replay import checkpoint, serialize
+from kvledger.exporters.sidecar import follower as follower_module
+from kvledger.exporters.sidecar.follower import Follower
+
+HISTORY = events(200, journals.CLEAN)
+
+
+class Engine:
+    """A journal that is being written, a segment a history."""
+
+    def __init__(self, folder: Path, process_id: int = 4000, wall_seconds: float = 1.7e9) -> None:
+        self.writer = JournalWriter(folder, Limits(segment_bytes=1))
+        self.started = replace(journals.STARTED, process_id=process_id, wall_seconds=wall_seconds)
+        self.requests = 0
+        self.rotate()
+
+    def rotate(self) -> None:
+        self.writer.rotate()
+        self.writer.write([self.started, Snapshot(0, 0, [], 0)])
+
+    def serve(self, stream: list[Event] = HISTORY) -> None:
+        """One request, under a number that no other had."""
+        self.writer.write([renumbered(event, self.requests) for event in stream])
+        self.requests += 1
+
+    def stop(self) -> None:
+        self.writer.write([EngineStopped(1_000_000, "shutdown")])
+        self.writer.close()
+
+    def kill(self) -> None:
+        self.writer.abandon()
+
+
+@contextlib.contextmanager
+def following(path: Path, **given: Any) -> Iterator[Follower]:
+    """A follower with its state under ``path``, caught up; closed without a last checkpoint."""
+    told = given.pop("told", [])
+    follower = Follower(path, given.pop("folder", path / checkpoint.HIDDEN), told.append)
+    try:
+        follower.catch_up()
+        yield follower
+    finally:
+        follower.close()
+
+
+def ended(follower: Follower) -> int:
+    return sum(book.closed.requests for book in follower.books)
+
+
+# --- engines come and go --------------------------------------------------------------------------------
+
+
+def test_what_is_written_later_is_read_later(tmp_path: Path) -> None:
+    engine = Engine(tmp_path / "engine")
+    with following(tmp_path) as follower:
+        assert 0 == ended(follower)
+        engine.serve()
+        follower.poll()
+        assert 1 == ended(follower)
+    engine.stop()
+
+
+def test_an_engine_that_comes_later_is_found(tmp_path: Path) -> None:
+    """Also where no engine had written yet when the sidecar came."""
+    with following(tmp_path) as follower:
+        assert follower.ready.is_set()
+        assert [] == follower.books
+        journals.clean(tmp_path / "engine")
+        follower.poll()
+        assert 1 == ended(follower)
+
+
+def test_a_restarted_engine_is_a_journal_of_its_own(tmp_path: Path) -> None:
+    """One process id, as in a container: the sums go on, and count since the first start."""
+    first = Engine(tmp_path / "a", wall_seconds=100.0)
+    first.serve()
+    first.kill()
+    with following(tmp_path) as follower:
+        before = counted(follower.books)
+        second = Engine(tmp_path / "b", wall_seconds=200.0)
+        second.serve()
+        follower.poll()
+        after = counted(follower.books)
+        assert ["vllm 0.32.0 pid 4000"] * 2 == [book.name for book in follower.books]
+        assert all(after[key] >= value for key, value in before.items())
+        second.stop()
+
+
+def test_what_was_open_in_a_killed_engine_ended_unseen(tmp_path: Path) -> None:
+    engine = Engine(tmp_path / "engine")
+    engine.serve(HISTORY[:-1])
+    with following(tmp_path) as follower:
+        assert 0 == ended(follower)
+        engine.kill()
+        follower.poll()
+        [book] = follower.books
+        assert {("unknown", "unknown"): 1} == book.requests
+
+
+def test_what_was_open_in_an_engine_that_stopped_ended_with_it(tmp_path: Path) -> None:
+    """In good order, so all that it did is known, and settled."""
+    engine = Engine(tmp_path / "engine")
+    engine.serve(HISTORY[:-1])
+    engine.stop()
+    with following(tmp_path) as follower:
+        [book] = follower.books
+        assert {("clean", "engine_ended"): 1} == book.requests
+        assert 200 == book.closed.prompt_tokens
+        assert 0 == book.closed.in_flight
+        assert {} == book.auditor.ledger._roster
+
+
+def test_an_engine_whose_journal_was_removed_stays_in_the_sums(tmp_path: Path) -> None:
+    """Every counter of every golden history, and whatever stands in the table by then."""
+    for number, row in enumerate(GOLDEN):
+        journals.write(tmp_path / f"engine-{number}", row.events())
+    journals.violated(tmp_path / "violated")
+    with following(tmp_path) as follower:
+        before = counted(follower.books)
+        for journal in tmp_path.glob("*[!.]*"):
+            if journal.name != checkpoint.HIDDEN:
+                shutil.rmtree(journal)
+                follower.poll()
+                assert before == counted(follower.books)
+        assert {} == follower.journals
+        created = [book.created for book in follower.books]
+        follower.save()
+
+    with following(tmp_path) as follower:
+        assert before == counted(follower.books)
+        assert created == [book.created for book in follower.books]
+
+
+def test_the_journal_of_an_engine_may_vanish_while_nobody_follows(tmp_path: Path) -> None:
+    journals.violated(tmp_path / "engine")
+    with following(tmp_path) as follower:
+        before = counted(follower.books)
+    shutil.rmtree(tmp_path / "engine")
+
+    with following(tmp_path) as follower:
+        assert before == counted(follower.books)
+
+
+def test_the_longest_gone_engines_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name, so that no sum falls: a series ends."""
+    monkeypatch.setattr(follower_module, "PAST_NAMES", 2)
+    with following(tmp_path) as follower:
+        for number in range(4):
+            engine = Engine(tmp_path / "engine", process_id=number)
+            engine.serve()
+            engine.stop()
+            follower.poll()
+            shutil.rmtree(tmp_path / "engine")
+            follower.poll()
+        assert ["vllm 0.32.0 pid 2", "vllm 0.32.0 pid 3"] == [book.name for book in follower.books]
+        assert {"engine forgotten": 2} == follower.health.lost
+
+
+# --- one bad journal --------------------------------------------------------------------------------------
+
+
+def test_a_journal_that_cannot_be_read_stops_itself_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A newer schema, say: said once, however often it is tried."""
+    monkeypatch.setattr(follower_module, "RETRY_SECONDS", 0.0)
+    bad, good = Engine(tmp_path / "bad"), Engine(tmp_path / "good")
+    (tmp_path / "bad" / "00000002.kvl").write_bytes(header(99))
+    good.serve()
+    told: list[str] = []
+    with following(tmp_path, told=told) as follower:
+        follower.poll()
+        assert 1 == ended(follower)
+        assert 1 == follower.health.troubles
+    [sentence] = told
+    assert sentence.startswith("bad is not followed: 00000002.kvl was written with schema 99")
+    bad.stop()
+    good.stop()
+
+
+def test_a_journal_that_can_be_read_again_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follower_module, "RETRY_SECONDS", 0.0)
+    engine = Engine(tmp_path / "engine")
+    with following(tmp_path) as follower:
+        with monkeypatch.context() as patched:
+            patched.setattr(reader, "is_live", denied)
+            engine.serve()
+            follower.poll()
+            assert 0 == ended(follower)
+            assert "lock can't be opened: Permission denied." == follower.journals["engine"].trouble
+        follower.poll()
+        assert 1 == ended(follower)
+        assert "" == follower.journals["engine"].trouble
+    engine.stop()
+
+
+def denied(_: Path) -> bool:
+    raise LedgerError("lock can't be opened: Permission denied.")
+
+
+def test_a_defect_of_ours_stops_one_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stays as it was in the last checkpoint, and the others go on."""
+    one, other = Engine(tmp_path / "one"), Engine(tmp_path / "other")
+    one.serve()
+    other.serve()
+    told: list[str] = []
+    with following(tmp_path, told=told) as follower:
+        book = follower.journals["one"].book
+        monkeypatch.setattr(book, "feed", lambda number, event: 1 / 0)
+        one.serve()
+        other.serve()
+        follower.poll()
+        follower.poll()
+        follower.save()
+        assert 3 == ended(follower)
+        assert ["one is not followed: kvledger itself failed (ZeroDivisionError: division by zero)"] == told
+
+    with following(tmp_path) as follower:
+        assert 4 == ended(follower)
+    one.stop()
+    other.stop()
+
+
+def test_a_folder_that_is_no_journal_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "00000001.kvl").write_text("x")
+    journals.clean(tmp_path / "engine")
+    told: list[str] = []
+    with following(tmp_path, told=told) as follower:
+        follower.poll()
+        assert 1 == ended(follower)
+    assert [f"{tmp_path / 'odd'} is not a kvledger journal: no segment in it has its header."] == told
+
+
+@pytest.mark.parametrize("name", ["nowhere", "notes.txt"])
+def test_a_path_that_is_none(tmp_path: Path, name: str) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(LedgerError):
+        Follower(tmp_path / name)
+
+
+def test_a_single_segment_is_followed_without_a_checkpoint(tmp_path: Path) -> None:
+    journal = journals.clean(tmp_path / "engine")
+    with following(journal / "00000001.kvl", folder=None) as follower:
+        assert 1 == ended(follower)
+
+
+def test_a_single_journal_is_followed(tmp_path: Path) -> None:
+    journal = journals.clean(tmp_path / "engine")
+    for _ in range(2):
+        with following(journal) as follower:
+            assert 1 == ended(follower)
+
+
+# --- restarts -----------------------------------------------------------------------------------------------
+
+
+def test_a_restart_goes_on_where_it_was(tmp_path: Path) -> None:
+    """With a request open, at any event; nothing is counted twice and nothing is missing."""
+    for cut in range(len(HISTORY)):
+        folder = tmp_path / str(cut)
+        engine = Engine(folder / "engine")
+        engine.serve()
+        engine.serve(HISTORY[:cut])
+        with following(folder):
+            pass
+        engine.requests -= 1
+        engine.serve(HISTORY[cut:])
+        engine.stop()
+        with following(folder) as resumed, following(folder, folder=None) as whole:
+            assert counted(whole.books) == counted(resumed.books)
+            [restored], [uninterrupted] = resumed.books, whole.books
+            assert picture(uninterrupted) == picture(restored)
+
+
+def test_settled_once_over_restarts(tmp_path: Path) -> None:
+    """A prompt that was settled before the restart is not settled again after it."""
+    settled = next(n for n, event in enumerate(HISTORY) if type(event).__name__ == "Finished")
+    engine = Engine(tmp_path / "engine")
+    engine.serve(HISTORY[:settled])
+    with following(tmp_path) as follower:
+        [account] = follower.books[0].auditor.ledger.open.values()
+        before = list(account.settlements)
+        assert before
+    engine.requests -= 1
+    engine.serve(HISTORY[settled:])
+    engine.stop()
+    with following(tmp_path) as follower:
+        assert 200 == follower.books[0].closed.prompt_tokens
+
+
+def test_only_what_is_new_is_read_again(tmp_path: Path) -> None:
+    engine = Engine(tmp_path / "engine")
+    for _ in range(3):
+        engine.serve()
+        engine.rotate()
+    with following(tmp_path):
+        pass
+    engine.serve()
+    with following(tmp_path) as follower:
+        assert 4 == ended(follower)
+        assert 4 == follower.journals["engine"].reader.position.segment
+    saved = checkpoint.load(tmp_path / checkpoint.HIDDEN)
+    assert saved is not None
+    assert [4] == [one.position.segment for one in saved.journals]
+    engine.stop()
+
+
+def test_a_long_journal_is_saved_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a kill during the first reading costs one segment, not all."""
+    monkeypatch.setattr(follower_module, "LEAST_SAVE_SECONDS", 0.0)
+    engine = Engine(tmp_path / "engine")
+    for _ in range(3):
+        engine.serve()
+        engine.rotate()
+    engine.stop()
+    places = []
+    saving = checkpoint.save
+
+    def saved(folder: Path, known: checkpoint.Checkpoint) -> int:
+        places.extend(one.position.segment for one in known.journals)
+        return saving(folder, known)
+
+    monkeypatch.setattr(checkpoint, "save", saved)
+    with following(tmp_path):
+        assert [1, 2, 3, 4] == sorted(set(places))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda data: b"",
+        lambda data: data[: len(data) // 2],
+        lambda data: data[:-1] + bytes([data[-1] ^ 1]),
+        lambda data: b"nonsense" + data,
+        lambda data: os.urandom(100),
+    ],
+    ids=["empty", "half", "a bit", "before", "noise"],
+)
+def test_a_damaged_checkpoint_is_counted_and_nothing_is_wrong(tmp_path: Path, spoil: Any) -> None:
+    engine = Engine(tmp_path / "engine")
+    engine.serve()
+    engine.stop()
+    with following(tmp_path) as follower:
+        before = counted(follower.books)
+    place = tmp_path / checkpoint.HIDDEN / checkpoint.NAME
+    place.write_bytes(spoil(place.read_bytes()))
+    told: list[str] = []
+    loss = "kvledger_sidecar_losses_total", frozenset({("reason", "checkpoint damaged")})
+
+    for _ in range(2):
+        with following(tmp_path, told=told) as follower:
+            assert before | {loss: 1} == counted(follower.books)
+            assert {"checkpoint damaged": 1} == follower.health.lost
+    assert [f"{place} is damaged. Every journal is read from its beginning, as far as it is there."] == told
+
+
+def test_a_checkpoint_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journals.clean(tmp_path / "engine")
+    with following(tmp_path):
+        pass
+    monkeypatch.setattr(checkpoint, "layout", lambda: "2.0")
+    with following(tmp_path) as follower:
+        assert {"checkpoint of another version": 1} == follower.health.lost
+        assert 1 == ended(follower)
+
+
+def test_a_lost_checkpoint_and_removed_segments_leave_accounts_unknown(tmp_path: Path) -> None:
+    """The figures are those of what is left; what was cut off is a gap."""
+    engine = Engine(tmp_path / "engine")
+    engine.serve()
+    engine.rotate()
+    engine.serve()
+    engine.stop()
+    (tmp_path / "engine" / "00000001.kvl").unlink()
+    with following(tmp_path) as follower:
+        [book] = follower.books
+        assert 1 == book.auditor.ledger.gaps
+        assert {("clean", "stopped"): 1} == book.requests
+
+
+def test_a_segment_that_was_removed_meanwhile(tmp_path: Path) -> None:
+    engine = Engine(tmp_path / "engine")
+    engine.serve()
+    engine.serve(HISTORY[:-1])
+    with following(tmp_path):
+        pass
+    engine.rotate()
+    engine.serve()
+    engine.stop()
+    (tmp_path / "engine" / "00000001.kvl").unlink()
+    with following(tmp_path) as follower:
+        [book] = follower.books
+        assert {"segment removed": 1} == follower.health.lost
+        assert {("clean", "stopped"): 2, ("unknown", "unknown"): 1} == book.requests
+        assert 400 == book.closed.prompt_tokens
+
+
+def test_another_journal_under_the_same_name(tmp_path: Path) -> None:
+    """The old one's sums stay, and the new one is read from its beginning."""
+    first = Engine(tmp_path / "engine")
+    first.serve()
+    first.stop()
+    with following(tmp_path):
+        pass
+    shutil.rmtree(tmp_path / "engine")
+    second = Engine(tmp_path / "engine", wall_seconds=1.8e9)
+    second.serve()
+    second.serve()
+    with following(tmp_path) as follower:
+        assert {"journal replaced": 1} == follower.health.lost
+        assert 3 == ended(follower)
+    second.stop()
+
+
+@pytest.mark.parametrize("decodes", [False, True], ids=["damaged", "no batch"])
+def test_damage_is_told_once_over_restarts(tmp_path: Path, decodes: bool) -> None:
+    """As by a follower that was never interrupted: at once, or with the next good batch."""
+    engine = Engine(tmp_path / "engine")
+    engine.serve()
+    payload = msgspec.msgpack.encode(["no", "batch"])
+    with open(tmp_path / "engine" / "00000001.kvl", "ab") as file:
+        file.write(frame(payload) if decodes else b"\x01\0\0\0\0\0\0\0\0" * 3)
+    with following(tmp_path, folder=None) as whole:
+        with following(tmp_path):
+            pass
+        with following(tmp_path) as resumed:
+            engine.rotate()
+            engine.serve()
+            engine.stop()
+            resumed.poll()
+            whole.poll()
+            assert counted(whole.books) == counted(resumed.books)
+            assert [one.damage for one in whole.journals.values()] == [1]
+            assert [one.damage for one in resumed.journals.values()] == [1]
+
+
+def test_two_followers_do_not_share_a_state(tmp_path: Path) -> None:
+    with following(tmp_path), pytest.raises(LedgerError, match=r"Another kvledger serve keeps its state in"):
+        Follower(tmp_path, tmp_path / checkpoint.HIDDEN)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(folder: Path, known: checkpoint.Checkpoint) -> int:
+        raise OSError(28, "No space left on device")
+
+    told: list[str] = []
+    with following(tmp_path, told=told) as follower:
+        monkeypatch.setattr(checkpoint, "save", full)
+        follower.save()
+        follower.save()
+        assert 2 == follower.health.save_failures
+    assert [f"{tmp_path / checkpoint.HIDDEN} can't be written: No space left on device."] == told
+
+
+def test_it_stops_between_batches_and_saves(tmp_path: Path) -> None:
+    engine = Engine(tmp_path / "engine")
+    engine.serve()
+    stop = threading.Event()
+    with following(tmp_path) as follower:
+        thread = threading.Thread(target=follower.follow, args=(stop,))
+        thread.start()
+        engine.serve()
+        time.sleep(2 * follower_module.POLL_SECONDS)
+        stop.set()
+        thread.join(10)
+        assert not thread.is_alive()
+    saved = checkpoint.load(tmp_path / checkpoint.HIDDEN)
+    assert saved is not None
+    assert 2 == serialize.restore(bytes(saved.journals[0].book), tmp_path).closed.requests
+    engine.stop()

@@ -1,0 +1,366 @@
+"""The sidecar's pages, and what slow, huge and malformed requests cost the others: nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import http.client
+import json
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
+from prometheus_client.parser import text_string_to_metric_families as text_format
+from tests import journals
+
+from kvledger.audit.checks.registry import catalogue
+from kvledger.audit.errors import LedgerError
+from kvledger.exporters.sidecar import http_server, pages
+from kvledger.exporters.sidecar.follower import Follower
+from kvledger.exporters.sidecar.pages import Site
+
+OPENMETRICS = "application/openmetrics-text; version=1.0.0"
+
+
+class Answer:
+    """One HTTP answer."""
+
+    def __init__(self, response: http.client.HTTPResponse) -> None:
+        self.status = response.status
+        self.headers = response.headers
+        self.body = response.read()
+
+    @property
+    def text(self) -> str:
+        return self.body.decode()
+
+
+class Client:
+    """Asks one server."""
+
+    def __init__(self, server: http_server.Server, follower: Follower) -> None:
+        self.server = server
+        self.follower = follower
+        self.address: tuple[str, int] = ("127.0.0.1", server.server_port)
+
+    def get(self, path: str, method: str = "GET", **headers: str) -> Answer:
+        connection = http.client.HTTPConnection(*self.address, timeout=30)
+        connection.request(method, path, headers={k.replace("_", "-"): v for k, v in headers.items()})
+        answer = Answer(connection.getresponse())
+        connection.close()
+        return answer
+
+    def connect(self, data: bytes = b"") -> socket.socket:
+        opened = socket.create_connection(self.address, timeout=30)
+        opened.sendall(data)
+        return opened
+
+
+@contextlib.contextmanager
+def served(
+    path: Path, *, ready: bool = True, security: http_server.Security = http_server.OPEN
+) -> Iterator[Client]:
+    follower = Follower(path)
+    if ready:
+        follower.catch_up()
+    server = http_server.listen("127.0.0.1:0", Site(follower, security), security)
+    try:
+        yield Client(server, follower)
+    finally:
+        server.shutdown()
+        server.server_close()
+        follower.close()
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[Client]:
+    journals.violated(tmp_path / "engine")
+    with served(tmp_path) as found:
+        yield found
+
+
+def everything(answer: socket.socket) -> bytes:
+    """What comes until the other side is done with us."""
+    data = b""
+    with contextlib.suppress(ConnectionResetError):
+        while more := answer.recv(65536):
+            data += more
+    return data
+
+
+# --- pages ------------------------------------------------------------------------------------------------
+
+
+def test_metrics_as_prometheus_text(client: Client) -> None:
+    answer = client.get("/metrics")
+
+    assert 200 == answer.status
+    assert answer.headers["Content-Type"].startswith("text/plain; version=")
+    names = {family.name for family in text_format(answer.text)}
+    assert "kvledger_prompt_tokens" in names
+    assert not [name for name in names if name.endswith("_created")]
+
+
+def test_metrics_as_openmetrics_say_since_when(client: Client) -> None:
+    """The start of the engine, by its own clock: no restart of ours changes it."""
+    answer = client.get("/metrics", Accept=OPENMETRICS)
+
+    assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
+    created = {
+        sample.name: sample.value
+        for family in openmetrics(answer.text)
+        for sample in family.samples
+        if sample.name.endswith("_created")
+    }
+    assert 1.7e9 == created["kvledger_prompt_tokens_created"]
+    assert {1.7e9} == set(created.values())
+
+
+def test_metrics_compressed(client: Client) -> None:
+    answer = client.get("/metrics", Accept_Encoding="gzip")
+
+    assert "gzip" == answer.headers["Content-Encoding"]
+    assert b"kvledger_requests_total" in gzip.decompress(answer.body)
+
+
+def test_head_has_no_body(client: Client) -> None:
+    for path in ("/", "/metrics", "/findings"):
+        answer = client.get(path, "HEAD")
+        assert (200, b"") == (answer.status, answer.body)
+
+
+def test_findings_are_json(client: Client) -> None:
+    found = json.loads(client.get("/findings").body)
+
+    finding = next(one for one in found["findings"] if one["severity"] == "violation")
+    assert ("tokens/negative", "violation") == (finding["id"], finding["severity"])
+    assert 1.7e9 <= finding["time"] < 1.7e9 + 60
+    assert 0 == found["left_out"]
+
+
+def test_findings_are_bounded_and_the_newest_are_last(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(pages, "FINDINGS_SHOWN", 2)
+    for number in range(4):
+        journals.violated(tmp_path / f"engine-{number}")
+    with served(tmp_path) as client:
+        for number, book in enumerate(client.follower.books):
+            started = replace(journals.STARTED, wall_seconds=1e9 + (number * 7) % 4)
+            book.auditor.ledger.engine = started
+        found = json.loads(client.get("/findings").body)
+
+    assert found["left_out"] > 2
+    assert sorted(one["time"] for one in found["findings"]) == [one["time"] for one in found["findings"]]
+    assert 1e9 + 3 <= found["findings"][0]["time"]
+
+
+def test_the_landing_page_shows_the_engines_and_the_way(client: Client) -> None:
+    page = client.get("/")
+
+    assert page.headers["Content-Type"].startswith("text/html")
+    for word in ("vllm 0.32.0 pid 4000", "violated", 'href="/metrics"', 'href="/findings"'):
+        assert word in page.text
+
+
+def test_every_invariant_is_explained(client: Client) -> None:
+    page = client.get("/explain/")
+    assert page.text == client.get("/explain").text
+
+    for id in catalogue():
+        assert f'href="/explain/{id}"' in page.text
+        assert 200 == client.get(f"/explain/{id}").status
+    assert 404 == client.get("/explain/tokens/nothing").status
+
+
+def test_what_an_engine_says_of_itself_is_no_markup(tmp_path: Path) -> None:
+    journals.write(tmp_path / "engine", [], version="<script>")
+    with served(tmp_path) as client:
+        assert "<script>" not in client.get("/").text
+
+
+def test_an_empty_folder_says_so(tmp_path: Path) -> None:
+    with served(tmp_path) as client:
+        assert "No engine has written a journal yet." in client.get("/").text
+        assert 200 == client.get("/metrics").status
+
+
+def test_nothing_is_claimed_before_it_has_caught_up(tmp_path: Path) -> None:
+    journals.clean(tmp_path / "engine")
+    with served(tmp_path, ready=False) as client:
+        for path in ("/metrics", "/-/ready", "/findings"):
+            assert 503 == client.get(path).status
+        assert 200 == client.get("/-/healthy").status
+        assert "not ready yet" in client.get("/").text
+        client.follower.catch_up()
+        for path in ("/metrics", "/-/ready", "/findings"):
+            assert 200 == client.get(path).status
+
+
+@pytest.mark.parametrize("path", ["/metric", "/metrics/", "/../etc/passwd", "/-/", "/%2e%2e/x"])
+def test_anything_else_is_not_found(client: Client, path: str) -> None:
+    assert 404 == client.get(path).status
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "NONSENSE"])
+def test_other_methods_are_refused(client: Client, method: str) -> None:
+    answer = client.get("/metrics", method)
+
+    assert (405, "GET, HEAD") == (answer.status, answer.headers["Allow"])
+
+
+def test_a_defect_of_ours_is_a_500_and_one_sentence(tmp_path: Path, capfd: Any) -> None:
+    journals.clean(tmp_path / "engine")
+    follower = Follower(tmp_path)
+    follower.catch_up()
+    told: list[str] = []
+    pages = Site(follower, tell=told.append)
+    follower.journals["engine"].book.auditor = None  # type: ignore[assignment]
+    status: list[str] = []
+    for path in ("/metrics", "/findings", "/"):
+        environ = {"REQUEST_METHOD": "GET", "PATH_INFO": path}
+        assert b"kvledger itself failed.\n" == b"".join(
+            pages(environ, lambda said, headers, *_: status.append(said))
+        )
+    assert ["500 Internal Server Error"] * 3 == status
+    assert 3 == len(told)
+    assert ("", "") == capfd.readouterr()
+
+
+# --- whoever is slow, huge or malformed ---------------------------------------------------------------------
+
+
+def test_slow_clients_cost_a_scrape_nothing(client: Client) -> None:
+    """Three times as many as there is room for, each of them saying a letter and no more."""
+    idle = [client.connect(b"G") for _ in range(3 * http_server.CONNECTIONS)]
+    for _ in range(5):
+        assert 200 == client.get("/metrics").status
+    for one in idle:
+        one.close()
+
+
+def test_a_slow_client_is_cut_off(client: Client, monkeypatch: Any) -> None:
+    """However often it says another letter."""
+    monkeypatch.setattr(http_server, "DEADLINE_SECONDS", 0.5)
+    with client.connect(b"GET /metrics HTTP/1.1\r\n") as slow:
+        drip = threading.Event()
+
+        def dripping() -> None:
+            with contextlib.suppress(OSError):
+                while not drip.wait(0.1):
+                    slow.sendall(b"X-Slow: 1\r\n")
+
+        thread = threading.Thread(target=dripping)
+        thread.start()
+        assert b"200" not in everything(slow)
+        drip.set()
+        thread.join()
+
+
+def test_clients_that_do_not_read_cost_a_scrape_nothing(monkeypatch: Any, capfd: Any) -> None:
+    """An answer larger than any buffer, and nobody who takes it: they make room in their turn."""
+    monkeypatch.setattr(http_server, "ANSWER_SECONDS", 0.1)
+
+    def large(environ: http_server.Environ, start: http_server.Start) -> Iterator[bytes]:
+        start("200 OK", [])
+        return iter([b"x" * (64 << 20)] if environ["PATH_INFO"] == "/large" else [b"small"])
+
+    server = http_server.listen("127.0.0.1:0", large)
+    address = ("127.0.0.1", server.server_port)
+    deaf = [socket.create_connection(address, timeout=30) for _ in range(http_server.CONNECTIONS)]
+    for one in deaf:
+        one.sendall(b"GET /large HTTP/1.1\r\n\r\n")
+    for one in deaf:
+        assert one.recv(1)
+    time.sleep(0.1)
+    for _ in range(3):
+        with urllib.request.urlopen(f"{server.url}/small", timeout=30) as answer:
+            assert b"small" == answer.read()
+    for one in deaf:
+        one.close()
+    server.shutdown()
+    server.server_close()
+    assert ("", "") == capfd.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n", b"414"),
+        (b"GET / HTTP/1.1\r\nX: " + b"a" * 70_000 + b"\r\n\r\n", b"431"),
+        (b"GET / HTTP/1.1\r\n" + b"".join(b"X%d: %s\r\n" % (n, b"a" * 500) for n in range(90)), b"431"),
+        (b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 200, b"431"),
+        (b"GET / HTTP/9.9\r\n\r\n", b"505"),
+        (b"nonsense\r\n\r\n", b"400"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(64) + b"\r\n", b"400"),
+        (b"GET / / / HTTP/1.1\r\n\r\n", b"400"),
+        (b"POST /metrics HTTP/1.1\r\nContent-Length: 99999999\r\n\r\n" + b"x" * 1000, b"405"),
+    ],
+    ids=["path", "header", "headers", "many headers", "version", "words", "TLS", "blanks", "body"],
+)
+def test_what_is_huge_or_malformed_is_refused(
+    client: Client, request_bytes: bytes, status: bytes, capfd: Any
+) -> None:
+    with contextlib.suppress(ConnectionError), client.connect() as bad:
+        with contextlib.suppress(ConnectionError):
+            bad.sendall(request_bytes)
+        answer = everything(bad)
+        assert not answer or status in answer[:300]
+    assert 200 == client.get("/-/healthy").status
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_noise_is_no_news(client: Client, capfd: Any) -> None:
+    for noise in (b"", b"\0" * 1000, b"\r\n" * 50, bytes(range(256)) * 20):
+        with client.connect(noise) as one:
+            one.shutdown(socket.SHUT_WR)
+            everything(one)
+    assert 200 == client.get("/metrics").status
+    assert ("", "") == capfd.readouterr()
+
+
+def test_a_request_line_alone_is_an_answer(client: Client) -> None:
+    """HTTP/0.9, as the standard library reads it: harmless."""
+    with client.connect(b"GET /-/healthy\r\n\r\n") as old:
+        assert b"Healthy" in everything(old)
+
+
+# --- where it listens ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("address", ["9464", "localhost:", "localhost:http", "localhost:70000", "a:\u0663"])
+def test_a_listen_address_that_is_none(address: str) -> None:
+    with pytest.raises(LedgerError, match="is no listen address"):
+        http_server.parse_address(address)
+
+
+@pytest.mark.parametrize(
+    ("address", "parsed"),
+    [
+        (":9464", ("0.0.0.0", 9464)),
+        ("[::1]:9464", ("::1", 9464)),
+        ("localhost:0", ("localhost", 0)),
+    ],
+)
+def test_a_listen_address(address: str, parsed: tuple[str, int]) -> None:
+    assert parsed == http_server.parse_address(address)
+
+
+def test_an_address_that_is_taken(client: Client) -> None:
+    with pytest.raises(LedgerError, match=r"Can't listen on 127\.0\.0\.1:\d+: Address already in use\."):
+        http_server.listen(f"127.0.0.1:{client.server.server_port}", Site(client.follower))
+
+
+def test_a_host_that_is_none(client: Client) -> None:
+    with pytest.raises(LedgerError, match=r"Can't listen on no\.such\.host\.invalid:0"):
+        http_server.listen("no.such.host.invalid:0", Site(client.follower))
+
+
+def test_its_url(client: Client) -> None:
+    with urllib.request.urlopen(f"{client.server.url}/-/healthy", timeout=30) as answer:
+        assert b"Healthy.\n" == answer.read()

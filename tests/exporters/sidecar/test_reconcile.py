@@ -1,0 +1,313 @@
+"""The engine's counters beside the ledger: every difference has its name, and only a real one alarms.
+
+The clock is that of a small world: a scheduler whose events come to the ledger late, and a front end
+that counts late, throws away what comes for clients that have gone, and may err.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from tests import journals
+
+from kvledger.audit.analysis.reconciliation import FIGURES, UNEXPLAINED, Compared
+from kvledger.audit.events import (
+    Admitted,
+    Delivered,
+    Event,
+    Finished,
+    Gap,
+    LookupsCounted,
+    Preempted,
+    Reported,
+    RequestAdded,
+    Snapshot,
+    SnapshotRow,
+    Stepped,
+)
+from kvledger.audit.replay.engine_audit import EngineAudit
+from kvledger.exporters.sidecar.reconcile import SETTLE_SECONDS, WINDOW_SECONDS, Comparison, Scrape
+
+SCRAPE_SECONDS = 15
+PROMPT = 100
+
+
+@dataclass
+class World:
+    """One engine, its front end, and whoever follows both. Times are seconds."""
+
+    dice: random.Random
+    front_end_lag: float = 0.0
+    journal_lag: float = 0.0
+    drop: float = 0.0
+    preempt: float = 0.0
+    zero: bool = True
+    now: float = 1_000.0
+    requests: int = 0
+    counters: dict[str, float] = field(default_factory=lambda: dict.fromkeys(FIGURES, 0.0))
+    to_read: list[tuple[float, Event]] = field(default_factory=list)
+    to_count: list[tuple[float, dict[str, float]]] = field(default_factory=list)
+    rows: list[tuple[float, Compared]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.book = EngineAudit(Path("nowhere"))
+        self.number = 0
+        self.feed(journals.STARTED)
+        known = [] if self.zero else [SnapshotRow(99, "before", PROMPT, False, 10, 0, 0, PROMPT, 0)]
+        self.feed(Snapshot(0, 0, known, 0))
+        self.comparison = Comparison(self.book, zero=self.zero)
+        if not self.zero:
+            self.counters = {figure: float(self.dice.randrange(10_000)) for figure in FIGURES}
+
+    def feed(self, event: Event) -> None:
+        self.book.feed(self.number, event)
+        self.number += 1
+
+    def request(self) -> None:
+        """One request's whole life in this instant of the scheduler."""
+        request, self.requests = self.requests, self.requests + 1
+        at = round(self.now * 1e6)
+        local, again = self.dice.choice((0, 32, 64)), self.dice.choice((0, 32))
+        step = 3 * request + 1
+        preempted = self.dice.random() < self.preempt
+        gone = self.dice.random() < self.drop
+        first = [] if not preempted else self.life(at, request, step, local, 0, resumed=False, ends=False)
+        local = again if preempted else local
+        last = self.life(at, request, step + 1, local, int(preempted), resumed=preempted, ends=True)
+        outcome = "aborted" if gone and self.dice.random() < 0.5 else "stopped"
+        reported = Reported(at, request, PROMPT, local, 0, PROMPT - local, local)
+        events: list[Event] = [
+            RequestAdded(at, request, f"r{request}", PROMPT),
+            *first,
+            *last,
+            reported,
+            Finished(at, request, outcome, PROMPT, 0, 0, PROMPT + 1, 1),
+        ]
+        read = late(self.now + self.dice.random() * self.journal_lag, self.to_read)
+        self.to_read += [(read, event) for event in events]
+        heard = {
+            "local_queried_tokens": PROMPT,
+            "local_hit_tokens": first[0].local_tokens if first and isinstance(first[0], Admitted) else local,
+        }
+        heard["external_queried_tokens"] = PROMPT - heard["local_hit_tokens"]
+        if not gone:
+            heard |= {
+                "prompt_tokens": PROMPT,
+                "local_tokens": local,
+                "computed_tokens": PROMPT - local,
+                "cached_tokens": local,
+                "preemptions": int(preempted),
+                "requests": 1,
+            }
+        counted = late(self.now + self.dice.random() * self.front_end_lag, self.to_count)
+        self.to_count.append((counted, heard))
+
+    def life(
+        self, at: int, request: int, step: int, local: int, held: int, *, resumed: bool, ends: bool
+    ) -> list[Event]:
+        """Admitted, and run to its first output or preempted before it."""
+        stepped = [
+            Admitted(at, request, step, resumed, local, 0, False, local),
+            LookupsCounted(at, step, 1, PROMPT, local, 1, PROMPT - local, 0),
+            Stepped(at, step, [request, PROMPT - local, 0, PROMPT], []),
+            Delivered(at, [request, int(ends)], []),
+        ]
+        if not ends:
+            stepped.append(Preempted(at, request, step, "blocks", PROMPT, 0, 0, 0, 0, True))
+        return stepped
+
+    def until(self, seconds: float, per_second: float = 0.0) -> None:
+        """Let time pass, with so many requests a second."""
+        while self.now < seconds:
+            for _ in range(int(per_second) + (self.dice.random() < per_second % 1)):
+                self.request()
+            self.settle()
+            self.book.read_seconds = self.now - self.journal_lag
+            self.comparison.note(self.now)
+            if round(self.now) % SCRAPE_SECONDS == 0:
+                self.comparison.scraped(Scrape(self.now, self.now, dict(self.counters)))
+            if self.book.beside is not None:
+                self.rows += [(self.now, row) for row in self.book.beside.rows]
+            self.now += 1
+
+    def settle(self) -> None:
+        while self.to_read and self.to_read[0][0] <= self.now:
+            self.feed(self.to_read.pop(0)[1])
+        while self.to_count and self.to_count[0][0] <= self.now:
+            for figure, amount in self.to_count.pop(0)[1].items():
+                self.counters[figure] += amount
+
+    @property
+    def alarms(self) -> list[tuple[float, str, float]]:
+        return [(at, row.figure, row.drift[UNEXPLAINED]) for at, row in self.rows if row.drift[UNEXPLAINED]]
+
+    @property
+    def last(self) -> dict[str, Compared]:
+        assert self.book.beside is not None
+        return {row.figure: row for row in self.book.beside.rows}
+
+
+def late(seconds: float, queue: Sequence[tuple[float, object]]) -> float:
+    """Not before what is queued already."""
+    return max(seconds, queue[-1][0]) if queue else seconds
+
+
+worlds = st.builds(
+    World,
+    dice=st.integers(0, 2**32).map(random.Random),
+    front_end_lag=st.floats(0, WINDOW_SECONDS - 1),
+    journal_lag=st.floats(0, SETTLE_SECONDS - 1),
+    drop=st.sampled_from((0.0, 0.01, 0.5)),
+    preempt=st.sampled_from((0.0, 0.3)),
+    zero=st.booleans(),
+)
+
+
+simulated = settings(max_examples=12, deadline=None, phases=(Phase.explicit, Phase.generate))
+"""A world is seconds of work to shrink, and its seed says all."""
+
+
+@simulated
+@given(worlds, st.floats(0.1, 3))
+def test_an_honest_engine_never_alarms(world: World, per_second: float) -> None:
+    """Under traffic, after it, and through a second burst; however late either side is."""
+    world.until(1_200, per_second)
+    world.until(1_400)
+    world.until(1_500, per_second)
+    world.until(1_700)
+
+    assert [] == world.alarms
+    assert world.last.keys() >= {"prompt_tokens", "local_queried_tokens", "preemptions", "requests"}
+    for _, row in world.rows:
+        assert row.counted == pytest.approx(row.ledger + sum(row.drift.values()))
+
+
+@simulated
+@given(worlds, st.sampled_from(("prompt_tokens", "local_hit_tokens", "requests", "preemptions")))
+def test_what_the_engine_counts_too_much_is_unexplained(world: World, figure: str) -> None:
+    """To the token, once the traffic has paused, where no client went away and lessened it."""
+    world.drop = 0.0
+    world.until(1_200, 0.5)
+    world.counters[figure] += 10_000
+    world.until(1_500, 0.5)
+    world.until(1_700)
+
+    assert {figure} == {of for _, of, _ in world.alarms}
+    found = world.last[figure].drift[UNEXPLAINED]
+    if world.zero and figure != "preemptions":
+        assert 10_000 == found
+    assert 0 < found <= 10_000
+
+
+@simulated
+@given(worlds, st.sampled_from(("computed_tokens", "local_queried_tokens")))
+def test_what_the_engine_counts_too_little_is_unexplained(world: World, figure: str) -> None:
+    """Where no client went away. A counter that falls is a restart, so it lags instead of falling."""
+    world.drop = 0.0
+    world.until(1_200, 0.5)
+    world.until(1_400)
+    world.to_count.append((world.now, {figure: 0.0}))
+    for _ in range(100):
+        world.request()
+    world.to_count[-100:] = [
+        (at, {**heard, figure: 0.0} if figure in heard else heard) for at, heard in world.to_count[-100:]
+    ]
+    world.until(1_700)
+
+    assert {figure} == {of for _, of, _ in world.alarms}
+    assert world.last[figure].drift[UNEXPLAINED] < 0
+
+
+def test_who_went_away_is_named() -> None:
+    world = World(random.Random(1))
+    world.until(1_100, 0.5)
+    world.drop = 1.0
+    world.until(1_110, 1)
+    world.until(1_400)
+
+    dropped = world.last["prompt_tokens"].drift
+    assert {"dropped", UNEXPLAINED} == set(dropped)
+    assert -10 * PROMPT == dropped["dropped"]
+    assert 0 == dropped[UNEXPLAINED]
+
+
+def test_a_preemption_that_was_looked_up_again_is_named() -> None:
+    world = World(random.Random(1), preempt=1.0)
+    world.until(1_010, 1)
+    world.until(1_300)
+
+    row = world.last["local_queried_tokens"]
+    assert (20 * PROMPT, 10 * PROMPT) == (row.ledger, row.counted)
+    assert {"resumed": -10 * PROMPT, UNEXPLAINED: 0} == row.drift
+
+
+def test_the_engine_restarts_and_is_compared_anew() -> None:
+    """Its counters begin at zero; the ledger's figures go on."""
+    world = World(random.Random(2))
+    world.until(1_200, 1)
+    world.until(1_300)
+    world.counters = dict.fromkeys(FIGURES, 0.0)
+    world.until(1_600, 1)
+    world.until(1_800)
+
+    assert [] == world.alarms
+    row = world.last["requests"]
+    assert row.ledger < 350
+    assert abs(row.counted - row.ledger) <= WINDOW_SECONDS + SETTLE_SECONDS, "one request a second"
+
+
+def test_lost_events_begin_a_new_comparison() -> None:
+    """What was lost is in the engine's counters and not in the ledger."""
+    world = World(random.Random(3))
+    world.until(1_200, 1)
+    world.settle()
+    for _ in range(50):
+        world.request()
+    lost = {id(event) for _, event in world.to_read}
+    world.to_read = [row for row in world.to_read if id(row[1]) not in lost]
+    world.feed(Gap(round(world.now * 1e6), 50, "the recorder was full"))
+    world.feed(Snapshot(round(world.now * 1e6), 3 * world.requests, [], 0))
+    world.until(1_600, 1)
+    world.until(1_800)
+
+    assert [] == world.alarms
+    assert world.book.beside is not None and world.book.beside.baseline_seconds > 1_200
+
+
+def test_an_engine_that_does_not_answer_is_not_up() -> None:
+    world = World(random.Random(4))
+    world.until(1_100, 1)
+    world.comparison.missed()
+
+    assert world.book.beside is not None and not world.book.beside.answered
+    assert world.book.beside.rows
+
+
+PROMPTS = {"prompt_tokens", "local_tokens", "external_tokens", "computed_tokens", "cached_tokens"}
+LOCAL = {"local_queried_tokens", "local_hit_tokens"}
+EXTERNAL = {"external_queried_tokens", "external_hit_tokens"}
+ALWAYS = {"requests", "preemptions"}
+
+
+@pytest.mark.parametrize(
+    ("version", "compared"),
+    [
+        ("0.12.0", ALWAYS),
+        ("0.18.1", ALWAYS | EXTERNAL),
+        ("0.24.0", ALWAYS | EXTERNAL | PROMPTS),
+        ("0.32.0", ALWAYS | EXTERNAL | PROMPTS | LOCAL),
+    ],
+)
+def test_only_what_a_release_means_as_we_do_is_compared(version: str, compared: set[str]) -> None:
+    world = World(random.Random(5))
+    world.book.auditor.ledger.engine = replace(journals.STARTED, version=version)
+    world.until(1_100, 1)
+
+    assert compared == set(world.last)

@@ -1,0 +1,139 @@
+"""Tables, their Parquet files and their DataFrames: one schema, and the ledger's own figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests import journals
+from tests.histories import GOLDEN, events
+
+from kvledger.audit.errors import LedgerError
+from kvledger.audit.events import Gap
+from kvledger.audit.replay.engine_audit import audit_paths
+from kvledger.exporters.trace import tables
+from kvledger.exporters.trace.tables import TABLES, Rows, rows
+
+ROOT = Path(__file__).parents[3]
+
+pq = pytest.importorskip("pyarrow.parquet")
+
+from kvledger.exporters.trace import frames, parquet  # noqa: E402
+from kvledger.exporters.trace.parquet import export  # noqa: E402
+
+
+@pytest.fixture
+def golden(tmp_path: Path) -> Path:
+    for number, row in enumerate(GOLDEN):
+        journals.write(tmp_path / "golden" / f"engine-{number:02d}", row.events())
+    return tmp_path / "golden"
+
+
+def collected(path: Path) -> dict[str, Rows]:
+    found: dict[str, Rows] = {name: [] for name in TABLES}
+    for name, some in rows([path]):
+        found[name] += some
+    return found
+
+
+def test_every_row_has_every_column(golden: Path) -> None:
+    found = collected(golden)
+
+    for name in ("requests", "lives", "entries", "steps"):
+        assert found[name]
+        assert {len(TABLES[name])} == {len(row) for row in found[name]}
+
+
+def test_requests_sum_to_the_totals(golden: Path) -> None:
+    frame, totals = frames.requests(golden), audit_paths([golden]).totals
+
+    for column in ("local", "external", "computed", "unattained", "prompt_tokens", "scheduled", "promised"):
+        assert getattr(totals, column) == frame[column].sum()
+    assert sum(totals.rework.values()) == frame["rework"].sum()
+    work = frame[["first_prompt", "first_output", "rework", "rejected", "overrun"]].sum(axis=1)
+    assert (work == frame["scheduled"]).all()
+
+
+def test_lives_and_entries_belong_to_requests(golden: Path) -> None:
+    requests, lives, entries = frames.requests(golden), frames.lives(golden), frames.entries(golden)
+
+    assert requests["lives"].sum() == len(lives)
+    assert requests["scheduled"].sum() == lives["scheduled"].sum()
+    assert set(entries["request_id"]) == set(requests["request_id"])
+
+
+def test_steps_sum_to_what_was_scheduled(tmp_path: Path) -> None:
+    path = journals.write(tmp_path / "one", events(10, "A0+0 s10 o+ s1 o+ s1 o+ s1 o+ F"))
+
+    frame = frames.steps(path)
+
+    assert audit_paths([path]).totals.scheduled == (frame["tokens"] * frame["times"]).sum()
+    assert [1] == list(frame["requests"].unique())
+
+
+def test_violations(tmp_path: Path) -> None:
+    frame = frames.violations(journals.violated(tmp_path / "violated"))
+
+    assert {"tokens/negative", "tokens/set-once"} == set(frame["id"])
+
+
+def test_what_is_unknown_is_null(tmp_path: Path) -> None:
+    path = journals.write(tmp_path / "unknown", [*events(10, "A0+0 s10 o+"), Gap(900, 5, "full")])
+
+    frame = frames.requests(path)
+
+    assert frame["unknown"].notna().all()
+    assert frame[["local", "scheduled", "lives"]].isna().all(axis=None)
+
+
+def test_dtypes_hold_for_no_rows_at_all(tmp_path: Path) -> None:
+    frame = frames.violations(journals.clean(tmp_path / "clean"))
+
+    assert 0 == len(frame)
+    assert ["string", "Int64", "Float64"] == [str(frame[c].dtype) for c in ("id", "step", "seconds")]
+
+
+def test_parquet_is_the_same_as_the_frames(golden: Path, tmp_path: Path) -> None:
+    counts = export([golden], tmp_path / "out")
+
+    for name in TABLES:
+        read = pq.read_table(tmp_path / "out" / f"{name}.parquet")
+        frame = frames.table(name, golden)
+        assert counts[name] == read.num_rows == len(frame)
+        assert list(frame.columns) == read.column_names
+        said = {field.name: field.metadata[b"description"].decode() for field in read.schema}
+        assert {column.name: column.says for column in TABLES[name]} == said
+    scheduled = pq.read_table(tmp_path / "out" / "requests.parquet")["scheduled"].to_pylist()
+    assert frames.requests(golden)["scheduled"].tolist() == scheduled
+
+
+def test_nothing_half_written_stays(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(LedgerError, match="There is no"):
+        export([tmp_path / "none"], tmp_path / "out")
+    assert [] == list((tmp_path / "out").iterdir())
+    with pytest.raises(LedgerError, match="can't be written"):
+        export([journals.clean(tmp_path / "clean")], tmp_path / "file")
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as a test can fill one: every draft is /dev/full."""
+    monkeypatch.setattr(parquet, "draft_of", lambda path: _full(path))
+    folder = tmp_path / "out"
+
+    with pytest.raises(LedgerError, match="out can't be written: No space left on device"):
+        export([journals.clean(tmp_path / "clean")], folder)
+
+    assert [] == list(folder.iterdir())
+
+
+def _full(path: Path) -> Path:
+    draft = path.with_suffix(".full")
+    draft.symlink_to("/dev/full")
+    return draft
+
+
+def test_docs_tables() -> None:
+    """Write it again with: make docs"""
+    assert tables.markdown() == (ROOT / "docs" / "tables.md").read_text()

@@ -1,0 +1,114 @@
+"""The timeline: valid trace events, and slices that add up to the accounts."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests import journals
+from tests.histories import GOLDEN, Golden
+
+from kvledger.audit.errors import LedgerError
+from kvledger.audit.events import BlocksStated, PoolSeen
+from kvledger.audit.replay.engine_audit import audit_paths
+from kvledger.exporters.trace.timeline import save
+
+
+def drawn(*paths: Path) -> list[dict[str, Any]]:
+    file = paths[0].parent / "timeline.json"
+    count = save(paths, file)
+    events: list[dict[str, Any]] = json.loads(file.read_text())["traceEvents"]
+    assert count == len(events)
+    return events
+
+
+@pytest.mark.parametrize("history", GOLDEN, ids=lambda row: row.title)
+def test_slices_add_up_to_the_accounts(history: Golden, tmp_path: Path) -> None:
+    path = journals.write(tmp_path / "journal", history.events())
+    lives = [event for event in drawn(path) if event.get("cat") == "life"]
+
+    totals = audit_paths([path]).totals
+    assert totals.scheduled == sum(life["args"]["scheduled"] for life in lives)
+    assert totals.loaded == sum(life["args"]["loaded"] for life in lives)
+    assert totals.promised == sum(life["args"]["external"] for life in lives)
+
+
+@pytest.mark.parametrize("history", GOLDEN, ids=lambda row: row.title)
+def test_the_format(history: Golden, tmp_path: Path) -> None:
+    """Every event has what its phase asks for; slices of a track do not overlap."""
+    events = drawn(journals.write(tmp_path / "journal", history.events()))
+    required = {
+        "X": {"name", "ts", "dur", "pid", "tid"},
+        "M": {"name", "pid", "args"},
+        "C": {"name", "ts", "pid", "args"},
+        "i": {"name", "ts", "pid", "s"},
+        "s": {"name", "cat", "id", "ts", "pid", "tid"},
+        "f": {"name", "cat", "id", "ts", "pid", "tid", "bp"},
+    }
+    for event in events:
+        assert required[event["ph"]] <= event.keys()
+        assert event.get("ts", 0) >= 0
+    for track in {event["tid"] for event in events if event["ph"] == "X"}:
+        slices = sorted((e["ts"], e["dur"]) for e in events if e["ph"] == "X" and e["tid"] == track)
+        ends = [start + duration for start, duration in slices]
+        assert all(end <= start for end, (start, _) in zip(ends, slices[1:], strict=False))
+
+
+def test_an_arrow_from_a_preemption_to_the_life_that_resumes(tmp_path: Path) -> None:
+    events = drawn(journals.clean(tmp_path / "journal"))
+
+    (start,) = [event for event in events if event["ph"] == "s"]
+    (finish,) = [event for event in events if event["ph"] == "f"]
+    first, second = [event for event in events if event.get("cat") == "life"]
+    assert start["id"] == finish["id"]
+    assert first["ts"] + first["dur"] == start["ts"]
+    assert second["ts"] == finish["ts"]
+    assert "blocks" == first["args"]["ended by"]
+
+
+def test_counters_end_at_nobody(tmp_path: Path) -> None:
+    events = drawn(journals.clean(tmp_path / "journal"))
+
+    counts = [event["args"] for event in events if event["ph"] == "C" and event["name"] == "requests"]
+    assert {"running": 1, "waiting": 0} in counts
+    assert {"running": 0, "waiting": 0} == counts[-1]
+
+
+def test_findings_are_marks_on_their_request(tmp_path: Path) -> None:
+    events = drawn(journals.violated(tmp_path / "journal"))
+
+    marks = [event for event in events if event["ph"] == "i" and event["name"] == "tokens/negative"]
+    (track,) = {event["tid"] for event in events if event["ph"] == "X"}
+    assert [track] == [mark["tid"] for mark in marks]
+
+
+def test_engines_are_processes(tmp_path: Path) -> None:
+    journals.clean(tmp_path / "all" / "a")
+    journals.clean(tmp_path / "all" / "b")
+
+    events = drawn(tmp_path / "all")
+
+    assert Counter({1: 1, 2: 1}) == Counter(e["pid"] for e in events if e["name"] == "process_name")
+
+
+def test_what_can_not_be_written_leaves_nothing(tmp_path: Path) -> None:
+    path = journals.clean(tmp_path / "journal")
+
+    with pytest.raises(LedgerError, match="can't be written"):
+        save([path], tmp_path / "nowhere" / "t.json")
+    with pytest.raises(LedgerError, match="There is no"):
+        save([tmp_path / "none"], tmp_path / "t.json")
+    assert ["journal"] == sorted(found.name for found in tmp_path.iterdir())
+
+
+def test_free_blocks_where_they_are_stated(tmp_path: Path) -> None:
+    """By a census, and at level blocks by every pool."""
+    history = next(iter(GOLDEN)).events()
+    stated = [PoolSeen(0, 0, 0, 8, 0, 7, 0, [0, 16, 2]), BlocksStated(1, 1, 1, 0, [], 5, -1)]
+    events = drawn(journals.write(tmp_path / "journal", [*stated, *history], level="blocks"))
+
+    counters = {e["name"]: e["args"] for e in events if e["ph"] == "C" and "free" in e["args"]}
+    assert {"free blocks": {"free": 7}, "free blocks, pool 1": {"free": 5}} == counters
