@@ -28,7 +28,7 @@ def share(part: int, whole: int) -> float | None:
     return part / whole if whole else None
 
 
-class Journal(msgspec.Struct, frozen=True, kw_only=True):
+class JournalData(msgspec.Struct, frozen=True, kw_only=True):
     """One journal that was read. ``stopped`` is None where no orderly end was seen."""
 
     path: str
@@ -52,7 +52,7 @@ class PromptTokens(msgspec.Struct, frozen=True, kw_only=True):
     unattained: int
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class PlannedSplit(msgspec.Struct, frozen=True, kw_only=True):
     """What was promised when the requests that ran were first admitted, or reported of them."""
 
     requests: int
@@ -62,7 +62,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     computed: int
 
 
-class Difference(msgspec.Struct, frozen=True, kw_only=True):
+class DifferenceData(msgspec.Struct, frozen=True, kw_only=True):
     """One named part of the difference between two rows; signed, ``from`` + differences = ``to``."""
 
     from_: str = msgspec.field(name="from")
@@ -76,7 +76,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     unattained: int
 
 
-class Work(msgspec.Struct, frozen=True, kw_only=True):
+class WorkData(msgspec.Struct, frozen=True, kw_only=True):
     """Scheduled tokens by what became of them; they sum to ``scheduled``."""
 
     scheduled: int
@@ -89,7 +89,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int
 
 
-class External(msgspec.Struct, frozen=True, kw_only=True):
+class ExternalData(msgspec.Struct, frozen=True, kw_only=True):
     """What became of the connector's promises, and what came to be a second time."""
 
     promised: int
@@ -99,7 +99,7 @@ class External(msgspec.Struct, frozen=True, kw_only=True):
     loaded_again: int
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class FindingData(msgspec.Struct, frozen=True, kw_only=True):
     """One finding; ``at_seconds`` since its engine came under observation."""
 
     id: str
@@ -117,7 +117,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     story: list[str] = []
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     """The whole audit. ``violations`` holds every finding, ``drift`` says how many are drifts.
 
     ``unknown`` counts the requests that lost events touched; they take no part in any figure.
@@ -130,21 +130,21 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     drift: int
     preemptions: int
     totals: PromptTokens
-    plan: Plan
-    reported: Plan | None
-    differences: list[Difference]
-    work: Work
-    external: External
-    violations: list[Finding]
-    journals: list[Journal]
+    plan: PlannedSplit
+    reported: PlannedSplit | None
+    differences: list[DifferenceData]
+    work: WorkData
+    external: ExternalData
+    violations: list[FindingData]
+    journals: list[JournalData]
     notes: list[str]
 
 
-def report(audit: Audit) -> Report:
+def report(audit: Audit) -> AuditReport:
     """The audit as data."""
     totals, reconciliation = audit.totals, audit.reconciliation
     violations = audit.violations
-    return Report(
+    return AuditReport(
         verdict=audit.verdict,
         requests=totals.requests,
         unknown=totals.unknown_requests,
@@ -164,7 +164,7 @@ def report(audit: Audit) -> Report:
             *(differences(reconciliation.to_reported, "plan", "reported") if reconciliation.reports else ()),
         ],
         work=_work(totals),
-        external=External(
+        external=ExternalData(
             promised=totals.promised,
             loaded=totals.loaded,
             voided=totals.voided,
@@ -177,9 +177,9 @@ def report(audit: Audit) -> Report:
     )
 
 
-def plan(figures: Figures, requests: int) -> Plan:
+def plan(figures: Figures, requests: int) -> PlannedSplit:
     """A row of figures that has no unattained part."""
-    return Plan(
+    return PlannedSplit(
         requests=requests,
         prompt_tokens=figures.total,
         local=figures.local,
@@ -188,17 +188,17 @@ def plan(figures: Figures, requests: int) -> Plan:
     )
 
 
-def reported(reconciliation: Reconciliation) -> Plan | None:
+def reported(reconciliation: Reconciliation) -> PlannedSplit | None:
     """What the engine reported by itself; None if it never did."""
     if not reconciliation.reports:
         return None
     return plan(reconciliation.reported, reconciliation.reports)
 
 
-def differences(step: Step, from_: str, to: str) -> list[Difference]:
+def differences(step: Step, from_: str, to: str) -> list[DifferenceData]:
     """The named differences between two rows, the one that touched most requests first."""
     rows = [
-        Difference(
+        DifferenceData(
             from_=from_,
             to=to,
             cause=row.cause,
@@ -214,9 +214,9 @@ def differences(step: Step, from_: str, to: str) -> list[Difference]:
     return sorted(rows, key=lambda row: -row.requests)
 
 
-def finding(violation: Violation) -> Finding:
+def finding(violation: Violation) -> FindingData:
     """A violation or a drift as data."""
-    return Finding(
+    return FindingData(
         id=violation.id,
         severity=violation.severity,
         engine=violation.engine,
@@ -233,8 +233,8 @@ def finding(violation: Violation) -> Finding:
     )
 
 
-def _work(totals: Totals) -> Work:
-    return Work(
+def _work(totals: Totals) -> WorkData:
+    return WorkData(
         scheduled=totals.scheduled,
         first_prompt=totals.first_prompt,
         first_output=totals.first_output,
@@ -246,9 +246,9 @@ def _work(totals: Totals) -> Work:
     )
 
 
-def _journal(book: EngineAudit) -> Journal:
+def _journal(book: EngineAudit) -> JournalData:
     engine = book.engine
-    return Journal(
+    return JournalData(
         path=str(book.path),
         engine=engine.engine if engine else "",
         version=engine.version if engine else "",
@@ -298,7 +298,7 @@ FOUND = (
 )  # fmt: skip
 
 
-def findings_csv(found: Report) -> str:
+def findings_csv(found: AuditReport) -> str:
     """An audit's findings, a line each."""
     return csv_of(FOUND, ([getattr(finding, name) for name in FOUND] for finding in found.violations))
 

@@ -18,7 +18,7 @@ from ...audit.demo.lookups import COUNTERS, Asked, Differences, Lookups
 from ...audit.demo.run import PREEMPTIONS, Demo
 from ...audit.demo.run import run as run_demo
 from . import audit, statement, terminal
-from .audit import Difference, Plan, Report
+from .audit import AuditReport, DifferenceData, PlannedSplit
 
 CODES = {"clean": 0, "violated": 1, "unknown": 3}
 ENGINE_FAILED = 4
@@ -49,14 +49,14 @@ def run(inject: str | None, folder: Path | None, *, as_json: bool) -> int:
     return exit_code(demo, report)
 
 
-def exit_code(demo: Demo, report: Report) -> int:
+def exit_code(demo: Demo, report: AuditReport) -> int:
     """The audit's own; with an injection 0 if it was found and 1 if not; 4 if the engine failed."""
     if demo.injection is not None:
         return 0 if demo.found else 1
     return ENGINE_FAILED if demo.failure is not None else CODES[report.verdict]
 
 
-def data(demo: Demo, report: Report) -> dict[str, object]:
+def data(demo: Demo, report: AuditReport) -> dict[str, object]:
     """The demo as one object: the audit's, and what only the demo knows."""
     found = demo.injection.expected_invariant if demo.injection else None
     counters, named = _counters(demo) or (None, [])
@@ -79,7 +79,7 @@ def data(demo: Demo, report: Report) -> dict[str, object]:
     }
 
 
-def _counters(demo: Demo) -> tuple[Plan, list[Difference]] | None:
+def _counters(demo: Demo) -> tuple[PlannedSplit, list[DifferenceData]] | None:
     """The engine's counters as a row; they do not say of how many requests they are."""
     if demo.counters is None:
         return None
@@ -102,7 +102,7 @@ def _lookups_data(lookups: Lookups) -> dict[str, object]:
     }
 
 
-def _blocks(demo: Demo, report: Report) -> Iterator[RenderableType]:
+def _blocks(demo: Demo, report: AuditReport) -> Iterator[RenderableType]:
     yield _heading(demo, report)
     yield Text()
     yield terminal.sources(report, _counters(demo))
@@ -126,7 +126,7 @@ def _blocks(demo: Demo, report: Report) -> Iterator[RenderableType]:
     yield _next(demo, report)
 
 
-def _heading(demo: Demo, report: Report) -> Text:
+def _heading(demo: Demo, report: AuditReport) -> Text:
     engine = report.journals[0]
     text = Text.assemble(
         (f"{engine.engine} {engine.version}", "bold"),
@@ -145,7 +145,7 @@ def _refusals(demo: Demo) -> Iterator[str]:
         yield f"the engine's counters refused a figure {times} times: {said}"
 
 
-def _preemptions(demo: Demo, report: Report) -> Iterator[str]:
+def _preemptions(demo: Demo, report: AuditReport) -> Iterator[str]:
     counted, untold = demo.counted_preemptions, demo.untold_preemptions
     if counted is None or counted == report.preemptions:
         return
@@ -193,7 +193,7 @@ def _outcome(demo: Demo) -> Text:
     return Text(f"The injected defect {name} was not found: no {wanted}", style="bold red")
 
 
-def _next(demo: Demo, report: Report) -> Group:
+def _next(demo: Demo, report: AuditReport) -> Group:
     journal = shlex.quote(str(demo.journal))
     commands = [f"kvledger audit {journal}"]
     if demo.statement is not None:

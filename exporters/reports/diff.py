@@ -38,7 +38,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.name} per {self.per}" if self.per else self.name
 
 
-class Meant(msgspec.Struct, frozen=True, kw_only=True):
+class MeaningChange(msgspec.Struct, frozen=True, kw_only=True):
     """What a figure that the engine reports means in each of the two."""
 
     figure: str
@@ -46,7 +46,7 @@ class Meant(msgspec.Struct, frozen=True, kw_only=True):
     after: str
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+class TraceComparison(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that is said of two traces."""
 
     before: list[str]
@@ -54,19 +54,19 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     verdicts: tuple[str, str]
     figures: list[Figure]
     findings: dict[str, tuple[int, int]]
-    meanings: list[Meant]
+    meanings: list[MeaningChange]
 
 
 def compare(
     before: Sequence[Path], after: Sequence[Path], *, window: Window = EVERYTHING, run: Run = here
-) -> Comparison:
+) -> TraceComparison:
     """Audit both. Raises :class:`LedgerError` for a path that holds no journal."""
     one, other = (audit_paths(paths, window=window, tally=False, run=run) for paths in (before, after))
     figures = [
         msgspec.structs.replace(was, after=now.before)
         for was, now in zip(_figures(one), _figures(other), strict=True)
     ]
-    return Comparison(
+    return TraceComparison(
         before=_engines(one),
         after=_engines(other),
         verdicts=(one.verdict, other.verdict),
@@ -120,10 +120,10 @@ def _findings(one: Audit, other: Audit) -> dict[str, tuple[int, int]]:
     return dict(sorted(found.items()))
 
 
-def _meanings(one: Audit, other: Audit) -> list[Meant]:
+def _meanings(one: Audit, other: Audit) -> list[MeaningChange]:
     before, after = _meant(one), _meant(other)
     return [
-        Meant(figure=figure, before=before.get(figure, ""), after=after.get(figure, ""))
+        MeaningChange(figure=figure, before=before.get(figure, ""), after=after.get(figure, ""))
         for figure in {**before, **after}
         if before.get(figure) != after.get(figure)
     ]
@@ -140,12 +140,12 @@ def _meant(audit: Audit) -> dict[str, str]:
     return {figure: " Or: ".join(words) for figure, words in said.items()}
 
 
-def as_csv(found: Comparison) -> str:
+def as_csv(found: TraceComparison) -> str:
     """A line a figure, header first; an empty cell where there is none."""
     return structs_csv(Figure, found.figures)
 
 
-def drawn(found: Comparison) -> Group:
+def drawn(found: TraceComparison) -> Group:
     """For a terminal."""
     parts: list[RenderableType] = [_figures_table(found)]
     if found.findings:
@@ -166,7 +166,7 @@ def drawn(found: Comparison) -> Group:
     return Group(*parts)
 
 
-def _figures_table(found: Comparison) -> Table:
+def _figures_table(found: TraceComparison) -> Table:
     table = figures_table("", "before", "after", "change")
     table.add_row(Text("engine"), ", ".join(found.before), ", ".join(found.after), "")
     table.add_row(Text("verdict"), *found.verdicts, "")

@@ -18,7 +18,7 @@ from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
 from ..trace.request_counts import RequestCounts
 from ..trace.time_series import Series, together
-from .audit import Report, report
+from .audit import AuditReport, report
 from .why import Tally, Why, block_size, explained, remark
 
 WAITS = (0.01, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -42,7 +42,7 @@ class Preempted(msgspec.Struct, frozen=True, order=True):
 class PageData(msgspec.Struct, frozen=True, kw_only=True):
     """What a page shows. ``waits`` counts requests between the bounds of :data:`WAITS`."""
 
-    report: Report
+    report: AuditReport
     why: Why
     series: Series
     waits: list[int]

@@ -17,7 +17,7 @@ from ...audit.checks.registry import catalogue
 from ..files import whole
 from ..trace.time_series import TICKS, Series
 from . import charts
-from .audit import Finding, Report, share
+from .audit import AuditReport, FindingData, share
 from .html_data import WAITS, PageData, gather
 from .terminal import CAUSES, counted, percent
 
@@ -103,7 +103,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -
     return f"{opened}<tbody>{lines}</tbody></table></div>"
 
 
-def _head(report: Report) -> str:
+def _head(report: AuditReport) -> str:
     totals = report.totals
     hits = share(totals.local + totals.external, totals.prompt_tokens)
     rework = share(report.work.rework, report.work.scheduled)
@@ -126,8 +126,8 @@ def _head(report: Report) -> str:
     )
 
 
-def _by_id(found: Sequence[Finding]) -> dict[str, list[Finding]]:
-    by_id: dict[str, list[Finding]] = {}
+def _by_id(found: Sequence[FindingData]) -> dict[str, list[FindingData]]:
+    by_id: dict[str, list[FindingData]] = {}
     for finding in found:
         by_id.setdefault(finding.id, []).append(finding)
     return by_id
@@ -137,7 +137,7 @@ def _anchor(id: str) -> str:
     return escape(id.replace("/", "-"))
 
 
-def _findings(found: Sequence[Finding]) -> str:
+def _findings(found: Sequence[FindingData]) -> str:
     parts = []
     for id, group in _by_id(found).items():
         told = "".join(f"<li><small>step {f.step:,}</small> {escape(f.message)}</li>" for f in group[:TOLD])
@@ -151,7 +151,7 @@ def _findings(found: Sequence[Finding]) -> str:
     return "".join(parts)
 
 
-def _explained(found: Sequence[Finding]) -> str:
+def _explained(found: Sequence[FindingData]) -> str:
     known = catalogue()
     parts = []
     for id in _by_id(found):
@@ -221,7 +221,7 @@ def _length(seconds: float) -> str:
     return f"{seconds / 60:.1f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"
 
 
-def _work(report: Report) -> str:
+def _work(report: AuditReport) -> str:
     work = report.work
     rows = [("first prompt", work.first_prompt), ("first output", work.first_output)]
     rows += [(f"rework: {CAUSES.get(c, c)}", n) for c, n in work.rework_by_cause.items()]
@@ -249,7 +249,7 @@ def _preempted(found: PageData) -> str:
     return _table(("request", "preemptions", "rework", "prompt", "waited, s"), rows, "named")
 
 
-def _differences(report: Report) -> str:
+def _differences(report: AuditReport) -> str:
     settled = report.totals
     rows = [
         _figures("ledger, settled", settled.local, settled.external, settled.computed, settled.unattained)
@@ -273,7 +273,7 @@ def _signed(name: str, *tokens: int) -> tuple[str, ...]:
     return (name, *(f"{n:+,}" if n else "" for n in tokens))
 
 
-def _journals(report: Report) -> str:
+def _journals(report: AuditReport) -> str:
     rows = [
         (f"{j.engine} {j.version} pid {j.process_id}", j.verdict, f"{j.events:,}") for j in report.journals
     ]

@@ -39,7 +39,7 @@ NO_MATCH = "no match"
 Key = Callable[[Account], str]
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class SummaryRow(msgspec.Struct, frozen=True, kw_only=True):
     """One group. Tokens, but for ``requests``, ``unknown`` and ``preemptions``; shares are of 1.
 
     ``unknown`` requests are counted and are in no other figure but ``preemptions``. A share is None
@@ -89,10 +89,10 @@ class Sums(msgspec.Struct):
         self.totals.merge(more.totals)
         self.waited += more.waited
 
-    def row(self, group: str) -> Row:
+    def row(self, group: str) -> SummaryRow:
         """As data."""
         totals, rework = self.totals, sum(self.totals.rework.values())
-        return Row(
+        return SummaryRow(
             group=group,
             requests=totals.requests,
             unknown=totals.unknown_requests,
@@ -120,7 +120,7 @@ Groups = dict[str, Sums]
 
 def summarize(
     paths: Sequence[Path], by: str = "", *, window: Window = EVERYTHING, run: Run = here
-) -> list[Row]:
+) -> list[SummaryRow]:
     """A row a group, the largest prompt first, and one of all last.
 
     ``paths`` hold journals, or tables that ``export`` wrote. ``by``: one of :data:`KEYS`, or a regular
@@ -231,7 +231,7 @@ def _key(by: str, book: EngineAudit) -> Key:
     return lambda account: name(account.request_id)
 
 
-def table(rows: Sequence[Row]) -> Group:
+def table(rows: Sequence[SummaryRow]) -> Group:
     """For a terminal: what matters of each group, the sum at the end; and who is in none of it."""
     columns = ("requests", "prompt", "local", "external", "rework", "preempted", "waited, s")
     drawn = figures_table("", *columns)
@@ -254,6 +254,6 @@ def table(rows: Sequence[Row]) -> Group:
     return Group(drawn, *([Text(left_out, style="yellow")] if unknown else ()))
 
 
-def as_csv(rows: Sequence[Row]) -> str:
+def as_csv(rows: Sequence[SummaryRow]) -> str:
     """All figures, header first; an empty cell where a share has nothing to divide by."""
-    return structs_csv(Row, rows)
+    return structs_csv(SummaryRow, rows)

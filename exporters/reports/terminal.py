@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...audit.checks.registry import catalogue as invariants
-from .audit import Difference, External, Finding, Plan, Report, Work
+from .audit import AuditReport, DifferenceData, ExternalData, FindingData, PlannedSplit, WorkData
 
 PLAIN_WIDTH = 100
 LABEL_WIDTH = 14
@@ -104,9 +104,9 @@ def _needed(out: Console, part: RenderableType) -> int:
 # --- the audit --------------------------------------------------------------------------------------
 
 
-def audit(report: Report) -> Group:
+def audit(report: AuditReport) -> Group:
     """Everything that one audit says."""
-    counters: tuple[Plan, list[Difference]] | None = None
+    counters: tuple[PlannedSplit, list[DifferenceData]] | None = None
     return Group(
         *_blocks(
             _journals(report),
@@ -134,7 +134,7 @@ def title(text: str, legend: str = "") -> Text:
     return Text.assemble((text, "bold"), below)
 
 
-def _journals(report: Report) -> Group:
+def _journals(report: AuditReport) -> Group:
     lines: list[RenderableType] = []
     for journal in report.journals:
         name = f"{journal.engine} {journal.version} pid {journal.process_id}"
@@ -152,7 +152,7 @@ def figures_table(label: str, *columns: str) -> Table:
     return table
 
 
-def sources(report: Report, counters: tuple[Plan, list[Difference]] | None) -> Group:
+def sources(report: AuditReport, counters: tuple[PlannedSplit, list[DifferenceData]] | None) -> Group:
     """Settled figures, plan, reports and counters, and every difference by name between them."""
     table = figures_table("tokens", "local", "external", "computed", "unattained", "total", "requests")
     settled = report.totals
@@ -181,7 +181,7 @@ def _row(table: Table, label: str, figures: tuple[int, ...], requests: int) -> N
     table.add_row(label, *cells, style="bold")
 
 
-def _cells(row: Difference) -> tuple[str, str, tuple[int, ...], int]:
+def _cells(row: DifferenceData) -> tuple[str, str, tuple[int, ...], int]:
     figures = (row.local, row.external, row.computed, row.unattained)
     return row.cause, row.text, (*figures, sum(figures)), row.requests
 
@@ -198,7 +198,7 @@ def difference_rows(table: Table, rows: Iterable[tuple[str, str, tuple[int, ...]
         table.add_row(_indented(Text("no difference")), style="dim")
 
 
-def work(work: Work) -> Group:
+def work(work: WorkData) -> Group:
     """Scheduled tokens by what became of them."""
     table = figures_table("tokens", "scheduled", "share")
     rows = [("first prompt", work.first_prompt), ("first output", work.first_output)]
@@ -216,7 +216,7 @@ def work(work: Work) -> Group:
     return Group(title("What the engine worked on", _WORK), table)
 
 
-def external(external: External) -> Group | None:
+def external(external: ExternalData) -> Group | None:
     """What became of the connector's promises; nothing where there were none."""
     if not (external.promised or external.hit_again or external.loaded_again):
         return None
@@ -233,11 +233,11 @@ def external(external: External) -> Group | None:
 # --- findings ---------------------------------------------------------------------------------------
 
 
-def findings(found: list[Finding], most: int = SHOWN_FINDINGS) -> Group | None:
+def findings(found: list[FindingData], most: int = SHOWN_FINDINGS) -> Group | None:
     """Findings by invariant, a sentence each, at ``most`` so many of one."""
     if not found:
         return None
-    by_id: dict[str, list[Finding]] = {}
+    by_id: dict[str, list[FindingData]] = {}
     for finding in found:
         by_id.setdefault(finding.id, []).append(finding)
     parts: list[RenderableType] = [title("Findings")]
@@ -253,7 +253,7 @@ def findings(found: list[Finding], most: int = SHOWN_FINDINGS) -> Group | None:
     return Group(*parts)
 
 
-def _finding(found: Finding) -> RenderableType:
+def _finding(found: FindingData) -> RenderableType:
     head = Text(f"step {found.step}: ", style="dim")
     text = Text.assemble(head, found.message)
     if found.repeats:
@@ -281,7 +281,7 @@ def notes(lines: list[str]) -> Group | None:
     return Group(title("Notes"), *(_indented(Text(line)) for line in lines))
 
 
-def verdict(report: Report) -> Text:
+def verdict(report: AuditReport) -> Text:
     """The last line."""
     wrong = sum(found.severity == "violation" for found in report.violations)
     counts = [counted(report.requests, "request"), counted(wrong, "violation")]

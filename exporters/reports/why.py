@@ -37,7 +37,7 @@ BLOCKS = "blocks"
 NO_BLOCK_SIZE = "{path}: its engine told no block size, so nothing is known to be below it."
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class CauseRow(msgspec.Struct, frozen=True, kw_only=True):
     """One cause. ``share`` is of all tokens that were no hit, 1 for all; ``requests`` were touched."""
 
     cause: str
@@ -55,7 +55,7 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     hit: int
     no_hit: int
-    causes: list[Row]
+    causes: list[CauseRow]
     notes: list[str]
 
 
@@ -125,7 +125,7 @@ def explained(tally: Tally) -> Why:
         hit=tally.hit,
         no_hit=tally.no_hit,
         causes=[
-            Row(
+            CauseRow(
                 cause=cause,
                 text=CAUSES[cause],
                 tokens=tokens,
@@ -186,4 +186,4 @@ def drawn(found: Why) -> Group:
 
 def as_csv(found: Why) -> str:
     """A line a cause, header first."""
-    return structs_csv(Row, found.causes)
+    return structs_csv(CauseRow, found.causes)

@@ -13,7 +13,7 @@ from tests.histories import GOLDEN, events
 from kvledger.audit.events import RequestAdded
 from kvledger.audit.replay.engine_audit import audit_paths, statement
 from kvledger.exporters.reports import terminal
-from kvledger.exporters.reports.audit import Finding, report
+from kvledger.exporters.reports.audit import FindingData, report
 from kvledger.exporters.reports.statement import statement as drawn
 
 
@@ -23,8 +23,8 @@ def text(part: RenderableType, width: int = 100) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
-def finding(request: str, *, id: str = "tokens/negative", repeats: int = 0) -> Finding:
-    return Finding(
+def finding(request: str, *, id: str = "tokens/negative", repeats: int = 0) -> FindingData:
+    return FindingData(
         id=id,
         severity="violation",
         engine="e",
