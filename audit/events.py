@@ -432,7 +432,7 @@ class BlockEvent(Event, frozen=True, array_like=True):
     blocks: list[int]
 
 
-class BlocksTaken(Event, frozen=True, array_like=True, tag=26):
+class BlocksAllocated(Event, frozen=True, array_like=True, tag=26):
     """Free blocks were handed out, one reference each; what they were hashed for is evicted.
 
     Calls of one step with nothing between them that they could concern are one event. ``rows`` is
@@ -460,10 +460,10 @@ class BlocksFreed(BlockEvent, frozen=True, array_like=True, tag=28):
     stack: list[str] | None = None
 
 
-class BlocksHashed(Event, frozen=True, array_like=True, tag=29):
+class BlocksCached(Event, frozen=True, array_like=True, tag=29):
     """Blocks were put into the cache map, for what a request's step fills them with.
 
-    Calls of one step are one event, as for BlocksTaken, and come after what was taken. ``rows`` is flat,
+    Calls of one step are one event, as for BlocksAllocated, and come after what was taken. ``rows`` is flat,
     for each call: request, group, the stated length of the request's sequence, how many blocks follow,
     and three numbers each: block, name, end. Names stand for hashes: numbers by a secret of this engine
     process, one hash one number, of either sign; two hashes share one by chance of 1 in 2**64. Positions of
@@ -511,7 +511,7 @@ class PoolReset(Event, frozen=True, array_like=True, tag=33):
     succeeded: bool
 
 
-class TablesStated(Event, frozen=True, array_like=True, tag=34):
+class TablesReported(Event, frozen=True, array_like=True, tag=34):
     """Requests' block tables between two steps.
 
     ``rows`` is flat: request, group, the engine's count of computed tokens (-1: not known), how many ids
@@ -522,7 +522,7 @@ class TablesStated(Event, frozen=True, array_like=True, tag=34):
     rows: list[int]
 
 
-class BlocksStated(Event, frozen=True, array_like=True, tag=35):
+class BlockStatesReported(Event, frozen=True, array_like=True, tag=35):
     """Some blocks of a pool in a row, from id ``first`` up, as they stand between two steps.
 
     ``states`` has a number each: the reference count times 8, and 1 if it stands in the free queue,
@@ -538,30 +538,40 @@ class BlocksStated(Event, frozen=True, array_like=True, tag=35):
     cached_hashes: int
 
 
-class TablesGone(Event, frozen=True, array_like=True, tag=36):
+class TablesRemoved(Event, frozen=True, array_like=True, tag=36):
     """The engine knows these requests no more: their blocks are given up, or deferred."""
 
     requests: list[int]
 
 
 HEAD = 5
-"""Numbers of each of PoolCalls' calls before those of its blocks."""
+"""Length of the header of each call in ``PoolCalls.rows``."""
 
-TAKEN, TOUCHED, FREED, HASHED, STATED, GONE, TAKEN_EACH, IN_STEP = range(8)
-"""What PoolCalls may say: what BlocksTaken, BlocksTouched, BlocksFreed, BlocksHashed, TablesStated and
-TablesGone say each alone; one block each that several requests have taken; in which step what follows was."""
+ALLOCATED, TOUCHED, FREED, CACHED, TABLES_REPORTED, TABLES_REMOVED, ALLOCATED_EACH, IN_STEP = range(8)
+"""Codes of the calls in ``PoolCalls.rows``.
+
+The first six stand for one event each: BlocksAllocated, BlocksTouched, BlocksFreed, BlocksCached,
+TablesReported, TablesRemoved. ALLOCATED_EACH: one block was allocated to each of several requests. IN_STEP:
+the calls that follow were made in another step than ``PoolCalls.step``.
+"""
 
 
 class PoolCalls(Event, frozen=True, array_like=True, tag=37):
-    """What pools were called for since the last of these, in order, written as one.
+    """All calls of the pools since the last event of this kind, in order.
 
-    ``rows`` is flat. Each call begins with five numbers: one of those above and eight times the pool's,
-    request, group, ``more``, and how many numbers follow. Then come, of what was TAKEN, the ids of the
-    blocks; TOUCHED and FREED, the ids and as many reference counts; HASHED, three numbers a block; STATED,
-    the rows of a TablesStated; GONE, none; TAKEN_EACH, the ids and as many requests; IN_STEP, none.
-    ``more`` is the operation's place in ``by``; for HASHED twice the stated length of the sequence and 1 if
-    hashes were replaced; for IN_STEP the step in which what follows was called for, which else is ``step``;
-    else 0.
+    ``rows`` is flat. Each call starts with a header of five numbers: its code plus eight times the pool's
+    number, request, group, ``more``, and how many numbers follow. These are, by code:
+
+    - ALLOCATED: block ids.
+    - TOUCHED, FREED: block ids, then as many reference counts.
+    - CACHED: block, hash id and end, for each block.
+    - TABLES_REPORTED: the rows of a TablesReported.
+    - ALLOCATED_EACH: block ids, then as many requests.
+    - TABLES_REMOVED, IN_STEP: none.
+
+    ``more`` is the index of the calling operation in ``by``. For CACHED it is twice the reported length of
+    the sequence, plus 1 if hashes were replaced; for IN_STEP the step in which the following calls were
+    made. Else it is 0.
     """
 
     step: int
@@ -697,17 +707,17 @@ AnyEvent = (
     | Snapshot
     | LookupKept
     | PoolSeen
-    | BlocksTaken
+    | BlocksAllocated
     | BlocksTouched
     | BlocksFreed
-    | BlocksHashed
+    | BlocksCached
     | BlocksEvicted
     | BlockCopied
     | BlocksDeferred
     | PoolReset
-    | TablesStated
-    | BlocksStated
-    | TablesGone
+    | TablesReported
+    | BlockStatesReported
+    | TablesRemoved
     | PoolCalls
     | Tracked
     | SavePlanned

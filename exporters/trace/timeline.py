@@ -130,7 +130,7 @@ class _Track:
         """How many run and wait, when that changes; free blocks, where they are stated."""
         if isinstance(event, ev.Census):
             yield _counter(event.at, "free blocks", {"free": event.free_blocks})
-        elif isinstance(event, ev.PoolSeen | ev.BlocksStated) and event.free_blocks >= 0:
+        elif isinstance(event, ev.PoolSeen | ev.BlockStatesReported) and event.free_blocks >= 0:
             name = f"free blocks, pool {event.pool}" if event.pool else "free blocks"
             yield _counter(event.at, name, {"free": event.free_blocks})
         if self._crowd.feed(event):

@@ -17,7 +17,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from ... import events as ev
-from ...events import FREED, HEAD, IN_STEP, TAKEN, TAKEN_EACH, TOUCHED
+from ...events import ALLOCATED, ALLOCATED_EACH, FREED, HEAD, IN_STEP, TOUCHED
 from ..event_log import NONE
 from .caller_stack import NOBODY, Caller
 
@@ -122,7 +122,7 @@ class Untold:
     def add(self, what: int, pool: int, caller: Caller, blocks: Sequence[Any]) -> None:
         """A call that took, touched or freed blocks, with what they count just after where that differs."""
         ids = [block.block_id for block in blocks]
-        counts = [block.ref_cnt for block in blocks] if what != TAKEN else []
+        counts = [block.ref_cnt for block in blocks] if what != ALLOCATED else []
         if what == TOUCHED and caller.request_id is not None:
             self.hits[caller.request_id] = ids
         self.call(what + 8 * pool, *caller, ids, counts)
@@ -230,7 +230,7 @@ class Untold:
         by = self._operation(TAKES)
         told = rows[:place]
         if end:
-            told += (TAKEN_EACH, -1, 0, by, 2 * end, *singles, *numbers)
+            told += (ALLOCATED_EACH, -1, 0, by, 2 * end, *singles, *numbers)
         for new in admitted:
             table, hits = new.block_ids[0], self.hits.get(new.req_id, NONE)
             new_ids = ids[end : end + len(table) - len(hits)]
@@ -242,7 +242,7 @@ class Untold:
                 place, until = next(parts)
                 told += rows[start:place]
             if new_ids:
-                told += (TAKEN, self._watch.number(new.req_id), 0, by, len(new_ids), *new_ids)
+                told += (ALLOCATED, self._watch.number(new.req_id), 0, by, len(new_ids), *new_ids)
         if end != len(ids):
             return False
         rows[:behind] = told + rows[place:behind]
@@ -287,7 +287,7 @@ class Untold:
             number, group, table = taker
             count = _common(ids, table)
             by = self._operation(TAKES if number >= 0 else "")
-            pieces.append((TAKEN, number, group, by, count, *ids[-count:]))
+            pieces.append((ALLOCATED, number, group, by, count, *ids[-count:]))
             del ids[-count:]
             if count < len(table):
                 before = _id(table[-count - 1])

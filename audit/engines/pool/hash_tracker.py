@@ -13,7 +13,7 @@ from collections.abc import Callable
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from ...events import FREED, HASHED, TOUCHED
+from ...events import CACHED, FREED, TOUCHED
 from .signatures import codes
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ class Books:
             self._tell(told)
         if total != self._total:  # a block was hashed that nobody was handed, or by a way not known here
             self._total = total
-            self._watch.log.calls += (HASHED, -1, self._group, -2, 0)
+            self._watch.log.calls += (CACHED, -1, self._group, -2, 0)
 
     def _look(self, told: list[int], blocks: list[Any], step: int) -> list[Any]:
         """Write down those due in ``step`` that have been hashed; the rest."""
@@ -245,7 +245,7 @@ class Books:
         log = self._watch.log
         unheard = log.repeats + (log.held is not None)
         self._total += len(told) // 3
-        log.calls += (HASHED, -1, self._group, 2 * (-1 - unheard), len(told), *told)
+        log.calls += (CACHED, -1, self._group, 2 * (-1 - unheard), len(told), *told)
 
     def _expect(self, step: int, blocks: list[Any]) -> None:
         """To be hashed in this step, as far as is known."""

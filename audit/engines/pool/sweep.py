@@ -111,7 +111,7 @@ class Sweep:
                     rows += (watch.number(name), group, computed, len(table))
                     rows += [block.block_id for block in table]
         if rows:
-            watch.untold.rows += (ev.STATED, -1, -1, 0, len(rows), *rows)
+            watch.untold.rows += (ev.TABLES_REPORTED, -1, -1, 0, len(rows), *rows)
 
     def state_blocks(self, number: int, first: int, part: list[Any]) -> None:
         """Say how these blocks of a pool, in a row, stand."""
@@ -127,7 +127,7 @@ class Sweep:
         ]
         free = pool.get_num_free_blocks()
         hashes = -1 if number in watch.parted else len(cache)  # whose several names are not told apart
-        watch.say(ev.BlocksStated(watch.log.now(), watch.step(), number, first, states, free, hashes))
+        watch.say(ev.BlockStatesReported(watch.log.now(), watch.step(), number, first, states, free, hashes))
 
     def state_all(self) -> None:
         """Say how every block stands, and every table: for the end, and for tests."""

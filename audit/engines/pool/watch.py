@@ -150,7 +150,7 @@ class PoolWatch:
         """``cache_partial_block``: the hash ``further`` for the tokens up to ``end``."""
         row = [self.number(request.request_id), group, request.num_tokens, 1]
         row += (block.block_id, self.name(further), end)
-        self.say(ev.BlocksHashed(self.log.now(), self.step(), pool, row, replaced, self.stack()))
+        self.say(ev.BlocksCached(self.log.now(), self.step(), pool, row, replaced, self.stack()))
 
     def further_hashes(self, pool: int, block: Any) -> tuple[Any, ...]:
         """The hashes of a block besides its first."""
@@ -242,7 +242,7 @@ class PoolWatch:
             if requests.get(request.request_id) is request:
                 self.ending.append(request)
             elif (number := self.numbers.pop(request.request_id, None)) is not None:
-                self.untold.rows += (ev.GONE, number, -1, 0, 0)
+                self.untold.rows += (ev.TABLES_REMOVED, number, -1, 0, 0)
 
     def _head(self, pool: int, caller: Caller) -> tuple[int, int, int, int, int, str]:
         number = self.number(caller.request_id)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ...events import FREED, HASHED, TAKEN, TOUCHED
+from ...events import ALLOCATED, CACHED, FREED, TOUCHED
 from .caller_stack import Caller
 
 Method = Callable[..., Any]
@@ -34,7 +34,7 @@ def taking(watch: Any, pool: int, original: Method) -> Method:
             if untold.outputs_tell:
                 handed.extend(blocks)
             elif blocks:
-                add(TAKEN, pool, caller(), blocks)
+                add(ALLOCATED, pool, caller(), blocks)
         except Exception as error:
             watch.fail("get_new_blocks", error)
         return blocks
@@ -108,7 +108,7 @@ def unpinning(watch: Any, pool: int, original: Method) -> Method:
 
 def hashing(watch: Any, pool: int, original: Method) -> Method:
     """``cache_full_blocks``: those of its blocks that have another hash when it is over."""
-    what, put, name = HASHED + 8 * pool, watch.untold.rows.extend, watch.name
+    what, put, name = CACHED + 8 * pool, watch.untold.rows.extend, watch.name
     known, number_of = watch.numbers.get, watch.number
     tell_now = watch.tell if watch.stacks else None
 

@@ -16,27 +16,27 @@ def calls(event: ev.PoolCalls) -> Iterator[ev.Event]:
         start += ev.HEAD + count
         follow = rows[start - count : start]
         pool, what = divmod(what, 8)
-        if what == ev.HASHED:
+        if what == ev.CACHED:
             row = [request, group, more >> 1, count // 3, *follow]
-            yield ev.BlocksHashed(at, step, pool, row, bool(more & 1), stack)
-        elif what == ev.TAKEN:
-            yield ev.BlocksTaken(at, step, pool, event.by[more], [request, group, count, *follow], stack)
+            yield ev.BlocksCached(at, step, pool, row, bool(more & 1), stack)
+        elif what == ev.ALLOCATED:
+            yield ev.BlocksAllocated(at, step, pool, event.by[more], [request, group, count, *follow], stack)
         elif what in (ev.TOUCHED, ev.FREED):
             kind = ev.BlocksTouched if what == ev.TOUCHED else ev.BlocksFreed
             half = count // 2
             by, ids, references = event.by[more], follow[:half], follow[half:]
             yield kind(at, step, pool, request, group, by, ids, references, stack)
-        elif what == ev.TAKEN_EACH:
+        elif what == ev.ALLOCATED_EACH:
             half = count // 2
             taken = [
                 number
                 for taker, block in zip(follow[half:], follow[:half], strict=True)
                 for number in (taker, group, 1, block)
             ]
-            yield ev.BlocksTaken(at, step, pool, event.by[more], taken, stack)
+            yield ev.BlocksAllocated(at, step, pool, event.by[more], taken, stack)
         elif what == ev.IN_STEP:
             step = more
-        elif what == ev.STATED:
-            yield ev.TablesStated(at, step, follow)
+        elif what == ev.TABLES_REPORTED:
+            yield ev.TablesReported(at, step, follow)
         else:
-            yield ev.TablesGone(at, [request])
+            yield ev.TablesRemoved(at, [request])

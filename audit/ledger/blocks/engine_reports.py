@@ -53,7 +53,7 @@ def _state_pool(holdings: Holdings, number: int, free_blocks: int, hashes: int) 
         pool.named = False
 
 
-def _tables(holdings: Holdings, event: ev.TablesStated) -> None:
+def _tables(holdings: Holdings, event: ev.TablesReported) -> None:
     rows, at = event.rows, 0
     stood: dict[tuple[int, int, int], int] = {}
     while at < len(rows):
@@ -102,7 +102,7 @@ def _table(
             holdings.tell(SharedWrite(number, table[place], place, first, holder, story), request)
 
 
-def _stated(holdings: Holdings, event: ev.BlocksStated) -> None:
+def _stated(holdings: Holdings, event: ev.BlockStatesReported) -> None:
     pool = holdings.pools.get(event.pool)
     if pool is None:
         return
@@ -157,7 +157,7 @@ def counted(holdings: Holdings, number: int, block: int, record: Block, referenc
         record.known = False
 
 
-def _gone(holdings: Holdings, event: ev.TablesGone) -> None:
+def _gone(holdings: Holdings, event: ev.TablesRemoved) -> None:
     for request in event.requests:
         holdings.ending.pop(request, None)
         _leak(holdings, request, 0)
@@ -184,7 +184,7 @@ def _leak(holdings: Holdings, request: int, seconds: int) -> None:
 
 STATEMENTS: dict[type[ev.Event], Callable[[Holdings, Any], None]] = {
     ev.PoolSeen: _seen,
-    ev.TablesStated: _tables,
-    ev.BlocksStated: _stated,
-    ev.TablesGone: _gone,
+    ev.TablesReported: _tables,
+    ev.BlockStatesReported: _stated,
+    ev.TablesRemoved: _gone,
 }

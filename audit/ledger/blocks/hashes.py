@@ -14,7 +14,7 @@ from .records import EVICTED, RESET, TABLE, UNKNOWN, Operation, Pool, remember, 
 from .subjects import HashedContent
 
 
-def _hashed(holdings: Holdings, event: ev.BlocksHashed) -> None:
+def _hashed(holdings: Holdings, event: ev.BlocksCached) -> None:
     pool = holdings.pools.get(event.pool)
     rows, at = event.rows, 0
     while pool is not None and at < len(rows):
@@ -61,7 +61,7 @@ def _sequence_tokens(holdings: Holdings, request: int, unheard: int) -> int:
 
 def _hash(
     holdings: Holdings,
-    event: ev.BlocksHashed,
+    event: ev.BlocksCached,
     pool: Pool,
     block: int,
     name: int,
@@ -119,7 +119,7 @@ def _reset(holdings: Holdings, event: ev.PoolReset) -> None:
 
 
 HASHES: dict[type[ev.Event], Callable[[Holdings, Any], None]] = {
-    ev.BlocksHashed: _hashed,
+    ev.BlocksCached: _hashed,
     ev.BlocksEvicted: _evicted,
     ev.PoolReset: _reset,
 }

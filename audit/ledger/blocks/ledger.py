@@ -2,7 +2,7 @@
 
 A block that nothing is known of has no record; one whose holders may not all be known is not ``known``,
 and then nothing is claimed of its count. What a pool states of a block
-(:class:`~kvledger.audit.events.BlocksStated`, the counts that come with a touch or a free) is compared
+(:class:`~kvledger.audit.events.BlockStatesReported`, the counts that come with a touch or a free) is compared
 and then believed, so that one fault is told once.
 
 ``BlockLedger`` judges nothing: it gives what two sides say of one thing, or what cannot be, as

@@ -18,7 +18,7 @@ from .records import COPY, DEFERRED, EVICTED, PIN, TABLE, UNKNOWN, Block, Pool, 
 from .subjects import StrayFree
 
 
-def _taken(holdings: Holdings, event: ev.BlocksTaken) -> None:
+def _taken(holdings: Holdings, event: ev.BlocksAllocated) -> None:
     pool = holdings.pools.get(event.pool)
     rows, at = event.rows, 0
     while pool is not None and at < len(rows):
@@ -28,7 +28,7 @@ def _taken(holdings: Holdings, event: ev.BlocksTaken) -> None:
 
 
 def _take(
-    holdings: Holdings, event: ev.BlocksTaken, pool: Pool, request: int, group: int, blocks: list[int]
+    holdings: Holdings, event: ev.BlocksAllocated, pool: Pool, request: int, group: int, blocks: list[int]
 ) -> None:
     holder = holdings.actor(TABLE, request, group)
     done = holdings.operation(event, "taken", event.by, request, group)
@@ -153,7 +153,7 @@ def _deferred(holdings: Holdings, event: ev.BlocksDeferred) -> None:
 
 
 OPERATIONS: dict[type[ev.Event], Callable[[Holdings, Any], None]] = {
-    ev.BlocksTaken: _taken,
+    ev.BlocksAllocated: _taken,
     ev.BlocksTouched: _touched,
     ev.BlocksFreed: _freed,
     ev.BlockCopied: _copied,

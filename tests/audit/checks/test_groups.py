@@ -20,7 +20,7 @@ from kvledger.audit.conformance.driver import Driver
 from kvledger.audit.conformance.host import Setup
 from kvledger.audit.conformance.registry import HYBRID
 from kvledger.audit.engines.v1 import AT_REST_STEPS
-from kvledger.audit.events import TablesStated
+from kvledger.audit.events import TablesReported
 
 violates = pytest.mark.violates
 near_miss = pytest.mark.near_miss
@@ -102,7 +102,7 @@ def test_null_blocks_stand_for_positions() -> None:
         return driver
 
     _, events = observe(course, level="blocks")
-    rows = [event for event in each(events) if isinstance(event, TablesStated)][-1].rows
+    rows = [event for event in each(events) if isinstance(event, TablesReported)][-1].rows
     length = rows[3]
     full, window = rows[4 : 4 + length], rows[8 + length :]
 

@@ -12,16 +12,16 @@ WHAT = 8 * POOL
 
 TOLD = {
     "taken": (
-        [WHAT + ev.TAKEN, 7, 0, 1, 2, 30, 31],
-        ev.BlocksTaken(AT, STEP, POOL, "allocate", [7, 0, 2, 30, 31]),
+        [WHAT + ev.ALLOCATED, 7, 0, 1, 2, 30, 31],
+        ev.BlocksAllocated(AT, STEP, POOL, "allocate", [7, 0, 2, 30, 31]),
     ),
     "taken, one each": (
-        [WHAT + ev.TAKEN_EACH, -1, 0, 1, 4, 30, 31, 7, 8],
-        ev.BlocksTaken(AT, STEP, POOL, "allocate", [7, 0, 1, 30, 8, 0, 1, 31]),
+        [WHAT + ev.ALLOCATED_EACH, -1, 0, 1, 4, 30, 31, 7, 8],
+        ev.BlocksAllocated(AT, STEP, POOL, "allocate", [7, 0, 1, 30, 8, 0, 1, 31]),
     ),
     "hashed, whose table it stands in": (
-        [WHAT + ev.HASHED, -1, 0, 2 * -3, 3, 30, 5, 16],
-        ev.BlocksHashed(AT, STEP, POOL, [-1, 0, -3, 1, 30, 5, 16]),
+        [WHAT + ev.CACHED, -1, 0, 2 * -3, 3, 30, 5, 16],
+        ev.BlocksCached(AT, STEP, POOL, [-1, 0, -3, 1, 30, 5, 16]),
     ),
     "touched": (
         [WHAT + ev.TOUCHED, 7, 0, 0, 4, 30, 31, 2, 1],
@@ -32,15 +32,18 @@ TOLD = {
         ev.BlocksFreed(AT, STEP, POOL, -1, -1, "hit", [30], [0]),
     ),
     "hashed": (
-        [WHAT + ev.HASHED, 7, 0, 2 * 20, 6, 30, 1 << 62, 16, 31, 5, 32],
-        ev.BlocksHashed(AT, STEP, POOL, [7, 0, 20, 2, 30, 1 << 62, 16, 31, 5, 32]),
+        [WHAT + ev.CACHED, 7, 0, 2 * 20, 6, 30, 1 << 62, 16, 31, 5, 32],
+        ev.BlocksCached(AT, STEP, POOL, [7, 0, 20, 2, 30, 1 << 62, 16, 31, 5, 32]),
     ),
     "hashed for something else": (
-        [WHAT + ev.HASHED, 7, 0, 2 * 20 + 1, 3, 30, 5, 16],
-        ev.BlocksHashed(AT, STEP, POOL, [7, 0, 20, 1, 30, 5, 16], True),
+        [WHAT + ev.CACHED, 7, 0, 2 * 20 + 1, 3, 30, 5, 16],
+        ev.BlocksCached(AT, STEP, POOL, [7, 0, 20, 1, 30, 5, 16], True),
     ),
-    "stated": ([ev.STATED, -1, -1, 0, 5, 7, 0, 16, 1, 30], ev.TablesStated(AT, STEP, [7, 0, 16, 1, 30])),
-    "gone": ([ev.GONE, 7, -1, 0, 0], ev.TablesGone(AT, [7])),
+    "stated": (
+        [ev.TABLES_REPORTED, -1, -1, 0, 5, 7, 0, 16, 1, 30],
+        ev.TablesReported(AT, STEP, [7, 0, 16, 1, 30]),
+    ),
+    "gone": ([ev.TABLES_REMOVED, 7, -1, 0, 0], ev.TablesRemoved(AT, [7])),
 }
 
 
@@ -64,13 +67,13 @@ def test_calls_are_read_in_their_order() -> None:
 
 
 def test_what_was_called_for_in_later_steps_is_told_of_those() -> None:
-    gone = [ev.GONE, 7, -1, 0, 0]
+    gone = [ev.TABLES_REMOVED, 7, -1, 0, 0]
     rows = [gone, [ev.IN_STEP, -1, -1, STEP + 2, 0], [ev.FREED, 7, 0, 0, 2, 30, 0], TOLD["stated"][0]]
 
     assert [STEP, STEP + 2, STEP + 2] == [getattr(event, "step", STEP) for event in read(*rows)]
 
 
 def test_each_call_has_the_stack_of_the_event() -> None:
-    (taken,) = calls(ev.PoolCalls(AT, STEP, ["allocate"], [ev.TAKEN, 7, 0, 0, 1, 30], ["here"]))
+    (taken,) = calls(ev.PoolCalls(AT, STEP, ["allocate"], [ev.ALLOCATED, 7, 0, 0, 1, 30], ["here"]))
 
-    assert ev.BlocksTaken(AT, STEP, 0, "allocate", [7, 0, 1, 30], ["here"]) == taken
+    assert ev.BlocksAllocated(AT, STEP, 0, "allocate", [7, 0, 1, 30], ["here"]) == taken

@@ -11,8 +11,8 @@ from kvledger.audit.conformance.driver import Driver, start
 from kvledger.audit.conformance.registry import HYBRID
 from kvledger.audit.events import (
     Admitted,
-    BlocksHashed,
-    BlocksTaken,
+    BlocksAllocated,
+    BlocksCached,
     Delivered,
     Event,
     Finished,
@@ -163,20 +163,20 @@ def history(*, taken_at: int, back_at: int = -1, whole: int = 2, resumable: bool
     """
     seen: list[Event] = [
         PoolSeen(0, 0, 0, 8, 0, 7, 0, [0, BLOCK, whole]),
-        BlocksTaken(1, 1, 0, "allocate", [0, 0, 1, 1]),
-        BlocksHashed(1, 1, 0, [0, 0, 20, 1, 1, 0, 16]),
-        BlocksTaken(taken_at, taken_at, 0, "allocate", [1, 0, 1, 1]),
+        BlocksAllocated(1, 1, 0, "allocate", [0, 0, 1, 1]),
+        BlocksCached(1, 1, 0, [0, 0, 20, 1, 1, 0, 16]),
+        BlocksAllocated(taken_at, taken_at, 0, "allocate", [1, 0, 1, 1]),
         RequestAdded(ADMITTED, 2, "two", 20, resumable=resumable),
         Admitted(ADMITTED, 2, ADMITTED, False, 0, 0, False, 0),
         Stepped(ADMITTED, ADMITTED, [2, 20, 0, 20], []),
-        BlocksTaken(20, 20, 0, "allocate", [2, 0, 1, 3]),
-        BlocksHashed(20, 20, 0, [2, 0, 20, 1, 3, 0, 16]),
+        BlocksAllocated(20, 20, 0, "allocate", [2, 0, 1, 3]),
+        BlocksCached(20, 20, 0, [2, 0, 20, 1, 3, 0, 16]),
         Delivered(20, [2, 1], []),
         Finished(20, 2, "stopped", -1, -1, -1, -1, -1),
     ]
     if back_at >= 0:
-        seen.append(BlocksTaken(back_at, back_at, 0, "allocate", [3, 0, 1, 2]))
-        seen.append(BlocksHashed(back_at, back_at, 0, [3, 0, 20, 1, 2, 0, 16]))
+        seen.append(BlocksAllocated(back_at, back_at, 0, "allocate", [3, 0, 1, 2]))
+        seen.append(BlocksCached(back_at, back_at, 0, [3, 0, 20, 1, 2, 0, 16]))
     auditor = Auditor(keep_closed=True)
     auditor.feed_all(sorted(seen, key=lambda event: event.at))
     return next(account for account in auditor.ledger.accounts() if account.request == 2)

@@ -30,7 +30,7 @@ Taken = tuple[int, int, int, str, list[int]]
 def taken(events: list[ev.Event]) -> list[Taken]:
     found: list[Taken] = []
     for call in each(events):
-        rows = call.rows if isinstance(call, ev.BlocksTaken) else []
+        rows = call.rows if isinstance(call, ev.BlocksAllocated) else []
         while rows:
             end = 3 + rows[2]
             found.append((call.step, rows[0], rows[1], call.by, rows[3:end]))
@@ -66,7 +66,7 @@ def wrapped(course: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch) -> l
 
 def hashed(events: list[ev.Event]) -> list[tuple[int, ...]]:
     """Group, block, up to which token it is hashed, and in which step, block by block."""
-    calls = [event for event in each(events) if isinstance(event, ev.BlocksHashed)]
+    calls = [event for event in each(events) if isinstance(event, ev.BlocksCached)]
     found = [
         (call.rows[1], call.rows[at], call.rows[at + 2], call.step)
         for call in calls
@@ -230,7 +230,7 @@ def test_a_name_that_comes_again_at_once_is_another_request() -> None:
 
     read = observe(course, level="blocks")[1]
 
-    assert [0, 1, 2, 3, 4] == [call.requests[0] for call in each(read) if isinstance(call, ev.TablesGone)]
+    assert [0, 1, 2, 3, 4] == [call.requests[0] for call in each(read) if isinstance(call, ev.TablesRemoved)]
     assert "clean" == audited(read).verdict
 
 
@@ -269,7 +269,7 @@ def test_steps_that_are_put_aside_are_told_together_each_as_its_own(
     monkeypatch.setattr("kvledger.audit.engines.v1.AT_REST_STEPS", 10**9)
     _, read = observe(two_that_decode, level="blocks", names_nobody=names_nobody)
     told = [event for event in read if isinstance(event, ev.PoolCalls)]
-    steps = {call.step for event in told for call in calls(event) if isinstance(call, ev.BlocksTaken)}
+    steps = {call.step for event in told for call in calls(event) if isinstance(call, ev.BlocksAllocated)}
 
     assert len(steps) > len([event for event in told if ev.IN_STEP in event.rows[::5]]) > 0
     assert "clean" == audited(read).verdict
@@ -300,7 +300,7 @@ def test_tables_that_do_not_add_up_are_stated_also_after_steps_that_were_put_asi
         return driver
 
     _, read = observe(course, level="blocks")
-    stated = [event for event in each(read) if isinstance(event, ev.TablesStated) and event.step == 5]
+    stated = [event for event in each(read) if isinstance(event, ev.TablesReported) and event.step == 5]
 
     assert [1] == [event.rows[0] for event in stated]
 
@@ -358,7 +358,7 @@ def test_who_is_hashed_for_is_whose_table_it_is() -> None:
 
     early = [
         replace(event, rows=[n + 10**6 if at == 6 else n for at, n in enumerate(event.rows)])
-        if isinstance(event, ev.BlocksHashed)
+        if isinstance(event, ev.BlocksCached)
         else event
         for event in each(events)
     ]
@@ -374,8 +374,8 @@ def test_with_stacks_each_operation_is_told_by_the_call_that_made_it() -> None:
     driver = start(attach)
     driver.add("r", 20, 100)
     driver.run()
-    told = [event for event in each(sink.take()) if isinstance(event, ev.BlocksTaken | ev.BlocksHashed)]
+    told = [event for event in each(sink.take()) if isinstance(event, ev.BlocksAllocated | ev.BlocksCached)]
     innermost = {(type(event).__name__, (event.stack or [""])[-1].rpartition(" ")[2]) for event in told}
 
     assert 8 < len(told)
-    assert {("BlocksTaken", "allocate_new_blocks"), ("BlocksHashed", "cache_blocks")} == innermost
+    assert {("BlocksAllocated", "allocate_new_blocks"), ("BlocksCached", "cache_blocks")} == innermost

@@ -16,7 +16,7 @@ from kvledger.audit.conformance.driver import Driver, start
 from kvledger.audit.engines.pool.sweep import SWEEP_BLOCKS, SWEEP_TABLES
 from kvledger.audit.engines.v1 import AT_REST_STEPS
 from kvledger.audit.entry.attach import Audit
-from kvledger.audit.events import Admitted, BlocksStated, TablesStated
+from kvledger.audit.events import Admitted, BlockStatesReported, TablesReported
 
 POOL_BLOCKS = 300
 REQUESTS = 6
@@ -81,7 +81,7 @@ def test_a_larger_pool_costs_a_sweep_no_more() -> None:
             return driver
 
         _, events = observe(course, level="blocks")
-        return {len(event.states) for event in events if isinstance(event, BlocksStated)}
+        return {len(event.states) for event in events if isinstance(event, BlockStatesReported)}
 
     assert {SWEEP_BLOCKS} == stated(2_048) == stated(4_096)
 
@@ -98,7 +98,7 @@ def test_long_tables_are_stated_one_at_a_time_and_all_in_turn() -> None:
 
     _, events = observe(course, level="blocks")
     admitted = max(event.step for event in events if isinstance(event, Admitted))
-    stated = [event for event in each(events) if isinstance(event, TablesStated) and event.step > admitted]
+    stated = [event for event in each(events) if isinstance(event, TablesReported) and event.step > admitted]
 
     assert [len(event.rows) for event in stated] == [4 + event.rows[3] for event in stated]
     assert 3 == len({event.rows[0] for event in stated[:3]})

@@ -12,7 +12,7 @@ from tests import journals
 from tests.histories import GOLDEN, Golden
 
 from kvledger.audit.errors import LedgerError
-from kvledger.audit.events import BlocksStated, PoolSeen
+from kvledger.audit.events import BlockStatesReported, PoolSeen
 from kvledger.audit.replay.engine_audit import audit_paths
 from kvledger.exporters.trace.timeline import save
 
@@ -107,7 +107,7 @@ def test_what_can_not_be_written_leaves_nothing(tmp_path: Path) -> None:
 def test_free_blocks_where_they_are_stated(tmp_path: Path) -> None:
     """By a census, and at level blocks by every pool."""
     history = next(iter(GOLDEN)).events()
-    stated = [PoolSeen(0, 0, 0, 8, 0, 7, 0, [0, 16, 2]), BlocksStated(1, 1, 1, 0, [], 5, -1)]
+    stated = [PoolSeen(0, 0, 0, 8, 0, 7, 0, [0, 16, 2]), BlockStatesReported(1, 1, 1, 0, [], 5, -1)]
     events = drawn(journals.write(tmp_path / "journal", [*stated, *history], level="blocks"))
 
     counters = {e["name"]: e["args"] for e in events if e["ph"] == "C" and "free" in e["args"]}
