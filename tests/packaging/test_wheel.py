@@ -1,4 +1,4 @@
-"""What a wheel holds: the real folders as one package, every file of theirs and nothing else."""
+"""What a wheel contains: the folders and files of the package, every file in them, and nothing else."""
 
 import configparser
 import json
@@ -15,13 +15,13 @@ from hatchling import build
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("audit", "exporters", "dashboards")
-REAL_FILES = ("__init__.py", "__main__.py", "py.typed")
+FILES = ("__init__.py", "__main__.py", "cli.py", "py.typed")
 
 Build = Callable[[str], str]
 
 
 def built(how: Build, to: Path) -> Path:
-    """What a build function of hatchling, which works on the current folder, makes of the checkout."""
+    """Build the checkout with a function of hatchling, which works on the current folder."""
     before = Path.cwd()
     os.chdir(ROOT)
     try:
@@ -35,51 +35,52 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(built(build.build_wheel, tmp_path_factory.mktemp("wheel")))
 
 
-def of_the_package(wheel: zipfile.ZipFile) -> set[str]:
+def package_files(wheel: zipfile.ZipFile) -> set[str]:
     return {name for name in wheel.namelist() if ".dist-info/" not in name}
 
 
-def of_the_checkout() -> set[str]:
-    """What git knows or would add, under the names it should have in the wheel."""
-    # Any owner of the checkout will do: CI often clones as one user and tests as another.
+def checkout_files() -> set[str]:
+    """The package's files that git tracks or would add, under the names that they get in the wheel."""
+    # CI often clones as one user and tests as another: accept a checkout of any owner.
     git = ["git", "-c", "safe.directory=*", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run([*git, *FOLDERS], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    held = {f"kvledger/{name}" for name in listed.split("\0") if name and (ROOT / name).exists()}
-    return held | {"kvledger/cli.py"} | {f"kvledger/{name}" for name in REAL_FILES}
+    listed = subprocess.run(
+        [*git, *FOLDERS, *FILES], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    return {f"kvledger/{name}" for name in listed.split("\0") if name and (ROOT / name).exists()}
 
 
-def test_the_wheel_holds_exactly_the_checkouts_files(wheel: zipfile.ZipFile) -> None:
-    assert of_the_checkout() == of_the_package(wheel)
+def test_the_wheel_contains_exactly_the_files_of_the_checkout(wheel: zipfile.ZipFile) -> None:
+    assert checkout_files() == package_files(wheel)
 
 
-def test_nothing_stands_beside_the_package(wheel: zipfile.ZipFile) -> None:
+def test_the_wheel_installs_one_top_level_package(wheel: zipfile.ZipFile) -> None:
     """A top-level `cli`, `audit` or `tests` would collide in a user's environment."""
     tops = {name.partition("/")[0] for name in wheel.namelist()}
     assert {"kvledger"} == {top for top in tops if not top.endswith(".dist-info")}
 
 
-def test_the_real_files_are_those_of_src(wheel: zipfile.ZipFile) -> None:
-    for name in REAL_FILES:
+def test_files_in_the_wheel_are_those_that_src_links_to(wheel: zipfile.ZipFile) -> None:
+    for name in FILES:
         assert (ROOT / "src/kvledger" / name).read_bytes() == wheel.read(f"kvledger/{name}")
 
 
-def test_a_source_distribution_makes_the_same_wheel(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+def test_a_source_distribution_builds_the_same_wheel(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     sdist = built(build.build_sdist, tmp_path)
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
     unpacked = tmp_path / sdist.name.removesuffix(".tar.gz")
     script = "import sys; from hatchling import build; print(build.build_wheel(sys.argv[1]))"
-    again = subprocess.run(
+    ran = subprocess.run(
         [sys.executable, "-c", script, tmp_path], cwd=unpacked, capture_output=True, text=True, check=True
     )
-    with zipfile.ZipFile(tmp_path / again.stdout.split()[-1]) as second:
-        assert of_the_package(wheel) == of_the_package(second)
+    with zipfile.ZipFile(tmp_path / ran.stdout.split()[-1]) as second:
+        assert package_files(wheel) == package_files(second)
 
 
-def test_an_editable_install_is_one_path_and_no_copies(tmp_path: Path) -> None:
+def test_an_editable_install_adds_one_path_and_copies_no_file(tmp_path: Path) -> None:
     """A copied `kvledger/__init__.py` would come first on the path and hide the links."""
     editable = zipfile.ZipFile(built(build.build_editable, tmp_path))
-    assert {"_kvledger.pth"} == of_the_package(editable)
+    assert {"_kvledger.pth"} == package_files(editable)
     assert str(ROOT / "src") == editable.read("_kvledger.pth").decode()
 
 
@@ -94,14 +95,14 @@ def test_entry_points(wheel: zipfile.ZipFile) -> None:
 
 
 def test_the_wheel_runs_from_its_own_files(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
-    """Unpacked and first on the path, it imports its own modules and answers for its version."""
+    """Unpacked and first on the path, the wheel imports its own modules and reports its version."""
     wheel.extractall(tmp_path)
     script = """if True:
         import importlib, json, sys
         sys.path.insert(0, sys.argv[1])
         import kvledger
         light = sorted(name for name in sys.modules if name.startswith("kvledger"))
-        names = ["audit.hooks", "audit.plugin", "exporters", "dashboards", "cli"]
+        names = ["audit.hooks", "audit.entry.plugin", "exporters", "dashboards", "cli"]
         files = [importlib.import_module(f"kvledger.{name}").__file__ for name in names]
         print(json.dumps([kvledger.__version__, light, files]))
     """
@@ -114,9 +115,9 @@ def test_the_wheel_runs_from_its_own_files(wheel: zipfile.ZipFile, tmp_path: Pat
     assert [] == [file for file in files if not Path(file).is_relative_to(tmp_path)]
 
 
-def test_the_links_of_src_are_relative_and_reach_the_real_folders() -> None:
-    links = {path.name: path for path in (ROOT / "src/kvledger").iterdir() if path.is_symlink()}
-    assert {*FOLDERS, "cli.py"} == set(links)
-    assert {name: Path("../..", name) for name in links} == {
-        name: link.readlink() for name, link in links.items()
+def test_the_links_in_src_are_relative_and_lead_to_the_folders_and_files_of_the_root() -> None:
+    entries = {path.name: path for path in (ROOT / "src/kvledger").iterdir() if path.name != "__pycache__"}
+    assert {*FOLDERS, *FILES} == set(entries)
+    assert {name: Path("../..", name) for name in entries} == {
+        name: link.readlink() for name, link in entries.items()
     }
