@@ -67,8 +67,14 @@ RULES = {
     "audit.replay": Rule(ours=REPLAY),
     # what touches an engine
     "audit.engines": Rule(
-        ours=(*EVENTS, "audit.causes", "audit.hooks", "audit.release_semantics", "audit.journal.recorder")
-        + ("audit.engines",),
+        ours=(
+            *EVENTS,
+            "audit.causes",
+            "audit.hooks",
+            "audit.release_semantics",
+            "audit.journal.recorder",
+            "audit.engines",
+        ),
         lazily=HOST,
     ),
     # the outer ring
