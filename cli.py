@@ -460,7 +460,7 @@ def conformance(
         str, typer.Option("--format", metavar="text|json|markdown", help="For a person, a machine, a page.")
     ] = "text",
 ) -> None:
-    """Drive a KV connector through a fixed course on the real scheduler; print its score card.
+    """Drive a KV connector through fixed situations on the real scheduler; print its score card.
 
     Scheduler side and worker side are the connector's own, on the CPU; the model is made up, so that
     the KV that a load brings can be told from what it should be. Needs the vllm extra.

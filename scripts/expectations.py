@@ -1,6 +1,6 @@
 """What the release matrix expects: the upstream reports, and other faults of released engines.
 
-A release is named as in scripts/releases.py. A course is one of `kvledger.audit.conformance`, or the
+A release is named as in scripts/releases.py. A scenario is one of `kvledger.audit.conformance`, or the
 beginning of the names of its variants.
 """
 
@@ -12,40 +12,40 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Report:
-    """An upstream report: the courses that drive an engine into it, and the releases that have it."""
+    """An upstream report: the scenarios that drive an engine into it, and the releases that have it."""
 
     key: str
-    courses: tuple[str, ...]
+    scenarios: tuple[str, ...]
     ids: tuple[str, ...]
     found_in: tuple[str, ...]
     reference: tuple[str, str]
     says: str
     settles: Mapping[str, Mapping[str, list[list[int]]]] = field(default_factory=dict)
-    """By course and request: local, external, computed and unattained tokens, in every release alike."""
+    """By scenario and request: local, external, computed and unattained tokens, in every release alike."""
 
-    def drives(self, course: str) -> bool:
-        """Whether a course drives an engine into it; variants of a course share its name."""
-        return course.startswith(self.courses)
+    def drives(self, scenario: str) -> bool:
+        """Whether a scenario drives an engine into it; variants of a scenario share its name."""
+        return scenario.startswith(self.scenarios)
 
 
 @dataclass(frozen=True)
 class Known:
     """A fault of released engines that the corpus shows beside the reports.
 
-    ``host_fails``: the course can't be driven to its end there, so nothing is asked of its accounts;
+    ``host_fails``: the scenario can't be driven to its end there, so nothing is asked of its accounts;
     ``id`` is empty where nothing is found.
     """
 
     id: str
-    courses: tuple[str, ...]
+    scenarios: tuple[str, ...]
     first: str
     last: str
     why: str
     host_fails: bool = False
 
-    def covers(self, course: str, release: str) -> bool:
-        """Whether it may be found in this course of this release."""
-        return course.startswith(self.courses) and _number(self.first) <= _number(release) <= _number(
+    def covers(self, scenario: str, release: str) -> bool:
+        """Whether it may be found in this scenario of this release."""
+        return scenario.startswith(self.scenarios) and _number(self.first) <= _number(release) <= _number(
             self.last
         )
 

@@ -2,7 +2,7 @@
 
 Usage: python3 scripts/findings.py [--write] [NAME...]     all faults, or these
 
-Drives the real scheduler of the releases in a fault's row (scripts/releases.py) through one course,
+Drives the real scheduler of the releases in a fault's row (scripts/releases.py) through one scenario,
 and prints what the engine's own figures are, what they should be, and what the ledger finds. Exits
 with 1 where a fault does not show as its row states. `--write` makes docs/findings.md of a whole run.
 """
@@ -27,12 +27,12 @@ PAGE = ROOT / "docs" / "findings.md"
 SCHEDULER = "`Scheduler.{}` (`vllm/v1/core/sched/scheduler.py`)"
 
 
-# --- in a release: one course, observed ----------------------------------------------------------------
+# --- in a release: one scenario, observed ----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Seen:
-    """One course under observation: its events, and what came of them."""
+    """One scenario under observation: its events, and what came of them."""
 
     events: Sequence[Any]
     auditor: Any
@@ -97,10 +97,10 @@ def watch(drive: Callable[..., Any], level: str = "tokens") -> Seen:
     return Seen(events, auditor, schedulers[0], raised)
 
 
-def course(name: str) -> Seen:
-    from kvledger.audit.conformance.scenarios import COURSES
+def scenario(name: str) -> Seen:
+    from kvledger.audit.conformance.scenarios import SCENARIOS
 
-    return watch(COURSES[name])
+    return watch(SCENARIOS[name])
 
 
 def figures(seen: Seen, engine: str, right: str) -> Figures:
@@ -122,7 +122,7 @@ def split(seen: Seen, request_id: str) -> Figures:
 
 
 def placeholder_leak() -> Figures:
-    seen = course("load_failure_sync_async")
+    seen = scenario("load_failure_sync_async")
     (failed,), (ended,) = seen.of("LoadFailed", "r"), seen.of("Finished", "r")
     prompt = seen.of("RequestAdded", "r")[0].prompt_tokens
     again = seen.scheduled("r")[1]
@@ -134,15 +134,15 @@ def placeholder_leak() -> Figures:
 
 
 def failed_load_counted() -> Figures:
-    return split(course("load_failure_sync_sync"), "r")
+    return split(scenario("load_failure_sync_sync"), "r")
 
 
 def ended_before_it_ran() -> Figures:
-    return split(course("load_failure_async_policy_fail_sync"), "r")
+    return split(scenario("load_failure_async_policy_fail_sync"), "r")
 
 
 def reset_drops_valid_token() -> Figures:
-    seen = course("reset_running_async")
+    seen = scenario("reset_running_async")
     (ended,) = seen.of("Finished", "b")
     at_end = "{} computed of {} tokens, {} placeholders at the end"
     sequence = ended.sequence_tokens
@@ -154,14 +154,14 @@ def reset_drops_valid_token() -> Figures:
 
 
 def rejection_of_a_past_life() -> Figures:
-    seen = course("reset_running_speculative")
+    seen = scenario("reset_running_speculative")
     (drop, *_) = [v for v in seen.auditor.violations if v.id == "tokens/unexplained-drop"]
     down, before = re.findall(r"\b\d+\b", drop.message)
     return figures(seen, f"{down} computed tokens", f"{before} computed tokens")
 
 
 def load_rounded_up() -> Figures:
-    seen = course("resumed_local_then_external")
+    seen = scenario("resumed_local_then_external")
     admitted = seen.of("Admitted", "r")[-1]
     landed = seen.of("LoadFinished", "r")[-1]
     return figures(
@@ -194,19 +194,19 @@ def session_skips_tokens() -> Figures:
 
 
 def session_stops() -> Figures:
-    seen = course("session_async_speculative")
+    seen = scenario("session_async_speculative")
     return figures(seen, seen.raised or "nothing raised", "the session waits for its next chunk")
 
 
 def session_never_ends() -> Figures:
-    seen = course("session_async_speculative")
+    seen = scenario("session_async_speculative")
     pool = seen.scheduler.kv_cache_manager.block_pool
     held = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
     return figures(seen, f"{held} blocks held by nobody at the end {seen.raised}".strip(), "0 blocks")
 
 
 def hybrid_pool() -> Figures:
-    seen = course("crowd_hybrid")
+    seen = scenario("crowd_hybrid")
     return figures(seen, seen.raised or "nothing raised", "a request is preempted")
 
 
@@ -223,8 +223,8 @@ def lookups_disagree() -> Figures:
         driver.run()
 
     parts = {
-        "load failed wholly": course("load_failure_async_total_sync"),
-        "ended by its failed load": course("load_failure_async_policy_fail_sync"),
+        "load failed wholly": scenario("load_failure_async_total_sync"),
+        "ended by its failed load": scenario("load_failure_async_policy_fail_sync"),
         "aborted before an output": watch(aborted),
     }
     said, right = [], []
@@ -237,7 +237,7 @@ def lookups_disagree() -> Figures:
 
 
 def full_hit_runs_unseen() -> Figures:
-    seen = course("full_external_hit")
+    seen = scenario("full_external_hit")
     (said,) = seen.of("Reported", "r")
     account = seen.account("r")
     rework = ", ".join(f"{tokens} for {cause}" for cause, tokens in account.rework.items())
@@ -268,9 +268,9 @@ def failed_load_stays_cached() -> Figures:
 
 
 def never_fits_again() -> Figures:
-    from kvledger.audit.conformance.v0.audit import COURSES
+    from kvledger.audit.conformance.v0.audit import SCENARIOS
 
-    seen = watch(COURSES["never_fits_again_sync"])
+    seen = watch(SCENARIOS["never_fits_again_sync"])
     kept = [e for e in seen.kind("LookupKept") if e.ended]
     return figures(seen, f"{len(kept)} look-ups kept for a request that has ended", "0 look-ups kept")
 
@@ -578,7 +578,7 @@ def page(said: dict[str, list[str]]) -> str:
             "Made by `python3 scripts/findings.py --write`; do not edit. Faults of released vLLM engines",
             "in their accounting of tokens and blocks, beside the reports of `docs/detection.md`. Each is",
             "shown on the released package: its real scheduler is driven with made-up model output through",
-            "one course under observation. *engine* is what the engine's own figures are, *right* what they",
+            "one scenario under observation. *engine* is the engine's own figures, *right* is what they",
             "should be. Each is run in the first and the last release of the matrix that has it; those",
             "between are known from the corpus (`docs/detection.md`) or taken to be alike.",
             "",

@@ -33,11 +33,11 @@ UPSTREAM = ROOT / "docs" / "upstream-tests.md"
 
 
 class Amiss(NamedTuple):
-    """Something that is not as expected; ``course`` is empty where it is no single one."""
+    """Something that is not as expected; ``scenario`` is empty where it is no single one."""
 
     release: str
     what: str
-    course: str = ""
+    scenario: str = ""
 
 
 @dataclass
@@ -48,9 +48,9 @@ class Outcome:
     lines: dict[str, dict[str, object]] = field(default_factory=dict)
     error: str = ""
 
-    def findings(self, course: str) -> set[str]:
-        """Ids found in a course."""
-        found = self.lines.get(course, {}).get("findings", [])
+    def findings(self, scenario: str) -> set[str]:
+        """Ids found in a scenario."""
+        found = self.lines.get(scenario, {}).get("findings", [])
         assert isinstance(found, list)
         return {row[0] for row in found}
 
@@ -61,10 +61,10 @@ class Outcome:
     def unexpected(self) -> list[Amiss]:
         """What nobody expects here: false alarms, doubts, accounts that do not balance."""
         said: list[Amiss] = []
-        for course, line in self.lines.items():
-            extra = self.findings(course) - expected_ids(course, self.release)
+        for scenario, line in self.lines.items():
+            extra = self.findings(scenario) - expected_ids(scenario, self.release)
             wrong = [f"found {each}" for each in sorted(extra)]
-            if not excused(course, self.release):
+            if not excused(scenario, self.release):
                 wrong += [
                     f"{key} {line[key]}"
                     for key in ("doubts", "unbalanced", "open", "raised")
@@ -72,25 +72,25 @@ class Outcome:
                 ]
                 wrong += ["does not balance"] if line.get("balanced") is False else []
             for report in REPORTS:
-                settled = report.settles.get(course)
+                settled = report.settles.get(scenario)
                 if settled and not line.get("left_out") and line.get("settled") != settled:
                     wrong.append(f"settled {line.get('settled')}, not {settled}")
-            said += [Amiss(self.release, each, course) for each in wrong]
+            said += [Amiss(self.release, each, scenario) for each in wrong]
         return said
 
 
-def expected_ids(course: str, release: str) -> set[str]:
-    """Ids that may be found in a course of a release."""
-    ids = {known.id for known in KNOWN if known.covers(course, release)}
+def expected_ids(scenario: str, release: str) -> set[str]:
+    """Ids that may be found in a scenario of a release."""
+    ids = {known.id for known in KNOWN if known.covers(scenario, release)}
     for report in REPORTS:
-        if report.drives(course) and release in report.found_in:
+        if report.drives(scenario) and release in report.found_in:
             ids.update(report.ids)
     return ids
 
 
-def excused(course: str, release: str) -> bool:
-    """Whether the host itself is known to go wrong in this course."""
-    return any(known.covers(course, release) and known.host_fails for known in KNOWN)
+def excused(scenario: str, release: str) -> bool:
+    """Whether the host itself is known to go wrong in this scenario."""
+    return any(known.covers(scenario, release) and known.host_fails for known in KNOWN)
 
 
 def run(name: str) -> Outcome:
@@ -110,7 +110,7 @@ def run(name: str) -> Outcome:
     for line in done.stdout.splitlines():
         if line.startswith("{"):
             told = json.loads(line)
-            outcome.lines[told["course"]] = told
+            outcome.lines[told["scenario"]] = told
     if done.returncode or not outcome.lines:
         outcome.error = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
     return outcome
@@ -129,7 +129,7 @@ def cell(report: Report, outcome: Outcome) -> tuple[str, bool]:
 
 def grid(outcomes: Sequence[Outcome]) -> tuple[list[list[str]], list[Amiss]]:
     """Rows of text, header first, and what is not as expected."""
-    rows = [["release", "courses", "left out", "clean", *(report.key for report in REPORTS)]]
+    rows = [["release", "scenarios", "left out", "clean", *(report.key for report in REPORTS)]]
     wrong: list[Amiss] = []
     for outcome in outcomes:
         if outcome.error:
@@ -163,14 +163,14 @@ def _code(word: str) -> str:
 
 
 def together(wrong: Sequence[Amiss]) -> list[str]:
-    """The same thing in several courses, in one line that names a few of them."""
+    """The same thing in several scenarios, in one line that names a few of them."""
     places: dict[tuple[str, str], list[str]] = {}
     for each in wrong:
-        places.setdefault((each.release, each.what), []).append(each.course)
+        places.setdefault((each.release, each.what), []).append(each.scenario)
     lines = []
-    for (release, what), courses in places.items():
-        more = f" and {len(courses) - 4} more" if len(courses) > 4 else ""
-        lines.append(": ".join(filter(None, (release, what, ", ".join(courses[:4]) + more))))
+    for (release, what), scenarios in places.items():
+        more = f" and {len(scenarios) - 4} more" if len(scenarios) > 4 else ""
+        lines.append(": ".join(filter(None, (release, what, ", ".join(scenarios[:4]) + more))))
     return lines
 
 
@@ -183,7 +183,9 @@ def page(rows: list[list[str]], outcomes: Sequence[Outcome]) -> str:
         *("| " + " | ".join(r) + " |" for r in body),
     ]
     known = [
-        "| " + " | ".join((_id(k), f"{k.first} to {k.last}", k.why, ", ".join(map(_code, k.courses)))) + " |"
+        "| "
+        + " | ".join((_id(k), f"{k.first} to {k.last}", k.why, ", ".join(map(_code, k.scenarios))))
+        + " |"
         for k in KNOWN
     ]
     reports = [f"- **{r.key}** ([{r.reference[0]}]({r.reference[1]})): {r.says}" for r in REPORTS]
@@ -193,13 +195,13 @@ def page(rows: list[list[str]], outcomes: Sequence[Outcome]) -> str:
             "",
             "Made by `make releases`: the real scheduler of each release, driven with made-up model output",
             "through the corpus of `kvledger.audit.conformance`, under observation. *found n/n*: in each of",
-            "the n courses that drive the engine into the fault, it was found. *silent*: those courses ran",
+            "the n scenarios that drive the engine into the fault, it was found. *silent*: they ran",
             "and nothing was said. *-*: the release can't be driven there (v0 or v1 only, or no such",
-            "feature). *clean* counts the courses in which nothing at all was found; the others are listed",
+            "feature). *clean* counts the scenarios in which nothing at all was found; the others are listed",
             "below, release by release, and nothing else was found anywhere.",
             "",
             "A release of LMCache is driven by vLLM 0.32.0, unless another stands after the stroke, with",
-            "courses of its own: the scheduler side of its adapter is the real one, its store is a table.",
+            "scenarios of its own: the scheduler side of its adapter is the real one, its store is a table.",
             "",
             *table,
             "",
@@ -207,7 +209,7 @@ def page(rows: list[list[str]], outcomes: Sequence[Outcome]) -> str:
             "",
             "## What else is found on released engines",
             "",
-            "| finding | releases | what it is | courses |",
+            "| finding | releases | what it is | scenarios |",
             "|---|---|---|---|",
             *known,
             "",

@@ -1,6 +1,6 @@
 """Real LMCache under the real scheduler: its vLLM adapter, scheduler side, with a store that is a table.
 
-``python -m`` this module prints one JSON line a course, as ``matrix`` does. It runs in an environment of
+``python -m`` this module prints one JSON line a scenario, as ``matrix`` does. It runs in an environment of
 scripts/releases.py that has LMCache: nothing compiled is there, so what is compiled in LMCache is stood
 in for by names that are never called on the scheduler's side. Everything else is LMCache's own: the
 adapter, its trackers, its plans. Two adapters: the package's, and the one that vLLM bundles, where the
@@ -21,7 +21,7 @@ from unittest import mock
 
 from .driver import Driver, start
 from .matrix import outcome
-from .registry import Course
+from .registry import Scenario
 
 CHUNK_TOKENS = 32
 COMPILED = ("c_ops", "cuda_ops", "lmcache_fs", "lmcache_native", "lmcache_redis", "native_storage_ops")
@@ -61,8 +61,8 @@ class Table:
         """Nothing is open."""
 
 
-class LMCacheCourse(Course):
-    """A course that needs one of the adapters."""
+class LMCacheScenario(Scenario):
+    """A scenario that needs one of the adapters."""
 
     def lacking(self) -> list[str]:
         missing = _missing(self.setup.get("adapter", "package"))
@@ -217,13 +217,13 @@ DRIVES = (
     decoded,
     prompt_only,
 )
-COURSES: dict[str, LMCacheCourse] = {
-    course.name: course
+SCENARIOS: dict[str, LMCacheScenario] = {
+    scenario.name: scenario
     for drive in DRIVES
     for adapter in ADAPTERS
     for mode, asynchronous in (("sync", False), ("async", True))
-    for course in [
-        LMCacheCourse(
+    for scenario in [
+        LMCacheScenario(
             f"lmcache_{drive.__name__}_{adapter}_{mode}",
             drive,
             {"adapter": adapter, "asynchronous": asynchronous},
@@ -234,11 +234,11 @@ COURSES: dict[str, LMCacheCourse] = {
 
 
 def main(names: list[str]) -> None:
-    """Run the named courses, or all."""
+    """Run the named scenarios, or all."""
     said = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):
-        for name in names or COURSES:
-            print(json.dumps({"course": name, **outcome(COURSES[name])}), file=said, flush=True)
+        for name in names or SCENARIOS:
+            print(json.dumps({"scenario": name, **outcome(SCENARIOS[name])}), file=said, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """The whole corpus under observation, in whatever release is installed: `python -m` this module.
 
-Prints one JSON line a course, and no other line: what was found, the verdict and its doubts, where each
+Prints one JSON line a scenario, and no other line: what was found, the verdict and its doubts, where each
 prompt came from in the end (local, external, computed and unattained tokens), accounts that do not
-balance and those still open. A course that this host can't be driven through says why (``left_out``);
-one that raised says what. Arguments name courses; none means all.
+balance and those still open. A scenario that this host can't be driven through says why (``left_out``);
+one that raised says what. Arguments name scenarios; none means all.
 """
 
 import contextlib
@@ -19,25 +19,25 @@ from ..ledger.account import Settlement, Statement
 
 
 def main(names: list[str]) -> None:
-    """Run the named courses, or all."""
-    from .scenarios import COURSES
+    """Run the named scenarios, or all."""
+    from .scenarios import SCENARIOS
 
     said = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):
-        for name in names or COURSES:
-            print(json.dumps({"course": name, **outcome(COURSES[name])}), file=said, flush=True)
+        for name in names or SCENARIOS:
+            print(json.dumps({"scenario": name, **outcome(SCENARIOS[name])}), file=said, flush=True)
 
 
-def outcome(course: Callable[..., Any]) -> dict[str, Any]:
-    """What came of one course."""
-    lacking = course.lacking() if hasattr(course, "lacking") else []
+def outcome(scenario: Callable[..., Any]) -> dict[str, Any]:
+    """What came of one scenario."""
+    lacking = scenario.lacking() if hasattr(scenario, "lacking") else []
     if lacking:
         return {"left_out": lacking}
     auditor = Auditor(keep_closed=True, debug=True)
     error = ""
     with observed(auditor) as attach:
         try:
-            course(attach)
+            scenario(attach)
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
     accounts = list(auditor.ledger.accounts())

@@ -11,7 +11,7 @@ Drive = Callable[..., Driver]
 
 
 @dataclass(frozen=True)
-class Course:
+class Scenario:
     """Called with `attach`, or with nothing; leaves the engine idle."""
 
     name: str
@@ -28,7 +28,7 @@ class Course:
         return release.lacking(sorted(self.requires))
 
 
-WORKLOADS: dict[str, Course] = {}
+WORKLOADS: dict[str, Scenario] = {}
 BOTH: dict[str, dict[str, Any]] = {"sync": {}, "async": {"asynchronous": True}}
 HYBRID = ("full", "sliding")
 
@@ -39,7 +39,7 @@ def workload(*requires: str, **variants: dict[str, Any]) -> Callable[[Drive], Dr
     def register(drive: Drive) -> Drive:
         for suffix, setup in (variants or {"": {}}).items():
             name = f"{drive.__name__}_{suffix}".rstrip("_")
-            WORKLOADS[name] = Course(name, drive, setup, implied(setup).union(requires))
+            WORKLOADS[name] = Scenario(name, drive, setup, implied(setup).union(requires))
         return drive
 
     return register

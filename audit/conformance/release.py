@@ -1,7 +1,7 @@
 """What releases do differently while a scheduler runs, and what some of them can't do at all.
 
 How its objects are built is in `kvledger.audit.conformance.host`. Releases from 0.9.2 on are told
-apart by what they have (a method, a parameter, a field), never by their number. A course names what
+apart by what they have (a method, a parameter, a field), never by their number. A scenario names what
 it needs of `CAPABILITIES` and is left out, with the reason, where the host lacks it.
 """
 

@@ -4,7 +4,7 @@ One function for each golden history, under the history's own name. Each starts 
 scheduler to `attach`, drives request `r` through the history and leaves the engine idle. Requests
 with other names only prepare the pool. Blocks hold 16 tokens.
 
-`COURSES` also holds every workload of the modules named in `REGISTERED`. As a program, this lists
+`SCENARIOS` also holds every workload of the modules named in `REGISTERED`. As a program, this lists
 them, and says of each that the installed vLLM can't be driven through what it lacks.
 """
 
@@ -12,16 +12,16 @@ from collections.abc import Callable
 
 from . import blocks, external, workloads
 from .driver import Attach, Driver, start
-from .registry import WORKLOADS, Course, Drive
+from .registry import WORKLOADS, Drive, Scenario
 
 REGISTERED = (workloads, external, blocks)
-HISTORIES: dict[str, Course] = {}
-"""Course by the name of the golden history."""
+HISTORIES: dict[str, Scenario] = {}
+"""Scenario by the name of the golden history."""
 
 
 def _history(title: str, *requires: str) -> Callable[[Drive], Drive]:
     def register(drive: Drive) -> Drive:
-        HISTORIES[title] = Course(drive.__name__, drive, requires=frozenset(requires))
+        HISTORIES[title] = Scenario(drive.__name__, drive, requires=frozenset(requires))
         return drive
 
     return register
@@ -225,15 +225,15 @@ def aborted_in_remote_wait(attach: Attach = id) -> Driver:
     return driver
 
 
-COURSES: dict[str, Course] = {course.name: course for course in HISTORIES.values()} | WORKLOADS
-"""Every course by the name of its function."""
+SCENARIOS: dict[str, Scenario] = {scenario.name: scenario for scenario in HISTORIES.values()} | WORKLOADS
+"""Every scenario by the name of its function."""
 
 
-def runnable() -> dict[str, Course]:
-    """The courses that this host can be driven through."""
-    return {name: course for name, course in COURSES.items() if not course.lacking()}
+def runnable() -> dict[str, Scenario]:
+    """The scenarios that this host can be driven through."""
+    return {name: scenario for name, scenario in SCENARIOS.items() if not scenario.lacking()}
 
 
 if __name__ == "__main__":
-    for name, course in COURSES.items():
-        print(f"{name:44}{'; '.join(course.lacking()) or 'runs here'}")
+    for name, scenario in SCENARIOS.items():
+        print(f"{name:44}{'; '.join(scenario.lacking()) or 'runs here'}")

@@ -1,4 +1,4 @@
-"""A fixed course for any connector, a row a situation: what was reached, and what broke in it.
+"""A fixed scenario for any connector, a row a situation: what was reached, and what broke in it.
 
 Every row has an engine of its own: the real scheduler, the connector's scheduler side and its worker
 side (`worker`), and a store that earlier requests of the row have filled through the connector itself.

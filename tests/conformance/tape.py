@@ -1,7 +1,7 @@
 """Writes down a driven scheduler in the words of the golden histories, one line for each request.
 
-It hooks the scheduler instance that a course shows it, and reads the engine's own figures. This
-is not kvledger's observer: it is the shortest thing that tells whether a course reached its
+It hooks the scheduler instance that a scenario shows it, and reads the engine's own figures. This
+is not kvledger's observer: it is the shortest thing that tells whether a scenario reached its
 history.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Tape:
-    """Attach with `course(tape.attach)`; read with `tape.words(request_id)`."""
+    """Attach with `scenario(tape.attach)`; read with `tape.words(request_id)`."""
 
     def __init__(self) -> None:
         self._words: dict[str, list[str]] = defaultdict(list)

@@ -12,7 +12,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from kvledger.audit.conformance.driver import Driver, start, tokens
-from kvledger.audit.conformance.scenarios import COURSES
+from kvledger.audit.conformance.scenarios import SCENARIOS
 
 
 def told(driver: Driver, kind: str) -> list[Any]:
@@ -29,9 +29,9 @@ def finish_reason(driver: Driver, request_id: str) -> Any:
     return driver.delivered[request_id][-1].finish_reason
 
 
-@pytest.mark.parametrize("name", COURSES)
-def test_every_course_leaves_the_engine_idle(name: str) -> None:
-    driver = COURSES[name]()
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_scenario_leaves_the_engine_idle(name: str) -> None:
+    driver = SCENARIOS[name]()
 
     pool = driver.scheduler.kv_cache_manager.block_pool
     assert not driver.scheduler.requests

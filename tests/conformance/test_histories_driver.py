@@ -54,7 +54,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("name", "words", "scheduled"), ROWS, ids=[row[0] for row in ROWS])
-def test_course_is_the_history(name: str, words: str, scheduled: int) -> None:
+def test_scenario_is_the_history(name: str, words: str, scheduled: int) -> None:
     tape = Tape()
 
     driver = HISTORIES[name](tape.attach)

@@ -11,11 +11,11 @@ from kvledger.audit.events import Event, PoolCalls
 from kvledger.audit.journal.recorder import MemoryRecorder
 from kvledger.audit.ledger.blocks.decode import calls
 
-Course = Callable[..., Any]
+Drive = Callable[..., Any]
 
 
-def observe(course: Course, level: str = "tokens", **setup: Any) -> tuple[Any, list[Event]]:
-    """Run a course with an observer on its scheduler; the driver and every event, in order."""
+def observe(scenario: Drive, level: str = "tokens", **setup: Any) -> tuple[Any, list[Event]]:
+    """Run a scenario with an observer on its scheduler; the driver and every event, in order."""
     sink = MemoryRecorder()
     observers = []
 
@@ -24,7 +24,7 @@ def observe(course: Course, level: str = "tokens", **setup: Any) -> tuple[Any, l
         observer.start()
         observers.append(observer)
 
-    driver = course(attach, **setup)
+    driver = scenario(attach, **setup)
     for observer in observers:
         observer.stop("exit")
     return driver, sink.take()

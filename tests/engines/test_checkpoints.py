@@ -1,4 +1,4 @@
-"""A checkpoint at any event of a real scheduler's journal, every course of the corpus."""
+"""A checkpoint at any event of a real scheduler's journal, every scenario of the corpus."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ pytest.importorskip("vllm")
 from tests.audit.replay.test_serialize import assert_carries_on
 from tests.engines.observed import observe
 
-from kvledger.audit.conformance.scenarios import COURSES
+from kvledger.audit.conformance.scenarios import SCENARIOS
 
 
-@pytest.mark.parametrize("name", [name for name in COURSES if "crowd" in name or "allocation" in name])
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if "crowd" in name or "allocation" in name])
 def test_a_journal_of_blocks_carries_on(name: str) -> None:
-    _, events = observe(COURSES[name], level="blocks")
+    _, events = observe(SCENARIOS[name], level="blocks")
     for cut in range(0, len(events) + 1, max(1, len(events) // 8)):
         assert_carries_on(events, cut)
 
 
-@pytest.mark.parametrize("name", COURSES)
+@pytest.mark.parametrize("name", SCENARIOS)
 def test_a_real_schedulers_journal_carries_on(name: str) -> None:
-    _, events = observe(COURSES[name])
+    _, events = observe(SCENARIOS[name])
     for cut in range(0, len(events) + 1, max(1, len(events) // 8)):
         assert_carries_on(events, cut)

@@ -1,6 +1,6 @@
 """Every workload on the real scheduler: accounts balance, and what is found is what is known.
 
-The courses are driven by hand-made model output through vLLM's own Scheduler, KVCacheManager and
+The scenarios are driven by hand-made model output through vLLM's own Scheduler, KVCacheManager and
 BlockPool. A finding that is not in KNOWN is a false alarm, or something new.
 """
 
@@ -14,7 +14,7 @@ from tests.engines.observed import audited, found, observe
 from tests.histories import GOLDEN
 
 from kvledger.audit.conformance.driver import Attach, Driver, start
-from kvledger.audit.conformance.scenarios import COURSES, HISTORIES
+from kvledger.audit.conformance.scenarios import HISTORIES, SCENARIOS
 from kvledger.audit.conformance.workloads import crowd
 
 FAILED_LOAD_COUNTED = ("connector/failed-load-counted", "r")
@@ -32,9 +32,9 @@ KNOWN: dict[str, set[tuple[str, str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", COURSES)
-def test_a_course_balances_and_only_known_faults_are_found(name: str) -> None:
-    _, events = observe(COURSES[name])
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_scenario_balances_and_only_known_faults_are_found(name: str) -> None:
+    _, events = observe(SCENARIOS[name])
     auditor = audited(events)
 
     assert KNOWN.get(name, set()) == found(auditor)
@@ -114,14 +114,14 @@ def test_nothing_of_a_prompt_is_recorded() -> None:
     """No token id of a prompt may stand in any event; these ids are like no count."""
     telling = list(range(900_000_000, 900_000_100))
 
-    def course(attach: Attach) -> Driver:
+    def scenario(attach: Attach) -> Driver:
         driver = start(attach, blocks=8)
         for request_id in ("r", "s"):
             driver.add(request_id, telling[: 60 if request_id == "s" else 100], 8)
         driver.run()
         return driver
 
-    _, events = observe(course)
+    _, events = observe(scenario)
 
     assert len(events) > 10
     assert not any(str(token) in repr(event) for event in events for token in telling)

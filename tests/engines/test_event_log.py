@@ -77,7 +77,7 @@ def test_a_new_segment_is_told_the_order_again() -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("seed", range(2))
-def test_a_course_with_drafts_has_the_same_accounts_told_both_ways(
+def test_a_scenario_with_drafts_has_the_same_accounts_told_both_ways(
     asynchronous: bool, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("vllm")
@@ -85,7 +85,7 @@ def test_a_course_with_drafts_has_the_same_accounts_told_both_ways(
 
     from kvledger.audit.conformance.workloads import crowd
 
-    def course(whole: float) -> tuple[set[type[Event]], list[Any]]:
+    def scenario(whole: float) -> tuple[set[type[Event]], list[Any]]:
         monkeypatch.setattr(event_log, "WHOLE", whole)
         _, events = observe(crowd, seed=seed, requests=40, asynchronous=asynchronous, drafts=3)
         auditor = audited(events)
@@ -97,7 +97,7 @@ def test_a_course_with_drafts_has_the_same_accounts_told_both_ways(
         ]
         return set(map(type, events)), figures
 
-    (kinds, whole), (others, by_differences) = course(-1.0), course(1.0)
+    (kinds, whole), (others, by_differences) = scenario(-1.0), scenario(1.0)
 
     assert DeliveredWhole in kinds and DeliveredWhole not in others
     assert whole == by_differences

@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 from tests.engines.observed import audited, observe
 
 from kvledger.audit.conformance.driver import Driver, Setup, start
-from kvledger.audit.conformance.scenarios import COURSES
+from kvledger.audit.conformance.scenarios import SCENARIOS
 from kvledger.audit.engines import choose, host_version
 from kvledger.audit.engines.v1 import V1Observer
 from kvledger.audit.entry.attach import AuditError, attach
@@ -19,7 +19,7 @@ from kvledger.audit.errors import LedgerError
 from kvledger.audit.hooks import PATIENCE, EngineMismatch
 from kvledger.audit.journal.recorder import MemoryRecorder
 
-COURSE = COURSES["crowd_async_external"]
+SCENARIO = SCENARIOS["crowd_async_external"]
 OBSERVERS = sorted({name for hook in V1Observer.HOOKS for name in (hook.before, hook.after) if name})
 
 
@@ -33,11 +33,11 @@ def outputs(driver: Driver) -> dict[str, list[Any]]:
 
 @pytest.fixture(scope="module")
 def bare() -> dict[str, list[Any]]:
-    return outputs(COURSE())
+    return outputs(SCENARIO())
 
 
 def test_observed_outputs_are_those_of_a_bare_engine(bare: dict[str, list[Any]]) -> None:
-    driver, _ = observe(COURSE)
+    driver, _ = observe(SCENARIO)
 
     assert bare == outputs(driver)
 
@@ -50,7 +50,7 @@ def test_an_observer_that_raises_changes_nothing_and_is_told(
         raise RuntimeError("a broken observer")
 
     monkeypatch.setattr(V1Observer, name, broken)
-    driver, events = observe(COURSE)
+    driver, events = observe(SCENARIO)
     auditor = audited(events)
 
     assert bare == outputs(driver)
@@ -70,7 +70,7 @@ def test_a_sink_that_raises_changes_nothing(bare: dict[str, list[Any]]) -> None:
     def watch(scheduler: Any) -> None:
         choose(scheduler)(scheduler, Broken(), version=host_version()).start()
 
-    assert bare == outputs(COURSE(watch))
+    assert bare == outputs(SCENARIO(watch))
 
 
 @pytest.mark.parametrize("level", ["tokens", "blocks"])
@@ -83,7 +83,7 @@ def test_attributes_of_an_observer_stand_in_it(level: str) -> None:
         observer.start()
         observers.append(observer)
 
-    COURSES["local_hit"](watch)
+    SCENARIOS["local_hit"](watch)
 
     (observer,) = observers
     watched = [observer, observer.log]

@@ -22,7 +22,7 @@ CONTEXT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 def arrival(**said: Any) -> RequestAdded:
     """The event of a request that came with ``said``."""
 
-    def course(attach: Any, **setup: Any) -> Driver:
+    def scenario(attach: Any, **setup: Any) -> Driver:
         driver = start(attach, **setup)
         request = build_request("a", tokens(40, "a"), hasher=None, max_tokens=1)
         for name, value in said.items():
@@ -30,7 +30,7 @@ def arrival(**said: Any) -> RequestAdded:
         driver.scheduler.add_request(request)
         return driver
 
-    _, events = observe(course)
+    _, events = observe(scenario)
     (added,) = (event for event in events if isinstance(event, RequestAdded))
     return added
 

@@ -8,7 +8,7 @@ pytest.importorskip("vllm")
 
 from tests.engines.observed import observe
 
-from kvledger.audit.conformance.scenarios import COURSES
+from kvledger.audit.conformance.scenarios import SCENARIOS
 from kvledger.audit.engines.event_log import StepLog
 from kvledger.audit.engines.observer import Observer
 
@@ -21,10 +21,10 @@ class Busy(StepLog):
 
 def told(name: str) -> list[str]:
     """All but the start of the engine, which says when that was."""
-    return [repr(event) for event in observe(COURSES[name])[1][1:]]
+    return [repr(event) for event in observe(SCENARIOS[name])[1][1:]]
 
 
-@pytest.mark.parametrize("name", list(COURSES))
+@pytest.mark.parametrize("name", list(SCENARIOS))
 def test_a_quiet_engine_is_told_as_any_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepLog, "now", lambda _: 0)
     monkeypatch.setattr(Observer, "_hook_time", lambda _: (-1, 0))

@@ -16,7 +16,7 @@ from vllm.core.scheduler import Scheduler
 
 from kvledger.audit import events as ev
 from kvledger.audit.conformance.v0 import driver
-from kvledger.audit.conformance.v0.audit import COURSES
+from kvledger.audit.conformance.v0.audit import SCENARIOS
 from kvledger.audit.conformance.v0.audit import audited as report
 from kvledger.audit.conformance.v0.driver import Attach, Driver, start
 from kvledger.audit.conformance.v0.scenarios import CLEAN, CROWDED, VARIANTS
@@ -37,20 +37,20 @@ def attached(sink: MemoryRecorder, scheduler: Any) -> V0Observer:
     return observer
 
 
-def observe(course: Any, **setup: Any) -> tuple[Driver, list[ev.Event]]:
-    """Run a course with an observer on its scheduler; the driver and every event, in order."""
+def observe(scenario: Any, **setup: Any) -> tuple[Driver, list[ev.Event]]:
+    """Run a scenario with an observer on its scheduler; the driver and every event, in order."""
     sink, observers = MemoryRecorder(), []
 
     def attach(scheduler: Any) -> None:
         observers.append(attached(sink, scheduler))
 
-    driver = course(attach, **setup)
+    driver = scenario(attach, **setup)
     for observer in observers:
         observer.stop("exit")
     return driver, sink.take()
 
 
-@pytest.mark.parametrize("name", COURSES)
+@pytest.mark.parametrize("name", SCENARIOS)
 def test_accounts_balance(name: str) -> None:
     said = report(name)
 
@@ -75,7 +75,7 @@ def test_a_look_up_that_is_kept(name: str) -> None:
 @pytest.mark.parametrize("name", UNFIXED)
 def test_a_look_up_that_0_9_2_keeps_too(name: str) -> None:
     """An infeasible swapped group is ignored without being freed."""
-    driver, events = observe(COURSES[name])
+    driver, events = observe(SCENARIOS[name])
 
     assert {(STALE_LOOKUP, "r")} == found(audited(events))
     assert driver.remembered()
@@ -165,7 +165,7 @@ def test_a_step_in_flight_at_the_end_is_overrun(asynchronous: bool) -> None:
 
 @pytest.mark.parametrize(("tokens", "id_"), [(16, "tokens/balance"), (-16, "tokens/unexplained-drop")])
 def test_a_count_that_moves_by_itself_is_found_at_the_next_rest(tokens: int, id_: str) -> None:
-    def course(attach: Attach) -> Driver:
+    def scenario(attach: Attach) -> Driver:
         driver = start(attach, chunked_prefill=True, max_batched_tokens=64)
         group = driver.add("r", 200, 3)
         driver.add("s", 20, 9)
@@ -175,13 +175,13 @@ def test_a_count_that_moves_by_itself_is_found_at_the_next_rest(tokens: int, id_
         driver.step()
         return driver
 
-    _, events = observe(course)
+    _, events = observe(scenario)
 
     assert {(id_, "r")} == found(audited(events))
 
 
 def test_a_group_of_two_sequences_is_unknown_and_never_wrong() -> None:
-    def course(attach: Attach) -> Driver:
+    def scenario(attach: Attach) -> Driver:
         from vllm.sequence import Sequence
 
         driver = start(attach)
@@ -200,7 +200,7 @@ def test_a_group_of_two_sequences_is_unknown_and_never_wrong() -> None:
         driver.run()
         return driver
 
-    _, events = observe(course)
+    _, events = observe(scenario)
     auditor = audited(events)
 
     assert [] == auditor.violations

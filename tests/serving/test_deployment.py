@@ -1,6 +1,6 @@
 """A deployment from end to end, all of it real: server, plugin, sidecar, Prometheus, boards.
 
-One course of tests in the order in which they stand: each goes on from where the one before left.
+The tests run in the order in which they stand: each continues where the one before left off.
 The journal lies on a small volume of its own where that can be mounted, for the disk to fill up.
 """
 

@@ -1,6 +1,6 @@
-"""Audits every course of vLLM's v0 scheduler (0.9.1, 0.9.2).
+"""Audits every scenario of vLLM's v0 scheduler (0.9.1, 0.9.2).
 
-``python -m kvledger.audit.conformance.v0.audit`` prints one JSON line a course: what was found, whether
+``python -m kvledger.audit.conformance.v0.audit`` prints one JSON line a scenario: what was found, whether
 all accounts are closed and balance, and doubts. Any exception ends it.
 """
 
@@ -10,23 +10,23 @@ from typing import Any
 
 import msgspec
 
-from .scenarios import CLEAN, CROWDED, Course
+from .scenarios import CLEAN, CROWDED, V0Scenario
 from .stale_lookups import STALE, UNFIXED
 
-COURSES: dict[str, Course] = {**CLEAN, **STALE, **UNFIXED, **CROWDED}
+SCENARIOS: dict[str, V0Scenario] = {**CLEAN, **STALE, **UNFIXED, **CROWDED}
 
 
 class Report(msgspec.Struct):
-    """One course, audited. ``balanced``: accounts are closed and every identity of theirs holds."""
+    """One scenario, audited. ``balanced``: accounts are closed and every identity of theirs holds."""
 
-    course: str
+    scenario: str
     findings: list[tuple[str, str | None]]
     balanced: bool
     doubts: list[str]
 
 
 def audited(name: str, **more: Any) -> Report:
-    """Run a course under observation and audit what was seen."""
+    """Run a scenario under observation and audit what was seen."""
     from ...checks.auditor import Auditor
     from ...engines import host_version
     from ...engines.v0.observer import V0Observer
@@ -39,7 +39,7 @@ def audited(name: str, **more: Any) -> Report:
         observer.start()
         observers.append(observer)
 
-    COURSES[name](attach, **more)
+    SCENARIOS[name](attach, **more)
     for observer in observers:
         observer.stop("exit")
     auditor = Auditor(keep_closed=True, debug=True)
@@ -64,11 +64,11 @@ def _balanced(ledger: Any) -> bool:
 
 
 def main() -> int:
-    """One JSON line a course."""
+    """One JSON line a scenario."""
     import logging
 
     logging.disable(logging.WARNING)
-    for name in COURSES:
+    for name in SCENARIOS:
         print(msgspec.json.encode(audited(name)).decode(), flush=True)
     return 0
 

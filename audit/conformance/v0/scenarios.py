@@ -12,7 +12,7 @@ from typing import Any
 
 from .driver import Attach, Driver, start
 
-Course = Callable[..., Driver]
+V0Scenario = Callable[..., Driver]
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "": {},
@@ -26,21 +26,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-class Register(dict[str, Course]):
-    """Courses by name; each ``variants`` of an engine is a course of its own."""
+class Register(dict[str, V0Scenario]):
+    """Scenarios by name; each ``variants`` of an engine is a scenario of its own."""
 
-    def __call__(self, **variants: dict[str, Any]) -> Callable[[Course], Course]:
-        def register(course: Course) -> Course:
+    def __call__(self, **variants: dict[str, Any]) -> Callable[[V0Scenario], V0Scenario]:
+        def register(scenario: V0Scenario) -> V0Scenario:
             for suffix, setup in (variants or {"": {}}).items():
-                self[course.__name__ + suffix] = _variant(course, setup)
-            return course
+                self[scenario.__name__ + suffix] = _variant(scenario, setup)
+            return scenario
 
         return register
 
 
-def _variant(course: Course, setup: dict[str, Any]) -> Course:
+def _variant(scenario: V0Scenario, setup: dict[str, Any]) -> V0Scenario:
     def run(attach: Attach = id, **more: Any) -> Driver:
-        return course(attach, **{**setup, **more})
+        return scenario(attach, **{**setup, **more})
 
     return run
 

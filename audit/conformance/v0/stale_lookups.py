@@ -1,4 +1,4 @@
-"""Courses of vLLM's v0 scheduler in which a look-up outlives its attempt (vLLM PR #18957).
+"""Scenarios of vLLM's v0 scheduler in which a look-up outlives its attempt (vLLM PR #18957).
 
 One for each branch that leaves without an admission after it has looked up. 0.9.1 keeps the
 answer, 0.9.2 forgets it. In each the cache changes, or at least a step passes, before request ``r``

@@ -13,7 +13,7 @@ from tests.engines.observed import audited
 
 from kvledger.audit.conformance.driver import start
 from kvledger.audit.conformance.registry import HYBRID
-from kvledger.audit.conformance.scenarios import COURSES
+from kvledger.audit.conformance.scenarios import SCENARIOS
 from kvledger.audit.engines import host_version
 from kvledger.audit.engines.pool.manager_observer import ManagerObserver
 from kvledger.audit.journal.recorder import MemoryRecorder
@@ -76,7 +76,7 @@ def test_a_held_block_is_handed_out_as_free(watched):
 
 @near_miss("blocks/double-allocation")
 @pytest.mark.parametrize(
-    "course",
+    "scenario",
     [
         "shared_prefix_sync",
         "shared_while_running_async",
@@ -87,8 +87,8 @@ def test_a_held_block_is_handed_out_as_free(watched):
         "delayed_free_sync",
     ],
 )
-def test_shared_prefixes_null_blocks_and_two_phases(watched, course):
-    COURSES[course](watched.attach)
+def test_shared_prefixes_null_blocks_and_two_phases(watched, scenario):
+    SCENARIOS[scenario](watched.attach)
 
     assert [] == watched.found()
 
@@ -121,9 +121,11 @@ def test_a_table_is_freed_twice(watched):
 
 
 @near_miss("blocks/double-free")
-@pytest.mark.parametrize("course", ["preempt_decode_async", "external_async_consumer", "delayed_free_async"])
-def test_deferred_and_delayed_frees(watched, course):
-    COURSES[course](watched.attach)
+@pytest.mark.parametrize(
+    "scenario", ["preempt_decode_async", "external_async_consumer", "delayed_free_async"]
+)
+def test_deferred_and_delayed_frees(watched, scenario):
+    SCENARIOS[scenario](watched.attach)
 
     assert [] == watched.found()
 
@@ -236,10 +238,10 @@ def test_a_hash_that_went_without_an_eviction(watched):
 
 @near_miss("blocks/hash-map")
 @pytest.mark.parametrize(
-    "course", ["crowd_sync", "reset_running_async", "load_failure_sync_policy_fail_sync"]
+    "scenario", ["crowd_sync", "reset_running_async", "load_failure_sync_policy_fail_sync"]
 )
-def test_duplicates_resets_and_evictions(watched, course):
-    COURSES[course](watched.attach)
+def test_duplicates_resets_and_evictions(watched, scenario):
+    SCENARIOS[scenario](watched.attach)
 
     assert [] == watched.found()
 
@@ -295,11 +297,11 @@ def test_aborted_before_a_failed_load_was_computed_again(watched):
 
 @near_miss("blocks/hash-content")
 @pytest.mark.parametrize(
-    "course",
+    "scenario",
     ["load_failure_sync_sync", "load_failure_async_total_sync", "full_external_hit", "speculative_eagle"],
 )
-def test_failed_loads_that_are_computed_again(watched, course):
-    COURSES[course](watched.attach)
+def test_failed_loads_that_are_computed_again(watched, scenario):
+    SCENARIOS[scenario](watched.attach)
 
     assert [] == watched.found()
 
@@ -328,9 +330,11 @@ def test_a_hit_that_is_counted_shorter_than_its_blocks(watched, monkeypatch):
 
 
 @near_miss("blocks/write-shared")
-@pytest.mark.parametrize("course", ["shared_while_running_sync", "full_external_hit", "shared_prefix_eagle"])
-def test_hits_in_the_step_that_fills_them(watched, course):
-    COURSES[course](watched.attach)
+@pytest.mark.parametrize(
+    "scenario", ["shared_while_running_sync", "full_external_hit", "shared_prefix_eagle"]
+)
+def test_hits_in_the_step_that_fills_them(watched, scenario):
+    SCENARIOS[scenario](watched.attach)
 
     assert [] == watched.found()
 
@@ -351,9 +355,9 @@ def test_a_request_that_gets_no_block_for_its_tokens(watched, monkeypatch):
 
 
 @near_miss("blocks/coverage")
-@pytest.mark.parametrize("course", ["window_leaves_blocks_two_groups", "speculative_async", "session_sync"])
-def test_windows_drafts_and_sessions(watched, course):
-    COURSES[course](watched.attach)
+@pytest.mark.parametrize("scenario", ["window_leaves_blocks_two_groups", "speculative_async", "session_sync"])
+def test_windows_drafts_and_sessions(watched, scenario):
+    SCENARIOS[scenario](watched.attach)
 
     assert [] == watched.found()
 
@@ -375,6 +379,6 @@ def test_a_block_that_is_in_no_table_when_its_request_goes(watched):
 
 @near_miss("blocks/leak")
 def test_a_connector_that_gives_the_blocks_up_later(watched):
-    COURSES["delayed_free_sync"](watched.attach)
+    SCENARIOS["delayed_free_sync"](watched.attach)
 
     assert [] == watched.found()

@@ -93,7 +93,7 @@ def test_the_null_block_in_many_places_of_many_tables(watched: Watched) -> None:
 def test_null_blocks_stand_for_positions() -> None:
     """As many places as the full group has, most of them the null block's."""
 
-    def course(attach: Callable[[Any], None]) -> Driver:
+    def scenario(attach: Callable[[Any], None]) -> Driver:
         driver = Driver(Setup(groups=HYBRID, sliding_window=64))
         attach(driver.scheduler)
         driver.add("a", 150, 30)
@@ -101,7 +101,7 @@ def test_null_blocks_stand_for_positions() -> None:
             driver.step()
         return driver
 
-    _, events = observe(course, level="blocks")
+    _, events = observe(scenario, level="blocks")
     rows = [event for event in each(events) if isinstance(event, TablesReported)][-1].rows
     length = rows[3]
     full, window = rows[4 : 4 + length], rows[8 + length :]

@@ -16,7 +16,7 @@ pytest_plugins = ["pytester"]
 CLEAN = """
     from kvledger.audit.conformance.driver import start
 
-    def test_a_course():
+    def test_a_scenario():
         driver = start()
         driver.add("a", 40, 4)
         driver.run()
@@ -137,7 +137,7 @@ def test_a_connector_that_a_test_gives_its_scheduler_later_is_watched(pytester: 
         from unittest.mock import Mock
         from kvledger.audit.conformance.driver import start
 
-        def test_a_course():
+        def test_a_scenario():
             driver = start(connector="scripted")
             connector = driver.scheduler.connector
             driver.add("a", 100, 4)

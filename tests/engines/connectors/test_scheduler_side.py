@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 from tests.engines.observed import audited, observe
 
 from kvledger.audit.conformance.driver import Driver, start
-from kvledger.audit.conformance.scenarios import COURSES
+from kvledger.audit.conformance.scenarios import SCENARIOS
 from kvledger.audit.engines import observer
 from kvledger.audit.engines.connectors.metadata_reader import plan_readers, reader_of
 from kvledger.audit.engines.readers.offloading import OffloadingReader
@@ -30,13 +30,13 @@ def test_blocks_kept_for_a_transfer_are_told_when_kept_and_when_seen_free(
 ) -> None:
     monkeypatch.setattr(observer, "CENSUS_STEPS", 1)
 
-    def course(attach: Any) -> Driver:
-        driver = COURSES["delayed_free_sync"](attach)
+    def scenario(attach: Any) -> Driver:
+        driver = SCENARIOS["delayed_free_sync"](attach)
         driver.add("more", 20, 9)
         driver.run()
         return driver
 
-    _, events = observe(course)
+    _, events = observe(scenario)
     kept = [event for event in events if isinstance(event, FreeDelayed)]
 
     assert {"a", "b"} == {event.request_id for event in kept}
@@ -53,13 +53,13 @@ def test_each_child_of_a_connector_of_connectors_is_heard(tmp_path: Path) -> Non
         for place in ("first", "second")
     ]
 
-    def course(attach: Any) -> Driver:
+    def scenario(attach: Any) -> Driver:
         driver = start(attach, connector="MultiConnector", connector_options=(("connectors", children),))
         driver.add("r", 100, 2)
         driver.run()
         return driver
 
-    _, events = observe(course)
+    _, events = observe(scenario)
 
     assert ["0 ExampleConnector", "1 ExampleConnector"] == [
         event.child for event in events if isinstance(event, ChildMatched)
@@ -106,17 +106,17 @@ def test_the_blocks_that_a_plan_will_fill(name: str, plan: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize(
-    ("release", "course", "found"),
+    ("release", "scenario", "found"),
     [
         ("lmcache-0.3.9", "lmcache_resumed_package_sync", {"connector/promise-not-loaded"}),
         ("lmcache-0.4.2", "lmcache_decoded_package_async", {"connector/tracker-lag", "connector/save-gap"}),
         ("lmcache-0.4.3", "lmcache_decoded_package_async", set()),
     ],
 )
-def test_real_lmcache_of_the_matrix(release: str, course: str, found: set[str]) -> None:
+def test_real_lmcache_of_the_matrix(release: str, scenario: str, found: set[str]) -> None:
     """Its scheduler's side, which scripts/releases.py puts beside .venv."""
     releases = [sys.executable, str(ROOT / "scripts/releases.py")]
-    run = ["python", "-m", "kvledger.audit.conformance.lmcache", course]
+    run = ["python", "-m", "kvledger.audit.conformance.lmcache", scenario]
     subprocess.run([*releases, "build", release], check=True, timeout=300)
     done = subprocess.run(
         [*releases, "run", release, "--", *run], capture_output=True, text=True, timeout=300
@@ -143,7 +143,7 @@ def test_the_three_shapes_of_an_offloading_plan(plan: Any) -> None:
 def test_a_prompt_that_the_connector_cuts_as_it_is_asked() -> None:
     """NIXL does, for a Mamba prefill: what is counted and settled is the prompt that is left."""
 
-    def course(attach: Any) -> Driver:
+    def scenario(attach: Any) -> Driver:
         driver = start(attach, connector="scripted")
         asked = driver.connector.get_num_new_matched_tokens
 
@@ -159,7 +159,7 @@ def test_a_prompt_that_the_connector_cuts_as_it_is_asked() -> None:
         driver.run()
         return driver
 
-    _, events = observe(course)
+    _, events = observe(scenario)
     auditor = audited(events)
     (account,) = auditor.ledger.accounts()
 

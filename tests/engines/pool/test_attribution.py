@@ -16,7 +16,7 @@ from tests.engines.observed import audited, each, observe
 
 from kvledger.audit import events as ev
 from kvledger.audit.conformance.driver import Driver, start
-from kvledger.audit.conformance.scenarios import COURSES
+from kvledger.audit.conformance.scenarios import SCENARIOS
 from kvledger.audit.engines import choose
 from kvledger.audit.engines.pool import watch
 from kvledger.audit.engines.pool.attribution import Untold
@@ -44,8 +44,8 @@ def counted(events: list[ev.Event]) -> list[tuple[Any, ...]]:
     return [(type(call), call.step, call.request, call.group, call.blocks, call.references) for call in calls]
 
 
-def asked(course: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch) -> list[ev.Event]:
-    """What a course is told as where every call is wrapped, and asked for its caller."""
+def asked(scenario: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch) -> list[ev.Event]:
+    """What a scenario is told as where every call is wrapped, and asked for its caller."""
     step_begins = Untold.step_begins
 
     def asks(self: Untold, nobody_waits: bool) -> None:
@@ -54,14 +54,14 @@ def asked(course: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch) -> lis
 
     with monkeypatch.context() as patched:
         patched.setattr(Untold, "step_begins", asks)
-        return wrapped(course, patched)
+        return wrapped(scenario, patched)
 
 
-def wrapped(course: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch) -> list[ev.Event]:
-    """What a course is told as where every call is wrapped."""
+def wrapped(scenario: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch) -> list[ev.Event]:
+    """What a scenario is told as where every call is wrapped."""
     with monkeypatch.context() as patched:
         patched.setattr(watch, "readable", lambda *_: False)
-        return observe(course, level="blocks")[1]
+        return observe(scenario, level="blocks")[1]
 
 
 def hashed(events: list[ev.Event]) -> list[tuple[int, ...]]:
@@ -91,11 +91,11 @@ def preempts_who_has_taken(attach: Any = id) -> Driver:
     return driver
 
 
-@pytest.mark.parametrize("name", list(COURSES))
+@pytest.mark.parametrize("name", list(SCENARIOS))
 def test_what_is_read_afterwards_is_what_the_calls_tell(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    course = COURSES[name]
-    by_stack, by_output = asked(course, monkeypatch), wrapped(course, monkeypatch)
-    _, read = observe(course, level="blocks")
+    scenario = SCENARIOS[name]
+    by_stack, by_output = asked(scenario, monkeypatch), wrapped(scenario, monkeypatch)
+    _, read = observe(scenario, level="blocks")
 
     assert taken(by_stack) == taken(by_output) == taken(read)
     assert counted(by_output) == counted(read)
@@ -145,8 +145,8 @@ CROWDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", list(CROWDS))
 def test_a_crowd_is_read_as_its_calls_tell(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    course = functools.partial(crowd, **CROWDS[name])
-    by_output, read = wrapped(course, monkeypatch), observe(course, level="blocks")[1]
+    scenario = functools.partial(crowd, **CROWDS[name])
+    by_output, read = wrapped(scenario, monkeypatch), observe(scenario, level="blocks")[1]
 
     assert taken(by_output) == taken(read)
     assert counted(by_output) == counted(read)
@@ -177,7 +177,7 @@ def test_who_takes_and_is_preempted_in_one_step_is_found_by_what_it_leaves(
 
 
 def test_who_takes_between_two_steps_is_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    def course(attach: Any = id) -> Driver:
+    def scenario(attach: Any = id) -> Driver:
         driver = start(attach)
         driver.add("r", 20, 100)
         for _ in range(4):
@@ -185,12 +185,12 @@ def test_who_takes_between_two_steps_is_nobody(monkeypatch: pytest.MonkeyPatch) 
         driver.scheduler.kv_cache_manager.block_pool.get_new_blocks(1)
         return driver
 
-    assert (-1, -1, "") == taken(observe(course, level="blocks")[1])[-1][1:4]
-    assert (-1, -1, "course") == taken(wrapped(course, monkeypatch))[-1][1:4]
+    assert (-1, -1, "") == taken(observe(scenario, level="blocks")[1])[-1][1:4]
+    assert (-1, -1, "scenario") == taken(wrapped(scenario, monkeypatch))[-1][1:4]
 
 
 def test_what_is_touched_by_hand_is_a_pin_whenever_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def course(attach: Any = id) -> Driver:
+    def scenario(attach: Any = id) -> Driver:
         driver = start(attach)
         pool = driver.scheduler.kv_cache_manager.block_pool
         driver.add("r", 60, 100)
@@ -208,15 +208,15 @@ def test_what_is_touched_by_hand_is_a_pin_whenever_it_comes(monkeypatch: pytest.
         driver.run()
         return driver
 
-    read = observe(course, level="blocks")[1]
+    read = observe(scenario, level="blocks")[1]
 
-    assert counted(wrapped(course, monkeypatch)) == counted(read)
+    assert counted(wrapped(scenario, monkeypatch)) == counted(read)
     assert 2 == sum(what is ev.BlocksTouched and request < 0 for what, _, request, *_ in counted(read))
     assert "clean" == audited(read).verdict
 
 
 def test_a_name_that_comes_again_at_once_is_another_request() -> None:
-    def course(attach: Any = id) -> Driver:
+    def scenario(attach: Any = id) -> Driver:
         driver = start(attach)
         for _ in range(3):
             driver.add("r", 60, 100)
@@ -228,7 +228,7 @@ def test_a_name_that_comes_again_at_once_is_another_request() -> None:
         driver.run()
         return driver
 
-    read = observe(course, level="blocks")[1]
+    read = observe(scenario, level="blocks")[1]
 
     assert [0, 1, 2, 3, 4] == [call.requests[0] for call in each(read) if isinstance(call, ev.TablesRemoved)]
     assert "clean" == audited(read).verdict
@@ -278,7 +278,7 @@ def test_steps_that_are_put_aside_are_told_together_each_as_its_own(
 
 
 def test_tables_that_do_not_add_up_are_stated_also_after_steps_that_were_put_aside() -> None:
-    def course(attach: Any = id) -> Driver:
+    def scenario(attach: Any = id) -> Driver:
         driver = start()
         schedule = driver.scheduler.schedule
 
@@ -299,7 +299,7 @@ def test_tables_that_do_not_add_up_are_stated_also_after_steps_that_were_put_asi
         driver.step()
         return driver
 
-    _, read = observe(course, level="blocks")
+    _, read = observe(scenario, level="blocks")
     stated = [event for event in each(read) if isinstance(event, ev.TablesReported) and event.step == 5]
 
     assert [1] == [event.rows[0] for event in stated]
@@ -318,7 +318,7 @@ def test_a_pool_with_a_collector_of_its_own_keeps_it_and_is_wrapped() -> None:
 
     collector = Collector()
 
-    def course(attach: Any = id) -> Driver:
+    def scenario(attach: Any = id) -> Driver:
         driver = start()
         driver.scheduler.kv_cache_manager.block_pool.metrics_collector = collector
         attach(driver.scheduler)
@@ -326,14 +326,14 @@ def test_a_pool_with_a_collector_of_its_own_keeps_it_and_is_wrapped() -> None:
         driver.run()
         return driver
 
-    driver, events = observe(course, level="blocks")
+    driver, events = observe(scenario, level="blocks")
 
     assert driver.scheduler.kv_cache_manager.block_pool.metrics_collector is collector
     assert len(taken(events)) == 7
 
 
 def test_a_watch_whose_collector_is_replaced_says_so_and_ends() -> None:
-    def course(attach: Any = id) -> Driver:
+    def scenario(attach: Any = id) -> Driver:
         driver = start(attach)
         driver.add("r", 20, 100)
         driver.step()
@@ -341,7 +341,7 @@ def test_a_watch_whose_collector_is_replaced_says_so_and_ends() -> None:
         driver.run()
         return driver
 
-    _, events = observe(course, level="blocks")
+    _, events = observe(scenario, level="blocks")
     (failed,) = [event for event in events if isinstance(event, ev.HookFailed)]
 
     assert failed.removed

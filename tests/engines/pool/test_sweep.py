@@ -74,13 +74,13 @@ def test_a_wrong_table_within_one_turn_of_the_running(request_id: str) -> None:
 
 def test_a_larger_pool_costs_a_sweep_no_more() -> None:
     def stated(blocks: int) -> set[int]:
-        def course(attach: Any) -> Driver:
+        def scenario(attach: Any) -> Driver:
             driver = start(attach, blocks=blocks)
             driver.add("r", 20, 30)
             driver.run()
             return driver
 
-        _, events = observe(course, level="blocks")
+        _, events = observe(scenario, level="blocks")
         return {len(event.states) for event in events if isinstance(event, BlockStatesReported)}
 
     assert {SWEEP_BLOCKS} == stated(2_048) == stated(4_096)
@@ -89,14 +89,14 @@ def test_a_larger_pool_costs_a_sweep_no_more() -> None:
 def test_long_tables_are_stated_one_at_a_time_and_all_in_turn() -> None:
     blocks = SWEEP_BLOCKS // 2 + 1
 
-    def course(attach: Any) -> Driver:
+    def scenario(attach: Any) -> Driver:
         driver = start(attach, blocks=4 * blocks)
         for name in "abc":
             driver.add(name, 16 * blocks - 15, 60)
         driver.run()
         return driver
 
-    _, events = observe(course, level="blocks")
+    _, events = observe(scenario, level="blocks")
     admitted = max(event.step for event in events if isinstance(event, Admitted))
     stated = [event for event in each(events) if isinstance(event, TablesReported) and event.step > admitted]
 
