@@ -515,10 +515,10 @@ def serve(
     """
     from .exporters.sidecar.serve import serve as serving
 
-    def tell(said: str) -> None:
-        typer.echo(said, err=True)
+    def notify(sentence: str) -> None:
+        typer.echo(sentence, err=True)
 
-    serving(path, address, tell, folder=state, config=config, engine_urls=engine_url or ())
+    serving(path, address, notify, folder=state, config=config, engine_urls=engine_url or ())
 
 
 @app.command(epilog="Exit codes: 0 an engine here would be observed; 1 it would not.")

@@ -237,7 +237,7 @@ class Health(msgspec.Struct):
     ``lost``: how often what was known before was not there, by reason (:data:`AMISS`); it survives
     restarts. ``saved_at``: Unix time of the last checkpoint, 0 before it. ``save_bytes``,
     ``save_seconds``: its size and what it took. ``unreadable``: journals that can't be read now.
-    ``troubles``: how often one could not, each cause once. ``caught_up_seconds``: what the first
+    ``problems``: how often one could not, each cause once. ``caught_up_seconds``: what the first
     reading took.
     """
 
@@ -246,7 +246,7 @@ class Health(msgspec.Struct):
     save_bytes: int = 0
     save_seconds: float = 0.0
     save_failures: int = 0
-    troubles: int = 0
+    problems: int = 0
     unreadable: int = 0
     caught_up_seconds: float = 0.0
 

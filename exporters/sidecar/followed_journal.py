@@ -1,4 +1,7 @@
-"""One journal that is followed: its book, its reader, and what a checkpoint says of it."""
+"""One journal that is being followed: its audit, its reader, and its part of a checkpoint.
+
+Which journals there are, and what happens when one fails, is in ``follower.py``.
+"""
 
 from __future__ import annotations
 
@@ -8,77 +11,96 @@ from collections.abc import Callable
 
 import msgspec
 
-from ...audit.journal.folder import Reader
+from ...audit.checks.registry import Violation
+from ...audit.journal.folder import Batch, Reader
 from ...audit.replay import checkpoint, serialize
 from ...audit.replay.checkpoint import JournalState
 from ...audit.replay.engine_audit import EngineAudit
 
+OnBatch = Callable[["FollowedJournal", Batch, list[Violation]], None]
+"""Called after each batch has been audited, with the findings that are new."""
 
-class Followed:
-    """One journal. ``trouble`` is why it can't be read; ``broken`` that it won't be tried again.
 
-    ``lag_seconds``: how old the oldest event of the last reading was when all of it was posted.
-    """
+class FollowedJournal:
+    """One journal, read batch by batch into an :class:`EngineAudit`."""
 
-    def __init__(self, name: str, book: EngineAudit, reader: Reader) -> None:
+    def __init__(self, name: str, engine_audit: EngineAudit, reader: Reader) -> None:
         self.name = name
-        self.book = book
+        """The journal's name under the folder that is followed."""
+        self.engine_audit = engine_audit
+        """The audit of every event read so far."""
         self.reader = reader
+        """Reads the journal's segments and remembers its position in them."""
         self.shown = False
+        """Whether the journal has been read to its end once, so that its figures may be exported."""
         self.ended = False
-        self.trouble = ""
+        """Whether the engine is gone and everything it wrote has been read."""
+        self.problem = ""
+        """Why the journal can't be read now; empty if it can."""
         self.broken = False
+        """Whether kvledger itself failed on this journal; it is not tried again."""
         self.retry_at = 0.0
+        """The monotonic time before which a journal with a problem is not tried again."""
         self.lag_seconds = 0.0
+        """The age of the oldest event of the last reading, at the time all of that reading was posted."""
         self.damage = 0
+        """How often the reader found something missing or damaged."""
         self.saved: JournalState | None = None
+        """What the last checkpoint holds of this journal."""
 
     def state(self) -> JournalState | None:
-        """For the checkpoint: as it is, or as it last was where our own defect spoiled it."""
+        """Return what a checkpoint stores; a broken journal keeps the state it had before it broke."""
         if self.broken:
             return self.saved
         position, last = self.reader.resumable, self.saved
         if last is not None and (last.position, last.ended) == (position, self.ended):
             return last
-        same = last is not None and last.position.segment == position.segment
-        known = last.beginning if last is not None and same else b""
+        same_segment = last is not None and last.position.segment == position.segment
+        beginning = last.beginning if last is not None and same_segment else b""
         self.saved = JournalState(
             self.name,
             position,
-            known or checkpoint.beginning(self.book.path, position.segment),
+            beginning or checkpoint.beginning(self.engine_audit.path, position.segment),
             self.ended,
             self.reader.stopped,
             self.damage,
-            msgspec.Raw(serialize.capture(self.book)),
+            msgspec.Raw(serialize.capture(self.engine_audit)),
         )
         return self.saved
 
-    def read(self, lock: threading.Lock, soon: Callable[[], None], stop: threading.Event | None) -> None:
-        """Audit what is there by now, a batch at a time, until told to ``stop``.
+    def read(
+        self,
+        lock: threading.Lock,
+        on_batch: OnBatch,
+        save_soon: Callable[[], None],
+        stop: threading.Event | None,
+    ) -> None:
+        """Audit what has been written by now, a batch at a time, until ``stop`` is set.
 
-        ``soon`` is called between two batches, where a checkpoint is worth more than elsewhere. Raises
-        :class:`~kvledger.audit.errors.LedgerError` or OSError if the journal can't be read.
+        ``save_soon`` is called between two batches where a checkpoint saves most work after a restart.
+        Raises :class:`~kvledger.audit.errors.LedgerError` or OSError if the journal can't be read.
         """
         oldest = -1
-        for batch, _ in self.book.batches(self.reader, lock):
+        for batch, violations in self.engine_audit.batches(self.reader, lock):
             oldest = batch.events[0].at if oldest < 0 else oldest
+            on_batch(self, batch, violations)
             if batch.begins_segment:
-                soon()
+                save_soon()
             if stop and stop.is_set():
                 return
         self.damage += len(self.reader.damage)
         self.reader.damage.clear()
-        started = self.book.engine
+        started = self.engine_audit.engine
         if oldest >= 0 and started is not None:
             happened = started.wall_seconds + (oldest - started.at) / 1e6
             self.lag_seconds = max(0.0, time.time() - happened)
         if self.reader.ended:
             self.end(lock)
-            soon()
+            save_soon()
         self.shown = True
 
     def end(self, lock: threading.Lock) -> None:
-        """There is no more to come."""
+        """Close the open requests: the journal gets no more events."""
         with lock:
-            self.book.end(stopped=self.reader.stopped)
+            self.engine_audit.end(stopped=self.reader.stopped)
         self.ended = True

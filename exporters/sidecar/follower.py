@@ -1,15 +1,14 @@
-"""Follows every engine's journal under a folder, and keeps its place over restarts.
+"""Follows every engine's journal under a folder, and resumes after a restart. ``serve`` and ``tail`` use it.
 
-One thread reads; whoever shows the books takes ``lock``. Rules of this file:
+One thread reads; other threads take ``lock`` before they look at the audits. Rules of this file:
 
-- A book is shown when its journal has first been read to its end: a counter that starts low and
-  climbs would look like traffic.
-- The checkpoint holds every journal's own place. It is replaced at times, at the end, and where a
+- A journal's figures are exported once the journal has been read to its end: a counter that starts low
+  and climbs would look like traffic.
+- The checkpoint holds the position in every journal. It is replaced periodically, at the end, and where a
   segment begins, so that a restart reads at most one segment again.
-- What was known and is not there any more is counted in ``health.lost``; the ledger does the rest,
-  for it never takes a missing event for one that did not happen.
-- A journal that can't be read stops itself alone. It is tried again, unless the defect is ours.
-- An engine that ended and whose journal was removed stays in the sums of its name.
+- State that was known before and is gone now is counted in ``health.lost``. No figure is invented for it.
+- A journal that can't be read does not stop the others. It is tried again, unless kvledger itself failed.
+- When an engine's journal is removed, its sums stay under the engine's name.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -25,15 +24,16 @@ import msgspec
 
 from ... import __version__
 from ...audit.errors import LedgerError
-from ...audit.journal.folder import Reader, find_journals, holds_journal, is_workers
+from ...audit.journal.folder import Reader
 from ...audit.replay import checkpoint, serialize
 from ...audit.replay.checkpoint import Checkpoint, JournalState
 from ...audit.replay.engine_audit import EngineAudit
 from ..metrics.values import EngineAudits, Health
-from .followed_journal import Followed
+from .followed_journal import FollowedJournal, OnBatch
+from .journal_finder import FolderFinder, JournalFinder, Notify
 
 POLL_SECONDS = 0.5
-"""How often journals are asked for more, and the folder for new journals."""
+"""How often journals are read, and the folder is searched for new journals."""
 
 SAVE_SECONDS = 30.0
 """How often the checkpoint is replaced while something is read."""
@@ -45,55 +45,80 @@ RETRY_SECONDS = 30.0
 """How often a journal that can't be read is tried again."""
 
 PAST_NAMES = 256
-"""Engines whose journals are gone and whose sums are kept, by name; the longest gone is forgotten first."""
+"""How many engines with removed journals keep their sums; the one removed first is dropped first."""
 
-Tell = Callable[[str], None]
-"""Told what went wrong, a sentence each."""
+
+def ignore(*_: object) -> None:
+    """Do nothing: the callback of a follower that nobody listens to."""
 
 
 class Follower:
-    """Follows every journal at or under ``path``, those to come included.
+    """Follows every journal at or under ``path``, including journals that appear later.
 
-    ``folder`` keeps the checkpoint; None keeps none. Raises :class:`LedgerError` if there is no
-    ``path``, if it is a file that is no journal, or if another follower has ``folder``. ``opened`` is
-    told of every book that begins.
+    ``folder`` keeps the checkpoint; None keeps none. ``finder`` replaces the search in ``path``. Raises
+    :class:`LedgerError` if there is no ``path``, if it is a file that is no journal, or if another follower
+    uses ``folder``.
     """
 
-    def __init__(self, path: Path, folder: Path | None = None, tell: Tell = lambda _: None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        folder: Path | None = None,
+        notify: Notify = ignore,
+        *,
+        finder: JournalFinder | None = None,
+    ) -> None:
         self.lock = threading.Lock()
+        """Held by the reading thread while it posts a batch, and by every thread that looks at audits."""
         self.ready = threading.Event()
+        """Set once everything that was written before the start has been read."""
         self.health = Health()
-        self.journals: dict[str, Followed] = {}
+        """The follower's own figures: checkpoints, losses, problems."""
+        self.journals: dict[str, FollowedJournal] = {}
+        """The journals that exist now, by name."""
         self.past: dict[str, EngineAudit] = {}
-        self.opened: Callable[[EngineAudit], None] = lambda _: None
-        self._path = path
+        """The sums of engines whose journals were removed, by engine name, the first removed first."""
+        self.on_opened: Callable[[EngineAudit], None] = ignore
+        """Called with the audit of each new journal before its first event is read."""
+        self.on_batch: OnBatch = ignore
+        """Called after each batch has been audited."""
+        self._finder = finder or FolderFinder(path)
+        """Lists the journals to follow."""
         self._folder = folder
-        self._tell = tell
-        self._single = not path.is_dir() or holds_journal(path)
-        if self._single:
-            find_journals([path])  # it says what is wrong with it
-        self._told: set[str] = set()
-        self._held = -1
-        self._due_at = time.monotonic() + SAVE_SECONDS
+        """Where the checkpoint is kept; None: nowhere."""
+        self._notify = notify
+        """Called with one sentence for each problem."""
+        self._notified: set[str] = set()
+        """Sentences that are sent only once."""
+        self._lock_file = -1
+        """The descriptor that keeps other followers out of ``folder``; -1: none."""
+        self._save_at = time.monotonic() + SAVE_SECONDS
+        """The monotonic time at which the next checkpoint is due."""
         self._saved_at = 0.0
+        """The monotonic time of the last checkpoint."""
         if folder is not None:
-            self._held = checkpoint.take(folder)
+            self._lock_file = checkpoint.take(folder)
             self._resume(folder)
 
     @property
-    def books(self) -> EngineAudits:
-        """What may be shown: engines that are gone, then the others by the name of their journal.
+    def audits(self) -> EngineAudits:
+        """What may be exported: removed engines first, then the others by the name of their journal.
 
-        To be asked, and looked at, by whoever holds ``lock``.
+        The caller holds ``lock``, here and while it looks at the audits.
         """
-        shown = sorted((one.name, one.book) for one in self.journals.values() if one.shown)
-        self.health.unreadable = len(self.troubles)
-        return EngineAudits([*self.past.values(), *(book for _, book in shown)], self.health)
+        shown = sorted((one.name, one.engine_audit) for one in self.journals.values() if one.shown)
+        self.health.unreadable = len(self.problems)
+        return EngineAudits([*self.past.values(), *(engine_audit for _, engine_audit in shown)], self.health)
+
+    @property
+    def problems(self) -> list[str]:
+        """Which journals can't be read now, and why. The caller holds ``lock``."""
+        return [f"{one.name}: {one.problem}" for one in self.journals.values() if one.problem]
 
     # --- the loop -----------------------------------------------------------------------------------
 
     def catch_up(self, stop: threading.Event | None = None) -> None:
-        """Read all that is there by now; again where that took so long that much has come."""
+        """Read everything written by now; repeat while a round takes so long that much is added."""
         began = time.monotonic()
         for _ in range(10):
             round_began = time.monotonic()
@@ -106,197 +131,166 @@ class Follower:
             self.ready.set()
 
     def follow(self, stop: threading.Event) -> None:
-        """Read what comes, until told to stop; then save."""
+        """Read what is written until ``stop`` is set, then save."""
         while not stop.wait(POLL_SECONDS):
             self.poll(stop)
-            if time.monotonic() >= self._due_at:
+            if time.monotonic() >= self._save_at:
                 self.save()
         self.save()
 
     def poll(self, stop: threading.Event | None = None) -> None:
-        """Look for journals that come and go, and read each to its end of now."""
+        """Find new and removed journals, and read each journal to its present end."""
         self._find()
-        for one in list(self.journals.values()):
+        for journal in list(self.journals.values()):
             if stop and stop.is_set():
                 return
-            if not one.ended and not one.broken and time.monotonic() >= one.retry_at:
-                self._read(one, stop)
-
-    @property
-    def troubles(self) -> list[str]:
-        """Which journals can't be read now, and why. To be asked by whoever holds ``lock``."""
-        return [f"{one.name}: {one.trouble}" for one in self.journals.values() if one.trouble]
+            if not journal.ended and not journal.broken and time.monotonic() >= journal.retry_at:
+                self._read(journal, stop)
 
     def close(self) -> None:
-        """Let go of every file."""
-        for one in self.journals.values():
-            one.reader.close()
-        if self._held >= 0:
-            os.close(self._held)
-            self._held = -1
+        """Close every file."""
+        for journal in self.journals.values():
+            journal.reader.close()
+        if self._lock_file >= 0:
+            os.close(self._lock_file)
+            self._lock_file = -1
 
     # --- one journal ----------------------------------------------------------------------------------
 
-    def _read(self, one: Followed, stop: threading.Event | None) -> None:
+    def _read(self, journal: FollowedJournal, stop: threading.Event | None) -> None:
         try:
-            one.read(self.lock, self._soon, stop)
-            one.trouble = ""
+            journal.read(self.lock, self.on_batch, self._save_soon, stop)
+            journal.problem = ""
         except (LedgerError, OSError) as error:
-            one.retry_at = time.monotonic() + RETRY_SECONDS
-            self._trouble(one, str(error))
+            journal.retry_at = time.monotonic() + RETRY_SECONDS
+            self._set_problem(journal, str(error))
         except Exception as error:
-            one.broken = True
-            self._trouble(one, f"kvledger itself failed ({type(error).__name__}: {error})")
+            journal.broken = True
+            self._set_problem(journal, f"kvledger itself failed ({type(error).__name__}: {error})")
 
-    def _soon(self) -> None:
-        """A segment was begun, or a journal ended and may be removed from now on: save before long."""
-        self._due_at = min(self._due_at, self._saved_at + LEAST_SAVE_SECONDS)
-        if time.monotonic() >= self._due_at:
+    def _save_soon(self) -> None:
+        """A segment began, or a journal ended and may be removed from now on: save before long."""
+        self._save_at = min(self._save_at, self._saved_at + LEAST_SAVE_SECONDS)
+        if time.monotonic() >= self._save_at:
             self.save()
 
-    def _trouble(self, one: Followed, sentence: str) -> None:
-        if sentence != one.trouble:
-            one.trouble = sentence
-            self.health.troubles += 1
-            self._tell(f"{one.name} is not followed: {sentence}")
+    def _set_problem(self, journal: FollowedJournal, sentence: str) -> None:
+        if sentence != journal.problem:
+            journal.problem = sentence
+            self.health.problems += 1
+            self._notify(f"{journal.name} is not followed: {sentence}")
+
+    def _notify_once(self, sentence: str) -> None:
+        if sentence not in self._notified:
+            self._notified.add(sentence)
+            self.health.problems += 1
+            self._notify(sentence)
 
     # --- which journals there are ---------------------------------------------------------------------
 
     def _find(self) -> None:
-        there = set(self._listed())
-        for name in there - self.journals.keys():
-            if self._is_journal(name):
-                book = EngineAudit(self._place(name))
-                self.opened(book)
+        names = set(self._finder.names(self.journals, self._notify_once))
+        for name in names - self.journals.keys():
+            if self._finder.is_journal(name, self._notify_once):
+                engine_audit = EngineAudit(self._finder.path(name))
+                self.on_opened(engine_audit)
                 with self.lock:
-                    self.journals[name] = Followed(name, book, Reader(book.path))
-        for name in self.journals.keys() - there:
+                    self.journals[name] = FollowedJournal(name, engine_audit, Reader(engine_audit.path))
+        for name in self.journals.keys() - names:
             self._retire(name)
 
-    def _listed(self) -> Iterator[str]:
-        try:
-            if self._single:
-                if self._path.exists():
-                    yield "."
-                return
-            with os.scandir(self._path) as entries:
-                for entry in entries:
-                    if not (entry.name.startswith(".") or is_workers(Path(entry.name))):
-                        yield entry.name
-        except OSError as error:
-            # A folder that can't be listed for a while has not lost its journals.
-            yield from self.journals
-            self._once(f"{self._path} can't be listed: {error.strerror}.")
-
-    def _place(self, name: str) -> Path:
-        return self._path if self._single else self._path / name
-
-    def _is_journal(self, name: str) -> bool:
-        if self._single:
-            return True
-        place = self._place(name)
-        try:
-            return place.is_dir() and holds_journal(place)
-        except (LedgerError, OSError) as error:
-            self._once(str(error))
-            return False
-
-    def _once(self, sentence: str) -> None:
-        if sentence not in self._told:
-            self._told.add(sentence)
-            self.health.troubles += 1
-            self._tell(sentence)
-
     def _retire(self, name: str) -> None:
-        """Its folder is gone: keep its sums, and nothing else."""
-        one = self.journals[name]
-        if not one.ended and not one.broken:
-            self._read(one, None)  # what was open is still there to be read
-        if not one.ended and not one.broken:
-            one.end(self.lock)
+        """The journal's folder is gone: keep the sums, and nothing else."""
+        journal = self.journals[name]
+        if not journal.ended and not journal.broken:
+            self._read(journal, None)  # segments that were open can still be read
+        if not journal.ended and not journal.broken:
+            journal.end(self.lock)
         with self.lock:
-            one.reader.close()
+            journal.reader.close()
             del self.journals[name]
-            self._take_over(one.book)
+            self._keep_sums(journal.engine_audit)
 
-    def _take_over(self, book: EngineAudit) -> None:
-        past = self.past.pop(book.name, None) or EngineAudit(Path(book.name))
-        past.auditor.engine = book.name
-        past.absorb(book)
-        self.past[book.name] = past
+    def _keep_sums(self, engine_audit: EngineAudit) -> None:
+        """Add an engine's sums to those of earlier engines of its name."""
+        name = engine_audit.name
+        past = self.past.pop(name, None) or EngineAudit(Path(name))
+        past.auditor.engine = name
+        past.absorb(engine_audit)
+        self.past[name] = past
         while len(self.past) > PAST_NAMES:
             del self.past[next(iter(self.past))]
-            self._lose("engine forgotten")
+            self._count_loss("engine forgotten")
 
-    def _lose(self, reason: str) -> None:
+    def _count_loss(self, reason: str) -> None:
         self.health.lost[reason] = self.health.lost.get(reason, 0) + 1
 
     # --- the checkpoint -------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Replace the checkpoint. One that can't be written is counted and said; the old one stays."""
+        """Replace the checkpoint. If it can't be written, the failure is counted and the old one stays."""
         self._saved_at = time.monotonic()
-        self._due_at = self._saved_at + SAVE_SECONDS
+        self._save_at = self._saved_at + SAVE_SECONDS
         if self._folder is None:
             return
-        journals = [known for one in self.journals.values() if (known := one.state()) is not None]
-        past = [msgspec.Raw(serialize.capture(book)) for book in self.past.values()]
+        journals = [state for one in self.journals.values() if (state := one.state()) is not None]
+        past = [msgspec.Raw(serialize.capture(engine_audit)) for engine_audit in self.past.values()]
         now = time.time()
         whole = Checkpoint(__version__, now, journals, past, self.health.lost)
         try:
             self.health.save_bytes = checkpoint.save(self._folder, whole)
         except OSError as error:
             self.health.save_failures += 1
-            self._once(f"{self._folder} can't be written: {error.strerror}.")
+            self._notify_once(f"{self._folder} can't be written: {error.strerror}.")
             return
         self.health.saved_at = now
-        for one in self.journals.values():
-            one.book.checkpoint_seconds = now
+        for journal in self.journals.values():
+            journal.engine_audit.checkpoint_seconds = now
         self.health.save_seconds = time.monotonic() - self._saved_at
 
     def _resume(self, folder: Path) -> None:
-        """Go on from the checkpoint, as far as it and the journals are there."""
+        """Restore what the checkpoint holds, as far as its journals still exist."""
         try:
-            found = checkpoint.load(folder)
+            loaded = checkpoint.load(folder)
         except LedgerError as error:
             other = isinstance(error, serialize.OtherLayout)
-            self._lose("checkpoint of another version" if other else "checkpoint damaged")
-            self._tell(f"{error} Every journal is read from its beginning, as far as it is there.")
+            self._count_loss("checkpoint of another version" if other else "checkpoint damaged")
+            self._notify(f"{error} Every journal is read again from its oldest segment.")
             return
-        if found is None:
+        if loaded is None:
             return
-        self.health.lost = found.lost
-        self.health.saved_at = found.at
-        for raw in found.past:
-            self._restored(raw, Path(), self._take_over)
-        for known in found.journals:
-            self._restored(known.book, self._place(known.name), partial(self._go_on, known))
+        self.health.lost = loaded.lost
+        self.health.saved_at = loaded.at
+        for raw in loaded.past:
+            self._restore(raw, Path(), self._keep_sums)
+        for state in loaded.journals:
+            self._restore(state.book, self._finder.path(state.name), partial(self._resume_journal, state))
 
-    def _restored(self, data: msgspec.Raw, path: Path, use: Callable[[EngineAudit], None]) -> None:
+    def _restore(self, data: msgspec.Raw, path: Path, use: Callable[[EngineAudit], None]) -> None:
         try:
             use(serialize.restore(bytes(data), path))
         except LedgerError as error:
-            self._lose("checkpoint damaged")
-            self._tell(f"{error} {path.name} is read from its beginning, as far as it is there.")
+            self._count_loss("checkpoint damaged")
+            self._notify(f"{error} {path.name} is read again from its oldest segment.")
 
-    def _go_on(self, known: JournalState, book: EngineAudit) -> None:
-        if not book.path.exists():
-            if not known.ended:
-                book.end(stopped=known.stopped)
-            self._take_over(book)
+    def _resume_journal(self, state: JournalState, engine_audit: EngineAudit) -> None:
+        if not engine_audit.path.exists():
+            if not state.ended:
+                engine_audit.end(stopped=state.stopped)
+            self._keep_sums(engine_audit)
             return
-        there = checkpoint.beginning(book.path, known.position.segment)
-        if known.beginning and there != known.beginning:
-            self._lose("journal replaced" if there else "segment removed")
-            if there:  # another journal of this name: it is found as a new one
-                book.end(stopped=known.stopped)
-                self._take_over(book)
+        beginning = checkpoint.beginning(engine_audit.path, state.position.segment)
+        if state.beginning and beginning != state.beginning:
+            self._count_loss("journal replaced" if beginning else "segment removed")
+            if beginning:  # another journal under the same name: _find adds it as a new one
+                engine_audit.end(stopped=state.stopped)
+                self._keep_sums(engine_audit)
                 return
-        book.checkpoint_seconds = self.health.saved_at
-        one = Followed(known.name, book, Reader(book.path, start=known.position))
-        one.reader.ended = one.ended = known.ended
-        one.reader.stopped = known.stopped
-        one.shown = known.ended
-        one.damage = known.damage
-        one.saved = known
-        self.journals[known.name] = one
+        engine_audit.checkpoint_seconds = self.health.saved_at
+        journal = FollowedJournal(state.name, engine_audit, Reader(engine_audit.path, start=state.position))
+        journal.reader.ended = journal.ended = state.ended
+        journal.reader.stopped = state.stopped
+        journal.shown = state.ended
+        journal.damage = state.damage
+        journal.saved = state
+        self.journals[state.name] = journal

@@ -1,15 +1,15 @@
-"""The sidecar's pages, as one WSGI application: metrics, findings, health, and one to look at.
+"""The sidecar's pages as one WSGI application: metrics, findings, health, and HTML pages.
 
-Nothing but /-/healthy claims anything before the follower has caught up: a counter that is seen to
-fall looks like a reset.
+The HTML is in ``templates/``; sockets and TLS are in ``http_server.py``. Before the follower has caught up,
+every page with figures answers 503: a counter that starts low and climbs would look like traffic.
 """
 
 from __future__ import annotations
 
-import html
 import http.client
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -21,8 +21,10 @@ from ...audit.checks.registry import catalogue, explain
 from ...audit.errors import LedgerError
 from ...audit.replay.engine_audit import EngineAudit
 from ..metrics.prometheus import AuditCollector
-from .follower import Follower, Tell
+from ..templating import environment
+from .follower import Follower, ignore
 from .http_server import OPEN, Application, Environ, Security, Start
+from .journal_finder import Notify
 
 FINDINGS_SHOWN = 200
 
@@ -33,14 +35,16 @@ PLAIN = "text/plain; charset=utf-8"
 HTML = "text/html; charset=utf-8"
 EXPLAIN = "/explain/"
 
+_TEMPLATES = environment(Path(__file__).parent / "templates")
+
 
 class Site:
-    """The WSGI application: who may come in, and which page answers."""
+    """The WSGI application: checks the password, then calls the function of the path."""
 
-    def __init__(self, follower: Follower, security: Security = OPEN, tell: Tell = lambda _: None) -> None:
+    def __init__(self, follower: Follower, security: Security = OPEN, notify: Notify = ignore) -> None:
         self._follower = follower
         self._security = security
-        self._tell = tell
+        self._notify = notify
         self._text = _exposition(follower, created=False)
         self._openmetrics = _exposition(follower, created=True)
         self._pages: dict[str, Callable[[], Page]] = {
@@ -53,11 +57,11 @@ class Site:
         }
 
     def __call__(self, environ: Environ, start: Start) -> Iterable[bytes]:
-        """Answer one request. Nothing is raised: what fails is a 500 and one sentence."""
+        """Answer one request. An exception becomes a 500 with one sentence."""
         try:
             return self._answer(environ, start)
         except Exception as error:
-            self._tell(f"kvledger itself failed to answer ({type(error).__name__}: {error}).")
+            self._notify(f"kvledger itself failed to answer ({type(error).__name__}: {error}).")
             return self._send(start, environ, (500, PLAIN, b"kvledger itself failed.\n"))
 
     def _answer(self, environ: Environ, start: Start) -> Iterable[bytes]:
@@ -107,23 +111,33 @@ class Site:
         if not self._follower.ready.is_set():
             return _NOT_YET
         with self._follower.lock:
-            found = findings(self._follower.books)
-        return 200, "application/json", msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n"
+            data = findings(self._follower.audits)
+        return 200, "application/json", msgspec.json.format(msgspec.json.encode(data), indent=2) + b"\n"
 
     def _landing(self) -> Page:
         with self._follower.lock:
-            rows = [_row(book) for book in self._follower.books]
-            troubles = self._follower.troubles
-        body = _landing_page(rows, troubles, ready=self._follower.ready.is_set())
-        return 200, HTML, body.encode()
+            rows = [_row(engine_audit) for engine_audit in self._follower.audits]
+            problems = self._follower.problems
+        return _html(
+            "engines.html.j2",
+            ready=self._follower.ready.is_set(),
+            columns=_COLUMNS,
+            rows=rows,
+            problems=problems,
+            version=__version__,
+        )
 
 
-_NOT_FOUND: Page = (404, PLAIN, b"Not found. Try /metrics, or / for all there is.\n")
-_NOT_YET: Page = (503, PLAIN, b"Reading what was written while nobody followed; not ready yet.\n")
+_NOT_FOUND: Page = (404, PLAIN, b"Not found. Try /metrics, or / for the list of pages.\n")
+_NOT_YET: Page = (
+    503,
+    PLAIN,
+    b"Reading the events that were written before this process started; not ready yet.\n",
+)
 
 
 def _explanation(id: str) -> Page:
-    """What an invariant promises, as ``kvledger explain`` prints it: boards lead here."""
+    """Explain an invariant as ``kvledger explain`` does; dashboards link here."""
     try:
         return 200, PLAIN, f"{explain(id)}\n".encode()
     except LedgerError as error:
@@ -131,79 +145,47 @@ def _explanation(id: str) -> Page:
 
 
 def _explanations() -> Page:
-    """Every invariant, each leading to what it promises."""
-    rows = "".join(
-        f'<li><a href="{EXPLAIN}{html.escape(id)}">{html.escape(id)}</a>, {row.severity}: '
-        f"{html.escape(row.promise.replace('``', ''))}</li>"
-        for id, row in catalogue().items()
-    )
-    return 200, HTML, _page("What is checked", f"<ul>{rows}</ul>").encode()
+    """Every invariant, with a link to its explanation."""
+    return _html("invariants.html.j2", invariants=catalogue().values())
 
 
 def _exposition(follower: Follower, *, created: bool) -> Application:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(AuditCollector(lambda: follower.books, follower.lock, created=created))
+    registry.register(AuditCollector(lambda: follower.audits, follower.lock, created=created))
     return cast("Application", make_wsgi_app(registry))
 
 
-def findings(books: Iterable[EngineAudit]) -> dict[str, Any]:
-    """The last findings of all engines by their first sight, newest last; ``left_out`` are older."""
-    found = []
-    for book in books:
-        started = book.engine
-        for violation in book.auditor.violations:
-            at = started.wall_seconds + (violation.at - started.at) / 1e6 if started else 0.0
-            found.append((at, violation))
-    found.sort(key=lambda pair: pair[0])
-    shown = [{"time": at, **msgspec.to_builtins(violation)} for at, violation in found[-FINDINGS_SHOWN:]]
-    return {"findings": shown, "left_out": len(found) - len(shown)}
+def findings(audits: Iterable[EngineAudit]) -> dict[str, Any]:
+    """The last findings of all engines, newest last; ``left_out`` counts the older ones."""
+    by_time = []
+    for engine_audit in audits:
+        started = engine_audit.engine
+        for violation in engine_audit.auditor.violations:
+            seconds = started.wall_seconds + (violation.at - started.at) / 1e6 if started else 0.0
+            by_time.append((seconds, violation))
+    by_time.sort(key=lambda pair: pair[0])
+    shown = [
+        {"time": seconds, **msgspec.to_builtins(violation)}
+        for seconds, violation in by_time[-FINDINGS_SHOWN:]
+    ]
+    return {"findings": shown, "left_out": len(by_time) - len(shown)}
 
 
-def _row(book: EngineAudit) -> tuple[str, ...]:
-    ledger = book.auditor.ledger
-    read_to = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(ledger.read_to)) if book.engine else ""
+def _row(engine_audit: EngineAudit) -> tuple[str, ...]:
+    auditor = engine_audit.auditor
+    last_event = time.gmtime(auditor.ledger.read_to)
     return (
-        book.name,
-        book.auditor.verdict,
-        f"{book.closed.requests:,}",
-        f"{len(ledger.open):,}",
-        str(sum(1 + violation.repeats for violation in book.auditor.violations)),
-        read_to,
+        engine_audit.name,
+        auditor.verdict,
+        f"{engine_audit.closed.requests:,}",
+        f"{len(auditor.ledger.open):,}",
+        str(sum(1 + violation.repeats for violation in auditor.violations)),
+        time.strftime("%Y-%m-%d %H:%M:%S", last_event) if engine_audit.engine else "",
     )
 
 
 _COLUMNS = ("Engine", "Verdict", "Requests ended", "Open", "Findings", "Last event (UTC)")
-_STYLE = (
-    "body{font-family:system-ui,sans-serif;margin:2em;max-width:60em;color:#222}"
-    "table{border-collapse:collapse}td,th{padding:.3em .8em;text-align:left;border-bottom:1px solid #ddd}"
-    "td,th{white-space:nowrap}td:nth-child(n+3),th:nth-child(n+3){text-align:right}"
-    "td{font-variant-numeric:tabular-nums}"
-)
 
 
-def _landing_page(rows: list[tuple[str, ...]], troubles: list[str], *, ready: bool) -> str:
-    escaped = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
-    table = "".join(f"<tr>{cells}</tr>" for cells in escaped)
-    heads = "".join(f"<th>{column}</th>" for column in _COLUMNS)
-    said = "" if ready else "<p>Reading what was written while nobody followed; not ready yet.</p>"
-    if ready and not rows:
-        said = "<p>No engine has written a journal yet.</p>"
-    said += "".join(f"<p><strong>{html.escape(trouble)}</strong></p>" for trouble in troubles)
-    body = (
-        f"<p>The KV-cache token ledger beside these engines, version {__version__}.</p>{said}"
-        '<ul><li><a href="/metrics">/metrics</a>, for Prometheus</li>'
-        '<li><a href="/findings">/findings</a>, what is wrong, as JSON</li>'
-        f'<li><a href="{EXPLAIN}">{EXPLAIN}</a>, what is checked</li>'
-        '<li><a href="/-/healthy">/-/healthy</a>: the process answers</li>'
-        '<li><a href="/-/ready">/-/ready</a>: everything written before it started was read</li></ul>'
-        + (f"<table><thead><tr>{heads}</tr></thead><tbody>{table}</tbody></table>" if rows else "")
-    )
-    return _page("kvledger", body)
-
-
-def _page(heading: str, body: str) -> str:
-    return (
-        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><title>kvledger</title>'
-        f"<style>{_STYLE}</style></head><body><h1>{heading}</h1>{body}</body></html>\n"
-    )
+def _html(template: str, **values: Any) -> Page:
+    return 200, HTML, _TEMPLATES.get_template(template).render(explain=EXPLAIN, **values).encode()

@@ -1,4 +1,4 @@
-"""``kvledger serve``: the follower, its checkpoint and its pages, from start to signal."""
+"""``kvledger serve``: start the follower, the HTTP server and OpenTelemetry; stop them at a signal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from ...audit.journal.folder import find_journals
 from ...audit.replay.checkpoint import HIDDEN
 from ..metrics.otel import attach_telemetry
 from . import http_server
-from .follower import Follower, Tell
+from .follower import Follower
+from .journal_finder import Notify
 from .pages import Site
 from .scrape_engine import attach_reconciliation, check_url
 
@@ -22,7 +23,7 @@ from .scrape_engine import attach_reconciliation, check_url
 def serve(
     path: Path,
     address: str,
-    tell: Tell,
+    notify: Notify,
     *,
     folder: Path | None,
     config: Path | None,
@@ -31,10 +32,10 @@ def serve(
     """Follow the journals under ``path`` and answer at ``address`` until SIGTERM or SIGINT.
 
     ``folder`` keeps the checkpoint (:func:`state_folder` if None), ``config`` is the web
-    configuration, ``engine_urls`` are engines' own metrics, to stand beside the ledger's. OpenTelemetry
-    is on where its variables ask for it. ``tell`` is told where metrics are, as soon as they are ready,
-    and what goes wrong. Raises :class:`LedgerError` for an address that is none or is taken, for a path
-    that is not there, and for a folder that can't be written or belongs to another follower.
+    configuration, ``engine_urls`` are engines' own metrics, which are compared with the ledger. The
+    ``OTEL_*`` variables turn OpenTelemetry on. ``notify`` gets the address of the metrics once they are
+    ready, and a sentence for each problem. Raises :class:`LedgerError` for an address that is malformed or
+    in use, a path that does not exist, and a folder that can't be written or is in use by another follower.
     """
     http_server.parse_address(address)
     for url in engine_urls:
@@ -46,25 +47,25 @@ def serve(
         security = load(config)
     if path.is_file():
         find_journals([path])
-    kept = folder or state_folder(path, tell)
+    kept = folder or state_folder(path, notify)
     try:
-        follower = Follower(path, kept, tell)
+        follower = Follower(path, kept, notify)
     except OSError as error:
         raise LedgerError(f"{kept} can't be written: {error.strerror}.") from error
     stop = threading.Event()
     telemetry = None
     try:
-        telemetry = attach_telemetry(lambda: follower.books, follower.lock)
+        telemetry = attach_telemetry(lambda: follower.audits, follower.lock)
         if telemetry is not None:
-            follower.opened = telemetry.watch
-        server = http_server.listen(address, Site(follower, security, tell), security)
+            follower.on_opened = telemetry.watch
+        server = http_server.listen(address, Site(follower, security, notify), security)
         try:
             with _stopping(stop):
                 follower.catch_up(stop)
                 if follower.ready.is_set():
-                    tell(f"Serving {server.url}/metrics")
+                    notify(f"Serving {server.url}/metrics")
                     if engine_urls:
-                        attach_reconciliation(engine_urls, lambda: follower.books, follower.lock, stop)
+                        attach_reconciliation(engine_urls, lambda: follower.audits, follower.lock, stop)
                 follower.follow(stop)
         finally:
             server.shutdown()
@@ -75,12 +76,12 @@ def serve(
         follower.close()
 
 
-def state_folder(path: Path, tell: Tell) -> Path | None:
-    """The hidden folder beside the journals; None, and a word on it, where nothing can be written."""
+def state_folder(path: Path, notify: Notify) -> Path | None:
+    """Return the hidden folder beside the journals; None, with a notice, where nothing can be written."""
     if path.is_dir() and os.access(path, os.W_OK | os.X_OK):
         return path / HIDDEN
     if path.exists():
-        tell(f"No checkpoint is kept, for {path} can't be written: name a folder with --state.")
+        notify(f"No checkpoint is kept, because {path} can't be written. Name a folder with --state.")
     return None
 
 

@@ -575,7 +575,7 @@ def test_a_folder_that_cannot_be_written_keeps_no_checkpoint(
     monkeypatch.setattr(os, "access", lambda *_: False)
 
     assert state_folder(clean, told.append) is None
-    assert [f"No checkpoint is kept, for {clean} can't be written: name a folder with --state."] == told
+    assert [f"No checkpoint is kept, because {clean} can't be written. Name a folder with --state."] == told
 
 
 # --- analysis -------------------------------------------------------------------------------------------

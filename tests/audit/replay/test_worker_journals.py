@@ -116,4 +116,4 @@ def test_a_follower_takes_no_worker_for_an_engine(tmp_path: Path):
     follower.catch_up(threading.Event())
 
     assert ["engine-1-7-0"] == list(follower.journals)
-    assert "violated" == follower.journals["engine-1-7-0"].book.verdict
+    assert "violated" == follower.journals["engine-1-7-0"].engine_audit.verdict

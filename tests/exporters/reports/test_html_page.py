@@ -19,15 +19,15 @@ from kvledger.exporters.trace.time_series import MOST, TICKS, Series, together
 
 SECTIONS = (
     "Where prompt tokens came from",
-    "Why the others were no hits",
+    "Why prompt tokens missed the cache",
     "Hit rate over time",
     "Running and waiting",
     "Preemptions",
     "Work and rework",
     "Waits",
-    "Preempted most",
-    "The engine's own figures",
-    "Read from",
+    "Most preempted requests",
+    "Ledger and engine-reported figures",
+    "Journals read",
 )
 
 
@@ -38,7 +38,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_nothing_is_asked_of_a_network(trace: Path) -> None:
+def test_the_page_loads_nothing_from_a_network(trace: Path) -> None:
     page = html(gather([trace]))
 
     assert [] == re.findall(r"<(?:script|img|link|iframe)[^>]+(?:src|href)=\"(?!data:,)", page)
@@ -54,7 +54,7 @@ def test_every_section_is_there(trace: Path) -> None:
     ]
 
 
-def test_findings_lead_to_what_they_mean(tmp_path: Path) -> None:
+def test_findings_link_to_their_meaning(tmp_path: Path) -> None:
     page = html(gather([journals.violated(tmp_path / "violated")]))
 
     assert "violated</b>" in page
@@ -63,28 +63,37 @@ def test_findings_lead_to_what_they_mean(tmp_path: Path) -> None:
         assert f'<article id="{id}">' in page
 
 
-def test_names_from_outside_are_no_markup(tmp_path: Path) -> None:
+def test_request_ids_are_escaped(tmp_path: Path) -> None:
     name = '<script>alert("1")</script>'
     stream = events(200, journals.CLEAN)
     stream[0] = RequestAdded(stream[0].at, 0, name, 200)
     page = html(gather([journals.write(tmp_path / "named", stream)]))
 
     assert name not in page
-    assert "&lt;script&gt;alert(&quot;1&quot;)&lt;/script&gt;" in page
+    assert "&lt;script&gt;alert(&#34;1&#34;)&lt;/script&gt;" in page
 
 
 @pytest.mark.parametrize("words", ["A0+0 s10 o+", "F"])
-def test_a_trace_of_next_to_nothing(tmp_path: Path, words: str) -> None:
+def test_a_trace_with_one_short_request_or_none(tmp_path: Path, words: str) -> None:
     assert "Trace audit" in html(gather([journals.write(tmp_path / "little", events(10, words))]))
 
 
-def test_a_trace_of_which_nothing_is_known(tmp_path: Path) -> None:
+def test_empty_tables_and_plots_are_left_out(tmp_path: Path) -> None:
+    page = html(gather([journals.write(tmp_path / "little", events(10, "A0+0 s10 o+"))]))
+
+    headings = re.findall(r"<h2>(.*?)</h2>", page)
+    assert "Where prompt tokens came from" in headings
+    assert not {"Preemptions", "Most preempted requests", "Ledger and engine-reported figures"} & {*headings}
+    assert "rejected drafts" not in page
+
+
+def test_a_trace_with_lost_events_is_unknown(tmp_path: Path) -> None:
     stream = [*events(10, "A0+0 s10 o+"), Gap(900, 5, "full")]
 
     assert "events are missing" in html(gather([journals.write(tmp_path / "lost", stream)]))
 
 
-def test_what_can_not_be_written_is_a_sentence(trace: Path, tmp_path: Path) -> None:
+def test_a_page_that_can_not_be_written_is_one_sentence(trace: Path, tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match="can't be written"):
         save(gather([trace]), tmp_path / "nowhere" / "page.html")
 
@@ -99,7 +108,7 @@ document.body.dataset.wide = document.documentElement.scrollWidth > window.inner
 
 
 @pytest.mark.parametrize("width", [1200, 500])
-def test_in_a_browser_plots_have_data_and_nothing_is_amiss(trace: Path, tmp_path: Path, width: int) -> None:
+def test_in_a_browser_plots_have_data_and_no_errors(trace: Path, tmp_path: Path, width: int) -> None:
     """At the width of a desk and of a phone; Chromium opens no window narrower than 500."""
     file = tmp_path / "page.html"
     file.write_text(html(gather([trace])).replace("</body>", f"{PROBE}</body>"))
@@ -111,7 +120,7 @@ def test_in_a_browser_plots_have_data_and_nothing_is_amiss(trace: Path, tmp_path
     assert 5 <= len(shapes)
     heights = [{point.split(",")[1] for point in shape.split()} for shape in shapes]
     assert all(len(each) > 1 for each in heights), "a plot is flat"
-    assert 3 == len(re.findall(r'<li class="when">\d{4}-\d\d-\d\d', seen.dom)), "pointing tells nothing"
+    assert 3 == len(re.findall(r'<li class="when">\d{4}-\d\d-\d\d', seen.dom)), "the pointer shows no values"
     assert 'data-wide="false"' in seen.dom, "the page is wider than the window"
     assert 10_000 < seen.picture.stat().st_size
 
@@ -137,12 +146,12 @@ def test_series_of_several_engines_are_summed_at_one_width() -> None:
     assert 4 * MOST + 7 == sum(row["preemptions"] for row in both.counts.values())
 
 
-def test_a_long_silence_is_not_filled_tick_by_tick() -> None:
-    quiet = Series()
-    quiet.level(0, {"running": 1})
-    quiet.level(10 * 86_400, {"running": 0})
+def test_a_long_idle_time_is_not_filled_tick_by_tick() -> None:
+    idle = Series()
+    idle.level(0, {"running": 1})
+    idle.level(10 * 86_400, {"running": 0})
 
-    assert len(together([quiet]).levels) <= 2 * MOST
+    assert len(together([idle]).levels) <= 2 * MOST
 
 
 def test_a_level_lasts_until_the_next() -> None:

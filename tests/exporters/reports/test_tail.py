@@ -17,7 +17,7 @@ from tests.histories import events
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import EngineStopped, Snapshot
 from kvledger.audit.journal.folder import JournalWriter
-from kvledger.exporters.reports.tail import Tail, follow
+from kvledger.exporters.reports.tail import LiveTail, follow
 
 
 def started(folder: Path) -> JournalWriter:
@@ -30,7 +30,7 @@ def started(folder: Path) -> JournalWriter:
 def test_it_follows_a_journal_that_is_written(tmp_path: Path) -> None:
     writer = started(tmp_path / "engine")
     stream = journals.reported(events(200, journals.CLEAN), local=-128, external=160, computed=168)
-    tail = Tail(tmp_path)
+    tail = LiveTail(tmp_path)
     writer.write(stream[:6])
     assert [] == tail.poll()
     assert tail.line().startswith("clean: 1 request, 1 running, 0 waiting, 0 preemptions, 0 prompt tokens")
@@ -48,7 +48,7 @@ def test_it_follows_a_journal_that_is_written(tmp_path: Path) -> None:
 
 def test_a_journal_that_comes_later_is_followed_too(tmp_path: Path) -> None:
     journals.clean(tmp_path / "one")
-    tail = Tail(tmp_path)
+    tail = LiveTail(tmp_path)
     tail.poll()
     journals.clean(tmp_path / "two")
 

@@ -20,7 +20,7 @@ def uninterrupted(root: Path) -> dict[crash.Key, float]:
     """What one run that was never killed counts in the end."""
     follower = Follower(root)
     follower.catch_up()
-    found = crash.counted(follower.books)
+    found = crash.counted(follower.audits)
     follower.close()
     return found
 

@@ -70,7 +70,7 @@ def following(path: Path, **given: Any) -> Iterator[Follower]:
 
 
 def ended(follower: Follower) -> int:
-    return sum(book.closed.requests for book in follower.books)
+    return sum(book.closed.requests for book in follower.audits)
 
 
 # --- engines come and go --------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ def test_an_engine_that_comes_later_is_found(tmp_path: Path) -> None:
     """Also where no engine had written yet when the sidecar came."""
     with following(tmp_path) as follower:
         assert follower.ready.is_set()
-        assert [] == follower.books
+        assert [] == follower.audits
         journals.clean(tmp_path / "engine")
         follower.poll()
         assert 1 == ended(follower)
@@ -102,12 +102,12 @@ def test_a_restarted_engine_is_a_journal_of_its_own(tmp_path: Path) -> None:
     first.serve()
     first.kill()
     with following(tmp_path) as follower:
-        before = counted(follower.books)
+        before = counted(follower.audits)
         second = Engine(tmp_path / "b", wall_seconds=200.0)
         second.serve()
         follower.poll()
-        after = counted(follower.books)
-        assert ["vllm 0.32.0 pid 4000"] * 2 == [book.name for book in follower.books]
+        after = counted(follower.audits)
+        assert ["vllm 0.32.0 pid 4000"] * 2 == [book.name for book in follower.audits]
         assert all(after[key] >= value for key, value in before.items())
         second.stop()
 
@@ -119,7 +119,7 @@ def test_what_was_open_in_a_killed_engine_ended_unseen(tmp_path: Path) -> None:
         assert 0 == ended(follower)
         engine.kill()
         follower.poll()
-        [book] = follower.books
+        [book] = follower.audits
         assert {("unknown", "unknown"): 1} == book.requests
 
 
@@ -129,7 +129,7 @@ def test_what_was_open_in_an_engine_that_stopped_ended_with_it(tmp_path: Path) -
     engine.serve(HISTORY[:-1])
     engine.stop()
     with following(tmp_path) as follower:
-        [book] = follower.books
+        [book] = follower.audits
         assert {("clean", "engine_ended"): 1} == book.requests
         assert 200 == book.closed.prompt_tokens
         assert 0 == book.closed.in_flight
@@ -142,29 +142,29 @@ def test_an_engine_whose_journal_was_removed_stays_in_the_sums(tmp_path: Path) -
         journals.write(tmp_path / f"engine-{number}", row.events())
     journals.violated(tmp_path / "violated")
     with following(tmp_path) as follower:
-        before = counted(follower.books)
+        before = counted(follower.audits)
         for journal in tmp_path.glob("*[!.]*"):
             if journal.name != checkpoint.HIDDEN:
                 shutil.rmtree(journal)
                 follower.poll()
-                assert before == counted(follower.books)
+                assert before == counted(follower.audits)
         assert {} == follower.journals
-        created = [book.created for book in follower.books]
+        created = [book.created for book in follower.audits]
         follower.save()
 
     with following(tmp_path) as follower:
-        assert before == counted(follower.books)
-        assert created == [book.created for book in follower.books]
+        assert before == counted(follower.audits)
+        assert created == [book.created for book in follower.audits]
 
 
 def test_the_journal_of_an_engine_may_vanish_while_nobody_follows(tmp_path: Path) -> None:
     journals.violated(tmp_path / "engine")
     with following(tmp_path) as follower:
-        before = counted(follower.books)
+        before = counted(follower.audits)
     shutil.rmtree(tmp_path / "engine")
 
     with following(tmp_path) as follower:
-        assert before == counted(follower.books)
+        assert before == counted(follower.audits)
 
 
 def test_the_longest_gone_engines_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +178,7 @@ def test_the_longest_gone_engines_are_forgotten(tmp_path: Path, monkeypatch: pyt
             follower.poll()
             shutil.rmtree(tmp_path / "engine")
             follower.poll()
-        assert ["vllm 0.32.0 pid 2", "vllm 0.32.0 pid 3"] == [book.name for book in follower.books]
+        assert ["vllm 0.32.0 pid 2", "vllm 0.32.0 pid 3"] == [book.name for book in follower.audits]
         assert {"engine forgotten": 2} == follower.health.lost
 
 
@@ -197,7 +197,7 @@ def test_a_journal_that_cannot_be_read_stops_itself_alone(
     with following(tmp_path, told=told) as follower:
         follower.poll()
         assert 1 == ended(follower)
-        assert 1 == follower.health.troubles
+        assert 1 == follower.health.problems
     [sentence] = told
     assert sentence.startswith("bad is not followed: 00000002.kvl was written with schema 99")
     bad.stop()
@@ -213,10 +213,10 @@ def test_a_journal_that_can_be_read_again_goes_on(tmp_path: Path, monkeypatch: p
             engine.serve()
             follower.poll()
             assert 0 == ended(follower)
-            assert "lock can't be opened: Permission denied." == follower.journals["engine"].trouble
+            assert "lock can't be opened: Permission denied." == follower.journals["engine"].problem
         follower.poll()
         assert 1 == ended(follower)
-        assert "" == follower.journals["engine"].trouble
+        assert "" == follower.journals["engine"].problem
     engine.stop()
 
 
@@ -231,7 +231,7 @@ def test_a_defect_of_ours_stops_one_journal(tmp_path: Path, monkeypatch: pytest.
     other.serve()
     told: list[str] = []
     with following(tmp_path, told=told) as follower:
-        book = follower.journals["one"].book
+        book = follower.journals["one"].engine_audit
         monkeypatch.setattr(book, "feed", lambda number, event: 1 / 0)
         one.serve()
         other.serve()
@@ -296,8 +296,8 @@ def test_a_restart_goes_on_where_it_was(tmp_path: Path) -> None:
         engine.serve(HISTORY[cut:])
         engine.stop()
         with following(folder) as resumed, following(folder, folder=None) as whole:
-            assert counted(whole.books) == counted(resumed.books)
-            [restored], [uninterrupted] = resumed.books, whole.books
+            assert counted(whole.audits) == counted(resumed.audits)
+            [restored], [uninterrupted] = resumed.audits, whole.audits
             assert picture(uninterrupted) == picture(restored)
 
 
@@ -307,14 +307,14 @@ def test_settled_once_over_restarts(tmp_path: Path) -> None:
     engine = Engine(tmp_path / "engine")
     engine.serve(HISTORY[:settled])
     with following(tmp_path) as follower:
-        [account] = follower.books[0].auditor.ledger.open.values()
+        [account] = follower.audits[0].auditor.ledger.open.values()
         before = list(account.settlements)
         assert before
     engine.requests -= 1
     engine.serve(HISTORY[settled:])
     engine.stop()
     with following(tmp_path) as follower:
-        assert 200 == follower.books[0].closed.prompt_tokens
+        assert 200 == follower.audits[0].closed.prompt_tokens
 
 
 def test_only_what_is_new_is_read_again(tmp_path: Path) -> None:
@@ -370,7 +370,7 @@ def test_a_damaged_checkpoint_is_counted_and_nothing_is_wrong(tmp_path: Path, sp
     engine.serve()
     engine.stop()
     with following(tmp_path) as follower:
-        before = counted(follower.books)
+        before = counted(follower.audits)
     place = tmp_path / checkpoint.HIDDEN / checkpoint.NAME
     place.write_bytes(spoil(place.read_bytes()))
     told: list[str] = []
@@ -378,9 +378,9 @@ def test_a_damaged_checkpoint_is_counted_and_nothing_is_wrong(tmp_path: Path, sp
 
     for _ in range(2):
         with following(tmp_path, told=told) as follower:
-            assert before | {loss: 1} == counted(follower.books)
+            assert before | {loss: 1} == counted(follower.audits)
             assert {"checkpoint damaged": 1} == follower.health.lost
-    assert [f"{place} is damaged. Every journal is read from its beginning, as far as it is there."] == told
+    assert [f"{place} is damaged. Every journal is read again from its oldest segment."] == told
 
 
 def test_a_checkpoint_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,7 +402,7 @@ def test_a_lost_checkpoint_and_removed_segments_leave_accounts_unknown(tmp_path:
     engine.stop()
     (tmp_path / "engine" / "00000001.kvl").unlink()
     with following(tmp_path) as follower:
-        [book] = follower.books
+        [book] = follower.audits
         assert 1 == book.auditor.ledger.gaps
         assert {("clean", "stopped"): 1} == book.requests
 
@@ -418,7 +418,7 @@ def test_a_segment_that_was_removed_meanwhile(tmp_path: Path) -> None:
     engine.stop()
     (tmp_path / "engine" / "00000001.kvl").unlink()
     with following(tmp_path) as follower:
-        [book] = follower.books
+        [book] = follower.audits
         assert {"segment removed": 1} == follower.health.lost
         assert {("clean", "stopped"): 2, ("unknown", "unknown"): 1} == book.requests
         assert 400 == book.closed.prompt_tokens
@@ -458,7 +458,7 @@ def test_damage_is_told_once_over_restarts(tmp_path: Path, decodes: bool) -> Non
             engine.stop()
             resumed.poll()
             whole.poll()
-            assert counted(whole.books) == counted(resumed.books)
+            assert counted(whole.audits) == counted(resumed.audits)
             assert [one.damage for one in whole.journals.values()] == [1]
             assert [one.damage for one in resumed.journals.values()] == [1]
 

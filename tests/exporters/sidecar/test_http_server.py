@@ -150,7 +150,7 @@ def test_findings_are_bounded_and_the_newest_are_last(tmp_path: Path, monkeypatc
     for number in range(4):
         journals.violated(tmp_path / f"engine-{number}")
     with served(tmp_path) as client:
-        for number, book in enumerate(client.follower.books):
+        for number, book in enumerate(client.follower.audits):
             started = replace(journals.STARTED, wall_seconds=1e9 + (number * 7) % 4)
             book.auditor.ledger.engine = started
         found = json.loads(client.get("/findings").body)
@@ -219,8 +219,8 @@ def test_a_defect_of_ours_is_a_500_and_one_sentence(tmp_path: Path, capfd: Any) 
     follower = Follower(tmp_path)
     follower.catch_up()
     told: list[str] = []
-    pages = Site(follower, tell=told.append)
-    follower.journals["engine"].book.auditor = None  # type: ignore[assignment]
+    pages = Site(follower, notify=told.append)
+    follower.journals["engine"].engine_audit.auditor = None  # type: ignore[assignment]
     status: list[str] = []
     for path in ("/metrics", "/findings", "/"):
         environ = {"REQUEST_METHOD": "GET", "PATH_INFO": path}
