@@ -3,7 +3,7 @@
 Usage: python3 scripts/upstream_tests.py [--write] [NAME...]     0.32.0 and 0.23.0, or these
 
 Takes the source distribution of each release by its name, keeps its tests/ in .upstream, and runs some
-files of it twice: as they are, and under `-p kvledger.audit.entry.pytest_plugin`. Exits with 1 where a test
+files of it twice: as they are, and under `pytest --kvledger`. Exits with 1 where a test
 that passes without the ledger does not pass under it and is not in EXCLUDED. Nothing of it is copied
 into this repository, and it is no part of the tests here. `--write` makes docs/upstream-tests.md.
 """
@@ -165,7 +165,7 @@ def run(release: str) -> list[Outcome]:
     models()
     print(f"{release} ...", file=sys.stderr, flush=True)
     with ThreadPoolExecutor(2) as two:
-        under = two.submit(passed, release, files, "-p", "kvledger.audit.entry.pytest_plugin")
+        under = two.submit(passed, release, files, "--kvledger=blocks")
         alone = two.submit(passed, release, files)
         return [Outcome(release, file, alone.result()[file], under.result()[file]) for file in files]
 

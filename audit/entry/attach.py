@@ -1,10 +1,10 @@
-"""Auditing an engine in this process, for notebooks and tests.
+"""``kvledger.attach``: audit an engine of this process, for notebooks and tests.
 
     with kvledger.attach(llm) as audit:
         llm.generate(...)
     audit.violations
 
-Nothing is written to disk. Leaving the block puts every wrapped attribute back as it was.
+Nothing is written to disk. Leaving the block restores every wrapped attribute.
 """
 
 from __future__ import annotations
@@ -25,30 +25,31 @@ from ..replay.engine_audit import pick
 
 
 class AuditError(AssertionError):
-    """A step broke an invariant, under ``strict=True``. ``violation`` says which."""
+    """A step broke an invariant under ``strict=True``; ``violation`` is the finding."""
 
     def __init__(self, violation: Violation) -> None:
         super().__init__("\n".join([f"{violation.id}: {violation.message}", *violation.story]))
         self.violation = violation
 
 
-class Audit:
+class LiveAudit:
     """One attached scheduler and its accounts so far."""
 
     def __init__(self, scheduler: Any, *, strict: bool, level: str, stacks: bool) -> None:
         self._strict = strict
         self._sink = MemoryRecorder()
         self._auditor = Auditor(keep_closed=True)
-        self._raised: set[tuple[str, str | None]] = set()
-        observer = choose(scheduler)
-        self._observer = observer(scheduler, self._sink, version=host_version(), level=level, stacks=stacks)
+        observer_class = choose(scheduler)
+        self._observer = observer_class(
+            scheduler, self._sink, version=host_version(), level=level, stacks=stacks
+        )
         self._observer.start(self._boundary if strict else None)
         if isinstance(self._observer, Observer):
             self._observer.watch_worker()
 
     @property
     def violations(self) -> list[Violation]:
-        """Everything found so far, drift included, in order of first sight."""
+        """Every finding so far, drift included, in the order of its first occurrence."""
         self._catch_up()
         return self._auditor.violations
 
@@ -65,24 +66,24 @@ class Audit:
         return str(self._auditor.verdict)
 
     def account(self, request_id: str) -> Statement:
-        """The frozen account of one request: by its id, the client's id, or a beginning of it.
+        """The account statement of one request, by its id, its client's id, or a prefix of the id.
 
-        vLLM appends ``-`` and eight digits to the id that its client gave or got. Raises
-        LedgerError if no request was seen that is called so, or more than one.
+        vLLM appends ``-`` and eight digits to the client's id. Raises LedgerError if no observed request
+        has that name, or several have.
         """
         self._catch_up()
         ledger = self._auditor.ledger
-        names = [account.request_id for account in ledger.accounts()]
-        statement = ledger.account(pick(request_id, set(names), names, "this audit"))
+        request_ids = [account.request_id for account in ledger.accounts()]
+        statement = ledger.account(pick(request_id, set(request_ids), request_ids, "this audit"))
         assert statement is not None
         return statement
 
     def detach(self) -> None:
-        """Put every wrapped attribute back. What was seen stays. Idempotent."""
+        """Restore every wrapped attribute; the accounts stay readable. Idempotent."""
         self._observer.stop("detached")
         self._catch_up()
 
-    def __enter__(self) -> Audit:
+    def __enter__(self) -> LiveAudit:
         return self
 
     def __exit__(
@@ -107,18 +108,18 @@ class Audit:
                 raise AuditError(violation)
 
 
-def attach(target: Any, *, strict: bool = False, level: str = "tokens", stacks: bool = False) -> Audit:
+def attach(target: Any, *, strict: bool = False, level: str = "tokens", stacks: bool = False) -> LiveAudit:
     """Audit a vLLM ``Scheduler``, ``EngineCore``, ``LLMEngine`` or ``LLM`` of this process.
 
     ``strict`` raises :class:`AuditError` at the step that violates (for tests, not for serving).
-    ``level`` is ``tokens`` or, to keep the blocks as well, ``blocks``; ``stacks`` then keeps the Python
-    stack of every operation on a block (for tests: it is slow).
-    Raises :class:`LedgerError` where the scheduler is out of reach or not one that we know.
+    ``level`` is ``tokens``, or ``blocks`` to observe the block pool as well; with ``stacks`` each block
+    operation keeps its Python stack (slow, for tests).
+    Raises :class:`LedgerError` if the scheduler runs in another process or is of an unknown release.
     """
     if level not in LEVELS:
         raise LedgerError(f"There is no level {level!r}; it is one of {', '.join(LEVELS)}.")
     try:
-        return Audit(_scheduler_of(target), strict=strict, level=level, stacks=stacks)
+        return LiveAudit(_scheduler_of(target), strict=strict, level=level, stacks=stacks)
     except EngineMismatch as mismatch:
         raise LedgerError(f"This engine can't be observed: {mismatch}.") from mismatch
 
@@ -127,13 +128,13 @@ _PATH = ("llm_engine", "engine_core", "engine_core", "scheduler")
 
 
 def _scheduler_of(target: Any) -> Any:
-    found = target
+    scheduler = target
     for name in _PATH:
-        found = getattr(found, name, found)
-    if not hasattr(found, "update_from_output"):
+        scheduler = getattr(scheduler, name, scheduler)
+    if not hasattr(scheduler, "update_from_output"):
         raise LedgerError(
             f"No scheduler is reachable from this {type(target).__name__} in this process; set "
             "VLLM_ENABLE_V1_MULTIPROCESSING=0 before the engine is made, or observe it through "
             "the plugin by setting KVLEDGER_DIR."
         )
-    return found
+    return scheduler

@@ -1,7 +1,7 @@
-"""Whether an engine started in this environment would be observed, and what could be checked of it.
+"""Check whether kvledger can observe the vLLM installed here, and which invariants it can check.
 
-Nothing is started: the signatures of vLLM's classes are compared. What the figures mean comes from
-``engines/semantics.py``, everything else is looked at here.
+No engine is started: the doctor compares the signatures of vLLM's classes with those that the adapters
+expect. What an engine-reported figure means in a release comes from ``release_semantics``.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ PLUGIN = "kvledger.audit.entry.plugin:install"
 GROUP = "vllm.general_plugins"
 
 
-class Meant(msgspec.Struct, frozen=True):
-    """What one figure means in this release."""
+class FigureMeaning(msgspec.Struct, frozen=True):
+    """What one engine-reported figure means in this release."""
 
     figure: str
     word: str
@@ -33,13 +33,13 @@ class Meant(msgspec.Struct, frozen=True):
 
 
 class Diagnosis(msgspec.Struct, frozen=True):
-    """All that was found; ``problems`` are the reasons why an engine would not be observed."""
+    """What the doctor learned; ``problems`` are the reasons why an engine would not be observed."""
 
     versions: dict[str, str | None]
     adapter: str | None
     hooks: list[str]
     missing_hooks: list[str]
-    meanings: list[Meant]
+    meanings: list[FigureMeaning]
     checked: list[str]
     checked_in_part: dict[str, str]
     not_checked: dict[str, str]
@@ -55,38 +55,38 @@ class Diagnosis(msgspec.Struct, frozen=True):
 
 
 def diagnose() -> Diagnosis:
-    """Look at this environment. Imports vLLM, if it is there; never raises for what it finds."""
+    """Examine this environment. Imports vLLM if it is installed; a broken vLLM is a problem, not an error."""
     host, adapter, scheduler, problems = _host()
-    meant = meanings(host or "", v0=bool(adapter and adapter.NAME.startswith("v0")))
-    unchecked, in_part = limits(meant)
+    by_figure = meanings(host or "", v0=bool(adapter and adapter.NAME.startswith("v0")))
+    unchecked, in_part = limits(by_figure)
     names = list(catalogue()) if adapter else []
-    plugin, of_plugin = _plugin()
-    directory, of_directory = _directory()
-    live, missing = _hooks(adapter, scheduler)
+    plugin, plugin_problems = _plugin()
+    directory, directory_problems = _directory()
+    present, missing = _hooks(adapter, scheduler)
     return Diagnosis(
         versions={"vllm": host, "lmcache": _version("lmcache"), "torch": _version("torch")},
         adapter=adapter.NAME if adapter else None,
-        hooks=live,
+        hooks=present,
         missing_hooks=missing,
-        meanings=[Meant(row.figure, row.word, row.says) for row in meant.values()],
+        meanings=[FigureMeaning(row.figure, row.word, row.says) for row in by_figure.values()],
         checked=[name for name in names if name not in unchecked],
         checked_in_part={name: why for name, why in in_part.items() if name in names},
         not_checked={name: why for name, why in unchecked.items() if name in names},
         connectors=_connectors() if adapter and not adapter.NAME.startswith("v0") else {},
         plugin=plugin,
         directory=directory,
-        problems=[*problems, *of_plugin, *of_directory],
+        problems=[*problems, *plugin_problems, *directory_problems],
     )
 
 
 def _host() -> tuple[str | None, Any, Any, list[str]]:
-    """Version, adapter, a scheduler to compare with, and what is wrong."""
+    """vLLM's version, its adapter, a scheduler to compare signatures with, and the problems."""
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # vLLM logs there while it is imported
+        with contextlib.redirect_stdout(sys.stderr):  # vLLM logs to stdout while it is imported
             host = engines.host_version()
     except ModuleNotFoundError as error:
         return None, None, None, [f"vLLM can't be imported: {error}."]
-    except Exception as error:  # a host that is broken
+    except Exception as error:  # a broken installation
         return None, None, None, [f"vLLM can't be imported: {type(error).__name__}: {error}."]
     try:
         with contextlib.redirect_stdout(sys.stderr):
@@ -95,35 +95,35 @@ def _host() -> tuple[str | None, Any, Any, list[str]]:
             unreachable = engines.out_of_reach(adapter)
     except EngineMismatch as mismatch:
         return host, None, None, [f"vLLM {host} can't be observed: {mismatch}."]
-    except Exception as error:  # not laid out as any release that we know
-        return host, None, None, [f"vLLM {host} can't be looked at: {type(error).__name__}: {error}."]
+    except Exception as error:  # its modules are not where any known release has them
+        return host, None, None, [f"vLLM {host} can't be examined: {type(error).__name__}: {error}."]
     return host, adapter, scheduler, [unreachable] if unreachable else []
 
 
 def _hooks(adapter: Any, scheduler: Any) -> tuple[list[str], list[str]]:
-    """Names of the hooks that would be live, and of optional ones that the host lacks."""
-    live: list[str] = []
+    """Names of the hooks that fit, and of the optional hooks whose method this release lacks."""
+    present: list[str] = []
     missing: list[str] = []
     for hook in adapter.HOOKS if adapter else ():
         name = f"{hook.owner}.{hook.method}".lstrip(".")
         owner = getattr(scheduler, hook.owner, None) if hook.owner else scheduler
-        (live if hasattr(owner, hook.method) else missing).append(name)
-    return live, missing
+        (present if hasattr(owner, hook.method) else missing).append(name)
+    return present, missing
 
 
 def _connectors() -> dict[str, str]:
-    """What is read of each connector's plans, and what is not checked where it is not."""
-    told = {
+    """What kvledger reads from each connector's metadata, and which checks need more than that."""
+    reads_of = {
         name: ", ".join(reads)
         for name, reads in engines.read_connectors().items()
         if not name.startswith("Scripted")
     }
-    told["no tracker"] = "connector/tracker-lag and connector/save-gap are not checked"
-    told["any other connector"] = (
-        "nothing: besides, connector/promise-not-loaded sees only asynchronous loads that a request "
+    reads_of["no tracker"] = "connector/tracker-lag and connector/save-gap are not checked"
+    reads_of["any other connector"] = (
+        "nothing; connector/promise-not-loaded then covers only asynchronous loads that a request "
         "did not wait for"
     )
-    return told
+    return reads_of
 
 
 def _version(distribution: str) -> str | None:
@@ -134,11 +134,11 @@ def _version(distribution: str) -> str | None:
 
 
 def _plugin() -> tuple[str | None, list[str]]:
-    """The entry point as vLLM would find it, and why it would not be called."""
-    found = [point for point in entry_points(group=GROUP) if point.value == PLUGIN]
-    if not found:
+    """The name of the entry point, and why vLLM would not call it."""
+    points = [point for point in entry_points(group=GROUP) if point.value == PLUGIN]
+    if not points:
         return None, [f"kvledger is not installed as a plugin of vLLM (entry point group {GROUP})."]
-    name = found[0].name
+    name = points[0].name
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and name not in allowed.split(","):
         return name, [f"VLLM_PLUGINS is {allowed!r} and leaves {name} out."]
@@ -146,14 +146,14 @@ def _plugin() -> tuple[str | None, list[str]]:
 
 
 def _directory() -> tuple[str | None, list[str]]:
-    """``KVLEDGER_DIR``, and why no journal could be written there."""
-    said = os.environ.get("KVLEDGER_DIR")
-    if not said:
+    """``KVLEDGER_DIR``, and why no journal could be written to it."""
+    directory = os.environ.get("KVLEDGER_DIR")
+    if not directory:
         return None, ["KVLEDGER_DIR is not set: the plugin stays inert."]
-    place = Path(said)
-    there = next((path for path in (place, *place.absolute().parents) if path.exists()), place)
-    if not there.is_dir():
-        return said, [f"KVLEDGER_DIR is {said}, but {there} is no folder."]
-    if not os.access(there, os.W_OK | os.X_OK):
-        return said, [f"KVLEDGER_DIR is {said}, but {there} is not writable."]
-    return said, []
+    path = Path(directory)
+    existing = next((each for each in (path, *path.absolute().parents) if each.exists()), path)
+    if not existing.is_dir():
+        return directory, [f"KVLEDGER_DIR is {directory}, but {existing} is no folder."]
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return directory, [f"KVLEDGER_DIR is {directory}, but {existing} is not writable."]
+    return directory, []

@@ -1,11 +1,11 @@
-"""What vLLM's plugin mechanism calls, in every process that loads plugins.
+"""The plugin that vLLM calls in every process that loads plugins.
 
-Inert unless ``KVLEDGER_DIR`` is set; ``KVLEDGER_LEVEL=blocks`` keeps the blocks as well. It wraps two
-functions. ``SchedulerConfig.get_scheduler_cls`` only an EngineCore calls, just before it makes its
-scheduler; so it is light everywhere else, and out-of-tree schedulers are observed too.
-``KVConnectorFactory.create_connector`` makes the worker side of a KV connector in a worker's process,
-which gets a journal of its own. vLLM calls plugin functions bare
-(``vllm/plugins/__init__.py``): nothing may leave :func:`install`.
+It is inert unless ``KVLEDGER_DIR`` is set; ``KVLEDGER_LEVEL=blocks`` observes the block pool as well. It
+wraps two functions. Only an EngineCore calls ``SchedulerConfig.get_scheduler_cls``, just before it creates
+its scheduler, so out-of-tree schedulers are observed too and other processes do no work.
+``KVConnectorFactory.create_connector`` creates the worker side of a KV connector in a worker process, which
+gets its own journal. vLLM does not catch what a plugin function raises (``vllm/plugins/__init__.py``), so
+:func:`install` must not raise.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def _install() -> None:
 
     @functools.wraps(original)
     def get_scheduler_cls(self: Any) -> Any:
-        chosen = original(self)
+        scheduler_class = original(self)
         try:
-            _observe_instances(chosen)
+            _observe_instances(scheduler_class)
         except Exception as error:  # serving goes on unobserved
             logger.warning("kvledger is off: %s: %s", type(error).__name__, error)
-        return chosen
+        return scheduler_class
 
     setattr(get_scheduler_cls, _MARK, True)
     config.get_scheduler_cls = get_scheduler_cls
@@ -60,24 +60,24 @@ def _install() -> None:
 
 
 def _observe_workers() -> None:
-    """The worker side of a connector, not of its children, is observed once vLLM has made it (since 0.10)."""
+    """Observe the worker side of each connector that vLLM creates, not of its children (since 0.10)."""
     from ..engines.connectors.worker_side import connector_factory
 
-    found = connector_factory()
-    if found is None:
+    factory_and_role = connector_factory()
+    if factory_and_role is None:
         return
-    factory, worker = found
+    factory, worker = factory_and_role
     original = factory.create_connector
-    making: list[object] = []
+    creating: list[object] = []
 
     @functools.wraps(original)
     def create_connector(config: Any, role: Any, *args: Any, **kwargs: Any) -> Any:
-        making.append(config)
+        creating.append(config)
         try:
             connector = original(config, role, *args, **kwargs)
         finally:
-            making.pop()
-        if role == worker and not making:
+            creating.pop()
+        if role == worker and not creating:
             observe_worker(connector, config)
         return connector
 
@@ -85,9 +85,9 @@ def _observe_workers() -> None:
 
 
 def observe_worker(connector: Any, config: Any) -> object | None:
-    """Put the worker side of one connector under observation into ``$KVLEDGER_DIR``; None if it can't be.
+    """Observe the worker side of one connector, into a journal in ``$KVLEDGER_DIR``; None if it can't be.
 
-    Never raises: a worker that can't be observed works on, and the audit is of the scheduler's side alone.
+    Never raises: a worker that can't be observed runs on, and only the scheduler side is audited.
     """
     try:
         from ..engines import host_version
@@ -99,16 +99,16 @@ def observe_worker(connector: Any, config: Any) -> object | None:
         logger.info("kvledger observes a worker's %s into %s", type(connector).__name__, recorder.folder.name)
         return observer
     except Exception as error:  # serving goes on unobserved
-        logger.warning("kvledger does not see this worker: %s: %s", type(error).__name__, error)
+        logger.warning("kvledger does not observe this worker: %s: %s", type(error).__name__, error)
         return None
 
 
-def _recorder(what: str) -> Recorder:
-    """A journal of its own in ``$KVLEDGER_DIR``, where there is room."""
+def _recorder(prefix: str) -> Recorder:
+    """A recorder with a new journal in ``$KVLEDGER_DIR``, after old journals have made room for it."""
     from ..journal.recorder import Recorder
     from ..journal.retention import limits, make_room
 
-    name = f"{what}-{time.time_ns() // 1_000_000}-{os.getpid()}-{next(_counter)}"
+    name = f"{prefix}-{time.time_ns() // 1_000_000}-{os.getpid()}-{next(_counter)}"
     folder, bounds = Path(os.environ["KVLEDGER_DIR"]), limits()
     for removed in make_room(folder, bounds.folder_bytes):
         logger.info("kvledger removed the journal of an ended engine, %s", removed.name)
@@ -116,7 +116,7 @@ def _recorder(what: str) -> Recorder:
 
 
 def _observe_instances(scheduler_class: Any) -> None:
-    """Every instance of exactly this class will be observed from the end of its ``__init__``."""
+    """Observe each instance of exactly this class from the end of its ``__init__``."""
     if getattr(scheduler_class.__init__, _MARK, None) is scheduler_class:
         return
     original: Callable[..., None] = scheduler_class.__init__
@@ -132,7 +132,7 @@ def _observe_instances(scheduler_class: Any) -> None:
 
 
 def _level(scheduler: Any) -> str:
-    """``$KVLEDGER_LEVEL``, or ``tokens`` where there is no such level or it is out of reach."""
+    """``$KVLEDGER_LEVEL``, or ``tokens`` if that names no level or this release does not allow it."""
     from ..engines import LEVELS, blocks_out_of_reach
 
     level = os.environ.get("KVLEDGER_LEVEL") or LEVELS[0]
@@ -141,15 +141,15 @@ def _level(scheduler: Any) -> str:
         return LEVELS[0]
     reason = blocks_out_of_reach(scheduler) if level == "blocks" else ""
     if reason:
-        logger.warning("kvledger: no level blocks here: %s", reason)
+        logger.warning("kvledger observes level tokens; level blocks is not possible here: %s", reason)
         return LEVELS[0]
     return level
 
 
 def observe(scheduler: Any) -> object | None:
-    """Put one live scheduler under observation into ``$KVLEDGER_DIR``; None if it can't be.
+    """Observe one live scheduler, into a journal in ``$KVLEDGER_DIR``; None if it can't be.
 
-    Never raises: a host that does not fit is told in one log line and runs on unobserved.
+    Never raises: an engine that can't be observed runs on, and one log line says why.
     """
     try:
         from ..engines import choose, host_version

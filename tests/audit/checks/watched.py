@@ -6,14 +6,14 @@ from typing import Any
 
 import kvledger
 from kvledger.audit.conformance.driver import Driver, start
-from kvledger.audit.entry.attach import Audit
+from kvledger.audit.entry.attach import LiveAudit
 
 
 class Watched:
     """Engines under the ledger at level ``blocks``."""
 
     def __init__(self) -> None:
-        self.audits: list[Audit] = []
+        self.audits: list[LiveAudit] = []
 
     def attach(self, scheduler: Any) -> None:
         self.audits.append(kvledger.attach(scheduler, level="blocks"))

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
-import kvledger.audit.entry.pytest_plugin  # noqa: F401
+import kvledger.audit.entry.pytest_observer  # noqa: F401
 from kvledger import attach
 from kvledger.audit.conformance.driver import start
+from kvledger.audit.engines import LEVELS
+from kvledger.audit.entry import pytest_plugin
 
 pytest_plugins = ["pytester"]
+
+ROOT = Path(__file__).parents[3]
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
 
 CLEAN = """
     from kvledger.audit.conformance.driver import start
@@ -47,14 +55,16 @@ def everything_is_imported() -> None:
 
 def run(pytester: pytest.Pytester, source: str, *options: str, **words: object) -> pytest.RunResult:
     pytester.makepyfile(source.format(**words) if words else source)
-    return pytester.runpytest_inprocess("-p", "kvledger.audit.entry.pytest_plugin", *options)
+    if not any(option.startswith("--kvledger=") for option in options):
+        options = ("--kvledger", *options)
+    return pytester.runpytest_inprocess("-p", pytest_plugin.__name__, *options)
 
 
 def test_a_clean_test_passes_and_its_engine_is_counted(pytester: pytest.Pytester) -> None:
     result = run(pytester, CLEAN)
 
     result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines("kvledger: 1 engines watched at level blocks, 0 left alone, 0 violations")
+    result.stdout.fnmatch_lines("kvledger: 1 engines observed at level blocks, 0 left alone, 0 violations")
 
 
 def test_a_violation_fails_the_test_with_the_report(pytester: pytest.Pytester) -> None:
@@ -92,10 +102,10 @@ def test_one_that_is_allowed_does_not_allow_another(pytester: pytest.Pytester) -
 
 
 def test_at_level_tokens_no_block_is_watched(pytester: pytest.Pytester) -> None:
-    result = run(pytester, TWICE, "--kvledger-level=tokens", holds=True)
+    result = run(pytester, TWICE, "--kvledger=tokens", holds=True)
 
     result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines("kvledger: 1 engines watched at level tokens, *")
+    result.stdout.fnmatch_lines("kvledger: 1 engines observed at level tokens, *")
 
 
 def test_with_stacks_each_operation_has_the_line_that_led_to_it(pytester: pytest.Pytester) -> None:
@@ -152,7 +162,7 @@ def test_a_connector_that_a_test_gives_its_scheduler_later_is_watched(pytester: 
     )
 
     result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines("kvledger: 1 engines watched *, 0 left alone, 0 violations")
+    result.stdout.fnmatch_lines("kvledger: 1 engines observed *, 0 left alone, 0 violations")
 
 
 def test_what_does_not_fit_is_left_alone_and_said(
@@ -161,7 +171,7 @@ def test_what_does_not_fit_is_left_alone_and_said(
     def none_fits(*_: Any) -> Any:
         raise RuntimeError("no adapter for this")
 
-    monkeypatch.setattr("kvledger.audit.entry.pytest_plugin.choose", none_fits)
+    monkeypatch.setattr("kvledger.audit.entry.pytest_observer.choose", none_fits)
     result = run(pytester, CLEAN)
 
     result.assert_outcomes(passed=1)
@@ -173,3 +183,82 @@ def test_classes_are_as_before_when_the_run_is_over(pytester: pytest.Pytester) -
     run(pytester, CLEAN)
 
     assert before == (Scheduler.__init__, Scheduler.schedule)
+
+
+# --- in an environment that has kvledger ------------------------------------------------------------
+
+
+@pytest.fixture
+def installed(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment whose only pytest plugin is the one that this tree's pyproject.toml registers."""
+    (value,) = re.findall(r'^\[project.entry-points.pytest11\]\nkvledger = "(.*)"$', PYPROJECT, re.MULTILINE)
+    metadata = pytester.mkdir("installed") / "kvledger_entry-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: kvledger-entry\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text(f"[pytest11]\nkvledger = {value}\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(metadata.parent), str(ROOT / "src")]))
+    pytester.makepyfile(
+        """
+        import sys
+
+        def test_modules(pytestconfig):
+            print("vllm" in sys.modules, "msgspec" in sys.modules)
+            print("observer", pytestconfig.pluginmanager.has_plugin("kvledger-observer"))
+        """
+    )
+
+
+def subprocess_run(pytester: pytest.Pytester, *options: str) -> pytest.RunResult:
+    return pytester.runpytest_subprocess("-s", *options)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_run_that_does_not_ask_for_it_imports_nothing_of_it(pytester: pytest.Pytester) -> None:
+    result = subprocess_run(pytester)
+
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["*False False", "observer False"])
+    result.stdout.no_fnmatch_line("kvledger: *")
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--kvledger",),
+        ("--kvledger=blocks",),
+        ("-o", "kvledger=blocks"),
+        ("-p", "kvledger", "--kvledger"),
+        ("-p", pytest_plugin.__name__, "--kvledger"),  # registered by its path and by its entry point
+    ],
+)
+def test_an_option_or_the_ini_file_activates_it(options: tuple[str, ...], pytester: pytest.Pytester) -> None:
+    result = subprocess_run(pytester, *options)
+
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["observer True", "kvledger: 0 engines observed at level blocks, *"])
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_option_overrides_the_ini_file(pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\nkvledger = blocks\n")
+
+    subprocess_run(pytester, "--kvledger=tokens").stdout.fnmatch_lines("kvledger: * at level tokens, *")
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("options", [("--kvledger=all",), ("-o", "kvledger=all")])
+def test_an_unknown_level_is_a_usage_error(options: tuple[str, ...], pytester: pytest.Pytester) -> None:
+    result = subprocess_run(pytester, *options)
+
+    assert pytest.ExitCode.USAGE_ERROR == result.ret
+    result.stderr.fnmatch_lines("*'all' is not a level; the levels are tokens, blocks*")
+
+
+@pytest.mark.usefixtures("installed")
+def test_it_can_be_switched_off(pytester: pytest.Pytester) -> None:
+    subprocess_run(pytester, "-p", "no:kvledger").assert_outcomes(passed=1)
+
+
+def test_its_levels_are_those_of_the_observers() -> None:
+    assert LEVELS == pytest_plugin.LEVELS

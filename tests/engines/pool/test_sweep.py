@@ -15,16 +15,16 @@ import kvledger
 from kvledger.audit.conformance.driver import Driver, start
 from kvledger.audit.engines.pool.sweep import SWEEP_BLOCKS, SWEEP_TABLES
 from kvledger.audit.engines.v1 import AT_REST_STEPS
-from kvledger.audit.entry.attach import Audit
+from kvledger.audit.entry.attach import LiveAudit
 from kvledger.audit.events import Admitted, BlockStatesReported, TablesReported
 
 POOL_BLOCKS = 300
 REQUESTS = 6
 
 
-def running(before: int) -> tuple[Driver, Audit, Any]:
+def running(before: int) -> tuple[Driver, LiveAudit, Any]:
     """Some requests that decode since ``before`` steps, the audit and the pool."""
-    audits: list[Audit] = []
+    audits: list[LiveAudit] = []
     driver = start(lambda engine: audits.append(kvledger.attach(engine, level="blocks")), blocks=POOL_BLOCKS)
     for name in range(REQUESTS):
         driver.add(f"r{name}", 20, 200)
@@ -33,7 +33,7 @@ def running(before: int) -> tuple[Driver, Audit, Any]:
     return driver, audits[0], driver.scheduler.kv_cache_manager.block_pool
 
 
-def steps_until_found(driver: Driver, audit: Audit, id: str, at_most: int) -> int:
+def steps_until_found(driver: Driver, audit: LiveAudit, id: str, at_most: int) -> int:
     for steps in range(at_most + 1):
         if id in {violation.id for violation in audit.violations}:
             return steps
