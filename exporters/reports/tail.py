@@ -267,13 +267,16 @@ class _Lines:
     def __init__(self, tail: LiveTail, format: str) -> None:
         self._tail = tail
         self._format = format
-        self._printed_at = 0.0
+        self._printed = False
+        self._printed_at = time.monotonic()
 
-    def show(self, violations: list[Violation]) -> None:
-        lines = _findings(violations, self._format)
-        if time.monotonic() - self._printed_at >= LINE_SECONDS or self._tail.ended:
-            lines += _totals(self._tail, self._format, first=not self._printed_at)
-            self._printed_at = time.monotonic()
+    def show(self, violations: list[Violation] | None) -> None:
+        """Print what is due; ``violations`` is None in the middle of a reading."""
+        lines = _findings(violations or [], self._format)
+        first = not self._printed and violations is not None
+        if first or self._tail.ended or time.monotonic() - self._printed_at >= LINE_SECONDS:
+            lines += _totals(self._tail, self._format, first=not self._printed)
+            self._printed, self._printed_at = True, time.monotonic()
         for line in lines:
             print(line, flush=True)
 
@@ -297,8 +300,9 @@ def _json(kind: str, data: msgspec.Struct) -> str:
 
 
 def _until_ended(
-    tail: LiveTail, wait: bool, poll_seconds: float, show: Callable[[list[Violation]], None]
+    tail: LiveTail, wait: bool, poll_seconds: float, show: Callable[[list[Violation] | None], None]
 ) -> None:
+    """Poll and show until every engine has ended."""
     ended, shown = False, time.monotonic()
 
     def tick() -> None:
@@ -306,7 +310,7 @@ def _until_ended(
         nonlocal shown
         if time.monotonic() - shown >= poll_seconds:
             shown = time.monotonic()
-            show([])
+            show(None)
 
     while True:
         violations = tail.poll(tick)
