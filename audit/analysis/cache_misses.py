@@ -10,43 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from .. import causes
 from ..ledger.account import Account, Life
 
-BELOW_BLOCK = "below_block"
-PREEMPTED = "preempted"
-LOAD_FAILED = "load_failed"
-VOID = "promised_and_void"
-RESET = "cache_reset"
-LAST_TOKEN = "last_token"
-REPLAYED = "replayed"
-ENDED = "ended_first"
-EVICTED = "evicted"
-UNKNOWABLE = "not_knowable"
-
-CAUSES = {
-    BELOW_BLOCK: "below block size: the cache holds whole blocks only",
-    PREEMPTED: "lost to preemption",
-    LOAD_FAILED: "the load failed",
-    VOID: "promised by the connector, and never loaded",
-    RESET: "the cache was reset",
-    LAST_TOKEN: "full hit, but the last token must be executed",
-    REPLAYED: "in a replayed window",
-    ENDED: "the request ended before",
-    EVICTED: "evicted",
-    UNKNOWABLE: "never seen before, or not knowable",
+_BY_LOSS = {
+    causes.BLOCKS: causes.PREEMPTED,
+    causes.RESET: causes.CACHE_RESET,
+    causes.LOAD_FAILED: causes.LOAD_FAILED,
+    causes.FULL_HIT: causes.LAST_TOKEN,
+    causes.REPLAY: causes.REPLAYED,
+    causes.NEGATIVE_MATCH: causes.NOT_LOADED,
 }
-"""Every cause, in words. ``evicted`` takes block events, which level ``blocks`` records."""
-
-_LOST = {
-    "blocks": PREEMPTED,
-    "reset": RESET,
-    "load_failed": LOAD_FAILED,
-    "full_hit": LAST_TOKEN,
-    "replay": REPLAYED,
-    "negative_match": VOID,
+_BY_REMOVAL = {causes.EVICTED: causes.EVICTED, causes.RESET: causes.CACHE_RESET}
+_BY_EXTERNAL_LOSS = {
+    causes.FAILED: causes.LOAD_FAILED,
+    causes.NOT_PLANNED: causes.NOT_LOADED,
+    causes.NEVER_LOADED: causes.NOT_LOADED,
 }
-_LEFT = {"evicted": EVICTED, "reset": RESET}
-_VOIDED = {"failed": LOAD_FAILED, "not_planned": VOID, "never_loaded": VOID}
 
 Piece = tuple[int, int, str]
 
@@ -59,7 +39,7 @@ def misses(account: Account, block_size: int) -> Iterator[Piece]:
     if account.unknown is not None:
         return
     for start, end, cause in account.executed_again:
-        yield start, end, _LOST.get(cause, UNKNOWABLE)
+        yield start, end, _BY_LOSS.get(cause, causes.NOT_KNOWABLE)
     for start, end, number in account.executed_first:
         lives = account.lives[:number]
         for low, high, cause in _by_promise(start, end, lives):
@@ -70,7 +50,7 @@ def misses(account: Account, block_size: int) -> Iterator[Piece]:
     if account.closed_at >= 0:
         for start, end in never_came(account):
             for low, high, cause in _by_promise(start, end, account.lives):
-                yield low, high, cause or ENDED
+                yield low, high, cause or causes.ENDED_FIRST
 
 
 def never_came(account: Account) -> Iterator[tuple[int, int]]:
@@ -115,12 +95,12 @@ def _by_promise(start: int, end: int, lives: list[Life]) -> Iterator[Piece]:
 def _broken(life: Life) -> Iterator[Piece]:
     """Where a life's hits and promises came to nothing, and why. One cut short by the end has no say."""
     if life.invalid_from >= 0:
-        yield life.invalid_from, life.local + max(0, life.external), LOAD_FAILED
+        yield life.invalid_from, life.local + max(0, life.external), causes.LOAD_FAILED
     for start, end, cause in life.voids:
-        if cause == "preempted":
-            yield start, end, RESET if life.ended_by == "reset" else PREEMPTED
-        elif cause in _VOIDED:
-            yield start, end, _VOIDED[cause]
+        if cause == causes.PREEMPTED:
+            yield start, end, causes.CACHE_RESET if life.ended_by == causes.RESET else causes.PREEMPTED
+        elif cause in _BY_EXTERNAL_LOSS:
+            yield start, end, _BY_EXTERNAL_LOSS[cause]
 
 
 def _by_block(start: int, end: int, account: Account, life: Life, block_size: int) -> Iterator[Piece]:
@@ -130,11 +110,11 @@ def _by_block(start: int, end: int, account: Account, life: Life, block_size: in
         yield from _by_loss(start, end, account, life)
         return
     whole = prompt // block_size * block_size
-    cause = BELOW_BLOCK
+    cause = causes.BELOW_BLOCK
     if whole == prompt:
         # The longest hit leaves the last token out, and so its block.
         whole = prompt - block_size
-        cause = LAST_TOKEN if life.local + life.external == whole else UNKNOWABLE
+        cause = causes.LAST_TOKEN if life.local + life.external == whole else causes.NOT_KNOWABLE
     middle = min(max(start, whole), end)
     yield from _by_loss(start, middle, account, life)
     if middle < end:
@@ -149,8 +129,8 @@ def _by_loss(start: int, end: int, account: Account, life: Life) -> Iterator[Pie
         if first >= last or not back or lost.left >= life.began_step:
             continue
         if start < first:
-            yield start, first, UNKNOWABLE
-        yield first, last, _LEFT[lost.how]
+            yield start, first, causes.NOT_KNOWABLE
+        yield first, last, _BY_REMOVAL[lost.how]
         start = last
     if start < end:
-        yield start, end, UNKNOWABLE
+        yield start, end, causes.NOT_KNOWABLE

@@ -15,46 +15,18 @@ from collections.abc import Iterator
 
 import msgspec
 
+from .. import causes
+from ..causes import UNEXPLAINED
 from ..ledger.account import COMPUTED, EXTERNAL, LOCAL, REVOKED, Account, Life
 
 UNATTAINED = "unattained"
 SOURCES = (LOCAL, EXTERNAL, COMPUTED, UNATTAINED)
 
-UNEXPLAINED = "unexplained"
-CAUSES = {
-    "resumed_with_hits": "preempted in prefill, resumed with hits",
-    "earlier_admission": "given by an earlier admission that never ran",
-    "load_failed": "the load failed, the tokens were computed",
-    "load_failed_below": "a failed load took hits with it",
-    "never_loaded": "promised, never loaded",
-    "preempted_before_load": "preempted before the load was done",
-    "ended_early": "ended before any output",
-    "never_ran": "ended before it ran",
-    "unsettled": "still running, not settled",
-    "session_chunk": "later chunk of a session, never planned",
-    "negative_match": "a negative match, taken at its word",
-    "beyond_prompt": "promised beyond the prompt",
-    "not_reported": "ended before any output, never reported",
-    "not_reported_yet": "still running, not reported",
-    "last_admission": "reported from a later admission",
-    "mixed_instants": "reported from two instants",
-    "refused": "refused by the engine's counter",
-    "unknown_here": "of requests that are unknown here",
-    "resumed": "resumed after a preemption, left out",
-    "failed_attempts": "attempts that led to no admission",
-    "lookup_counted": "look-ups that the engine counted otherwise than it made them",
-    "dropped": "dropped by the front end, whose client had gone",
-    "untold": "of requests that have had no output since",
-    "window": "within the range of the figures around the scrape",
-    UNEXPLAINED: "unexplained",
-}
-"""Every cause of a difference, in words."""
-
-_VOIDED = {
-    "failed": "load_failed",
-    "not_planned": "never_loaded",
-    "never_loaded": "never_loaded",
-    "preempted": "preempted_before_load",
+_BY_EXTERNAL_LOSS = {
+    causes.FAILED: causes.LOAD_FAILED,
+    causes.NOT_PLANNED: causes.NEVER_LOADED,
+    causes.NEVER_LOADED: causes.NEVER_LOADED,
+    causes.PREEMPTED: "preempted_before_load",
 }
 
 
@@ -259,7 +231,7 @@ def _compare(account: Account, plan: Figures, settled: Figures, differences: dic
             if origin != source:
                 moves.append((_why(account, source, origin, number), origin, source, tokens))
     if plan.external < 0:
-        moves.append(("negative_match", COMPUTED, EXTERNAL, plan.external))
+        moves.append((causes.NEGATIVE_MATCH, COMPUTED, EXTERNAL, plan.external))
     if promised > prompt:
         moves.append(("beyond_prompt", COMPUTED, EXTERNAL, promised - prompt))
     for cause, origin, source, tokens in moves:
@@ -298,16 +270,16 @@ def _why(account: Account, source: str, origin: str, number: int) -> str:
     if source == EXTERNAL:
         return _why_void(first)
     if source == LOCAL:
-        return "load_failed_below" if "load_failed" in first.rolled_back else UNEXPLAINED
+        return "load_failed_below" if causes.LOAD_FAILED in first.rolled_back else UNEXPLAINED
     return "resumed_with_hits" if number > first.number else UNEXPLAINED
 
 
 def _why_void(life: Life) -> str:
     """Why this life's promise was not kept. A life with several reasons has no single answer."""
-    causes = {_VOIDED.get(cause, UNEXPLAINED) for cause in life.voided}
-    if "load_failed" in life.rolled_back:
-        causes.add("load_failed")
-    return causes.pop() if len(causes) == 1 else UNEXPLAINED
+    reasons = {_BY_EXTERNAL_LOSS.get(cause, UNEXPLAINED) for cause in life.voided}
+    if causes.LOAD_FAILED in life.rolled_back:
+        reasons.add(causes.LOAD_FAILED)
+    return reasons.pop() if len(reasons) == 1 else UNEXPLAINED
 
 
 # --- plan and report ----------------------------------------------------------------------------------

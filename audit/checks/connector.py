@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..causes import FAILED, NEVER_LOADED, NOT_PLANNED
 from ..events import Admitted, Matched, Reported, Tracked
 from ..ledger.ledger import OVERDUE_SECONDS, Entry, Overdue, Unpromised, Unsaved, Voided
 from .registry import (
@@ -57,7 +58,7 @@ def promise_not_loaded(entry: Entry) -> Iterator[Witness]:
     """
     said = entry.subject
     assert isinstance(said, Voided)
-    if said.cause in ("not_planned", "never_loaded"):
+    if said.cause in (NOT_PLANNED, NEVER_LOADED):
         yield Witness(
             f"{_NOT_LOADED}{_BY_WORKER[said.by_worker]}{_named(said.blocks)}.",
             tokens=said.tokens,
@@ -127,7 +128,7 @@ def failed_load_counted(entry: Entry) -> Iterator[Witness]:
     life = account.reporting
     if life is None:
         return
-    failed = life.voided.get("failed", 0)
+    failed = life.voided.get(FAILED, 0)
     if failed and said.external_tokens > life.external - failed:
         yield Witness(
             external_tokens=said.external_tokens,

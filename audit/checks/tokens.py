@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..causes import FAILED
 from ..events import Admitted, Finished, LookupKept, Preempted, Reported
 from ..ledger.account import Account, Settlement
 from ..ledger.ledger import Entry, ReportedCounts, ReportedLookups
@@ -156,7 +157,7 @@ def set_once(entry: Entry) -> Iterator[Witness]:
     said_local = said.local_tokens
     if said_local == life.local + 1 and _corrected(said):
         said_local = life.local
-    loaded = life.external - life.voided.get("failed", 0)
+    loaded = life.external - life.voided.get(FAILED, 0)
     if said_local != life.local or said.external_tokens not in (life.external, loaded):
         yield Witness(
             local_tokens=said.local_tokens,

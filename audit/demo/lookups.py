@@ -15,7 +15,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from ..analysis.reconciliation import UNEXPLAINED, Figures, planned, why_reported
+from ..analysis.reconciliation import Figures, planned, why_reported
+from ..causes import UNEXPLAINED
 from ..events import AdmissionFailed, Admitted, Event
 from ..ledger.account import Account
 from ..ledger.ledger import Ledger

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from ..analysis.reconciliation import (
-    UNEXPLAINED,
     Figures,
     Reconciliation,
     Step,
@@ -27,6 +26,7 @@ from ..analysis.reconciliation import (
     ended_early,
     planned,
 )
+from ..causes import UNEXPLAINED
 from ..errors import LedgerError
 from ..journal.folder import read
 from ..ledger.account import Account

@@ -21,6 +21,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from ..causes import UNKNOWN
+
 LOCAL = "local"
 EXTERNAL = "external"
 COMPUTED = "computed"
@@ -199,7 +201,7 @@ class Losses:
     def split(self, pieces: list[tuple[int, int]]) -> list[tuple[int, int, str]]:
         """``pieces`` by the cause of their last loss; ``unknown`` where none is known."""
         found: list[tuple[int, int, str]] = []
-        for low, high, cause in [*self.rows, (0, 1 << 62, "unknown")]:
+        for low, high, cause in [*self.rows, (0, 1 << 62, UNKNOWN)]:
             rest: list[tuple[int, int]] = []
             for start, end in pieces:
                 first, last = max(start, low), min(end, high)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from .. import causes
 from .. import events as ev
 from .account import COMPUTED, EXTERNAL, LOCAL, Account, InFlight, Life, Line, Settlement, Statement
 from .blocks.ledger import BlockLedger
@@ -424,7 +425,7 @@ class Ledger:
         self.step = event.step
         if account.life is not None:
             _make_unknown(account, "a life began while another lasted")
-            self._end_life(account, "lost")
+            self._end_life(account, causes.LOST)
         life = self._begin_life(account, event.local_tokens, event.external_tokens)
         life.asynchronous = event.asynchronous
         self._hit(account, life)
@@ -432,10 +433,10 @@ class Ledger:
         account.computed = event.local_tokens + promised
         if promised > 0:
             account.promised += promised
-            self._line(account, "external, promised", credit=promised)
+            self._line(account, "external tokens promised", credit=promised)
         elif promised < 0:
             # The engine took a negative match at its word: the count fell below the local hit.
-            self._lose(account, account.computed, event.local_tokens, "negative_match")
+            self._lose(account, account.computed, event.local_tokens, causes.NEGATIVE_MATCH)
         self._expect(account, event)
         self._enter(event, account)
         self._state(account, "admitted", event.computed_tokens)
@@ -453,7 +454,7 @@ class Ledger:
         again = max(0, life.local) - sum(end - start for start, end in gaps)
         account.hit_again += again
         account.computed = life.local
-        note = f"local hit ({again} of it again)" if again else "local hit"
+        note = f"local hit (repeat hit: {again})" if again else "local hit"
         self._line(account, note if life.local else "admitted, no local hit", credit=life.local)
 
     def _expect(self, account: Account, event: ev.Admitted) -> None:
@@ -494,7 +495,7 @@ class Ledger:
             covered = min(life.pending_start + max(0, event.tokens), life.pending_end)
             if covered < life.pending_end:
                 life.missing_blocks = event.missing_blocks
-                self._void(account, life, covered, life.pending_end, "not_planned")
+                self._void(account, life, covered, life.pending_end, causes.NOT_PLANNED)
                 life.pending_end = covered
         self._enter(event, account)
 
@@ -508,7 +509,7 @@ class Ledger:
         if life is not None and life.asynchronous and not life.ran:
             life.load_ended_at = self.at
         if life is not None and life.pending:
-            self._load(account, life, event.computed_tokens, "failed")
+            self._load(account, life, event.computed_tokens, causes.FAILED)
             self._unload(self.transfers.resolved(event.request))
         self._enter(event, account)
         if waited:
@@ -523,12 +524,12 @@ class Ledger:
                 life.load_ended_at = self.at
             if life.pending_end > valid:
                 kept = max(life.pending_start, valid)
-                self._void(account, life, kept, life.pending_end, "failed")
+                self._void(account, life, kept, life.pending_end, causes.FAILED)
                 life.pending_end = kept
             account.spans.revoke(valid, life.number)
             life.invalid_from = valid if life.invalid_from < 0 else min(valid, life.invalid_from)
             promise_end = life.local + max(0, life.external)
-            self._lose(account, valid, account.computed, "load_failed", promise_end)
+            self._lose(account, valid, account.computed, causes.LOAD_FAILED, promise_end)
             for flight in account.in_flight:
                 if flight.life is life and flight.invalid_from < 0:
                     flight.invalid_from = valid
@@ -537,7 +538,7 @@ class Ledger:
     def _save_planned(self, event: ev.SavePlanned) -> None:
         account = self._account(event.request)
         account.saved_tokens = max(account.saved_tokens, event.end)
-        self._line(account, f"ordered to be saved: positions {event.start} to {event.end}")
+        self._line(account, f"save ordered for positions {event.start} to {event.end}")
         self._enter(event, account)
 
     def _free_delayed(self, event: ev.FreeDelayed) -> None:
@@ -613,7 +614,7 @@ class Ledger:
                 life.loaded -= end - start
             life.missing_blocks = blocks
             if start < end:
-                self._void(account, life, start, end, "never_loaded", by_worker)
+                self._void(account, life, start, end, causes.NEVER_LOADED, by_worker)
 
     def _load(self, account: Account, life: Life, upto: int, cause: str) -> None:
         """Resolve a promise: loaded below position ``upto``, void for ``cause`` above."""
@@ -626,8 +627,8 @@ class Ledger:
         account.loaded += upto - start
         life.loaded += upto - start
         if upto > start:
-            note = f"loaded {upto - start} of the promise"
-            self._line(account, f"{note} ({again} again)" if again else note)
+            note = f"loaded {upto - start} external tokens"
+            self._line(account, f"{note} (repeat load: {again})" if again else note)
         if upto < end:
             self._void(account, life, upto, end, cause)
 
@@ -638,23 +639,23 @@ class Ledger:
         life.voids.append((start, end, cause))
         _add(life.voided, cause, tokens)
         _add(account.voided, cause, tokens)
-        self._line(account, f"promise of {tokens} void: {cause.replace('_', ' ')}")
-        blocks = life.missing_blocks if by_worker or cause == "not_planned" else []
+        self._line(account, f"{tokens} external tokens failed or cancelled: {causes.external_loss(cause)}")
+        blocks = life.missing_blocks if by_worker or cause == causes.NOT_PLANNED else []
         subject = Voided(tokens, cause, start, blocks, by_worker)
         self._entries.append(Entry(self.number, self.step, self.at, subject, account))
 
     def _rolled_back(self, event: ev.RolledBack) -> None:
         account = self._account(event.request)
         self._state(account, "rolled back", event.before_tokens)
-        if event.cause == "session":
+        if event.cause == causes.SESSION:
             for flight in account.in_flight:
                 if not flight.overrun:
                     flight.overrun = True
                     account.overrun += flight.tokens
-        if event.cause in ("session", "past_stop"):
+        if event.cause in (causes.SESSION, causes.PAST_STOP):
             self._past_the_end(account, event.computed_tokens)
-        if event.cause == "released":
-            self._end_life(account, "load_failed")
+        if event.cause == causes.RELEASED:
+            self._end_life(account, causes.LOAD_FAILED)
         else:
             self._lose(account, event.computed_tokens, account.computed, event.cause)
         self._enter(event, account)
@@ -668,7 +669,7 @@ class Ledger:
         account.computed = start
         if account.life is not None:
             _add(account.life.rolled_back, cause, tokens)
-        self._line(account, f"rolled back: {cause.replace('_', ' ')}", debit=tokens)
+        self._line(account, f"rolled back: {causes.loss(cause)}", debit=tokens)
 
     # --- steps and output: the hot loop -----------------------------------------------------------
 
@@ -716,7 +717,7 @@ class Ledger:
                 if account.reporting is None or (self._reports == "last" and not account.settled):
                     account.reporting = life
             if account.lines is not None:
-                note = f"scheduled ({drafts} of it drafts)" if drafts else "scheduled"
+                note = f"scheduled (draft tokens: {drafts})" if drafts else "scheduled"
                 self._line(account, note, credit=tokens)
 
     def _adopt(self, account: Account, tokens: int) -> Life:
@@ -808,9 +809,9 @@ class Ledger:
     def _resolve(self, account: Account, life: Life) -> None:
         """The first step of a life that reads promised tokens has run."""
         if life.asynchronous:
-            self._load(account, life, 0, "never_loaded")
+            self._load(account, life, 0, causes.NEVER_LOADED)
         else:
-            self._load(account, life, life.pending_end, "failed")
+            self._load(account, life, life.pending_end, causes.FAILED)
             self._unload(self.transfers.resolved(account.request))
 
     # --- steady decode: posted when somebody asks ---------------------------------------------------
@@ -891,7 +892,7 @@ class Ledger:
         self._execute(account, life, start, end)
         if flight.invalid_from >= 0:
             account.spans.revoke(max(start, flight.invalid_from), life.number)
-            account.losses.add(max(start, flight.invalid_from), end, "load_failed")
+            account.losses.add(max(start, flight.invalid_from), end, causes.LOAD_FAILED)
         else:
             account.losses.add(start, end, life.ended_by)
 
@@ -918,7 +919,7 @@ class Ledger:
             again = _without(start, end, gaps)
             for low, high, cause in account.losses.split(again):
                 _add(account.rework, cause, high - low)
-                if cause == "unknown":
+                if cause == causes.UNKNOWN:
                     account.suspense += high - low
                 if low < prompt:
                     account.executed_again.append((low, min(high, prompt), cause))
@@ -981,7 +982,7 @@ class Ledger:
             life.rejected += rejected * times
         account.sequence_tokens += sampled * times
         if account.lines is not None:
-            self._line(account, f"scheduled, {times} steps alike", credit=tokens * times)
+            self._line(account, f"scheduled, {times} unchanged steps", credit=tokens * times)
             if rejected:
                 self._line(account, "rejected drafts", debit=rejected * times)
         self._execute(account, life, start, start + advance)
@@ -1018,11 +1019,12 @@ class Ledger:
         life = account.life
         if life is None:
             return
-        if life.pending and life.ran and not life.asynchronous and cause in ("blocks", "reset"):
+        if life.pending and life.ran and not life.asynchronous and cause in causes.PREEMPTIONS:
             # The step in flight loads it all the same; the engine will hear of no failure now.
-            self._load(account, life, life.pending_end, "failed")
+            self._load(account, life, life.pending_end, causes.FAILED)
         if life.pending:
-            self._void(account, life, life.pending_start, life.pending_end, _VOID[cause])
+            lost_by = causes.EXTERNAL_LOSS_AT_END[cause]
+            self._void(account, life, life.pending_start, life.pending_end, lost_by)
             life.pending_start = life.pending_end
         life.discarded = account.computed
         life.ended_at, life.ended_by = self.at, cause
@@ -1030,7 +1032,7 @@ class Ledger:
             _add(account.discarded, cause, account.computed)
             account.losses.add(0, _delivered_end(account, account.computed), cause)
         tokens, account.computed, account.life = account.computed, 0, None
-        self._line(account, f"discarded: {cause.replace('_', ' ')}", debit=tokens, life=life.number)
+        self._line(account, f"discarded: {causes.loss(cause)}", debit=tokens, life=life.number)
 
     def _extended(self, event: ev.Extended) -> None:
         account = self._account(event.request)
@@ -1040,7 +1042,7 @@ class Ledger:
         account.prompt_tokens = account.sequence_tokens = event.prompt_tokens
         account.settled = False
         account.reports = 0
-        self._line(account, f"the prompt is now {event.prompt_tokens} tokens")
+        self._line(account, f"prompt extended to {event.prompt_tokens} tokens")
         self._enter(event, account)
 
     def _finished(self, event: ev.Finished) -> None:
@@ -1061,7 +1063,7 @@ class Ledger:
             if not flight.overrun:
                 flight.overrun = True
                 account.overrun += flight.tokens
-        self._end_life(account, "finished")
+        self._end_life(account, causes.FINISHED)
         if not account.settled:
             self._settle(account)
         self._enter(event, account)
@@ -1142,7 +1144,7 @@ class Ledger:
         """It ended where nobody saw it."""
         account = self._account(request)
         _make_unknown(account, "its end was not seen")
-        account.outcome = "unknown"
+        account.outcome = causes.UNKNOWN
         account.closed_at = self.at
         self._close(request, account)
 
@@ -1259,7 +1261,7 @@ def _life_reported(account: Account, event: ev.Reported) -> Life | None:
     """The life whose hits these are, less what failed to load; else the first that ran."""
     executed_again = event.cached_tokens + 1 == event.prompt_tokens
     for life in account.lives:
-        external = life.external - life.voided.get("failed", 0)
+        external = life.external - life.voided.get(causes.FAILED, 0)
         surplus = event.local_tokens - life.local
         if event.external_tokens == external and (surplus == 0 or (executed_again and surplus == 1)):
             return life
@@ -1272,11 +1274,6 @@ def _delivered_end(account: Account, end: int) -> int:
         if flight.life is account.life and flight.invalid_from < 0:
             return min(flight.start, end)
     return end
-
-
-_VOID = {"finished": "finished", "load_failed": "failed", "lost": "lost"} | dict.fromkeys(
-    ("blocks", "reset"), "preempted"
-)
 
 
 def _make_unknown(account: Account, reason: str) -> None:

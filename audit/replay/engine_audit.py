@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from ..analysis.reconciliation import EngineCounters, Reconciliation
+from ..causes import ENGINE_ENDED, UNKNOWN
 from ..checks.auditor import Auditor, Verdict
 from ..checks.registry import Violation
 from ..errors import LedgerError
@@ -152,7 +153,7 @@ class EngineAudit:
         bounded = self.window.bounded
         for account in closed.values():
             verdict = self._verdict(account)
-            kind = (verdict, account.outcome or "unknown")
+            kind = (verdict, account.outcome or UNKNOWN)
             if self._tally:
                 self.tallies.close(account, verdict, event)
             self.auditor.violating.discard(account.request)
@@ -199,7 +200,7 @@ class EngineAudit:
             ledger.lose_open()
             self._take_closed()
         for request in list(ledger.open):
-            self.feed(ledger.number, Finished(ledger.at, request, "engine_ended", -1, -1, -1, -1, -1))
+            self.feed(ledger.number, Finished(ledger.at, request, ENGINE_ENDED, -1, -1, -1, -1, -1))
         ledger.forget_steps()
 
     def absorb(self, other: EngineAudit) -> None:

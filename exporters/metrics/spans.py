@@ -21,6 +21,7 @@ from opentelemetry.trace import SpanContext, Status, StatusCode, TraceFlags, Tra
 from opentelemetry.util.types import AttributeValue
 
 from ... import __version__
+from ...audit.causes import PREEMPTIONS
 from ...audit.ledger.account import Account, Life
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.metrics_state import TRACEPARENT
@@ -30,7 +31,6 @@ OLDEST_SECONDS = 600.0
 
 Attributes = dict[str, AttributeValue]
 FINISH_REASONS = {"stopped": "stop", "length_capped": "length"}
-PREEMPTED = ("blocks", "reset")
 
 
 class Ids(IdGenerator):
@@ -152,7 +152,7 @@ def request_events(account: Account) -> Iterator[tuple[int, str, Attributes]]:
     for life in account.lives:
         if life.number > 1:
             yield life.began_at, "kvledger.resumed", {"kvledger.life": life.number}
-        if life.ended_by in PREEMPTED:
+        if life.ended_by in PREEMPTIONS:
             discarded: Attributes = {
                 "kvledger.cause": life.ended_by,
                 "kvledger.discarded_tokens": life.discarded,

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import msgspec
 
 from ... import __version__
+from ...audit import causes
 from ...audit.checks.registry import catalogue
 from ...audit.errors import LedgerError
 from ...audit.journal.format import is_live
@@ -28,32 +29,18 @@ OTHER = "other"
 SOURCES = ("local", "external", "computed", "unattained")
 PLANNED = ("local", "external", "computed")
 WORK = ("first_prompt", "first_output", "rework", "rejected", "overrun")
-LOSSES = (
-    "blocks",
-    "reset",
-    "load_failed",
-    "full_hit",
-    "replay",
-    "session",
-    "past_stop",
-    "negative_match",
-    "unknown",
+LOSSES = (*causes.REWORK, OTHER)
+DISCARDS = (*causes.DISCARDS, OTHER)
+VOIDS = (
+    causes.FAILED,
+    causes.NOT_PLANNED,
+    causes.NEVER_LOADED,
+    causes.PREEMPTED,
+    causes.FINISHED,
     OTHER,
 )
-DISCARDS = ("blocks", "reset", "load_failed", "finished", OTHER)
-VOIDS = ("failed", "not_planned", "never_loaded", "preempted", "finished", OTHER)
-PREEMPTIONS = ("blocks", "reset", OTHER)
-OUTCOMES = (
-    "stopped",
-    "length",
-    "aborted",
-    "ignored",
-    "error",
-    "repetition",
-    "engine_ended",
-    "unknown",
-    OTHER,
-)
+PREEMPTIONS = (*causes.PREEMPTIONS, OTHER)
+OUTCOMES = (*causes.OUTCOMES, OTHER)
 CACHES = ("local", "external")
 STATES = ("live", "detached", "failed", "stopped", "dead")
 ORDERLY = {"shutdown": "stopped", "exit": "stopped", "detached": "detached"}

@@ -14,7 +14,8 @@ from typing import Any
 
 import msgspec
 
-from ...audit.analysis.reconciliation import CAUSES, Figures, Reconciliation, Step
+from ...audit.analysis.reconciliation import Figures, Reconciliation, Step
+from ...audit.causes import DIFFERENCES
 from ...audit.checks.registry import Figure, Violation
 from ...audit.ledger.account import COMPUTED, EXTERNAL, LOCAL, Line
 from ...audit.ledger.ledger import Totals
@@ -202,7 +203,7 @@ def differences(step: Step, from_: str, to: str) -> list[DifferenceData]:
             from_=from_,
             to=to,
             cause=row.cause,
-            text=CAUSES[row.cause],
+            text=DIFFERENCES[row.cause],
             requests=row.requests,
             local=row.figures.local,
             external=row.figures.external,

@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ...audit.analysis.reconciliation import CAUSES
+from ...audit.causes import DIFFERENCES
 from ...audit.demo.injections import INJECTIONS
 from ...audit.demo.lookups import COUNTERS, Asked, Differences, Lookups
 from ...audit.demo.run import PREEMPTIONS, Demo
@@ -95,7 +95,7 @@ def _lookups_data(lookups: Lookups) -> dict[str, object]:
         "counters": counters and {name: getattr(counters, name) for name in COUNTERS},
         "reported": audit.plain(lookups.reported),
         "differences": [
-            {"from": from_, "to": to, "cause": cause, "text": CAUSES[cause], **audit.plain(asked)}
+            {"from": from_, "to": to, "cause": cause, "text": DIFFERENCES[cause], **audit.plain(asked)}
             for from_, to, step in steps
             for cause, asked in step.items()
         ],
@@ -179,7 +179,7 @@ def _lookup_row(table: Table, label: str, asked: Asked) -> None:
 
 def _lookup_differences(table: Table, differences: Differences) -> None:
     rows = (
-        (cause, CAUSES[cause], tuple(getattr(asked, name) for name in COUNTERS), abs(asked.lookups))
+        (cause, DIFFERENCES[cause], tuple(getattr(asked, name) for name in COUNTERS), abs(asked.lookups))
         for cause, asked in differences.items()
     )
     terminal.difference_rows(table, rows)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ... import __version__
+from ...audit.causes import loss
 from ...audit.checks.registry import Reference, catalogue
 from ..files import whole
 from ..templating import environment
@@ -19,7 +20,7 @@ from ..trace.time_series import TICKS, Series
 from . import charts
 from .audit import AuditReport, FindingData, share
 from .html_data import WAITS, PageData, gather
-from .terminal import CAUSES, counted, percent
+from .terminal import counted, percent
 
 __all__ = ["gather", "html", "save"]
 
@@ -89,7 +90,7 @@ def _facts(report: AuditReport) -> list[str]:
         cause = max(work.rework_by_cause, key=lambda name: work.rework_by_cause[name])
         facts.append(
             f"{percent(work.rework / work.scheduled)} of the scheduled tokens were computed again, "
-            f"most of them for this cause: {CAUSES.get(cause, cause)}."
+            f"most of them for this cause: {loss(cause)}."
         )
     reported = report.reported
     if reported is not None:
@@ -239,7 +240,7 @@ def _waits(counts: Sequence[int]) -> list[charts.Bar]:
 def _work(report: AuditReport) -> list[tuple[str, str, str]]:
     work = report.work
     rows = [("first prompt", work.first_prompt), ("first output", work.first_output)]
-    rows += [(f"rework: {CAUSES.get(c, c)}", n) for c, n in work.rework_by_cause.items()]
+    rows += [(f"rework: {loss(c)}", n) for c, n in work.rework_by_cause.items()]
     rows += [("rejected drafts", work.rejected), ("overrun past the stop", work.overrun)]
     rows += [("in flight", work.in_flight)]
     return [(name, f"{tokens:,}", percent(tokens / work.scheduled)) for name, tokens in rows if tokens]

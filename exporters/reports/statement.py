@@ -24,8 +24,6 @@ _LEGEND = (
     "A life lasts from an admission to a preemption or the end; the balance is the tokens whose KV "
     "it has, or is about to have."
 )
-_WORDS = {f"discarded: {cause}": f"discarded: {terminal.CAUSES[cause]}" for cause in ("blocks", "reset")}
-"""What the ledger says in a word, for who does not know its words."""
 
 
 def statement(request: RequestStatement, *, every_entry: bool = False, findings: bool = True) -> Group:
@@ -109,7 +107,7 @@ def _add(table: Table, line: Line, text: str) -> None:
         f"{line.at / 1e6:.3f}",
         str(line.step),
         str(line.life) if line.life else "",
-        Text(_WORDS.get(text, text), style="" if line.credit or line.debit else "dim"),
+        Text(text, style="" if line.credit or line.debit else "dim"),
         f"{line.debit:,}" if line.debit else "",
         f"{line.credit:,}" if line.credit else "",
         f"{line.balance:,}",

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from ...audit.causes import external_loss, loss
 from ...audit.checks.registry import catalogue as invariants
 from .audit import AuditReport, DifferenceData, ExternalData, FindingData, PlannedSplit, WorkData
 
@@ -33,24 +34,6 @@ SHOWN_FINDINGS = 10
 """Findings of one invariant that are told; the JSON has them all."""
 
 VERDICTS = {"clean": "bold green", "violated": "bold red", "unknown": "bold yellow"}
-CAUSES = {
-    "blocks": "preempted for want of blocks",
-    "reset": "cache reset while running",
-    "full_hit": "full hit, last token again",
-    "replay": "replay window",
-    "session": "session edited",
-    "released": "load failed, looked up anew",
-    "load_failed": "load failed",
-    "negative_match": "negative match",
-    "failed": "load failed",
-    "not_planned": "no load names them",
-    "never_loaded": "never reported loaded",
-    "preempted": "preempted first",
-    "finished": "ended first",
-    "lost": "lost from sight",
-    "unknown": "cause unknown",
-}
-"""Causes of rework and of void promises, in words."""
 
 _SOURCES = (
     "Each token once, by what gave its KV first: the engine's cache (local), the connector (external), "
@@ -202,7 +185,7 @@ def work(work: WorkData) -> Group:
     """Scheduled tokens by what became of them."""
     table = figures_table("tokens", "scheduled", "share")
     rows = [("first prompt", work.first_prompt), ("first output", work.first_output)]
-    rows += [(f"rework: {CAUSES.get(c, c)}", n) for c, n in work.rework_by_cause.items()]
+    rows += [(f"rework: {loss(c)}", n) for c, n in work.rework_by_cause.items()]
     rows += [("rejected drafts", work.rejected), ("overrun past the stop", work.overrun)]
     if work.in_flight:
         rows.append(("in flight", work.in_flight))
@@ -224,7 +207,7 @@ def external(external: ExternalData) -> Group | None:
     table.add_row("promised", f"{external.promised:,}")
     table.add_row("loaded", f"{external.loaded:,}")
     for cause, tokens in external.voided.items():
-        table.add_row(f"void: {CAUSES.get(cause, cause)}", f"{tokens:,}")
+        table.add_row(f"void: {external_loss(cause)}", f"{tokens:,}")
     table.add_row("of it a second time", f"{external.loaded_again:,}")
     table.add_row("local hits, a second time", f"{external.hit_again:,}")
     return Group(title("What the connector promised, and what came twice", _TWICE), table)

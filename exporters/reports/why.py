@@ -14,7 +14,8 @@ import msgspec
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ...audit.analysis.cache_misses import CAUSES, misses, never_came
+from ...audit.analysis.cache_misses import misses, never_came
+from ...audit.causes import MISSES
 from ...audit.journal.folder import Reader
 from ...audit.ledger.account import Account
 from ...audit.replay.engine_audit import EngineAudit, find
@@ -127,7 +128,7 @@ def explained(tally: Tally) -> Why:
         causes=[
             CauseRow(
                 cause=cause,
-                text=CAUSES[cause],
+                text=MISSES[cause],
                 tokens=tokens,
                 share=share(tokens, tally.no_hit),
                 requests=tally.requests[cause],

@@ -24,7 +24,8 @@ from collections.abc import Iterator, Mapping
 from math import inf
 from typing import NamedTuple
 
-from ...audit.analysis.reconciliation import UNEXPLAINED, Compared, EngineCounters, Figures, Step
+from ...audit.analysis.reconciliation import Compared, EngineCounters, Figures, Step
+from ...audit.causes import UNEXPLAINED
 from ...audit.ledger.account import COMPUTED, EXTERNAL, LOCAL
 from ...audit.replay.engine_audit import EngineAudit
 

@@ -310,7 +310,7 @@ def test_show(run: Any, violated: Path) -> None:
     told = run("show", violated, "request-0")
 
     assert 0 == told.code
-    assert "loaded 160 of the promise (88 again)" in told.out
+    assert "loaded 160 external tokens (repeat load: 88)" in told.out
     assert "tokens/negative" in told.out
 
 
@@ -325,7 +325,7 @@ def test_show_as_csv(run: Any, violated: Path) -> None:
     lines = list(csv.DictReader(run("show", violated, "request-0", "--format", "csv").out.splitlines()))
 
     assert ["number", "at", "step", "life", "text", "credit", "debit", "balance"] == list(lines[0])
-    assert any("loaded 160 of the promise" in line["text"] for line in lines)
+    assert any("loaded 160 external tokens" in line["text"] for line in lines)
 
 
 def test_show_takes_several_paths(run: Any, clean: Path, violated: Path) -> None:

@@ -134,7 +134,7 @@ def test_look_ups_and_preemptions_stand_beside_the_engines_counters(
     demo_report.terminal.show(*demo_report._blocks(found, shown))
     lines = capsys.readouterr().out.splitlines()
     shown_lines = [" ".join(line.split()) for line in lines]
-    assert "resumed after a preemption, left out -200 -200 -160 1" in shown_lines
+    assert "resumed after a preemption, not counted -200 -200 -160 1" in shown_lines
     assert f"{demo.PREEMPTIONS} counts 0 of 1 preemptions: unexplained" in shown_lines
 
 

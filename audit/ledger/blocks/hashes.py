@@ -8,9 +8,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from ... import events as ev
+from ...causes import EVICTED, RESET
 from ..account import Lost
 from .holdings import Holdings
-from .records import EVICTED, RESET, TABLE, UNKNOWN, Operation, Pool, remember, written
+from .records import TABLE, UNKNOWN, Operation, Pool, remember, written
 from .subjects import HashedContent
 
 

@@ -11,10 +11,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from ... import events as ev
+from ...causes import EVICTED
 from .engine_reports import counted
 from .hashes import not_there
 from .holdings import Holdings
-from .records import COPY, DEFERRED, EVICTED, PIN, TABLE, UNKNOWN, Block, Pool, remember, written
+from .records import COPY, DEFERRED, PIN, TABLE, UNKNOWN, Block, Pool, remember, written
 from .subjects import StrayFree
 
 

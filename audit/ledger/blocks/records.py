@@ -12,9 +12,6 @@ OPERATIONS_KEPT = 6
 
 UNKNOWN = -1
 
-EVICTED, RESET = "evicted", "reset"
-"""How a hash leaves the cache."""
-
 TABLE, DEFERRED, COPY, PIN = "table", "deferred", "copy", "pin"
 
 

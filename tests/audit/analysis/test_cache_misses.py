@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from tests.histories import GOLDEN, events
 from tests.strategies import Story, random_histories
 
-from kvledger.audit.analysis.cache_misses import CAUSES, misses, never_came
+from kvledger.audit.analysis.cache_misses import misses, never_came
+from kvledger.audit.causes import MISSES
 from kvledger.audit.checks.auditor import Auditor
 from kvledger.audit.events import Event
 from kvledger.audit.ledger.account import Account
@@ -113,7 +114,7 @@ def test_a_block_size_that_is_not_known_proves_nothing(row: object) -> None:
 def add_up(account: Account) -> None:
     """The causes' tokens are those executed first, those again, and those that never came to be."""
     found = tokens_by_cause(account)
-    assert found.keys() <= CAUSES.keys()
+    assert found.keys() <= MISSES.keys()
     again = sum(end - start for start, end, _ in account.executed_again)
     never = sum(end - start for start, end in never_came(account)) if account.closed_at >= 0 else 0
     assert account.first_prompt + again + never == sum(found.values())

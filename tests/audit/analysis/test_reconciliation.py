@@ -7,7 +7,8 @@ import pytest
 from tests.histories import GOLDEN, Golden
 from tests.journals import titled
 
-from kvledger.audit.analysis.reconciliation import CAUSES, Figures, Reconciliation, ended_early
+from kvledger.audit.analysis.reconciliation import Figures, Reconciliation, ended_early
+from kvledger.audit.causes import DIFFERENCES
 from kvledger.audit.events import Event, Reported
 from kvledger.audit.ledger.ledger import Ledger
 
@@ -40,7 +41,7 @@ def test_every_golden_history_is_explained(row: Golden) -> None:
 
     assert total == reconciliation.plan
     assert "unexplained" not in differences
-    assert set(differences) <= set(CAUSES)
+    assert set(differences) <= set(DIFFERENCES)
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_a_statement_has_every_entry(tmp_path: Path) -> None:
     found = statement([journals.clean(tmp_path / "one")], "request-0")
 
     assert 200 == found.account.prompt_tokens
-    assert found.lines[-1].text == "discarded: finished"
+    assert found.lines[-1].text == "discarded: request ended"
     assert 0 == found.lines[-1].balance == found.account.computed
     balance = 0
     for line in found.lines:

@@ -49,7 +49,7 @@ tokens                                     local  external  computed  unattained
 Ledger, settled                                0       104        96           0    200         1
   preempted in prefill, resumed with hits              -72       +72                            1
 Plan, at first admission                       0        32       168           0    200         1
-  reported from two instants                -128      +128                                      1
+  reported from two admissions              -128      +128                                      1
 Reported by the engine                      -128       160       168           0    200         1"""
         in shown
     )
@@ -88,18 +88,18 @@ def test_the_statement_reads_like_a_bank_statement(tmp_path: Path) -> None:
 
     assert (
         """\
-entry  seconds  step  life  text                                     debit  credit  balance
-    4    0.000     1     1  admitted, no local hit                                        0
-    5    0.000     1     1  scheduled                                           34       34
-    6    0.000     1     1  prompt settled: 34 computed                                  34
-    7    0.000     2     1  scheduled, 14 times to step 15                      14       48
-   35    0.000    16     1  discarded: preempted for want of blocks     48                0
+entry  seconds  step  life  text                                         debit  credit  balance
+    4    0.000     1     1  admitted, no local hit                                            0
+    5    0.000     1     1  scheduled                                               34       34
+    6    0.000     1     1  prompt settled: 34 computed                                      34
+    7    0.000     2     1  scheduled, 14 times to step 15                          14       48
+   35    0.000    16     1  discarded: preempted, no free blocks            48                0
 
-   38    0.000    16     2  local hit (16 of it again)                          16       16
-   38    0.000    16     2  external, promised                                  18       34
-   39    0.000    16     2  loaded 18 of the promise (18 again)                          34
-   40    0.000    16     2  scheduled                                           15       49
-   42    0.000    16     2  discarded: finished                         49                0"""
+   38    0.000    16     2  local hit (repeat hit: 16)                              16       16
+   38    0.000    16     2  external tokens promised                                18       34
+   39    0.000    16     2  loaded 18 external tokens (repeat load: 18)                      34
+   40    0.000    16     2  scheduled                                               15       49
+   42    0.000    16     2  discarded: request ended                        49                0"""
         in shown
     )
     assert "63 tokens scheduled = 34 first prompt + 15 first output + 14 rework" in shown

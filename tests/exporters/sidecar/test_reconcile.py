@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from tests import journals
 
-from kvledger.audit.analysis.reconciliation import FIGURES, UNEXPLAINED, Compared
+from kvledger.audit.analysis.reconciliation import FIGURES, Compared
+from kvledger.audit.causes import UNEXPLAINED
 from kvledger.audit.events import (
     Admitted,
     Delivered,

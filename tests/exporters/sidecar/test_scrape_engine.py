@@ -14,7 +14,8 @@ import pytest
 from msgspec.structs import replace
 from tests import journals
 
-from kvledger.audit.analysis.reconciliation import UNEXPLAINED, Compared
+from kvledger.audit.analysis.reconciliation import Compared
+from kvledger.audit.causes import UNEXPLAINED
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import Event, Snapshot
 from kvledger.audit.journal.folder import JournalWriter, find_journals, read

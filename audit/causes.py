@@ -1,0 +1,159 @@
+"""Every cause that kvledger names, and its plain words for output.
+
+A cause says why KV was lost, why external tokens failed or were cancelled, why a prompt token missed the
+prefix cache, or why two figures differ. The constants are wire names: journals, metrics, tables and JSON
+use them, so they never change. The tables hold the words that a person reads. Code that finds a cause or
+prints it belongs elsewhere.
+"""
+
+from __future__ import annotations
+
+# --- why KV was lost ----------------------------------------------------------------------------
+
+BLOCKS = "blocks"
+RESET = "reset"
+LOAD_FAILED = "load_failed"
+FULL_HIT = "full_hit"
+REPLAY = "replay"
+SESSION = "session"
+PAST_STOP = "past_stop"
+RELEASED = "released"
+NEGATIVE_MATCH = "negative_match"
+FINISHED = "finished"
+LOST = "lost"
+UNKNOWN = "unknown"
+
+LOSSES = {
+    BLOCKS: "preempted, no free blocks",
+    RESET: "prefix cache reset while running",
+    LOAD_FAILED: "load failed",
+    FULL_HIT: "full hit, last token recomputed",
+    REPLAY: "replay window recomputed",
+    SESSION: "session edited",
+    PAST_STOP: "computed past the stop",
+    RELEASED: "load failed, looked up again",
+    NEGATIVE_MATCH: "negative connector match",
+    FINISHED: "request ended",
+    LOST: "end of the life not seen",
+    UNKNOWN: "cause unknown",
+}
+"""Why a life ended, and why computed tokens were discarded, rolled back or computed again (rework)."""
+
+PREEMPTIONS = (BLOCKS, RESET)
+"""Causes of a preemption."""
+
+DISCARDS = (*PREEMPTIONS, LOAD_FAILED, FINISHED)
+"""Causes for which the end of a life discards its tokens."""
+
+REWORK = (
+    *PREEMPTIONS,
+    LOAD_FAILED,
+    FULL_HIT,
+    REPLAY,
+    SESSION,
+    PAST_STOP,
+    NEGATIVE_MATCH,
+    UNKNOWN,
+)
+"""Causes for which tokens are computed again."""
+
+# --- why external tokens failed or were cancelled -----------------------------------------------
+
+FAILED = "failed"
+NOT_PLANNED = "not_planned"
+NEVER_LOADED = "never_loaded"
+PREEMPTED = "preempted"
+
+EXTERNAL_LOSSES = {
+    FAILED: "load failed",
+    NOT_PLANNED: "not in the connector metadata",
+    NEVER_LOADED: "never reported as loaded",
+    PREEMPTED: "preempted before the load",
+    FINISHED: "request ended before the load",
+    LOST: "end of the life not seen",
+}
+"""Why external tokens that a connector promised were not loaded."""
+
+EXTERNAL_LOSS_AT_END = {
+    FINISHED: FINISHED,
+    LOAD_FAILED: FAILED,
+    LOST: LOST,
+    BLOCKS: PREEMPTED,
+    RESET: PREEMPTED,
+}
+"""Why external tokens are cancelled when a life ends, by the cause of its end."""
+
+# --- how requests end ---------------------------------------------------------------------------
+
+ENGINE_ENDED = "engine_ended"
+
+OUTCOMES = ("stopped", "length", "aborted", "ignored", "error", "repetition", ENGINE_ENDED, UNKNOWN)
+"""Why requests end. ``engine_ended``: the engine stopped while the request was open."""
+
+# --- why prompt tokens missed the prefix cache --------------------------------------------------
+
+BELOW_BLOCK = "below_block"
+NOT_LOADED = "promised_and_void"
+CACHE_RESET = "cache_reset"
+LAST_TOKEN = "last_token"
+REPLAYED = "replayed"
+ENDED_FIRST = "ended_first"
+EVICTED = "evicted"
+NOT_KNOWABLE = "not_knowable"
+
+MISSES = {
+    BELOW_BLOCK: "below block size: the cache holds whole blocks only",
+    PREEMPTED: "lost to preemption",
+    LOAD_FAILED: "the load failed",
+    NOT_LOADED: "promised by the connector but never loaded",
+    CACHE_RESET: "the cache was reset",
+    LAST_TOKEN: "full hit, but the last token must be computed",
+    REPLAYED: "in a replay window",
+    ENDED_FIRST: "the request ended before",
+    EVICTED: "evicted",
+    NOT_KNOWABLE: "never seen before, or not knowable",
+}
+"""Why prompt tokens missed the prefix cache. Proving ``evicted`` takes the events of level ``blocks``."""
+
+# --- why figures differ -------------------------------------------------------------------------
+
+UNEXPLAINED = "unexplained"
+
+DIFFERENCES = {
+    "resumed_with_hits": "preempted in prefill, resumed with hits",
+    "earlier_admission": "from an earlier admission that never ran",
+    LOAD_FAILED: "the load failed, the tokens were computed",
+    "load_failed_below": "hits invalidated by a failed load",
+    NEVER_LOADED: "promised but never loaded",
+    "preempted_before_load": "preempted before the load was done",
+    "ended_early": "ended before any output",
+    "never_ran": "ended before it ran",
+    "unsettled": "still running, not settled",
+    "session_chunk": "later chunk of a session, never planned",
+    NEGATIVE_MATCH: "the engine used a negative match",
+    "beyond_prompt": "promised beyond the prompt",
+    "not_reported": "ended before any output, never reported",
+    "not_reported_yet": "still running, not reported yet",
+    "last_admission": "reported from a later admission",
+    "mixed_instants": "reported from two admissions",
+    "refused": "rejected by the engine's counter",
+    "unknown_here": "requests whose account is unknown",
+    "resumed": "resumed after a preemption, not counted",
+    "failed_attempts": "lookups that led to no admission",
+    "lookup_counted": "lookups that the engine counted differently",
+    "dropped": "dropped by the front end after the client left",
+    "untold": "requests without output since",
+    "window": "within the range of the figures around the scrape",
+    UNEXPLAINED: "unexplained",
+}
+"""Why settled, planned, reported and counted figures differ."""
+
+
+def loss(cause: str) -> str:
+    """Words for a cause of lost KV; the cause itself where a newer engine names another."""
+    return LOSSES.get(cause, cause.replace("_", " "))
+
+
+def external_loss(cause: str) -> str:
+    """Words for a cause of failed or cancelled external tokens."""
+    return EXTERNAL_LOSSES.get(cause, cause.replace("_", " "))
