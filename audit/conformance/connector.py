@@ -22,6 +22,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as _base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
+from ..engines.readers import register
+from .scripted_reader import ScriptedReader
+
 _SupportsHMA: Any = getattr(_base, "SupportsHMA", object)  # since 0.11
 _TAKES_LAYOUT = "kv_cache_config" in inspect.signature(KVConnectorBase_V1.__init__).parameters  # since 0.12
 
@@ -167,3 +170,7 @@ class ScriptedHybridConnector(ScriptedConnector, _SupportsHMA):
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished(request, block_ids)
+
+
+register(ScriptedConnector.__name__, ScriptedReader)
+register(ScriptedHybridConnector.__name__, ScriptedReader)

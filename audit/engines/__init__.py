@@ -10,9 +10,9 @@ from operator import attrgetter
 from typing import Any
 
 from ..hooks import EngineMismatch, check
-from .connectors.metadata_reader import plan_readers
 from .host_classes import bare_scheduler
 from .pool.signatures import differences as pool_differences
+from .readers import metadata_readers
 from .v0.observer import V0Observer
 from .v1 import V1Observer
 from .v1_009 import V1Observer009
@@ -108,8 +108,8 @@ def output_fields() -> tuple[str, ...]:
 
 
 def read_connectors() -> dict[str, tuple[str, ...]]:
-    """Connectors whose plans are read, by the name of their class: ``loads``, ``saves``, ``tracker``."""
-    return {name: reader.READS for name, reader in plan_readers().items()}
+    """What is read of each known connector's metadata: ``loads``, ``saves``, ``tracker``."""
+    return {name: reader.READS for name, reader in metadata_readers().items()}
 
 
 def host_version() -> str:

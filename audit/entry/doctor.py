@@ -113,11 +113,7 @@ def _hooks(adapter: Any, scheduler: Any) -> tuple[list[str], list[str]]:
 
 def _connectors() -> dict[str, str]:
     """What kvledger reads from each connector's metadata, and which checks need more than that."""
-    reads_of = {
-        name: ", ".join(reads)
-        for name, reads in engines.read_connectors().items()
-        if not name.startswith("Scripted")
-    }
+    reads_of = {name: ", ".join(reads) for name, reads in engines.read_connectors().items()}
     reads_of["no tracker"] = "connector/tracker-lag and connector/save-gap are not checked"
     reads_of["any other connector"] = (
         "nothing; connector/promise-not-loaded then covers only asynchronous loads that a request "

@@ -1,11 +1,11 @@
-"""What a connector's plan covers, and what its own books say: the register of readers.
+"""The interface of a metadata reader: what kvledger asks about a connector's metadata and token counts.
 
-A plan is opaque metadata that the scheduler hands to the workers. A reader says of it which blocks
-its loads will fill and what it orders to be saved and, where the connector keeps count of a request
-itself, what it counts. A connector without a reader still gets everything that the base interface
-shows; its promises are then taken as covered (``docs/connectors.md``).
+A scheduler hands its workers opaque connector metadata (vLLM's ``KVConnectorMetadata``). The reader of a
+connector says which blocks the loads in it will fill and which positions it saves, and, for a connector that
+keeps its own token counts, what these are. Without a reader kvledger observes what vLLM's base interface
+shows and takes every promised load as ordered (``docs/connectors.md``).
 
-Readers stand in ``readers/``, a file a connector; none imports its host.
+The readers themselves, and which connector each is for, are in ``engines/readers``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 
 
 class Saved(NamedTuple):
-    """A plan orders KV of a request to be saved: positions [start, end)."""
+    """The metadata orders the KV of a request's positions [start, end) to be saved."""
 
     request_id: str
     start: int
@@ -23,64 +23,33 @@ class Saved(NamedTuple):
 
 
 class Tracking(NamedTuple):
-    """What a connector counts of one request, in tokens.
-
-    ``tracked`` are known to it. ``saved`` of them it has ordered to be saved, or found saved; ``due`` is
-    how many it should have by its own rules, -1 where it saves nothing of this request.
-    """
+    """A connector's own counts for one request, in tokens."""
 
     tracked: int
+    """Tokens of the request that the connector knows."""
     saved: int
+    """Tokens that it has ordered to be saved, or knows to be stored already."""
     due: int
+    """Tokens that it should have saved by its own rules; -1 where it saves nothing of this request."""
 
 
-class PlanReader:
-    """Reads the plans of one live connector, scheduler side."""
+class MetadataReader:
+    """Reads the metadata of one live connector, scheduler side. Does not import the connector's package."""
 
     READS: ClassVar[tuple[str, ...]] = ("loads",)
-    """What is read, of ``loads``, ``saves`` and ``tracker``."""
+    """Which of ``loads``, ``saves`` and ``tracker`` this reader can read."""
 
     def __init__(self, connector: Any) -> None:
         self.connector = connector
 
-    def filled(self, plan: Any, block_size: int) -> set[int]:
-        """Ids of the blocks that the plan's loads will fill."""
+    def filled(self, metadata: Any, block_size: int) -> set[int]:
+        """Ids of the blocks that the loads in ``metadata`` will fill."""
         raise NotImplementedError
 
-    def saves(self, plan: Any) -> Iterable[Saved]:
-        """What the plan orders to be saved."""
+    def saves(self, metadata: Any) -> Iterable[Saved]:
+        """The saves that ``metadata`` orders."""
         return ()
 
     def tracking(self, request: Any, tokens: int) -> Tracking | None:
-        """What the connector counts of a request of which it may know ``tokens``; None: nothing."""
+        """The connector's counts for a request of at least ``tokens`` tokens; None: it has no counts."""
         return None
-
-
-def reader_of(connector: Any) -> PlanReader | None:
-    """A reader for a live connector; None where its plans are opaque to us."""
-    kind = plan_readers().get(type(connector).__name__)
-    try:
-        return None if kind is None else kind(connector)
-    except (AttributeError, TypeError, ValueError):  # of that name, and otherwise built
-        return None
-
-
-def plan_readers() -> dict[str, type[PlanReader]]:
-    """Every reader by the name of the connector's class."""
-    # Here and not above: the readers stand on this module.
-    from ..readers import example, lmcache, lmcache_mp, multi, nixl, offloading, scripted
-
-    return {
-        "ExampleConnector": example.ExampleReader,
-        "LMCacheConnectorV1": lmcache.LMCacheReader,
-        "LMCacheConnectorV1Dynamic": lmcache.LMCacheReader,
-        "LMCacheMPConnector": lmcache_mp.LMCacheMPReader,
-        "LMCacheMPConnectorUpstream": lmcache_mp.LMCacheMPReader,
-        "MultiConnector": multi.MultiReader,
-        "NixlConnector": nixl.NixlReader,
-        "NixlPullConnector": nixl.NixlReader,
-        "OffloadingConnector": offloading.OffloadingReader,
-        "ScriptedConnector": scripted.ScriptedReader,
-        "ScriptedHybridConnector": scripted.ScriptedReader,
-        "SharedStorageConnector": example.ExampleReader,
-    }

@@ -16,7 +16,8 @@ from typing import Any
 from ... import events as ev
 from ...hooks import Hook, Hooks
 from ..event_log import StepLog
-from .metadata_reader import PlanReader, reader_of
+from ..readers import reader_of
+from .metadata_reader import MetadataReader
 
 TABLE: tuple[Hook, ...] = (
     Hook("", "request_finished", (), after="request_finished", optional=True),
@@ -31,7 +32,7 @@ class ConnectorWatch:
     """Watches one scheduler's connector, and its children where it has any."""
 
     def __init__(self, scheduler: Any, log: StepLog, step: Callable[[], int], failed: Failed) -> None:
-        self.reader: PlanReader | None = reader_of(scheduler.connector)
+        self.reader: MetadataReader | None = reader_of(scheduler.connector)
         self._scheduler = scheduler
         self._log = log
         self._step = step

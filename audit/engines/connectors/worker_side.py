@@ -19,7 +19,8 @@ from typing import Any
 from ... import events as ev
 from ...hooks import Hook, Hooks
 from ..event_log import Sink, StepLog
-from .metadata_reader import PlanReader, reader_of
+from ..readers import reader_of
+from .metadata_reader import MetadataReader
 
 TABLE: tuple[Hook, ...] = (
     Hook("", "bind_connector_metadata", (), after="handed"),
@@ -55,7 +56,7 @@ class WorkerWatch:
         rank: int = 0,
         beside_scheduler: bool = False,
     ) -> None:
-        self.reader: PlanReader | None = reader_of(connector)
+        self.reader: MetadataReader | None = reader_of(connector)
         self.steps = 0
         self._connector = connector
         self._log = log

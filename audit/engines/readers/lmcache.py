@@ -1,9 +1,9 @@
 """``LMCacheConnectorV1``: the adapter of the lmcache package, and the one that vLLM bundles.
 
-The connector is a shell; the adapter in it (``_lmcache_engine``) keeps a tracker a request: the tokens
-that it knows and how many it has saved. Its plan has a row for each request that loads or saves, with
-the slots of all its tokens; a load fills those from the local hit, rounded down to whole chunks of the
-store, up to what the store holds.
+The connector only delegates to an adapter (``_lmcache_engine``), which keeps a tracker for each request:
+the tokens that it knows and how many it has saved. The metadata has a row for each request that loads or
+saves, with the slots of all its tokens. A load fills the slots from the local hit, rounded down to whole
+chunks of the store, up to the last token that the store holds.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from ..connectors.metadata_reader import PlanReader, Saved, Tracking
+from ..connectors.metadata_reader import MetadataReader, Saved, Tracking
 
 
-class LMCacheReader(PlanReader):
+class LMCacheReader(MetadataReader):
     """Reads loads, saves and trackers."""
 
     READS: ClassVar[tuple[str, ...]] = ("loads", "saves", "tracker")
@@ -24,9 +24,9 @@ class LMCacheReader(PlanReader):
         self.adapter = connector._lmcache_engine
         self.chunk_tokens = int(self.adapter._lmcache_chunk_size)
 
-    def filled(self, plan: Any, block_size: int) -> set[int]:
+    def filled(self, metadata: Any, block_size: int) -> set[int]:
         filled: set[int] = set()
-        for request in plan.requests:
+        for request in metadata.requests:
             load = request.load_spec
             if load is not None and load.can_load:
                 start = load.vllm_cached_tokens // self.chunk_tokens * self.chunk_tokens
@@ -34,8 +34,8 @@ class LMCacheReader(PlanReader):
                 filled.update(slot // block_size for slot in slots)
         return filled
 
-    def saves(self, plan: Any) -> Iterable[Saved]:
-        for request in plan.requests:
+    def saves(self, metadata: Any) -> Iterable[Saved]:
+        for request in metadata.requests:
             save = request.save_spec
             if save is not None and save.can_save and save.skip_leading_tokens < len(request.token_ids):
                 yield Saved(request.req_id, save.skip_leading_tokens, len(request.token_ids))
@@ -47,7 +47,7 @@ class LMCacheReader(PlanReader):
         return Tracking(len(tracker.token_ids), tracker.num_saved_tokens, self._due(tracker, tokens))
 
     def _due(self, tracker: Any, tokens: int) -> int:
-        """Whole chunks; of a prompt only, unless it saves what is decoded too."""
+        """Tokens of whole chunks; of the prompt only, unless the adapter saves decoded tokens too."""
         adapter = self.adapter
         skips = (tracker.request_configs or {}).get("lmcache.skip_save", False)
         if (

@@ -1,30 +1,34 @@
-"""``MultiConnector``: a plan a child, in the order of its children.
+"""``MultiConnector``: the metadata of each child, in the order of the children.
 
-The first child that holds something of a request loads it; each child saves by its own rules, so
-saves and trackers are not read: two children's would be taken for one's.
+The first child that holds tokens of a request loads them. Each child saves and counts by its own rules, so
+saves and trackers are not read: they could not be told apart.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from ..connectors.metadata_reader import PlanReader, reader_of
+from ..connectors.metadata_reader import MetadataReader
 
 
-class MultiReader(PlanReader):
-    """Reads the loads of all its children. Raises ValueError for one whose plans are opaque."""
+class MultiReader(MetadataReader):
+    """Reads the loads of every child.
 
-    def __init__(self, connector: Any) -> None:
+    ``reader_of`` gives the reader of a child. Raises ValueError if one child has none.
+    """
+
+    def __init__(self, connector: Any, reader_of: Callable[[Any], MetadataReader | None]) -> None:
         super().__init__(connector)
-        self.children: list[PlanReader] = []
+        self.children: list[MetadataReader] = []
         for child in connector._connectors:
             reader = reader_of(child)
             if reader is None:
-                raise ValueError(f"the plans of {type(child).__name__} are opaque")
+                raise ValueError(f"kvledger has no reader for the metadata of {type(child).__name__}")
             self.children.append(reader)
 
-    def filled(self, plan: Any, block_size: int) -> set[int]:
+    def filled(self, metadata: Any, block_size: int) -> set[int]:
         filled: set[int] = set()
-        for reader, of_child in zip(self.children, plan.metadata, strict=True):
+        for reader, of_child in zip(self.children, metadata.metadata, strict=True):
             filled |= reader.filled(of_child, block_size)
         return filled

@@ -18,7 +18,7 @@ from tests.engines.observed import audited, observe
 from kvledger.audit.conformance.driver import Driver, start
 from kvledger.audit.conformance.scenarios import SCENARIOS
 from kvledger.audit.engines import observer
-from kvledger.audit.engines.connectors.metadata_reader import plan_readers, reader_of
+from kvledger.audit.engines.readers import metadata_readers, reader_of
 from kvledger.audit.engines.readers.offloading import OffloadingReader
 from kvledger.audit.events import ChildMatched, FreeCompleted, FreeDelayed
 
@@ -101,8 +101,8 @@ def test_a_connector_otherwise_built_is_opaque() -> None:
     ],
 )
 def test_the_blocks_that_a_plan_will_fill(name: str, plan: dict[str, Any]) -> None:
-    """Plans in the shapes that releases give them; the rest are tried on the live connectors."""
-    assert {3, 4} == plan_readers()[name](SimpleNamespace()).filled(SimpleNamespace(**plan), 16)
+    """Metadata in the shapes that releases give it; the other readers are tested on live connectors."""
+    assert {3, 4} == metadata_readers()[name](SimpleNamespace()).filled(SimpleNamespace(**plan), 16)
 
 
 @pytest.mark.parametrize(

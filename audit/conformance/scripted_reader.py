@@ -1,0 +1,14 @@
+"""How kvledger reads the metadata of the scripted connectors; ``connector`` registers it for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..engines.connectors.metadata_reader import MetadataReader
+
+
+class ScriptedReader(MetadataReader):
+    """Reads the block ids of each load, a tuple a KV cache group."""
+
+    def filled(self, metadata: Any, block_size: int) -> set[int]:
+        return {block for load in metadata.loads for group in load.block_ids for block in group}
