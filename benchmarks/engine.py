@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks.scheduler import BY_KEY, FRESH_STEPS, TIMED_STEPS, Progress, observe
 from benchmarks.stats import Estimate, estimate, typical_ratio
+from benchmarks.validity import require_complete
 
 from kvledger.audit.demo.engine import EXECUTOR
 from kvledger.audit.demo.model import MAX_POSITIONS, VOCABULARY_TOKENS, write_model
@@ -44,23 +45,26 @@ class Serving:
         self._requests = 0
         self._running = 0
         self._observed: tuple[Any, Any] | None = None
+        self._request_ids: set[str] = set()
         self._unwritten = 0.0
         for _ in range(CHURN.warm_up_steps):
             self.step()
 
     def begin(self, folder: Path) -> None:
-        """Be observed."""
+        """Start to observe the engine."""
+        self._request_ids = set(self._scheduler.requests)
         self._observed = observe(self._scheduler, folder)
         self._observed[1]._flush_seconds = 3600.0
         self._unwritten = 0.0
 
     def end(self) -> None:
-        """Be bare again."""
+        """Stop observing; raises :class:`InvalidRound` unless the journal is complete."""
         if self._observed is not None:
             observer, recorder = self._observed
+            self._observed = None
             observer.stop("detached")
             recorder.close()
-            self._observed = None
+            require_complete(recorder.folder, self._request_ids)
 
     def step(self) -> float:
         """Seconds of one engine step, with the requests that arrive before it."""
@@ -71,6 +75,8 @@ class Serving:
         outputs = self._engine.step()
         seconds = time.perf_counter() - began
         self._running += len(arrivals) - sum(output.finished for output in outputs)
+        if self._observed is not None and arrivals:
+            self._request_ids.update(self._scheduler.requests)
         return seconds
 
     def written(self, seconds: float) -> float:

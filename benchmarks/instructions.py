@@ -32,10 +32,11 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as `python -m benchmarks.instructions` has it
 
 from benchmarks import page
+from benchmarks.process import settle
 from benchmarks.scheduler import BY_KEY, WORKLOADS, Effort, Lane, ObservedLane, Workload
+from benchmarks.validity import InvalidRound
 
 from kvledger.audit.conformance.runner import Step
-from kvledger.audit.demo.process import settle_environment
 
 REQUEST_STEPS = 64 * 256
 """What is counted of a workload: about as much as it does between two writes to the journal."""
@@ -102,7 +103,7 @@ def measure(workloads: Sequence[Workload], folder: Path) -> list[tuple[Workload,
     ]
     done = subprocess.run(command, env=os.environ | {"PYTHONHASHSEED": "0"}, check=False)
     if done.returncode:
-        raise RuntimeError(f"valgrind ended with {done.returncode}:\n{log.read_text()[-2000:]}")
+        sys.exit(f"Counting under valgrind ended with {done.returncode}:\n{log.read_text()[-2000:]}")
     dumps = (read_dump(path.read_text()) for path in folder.glob("counted*"))
     counted: dict[str, dict[str, int]] = {}
     for key, name, instructions in filter(None, dumps):
@@ -197,13 +198,16 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help=f"also write {page.PAGE.relative_to(page.ROOT)}")
     parser.add_argument("--count", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    settle_environment(in_process=True)
-    os.environ.pop("KVLEDGER_DIR", None)
+    settle()
     workloads = [workload for workload in WORKLOADS if workload.key in (asked.keys or BY_KEY)]
     if asked.count:
         gc.disable()
-        for workload in workloads:
-            count(workload, asked.count)
+        try:
+            for workload in workloads:
+                count(workload, asked.count)
+        except InvalidRound as error:
+            print(f"The count failed: {error}.", file=sys.stderr)
+            return 1
         return 0
     if not all(map(shutil.which, TOOLS)):
         print("Instructions are counted by valgrind, which is not installed.", file=sys.stderr)

@@ -7,7 +7,6 @@ things that took turns in one process: only ratios mean the same on another mach
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +16,11 @@ from typing import NamedTuple, TextIO
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as `python -m benchmarks.run` has it
 
 from benchmarks import page
+from benchmarks.process import settle
 from benchmarks.stats import Estimate
+from benchmarks.validity import InvalidRound
 
-from kvledger.audit.demo.process import quiet, settle_environment
+from kvledger.audit.demo.process import quiet
 
 BLOCKS = ("blocks-256", "blocks-1024", "blocks-pool", "blocks-churn")
 SCHEDULER = ("steady-256", "steady-1024", "churn", "churn-short", "speculative", *BLOCKS)
@@ -230,7 +231,7 @@ def _teller(terminal: TextIO) -> Progress:
 
 
 def main() -> int:
-    """Measures and prints; 0, whatever the figures are: performance is never a timed test."""
+    """Measure and print. Returns 0 whatever the figures are, 1 if a round does not count."""
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--quick", action="store_true", help="only show that it works")
@@ -238,16 +239,20 @@ def main() -> int:
         "--write", action="store_true", help=f"also write it into {page.PAGE.relative_to(page.ROOT)}"
     )
     asked = parser.parse_args()
-    settle_environment(in_process=True)
-    os.environ.pop("KVLEDGER_DIR", None)
+    settle()
     ran_on = page.machine()
     tell = _teller(sys.stderr)
     parts = [part for part in PARTS if part in (asked.parts or PARTS)]
     rows = []
-    for row in measure(parts, QUICK if asked.quick else FULL, tell):
-        rows.append(row)
+    try:
+        for row in measure(parts, QUICK if asked.quick else FULL, tell):
+            rows.append(row)
+            tell("")
+            print(f"{row.what}: {row.figure} ({row.interval})", file=sys.stderr, flush=True)
+    except InvalidRound as error:
         tell("")
-        print(f"{row.what}: {row.figure} ({row.interval})", file=sys.stderr, flush=True)
+        print(f"The benchmark failed: {error}.", file=sys.stderr)
+        return 1
     print(f"{ran_on}\n\n{page.table(HEADINGS, list(map(cells, rows)))}")
     if asked.write:
         page.write_first(text(merged(page.told(), rows), ran_on))

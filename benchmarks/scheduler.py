@@ -38,6 +38,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.stats import Estimate, estimate, percentile, typical_ratio
+from benchmarks.validity import require_complete
 
 from kvledger.audit.conformance.host import Setup, block_hasher, build_request, build_scheduler
 from kvledger.audit.conformance.runner import Runner, Step, tokens
@@ -270,14 +271,24 @@ class ObservedLane(Lane):
         super().__init__(workload, effort, log_stats=True)
         self.write_seconds = WRITE_SECONDS
         self._unwritten = -math.inf
+        self._request_ids: set[str] = set()
+        self._observed_steps = 0
         if folder is not None:
             self.begin(folder)
 
     def begin(self, folder: Path) -> None:
-        """Be observed."""
+        """Start to observe the engine."""
+        self._request_ids = set(self.scheduler.requests)
+        self._observed_steps = 0
         self.observer, self.recorder = observe(self.scheduler, folder, self.workload.level)
         self.recorder._flush_seconds = 3600.0
         self._unwritten = 0.0
+
+    def arrivals(self) -> list[Any]:
+        """Requests in place of those that have ended; the journal must contain each of them."""
+        requests = super().arrivals()
+        self._request_ids.update(request.request_id for request in requests)
+        return requests
 
     def step(self) -> tuple[float, float]:
         """As a bare lane, and then, once a second of this lane's own time, have the journal written.
@@ -285,12 +296,13 @@ class ObservedLane(Lane):
         The writer's thread itself would go by the clock, on which the time of all lanes is.
         """
         began = time.perf_counter()
-        found = super().step()
+        seconds = super().step()
+        self._observed_steps += 1
         self._unwritten += time.perf_counter() - began
         if self._unwritten > self.write_seconds:
             self.settle()
             self._unwritten = 0.0
-        return found
+        return seconds
 
     def settle(self) -> None:
         """Have the writer do now what it has to do."""
@@ -310,10 +322,11 @@ class ObservedLane(Lane):
         )
 
     def close(self) -> None:
-        """End the observation, and the journal."""
+        """End observation and journal; raises :class:`InvalidRound` unless the journal is complete."""
         self.observer.stop("detached")
         self.recorder.close()
         self._unwritten = -math.inf
+        require_complete(self.recorder.folder, self._request_ids, self._observed_steps)
 
 
 def observe(scheduler: Any, folder: Path, level: str = "tokens") -> tuple[Any, Any]:

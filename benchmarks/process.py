@@ -1,0 +1,17 @@
+"""What every benchmark sets in its own process before vLLM is imported."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from kvledger.audit.demo.process import settle_environment
+
+
+def settle() -> None:
+    """Set vLLM's variables, observe nothing by accident, and keep vLLM's warnings off the terminal."""
+    settle_environment(in_process=True)
+    os.environ.pop("KVLEDGER_DIR", None)
+    logging.getLogger("vllm").setLevel(
+        logging.ERROR
+    )  # its own set-up reads the variables in whole engines only
