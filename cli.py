@@ -148,13 +148,13 @@ def audit(
 
     As csv: the findings, a line each.
     """
-    from .audit.replay.engine_audit import audit_paths
+    from .audit.replay.journals import audit_paths
     from .audit.replay.windows import window
     from .exporters.reports.audit import findings_csv, report
 
     chosen = window(since, until)
     with _reading(paths, jobs, scheduler) as (places, run):
-        found = report(audit_paths(places, window=chosen, tally=False, run=run))
+        found = report(audit_paths(places, window=chosen, with_metrics=False, run=run))
     _print(format, found, _drawn, findings_csv)
     raise typer.Exit(CODES[found.verdict])
 
@@ -180,7 +180,7 @@ def show(
 
     As csv: its entries, a line each.
     """
-    from .audit.replay.engine_audit import statement
+    from .audit.replay.journals import statement
     from .audit.replay.windows import window
     from .exporters.reports import statement as drawn
     from .exporters.reports.audit import lines_csv, statement_data

@@ -19,14 +19,14 @@ from .registry import Check, Invariant, Violation, Witness, catalogue
 
 Verdict = Literal["clean", "violated", "unknown"]
 
-Sighted = Callable[[str, int, Account | None], None]
+OnViolation = Callable[[str, int, Account | None], None]
 """Told the invariant's id, the event's ``at`` and the account concerned."""
 
 FINDINGS_KEPT = 1_000
 """Findings kept of one invariant; later requests that break it are only counted."""
 
 
-class Finding:
+class KeptFinding:
     """A violation as first seen, and how often since."""
 
     __slots__ = ("last_step", "repeats", "violation")
@@ -41,7 +41,7 @@ class Auditor:
     """Feeds events to its ledger, and what they meant to the checks.
 
     ``engine`` names the engine in violations (else its first event does). ``debug`` raises when a
-    check itself fails, which is counted otherwise; by default it is KVLEDGER_DEBUG. ``sighted`` is
+    check itself fails, which is counted otherwise; by default it is KVLEDGER_DEBUG. ``on_violation`` is
     told of every sight of a broken invariant, repeats too.
     """
 
@@ -52,7 +52,7 @@ class Auditor:
         keep_closed: bool = False,
         watch: Watch | None = None,
         debug: bool | None = None,
-        sighted: Sighted | None = None,
+        on_violation: OnViolation | None = None,
     ) -> None:
         self.ledger = Ledger(keep_closed=keep_closed, watch=watch)
         self.engine = engine
@@ -63,8 +63,8 @@ class Auditor:
         self.not_kept: dict[str, int] = {}
         """Sights beyond the first :data:`FINDINGS_KEPT` findings, by invariant."""
         self._debug = bool(os.environ.get("KVLEDGER_DEBUG")) if debug is None else debug
-        self._sighted = sighted
-        self._findings: dict[tuple[str, int | None], Finding] = {}
+        self._on_violation = on_violation
+        self._findings: dict[tuple[str, int | None], KeptFinding] = {}
         self._kept: dict[str, int] = {}
         self._subscribed: dict[type, tuple[tuple[Invariant, Check], ...]] = {}
         for row in catalogue().values():
@@ -108,8 +108,8 @@ class Auditor:
         account = entry.account
         if account is not None and row.severity == "violation":
             self.violating.add(account.request)
-        if self._sighted is not None:
-            self._sighted(row.id, entry.at, account)
+        if self._on_violation is not None:
+            self._on_violation(row.id, entry.at, account)
         key = (row.id, None if account is None else account.request)
         known = self._findings.get(key)
         if known is not None:
@@ -138,7 +138,7 @@ class Auditor:
             last_step=entry.step,
             story=list(witness.story),
         )
-        self._findings[key] = Finding(violation)
+        self._findings[key] = KeptFinding(violation)
         self._kept[row.id] = self._kept.get(row.id, 0) + 1
         return violation
 
@@ -147,7 +147,7 @@ class Auditor:
         self.engine = self.engine or other.engine
         self.ledger.absorb(other.ledger)
         for finding in other._findings.values():
-            known = self._findings.setdefault((finding.violation.id, None), Finding(finding.violation))
+            known = self._findings.setdefault((finding.violation.id, None), KeptFinding(finding.violation))
             known.repeats += finding.repeats + (known.violation is not finding.violation)
             known.last_step = finding.last_step
         for table, more in ((self.not_kept, other.not_kept), (self.check_failures, other.check_failures)):

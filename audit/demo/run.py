@@ -30,7 +30,8 @@ from ..causes import UNEXPLAINED
 from ..errors import LedgerError
 from ..journal.folder import read
 from ..ledger.account import Account
-from ..replay.engine_audit import JOURNAL, Audit, RequestStatement, audit_paths, statement
+from ..replay.find import JOURNAL
+from ..replay.journals import Audit, RequestStatement, audit_paths, statement
 from .injections import INJECTIONS, Injection
 from .lookups import Lookups
 
@@ -74,7 +75,7 @@ class Demo:
         self.elapsed_seconds = float(told.get("elapsed_seconds", 0.0))
         self.refusals: list[str] = told.get("refused_by_the_engines_counters", [])
         self.audit: Audit = audit_paths([self.journal], keep=True)
-        self.accounts = [account for book in self.audit.books for account in book.accounts]
+        self.accounts = [account for engine in self.audit.engines for account in engine.accounts]
         told_counters: dict[str, float] = told.get("counters", {})
         self.counters = engine_counters(told_counters)
         self.to_counters = Step()
@@ -82,7 +83,7 @@ class Demo:
             self.to_counters = between_reported_and_counters(
                 self.audit.reconciliation, self.counters, self.accounts
             )
-        events = (row for book in self.audit.books for row in read(book.path))
+        events = (row for engine in self.audit.engines for row in read(engine.path))
         self.lookups = Lookups(events, told_counters)
         counted = told_counters.get(PREEMPTIONS)
         self.counted_preemptions = None if counted is None else int(counted)

@@ -21,7 +21,7 @@ from ..hooks import EngineMismatch
 from ..journal.recorder import MemoryRecorder
 from ..ledger.account import Statement
 from ..ledger.ledger import Totals
-from ..replay.engine_audit import pick
+from ..replay.find import pick_request
 
 
 class AuditError(AssertionError):
@@ -74,7 +74,7 @@ class LiveAudit:
         self._catch_up()
         ledger = self._auditor.ledger
         request_ids = [account.request_id for account in ledger.accounts()]
-        statement = ledger.account(pick(request_id, set(request_ids), request_ids, "this audit"))
+        statement = ledger.account(pick_request(request_id, set(request_ids), request_ids, "this audit"))
         assert statement is not None
         return statement
 

@@ -1,7 +1,7 @@
 """What metrics need beyond totals: counted as it happens, or when an account closes.
 
 One struct a book, of plain numbers, dicts and lists, so that a checkpoint carries it whole. Nothing
-here is fed by a step or an output: the events in :data:`TALLIED` are rare, and accounts close once.
+here is fed by a step or an output: the events in :data:`METRICS_HANDLERS` are rare, and accounts close once.
 Tokens are what their names say; ``*_seconds`` are seconds, of points in time since 1970.
 """
 
@@ -31,7 +31,7 @@ WAIT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5,
 
 
 PLANNED = (LOCAL, EXTERNAL, COMPUTED)
-TOLD = ("stopped", "length", "length_capped", "repetition")
+ENDED_WITH_OUTPUT = ("stopped", "length", "length_capped", "repetition")
 """Outcomes that come with an output, and so after the front end has heard all that was before."""
 
 Open = Mapping[int, Account]
@@ -89,7 +89,7 @@ class Distribution(msgspec.Struct):
         return sum(self.counts)
 
 
-class Lookups(msgspec.Struct):
+class LookupCounts(msgspec.Struct):
     """Look-ups of one cache: how many, the tokens they asked for, and the tokens it had."""
 
     lookups: int = 0
@@ -103,7 +103,7 @@ class Lookups(msgspec.Struct):
         self.hit += hit
 
 
-class Sights(msgspec.Struct):
+class ViolationCount(msgspec.Struct):
     """How often an invariant was seen broken, when last, and in which request ("" in none)."""
 
     times: int = 0
@@ -112,8 +112,8 @@ class Sights(msgspec.Struct):
     trace_id: str = ""
 
 
-def _no_lookups() -> dict[str, Lookups]:
-    return {"local": Lookups(), "external": Lookups()}
+def _no_lookups() -> dict[str, LookupCounts]:
+    return {"local": LookupCounts(), "external": LookupCounts()}
 
 
 class MetricsState(msgspec.Struct):
@@ -122,13 +122,13 @@ class MetricsState(msgspec.Struct):
     ``clock_seconds``: Unix time of the engine's microsecond 0, as its latest start or segment says;
     ``created_seconds``: when it came under observation. ``lookups`` is what the engine counted.
     ``transferred_tokens``: settled external ones that a prefill engine handed over.
-    ``plan`` and ``plan_negative`` keep what was planned above and below zero apart.
+    ``planned`` and ``planned_negative`` keep what was planned above and below zero apart.
     ``sequence_tokens``: prompt and output of ended requests, by verdict. ``hook_us``: microseconds in
     hooks in the ``hook_steps`` steps in which they were timed.
 
     For comparing with the engine's own counters, as they happen: what it ``reported`` to its front
     end, in all and of requests that ended unknown here; the look-ups of admissions (``admitted``),
-    of them those after a preemption (``resumed``); ``told_preemptions`` of requests that ended by
+    of them those after a preemption (``resumed``); ``preemptions_with_output`` of requests that ended by
     themselves, and so had output after each, and the ``most_preemptions`` of one; the
     ``largest_prompt`` reported.
     ``from_start``: nothing had run when it came under observation.
@@ -136,7 +136,7 @@ class MetricsState(msgspec.Struct):
 
     clock_seconds: float = 0.0
     created_seconds: float = 0.0
-    lookups: dict[str, Lookups] = msgspec.field(default_factory=_no_lookups)
+    lookups: dict[str, LookupCounts] = msgspec.field(default_factory=_no_lookups)
     preemptions: dict[str, int] = {}
     hook_us: int = 0
     hook_steps: int = 0
@@ -144,17 +144,17 @@ class MetricsState(msgspec.Struct):
     gaps_of_unknown_size: int = 0
     lost_events: int = 0
     transferred_tokens: int = 0
-    plan: dict[str, int] = {}
-    plan_negative: dict[str, int] = {}
+    planned: dict[str, int] = {}
+    planned_negative: dict[str, int] = {}
     sequence_tokens: dict[str, int] = {}
-    violations: dict[str, Sights] = {}
+    violations: dict[str, ViolationCount] = {}
     begun: bool = False
     from_start: bool = False
     reported: dict[str, int] = {}
     reported_unknown: dict[str, int] = {}
-    admitted: dict[str, Lookups] = msgspec.field(default_factory=_no_lookups)
-    resumed: dict[str, Lookups] = msgspec.field(default_factory=_no_lookups)
-    told_preemptions: int = 0
+    admitted: dict[str, LookupCounts] = msgspec.field(default_factory=_no_lookups)
+    resumed: dict[str, LookupCounts] = msgspec.field(default_factory=_no_lookups)
+    preemptions_with_output: int = 0
     most_preemptions: int = 0
     largest_prompt: int = 0
     cached_share: Distribution = msgspec.field(default_factory=lambda: Distribution.over(SHARES))
@@ -227,11 +227,11 @@ class MetricsState(msgspec.Struct):
             self.gaps_of_known_size += 1
             self.lost_events += event.lost_events
 
-    def sighted(self, id: str, at: int, account: Account | None) -> None:
+    def count_violation(self, id: str, at: int, account: Account | None) -> None:
         """An invariant was seen broken, be it the first time or again."""
         sights = self.violations.get(id)
         if sights is None:
-            sights = self.violations[id] = Sights()
+            sights = self.violations[id] = ViolationCount()
         sights.times += 1
         sights.last_seconds = self.seconds(at)
         sights.request_id = "" if account is None else account.request_id
@@ -252,7 +252,7 @@ class MetricsState(msgspec.Struct):
             "lost_events",
         ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("preemptions", "plan", "plan_negative", "sequence_tokens"):
+        for name in ("preemptions", "planned", "planned_negative", "sequence_tokens"):
             for key, more in getattr(other, name).items():
                 _add(getattr(self, name), key, more)
         for cache, asked in other.lookups.items():
@@ -277,8 +277,8 @@ class MetricsState(msgspec.Struct):
                 _add(self.reported_unknown, source, tokens)
             return
         _add(self.sequence_tokens, verdict, sequence)
-        if account.outcome in TOLD:
-            self.told_preemptions += account.preemptions
+        if account.outcome in ENDED_WITH_OUTPUT:
+            self.preemptions_with_output += account.preemptions
             self.most_preemptions = max(self.most_preemptions, account.preemptions)
         if account.transferred:
             self.transferred_tokens += sum(settled.external for settled in account.settlements)
@@ -296,7 +296,7 @@ class MetricsState(msgspec.Struct):
             (EXTERNAL, external),
             (COMPUTED, prompt - local - external),
         ):
-            _add(self.plan if tokens >= 0 else self.plan_negative, source, abs(tokens))
+            _add(self.planned if tokens >= 0 else self.planned_negative, source, abs(tokens))
 
     def _spread(self, account: Account) -> None:
         prompt = sum(s.prompt_tokens - s.carried for s in account.settlements)
@@ -316,7 +316,7 @@ class MetricsState(msgspec.Struct):
         spread.observe(value, Exemplar(account.request_id, trace_id(account), value, at_seconds))
 
 
-TALLIED: dict[type[ev.Event], Callable[[MetricsState, Any, Open], None]] = {
+METRICS_HANDLERS: dict[type[ev.Event], Callable[[MetricsState, Any, Open], None]] = {
     ev.EngineStarted: MetricsState.started,
     ev.Snapshot: MetricsState.began,
     ev.Admitted: MetricsState.admit,

@@ -30,7 +30,7 @@ from zlib import crc32
 import msgspec
 
 from ..analysis.reconciliation import Difference, Figures, Reconciliation, Step
-from ..checks.auditor import Auditor, Finding
+from ..checks.auditor import Auditor, KeptFinding
 from ..checks.registry import Violation
 from ..errors import LedgerError
 from ..events import EngineStarted
@@ -57,7 +57,7 @@ OBJECTS: tuple[type, ...] = (
     Spans,
     Span,
     Losses,
-    Finding,
+    KeptFinding,
     Reconciliation,
     Step,
 )
@@ -78,9 +78,18 @@ STRUCTS: tuple[type, ...] = (
 
 REBUILT: dict[type, frozenset[str]] = {
     EngineAudit: frozenset(
-        {"path", "accounts", "on_closed", "beside", "read_seconds", "checkpoint_seconds", "_keep", "workers"}
+        {
+            "path",
+            "accounts",
+            "on_closed",
+            "engine_counters",
+            "read_seconds",
+            "checkpoint_seconds",
+            "_keep",
+            "workers",
+        }
     ),
-    Auditor: frozenset({"_debug", "_subscribed", "_sighted"}),
+    Auditor: frozenset({"_debug", "_subscribed", "_on_violation"}),
     Ledger: frozenset({"_keep_closed", "_watch", "_entries", "_posting"}),
     BlockLedger: frozenset({"found", "accounts", "lost"}),
     Transfers: frozenset(),

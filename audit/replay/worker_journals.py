@@ -33,7 +33,7 @@ AFTER_PLANNING: tuple[type[Event], ...] = (Delivered, DeliveredWhole, LoadFailed
 """An engine tells these between two calls of its scheduler, never while it plans a step."""
 
 
-class Workers:
+class WorkerJournals:
     """The workers' journals beside the engine's at ``path``.
 
     ``next_step`` is the step that is to be told next; -1: there is none.

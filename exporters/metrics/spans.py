@@ -68,13 +68,13 @@ class Spans:
 
     def emit(self, book: EngineAudit, account: Account, verdict: str) -> None:
         """One request of ``book`` that has just ended."""
-        if book.tallies.seconds(account.closed_at) < self._clock() - OLDEST_SECONDS:
+        if book.metrics.seconds(account.closed_at) < self._clock() - OLDEST_SECONDS:
             return
         with self._one_at_a_time:
             self._emit(book, account, verdict)
 
     def _emit(self, book: EngineAudit, account: Account, verdict: str) -> None:
-        name = (book.name, book.path.name, book.tallies.created_seconds, account.request)
+        name = (book.name, book.path.name, book.metrics.created_seconds, account.request)
         self._ids.of(*name)
         span = self._tracer.start_span(
             "kvledger.request",
@@ -114,7 +114,7 @@ def _callers(account: Account) -> Context:
 
 
 def _nanoseconds(book: EngineAudit, at: int) -> int:
-    return round(book.tallies.clock_seconds * 1e6 + at) * 1_000
+    return round(book.metrics.clock_seconds * 1e6 + at) * 1_000
 
 
 def request_attributes(book: EngineAudit, account: Account, verdict: str) -> Attributes:

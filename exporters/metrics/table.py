@@ -77,7 +77,7 @@ GROUPS: tuple[Group, ...] = (
                 "Prompt tokens by the promise of the first admission that ran, which is what vLLM 0.26 and "
                 "later report.",
                 (*ENGINE, "source"),
-                read.values(read.PLANNED, lambda book: book.tallies.plan),
+                read.values(read.PLANNED, lambda book: book.metrics.planned),
                 {"source": read.PLANNED},
             ),
             Metric(
@@ -86,7 +86,7 @@ GROUPS: tuple[Group, ...] = (
                 "counter",
                 "How far below zero promises of a source lay; in no other figure, so that no counter falls.",
                 (*ENGINE, "source"),
-                read.values(read.PLANNED, lambda book: book.tallies.plan_negative),
+                read.values(read.PLANNED, lambda book: book.metrics.planned_negative),
                 {"source": read.PLANNED},
             ),
         ),
@@ -162,7 +162,7 @@ GROUPS: tuple[Group, ...] = (
                 "counter",
                 "Of `kvledger_prompt_tokens_total`, source `external`: what a prefill engine handed over.",
                 ENGINE,
-                read.value(lambda book: book.tallies.transferred_tokens),
+                read.value(lambda book: book.metrics.transferred_tokens),
             ),
             Metric(
                 "kvledger_external_loaded_tokens",
@@ -245,7 +245,7 @@ GROUPS: tuple[Group, ...] = (
                 "counter",
                 "Preemptions by cause, as they happen.",
                 (*ENGINE, "cause"),
-                read.values(read.PREEMPTIONS, lambda book: book.tallies.preemptions),
+                read.values(read.PREEMPTIONS, lambda book: book.metrics.preemptions),
                 {"cause": read.PREEMPTIONS},
             ),
             Metric(
@@ -254,7 +254,7 @@ GROUPS: tuple[Group, ...] = (
                 "histogram",
                 "The share of a request's prompt that was local or external.",
                 ENGINE,
-                read.value(lambda book: book.tallies.cached_share),
+                read.value(lambda book: book.metrics.cached_share),
                 bounds=SHARES,
             ),
             Metric(
@@ -263,7 +263,7 @@ GROUPS: tuple[Group, ...] = (
                 "histogram",
                 "The share of a request's scheduled tokens that was rework.",
                 ENGINE,
-                read.value(lambda book: book.tallies.rework_share),
+                read.value(lambda book: book.metrics.rework_share),
                 bounds=REWORK,
             ),
             Metric(
@@ -272,7 +272,7 @@ GROUPS: tuple[Group, ...] = (
                 "histogram",
                 "How often a request was preempted.",
                 ENGINE,
-                read.value(lambda book: book.tallies.preempted),
+                read.value(lambda book: book.metrics.preempted),
                 bounds=TIMES,
             ),
             Metric(
@@ -281,7 +281,7 @@ GROUPS: tuple[Group, ...] = (
                 "histogram",
                 "How long a request waited for remote KV in all, of those that did.",
                 ENGINE,
-                read.value(lambda book: book.tallies.remote_wait),
+                read.value(lambda book: book.metrics.remote_wait),
                 bounds=WAIT_SECONDS,
             ),
         ),
@@ -339,7 +339,7 @@ GROUPS: tuple[Group, ...] = (
                 "counter",
                 "Prompt and output tokens of requests that have ended, by verdict.",
                 (*ENGINE, "verdict"),
-                read.values(VERDICTS, lambda book: book.tallies.sequence_tokens),
+                read.values(VERDICTS, lambda book: book.metrics.sequence_tokens),
                 {"verdict": VERDICTS},
             ),
             Metric(
@@ -381,7 +381,7 @@ GROUPS: tuple[Group, ...] = (
                 "counter",
                 "Events lost, in gaps of known size.",
                 ENGINE,
-                read.value(lambda book: book.tallies.lost_events),
+                read.value(lambda book: book.metrics.lost_events),
             ),
             Metric(
                 "kvledger_hook_failures",
@@ -397,7 +397,7 @@ GROUPS: tuple[Group, ...] = (
                 "counter",
                 "Time in hooks, in the steps in which it was taken: some in sixty-four.",
                 ENGINE,
-                read.value(lambda book: book.tallies.hook_us / 1e6),
+                read.value(lambda book: book.metrics.hook_us / 1e6),
             ),
             Metric(
                 "kvledger_hook_sampled_steps",
@@ -405,7 +405,7 @@ GROUPS: tuple[Group, ...] = (
                 "counter",
                 "Steps in which the time in hooks was taken.",
                 ENGINE,
-                read.value(lambda book: book.tallies.hook_steps),
+                read.value(lambda book: book.metrics.hook_steps),
             ),
             Metric(
                 "kvledger_check_failures",
@@ -445,7 +445,7 @@ GROUPS: tuple[Group, ...] = (
                 "gauge",
                 "What the engine's own counter rose by.",
                 (*ENGINE, "figure"),
-                read.beside("counted"),
+                read.engine_counters("counted"),
             ),
             Metric(
                 "kvledger_reconciliation_ledger",
@@ -453,7 +453,7 @@ GROUPS: tuple[Group, ...] = (
                 "gauge",
                 "What the ledger's figure rose by.",
                 (*ENGINE, "figure"),
-                read.beside("ledger"),
+                read.engine_counters("ledger"),
             ),
             Metric(
                 "kvledger_reconciliation_drift",

@@ -23,7 +23,7 @@ from ...audit.checks.registry import catalogue
 from ...audit.errors import LedgerError
 from ...audit.journal.format import is_live
 from ...audit.replay.engine_audit import EngineAudit
-from ...audit.replay.metrics_state import VERDICTS, Distribution, Exemplar, Lookups, Sights
+from ...audit.replay.metrics_state import VERDICTS, Distribution, Exemplar, LookupCounts, ViolationCount
 
 OTHER = "other"
 SOURCES = ("local", "external", "computed", "unattained")
@@ -76,7 +76,7 @@ def engines(of: Callable[[EngineAudit], Values]) -> Reader:
         for book in books:
             if book.engine is not None:
                 for labels, value in of(book):
-                    yield Sample((book.name, *labels), value, book.tallies.created_seconds)
+                    yield Sample((book.name, *labels), value, book.metrics.created_seconds)
 
     return read
 
@@ -116,9 +116,9 @@ def work(book: EngineAudit) -> dict[str, int]:
     }
 
 
-def lookups(of: Callable[[Lookups], int]) -> Reader:
+def lookups(of: Callable[[LookupCounts], int]) -> Reader:
     """What the engine counted of its look-ups, by cache."""
-    return values(CACHES, lambda book: {cache: of(book.tallies.lookups[cache]) for cache in CACHES})
+    return values(CACHES, lambda book: {cache: of(book.metrics.lookups[cache]) for cache in CACHES})
 
 
 # --- requests -----------------------------------------------------------------------------------------
@@ -142,18 +142,18 @@ def violations(books: Sequence[EngineAudit]) -> Iterator[Sample]:
         if book.engine is None:
             continue
         for id, row in catalogue().items():
-            sights = book.tallies.violations.get(id, Sights())
+            sights = book.metrics.violations.get(id, ViolationCount())
             shown = None
             if sights.request_id:
                 shown = Exemplar(sights.request_id, sights.trace_id, 1.0, sights.last_seconds)
             labels = (book.name, id, row.severity)
-            yield Sample(labels, sights.times, book.tallies.created_seconds, shown)
+            yield Sample(labels, sights.times, book.metrics.created_seconds, shown)
 
 
 def last_violations(book: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
     """When each was last seen; nothing of those that never were."""
     for id, row in catalogue().items():
-        sights = book.tallies.violations.get(id)
+        sights = book.metrics.violations.get(id)
         if sights is not None:
             yield (id, row.severity), sights.last_seconds
 
@@ -187,12 +187,12 @@ def lag(book: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
 
 def gaps(book: EngineAudit) -> dict[str, int]:
     """By whether the number of lost events is known."""
-    return {"known": book.tallies.gaps_of_known_size, "unknown": book.tallies.gaps_of_unknown_size}
+    return {"known": book.metrics.gaps_of_known_size, "unknown": book.metrics.gaps_of_unknown_size}
 
 
 def last_event(book: EngineAudit) -> float:
     """Unix time."""
-    return book.tallies.seconds(book.auditor.ledger.at)
+    return book.metrics.seconds(book.auditor.ledger.at)
 
 
 def checkpoint(book: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
@@ -299,20 +299,26 @@ def build(books: Sequence[EngineAudit]) -> Iterator[Sample]:
 # --- reconciliation -----------------------------------------------------------------------------------
 
 
-def beside(of: str) -> Reader:
+def engine_counters(of: str) -> Reader:
     """The engine's own counters (``counted``) or the ledger's figures (``ledger``), by figure."""
     return engines(
-        lambda book: [((row.figure,), getattr(row, of)) for row in book.beside.rows] if book.beside else []
+        lambda book: (
+            [((row.figure,), getattr(row, of)) for row in book.engine_counters.rows]
+            if book.engine_counters
+            else []
+        )
     )
 
 
 def drift(book: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
     """By figure and cause."""
-    for row in book.beside.rows if book.beside else ():
+    for row in book.engine_counters.rows if book.engine_counters else ():
         for cause, amount in row.drift.items():
             yield (row.figure, cause), amount
 
 
 def reconciled(of: str) -> Reader:
     """A figure of the reconciliation itself, where there is one."""
-    return engines(lambda book: [((), float(getattr(book.beside, of)))] if book.beside else [])
+    return engines(
+        lambda book: [((), float(getattr(book.engine_counters, of)))] if book.engine_counters else []
+    )

@@ -1,6 +1,6 @@
 """An audit as data: what ``--format json`` prints and what the terminal draws.
 
-Plain structs, made from :class:`~kvledger.audit.replay.engine_audit.Audit` in one go. Words and colours are
+Plain structs, made from :class:`~kvledger.audit.replay.journals.Audit` in one go. Words and colours are
 elsewhere (``terminal.py``). Fields are only ever appended. Figures are tokens of prompts and work
 unless they say requests.
 """
@@ -19,7 +19,8 @@ from ...audit.causes import DIFFERENCES
 from ...audit.checks.registry import Figure, Violation
 from ...audit.ledger.account import COMPUTED, EXTERNAL, LOCAL, Line
 from ...audit.ledger.ledger import Totals
-from ...audit.replay.engine_audit import Audit, EngineAudit, RequestStatement
+from ...audit.replay.engine_audit import EngineAudit
+from ...audit.replay.journals import Audit, RequestStatement
 
 FIGURES = (LOCAL, EXTERNAL, COMPUTED, "unattained")
 
@@ -173,7 +174,7 @@ def report(audit: Audit) -> AuditReport:
             loaded_again=totals.loaded_again,
         ),
         violations=[finding(violation) for violation in violations],
-        journals=[_journal(book) for book in audit.books],
+        journals=[_journal(book) for book in audit.engines],
         notes=audit.notes,
     )
 
@@ -258,7 +259,7 @@ def _journal(book: EngineAudit) -> JournalData:
         stopped=book.auditor.ledger.stopped,
         events=book.events,
         verdict=book.verdict,
-        notes=book.remarks,
+        notes=book.all_notes,
     )
 
 

@@ -14,7 +14,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...audit.replay.engine_audit import Audit, audit_paths
+from ...audit.replay.journals import Audit, audit_paths
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
 from .audit import share, structs_csv
@@ -61,7 +61,7 @@ def compare(
     before: Sequence[Path], after: Sequence[Path], *, window: Window = EVERYTHING, run: Run = here
 ) -> TraceComparison:
     """Audit both. Raises :class:`LedgerError` for a path that holds no journal."""
-    one, other = (audit_paths(paths, window=window, tally=False, run=run) for paths in (before, after))
+    one, other = (audit_paths(paths, window=window, with_metrics=False, run=run) for paths in (before, after))
     figures = [
         msgspec.structs.replace(was, after=now.before)
         for was, now in zip(_figures(one), _figures(other), strict=True)
@@ -105,7 +105,7 @@ def _figure(name: str, figure: float | None, of: str = "", per: str = "") -> Fig
 
 
 def _engines(audit: Audit) -> list[str]:
-    started = [book.engine for book in audit.books]
+    started = [book.engine for book in audit.engines]
     names = [f"{each.engine} {each.version}" if each else "unknown" for each in started]
     return sorted(dict.fromkeys(names))
 
@@ -132,7 +132,7 @@ def _meanings(one: Audit, other: Audit) -> list[MeaningChange]:
 def _meant(audit: Audit) -> dict[str, str]:
     """By figure what it means in the trace's releases, each said once."""
     said: dict[str, list[str]] = {}
-    for book in audit.books:
+    for book in audit.engines:
         for figure, says in book.meanings.items():
             words = said.setdefault(figure, [])
             if says not in words:

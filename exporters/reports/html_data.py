@@ -11,9 +11,10 @@ from pathlib import Path
 import msgspec
 
 from ...audit import events as ev
-from ...audit.journal.folder import Reader
 from ...audit.ledger.account import Account
-from ...audit.replay.engine_audit import Audit, EngineAudit, find
+from ...audit.replay.engine_audit import EngineAudit
+from ...audit.replay.find import journals_at
+from ...audit.replay.journals import Audit, each_batch
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
 from ..trace.request_counts import RequestCounts
@@ -53,7 +54,7 @@ class _Part:
     """One journal's part."""
 
     def __init__(self, path: Path, window: Window) -> None:
-        self.book = EngineAudit(path, keep=True, window=window, tally=False)
+        self.book = EngineAudit(path, keep=True, window=window, with_metrics=False)
         self.tally = Tally()
         self.series = Series()
         self.waits = [0] * (len(WAITS) + 1)
@@ -61,22 +62,14 @@ class _Part:
 
     def read(self) -> None:
         """All of it."""
-        book, crowd, last = self.book, RequestCounts(), 0
-        with Reader(book.path) as reader:
-            for batch, _ in book.batches(reader):
-                last = batch.events[-1].at
-                began = book.began_seconds or 0.0
-                for event in batch.events:
-                    if crowd.feed(event):
-                        self._at(began, event, crowd)
-                for account in book.accounts:
-                    self._add(account, last)
-                book.accounts.clear()
-            book.remark(reader)
-        for account in book.open():
-            self._add(account, last)
-        book.finish()
-        book.accounts.clear()
+        book, crowd = self.book, RequestCounts()
+        for batch in each_batch(book):
+            began = book.began_seconds or 0.0
+            for event in batch.events:
+                if crowd.feed(event):
+                    self._at(began, event, crowd)
+            for account in batch.accounts:
+                self._add(account, book.last_at)
         remark(self.tally, book)
 
     def _at(self, began: float, event: ev.Event, crowd: RequestCounts) -> None:
@@ -114,7 +107,7 @@ class _Part:
 
 def gather(paths: Sequence[Path], *, window: Window = EVERYTHING, run: Run = here) -> PageData:
     """Read all journals at ``paths``. Raises :class:`LedgerError` for one that holds none."""
-    parts = list(run(partial(_of_journal, window=window), find(paths)))
+    parts = list(run(partial(_of_journal, window=window), journals_at(paths)))
     tally = Tally()
     for part in parts:
         tally.merge(part.tally)

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...audit.ledger.account import Line, Settlement, Statement
-from ...audit.replay.engine_audit import RequestStatement
+from ...audit.replay.journals import RequestStatement
 from . import terminal
 from .audit import finding
 

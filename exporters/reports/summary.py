@@ -19,10 +19,11 @@ from rich.console import Group
 from rich.text import Text
 
 from ...audit.errors import LedgerError
-from ...audit.journal.folder import Reader
 from ...audit.ledger.account import Account
 from ...audit.ledger.ledger import Totals
-from ...audit.replay.engine_audit import EngineAudit, find, named
+from ...audit.replay.engine_audit import EngineAudit
+from ...audit.replay.find import journals_at, matching_paths
+from ...audit.replay.journals import each_account
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
 from ..trace.tables import hour_name
@@ -129,12 +130,12 @@ def summarize(
     """
     if by and by not in KEYS:
         _pattern(by)
-    places = [place for path in paths for place in named(path)]
+    places = [place for path in paths for place in matching_paths(path)]
     exported = [place for place in places if os.path.isfile(place / REQUESTS)]
     found = [_of_tables(folder, by, window) for folder in exported]
     journals = [place for place in places if place not in exported]
     if journals or not exported:
-        found += run(partial(_of_journal, by=by, window=window), find(journals))
+        found += run(partial(_of_journal, by=by, window=window), journals_at(journals))
     groups: Groups = {}
     everything = Sums.none()
     for some in found:
@@ -147,18 +148,11 @@ def summarize(
 
 
 def _of_journal(path: Path, by: str, window: Window) -> Groups:
-    book = EngineAudit(path, keep=True, window=window, tally=False)
+    book = EngineAudit(path, keep=True, window=window, with_metrics=False)
     key = _key(by, book)
     groups: Groups = {}
-    last = 0
-    with Reader(path) as reader:
-        for batch, _ in book.batches(reader):
-            last = batch.events[-1].at
-            for account in book.accounts:
-                groups.setdefault(key(account), Sums.none()).add(account, last)
-            book.accounts.clear()
-    for account in book.open():
-        groups.setdefault(key(account), Sums.none()).add(account, last)
+    for account in each_account(book):
+        groups.setdefault(key(account), Sums.none()).add(account, book.last_at)
     return groups
 
 

@@ -22,7 +22,9 @@ from ...audit.checks.registry import Violation
 from ...audit.errors import LedgerError
 from ...audit.journal.folder import Batch
 from ...audit.ledger.ledger import Totals
-from ...audit.replay.engine_audit import Audit, EngineAudit, find
+from ...audit.replay.engine_audit import EngineAudit
+from ...audit.replay.find import journals_at
+from ...audit.replay.journals import Audit
 from ...audit.replay.parallel import is_remote
 from ..sidecar.followed_journal import FollowedJournal
 from ..sidecar.follower import Follower, ignore
@@ -68,7 +70,7 @@ class TailFinder:
     def names(self, followed: Iterable[str], notify: Notify) -> list[str]:
         """The journals' paths; the ``followed`` ones while there is none, as between two engines."""
         try:
-            return [str(path) for path in find([self._path])]
+            return [str(path) for path in journals_at([self._path])]
         except LedgerError:
             return list(followed)
 
@@ -119,7 +121,7 @@ class LiveTail:
     """
 
     def __init__(self, path: Path) -> None:
-        find([path])  # raises with the reason
+        journals_at([path])  # raises with the reason
         self._follower = Follower(path, finder=TailFinder(path))
         self._follower.on_batch = self._add
         self._counts: dict[str, LiveCounts] = {}

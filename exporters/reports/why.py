@@ -16,9 +16,10 @@ from rich.text import Text
 
 from ...audit.analysis.cache_misses import misses, never_came
 from ...audit.causes import MISSES
-from ...audit.journal.folder import Reader
 from ...audit.ledger.account import Account
-from ...audit.replay.engine_audit import EngineAudit, find
+from ...audit.replay.engine_audit import EngineAudit
+from ...audit.replay.find import journals_at
+from ...audit.replay.journals import each_account
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
 from .audit import share, structs_csv
@@ -110,7 +111,7 @@ class Tally(msgspec.Struct):
 def why(paths: Sequence[Path], *, window: Window = EVERYTHING, run: Run = here) -> Why:
     """The causes, most tokens first. Raises :class:`LedgerError` for a path that holds no journal."""
     everything = Tally()
-    for some in run(partial(_of_journal, window=window), find(paths)):
+    for some in run(partial(_of_journal, window=window), journals_at(paths)):
         everything.merge(some)
     return explained(everything)
 
@@ -146,13 +147,8 @@ def block_size(book: EngineAudit) -> int:
 
 
 def _of_journal(path: Path, window: Window) -> Tally:
-    book, tally = EngineAudit(path, keep=True, window=window, tally=False), Tally()
-    with Reader(path) as reader:
-        for _ in book.batches(reader):
-            for account in book.accounts:
-                tally.add(account, block_size(book))
-            book.accounts.clear()
-    for account in book.open():
+    book, tally = EngineAudit(path, keep=True, window=window, with_metrics=False), Tally()
+    for account in each_account(book):
         tally.add(account, block_size(book))
     remark(tally, book)
     return tally

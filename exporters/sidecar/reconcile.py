@@ -71,14 +71,14 @@ class Point(NamedTuple):
 
 def point(book: EngineAudit, noted: float) -> Point:
     """The figures that this engine's release lets compare, as they stand; none of a v0 scheduler's."""
-    words = book.words
+    words = book.meaning_words
     if book.engine is None or book.engine.adapter.startswith("v0"):
         return Point(book.read_seconds, noted, {}, 0)
     sides: dict[str, Side] = {"requests": _plain(book.closed.requests), "preemptions": _preemptions(book)}
     if words.get("prompt figures") in ("first", "last") and "a negative figure" not in words:
         sides |= _prompts(book)
     for cache in ("local", "external"):
-        if words.get(f"{cache} look-ups") == "admissions" and book.tallies.lookups[cache].lookups:
+        if words.get(f"{cache} look-ups") == "admissions" and book.metrics.lookups[cache].lookups:
             sides |= _lookups(book, cache)
     ledger = book.auditor.ledger
     return Point(book.read_seconds, noted, sides, ledger.gaps + ledger.hook_failures)
@@ -90,12 +90,12 @@ def _plain(figure: float) -> Side:
 
 def _preemptions(book: EngineAudit) -> Side:
     """The front end hears of one with the next output; what ends without any is never counted."""
-    happened = sum(book.tallies.preemptions.values())
-    return Side(happened, book.tallies.told_preemptions, happened, {})
+    happened = sum(book.metrics.preemptions.values())
+    return Side(happened, book.metrics.preemptions_with_output, happened, {})
 
 
 def _prompts(book: EngineAudit) -> Iterator[tuple[str, Side]]:
-    tallies, between = book.tallies, book.reconciliation
+    tallies, between = book.metrics, book.reconciliation
     reported = _figures(tallies.reported)
     unknown = _figures(tallies.reported_unknown)
     still_open = Figures()
@@ -130,7 +130,7 @@ def _of(figures: Figures, name: str) -> int:
 
 
 def _lookups(book: EngineAudit, cache: str) -> Iterator[tuple[str, Side]]:
-    tallies = book.tallies
+    tallies = book.metrics
     counted, made, resumed = tallies.lookups[cache], tallies.admitted[cache], tallies.resumed[cache]
     for name, of in (("queried", "queried"), ("hit", "hit")):
         causes: Causes = {}
@@ -177,7 +177,7 @@ class Comparison:
         self.book = book
         self._history: deque[Point] = deque()
         self._waiting: deque[Scrape] = deque()
-        self._base: Base | None = Base(book.tallies.created_seconds, {}, {}, {}, {}) if zero else None
+        self._base: Base | None = Base(book.metrics.created_seconds, {}, {}, {}, {}) if zero else None
         self._outside: dict[str, deque[tuple[float, float]]] = {}
         self._last: Counters = {}
 
@@ -201,8 +201,10 @@ class Comparison:
 
     def missed(self) -> None:
         """The engine did not answer, or there is none any more."""
-        beside = self.book.beside or EngineCounters()
-        self.book.beside = EngineCounters(beside.rows, False, beside.scraped_seconds, beside.baseline_seconds)
+        last = self.book.engine_counters or EngineCounters()
+        self.book.engine_counters = EngineCounters(
+            last.rows, False, last.scraped_seconds, last.baseline_seconds
+        )
 
     def restart(self) -> None:
         """Begin anew: a later scrape will be the baseline."""
@@ -234,7 +236,7 @@ class Comparison:
             for figure in self._history[-1].sides
             if figure in scrape.counters and (not base.counters or figure in base.counters)
         )
-        self.book.beside = EngineCounters(rows, True, scrape.ended, base.seconds)
+        self.book.engine_counters = EngineCounters(rows, True, scrape.ended, base.seconds)
 
     def _range(self, scrape: Scrape) -> tuple[dict[str, float], dict[str, float]]:
         """The least and the most that each figure was around a scrape."""
@@ -274,7 +276,7 @@ class Comparison:
             return 0
         ended = self._history[-1].sides["requests"].most - base.least.get("requests", 0)
         heard = scrape.counters.get("requests", 0) - base.counters.get("requests", 0)
-        tallies = self.book.tallies
+        tallies = self.book.metrics
         each = tallies.most_preemptions if figure == "preemptions" else tallies.largest_prompt
         return max(0.0, ended - heard) * each
 

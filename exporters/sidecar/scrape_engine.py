@@ -89,7 +89,7 @@ def check_url(url: str) -> None:
 
 def match(engines: Iterable[Engine], books: Sequence[EngineAudit]) -> dict[Engine, EngineAudit]:
     """Each engine's book, where exactly one is live that can be meant, and no other engine means it."""
-    live = [book for book in books if book.tallies.begun and state(book) == "live"]
+    live = [book for book in books if book.metrics.begun and state(book) == "live"]
     meant: dict[Engine, EngineAudit] = {}
     for engine in engines:
         found = [book for book in live if _index(book) == engine.number]
@@ -195,7 +195,7 @@ def _zero(book: EngineAudit, books: Sequence[EngineAudit]) -> bool:
     """Whether the engine's counters began with the book: it saw the start, and no other had its index."""
     alike = [other for other in books if other.engine is not None and _index(other) == _index(book)]
     ledger = book.auditor.ledger
-    return book.tallies.from_start and not (ledger.gaps or ledger.hook_failures) and len(alike) == 1
+    return book.metrics.from_start and not (ledger.gaps or ledger.hook_failures) and len(alike) == 1
 
 
 def attach_reconciliation(

@@ -15,9 +15,10 @@ from typing import Literal, NamedTuple
 
 from ...audit import events as ev
 from ...audit.checks.registry import Violation
-from ...audit.journal.folder import Reader
 from ...audit.ledger.account import Account, Settlement
-from ...audit.replay.engine_audit import EngineAudit, find
+from ...audit.replay.engine_audit import EngineAudit
+from ...audit.replay.find import journals_at
+from ...audit.replay.journals import each_batch
 from ...audit.replay.windows import EVERYTHING, Window
 
 Kind = Literal["text", "count", "seconds"]
@@ -132,7 +133,7 @@ def rows(
     Those of the ``window``: requests with their lives and entries by when they ended, steps by when
     they were. Raises :class:`LedgerError` for a path that holds no journal.
     """
-    for path in find(paths):
+    for path in journals_at(paths):
         yield from _Trace(path, wanted, window).rows()
 
 
@@ -141,24 +142,19 @@ class _Trace:
         self.path = path
         self._wanted = wanted
         everybody = (lambda _: True) if "entries" in wanted else None
-        self._book = EngineAudit(path, keep=True, watch=everybody, window=window, tally=False)
-        self._last = 0
+        self._book = EngineAudit(path, keep=True, watch=everybody, window=window, with_metrics=False)
         self._scheduled: dict[int, tuple[int, int]] = {}
         self._step = 0
 
     def rows(self) -> Iterator[tuple[str, Rows]]:
         book = self._book
-        with Reader(self.path) as reader:
-            for batch, _ in book.batches(reader):
-                self._last = batch.events[-1].at
-                steps: Rows = []
-                if "steps" in self._wanted:
-                    steps = [row for event in batch.events for row in self._steps(event)]
-                if steps:
-                    yield "steps", steps
-                yield from self._accounts(book.accounts)
-                book.accounts = []
-        yield from self._accounts(book.open())
+        for batch in each_batch(book):
+            steps: Rows = []
+            if "steps" in self._wanted:
+                steps = [row for event in batch.events for row in self._steps(event)]
+            if steps:
+                yield "steps", steps
+            yield from self._accounts(batch.accounts)
         found = book.violations
         if found and "violations" in self._wanted:
             yield "violations", [_violation(book.name, violation) for violation in found]
@@ -166,7 +162,7 @@ class _Trace:
     def _accounts(self, accounts: list[Account]) -> Iterator[tuple[str, Rows]]:
         engine, of_engine = self._book.name, (self._book.model, self._book.began_seconds)
         if accounts and "requests" in self._wanted:
-            last = self._last
+            last = self._book.last_at
             yield "requests", [(*_request(engine, account, last), *of_engine) for account in accounts]
         if accounts and "lives" in self._wanted:
             yield "lives", [row for account in accounts for row in _lives(engine, account)]

@@ -18,9 +18,11 @@ from typing import IO, Any
 
 from ...audit import events as ev
 from ...audit.checks.registry import Violation
-from ...audit.journal.folder import Reader
+from ...audit.journal.folder import read
 from ...audit.ledger.account import Account, Life
-from ...audit.replay.engine_audit import EngineAudit, find
+from ...audit.replay.engine_audit import EngineAudit
+from ...audit.replay.find import journals_at
+from ...audit.replay.journals import each_batch
 from ...audit.replay.windows import EVERYTHING, Window
 from ..files import whole
 from .request_counts import RequestCounts
@@ -34,7 +36,7 @@ def write_timeline(paths: Sequence[Path], out: IO[str], window: Window = EVERYTH
     Requests are those of the ``window``, counters of the whole trace. Memory is bounded by what is
     open, as in an audit. Raises :class:`LedgerError` for a path that holds no journal.
     """
-    journals = [_Track(number, path, window) for number, path in enumerate(find(paths), 1)]
+    journals = [_Track(number, path, window) for number, path in enumerate(journals_at(paths), 1)]
     began = min((track.began for track in journals), default=0.0)
     out.write('{"displayTimeUnit":"ms","traceEvents":[')
     count = 0
@@ -72,23 +74,17 @@ class _Track:
             yield {"pid": self.number, **event}
 
     def _events(self) -> Iterator[Slice]:
-        book = EngineAudit(self.path, keep=True, window=self.window, tally=False)
-        last = 0
-        with Reader(self.path) as reader:
-            for batch, found in book.batches(reader):
-                last = batch.events[-1].at
-                for event in batch.events:
-                    yield from self._counters(event)
-                for violation in found:
-                    self._found.setdefault(violation.request, []).append(violation)
-                for closed in book.accounts:
-                    yield from self._request(closed, last)
-                book.accounts.clear()
+        book = EngineAudit(self.path, keep=True, window=self.window, with_metrics=False)
+        for batch in each_batch(book):
+            for event in batch.events:
+                yield from self._counters(event)
+            for violation in batch.findings:
+                self._found.setdefault(violation.request, []).append(violation)
+            for account in batch.accounts:
+                yield from self._request(account, book.last_at)
         engine = book.engine
         name = f"{book.name} ({engine.configuration.get('model', '')})" if engine else self.path.name
         yield _named("process_name", name)
-        for still_open in book.open():
-            yield from self._request(still_open, last)
         yield from self._findings(None, None)
 
     def _request(self, account: Account, last: int) -> Iterator[Slice]:
@@ -180,9 +176,6 @@ def _named(kind: str, name: str) -> Slice:
 
 def _start(path: Path) -> float:
     """When the engine started, in seconds since 1970; the journal's first event says it."""
-    with Reader(path) as reader:
-        for batch in reader.poll():
-            for event in batch.events:
-                if isinstance(event, ev.EngineStarted):
-                    return event.began_seconds
-    return 0.0
+    started = (event for _, event in read(path) if isinstance(event, ev.EngineStarted))
+    first = next(started, None)
+    return 0.0 if first is None else first.began_seconds

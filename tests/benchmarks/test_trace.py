@@ -10,7 +10,7 @@ from benchmarks.trace import main, write_journal, write_trace
 
 from kvledger.audit import events as ev
 from kvledger.audit.journal.folder import read
-from kvledger.audit.replay.engine_audit import audit_paths
+from kvledger.audit.replay.journals import audit_paths
 from kvledger.exporters.reports.why import why
 
 RICH = Mix(running=16, load_fails=0.2, deferred=0.2, aborted=0.1, session=0.1, speculative=0.2, reset=2e-3)

@@ -258,7 +258,7 @@ def test_our_own_bug_is_one_sentence_too(run: Any, clean: Path, monkeypatch: pyt
     def broken(*args: object) -> None:
         raise RuntimeError("the sky\nfell")
 
-    monkeypatch.setattr("kvledger.audit.replay.engine_audit.find_journals", broken)
+    monkeypatch.setattr("kvledger.audit.replay.find.find_journals", broken)
     told = run("audit", clean)
 
     assert 70 == told.code
@@ -276,7 +276,7 @@ def test_interrupted_quietly(run: Any, clean: Path, monkeypatch: pytest.MonkeyPa
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvledger.audit.replay.engine_audit.find_journals", interrupted)
+    monkeypatch.setattr("kvledger.audit.replay.find.find_journals", interrupted)
     told = run("audit", clean)
 
     assert (130, "", "") == (told.code, told.out, told.err)
@@ -618,7 +618,7 @@ def test_a_window_that_is_empty(run: Any, clean: Path, verb: str) -> None:
 
 def test_a_pattern_in_quotes(run: Any, clean: Path) -> None:
     assert 0 == run("audit", f"{clean.parent}/cl*").code
-    assert "Nothing is called" in run("audit", f"{clean.parent}/no*").sentence
+    assert "No path matches" in run("audit", f"{clean.parent}/no*").sentence
 
 
 @pytest.mark.parametrize(

@@ -230,7 +230,7 @@ def run(folder: Path, name: str) -> int:
 def run_process(folder: Path) -> int:
     """With a worker in a process of its own, observed by the plugin: two journals, audited together."""
     from kvledger.audit.journal.folder import read
-    from kvledger.audit.replay.engine_audit import audit_paths
+    from kvledger.audit.replay.journals import audit_paths
 
     os.environ["KVLEDGER_DIR"] = str(folder / "journals")
     llm = start(folder, "process", "mp")
@@ -244,7 +244,7 @@ def run_process(folder: Path) -> int:
         "totals": msgspec.to_builtins(audit.totals),
         "journals": [journal.name.partition("-")[0] for journal in journals],
         "processes": [event.process_id for event in begun if isinstance(event, EngineStarted)],
-        "heard": list(audit.books[0].auditor.ledger.transfers.aligned.values()),
+        "heard": list(audit.engines[0].auditor.ledger.transfers.aligned.values()),
     }
     (folder / "process.json").write_text(json.dumps(told, indent=1))
     return 0

@@ -21,7 +21,7 @@ from kvledger.audit.demo import run as demo
 from kvledger.audit.demo.run import Demo, EngineFailed
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import HookFailed
-from kvledger.audit.replay.engine_audit import audit_paths
+from kvledger.audit.replay.journals import audit_paths
 from kvledger.exporters.reports import demo as demo_report
 from kvledger.exporters.reports.audit import report
 
@@ -215,7 +215,7 @@ def test_the_counters_hold_what_is_unknown_here(tmp_path: Path) -> None:
     stream = journals.reported(events(10, "A0+0 s10 o+ F"), local=0, external=0, computed=10)
     lost = [*stream[:2], HookFailed(1, "hook", "error", False), *stream[2:]]
     audit = audit_paths([journals.write(tmp_path / "one", lost)], keep=True)
-    (book,) = audit.books
+    (book,) = audit.engines
 
     step = demo.between_reported_and_counters(audit.reconciliation, Figures(computed=10), book.accounts)
 

@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 from tests.engines.forked import VARIANTS
 
 from kvledger.audit.journal.folder import is_workers
-from kvledger.audit.replay.engine_audit import audit_paths
+from kvledger.audit.replay.journals import audit_paths
 
 ROOT = Path(__file__).parents[2]
 

@@ -19,7 +19,7 @@ from tests import journals
 from tests.histories import GOLDEN
 
 from kvledger.audit.errors import LedgerError
-from kvledger.audit.replay.engine_audit import audit_paths
+from kvledger.audit.replay.journals import audit_paths
 from kvledger.exporters.inputs import reading
 from kvledger.exporters.reports.audit import report
 from kvledger.exporters.reports.diff import compare
@@ -180,7 +180,7 @@ def test_journals_in_memory_are_read_through_a_copy(golden: Path) -> None:
 
 def test_a_journal_keeps_its_address(golden: Path) -> None:
     with reading([Path(f"file://{golden}/engine-00")]) as (places, run):
-        (book,) = audit_paths(places, run=run).books
+        (book,) = audit_paths(places, run=run).engines
 
     assert f"file:{golden}/engine-00" == str(book.path)
 

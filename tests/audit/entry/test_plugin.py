@@ -19,7 +19,7 @@ from kvledger.audit.conformance.driver import Driver, Setup
 from kvledger.audit.engines import choose
 from kvledger.audit.entry import plugin
 from kvledger.audit.journal.folder import find_journals, read
-from kvledger.audit.replay.engine_audit import audit_paths
+from kvledger.audit.replay.journals import audit_paths
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from tests.histories import GOLDEN, events
 
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import Gap, Reported, RequestAdded
-from kvledger.audit.replay.engine_audit import EngineAudit, audit_paths, statement
+from kvledger.audit.replay.engine_audit import EngineAudit
+from kvledger.audit.replay.journals import audit_paths, statement
 
 
 def test_one_journal(tmp_path: Path) -> None:
@@ -31,7 +32,7 @@ def test_several_journals_are_summed(tmp_path: Path) -> None:
 
     audit = audit_paths([tmp_path])
 
-    assert len(GOLDEN) == len(audit.books)
+    assert len(GOLDEN) == len(audit.engines)
     assert sum(row.scheduled for row in GOLDEN) == audit.totals.scheduled
     assert sum(row.rework for row in GOLDEN) == sum(audit.totals.rework.values())
 
@@ -56,15 +57,15 @@ def test_notes_name_the_journal_where_there_are_several(tmp_path: Path) -> None:
 
 def test_a_book_keeps_no_closed_account(tmp_path: Path) -> None:
     """Memory is bounded by what is open."""
-    (book,) = audit_paths([journals.clean(tmp_path / "one")]).books
+    (book,) = audit_paths([journals.clean(tmp_path / "one")]).engines
 
     assert {} == book.auditor.ledger.closed
     assert [] == book.accounts
 
 
 def test_a_book_counts_ended_requests_by_verdict_and_outcome(tmp_path: Path) -> None:
-    (good,) = audit_paths([journals.clean(tmp_path / "good")]).books
-    (bad,) = audit_paths([journals.violated(tmp_path / "bad")]).books
+    (good,) = audit_paths([journals.clean(tmp_path / "good")]).engines
+    (bad,) = audit_paths([journals.violated(tmp_path / "bad")]).engines
 
     assert {("clean", "stopped"): 1} == good.requests
     assert {("violated", "stopped"): 1} == bad.requests
@@ -80,7 +81,7 @@ def test_a_violating_request_is_never_clean(tmp_path: Path, monkeypatch: pytest.
             events(200, journals.CLEAN, request=request), local=-128, external=160, computed=168
         )
     ]
-    (book,) = audit_paths([journals.write(tmp_path / "bad", wrong)]).books
+    (book,) = audit_paths([journals.write(tmp_path / "bad", wrong)]).engines
 
     assert {("violated", "stopped"): 3} == book.requests
     assert set() == book.auditor.violating

@@ -26,7 +26,7 @@ def book(*stream: Event) -> EngineAudit:
 
 
 def tallies(*stream: Event) -> MetricsState:
-    return book(*stream).tallies
+    return book(*stream).metrics
 
 
 def test_a_distribution_puts_a_figure_at_a_bound_below_it() -> None:
@@ -88,7 +88,7 @@ def test_an_unknown_request_is_in_no_distribution() -> None:
 
 def test_a_repeated_sight_is_counted_and_dated() -> None:
     told = book(*journals.reported(events(200, journals.CLEAN), local=-128, external=160, computed=168))
-    sights = told.tallies.violations
+    sights = told.metrics.violations
 
     assert {violation.id for violation in told.auditor.violations} == set(sights)
     for violation in told.auditor.violations:
@@ -128,13 +128,13 @@ def test_what_a_prefill_engine_hands_over_is_kept_apart(transferred: bool, token
     told = book(replace(added, transferred=transferred), *rest)
 
     assert 160 == told.closed.external
-    assert tokens == told.tallies.transferred_tokens
+    assert tokens == told.metrics.transferred_tokens
 
 
 def test_what_was_promised_below_zero_is_kept_apart() -> None:
     told = tallies(*events(200, "A40+-8 s168 o+ F"))
 
-    assert ({"external": 8}, {"local": 40, "computed": 168}) == (told.plan_negative, told.plan)
+    assert ({"external": 8}, {"local": 40, "computed": 168}) == (told.planned_negative, told.planned)
 
 
 @pytest.mark.parametrize("row", GOLDEN, ids=lambda row: row.title)
@@ -147,8 +147,8 @@ def test_a_checkpoint_gives_back_the_same(row: Any) -> None:
 def test_every_request_of_a_verdict_has_its_tokens_there() -> None:
     for row in GOLDEN:
         fed = book(*row.events())
-        assert {verdict for verdict, _ in fed.requests} == set(fed.tallies.sequence_tokens)
-        assert fed.tallies.preempted.observed == fed.closed.requests - fed.closed.unknown_requests
+        assert {verdict for verdict, _ in fed.requests} == set(fed.metrics.sequence_tokens)
+        assert fed.metrics.preempted.observed == fed.closed.requests - fed.closed.unknown_requests
 
 
 def test_two_engines_of_one_name_are_added() -> None:

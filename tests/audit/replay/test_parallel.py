@@ -10,7 +10,8 @@ from tests import journals
 from tests.histories import GOLDEN
 
 from kvledger.audit.errors import LedgerError
-from kvledger.audit.replay.engine_audit import audit_paths, find
+from kvledger.audit.replay.find import journals_at
+from kvledger.audit.replay.journals import audit_paths
 from kvledger.audit.replay.parallel import Processes, here, is_remote, size_bytes
 from kvledger.exporters.reports.audit import report
 
@@ -31,14 +32,14 @@ def process_of(journal: Path) -> tuple[str, int]:
 
 
 def test_results_come_in_the_order_of_the_journals(golden: Path) -> None:
-    found = list(Processes(2)(process_of, find([golden])))
+    found = list(Processes(2)(process_of, journals_at([golden])))
 
     assert sorted(journal.name for journal in golden.iterdir()) == [name for name, _ in found]
     assert os.getpid() not in {process for _, process in found}
 
 
 def test_little_is_read_here(golden: Path) -> None:
-    assert {os.getpid()} == {process for _, process in Processes()(process_of, find([golden]))}
+    assert {os.getpid()} == {process for _, process in Processes()(process_of, journals_at([golden]))}
 
 
 def refuse(journal: Path) -> None:
@@ -51,12 +52,12 @@ def die(journal: Path) -> None:
 
 def test_a_users_mistake_comes_back_as_one(golden: Path) -> None:
     with pytest.raises(LedgerError, match="engine-00 can't be read"):
-        list(Processes(2)(refuse, find([golden])))
+        list(Processes(2)(refuse, journals_at([golden])))
 
 
 def test_a_process_that_is_killed_is_a_sentence(golden: Path) -> None:
     with pytest.raises(LedgerError, match="was killed; try fewer --jobs"):
-        list(Processes(2)(die, find([golden])))
+        list(Processes(2)(die, journals_at([golden])))
 
 
 def test_fewer_than_none() -> None:
@@ -65,15 +66,15 @@ def test_fewer_than_none() -> None:
 
 
 def test_a_pattern_that_the_shell_left(golden: Path) -> None:
-    assert [golden / "engine-00", golden / "engine-01"] == find([golden / "engine-0[01]"])
-    with pytest.raises(LedgerError, match="Nothing is called"):
-        find([golden / "nobody-*"])
+    assert [golden / "engine-00", golden / "engine-01"] == journals_at([golden / "engine-0[01]"])
+    with pytest.raises(LedgerError, match="No path matches"):
+        journals_at([golden / "nobody-*"])
 
 
 def test_a_folder_called_as_a_pattern_is_itself(golden: Path) -> None:
     named = golden.rename(golden.with_name("[golden]"))
 
-    assert len(GOLDEN) == len(find([named]))
+    assert len(GOLDEN) == len(journals_at([named]))
 
 
 def test_addresses(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from tests.histories import events, weave
 
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import Event, Finished, Gap, Reported
-from kvledger.audit.replay.engine_audit import audit_paths
+from kvledger.audit.replay.journals import audit_paths
 from kvledger.audit.replay.windows import Window, window
 
 BEGAN = journals.STARTED.began_seconds

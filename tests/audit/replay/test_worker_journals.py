@@ -13,7 +13,8 @@ from tests.audit.checks.test_connector import STEP, with_worker, worked
 
 from kvledger.audit.events import Delivered, EngineStopped, Event, Gap, Snapshot, WorkerStepped
 from kvledger.audit.journal.folder import JournalWriter, Reader, find_journals
-from kvledger.audit.replay.engine_audit import Audit, EngineAudit, audit_paths
+from kvledger.audit.replay.engine_audit import EngineAudit
+from kvledger.audit.replay.journals import Audit, audit_paths
 from kvledger.exporters.sidecar.follower import Follower
 
 ENGINES = {"transfer": "t", "groups": 1, "deferred_loads": False}
@@ -40,7 +41,7 @@ def test_a_worker_is_heard_where_its_engine_is_audited(tmp_path: Path):
 
     audit = audit_paths([tmp_path])
 
-    assert (1, ["connector/promise-not-loaded"]) == (len(audit.books), found(audit))
+    assert (1, ["connector/promise-not-loaded"]) == (len(audit.engines), found(audit))
     assert ("violated", {"never_loaded": 160}) == (audit.verdict, audit.totals.voided)
 
 

@@ -17,7 +17,8 @@ from tests.histories import GOLDEN, events
 from kvledger.audit.checks.registry import catalogue
 from kvledger.audit.events import EngineStopped, Event, Gap, Snapshot
 from kvledger.audit.journal.folder import JournalWriter, Reader
-from kvledger.audit.replay.engine_audit import EngineAudit, audit_paths
+from kvledger.audit.replay.engine_audit import EngineAudit
+from kvledger.audit.replay.journals import audit_paths
 from kvledger.audit.replay.metrics_state import Exemplar
 from kvledger.exporters.metrics import prometheus, table
 from kvledger.exporters.metrics.table import METRICS
@@ -56,14 +57,14 @@ def test_names_are_well_formed() -> None:
 
 
 def test_every_sample_has_its_labels(tmp_path: Path) -> None:
-    books = audit_paths([journals.violated(tmp_path / "one")]).books
+    books = audit_paths([journals.violated(tmp_path / "one")]).engines
     for metric in METRICS:
         for sample in metric.read(books):
             assert len(metric.labels) == len(sample.labels), metric.name
 
 
 def test_the_exposition_is_what_the_table_says(tmp_path: Path) -> None:
-    books = audit_paths([journals.violated(tmp_path / "one")]).books
+    books = audit_paths([journals.violated(tmp_path / "one")]).engines
     text = generate_latest(scraped(books)).decode()
 
     for line in (
@@ -183,7 +184,7 @@ def test_a_journal_without_a_name_is_counted_and_shown_nowhere_else() -> None:
 
 
 def test_openmetrics_is_read_back_with_created_times_and_exemplars(tmp_path: Path) -> None:
-    books = audit_paths([journals.violated(tmp_path / "one")]).books
+    books = audit_paths([journals.violated(tmp_path / "one")]).engines
     samples = {
         (sample.name, tuple(sample.labels.get(label, "") for label in ("id", "source", "le"))): sample
         for family in parse(openmetrics(scraped(books, created=True)).decode())
@@ -211,7 +212,7 @@ def test_an_exemplar_is_never_longer_than_openmetrics_allows() -> None:
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is in Debian's package prometheus")
 def test_promtool_finds_nothing_amiss(tmp_path: Path) -> None:
-    books = audit_paths([journals.violated(tmp_path / "one")]).books
+    books = audit_paths([journals.violated(tmp_path / "one")]).engines
     text = generate_latest(scraped(books))
     checked = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True)
 
@@ -219,7 +220,7 @@ def test_promtool_finds_nothing_amiss(tmp_path: Path) -> None:
 
 
 def test_no_label_bears_a_request(tmp_path: Path) -> None:
-    books = audit_paths([journals.violated(tmp_path / "one")]).books
+    books = audit_paths([journals.violated(tmp_path / "one")]).engines
 
     assert b"request-0" not in generate_latest(scraped(books))
 
@@ -228,7 +229,7 @@ def test_work_sums_to_what_was_scheduled(tmp_path: Path) -> None:
     for number, row in enumerate(GOLDEN):
         journals.write(tmp_path / f"engine-{number}", row.events())
     audit = audit_paths([tmp_path])
-    found = values(audit.books)
+    found = values(audit.engines)
 
     work = sum(value for (name, _), value in found.items() if name == "kvledger_work_tokens_total")
 
@@ -251,8 +252,8 @@ def test_counters_never_fall(tmp_path: Path) -> None:
 
 
 def test_engines_of_one_name_are_summed(tmp_path: Path) -> None:
-    books = audit_paths([journals.clean(tmp_path / "a")]).books
-    books += audit_paths([journals.clean(tmp_path / "b")]).books
+    books = audit_paths([journals.clean(tmp_path / "a")]).engines
+    books += audit_paths([journals.clean(tmp_path / "b")]).engines
     labels = {"engine": "vllm 0.32.0 pid 4000", "source": "external"}
 
     assert 208 == scraped(books).get_sample_value("kvledger_prompt_tokens_total", labels)

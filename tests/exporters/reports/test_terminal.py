@@ -11,7 +11,7 @@ from tests import journals
 from tests.histories import GOLDEN, events
 
 from kvledger.audit.events import RequestAdded
-from kvledger.audit.replay.engine_audit import audit_paths, statement
+from kvledger.audit.replay.journals import audit_paths, statement
 from kvledger.exporters.reports import terminal
 from kvledger.exporters.reports.audit import FindingData, report
 from kvledger.exporters.reports.statement import statement as drawn

@@ -11,7 +11,7 @@ from tests import journals
 from tests.histories import GOLDEN, events
 
 from kvledger.audit.events import Gap
-from kvledger.audit.replay.engine_audit import audit_paths
+from kvledger.audit.replay.journals import audit_paths
 from kvledger.audit.replay.parallel import Processes
 from kvledger.exporters.reports.why import Tally, as_csv, explained, why
 

@@ -134,8 +134,8 @@ class World:
             self.comparison.note(self.now)
             if round(self.now) % SCRAPE_SECONDS == 0:
                 self.comparison.scraped(Scrape(self.now, self.now, dict(self.counters)))
-            if self.book.beside is not None:
-                self.rows += [(self.now, row) for row in self.book.beside.rows]
+            if self.book.engine_counters is not None:
+                self.rows += [(self.now, row) for row in self.book.engine_counters.rows]
             self.now += 1
 
     def settle(self) -> None:
@@ -151,8 +151,8 @@ class World:
 
     @property
     def last(self) -> dict[str, Compared]:
-        assert self.book.beside is not None
-        return {row.figure: row for row in self.book.beside.rows}
+        assert self.book.engine_counters is not None
+        return {row.figure: row for row in self.book.engine_counters.rows}
 
 
 def late(seconds: float, queue: Sequence[tuple[float, object]]) -> float:
@@ -279,7 +279,7 @@ def test_lost_events_begin_a_new_comparison() -> None:
     world.until(1_800)
 
     assert [] == world.alarms
-    assert world.book.beside is not None and world.book.beside.baseline_seconds > 1_200
+    assert world.book.engine_counters is not None and world.book.engine_counters.baseline_seconds > 1_200
 
 
 def test_an_engine_that_does_not_answer_is_not_up() -> None:
@@ -287,8 +287,8 @@ def test_an_engine_that_does_not_answer_is_not_up() -> None:
     world.until(1_100, 1)
     world.comparison.missed()
 
-    assert world.book.beside is not None and not world.book.beside.answered
-    assert world.book.beside.rows
+    assert world.book.engine_counters is not None and not world.book.engine_counters.answered
+    assert world.book.engine_counters.rows
 
 
 PROMPTS = {"prompt_tokens", "local_tokens", "external_tokens", "computed_tokens", "cached_tokens"}

@@ -108,15 +108,15 @@ def test_an_engine_is_scraped_and_compared(live: Callable[..., EngineAudit]) -> 
     for second in range(1_000, 1_030):
         clock[0] = book.read_seconds = float(second)
         reconciler.turn()
-    assert book.beside is not None and book.beside.answered
-    assert (Compared("requests", 0.0, 0.0, {UNEXPLAINED: 0.0}),) == book.beside.rows
+    assert book.engine_counters is not None and book.engine_counters.answered
+    assert (Compared("requests", 0.0, 0.0, {UNEXPLAINED: 0.0}),) == book.engine_counters.rows
 
     answers.pop(0)
     for second in range(1_030, 1_050):
         clock[0] = book.read_seconds = float(second)
         reconciler.turn()
-    assert not book.beside.answered
-    assert book.beside.rows
+    assert not book.engine_counters.answered
+    assert book.engine_counters.rows
 
 
 def test_an_endless_answer_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -169,14 +169,14 @@ def replayed(
     started, snapshot, *rest = events
     book.feed(*started)
     book.feed(*snapshot)
-    comparison = Comparison(book, zero=book.tallies.from_start)
+    comparison = Comparison(book, zero=book.metrics.from_start)
     feed = iter([*rest, None])
     event = next(feed)
     waiting, rows = list(scrapes), []
     seconds = scrapes[0].began - 1
     until = scrapes[-1].ended + 3 * WINDOW_SECONDS
     while seconds < until:
-        while event is not None and book.tallies.seconds(event[1].at) <= seconds:
+        while event is not None and book.metrics.seconds(event[1].at) <= seconds:
             book.feed(*event)
             event = next(feed)
         book.read_seconds = seconds
@@ -186,7 +186,7 @@ def replayed(
             last = {f: n + tamper.get(f, 0) for f, n in scrapes[-1].counters.items()}
             comparison.scraped(Scrape(seconds, seconds, last))
         comparison.note(seconds)
-        rows += book.beside.rows if book.beside else ()
+        rows += book.engine_counters.rows if book.engine_counters else ()
         seconds += 0.5 if waiting else 3.0
     return book, rows
 
@@ -198,10 +198,10 @@ def test_a_real_engine_under_pressure_has_no_unexplained_figure(
     events, scrapes = run
     book, rows = replayed(events, scrapes, {})
 
-    assert book.tallies.from_start and book.closed.preemptions and len(scrapes) > 20
+    assert book.metrics.from_start and book.closed.preemptions and len(scrapes) > 20
     assert {0.0} == {row.drift[UNEXPLAINED] for row in rows}
-    assert book.beside is not None
-    last = {row.figure: row for row in book.beside.rows}
+    assert book.engine_counters is not None
+    last = {row.figure: row for row in book.engine_counters.rows}
     assert 11 == len(last)
     for row in last.values():
         assert row.counted == row.ledger + sum(row.drift.values())
@@ -216,9 +216,9 @@ def test_a_real_engine_that_counts_a_block_too_much_is_found(
     events, scrapes = run
     book, _ = replayed(events, scrapes, {"local_hit_tokens": 32.0})
 
-    assert book.beside is not None
+    assert book.engine_counters is not None
     assert {"local_hit_tokens": 32.0} == {
-        row.figure: row.drift[UNEXPLAINED] for row in book.beside.rows if row.drift[UNEXPLAINED]
+        row.figure: row.drift[UNEXPLAINED] for row in book.engine_counters.rows if row.drift[UNEXPLAINED]
     }
 
 
@@ -231,8 +231,8 @@ def test_before_the_window_has_passed_nothing_is_said(live: Callable[..., Engine
         book.read_seconds = float(second)
         comparison.scraped(Scrape(second, second, {"requests": 5.0}))
         comparison.note(second)
-        if book.beside is not None:
-            told.append((second, book.beside.rows[0].drift[UNEXPLAINED]))
+        if book.engine_counters is not None:
+            told.append((second, book.engine_counters.rows[0].drift[UNEXPLAINED]))
     first = next(second for second, amount in told if amount)
 
     assert WINDOW_SECONDS <= first - 1_000 <= WINDOW_SECONDS + 2 * SETTLE_SECONDS

@@ -10,7 +10,7 @@ from tests.histories import GOLDEN, events
 
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import Gap
-from kvledger.audit.replay.engine_audit import audit_paths
+from kvledger.audit.replay.journals import audit_paths
 from kvledger.exporters.trace import tables
 from kvledger.exporters.trace.tables import TABLES, Rows, rows
 

@@ -13,7 +13,7 @@ from tests.histories import GOLDEN, Golden
 
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import BlockStatesReported, PoolSeen
-from kvledger.audit.replay.engine_audit import audit_paths
+from kvledger.audit.replay.journals import audit_paths
 from kvledger.exporters.trace.timeline import save
 
 

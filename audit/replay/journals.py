@@ -1,0 +1,172 @@
+"""Replay whole journals: batch by batch, account by account, or several into one audit.
+
+Every report that needs more than sums reads a journal with :func:`each_batch` or :func:`each_account`.
+A journal that an engine is still writing to is followed with :meth:`EngineAudit.batches` instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from ..analysis.reconciliation import Reconciliation
+from ..checks.auditor import Verdict
+from ..checks.registry import Violation
+from ..events import AnyEvent
+from ..journal.reader import Reader
+from ..ledger.account import Account, Line, Statement
+from ..ledger.ledger import Totals, Watch
+from .engine_audit import EngineAudit
+from .find import journals_at, pick_request
+from .parallel import Run, here
+from .windows import EVERYTHING, Window
+
+VERDICT_ORDER: tuple[Verdict, ...] = ("clean", "unknown", "violated")
+"""Verdicts, the worst one last."""
+
+HINTS = 10_000
+"""How many request ids are remembered to suggest one for a mistyped id."""
+
+
+class ReplayedBatch(NamedTuple):
+    """What one batch of a journal added to an audit.
+
+    ``accounts`` closed in this batch. The last batch of :func:`each_batch` has no events: its accounts
+    are the requests that are still open at the journal's end.
+    """
+
+    events: list[AnyEvent]
+    findings: list[Violation]
+    accounts: list[Account]
+
+
+def each_batch(audit: EngineAudit) -> Iterator[ReplayedBatch]:
+    """Replay the journal of ``audit`` to its end, one batch at a time.
+
+    ``audit`` must have been made with ``keep=True`` or ``watch``; the accounts are handed over and not
+    kept, so memory is bounded by open requests. ``audit.last_at`` is the time of the batch's last event.
+    """
+    with Reader(audit.path) as reader:
+        for batch, findings in audit.batches(reader):
+            yield ReplayedBatch(batch.events, findings, audit.take_accounts())
+        audit.note_end(reader)
+    audit.finish()
+    yield ReplayedBatch([], [], audit.take_accounts())
+
+
+def each_account(audit: EngineAudit) -> Iterator[Account]:
+    """Replay the journal of ``audit``: accounts as they close, then those still open at its end."""
+    for batch in each_batch(audit):
+        yield from batch.accounts
+
+
+class Audit:
+    """The audit of one journal or several, one :class:`EngineAudit` each."""
+
+    def __init__(self, engines: list[EngineAudit]) -> None:
+        self.engines = engines
+        """One audit for each journal, in the order of the journals."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst verdict of any engine."""
+        return max((engine.verdict for engine in self.engines), key=VERDICT_ORDER.index)
+
+    @property
+    def totals(self) -> Totals:
+        """Sums over all accounts of all engines."""
+        totals = Totals()
+        for engine in self.engines:
+            totals.merge(engine.totals())
+        return totals
+
+    @property
+    def reconciliation(self) -> Reconciliation:
+        """All engines' figures, reconciled."""
+        merged = Reconciliation()
+        for engine in self.engines:
+            merged.merge(engine.reconciliation)
+        return merged
+
+    @property
+    def violations(self) -> list[Violation]:
+        """All findings, drifts included, by engine and then in the order they were first seen."""
+        return [violation for engine in self.engines for violation in engine.violations]
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader should know about the journals: torn tails, doubts. Several journals are named."""
+        if len(self.engines) == 1:
+            return self.engines[0].all_notes
+        return [f"{engine.path.name}: {note}" for engine in self.engines for note in engine.all_notes]
+
+
+def audit_paths(
+    paths: Iterable[Path],
+    *,
+    keep: bool = False,
+    watch: Watch | None = None,
+    window: Window = EVERYTHING,
+    with_metrics: bool = True,
+    run: Run = here,
+) -> Audit:
+    """Replay every journal at or under ``paths``. Raises :class:`LedgerError` if there is none.
+
+    ``run`` decides which processes replay the journals; with ``watch`` it must be :func:`here`.
+    """
+    replay = partial(_replay, keep=keep, watch=watch, window=window, with_metrics=with_metrics)
+    return Audit(list(run(replay, journals_at(paths))))
+
+
+def _replay(
+    path: Path, *, keep: bool, watch: Watch | None, window: Window, with_metrics: bool
+) -> EngineAudit:
+    audit = EngineAudit(path, keep=keep, watch=watch, window=window, with_metrics=with_metrics)
+    with Reader(path) as reader:
+        audit.read(reader)
+        audit.note_end(reader)
+    audit.finish()
+    return audit
+
+
+class RequestStatement:
+    """One request's account statement: its figures, every posting, and the findings in it."""
+
+    def __init__(self, audit: EngineAudit, account: Account) -> None:
+        self.engine = audit.name
+        """The engine's name in findings."""
+        self.path = audit.path
+        """The journal in which the request was found."""
+        self.account: Statement = account.freeze()
+        """The account's figures, frozen."""
+        self.lines: list[Line] = account.lines or []
+        """Every posting to the account, in order."""
+        self.findings = [
+            violation for violation in audit.auditor.violations if violation.request == account.request_id
+        ]
+        """The findings in this request."""
+
+
+def statement(
+    paths: Sequence[Path], request_id: str, *, window: Window = EVERYTHING, run: Run = here
+) -> RequestStatement:
+    """Replay ``paths`` for one request: by its id, its client's id, or the first characters of its id.
+
+    vLLM appends ``-`` and eight digits to the id that its client chose. If several requests have the same
+    id, the last one is taken. ``run`` must be :func:`here`. Raises :class:`LedgerError` if no request or
+    more than one matches.
+    """
+    seen: list[str] = []
+
+    def watched(name: str) -> bool:
+        if len(seen) < HINTS:
+            seen.append(name)
+        return name.startswith(request_id)
+
+    audit = audit_paths(paths, watch=watched, window=window, run=run)
+    pairs = [(engine, account) for engine in audit.engines for account in engine.accounts]
+    names = {account.request_id for _, account in pairs}
+    name = pick_request(request_id, names, seen, ", ".join(map(str, paths)))
+    return RequestStatement(*[pair for pair in pairs if pair[1].request_id == name][-1])
