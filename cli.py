@@ -581,13 +581,13 @@ def check_dashboards(
         str, typer.Option("--prometheus", metavar="URL", show_default=False, help="Run every query there.")
     ] = "",
 ) -> None:
-    """Say if every panel and rule names what is served, and what returns data."""
+    """Check that panels and rules name only served metrics, and which return data."""
     from .dashboards import boards, check
 
-    found = check.report(folder, boards.form(form), prometheus)
+    found = check.check(folder, boards.form(form), prometheus)
     for line in found.lines:
         typer.echo(line)
-    raise typer.Exit(0 if found.well else 1)
+    raise typer.Exit(0 if found.passed else 1)
 
 
 @app.command()

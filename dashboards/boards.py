@@ -1,9 +1,9 @@
-"""The boards as Grafana's JSON, in the two forms in which a board travels.
+"""The boards as Grafana JSON, in two forms.
 
-*Provisioning*: a file that Grafana reads by itself; the data source is a variable of the board.
-*Sharing*: a file that a person imports; Grafana asks which data source ``DS_PROMETHEUS`` is.
+*Provisioning*: a file that Grafana loads from a folder; the data source is a variable of the board.
+*Sharing*: a file that a person imports; Grafana then asks for the data source ``DS_PROMETHEUS``.
 
-``python -m kvledger.dashboards.boards DIR`` writes them; ``generated/`` holds them, committed.
+``python -m kvledger.dashboards.boards DIR`` writes both; ``generated/`` holds the committed copy.
 JSON model: https://grafana.com/docs/grafana/latest/dashboards/build-dashboards/view-dashboard-json-model/
 """
 
@@ -28,29 +28,29 @@ BOARDS: tuple[ModuleType, ...] = (trust, tokens, compare)
 
 OLDEST_GRAFANA = "10.0.0"
 SCHEMA_VERSION = 38
-"""Of Grafana's JSON model; a later Grafana brings an older one up to date by itself."""
+"""The version of Grafana's JSON model; a later Grafana upgrades an older model by itself."""
 
 INPUT = "DS_PROMETHEUS"
 EXPLANATIONS = "http://127.0.0.1:9464/explain"
-"""A sidecar's own address as a browser beside it has it."""
+"""The address of a sidecar on the machine of the browser."""
 
 
 def build(board: ModuleType, form: Form = "provisioning") -> dict[str, Any]:
-    """One board in one form."""
+    """Build one board in one form."""
     built = _provisioned(board)
     return built if form == "provisioning" else _shared(built, panel_types(board.ROWS))
 
 
 def form(word: str) -> Form:
-    """The form that ``word`` names. Raises :class:`LedgerError` if it names none."""
-    for known in FORMS:
-        if word == known:
-            return known
+    """Check that ``word`` is a form. Raises :class:`LedgerError` if it is none."""
+    for each in FORMS:
+        if word == each:
+            return each
     raise LedgerError(f"{word!r} is neither {' nor '.join(FORMS)}.")
 
 
 def files(form: Form) -> Iterator[tuple[str, str]]:
-    """Names and texts of all boards' files."""
+    """File name and JSON text of every board."""
     for board in BOARDS:
         yield f"{board.UID}.json", json.dumps(build(board, form), indent=2) + "\n"
 
@@ -71,7 +71,7 @@ def _provisioned(board: ModuleType) -> dict[str, Any]:
     return {
         "uid": board.UID,
         "title": board.TITLE,
-        "description": board.SAYS,
+        "description": board.DESCRIPTION,
         "tags": ["kvledger", "vllm"],
         "editable": False,
         "graphTooltip": 1,
@@ -103,7 +103,7 @@ def _variables() -> list[dict[str, Any]]:
     explanations = {
         "name": "docs",
         "label": "Explanations",
-        "description": "Where links to an invariant lead: a sidecar's /explain as your browser reaches it.",
+        "description": "Address of a sidecar's /explain page that your browser can open.",
         "type": "textbox",
         "query": EXPLANATIONS,
         "hide": 0,
@@ -121,7 +121,7 @@ def _variables() -> list[dict[str, Any]]:
 
 
 def _variable(name: str, label: str, query: str, all_value: str | None = ".+") -> dict[str, Any]:
-    """A choice among a label's values; without ``all_value``, all means all of those that are listed."""
+    """A choice among a label's values. Without ``all_value``, *All* means all listed values."""
     variable = {
         "name": name,
         "label": label,
@@ -140,13 +140,13 @@ def _variable(name: str, label: str, query: str, all_value: str | None = ".+") -
 
 
 def _shared(provisioned: dict[str, Any], panels: list[str]) -> dict[str, Any]:
-    """The data source is asked for at import instead of chosen on the board."""
+    """The form in which Grafana asks for the data source at import."""
     text = json.dumps(provisioned).replace("${datasource}", f"${{{INPUT}}}")
     board = json.loads(text)
     board["templating"]["list"] = [
         variable for variable in board["templating"]["list"] if variable["type"] != "datasource"
     ]
-    asked = {
+    prometheus = {
         "name": INPUT,
         "label": "Prometheus",
         "description": "The Prometheus that scrapes the sidecars.",
@@ -159,16 +159,16 @@ def _shared(provisioned: dict[str, Any], panels: list[str]) -> dict[str, Any]:
         {"type": "datasource", "id": "prometheus", "name": "Prometheus", "version": "1.0.0"},
         *({"type": "panel", "id": kind, "name": kind.capitalize(), "version": ""} for kind in panels),
     ]
-    return {"__inputs": [asked], "__elements": {}, "__requires": required, **board}
+    return {"__inputs": [prometheus], "__elements": {}, "__requires": required, **board}
 
 
 def write(folder: Path, form: Form) -> list[Path]:
-    """Write all boards of one form into ``folder``, which is made."""
+    """Write all boards of one form into ``folder``, which is created."""
     return [put(folder, name, text) for name, text in files(form)]
 
 
 def put(folder: Path, name: str, text: str) -> Path:
-    """Write one file, whole or not at all. Raises :class:`LedgerError` where that can't be."""
+    """Write one file, whole or not at all. Raises :class:`LedgerError` if it can't be written."""
     draft = folder / f"{name}.new"
     try:
         folder.mkdir(parents=True, exist_ok=True)

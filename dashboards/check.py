@@ -1,4 +1,4 @@
-"""Boards and rules held against the metric table, against files, and against a running Prometheus."""
+"""Checks boards and rules against the metric table, exported files, and a running Prometheus."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from . import boards, rules
 from .panels import Panel
 
 ADDED = ("job", "instance", "le")
-"""Labels that a scrape adds, and that of a histogram's buckets."""
+"""Labels that a scrape adds, and the label of histogram buckets."""
 
 VARIABLES = {
     "$__rate_interval": "5m",
@@ -28,7 +28,7 @@ VARIABLES = {
     "$engine": ".+",
     "$model_name": ".+",
 }
-"""What Grafana would put in for *All*, over the last day."""
+"""The values that Grafana substitutes for *All*, over the last day."""
 
 TIMEOUT_SECONDS = 30.0
 
@@ -37,52 +37,54 @@ _MATCHER = re.compile(r'(\w+)\s*(=~|!~|!=|=)\s*"([^"]*)"')
 _GROUPED = re.compile(r"\b(?:by|on|ignoring|without|group_left|group_right)\s*\(([^)]*)\)")
 
 
-class Asked(NamedTuple):
-    """One expression and where it stands."""
+class PanelQuery(NamedTuple):
+    """One expression, and the panel or rule that contains it."""
 
     where: str
     expr: str
 
 
 class Answer(NamedTuple):
-    """How many series came back; ``error`` in Prometheus's words where none could."""
+    """How many series a query returned; ``error`` is Prometheus's message if it failed."""
 
-    asked: Asked
+    query: PanelQuery
     series: int
     error: str = ""
 
 
 def panels() -> Iterator[tuple[str, Panel]]:
-    """Every panel, with its board's title."""
+    """Every panel, with the title of its board."""
     for board in boards.BOARDS:
         for row in board.ROWS:
             for panel in row.panels:
                 yield board.TITLE, panel
 
 
-def queries() -> Iterator[Asked]:
+def queries() -> Iterator[PanelQuery]:
     """Every query of every panel."""
     for board, panel in panels():
         for query in panel.queries:
-            yield Asked(f"{board}, {panel.title}", query.promql)
+            yield PanelQuery(f"{board}, {panel.title}", query.promql)
 
 
-def rule_expressions() -> Iterator[Asked]:
-    """Every rule's."""
-    yield from (Asked(row.record, row.expr) for row in rules.RECORDINGS)
-    yield from (Asked(row.alert, row.expr) for row in rules.ALERTS)
+def rule_expressions() -> Iterator[PanelQuery]:
+    """The expression of every rule."""
+    yield from (PanelQuery(row.record, row.expr) for row in rules.RECORDINGS)
+    yield from (PanelQuery(row.alert, row.expr) for row in rules.ALERTS)
 
 
 def faults() -> list[str]:
-    """What the boards and rules name that kvledger does not serve; a phrase each."""
+    """List the metrics, labels and label values in boards and rules that kvledger does not serve."""
     recorded = {row.record for row in rules.RECORDINGS}
-    found = []
-    for asked in (*queries(), *rule_expressions()):
-        found += [f"{asked.where}: {fault}" for fault in _faults(asked.expr, recorded)]
-    return found
+    return [
+        f"{query.where}: {fault}"
+        for query in (*queries(), *rule_expressions())
+        for fault in faults_in(query.expr, recorded)
+    ]
 
 
-def _faults(expr: str, recorded: set[str]) -> Iterator[str]:
+def faults_in(expr: str, recorded: set[str]) -> Iterator[str]:
+    """List what one expression names that is neither served nor ``recorded``."""
     for record in re.findall(r"\b\w+:\w+:\w+", expr):
         if record not in recorded:
             yield f"{record} is not recorded"
@@ -123,9 +125,9 @@ def _metric(name: str) -> Metric | None:
 
 
 def differing(folder: Path, form: boards.Form) -> list[str]:
-    """Files of ``folder`` that are not what this release would export, or are missing.
+    """List the files of ``folder`` that are missing or differ from what this release exports.
 
-    Raises :class:`LedgerError` for what can't be read.
+    Raises :class:`LedgerError` if the folder can't be read.
     """
     if not folder.is_dir():
         raise LedgerError(f"There is no folder {folder}.")
@@ -156,46 +158,46 @@ def _json(path: Path) -> object:
 
 
 def ask(prometheus: str) -> Iterator[Answer]:
-    """Run every query and every rule's expression. Raises OSError if nobody answers there."""
-    for asked in (*queries(), *rule_expressions()):
-        yield _ask(prometheus, asked)
+    """Run every query and every rule's expression. Raises OSError if the server does not answer."""
+    for query in (*queries(), *rule_expressions()):
+        yield _ask(prometheus, query)
 
 
-def _ask(prometheus: str, asked: Asked) -> Answer:
-    expr = substituted(asked.expr)
+def _ask(prometheus: str, query: PanelQuery) -> Answer:
+    expr = substituted(query.expr)
     address = f"{prometheus.rstrip('/')}/api/v1/query?{urllib.parse.urlencode({'query': expr})}"
     try:
         with urllib.request.urlopen(address, timeout=TIMEOUT_SECONDS) as response:
             answer = json.load(response)
     except urllib.error.HTTPError as error:
-        return Answer(asked, 0, json.load(error).get("error", str(error)))
-    return Answer(asked, len(answer["data"]["result"]))
+        return Answer(query, 0, json.load(error).get("error", str(error)))
+    return Answer(query, len(answer["data"]["result"]))
 
 
 def substituted(expr: str) -> str:
-    """As Prometheus would get it of Grafana."""
+    """Replace Grafana's variables, as Grafana does before it asks Prometheus."""
     for variable, value in VARIABLES.items():
         expr = expr.replace(variable, value)
     return expr
 
 
-class Report(NamedTuple):
-    """What a check found: a line each, and whether all is well."""
+class CheckReport(NamedTuple):
+    """The lines of a check, and whether no fault was found."""
 
     lines: list[str]
-    well: bool
+    passed: bool
 
 
-def report(folder: Path | None, form: boards.Form, prometheus: str) -> Report:
-    """Check the boards themselves and, where given, the files of ``folder`` and a Prometheus.
+def check(folder: Path | None, form: boards.Form, prometheus: str) -> CheckReport:
+    """Check the boards themselves and, if given, the files of ``folder`` and a Prometheus server.
 
-    A query that returns no data is named and is no fault: a board may be of more than runs there.
-    Raises :class:`LedgerError` if nobody answers at ``prometheus``.
+    A query without data is listed but is no fault: a board may cover more than runs in one place.
+    Raises :class:`LedgerError` if no Prometheus answers at ``prometheus``.
     """
     wrong = faults()
-    asked = [*queries(), *rule_expressions()]
-    shown = f"{len(boards.BOARDS)} boards, {len(list(panels()))} panels, {len(asked)} expressions"
-    lines = [f"{shown}: all that they name is served." if not wrong else f"{shown}.", *wrong]
+    count = len([*queries(), *rule_expressions()])
+    checked = f"{len(boards.BOARDS)} boards, {len(list(panels()))} panels, {count} expressions"
+    lines = [f"{checked}: kvledger serves every metric they name." if not wrong else f"{checked}.", *wrong]
     if folder is not None:
         stale = differing(folder, form)
         wrong += stale
@@ -206,9 +208,9 @@ def report(folder: Path | None, form: boards.Form, prometheus: str) -> Report:
         empty = [answer for answer in answers if not answer.series and not answer.error]
         wrong += [answer.error for answer in failed]
         lines.append(f"{len(answers) - len(empty) - len(failed)} of {len(answers)} expressions return data.")
-        lines += [f"no data: {answer.asked.where}" for answer in empty]
-        lines += [f"refused: {answer.asked.where}: {answer.error}" for answer in failed]
-    return Report(lines, not wrong)
+        lines += [f"no data: {answer.query.where}" for answer in empty]
+        lines += [f"failed: {answer.query.where}: {answer.error}" for answer in failed]
+    return CheckReport(lines, not wrong)
 
 
 def _answers(prometheus: str) -> list[Answer]:

@@ -1,20 +1,21 @@
-"""The board *Compare*: what the engine says of itself beside the ledger, figure by figure."""
+"""The board *Compare*: the engine's own counters and the ledger's figures, side by side."""
 
 from __future__ import annotations
 
-from .panels import AMBER, GOOD_IS_NONE, GREEN, RED, Panel, Query, Row
+from .panels import AMBER, GOOD_IS_NONE, GREEN, RED, Panel, PanelRow, Query
 
 TITLE = "kvledger: Compare"
 UID = "kvledger-compare"
-SAYS = "The engine's own counters beside the ledger's figures, every difference named."
+DESCRIPTION = "The engine's own counters and the ledger's figures, with the cause of every difference."
 
-NOW = Row(
+NOW = PanelRow(
     "Now",
     (
         Panel(
             "Unexplained",
-            "Tokens by which the engine's figures differ from the ledger's without a known cause, and beyond "
-            "what was under way around the scrape. Anything but none is a fault of one of the two.",
+            "Tokens by which the engine's counters differ from the ledger without a known cause, beyond "
+            "what was in flight around the scrape. Anything above 0 is a fault of the engine or of "
+            "kvledger.",
             "stat",
             (
                 Query(
@@ -28,9 +29,9 @@ NOW = Row(
             words={"0": ("none", GREEN)},
         ),
         Panel(
-            "Engines read",
-            "The share of engines whose own metrics could be read at the last try. An engine without "
-            "--engine-url is not among them.",
+            "Engines scraped",
+            "Share of engines whose own metrics could be scraped last time. Engines without --engine-url "
+            "are not counted.",
             "stat",
             (Query("avg(kvledger_reconciliation_up{@engine})", now=True),),
             unit="percentunit",
@@ -39,8 +40,8 @@ NOW = Row(
             steps=((None, RED), (1, GREEN)),
         ),
         Panel(
-            "Last read",
-            "How long ago the engine's own metrics were last read, the oldest of them.",
+            "Last scrape",
+            "Age of the oldest last scrape of an engine's own metrics.",
             "stat",
             (
                 Query(
@@ -55,7 +56,7 @@ NOW = Row(
         ),
         Panel(
             "Compared since",
-            "Since when both are counted. The two begin anew when either side restarts.",
+            "How long the comparison has been running. It restarts when the engine or the sidecar restarts.",
             "stat",
             (
                 Query(
@@ -69,8 +70,8 @@ NOW = Row(
         ),
         Panel(
             "Figure by figure",
-            "What each of the engine's own counters rose by since the two are compared, what the ledger "
-            "holds of the same, and the difference. The causes are below.",
+            "For each of the engine's counters: its increase since the comparison began, the ledger's "
+            "increase, and the difference. The causes are below.",
             "table",
             (
                 Query("sum by (engine, figure) (kvledger_reconciliation_engine{@engine})", now=True),
@@ -83,21 +84,21 @@ NOW = Row(
             columns=(
                 ("engine", "Engine"),
                 ("figure", "Figure"),
-                ("Value #A", "The engine says"),
-                ("Value #B", "The ledger holds"),
+                ("Value #A", "Engine"),
+                ("Value #B", "Ledger"),
                 ("Value #C", "Difference"),
             ),
         ),
     ),
 )
 
-OVER_TIME = Row(
+OVER_TIME = PanelRow(
     "Over time",
     (
         Panel(
             "Difference by cause",
-            "The engine's figure less the ledger's. Named causes are rules of the release (failed loads "
-            "counted as external, aborted requests, chunks of a session); only `unexplained` is a fault.",
+            "The engine's figure minus the ledger's. Named causes are known rules of the release (failed "
+            "loads counted as external, aborted requests, session chunks); only `unexplained` is a fault.",
             "timeseries",
             (
                 Query(
@@ -113,7 +114,7 @@ OVER_TIME = Row(
         ),
         Panel(
             "Unexplained by engine",
-            "Which engine differs without a known cause. Compare its release with the page on releases.",
+            "Which engine differs without a known cause. Look up its release in docs/releases.md.",
             "timeseries",
             (
                 Query(
@@ -128,7 +129,7 @@ OVER_TIME = Row(
         ),
         Panel(
             "The engine's figures",
-            "What the engine's own counters rose by.",
+            "Increase of the engine's own counters.",
             "timeseries",
             (
                 Query(
@@ -142,7 +143,7 @@ OVER_TIME = Row(
         ),
         Panel(
             "The ledger's figures",
-            "What the ledger holds of the same.",
+            "Increase of the ledger's figures for the same counters.",
             "timeseries",
             (
                 Query(
@@ -157,13 +158,13 @@ OVER_TIME = Row(
     ),
 )
 
-PLAN = Row(
+PLAN = PanelRow(
     "Plan and settlement",
     (
         Panel(
-            "Local tokens: planned, and settled",
-            "The plan is the first admission's promise, what vLLM 0.26 and later report; the settlement is "
-            "what truly came first.",
+            "Local tokens, planned and settled",
+            "Planned: the local hit of the first admission, which current vLLM releases report. Settled: "
+            "what was really hit first.",
             "timeseries",
             (
                 Query(
@@ -179,9 +180,9 @@ PLAN = Row(
             unit="cps",
         ),
         Panel(
-            "External tokens: planned, and settled",
-            "Promised at the first admission, and truly loaded. The gap is what an operator believes the "
-            "store served and it did not.",
+            "External tokens, planned and settled",
+            "Planned: promised at the first admission. Settled: really loaded. The gap is what the "
+            "engine's metrics credit to the store although the store did not deliver it.",
             "timeseries",
             (
                 Query(
@@ -197,9 +198,9 @@ PLAN = Row(
             unit="cps",
         ),
         Panel(
-            "Promises below zero",
-            "Promises that a release made of fewer than no tokens (vLLM before 0.20 could): its own counters "
-            "refuse them or are clamped. None is right.",
+            "Negative planned tokens",
+            "Planned splits with a negative figure, which vLLM before 0.20 could produce; its own "
+            "counters reject or clamp them. Any value is a fault.",
             "timeseries",
             (
                 Query(

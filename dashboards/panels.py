@@ -1,8 +1,7 @@
-"""What a board is made of: panels, their queries, and how they lie on the grid.
+"""Panels, their queries, and their layout, as Grafana JSON. No metric is named here.
 
-A query is written with two short words for what is chosen on the board: ``@engine`` stands for the
-matchers of the sidecar and the engine, ``@sidecar`` for those of the sidecar alone. Nothing here
-knows a metric.
+Queries use two abbreviations: ``@sidecar`` stands for the matchers of the board's variables ``job`` and
+``instance``, ``@engine`` for these and the variable ``engine``.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ GRID = 24
 
 GREEN, AMBER, RED, BLUE = "green", "orange", "red", "blue"
 Step = tuple[float | None, str]
-"""From which value on which colour; the first from None."""
+"""The colour from a value on; the first step has the value None."""
 
 GOOD_IS_NONE: tuple[Step, ...] = ((None, GREEN), (1e-9, RED))
 PLAIN: tuple[Step, ...] = ((None, BLUE),)
@@ -35,19 +34,19 @@ class Query(NamedTuple):
 
     @property
     def promql(self) -> str:
-        """As Grafana gets it, its variables still in it."""
+        """The expression for Grafana, with Grafana's variables in it."""
         return self.expr.replace("@engine", ENGINE).replace("@sidecar", SIDECAR)
 
 
 class Panel(NamedTuple):
-    """One panel. ``says`` is what it means and what to do; ``unit`` is Grafana's id of one.
+    """One panel. ``description`` says what it means and what to do; ``unit`` is Grafana's id of a unit.
 
-    ``words`` are shown for values, a table's ``columns`` are (field, title) in their order, others
-    are not shown. ``links`` are (field, title, address).
+    ``words`` maps a value to a text and a colour. A table shows its ``columns`` (field, title) and no
+    others. ``links`` are (field, title, address).
     """
 
     title: str
-    says: str
+    description: str
     kind: Kind
     queries: tuple[Query, ...]
     unit: str = "short"
@@ -65,35 +64,35 @@ class Panel(NamedTuple):
     colours: Mapping[str, str] = {}
 
 
-class Row(NamedTuple):
-    """A heading with its panels, from left to right and then down."""
+class PanelRow(NamedTuple):
+    """A heading and its panels, from left to right, then down."""
 
     title: str
     panels: tuple[Panel, ...]
 
 
-def laid_out(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The panels as Grafana's JSON, numbered, each row of them beneath its heading."""
-    found: list[dict[str, Any]] = []
+def laid_out(rows: Sequence[PanelRow]) -> list[dict[str, Any]]:
+    """The panels as Grafana JSON with ids and positions, each row below its heading."""
+    panels: list[dict[str, Any]] = []
     top = 0
     for row in rows:
         place = {"x": 0, "y": top, "w": GRID, "h": 1}
         heading = {"type": "row", "title": row.title, "collapsed": False, "gridPos": place, "panels": []}
-        found.append({"id": len(found) + 1, **heading})
+        panels.append({"id": len(panels) + 1, **heading})
         top += 1
         left = lowest = 0
         for panel in row.panels:
             if left + panel.width > GRID:
                 top, left, lowest = top + lowest, 0, 0
             place = {"x": left, "y": top, "w": panel.width, "h": panel.height}
-            found.append({"id": len(found) + 1, **_json(panel), "gridPos": place})
+            panels.append({"id": len(panels) + 1, **_json(panel), "gridPos": place})
             left, lowest = left + panel.width, max(lowest, panel.height)
         top += lowest
-    return found
+    return panels
 
 
-def panel_types(rows: Iterable[Row]) -> list[str]:
-    """Which of Grafana's panels these need."""
+def panel_types(rows: Iterable[PanelRow]) -> list[str]:
+    """The Grafana panel types that these rows need."""
     return sorted({panel.kind for row in rows for panel in row.panels})
 
 
@@ -101,7 +100,7 @@ def _json(panel: Panel) -> dict[str, Any]:
     return {
         "type": panel.kind,
         "title": panel.title,
-        "description": panel.says,
+        "description": panel.description,
         "datasource": DATASOURCE,
         "targets": [_target(panel, place, query) for place, query in enumerate(panel.queries)],
         "fieldConfig": {"defaults": _defaults(panel), "overrides": _overrides(panel)},
@@ -214,7 +213,7 @@ _OPTIONS = {"stat": _stat, "timeseries": _timeseries, "table": _table, "heatmap"
 
 
 def _transformations(panel: Panel) -> list[dict[str, Any]]:
-    """One row for each set of labels; the columns that are wanted, in their order, by their titles."""
+    """One table row for each set of labels; only the panel's columns, in order, under their titles."""
     names = [name for name, _ in panel.columns]
     return [
         {"id": "merge", "options": {}},

@@ -1,8 +1,9 @@
 """Recording and alert rules for Prometheus, each alert with what to do about it.
 
-Names of recorded series are ``level:metric:operation``. An alert stays quiet over what is named or
-may be: it fires on findings, on *unexplained* drift, and on whatever makes silence worthless.
-``python -m kvledger.dashboards.rules`` prints the file; ``generated/`` holds it, committed.
+Names of recorded series are ``level:metric:operation``. Alerts fire on findings, on *unexplained* drift, and
+on everything that makes an absence of findings meaningless: no engine observed, events lost, a sidecar that
+lags or is gone. Drift with a known cause fires no alert. ``python -m kvledger.dashboards.rules`` prints the
+file; ``generated/`` holds the committed copy.
 
 https://prometheus.io/docs/practices/rules/ and .../alerting/
 """
@@ -29,7 +30,7 @@ class Recording(NamedTuple):
 
 
 class Alert(NamedTuple):
-    """One alert. ``runbook`` is read at night: what it means, then what to do."""
+    """One alert. ``runbook`` says what the alert means, then what to do."""
 
     alert: str
     expr: str
@@ -91,22 +92,23 @@ ALERTS: tuple[Alert, ...] = (
         'time() - kvledger_last_violation_timestamp_seconds{severity="violation"} < 900',
         "0m",
         "critical",
-        "{{ $labels.engine }} broke {{ $labels.id }}",
-        "The engine's accounts are wrong, and with some invariants its answers may be. Read /findings of "
-        "the sidecar and `kvledger explain ID`; `kvledger show JOURNAL REQUEST` prints the account. "
-        "docs/detection.md says which releases have which fault: upgrade, or turn off what it names. "
-        "The alert ends 15 minutes after the last sight.",
+        "{{ $labels.engine }} violated {{ $labels.id }}",
+        "The engine's accounting is wrong; with some invariants its output may be wrong too. Read "
+        "/findings of the sidecar and run `kvledger explain ID`; `kvledger show JOURNAL REQUEST` prints "
+        "the account. docs/detection.md lists which releases have which defect: upgrade, or turn off the "
+        "feature it names. The alert ends 15 minutes after the last finding.",
     ),
     Alert(
         "KvledgerUnexplainedDrift",
         f'sum by ({ENGINE}, figure) (abs(kvledger_reconciliation_drift{{cause="unexplained"}})) > 0',
         "10m",
         "warning",
-        "{{ $labels.engine }}: {{ $labels.figure }} is {{ $value }} tokens off without a known cause",
-        "The engine's own counter and the ledger part, beyond what was under way around the scrape. Look "
-        "at the board Compare: which figure, and since when. Check that --engine-url names the engine whose "
-        "journal this is, and no proxy before several. If it does, the release counts by a rule that is not "
-        "known here: keep the journal and report it.",
+        "{{ $labels.engine }}: {{ $labels.figure }} differs by {{ $value }} tokens without a known cause",
+        "The engine's own counter and the ledger differ by more than what was in flight around the "
+        "scrape. On the board Compare, see which figure differs and since when. Check that --engine-url "
+        "is the URL of the engine that writes this journal, not of a proxy in front of several engines. "
+        "If it is, the release counts by a rule that kvledger does not know: keep the journal and report "
+        "it.",
     ),
     Alert(
         "KvledgerNothingObserved",
@@ -115,9 +117,10 @@ ALERTS: tuple[Alert, ...] = (
         "10m",
         "warning",
         "No engine is observed beside {{ $labels.instance }}",
-        "Silence means nothing here. Is KVLEDGER_DIR set in the engine's environment, and the same volume as "
-        "the sidecar's? Run `kvledger doctor` there: it says whether this release and environment would be "
-        "observed, and why not. The engine's log has one line that begins with kvledger.",
+        "Without an observed engine, an absence of findings proves nothing. Check that KVLEDGER_DIR is "
+        "set in the engine's environment and names a folder on the sidecar's volume. Run `kvledger "
+        "doctor` in that environment: it checks whether this release can be observed, and prints the "
+        "reason if not. The engine's log has one line that begins with kvledger.",
     ),
     Alert(
         "KvledgerObservationLost",
@@ -126,9 +129,9 @@ ALERTS: tuple[Alert, ...] = (
         "1m",
         "warning",
         "{{ $labels.engine }} is no longer observed ({{ $labels.state }})",
-        "The hooks were removed while the engine ran: an observer kept failing (see the engine's log, "
-        "`kvledger_hook_failures_total`), or somebody detached it. The engine serves on, unaudited. "
-        "Restart it to be observed again, and report a failing hook.",
+        "The hooks were removed while the engine ran: an observer kept failing (see the engine's log and "
+        "`kvledger_hook_failures_total`), or someone detached kvledger. The engine still serves but is "
+        "not audited. Restart it to observe it again, and report a failing hook.",
     ),
     Alert(
         "KvledgerHookFailures",
@@ -136,9 +139,10 @@ ALERTS: tuple[Alert, ...] = (
         "0m",
         "warning",
         "Observers failed in {{ $labels.engine }}",
-        "An observer raised inside the engine; serving is not touched. What it should have seen is missing, "
-        "so that accounts of that moment are unknown. After five failures a hook removes itself and the "
-        "observation ends. The engine's log has the error: report it with the release.",
+        "An observer raised an exception inside the engine; serving is not affected. The events it should "
+        "have emitted are missing, so the accounts of that moment are unknown. After five failures a "
+        "hook removes itself and the observation ends. The engine's log has the error: report it with the "
+        "vLLM release.",
     ),
     Alert(
         "KvledgerEventsLost",
@@ -146,9 +150,9 @@ ALERTS: tuple[Alert, ...] = (
         "0m",
         "warning",
         "Events of {{ $labels.engine }} were lost",
-        "The accounts that were open are unknown, never violated. Usual causes: the journal's volume is full "
-        "(its limit is to be well above the journal's), the sidecar was away for longer than the journal "
-        "reaches back, or the engine was killed. docs/journal.md has the table of reasons.",
+        "Accounts that were open become unknown, never violated. Usual causes: the journal's volume is "
+        "full (its limit must be well above the journal's), the sidecar was down for longer than the "
+        "journal keeps segments, or the engine was killed. docs/journal.md lists the reasons.",
     ),
     Alert(
         "KvledgerUnknownTokens",
@@ -156,7 +160,7 @@ ALERTS: tuple[Alert, ...] = (
         "15m",
         "warning",
         "{{ $value | humanizePercentage }} of the tokens of {{ $labels.engine }} are unknown",
-        "So large a share was not judged that a clean verdict says little. Find the gaps: see "
+        "So many tokens could not be checked that a clean verdict means little. Find the gaps: see "
         "KvledgerEventsLost.",
     ),
     Alert(
@@ -165,8 +169,9 @@ ALERTS: tuple[Alert, ...] = (
         "5m",
         "warning",
         "The sidecar is {{ $value | humanizeDuration }} behind {{ $labels.engine }}",
-        "Figures are as old as that. The sidecar lacks CPU (docs/performance.md says what it needs), or its "
-        "disk is slow. If the journal's oldest segments go before they are read, events are lost.",
+        "All figures are this old. The sidecar lacks CPU (docs/performance.md shows what it needs), or "
+        "its disk is slow. If the journal's oldest segments are removed before they are read, events are "
+        "lost.",
     ),
     Alert(
         "KvledgerSidecarGone",
@@ -174,18 +179,19 @@ ALERTS: tuple[Alert, ...] = (
         "5m",
         "warning",
         "The sidecar {{ $labels.instance }} does not answer",
-        "Nothing is lost yet: the journal keeps what the engine tells, up to its bound, and the sidecar goes "
-        "on where it was. It answers no scrape while it catches up. Look at its log and its memory limit.",
+        "Nothing is lost yet: the journal keeps the engine's events up to its size limit, and the sidecar "
+        "resumes where it stopped. It answers no scrape while it catches up. Look at its log and its "
+        "memory limit.",
     ),
     Alert(
         "KvledgerSidecarLost",
         "sum by (job, instance, reason) (increase(kvledger_sidecar_losses_total[15m])) > 0",
         "0m",
         "warning",
-        "The sidecar {{ $labels.instance }} lost what it knew: {{ $labels.reason }}",
-        "Counters may have fallen, and the accounts touched are unknown. docs/sidecar.md has a line for each "
-        "reason. A segment that was removed unread: the sidecar was away for too long, or the journal's "
-        "bound is too small.",
+        "The sidecar {{ $labels.instance }} lost state: {{ $labels.reason }}",
+        "Counters may have fallen, and the touched accounts are unknown. docs/sidecar.md explains each "
+        "reason. If a segment was removed unread, the sidecar was down for too long or the journal's size "
+        "limit is too small.",
     ),
     Alert(
         "KvledgerJournalUnreadable",
@@ -193,8 +199,8 @@ ALERTS: tuple[Alert, ...] = (
         "5m",
         "warning",
         "{{ $value }} journals beside {{ $labels.instance }} can't be read",
-        "The engines that write them are not audited. The sidecar's log and its first page say why: often "
-        "a newer kvledger wrote them, or their folder may not be read.",
+        "The engines that write these journals are not audited. The sidecar's log and its first page show "
+        "the reason: often a newer kvledger wrote them, or the sidecar may not read their folder.",
     ),
     Alert(
         "KvledgerCheckFailures",
@@ -202,8 +208,8 @@ ALERTS: tuple[Alert, ...] = (
         "0m",
         "info",
         "A check of kvledger itself failed",
-        "A defect of kvledger: the invariant was not judged there. Keep the journal and report it with the "
-        "output of `kvledger audit --debug`.",
+        "This is a defect of kvledger: the invariant was not checked there. Keep the journal and report "
+        "it with the output of `kvledger audit --debug`.",
     ),
     Alert(
         "KvledgerRework",
@@ -211,19 +217,21 @@ ALERTS: tuple[Alert, ...] = (
         "15m",
         "warning",
         "{{ $value | humanizePercentage }} of the work of {{ $labels.engine }} is rework",
-        "Tokens are computed again because their KV was given up. By cause `blocks` (the board Tokens has "
-        "it): preemptions, so give it more blocks, fewer sequences at once or shorter ones, or a connector "
-        "that keeps what preemption drops. By `load_failed`: the store fails.",
+        "Tokens are computed again because their KV was discarded. The board Tokens shows the cause. "
+        "`blocks` means preemptions: give the engine more KV-cache blocks, run fewer or shorter sequences "
+        "at once, or add a connector that keeps preempted KV. `load_failed` means that the external "
+        "store fails.",
     ),
     Alert(
         "KvledgerPromisedTokensVoid",
         "engine:kvledger_external_voided_tokens:ratio_rate5m > 0.05",
         "15m",
         "warning",
-        "{{ $value | humanizePercentage }} of what the connector promised {{ $labels.engine }} did not come",
-        "The connector promises tokens that are then not loaded: each is computed after all, or, with a "
-        "finding connector/promise-not-loaded, read stale. Look at the store's health and at the connector's "
-        "release in docs/detection.md.",
+        "{{ $value | humanizePercentage }} of the tokens that the connector promised {{ $labels.engine }} "
+        "were not loaded",
+        "The connector promises tokens that are then not loaded. They are computed instead or, with the "
+        "finding connector/promise-not-loaded, read from stale blocks. Check the store's health, and the "
+        "connector's release in docs/detection.md.",
     ),
 )
 
@@ -255,7 +263,7 @@ def _lines() -> Iterator[str]:
 
 
 def write(folder: Path) -> Path:
-    """Write the rule file into ``folder``, which is made."""
+    """Write the rule file into ``folder``, which is created."""
     return put(folder, FILE, text())
 
 
@@ -267,13 +275,13 @@ def markdown() -> str:
         "Made by `python -m kvledger.dashboards.rules --markdown`; do not edit.",
         "",
         "`kvledger dashboards rules DIR` writes them, with the recording rules, as one file for",
-        "Prometheus's `rule_files`. What each means and what to do stands in its `description` too.",
+        "Prometheus's `rule_files`. Each alert's `description` holds the same text as below.",
     ]
     for alert in ALERTS:
-        held = "at once" if alert.wait == "0m" else f"after {alert.wait}"
-        lines += ["", f"## {alert.alert}", "", f"*{alert.severity}*, {held}, while `{alert.expr}`.", ""]
+        delay = "at once" if alert.wait == "0m" else f"after {alert.wait}"
+        lines += ["", f"## {alert.alert}", "", f"*{alert.severity}*, {delay}, while `{alert.expr}`.", ""]
         lines.append(alert.runbook)
-    lines += ["", "## Recorded series", "", "| series | is |", "|---|---|"]
+    lines += ["", "## Recorded series", "", "| series | expression |", "|---|---|"]
     lines += [f"| `{row.record}` | `{row.expr.replace('|', chr(92) + '|')}` |" for row in RECORDINGS]
     return "\n".join(lines) + "\n"
 

@@ -1,12 +1,12 @@
-"""The board *Tokens*: where prompt tokens came from, what was done twice, and what preemption costs."""
+"""The board *Tokens*: where prompt tokens came from, rework, external tokens, and preemptions."""
 
 from __future__ import annotations
 
-from .panels import AMBER, BLUE, GREEN, PLAIN, RED, Panel, Query, Row
+from .panels import AMBER, BLUE, GREEN, PLAIN, RED, Panel, PanelRow, Query
 
 TITLE = "kvledger: Tokens"
 UID = "kvledger-tokens"
-SAYS = "Where prompt tokens came from, settled once a request; rework, external tokens, preemptions."
+DESCRIPTION = "Where prompt tokens came from, counted once per request; rework, external tokens, preemptions."
 
 MODEL = "* on (job, instance, engine) group_left (model_name) kvledger_engine_info{@engine}"
 """Gives every series of an engine the name of its model."""
@@ -48,13 +48,13 @@ def _quantiles(histogram: str) -> tuple[Query, ...]:
     )
 
 
-RANGE = Row(
+RANGE = PanelRow(
     "In the time range",
     (
         Panel(
             "Prompt tokens from a cache",
-            "Local and external hits over all prompt tokens of requests that ended: the hit rate that is "
-            "settled once a request and that no preemption changes.",
+            "Hit rate: local and external tokens divided by all prompt tokens of ended requests. Each "
+            "request is counted once; preemptions do not change the figure.",
             "stat",
             (_share_of_range(HITS, PROMPT),),
             unit="percentunit",
@@ -64,7 +64,7 @@ RANGE = Row(
         ),
         Panel(
             "Local",
-            "Prompt tokens found in the engine's own prefix cache, over all.",
+            "Share of prompt tokens that hit the engine's own prefix cache.",
             "stat",
             (_share_of_range('kvledger_prompt_tokens_total{@engine, source="local"}', PROMPT),),
             unit="percentunit",
@@ -73,7 +73,8 @@ RANGE = Row(
         ),
         Panel(
             "External",
-            "Prompt tokens that a connector loaded, over all; promised ones that never came are not in it.",
+            "Share of prompt tokens that a KV connector loaded. Promised tokens that were never loaded "
+            "are not included.",
             "stat",
             (_share_of_range('kvledger_prompt_tokens_total{@engine, source="external"}', PROMPT),),
             unit="percentunit",
@@ -82,8 +83,9 @@ RANGE = Row(
         ),
         Panel(
             "Rework",
-            "Scheduled tokens whose KV had come to be before, over all that was scheduled: what preemptions, "
-            "failed loads and resets cost. Above some per cent, add blocks or lower the number of sequences.",
+            "Share of scheduled tokens whose KV had been computed or loaded before and was lost: the cost "
+            "of preemptions, failed loads and cache resets. Above a few percent, add KV-cache blocks or "
+            "lower max_num_seqs.",
             "stat",
             (_share_of_range(REWORK, WORK),),
             unit="percentunit",
@@ -93,7 +95,7 @@ RANGE = Row(
         ),
         Panel(
             "Promised and not loaded",
-            "External tokens that were promised and did not come, over all that were promised.",
+            "Share of the external tokens promised by the connector that failed or were cancelled.",
             "stat",
             (
                 Query(
@@ -109,8 +111,8 @@ RANGE = Row(
             steps=((None, GREEN), (0.01, AMBER), (0.1, RED)),
         ),
         Panel(
-            "Preemptions a request",
-            "Preemptions over requests that ended.",
+            "Preemptions per request",
+            "Preemptions divided by ended requests.",
             "stat",
             (
                 Query(
@@ -126,13 +128,14 @@ RANGE = Row(
     ),
 )
 
-PROMPTS = Row(
+PROMPTS = PanelRow(
     "Where prompt tokens came from",
     (
         Panel(
             "Prompt tokens by source",
-            "Tokens a second of requests that ended, by where their KV first came from: the engine's own "
-            "cache, a connector, or computed. Unattained ones never came to be, as of aborted requests.",
+            "Prompt tokens per second of ended requests, by where their KV first came from: the local "
+            "prefix cache, the KV connector (external), or computation. Unattained tokens had no KV when "
+            "the request ended, as after an abort.",
             "timeseries",
             (Query(f"sum by (source) (rate({PROMPT}[$__rate_interval]))", "{{source}}"),),
             unit="cps",
@@ -140,8 +143,8 @@ PROMPTS = Row(
             colours=SOURCES,
         ),
         Panel(
-            "Prompt tokens by source, shares",
-            "The same, as shares of the whole.",
+            "Prompt tokens by source, percent",
+            "The same figures as percentages.",
             "timeseries",
             (Query(f"sum by (source) (rate({PROMPT}[$__rate_interval]))", "{{source}}"),),
             unit="cps",
@@ -149,9 +152,10 @@ PROMPTS = Row(
             colours=SOURCES,
         ),
         Panel(
-            "Hit rate: settled, and as planned",
-            "Planned is the promise of the first admission, which recent releases of vLLM report; settled is "
-            "what truly came. Where they part, loads failed or requests were preempted in their prefill.",
+            "Hit rate, settled and planned",
+            "Planned: the split of the first admission, which current vLLM releases report. Settled: what "
+            "was really hit or loaded. The two differ when loads fail or requests are preempted during "
+            "prefill.",
             "timeseries",
             (
                 Query(
@@ -169,8 +173,8 @@ PROMPTS = Row(
         ),
         Panel(
             "Hit rate by engine",
-            "Local and external hits over prompt tokens, settled. One engine below its peers has lost its "
-            "cache or gets other traffic.",
+            "Settled hit rate of each engine. An engine far below the others has lost its cache or "
+            "receives different traffic.",
             "timeseries",
             (_share(HITS, PROMPT, "engine", "{{engine}}"),),
             unit="percentunit",
@@ -178,7 +182,7 @@ PROMPTS = Row(
         ),
         Panel(
             "Hit rate by model",
-            "Local and external hits over prompt tokens, settled, by the model served.",
+            "Settled hit rate by served model.",
             "timeseries",
             (_share_by_model(HITS, PROMPT),),
             unit="percentunit",
@@ -186,8 +190,9 @@ PROMPTS = Row(
         ),
         Panel(
             "Cached share of a request's prompt",
-            "How many requests found which share of their prompt in a cache: two crowds, at 0 and near 1, "
-            "have another remedy than one in the middle.",
+            "How many requests had which share of their prompt cached. One group at 0 and one near 1 "
+            "means that some traffic shares no prefix; a single group in the middle means that all "
+            "requests share a short one.",
             "heatmap",
             (
                 Query(
@@ -198,9 +203,10 @@ PROMPTS = Row(
             unit="percentunit",
         ),
         Panel(
-            "Look-ups: hit rate as the engine counts",
-            "Hits over queried tokens of every look-up, those of resumed requests and of attempts that led "
-            "to nothing included, where the engine counts them. Not a share of prompts.",
+            "Hit rate of the engine's lookups",
+            "Hit tokens divided by queried tokens of every prefix-cache lookup that the engine counted, "
+            "including lookups of resumed requests and of failed admissions. It is not a share of prompt "
+            "tokens.",
             "timeseries",
             (
                 Query(
@@ -215,12 +221,12 @@ PROMPTS = Row(
     ),
 )
 
-EXTERNAL = Row(
+EXTERNAL = PanelRow(
     "External tokens",
     (
         Panel(
             "Promised and loaded",
-            "External tokens a second that the connector promised, and those that came.",
+            "External tokens per second that the connector promised, and that were loaded.",
             "timeseries",
             (
                 Query(
@@ -234,9 +240,10 @@ EXTERNAL = Row(
             unit="cps",
         ),
         Panel(
-            "Voided, by cause",
-            "Promised tokens that did not come: the load failed, no plan named them, the request was "
-            "preempted or ended first. `never_loaded` with a finding means that stale blocks were read.",
+            "Failed or cancelled tokens by cause",
+            "Promised tokens that failed or were cancelled, by cause: the load failed, no connector "
+            "metadata named them, or the request was preempted or ended first. `never_loaded` with a "
+            "finding means that stale blocks were read.",
             "timeseries",
             (
                 Query(
@@ -249,7 +256,8 @@ EXTERNAL = Row(
         ),
         Panel(
             "Wait for remote KV",
-            "How long requests that waited for a load waited in all. No line: none waited.",
+            "Total time that a request waited for remote KV, of the requests that waited. No line means "
+            "that no request waited.",
             "timeseries",
             _quantiles("kvledger_request_remote_wait_seconds"),
             unit="s",
@@ -257,13 +265,13 @@ EXTERNAL = Row(
     ),
 )
 
-WORKED = Row(
+WORKED = PanelRow(
     "Work",
     (
         Panel(
-            "Scheduled tokens by what became of them",
-            "First prompt and first output are what was asked for; rework, rejected drafts and what was in "
-            "flight when a request stopped (overrun) came on top.",
+            "Scheduled tokens by outcome",
+            "First prompt and first output are useful work. Rework, rejected drafts and overrun (tokens "
+            "in flight when a request stopped) are overhead.",
             "timeseries",
             (Query(f"sum by (kind) (rate({WORK}[$__rate_interval]))", "{{kind}}"),),
             unit="cps",
@@ -272,7 +280,8 @@ WORKED = Row(
         ),
         Panel(
             "Rework by cause",
-            "Why KV that had come to be was computed again: `blocks` is preemption for want of blocks.",
+            "Why KV was computed a second time. `blocks` means preemption because the pool had no free "
+            "blocks.",
             "timeseries",
             (
                 Query(
@@ -285,34 +294,35 @@ WORKED = Row(
         ),
         Panel(
             "Rework by model",
-            "Rework over all scheduled tokens, by the model served.",
+            "Rework divided by all scheduled tokens, by served model.",
             "timeseries",
             (_share_by_model(REWORK, WORK),),
             unit="percentunit",
         ),
         Panel(
-            "Given up, by cause",
-            "Tokens whose KV was given up with a life of their request; those of finished requests are left "
-            "out. What later lives find or load again is saved rework.",
+            "Discarded tokens by cause",
+            "Tokens whose KV was discarded at a preemption, reset or failed load; finished requests are "
+            "left out. Repeat hits and repeat loads show how much a later life got back without computing "
+            "it.",
             "timeseries",
             (
                 Query(
                     'sum by (cause) (rate(kvledger_discarded_tokens_total{@engine, cause!="finished"}'
                     "[$__rate_interval]))",
-                    "given up: {{cause}}",
+                    "discarded: {{cause}}",
                 ),
-                Query("sum(rate(kvledger_hit_again_tokens_total{@engine}[$__rate_interval]))", "hit again"),
+                Query("sum(rate(kvledger_hit_again_tokens_total{@engine}[$__rate_interval]))", "repeat hits"),
                 Query(
                     "sum(rate(kvledger_loaded_again_tokens_total{@engine}[$__rate_interval]))",
-                    "loaded again",
+                    "repeat loads",
                 ),
             ),
             unit="cps",
         ),
         Panel(
-            "Rework of a request",
-            "The share of a request's scheduled tokens that was rework. The 99th percentile shows whether a "
-            "few requests pay for all.",
+            "Rework per request",
+            "Share of a request's scheduled tokens that was rework. The 99th percentile shows whether a "
+            "few requests pay most of the cost.",
             "timeseries",
             _quantiles("kvledger_request_rework_ratio"),
             unit="percentunit",
@@ -320,12 +330,13 @@ WORKED = Row(
     ),
 )
 
-REQUESTS = Row(
+REQUESTS = PanelRow(
     "Requests and preemptions",
     (
         Panel(
             "Preemptions by cause",
-            "Preemptions a second, as they happen: for want of blocks, or by a reset of the cache.",
+            "Preemptions per second: because the pool had no free blocks, or because the prefix cache was "
+            "reset.",
             "timeseries",
             (
                 Query(
@@ -336,7 +347,7 @@ REQUESTS = Row(
             unit="cps",
         ),
         Panel(
-            "Preemptions of a request",
+            "Preemptions per request, percentiles",
             "How often a request was preempted before it ended.",
             "timeseries",
             _quantiles("kvledger_request_preemptions"),
@@ -344,7 +355,7 @@ REQUESTS = Row(
         ),
         Panel(
             "Requests by outcome",
-            "Requests that ended a second. Aborted ones leave part of their prompt unattained.",
+            "Ended requests per second. Aborted requests leave part of their prompt unattained.",
             "timeseries",
             (
                 Query(
@@ -357,7 +368,7 @@ REQUESTS = Row(
         ),
         Panel(
             "Open requests",
-            "Requests in the engine, waiting ones included.",
+            "Requests in the engine, both running and waiting.",
             "timeseries",
             (Query("sum by (engine) (kvledger_open_requests{@engine})", "{{engine}}"),),
             unit="none",

@@ -1,23 +1,23 @@
-"""The board *Trust*: can these figures be relied on? Green or red at a glance, then why."""
+"""The board *Trust*: can the figures be relied on? Green or red first, then the reasons."""
 
 from __future__ import annotations
 
-from .panels import AMBER, GOOD_IS_NONE, GREEN, RED, Panel, Query, Row
+from .panels import AMBER, GOOD_IS_NONE, GREEN, RED, Panel, PanelRow, Query
 
 TITLE = "kvledger: Trust"
 UID = "kvledger-trust"
-SAYS = "Whether cache figures can be trusted: findings, drift, what is unknown, health of the sidecar."
+DESCRIPTION = "Whether the figures can be trusted: findings, drift, unknown tokens, health of the sidecar."
 
 EXPLAIN = "${docs}/${__data.fields.Invariant}"
-"""Where a table's invariant is explained."""
+"""The address that explains the invariant of a table row."""
 
-AT_A_GLANCE = Row(
+AT_A_GLANCE = PanelRow(
     "At a glance",
     (
         Panel(
             "Violations",
-            "Invariants that were seen broken in the time range, counted once an engine: its accounts are "
-            "wrong. Look at the findings below, then `kvledger explain ID`.",
+            "Invariants violated in the time range, counted once per engine. The engine's accounting is "
+            "wrong. Look at the findings below, then run `kvledger explain ID`.",
             "stat",
             (
                 Query(
@@ -35,7 +35,7 @@ AT_A_GLANCE = Row(
         Panel(
             "Unexplained drift",
             "Tokens by which the engine's own counters differ from the ledger without a known cause. "
-            "Needs the sidecar's --engine-url. The board Compare shows which figure.",
+            "Needs the sidecar's --engine-url. The board Compare shows which figure differs.",
             "stat",
             (
                 Query(
@@ -50,9 +50,9 @@ AT_A_GLANCE = Row(
             words={"0": ("none", GREEN)},
         ),
         Panel(
-            "Tokens that are unknown",
-            "The share of tokens whose requests lost events touched: they were not judged. "
-            "Find the gaps below; a full disk and a stopped sidecar are the usual causes.",
+            "Unknown tokens",
+            "Share of tokens of requests that could not be checked because events were lost. Look for "
+            "gaps below; the usual causes are a full disk and a stopped sidecar.",
             "stat",
             (
                 Query(
@@ -69,8 +69,8 @@ AT_A_GLANCE = Row(
         ),
         Panel(
             "Engines observed",
-            "Engines under observation now. None is red: nothing is audited, and silence means nothing. "
-            "Run `kvledger doctor` in the engine's environment.",
+            "Engines under observation now. 0 means that nothing is audited, so an absence of findings "
+            "proves nothing. Run `kvledger doctor` in the engine's environment.",
             "stat",
             (Query("sum(kvledger_engine_observed{@engine})", now=True),),
             unit="none",
@@ -80,7 +80,8 @@ AT_A_GLANCE = Row(
         ),
         Panel(
             "Journal lag",
-            "How far the slowest reading is behind what the engines wrote. Figures are as old as this.",
+            "How far the sidecar is behind the events that the engines wrote, for the slowest journal. "
+            "All figures are this old.",
             "stat",
             (Query("max(kvledger_journal_lag_seconds{@engine})", now=True),),
             unit="s",
@@ -90,7 +91,7 @@ AT_A_GLANCE = Row(
         ),
         Panel(
             "Sidecars up",
-            "The share of the chosen sidecars that answer their scrapes.",
+            "Share of the selected sidecars that answer their scrapes.",
             "stat",
             (Query("avg(up{@sidecar})", now=True),),
             unit="percentunit",
@@ -101,14 +102,14 @@ AT_A_GLANCE = Row(
     ),
 )
 
-FINDINGS = Row(
+FINDINGS = PanelRow(
     "Findings",
     (
         Panel(
             "Last findings",
-            "Invariants that were seen broken, the latest first. A violation means that the engine is wrong; "
-            "a drift, that it counts by a rule that misleads. An invariant's name leads to what it promises, "
-            "if the variable Explanations holds a sidecar's address that your browser reaches.",
+            "Violated invariants, latest first. A violation means that the engine is wrong; a drift means "
+            "that it counts by a deliberate but misleading rule. The invariant's name links to its "
+            "explanation if the variable Explanations holds a sidecar address that your browser reaches.",
             "table",
             (
                 Query(
@@ -133,8 +134,8 @@ FINDINGS = Row(
         ),
         Panel(
             "Findings by invariant",
-            "How often a second each invariant was seen broken. A steady line is one fault met again and "
-            "again; a step is one request.",
+            "Findings per second of each invariant. A steady line is one fault that repeats; a single "
+            "step is one request.",
             "timeseries",
             (
                 Query(
@@ -150,13 +151,13 @@ FINDINGS = Row(
     ),
 )
 
-COVERAGE = Row(
+COVERAGE = PanelRow(
     "Coverage",
     (
         Panel(
             "Engines",
-            "What is known of every engine: its release, the adapter that observes it and how closely. "
-            "An engine that is not here is not audited.",
+            "Every known engine: its release, the adapter that observes it, and the level of detail. An "
+            "engine that is missing here is not audited.",
             "table",
             (
                 Query(
@@ -199,20 +200,21 @@ COVERAGE = Row(
     ),
 )
 
-HEALTH = Row(
+HEALTH = PanelRow(
     "Health of the sidecar and the hooks",
     (
         Panel(
             "Journal lag by engine",
-            "All that was written until so long ago has been read. Above some seconds the sidecar lacks CPU.",
+            "Age of the oldest event that has not been read. More than a few seconds means that the "
+            "sidecar lacks CPU.",
             "timeseries",
             (Query("max by (instance, engine) (kvledger_journal_lag_seconds{@engine})", "{{engine}}"),),
             unit="s",
         ),
         Panel(
             "Events lost",
-            "Gaps in the journals a second, and the events in them where their number is known. The requests "
-            "they touched are unknown, never violated.",
+            "Gaps in the journals per second, and the lost events of the gaps whose size is known. The "
+            "touched requests become unknown, never violated.",
             "timeseries",
             (
                 Query(
@@ -228,7 +230,7 @@ HEALTH = Row(
         ),
         Panel(
             "Failures of hooks and checks",
-            "A hook that keeps failing removes itself and the engine runs on unobserved; a check that fails "
+            "A hook that keeps failing removes itself, and the engine runs on unobserved. A failing check "
             "is a defect of kvledger. Neither harms the engine; please report both.",
             "timeseries",
             (
@@ -245,8 +247,8 @@ HEALTH = Row(
         ),
         Panel(
             "Time in hooks",
-            "What observing costs the engine's process in a step, from steps that are timed as a sample. An "
-            "engine's step takes milliseconds.",
+            "Time that the hooks take per engine step, measured on a sample of steps. An engine step "
+            "takes milliseconds.",
             "timeseries",
             (
                 Query(
@@ -259,8 +261,8 @@ HEALTH = Row(
         ),
         Panel(
             "Events read",
-            "What the hooks tell. A step that equals the one before is only counted, so steady decoding is "
-            "nearly silent.",
+            "Events per second that the hooks emit. An unchanged step is only counted, so steady decoding "
+            "emits almost nothing.",
             "timeseries",
             (
                 Query(
@@ -270,9 +272,9 @@ HEALTH = Row(
             unit="cps",
         ),
         Panel(
-            "Since the last event",
-            "Even an idle engine that is observed tells its state from time to time once it steps; an engine "
-            "under load that is silent for long is worth a look.",
+            "Time since the last event",
+            "An observed engine that steps emits its state periodically, even when idle. Check an engine "
+            "that is under load and emits nothing for long.",
             "timeseries",
             (
                 Query(
@@ -282,9 +284,9 @@ HEALTH = Row(
             unit="s",
         ),
         Panel(
-            "Lost by the sidecar",
-            "How often what it knew before a restart was not there: a damaged checkpoint, a segment that was "
-            "removed before it was read. No figure is made up for it.",
+            "State lost by the sidecar",
+            "How often the sidecar lost state: a damaged checkpoint, or a segment that was removed before "
+            "it was read. No figure is invented for it.",
             "timeseries",
             (
                 Query(

@@ -25,12 +25,12 @@ def panels_of(built: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @every_form
-def test_what_is_committed_is_what_is_built(form: boards.Form) -> None:
+def test_generated_boards_are_up_to_date(form: boards.Form) -> None:
     """If this fails: make docs."""
     assert [] == check.differing(GENERATED / form, form)
 
 
-def test_no_file_is_left_of_a_board_that_is_gone() -> None:
+def test_every_generated_file_belongs_to_a_board() -> None:
     expected = {f"{form}/{name}" for form in boards.FORMS for name, _ in boards.files(form)}
 
     assert expected | {rules.FILE} == {
@@ -38,13 +38,13 @@ def test_no_file_is_left_of_a_board_that_is_gone() -> None:
     }
 
 
-def test_rules_and_their_page_are_what_is_built() -> None:
+def test_generated_rules_and_their_page_are_up_to_date() -> None:
     """If this fails: make docs."""
     assert rules.text() == (GENERATED / rules.FILE).read_text()
     assert rules.markdown() == (ROOT / "docs" / "alerts.md").read_text()
 
 
-def test_all_that_is_named_is_served() -> None:
+def test_boards_and_rules_name_only_served_metrics() -> None:
     assert [] == check.faults()
 
 
@@ -61,12 +61,12 @@ def test_all_that_is_named_is_served() -> None:
         ("engine:kvledger_nothing:rate5m > 1", "engine:kvledger_nothing:rate5m is not recorded"),
     ],
 )
-def test_a_name_that_nobody_serves_is_found(expr: str, fault: str) -> None:
-    assert [fault] == list(check._faults(expr, {row.record for row in rules.RECORDINGS}))
+def test_a_name_that_is_not_served_is_a_fault(expr: str, fault: str) -> None:
+    assert [fault] == list(check.faults_in(expr, {row.record for row in rules.RECORDINGS}))
 
 
 @every_board
-def test_ids_are_unique_and_no_panel_lies_on_another(board: ModuleType) -> None:
+def test_panel_ids_are_unique_and_panels_do_not_overlap(board: ModuleType) -> None:
     built = boards.build(board)
     taken: dict[tuple[int, int], str] = {}
     for panel in built["panels"]:
@@ -82,7 +82,7 @@ def test_ids_are_unique_and_no_panel_lies_on_another(board: ModuleType) -> None:
 
 
 @every_board
-def test_a_board_is_linked_to_the_others_and_to_those_of_vllm(board: ModuleType) -> None:
+def test_boards_link_to_each_other_and_are_tagged_for_vllm(board: ModuleType) -> None:
     built = boards.build(board)
 
     assert {"kvledger", "vllm"} == set(built["tags"])
@@ -97,7 +97,7 @@ def test_variables(board: ModuleType) -> None:
 
 
 @every_board
-def test_sharing_asks_for_its_data_source_and_then_is_the_other_form(board: ModuleType) -> None:
+def test_the_sharing_form_differs_only_in_its_data_source(board: ModuleType) -> None:
     """What Grafana does at import: the chosen data source stands for the input wherever it is named."""
     shared = boards.build(board, "sharing")
     asked = shared.pop("__inputs")
@@ -115,7 +115,7 @@ def test_sharing_asks_for_its_data_source_and_then_is_the_other_form(board: Modu
     assert {"grafana", "datasource"} <= {row["type"] for row in needed}
 
 
-def test_a_finding_leads_to_what_its_invariant_promises() -> None:
+def test_findings_link_to_the_explanation_of_their_invariant() -> None:
     trust = boards.build(boards.BOARDS[0])
     findings = next(panel for panel in trust["panels"] if panel["title"] == "Last findings")
     links = [
@@ -128,24 +128,24 @@ def test_a_finding_leads_to_what_its_invariant_promises() -> None:
     assert ["${docs}/${__data.fields.Invariant}"] == links
 
 
-def test_exported_files_that_were_edited_are_named(tmp_path: Path) -> None:
+def test_edited_and_missing_exported_files_are_listed(tmp_path: Path) -> None:
     boards.write(tmp_path, "sharing")
     edited = tmp_path / "kvledger-trust.json"
     edited.write_text(edited.read_text().replace("At a glance", "At one glance"))
     (tmp_path / "kvledger-tokens.json").unlink()
 
-    found = check.report(tmp_path, "sharing", "")
+    found = check.check(tmp_path, "sharing", "")
 
-    assert not found.well
+    assert not found.passed
     assert ["kvledger-trust.json differs", "kvledger-tokens.json is missing"] == found.lines[1:]
 
 
-def test_a_check_of_a_folder_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match="There is no folder"):
-        check.report(tmp_path / "nowhere", "sharing", "")
+        check.check(tmp_path / "nowhere", "sharing", "")
 
 
-def test_a_check_of_a_file_that_is_no_json(tmp_path: Path) -> None:
+def test_a_file_that_is_no_json_differs(tmp_path: Path) -> None:
     boards.write(tmp_path, "sharing")
     (tmp_path / "kvledger-trust.json").write_bytes(b"\xff{")
 

@@ -75,20 +75,20 @@ def test_the_patched_deployment_is_valid(deployment: dict[str, Any]) -> None:
     kubernetes_validate.validate(deployment, KUBERNETES, strict=True)
 
 
-def test_a_wrong_deployment_would_be_refused(deployment: dict[str, Any]) -> None:
+def test_a_wrong_deployment_is_refused(deployment: dict[str, Any]) -> None:
     containers(deployment)["kvledger"]["restartpolicy"] = "Always"
 
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(deployment, KUBERNETES, strict=True)
 
 
-def test_the_engine_keeps_what_it_had(deployment: dict[str, Any]) -> None:
+def test_the_patch_keeps_the_engines_own_settings(deployment: dict[str, Any]) -> None:
     before = read(EXAMPLE / "vllm.yaml")["spec"]["template"]["spec"]["containers"][0]
 
     assert before.items() <= containers(deployment)["vllm"].items()
 
 
-def test_the_engine_finds_the_plugin_and_both_the_journal(deployment: dict[str, Any]) -> None:
+def test_engine_and_sidecar_share_the_plugin_and_the_journal(deployment: dict[str, Any]) -> None:
     found = containers(deployment)
     engine, sidecar = found["vllm"], found["kvledger"]
     mounts = {mount["name"]: mount["mountPath"] for mount in engine["volumeMounts"]}
@@ -108,7 +108,7 @@ def test_journals_stay_well_below_the_volumes_limit(deployment: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("name", ["kvledger", "kvledger-plugin"])
-def test_our_containers_have_no_privilege(deployment: dict[str, Any], name: str) -> None:
+def test_kvledger_containers_are_unprivileged(deployment: dict[str, Any], name: str) -> None:
     context = containers(deployment)[name]["securityContext"]
 
     assert context["runAsNonRoot"] and context["readOnlyRootFilesystem"]
@@ -124,7 +124,7 @@ def test_the_sidecar_is_native(deployment: dict[str, Any]) -> None:
     assert ["kvledger-plugin", "kvledger"] == names
 
 
-def test_the_component_patches_what_bears_its_label(deployment: dict[str, Any]) -> None:
+def test_the_component_patches_labelled_deployments(deployment: dict[str, Any]) -> None:
     component = read(COMPONENT / "kustomization.yaml")
     key, _, value = component["patches"][0]["target"]["labelSelector"].partition("=")
 
@@ -132,7 +132,7 @@ def test_the_component_patches_what_bears_its_label(deployment: dict[str, Any]) 
     assert value == deployment["metadata"]["labels"][key]
 
 
-def test_every_file_that_is_named_is_there() -> None:
+def test_every_named_file_exists() -> None:
     component = read(COMPONENT / "kustomization.yaml")
     example = read(EXAMPLE / "kustomization.yaml")
     patches = [patch["path"] for patch in component["patches"]]
@@ -171,7 +171,7 @@ def test_the_compose_file_is_valid() -> None:
     assert [] == [error.message for error in checker.iter_errors(read(DEPLOY / "compose" / "compose.yaml"))]
 
 
-def test_composes_prometheus_takes_its_configuration(tmp_path: Path) -> None:
+def test_promtool_accepts_the_compose_configuration(tmp_path: Path) -> None:
     promtool = tools.debian("prometheus", "promtool")
     (tmp_path / "prometheus.yml").write_text((DEPLOY / "compose" / "prometheus.yaml").read_text())
     rules = ROOT / "dashboards" / "generated" / "kvledger-rules.yaml"
@@ -184,7 +184,7 @@ def test_composes_prometheus_takes_its_configuration(tmp_path: Path) -> None:
     assert 0 == done.returncode, done.stderr
 
 
-def test_systemd_takes_the_unit() -> None:
+def test_systemd_accepts_the_unit() -> None:
     analyze = shutil.which("systemd-analyze")
     if analyze is None:
         pytest.skip("systemd is not on this machine")

@@ -127,6 +127,6 @@ def test_target_counter_agg_rule(built: dict[str, Any]) -> None:
         assert len(counters) == len(counted), title
 
 
-def test_no_variable_is_left_over() -> None:
-    for asked in check.queries():
-        assert "$" not in check.substituted(asked.expr), asked.where
+def test_every_grafana_variable_is_substituted() -> None:
+    for query in check.queries():
+        assert "$" not in check.substituted(query.expr), query.where

@@ -199,7 +199,7 @@ def run(promtool: Path, folder: Path, tests: list[dict[str, Any]]) -> subprocess
     )
 
 
-def test_prometheus_takes_the_file(promtool: Path, tmp_path: Path) -> None:
+def test_promtool_accepts_the_rule_file(promtool: Path, tmp_path: Path) -> None:
     done = subprocess.run([promtool, "check", "rules", rules.write(tmp_path)], capture_output=True, text=True)
 
     assert 0 == done.returncode, done.stderr
@@ -213,14 +213,14 @@ def test_alert(promtool: Path, tmp_path: Path, case: Case) -> None:
     assert 0 == done.returncode, done.stdout + done.stderr
 
 
-def test_every_alert_is_seen_to_fire_and_to_stay_quiet() -> None:
+def test_every_alert_has_a_case_that_fires_and_one_that_does_not() -> None:
     names = {alert.alert for alert in rules.ALERTS}
 
     assert names == {case.alert for case in CASES if case.fires}
     assert names == {case.alert for case in CASES if not case.fires}
 
 
-def test_a_hit_rate_is_recorded_by_engine_and_by_model(promtool: Path, tmp_path: Path) -> None:
+def test_hit_rates_are_recorded_by_engine_and_by_model(promtool: Path, tmp_path: Path) -> None:
     series = {
         of("kvledger_engine_info", 'model_name="m"'): "1x20",
         of("kvledger_prompt_tokens_total", 'source="local"'): "0+20x20",

@@ -54,7 +54,7 @@ def test_every_board_is_a_dashboard_literal(modules: Path, tmp_path: Path) -> No
     assert "" == compiled(modules, tmp_path, module(literals))
 
 
-def test_a_wrong_board_would_be_refused(modules: Path, tmp_path: Path) -> None:
+def test_a_wrong_board_is_refused(modules: Path, tmp_path: Path) -> None:
     board = boards.build(boards.BOARDS[0]) | {"graphToolTip": 1}
 
     complaints = compiled(modules, tmp_path, module([json.dumps(board)]))

@@ -30,7 +30,7 @@ from kvledger.exporters.metrics.table import METRICS
 ENDED = "sum(kvledger_prompt_tokens_total)"
 SOURCES = "sum by (source) (kvledger_prompt_tokens_total)"
 SILENT = {"kvledger: Trust, Last findings"}
-"""A table of what was found is empty where nothing was; the last test fills it."""
+"""The table of findings is empty until there is a finding; the last test makes one."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Deployment:
     requests: int = 0
 
     def crowd(self, requests: int, name: str) -> None:
-        """More requests at once than blocks are there for; each of a content of its own."""
+        """Send more requests at once than the blocks can hold, each with its own prompt."""
         dice = random.Random(name)
         prompts = [[dice.randrange(2, VOCABULARY_TOKENS) for _ in range(65)] for _ in range(requests)]
         with ThreadPoolExecutor(12) as clients:
@@ -160,7 +160,7 @@ def test_every_panel_and_rule_returns_data(deployment: Deployment) -> None:
     """An alert that stays quiet returns none; that Prometheus takes it is what is seen of it here."""
     answers = list(check.ask(deployment.prometheus.address))
     alerts = {alert.alert for alert in rules.ALERTS}
-    empty = {answer.asked.where for answer in answers if not answer.series}
+    empty = {answer.query.where for answer in answers if not answer.series}
 
     assert [] == [answer for answer in answers if answer.error]
     assert set() == empty - alerts - SILENT
@@ -230,7 +230,7 @@ def test_a_finding_reaches_the_board_and_the_one_on_call(deployment: Deployment)
     firing = 'count(ALERTS{alertname="KvledgerViolation", alertstate="firing"})'
     wait_until(lambda: (ask(firing) or 0) > 0, SETTLE_SECONDS)
     answers = list(check.ask(deployment.prometheus.address))
-    assert SILENT <= {answer.asked.where for answer in answers if answer.series}
+    assert SILENT <= {answer.query.where for answer in answers if answer.series}
 
 
 def resets(deployment: Deployment) -> list[str]:
