@@ -1,0 +1,76 @@
+"""Journals that older versions of kvledger wrote are read with equal results.
+
+``journals/NAME.tar.xz`` holds the journals of one run, as an older version wrote them:
+
+- ``demo-*``: the demo on vLLM 0.32.0, whole or with a defect put back, at level tokens or blocks
+- ``scheduler-RELEASE-LEVEL``: scenarios driven through that release's scheduler, one journal each
+- ``scheduler-0.9.2-v0``: the same with vLLM's v0 scheduler
+- ``scheduler-0.32.0-schema-1``: written with the first schema, whose block events no engine emits any more
+
+In the one of 0.20.0 a segment was removed, in that of 0.32.0 at level tokens the last frame is torn.
+``journals/NAME.json`` is what the version before the layout of folders printed for it with ``audit``,
+``summary`` and ``why`` and ``--format json``, without sentences and paths: sentences may change, figures,
+ids and verdicts may not. ``python tests/audit/replay/test_old_journals.py NAME...`` prints such JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvledger import cli
+
+JOURNALS = Path(__file__).parent / "journals"
+COMMANDS = ("audit", "summary", "why")
+SENTENCES = {"text", "message", "story", "notes"}
+"""JSON keys whose values are sentences."""
+
+WORDS = {"where", "what", "has", "meaning"}
+"""Figures of a finding that are parts of its sentence."""
+
+
+def figures(value: Any) -> Any:
+    """``value`` without sentences, and with the names of paths only."""
+    if isinstance(value, dict):
+        return {
+            key: Path(kept).name if key == "path" else figures(kept)
+            for key, kept in value.items()
+            if key not in SENTENCES | WORDS
+        }
+    return [figures(kept) for kept in value] if isinstance(value, list) else value
+
+
+def read(journals: Path) -> dict[str, Any]:
+    """What the commands print about the journals in a folder."""
+    results = {}
+    for command in COMMANDS:
+        printed = io.StringIO()
+        sys.argv = ["kvledger", command, str(journals), "--format", "json", "--jobs", "1"]
+        with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as left:
+            cli.main()
+        results[command] = {"exit_code": left.value.code, "json": figures(json.loads(printed.getvalue()))}
+    return results
+
+
+@pytest.mark.parametrize("archive", sorted(JOURNALS.glob("*.tar.xz")), ids=lambda path: path.name[:-7])
+def test_a_journal_of_an_older_version_is_read_with_equal_results(
+    archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [])
+    name = archive.name.removesuffix(".tar.xz")
+    with tarfile.open(archive) as opened:
+        opened.extractall(tmp_path, filter="data")
+
+    assert json.loads((JOURNALS / f"{name}.json").read_text()) == read(tmp_path / name)
+
+
+if __name__ == "__main__":
+    for folder in sys.argv[1:]:
+        print(json.dumps(read(Path(folder)), indent=1))
