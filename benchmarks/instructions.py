@@ -36,7 +36,7 @@ from benchmarks.process import settle
 from benchmarks.scheduler import BY_KEY, WORKLOADS, Effort, Lane, ObservedLane, Workload
 from benchmarks.validity import InvalidRound
 
-from kvledger.audit.conformance.runner import Step
+from kvledger.audit.conformance.runner import ModelStep
 
 REQUEST_STEPS = 64 * 256
 """What is counted of a workload: about as much as it does between two writes to the journal."""
@@ -70,12 +70,12 @@ class Doubled(Lane):
         self.twin.arrivals(self.workload.running - len(self.scheduler.requests))
         return super().arrivals()
 
-    def answer(self, scheduled: Any) -> tuple[Step, Any]:
+    def answer(self, scheduled: Any) -> tuple[ModelStep, Any]:
         """The step that was just scheduled, and the model's output for it."""
         self.twin.answer(self.scheduler, scheduled)
         return super().answer(scheduled)
 
-    def propose(self, step: Step) -> None:
+    def propose(self, step: ModelStep) -> None:
         """Hand in the drafts for the next step."""
         self.twin.propose(self.scheduler, step)
         super().propose(step)

@@ -40,8 +40,8 @@ from typing import Any
 from benchmarks.stats import Estimate, estimate, percentile, typical_ratio
 from benchmarks.validity import require_complete
 
-from kvledger.audit.conformance.host import Setup, block_hasher, build_request, build_scheduler
-from kvledger.audit.conformance.runner import Runner, Step, tokens
+from kvledger.audit.conformance.host import EngineSetup, block_hasher, build_request, build_scheduler
+from kvledger.audit.conformance.runner import ModelStep, Runner, tokens
 from kvledger.audit.entry import plugin
 from kvledger.audit.journal.recorder import WRITE_SECONDS
 
@@ -153,7 +153,7 @@ class Clients:
     Those of one workload do the same, step by step.
     """
 
-    def __init__(self, workload: Workload, setup: Setup, longest: int, hasher: Any) -> None:
+    def __init__(self, workload: Workload, setup: EngineSetup, longest: int, hasher: Any) -> None:
         """``longest``: output tokens of a request that shall never end."""
         self.workload = workload
         self.requests = 0
@@ -166,12 +166,12 @@ class Clients:
         """New requests."""
         return [self._arrive() for _ in range(number)]
 
-    def answer(self, scheduler: Any, scheduled: Any) -> tuple[Step, Any]:
+    def answer(self, scheduler: Any, scheduled: Any) -> tuple[ModelStep, Any]:
         """The step that was just scheduled, and the model's output for it."""
-        step = Step.of(scheduled, scheduler.requests)
+        step = ModelStep.of(scheduled, scheduler.requests)
         return step, self._runner.answer(step, scheduler.requests, None)
 
-    def propose(self, scheduler: Any, step: Step) -> None:
+    def propose(self, scheduler: Any, step: ModelStep) -> None:
         """Hand in the drafts for the next step."""
         if self.workload.drafts:
             scheduler.update_draft_token_ids(self._runner.drafts(step))
@@ -201,7 +201,7 @@ class Lane:
         most = workload.output_tokens
         longest = most[1] if most else effort.sequence_tokens(workload)
         length = workload.prompt_tokens[1] + longest
-        setup = Setup(
+        setup = EngineSetup(
             blocks=workload.blocks or workload.running * (-(-length // 16) + 1),
             max_running=workload.running,
             max_model_len=length + 16,
@@ -224,11 +224,11 @@ class Lane:
         """Requests in place of those that have ended."""
         return self.clients.arrivals(self.workload.running - len(self.scheduler.requests))
 
-    def answer(self, scheduled: Any) -> tuple[Step, Any]:
+    def answer(self, scheduled: Any) -> tuple[ModelStep, Any]:
         """The step that was just scheduled, and the model's output for it."""
         return self.clients.answer(self.scheduler, scheduled)
 
-    def propose(self, step: Step) -> None:
+    def propose(self, step: ModelStep) -> None:
         """Hand in the drafts for the next step."""
         self.clients.propose(self.scheduler, step)
 

@@ -33,7 +33,7 @@ Answer = int | tuple[int, bool] | None
 
 
 @dataclass(frozen=True)
-class Load:
+class ScriptedLoad:
     """One load that a step's plan orders from the worker."""
 
     request_id: str
@@ -44,32 +44,32 @@ class Load:
 
 
 @dataclass
-class Plan(KVConnectorMetadata):
+class ScriptedMetadata(KVConnectorMetadata):
     """What the connector hands to the worker with one step."""
 
-    loads: tuple[Load, ...] = ()
+    loads: tuple[ScriptedLoad, ...] = ()
 
 
 @dataclass(frozen=True)
-class Asked:
+class LookupCall:
     request_id: str
     local_tokens: int
     answer: tuple[int | None, bool]
 
 
 @dataclass(frozen=True)
-class Allocated:
+class AllocatedCall:
     request_id: str
     external_tokens: int
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedCall:
     request_id: str
     delayed: bool
 
 
-Told = Asked | Allocated | Finished | Plan
+Call = LookupCall | AllocatedCall | FinishedCall | ScriptedMetadata
 
 
 @dataclass
@@ -80,7 +80,7 @@ class Script:
     stored: dict[str, tuple[int, bool]] = field(default_factory=dict)
     delay_free: set[str] = field(default_factory=set)
     """Requests whose blocks stay held after they finish, until `finished_sending` names them."""
-    told: list[Told] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
 
 
 class ScriptedConnector(KVConnectorBase_V1):
@@ -92,7 +92,7 @@ class ScriptedConnector(KVConnectorBase_V1):
         self.block_size: int = vllm_config.cache_config.block_size
         self.held: set[str] = set()
         """Finished requests whose blocks are still held for a transfer."""
-        self._loads: list[Load] = []
+        self._loads: list[ScriptedLoad] = []
         self._answered: dict[str, bool] = {}
 
     # What the script says.
@@ -103,9 +103,9 @@ class ScriptedConnector(KVConnectorBase_V1):
     def store(self, request_id: str, tokens: int, *, asynchronous: bool = False) -> None:
         self.script.stored[request_id] = (tokens, asynchronous)
 
-    def told(self, kind: type[Any]) -> list[Any]:
+    def calls(self, kind: type[Any]) -> list[Any]:
         """What the scheduler told the connector, of one kind, in order."""
-        return [word for word in self.script.told if isinstance(word, kind)]
+        return [word for word in self.script.calls if isinstance(word, kind)]
 
     def _answer(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         answers = self.script.answers.get(request.request_id)
@@ -123,29 +123,29 @@ class ScriptedConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         answer = self._answer(request, num_computed_tokens)
         self._answered[request.request_id] = answer[1]
-        self.script.told.append(Asked(request.request_id, num_computed_tokens, answer))
+        self.script.calls.append(LookupCall(request.request_id, num_computed_tokens, answer))
         return answer
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         request_id = request.request_id
-        self.script.told.append(Allocated(request_id, num_external_tokens))
+        self.script.calls.append(AllocatedCall(request_id, num_external_tokens))
         if num_external_tokens:
             held = tuple(map(tuple, blocks.get_block_ids()))
             asynchronous = self._answered[request_id]
-            self._loads.append(Load(request_id, num_external_tokens, asynchronous, held))
+            self._loads.append(ScriptedLoad(request_id, num_external_tokens, asynchronous, held))
 
-    def build_connector_meta(self, scheduler_output: Any) -> Plan:
-        plan = Plan(tuple(self._loads))
+    def build_connector_meta(self, scheduler_output: Any) -> ScriptedMetadata:
+        plan = ScriptedMetadata(tuple(self._loads))
         self._loads.clear()
         if plan.loads:
-            self.script.told.append(plan)
+            self.script.calls.append(plan)
         return plan
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         delayed = request.request_id in self.script.delay_free
         if delayed:
             self.held.add(request.request_id)
-        self.script.told.append(Finished(request.request_id, delayed))
+        self.script.calls.append(FinishedCall(request.request_id, delayed))
         return delayed, None
 
     # The worker side: the driver has no worker.

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
-from .driver import Setup
-from .worker import WorkedDriver
+from .driver import EngineSetup
+from .worker import DriverWithWorker
 
 BLOCK_SIZE = 32
 """Transfers go by the blocks of an attention backend, and that of the CPU wants a multiple of 32."""
@@ -27,28 +27,28 @@ STEPS = 400
 TO_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
-def prefilling(setup: dict[str, Any], salt: str) -> WorkedDriver:
+def prefilling(setup: dict[str, Any], salt: str) -> DriverWithWorker:
     """An engine that prefills and keeps what it has filled until it was read."""
     with _ports():
-        return WorkedDriver(_of("kv_producer", setup), salt=salt)
+        return DriverWithWorker(_of("kv_producer", setup), salt=salt)
 
 
-def decoding(setup: dict[str, Any], salt: str, prefiller: WorkedDriver) -> DecodingDriver:
+def decoding(setup: dict[str, Any], salt: str, prefiller: DriverWithWorker) -> DecodingDriver:
     """An engine that reads what ``prefiller`` has filled."""
     with _ports():
         return DecodingDriver(_of("kv_consumer", setup), salt=salt, prefiller=prefiller)
 
 
-def shut_down(driver: WorkedDriver) -> None:
+def shut_down(driver: DriverWithWorker) -> None:
     """As at an engine's end: its connector lets go of ports and threads."""
     driver.worker.connector.shutdown()
     driver.connector.shutdown()
 
 
-class DecodingDriver(WorkedDriver):
+class DecodingDriver(DriverWithWorker):
     """The engine of the two that a row drives; the other one turns along."""
 
-    def __init__(self, setup: Setup, *, salt: str, prefiller: WorkedDriver) -> None:
+    def __init__(self, setup: EngineSetup, *, salt: str, prefiller: DriverWithWorker) -> None:
         super().__init__(setup, salt=salt)
         self.prefiller = prefiller
 
@@ -89,8 +89,8 @@ class DecodingDriver(WorkedDriver):
         self.prefiller.run(max_steps)
 
 
-def _of(role: str, setup: dict[str, Any]) -> Setup:
-    return Setup(**{"block_size": BLOCK_SIZE, **setup, "kv_role": role})
+def _of(role: str, setup: dict[str, Any]) -> EngineSetup:
+    return EngineSetup(**{"block_size": BLOCK_SIZE, **setup, "kv_role": role})
 
 
 def _ports() -> Any:

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from . import release
-from .host import Setup, block_hasher, build_request, build_scheduler
-from .runner import FIRST_TOKEN, Accepted, Runner, Step, Transfers, tokens
+from .host import EngineSetup, block_hasher, build_request, build_scheduler
+from .runner import FIRST_TOKEN, Accepted, ModelStep, Runner, TransferReport, tokens
 
-__all__ = ["Attach", "Driver", "Setup", "Step", "start", "tokens"]
+__all__ = ["Attach", "Driver", "EngineSetup", "ModelStep", "start", "tokens"]
 
 Attach = Callable[[Any], object]
 
@@ -24,12 +24,12 @@ Attach = Callable[[Any], object]
 class Driver:
     """One scheduler, and the engine around it."""
 
-    def __init__(self, setup: Setup | None = None, *, seed: int = 0, record: bool = True) -> None:
+    def __init__(self, setup: EngineSetup | None = None, *, seed: int = 0, record: bool = True) -> None:
         """With `record`, `delivered` keeps every EngineCoreOutput; benchmarks switch it off."""
-        self.setup = setup or Setup()
+        self.setup = setup or EngineSetup()
         self.scheduler: Any = build_scheduler(self.setup)
         self.runner = Runner(self.setup, seed)
-        self.in_flight: deque[Step] = deque()
+        self.in_flight: deque[ModelStep] = deque()
         self.delivered: dict[str, list[Any]] = {}
         self._record = record
         self._depth = 2 if self.setup.asynchronous else 1
@@ -113,7 +113,7 @@ class Driver:
         request = self.scheduler.requests[request_id]
         scheduled = release.preempt(self.scheduler, request, drop)
         if scheduled is not None:
-            self.in_flight.append(Step.of(scheduled, self.scheduler.requests))
+            self.in_flight.append(ModelStep.of(scheduled, self.scheduler.requests))
             if not self.setup.asynchronous:
                 self.output()
 
@@ -122,20 +122,20 @@ class Driver:
     def schedule(self) -> Any:
         """One real `schedule()`; it is in flight until `output` answers it."""
         scheduled = self.scheduler.schedule()
-        self.in_flight.append(Step.of(scheduled, self.scheduler.requests))
+        self.in_flight.append(ModelStep.of(scheduled, self.scheduler.requests))
         return scheduled
 
     def output(self, *, accepted: Accepted = None, **transfers: Any) -> dict[int, Any]:
         """Deliver the oldest step's output; returns vLLM's EngineCoreOutputs by client.
 
         accepted: drafts accepted by each request, or by the named ones; a random number otherwise.
-        transfers: what the connector's worker side reports, see `Transfers`.
+        transfers: what the connector's worker side reports, see `TransferReport`.
         """
         step = self.in_flight.popleft()
         answer = self.runner.answer(step, self.scheduler.requests, accepted)
         if self.connector is not None:
             held: set[str] = getattr(self.connector, "held", set())
-            said = Transfers(**transfers)
+            said = TransferReport(**transfers)
             self.runner.transfer(step, said, held, answer)
         drafting = (self.setup.drafts or self.setup.canvas) and not self.setup.asynchronous
         drafts = self.runner.drafts(step) if drafting and step.scheduled.num_scheduled_tokens else None
@@ -183,6 +183,6 @@ class Driver:
 
 def start(attach: Attach = id, /, **setup: Any) -> Driver:
     """A driver whose scheduler is shown to `attach` before anything happens to it."""
-    driver = Driver(Setup(**setup))
+    driver = Driver(EngineSetup(**setup))
     attach(driver.scheduler)
     return driver

@@ -46,7 +46,7 @@ _DRAFTER = {
 
 
 @dataclass(frozen=True)
-class Setup:
+class EngineSetup:
     """One engine's configuration, as far as its scheduler can tell."""
 
     blocks: int = 64
@@ -80,7 +80,7 @@ class Setup:
     """Tokens of a diffusion model's canvas: a step schedules them as drafts, and accepts all or none."""
 
 
-def build_scheduler(setup: Setup) -> Any:
+def build_scheduler(setup: EngineSetup) -> Any:
     """A real Scheduler, or AsyncScheduler, with an empty pool."""
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -102,7 +102,7 @@ def build_scheduler(setup: Setup) -> Any:
     return _scheduler_class(setup)(**arguments)
 
 
-def _scheduler_class(setup: Setup) -> Any:
+def _scheduler_class(setup: EngineSetup) -> Any:
     if setup.canvas:
         from vllm.v1.core.sched import diffusion_scheduler as diffusion  # since 0.32
 
@@ -180,7 +180,7 @@ def _hash_function(config: Any) -> Callable[[Any], Any]:
     return function
 
 
-def _vllm_config(setup: Setup) -> Any:
+def _vllm_config(setup: EngineSetup) -> Any:
     from vllm.config import (
         CacheConfig,
         DeviceConfig,
@@ -226,7 +226,7 @@ def _vllm_config(setup: Setup) -> Any:
     return config
 
 
-def _model_config(setup: Setup) -> Any:
+def _model_config(setup: EngineSetup) -> Any:
     from vllm.config import ModelConfig
 
     directory = _model_directory("model")
@@ -252,7 +252,7 @@ def _model_directory(name: Literal["model", "drafter"]) -> str:
     return str(directory)
 
 
-def _speculative_config(setup: Setup, model: Any, parallel: Any) -> Any:
+def _speculative_config(setup: EngineSetup, model: Any, parallel: Any) -> Any:
     if not setup.drafts:
         return None
     from vllm.config import SpeculativeConfig
@@ -269,7 +269,7 @@ def _speculative_config(setup: Setup, model: Any, parallel: Any) -> Any:
     )
 
 
-def _kv_transfer_config(setup: Setup) -> Any:
+def _kv_transfer_config(setup: EngineSetup) -> Any:
     if setup.connector is None:
         return None
     from vllm.config import KVTransferConfig
@@ -288,7 +288,7 @@ def _kv_transfer_config(setup: Setup) -> Any:
     )
 
 
-def _kv_cache_config(setup: Setup) -> Any:
+def _kv_cache_config(setup: EngineSetup) -> Any:
     import torch
     from vllm.v1 import kv_cache_interface as of
 

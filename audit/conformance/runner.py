@@ -20,7 +20,7 @@ from itertools import chain
 from typing import Any, Literal
 
 from . import release
-from .host import STOP_TOKEN, Setup
+from .host import STOP_TOKEN, EngineSetup
 
 FIRST_TOKEN = 3
 _VOCABULARY = range(FIRST_TOKEN, 32_000)
@@ -35,7 +35,7 @@ def tokens(count: int, family: str) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Step:
+class ModelStep:
     """A step on its way through the runner."""
 
     scheduled: Any
@@ -46,7 +46,7 @@ class Step:
     """Requests that this step starts or resumes: their drafts are padding."""
 
     @classmethod
-    def of(cls, scheduled: Any, requests: Mapping[str, Any]) -> "Step":
+    def of(cls, scheduled: Any, requests: Mapping[str, Any]) -> "ModelStep":
         """To be called at once after `schedule()`, before anything else is known."""
         unsampled = frozenset(
             name
@@ -58,7 +58,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Transfers:
+class TransferReport:
     """What the worker side of a connector reports with a step."""
 
     invalid_blocks: Iterable[int] = ()
@@ -70,7 +70,7 @@ class Transfers:
 class Runner:
     """Answers steps; knows of the requests only how many tokens they have put out."""
 
-    def __init__(self, setup: Setup, seed: int) -> None:
+    def __init__(self, setup: EngineSetup, seed: int) -> None:
         import torch
 
         self.stop_at: dict[str, int] = {}
@@ -84,7 +84,7 @@ class Runner:
         self._drafts = release.drafts_class()
         self._pooled: Any = torch.zeros(1)
 
-    def answer(self, step: Step, requests: Mapping[str, Any], accepted: Accepted) -> Any:
+    def answer(self, step: ModelStep, requests: Mapping[str, Any], accepted: Accepted) -> Any:
         """A ModelRunnerOutput."""
         names = list(step.scheduled.num_scheduled_tokens)
         index = dict(zip(names, range(len(names)), strict=True))
@@ -107,7 +107,7 @@ class Runner:
             self._stop(names, sampled, requests)
         return self._output(req_ids=names, req_id_to_index=index, sampled_token_ids=sampled)
 
-    def drafts(self, step: Step) -> Any:
+    def drafts(self, step: ModelStep) -> Any:
         """DraftTokenIds for the requests of a step, as the engine asks for after it."""
         names = list(step.scheduled.num_scheduled_tokens)
         proposed = [FIRST_TOKEN] * (self._setup.drafts or self._setup.canvas)
@@ -116,7 +116,7 @@ class Runner:
             draft_token_ids=[[] if name in step.unsampled else proposed[:] for name in names],
         )
 
-    def transfer(self, step: Step, said: Transfers, held: set[str], answer: Any) -> None:
+    def transfer(self, step: ModelStep, said: TransferReport, held: set[str], answer: Any) -> None:
         """Report with `answer`. `held`: finished requests that wait for their sending to end."""
         loads = getattr(step.scheduled.kv_connector_metadata, "loads", ())
         self.loading.update(load.request_id for load in loads if load.asynchronous)
@@ -136,7 +136,7 @@ class Runner:
             failed_recving=set(said.failed_recving),
         )
 
-    def _accepted(self, name: str, drafted: int, step: Step, accepted: Accepted) -> int:
+    def _accepted(self, name: str, drafted: int, step: ModelStep, accepted: Accepted) -> int:
         said = accepted if isinstance(accepted, int) else (accepted or {}).get(name)
         if said is None:
             said = 0 if name in step.admitted else self._random.randint(0, drafted)

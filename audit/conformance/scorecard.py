@@ -1,12 +1,12 @@
-"""A fixed scenario for any connector, a row a situation: what was reached, and what broke in it.
+"""The score card of a connector: fixed situations, which of them came about, and what went wrong in each.
 
-Every row has an engine of its own: the real scheduler, the connector's scheduler side and its worker
-side (`worker`), and a store that earlier requests of the row have filled through the connector itself.
-The row is then judged twice: by the audit of what was observed, and by looking into the cache, where
-each new life must stand on the KV of its own tokens.
+Every situation has engines of its own: the real scheduler, the connector's scheduler side and its
+worker side (`worker`), and a store that earlier requests of the situation filled through the connector
+itself. A situation is judged twice: by auditing what was observed, and by looking into the KV cache,
+where every request must run over the KV of its own tokens.
 
-A connector can't be made to answer: a row whose situation did not come about says so and is not
-judged. A row that ends with an exception, of the scheduler or of the connector, broke.
+A connector can't be forced into a situation. One that did not come about is reported as such and not
+judged. A situation that ends with an exception, of the scheduler or of the connector, broke.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from .. import events as ev
 from ..checks.auditor import Auditor
 from ..checks.registry import Violation
 from ..errors import LedgerError
+from .observed_engines import ObservedEngines
 from .situations import SITUATIONS, Situation
-from .stage import Stage
 
 Outcome = Literal["clean", "violated", "unknown", "not reached", "broke"]
 FOLDER = "{folder}"
 PACKAGES = ("lmcache", "nixl")
-"""Whose versions a card names beside vLLM's, where they are loaded."""
+"""Packages whose versions a card names beside vLLM's, where they are loaded."""
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "ExampleConnector": {"shared_storage_path": FOLDER},
     "MultiConnector": {
@@ -48,42 +48,48 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
         ]
     },
 }
-"""What known connectors are configured with; :data:`FOLDER` stands for an empty folder, a row each."""
-
+"""How known connectors are configured. :data:`FOLDER` stands for an empty folder per situation."""
 
 DISAGGREGATED = frozenset({"NixlConnector", "NixlPullConnector"})
-"""Known connectors that take KV from another engine and know no store."""
+"""Known connectors that read KV from another engine and have no store."""
 
-ENGINES_OWN = {"tokens/in-flight": "a load that fails"}
-"""Findings that vLLM makes with any connector, by the situations they come in (``docs/findings.md``)."""
+VLLM_FAULTS = {"tokens/in-flight": "load fails"}
+"""Findings that vLLM itself causes with any connector (``docs/findings.md``): by id, the beginning of
+the titles of the situations that show them."""
 
 
-class Row(msgspec.Struct, frozen=True):
-    """One situation under one scheduler. ``broke``: a sentence each, of what was wrong."""
+class SituationResult(msgspec.Struct, frozen=True):
+    """What came of one situation under one scheduler.
+
+    ``external_tokens`` is what the ledger counts as loaded from the store, ``served_tokens`` what the cache
+    really held when a request began to run over it. ``problems`` has one sentence for each thing that
+    went wrong; JSON calls it ``broke``.
+    """
 
     situation: str
     scheduler: str
     outcome: Outcome
     external_tokens: int
     served_tokens: int
-    broke: list[str]
+    problems: list[str] = msgspec.field(name="broke")
 
 
-class Card(msgspec.Struct, frozen=True):
+class ScoreCard(msgspec.Struct, frozen=True):
     """A connector's score card.
 
-    ``plan``: ``read`` or ``opaque``. ``disaggregated``: the store is another engine's cache.
+    ``connector_metadata`` is ``read`` where kvledger has a reader for it and ``opaque`` where not; JSON
+    calls it ``plan``. ``disaggregated``: the store is another engine's cache.
     """
 
     connector: str
     engine: str
-    plan: str
-    rows: list[Row]
+    connector_metadata: str = msgspec.field(name="plan")
+    rows: list[SituationResult]
     disaggregated: bool = False
 
     @property
     def verdict(self) -> Literal["clean", "violated", "unknown"]:
-        """As an audit's: unknown where a row is, or where no row ever got a token from the store."""
+        """The verdict of all situations; unknown also where no situation ever got a token from the store."""
         outcomes = {row.outcome for row in self.rows}
         if outcomes & {"violated", "broke"}:
             return "violated"
@@ -95,118 +101,116 @@ def score(
     connector: str,
     module: Path | None = None,
     options: Mapping[str, Any] | None = None,
-    rows: Callable[[Row], None] = lambda _: None,
+    on_result: Callable[[SituationResult], None] = lambda _: None,
     disaggregated: bool | None = None,
-) -> Card:
-    """Drive a connector through every row under both schedulers; ``rows`` is told of each as it ends.
+) -> ScoreCard:
+    """Drive a connector through every situation under the sync and the async scheduler.
 
-    ``connector`` is a name that vLLM registers, or that of a class in ``module``. ``disaggregated``: what a
-    request takes from elsewhere, a second engine has prefilled; by default for those of
-    :data:`DISAGGREGATED`. Raises :class:`LedgerError` for a connector that can't be had.
+    ``connector`` is a name that vLLM registers, or that of a class in ``module``. ``disaggregated``: a second
+    engine prefills what requests load; by default this holds for the connectors of
+    :data:`DISAGGREGATED`. ``on_result`` is called with each result as it is made. Raises
+    :class:`LedgerError` for a connector that can't be started here.
     """
     paired = connector in DISAGGREGATED if disaggregated is None else disaggregated
     name = _importable(module) if module else None
-    known = OPTIONS.get(connector, {}) if options is None else options
-    done: list[Row] = []
-    plan = "opaque"
-    with _quiet():
-        _constructed(connector, name, known, paired)
+    configured = OPTIONS.get(connector, {}) if options is None else options
+    results: list[SituationResult] = []
+    metadata = "opaque"
+    with _stdout_to_stderr():
+        _try_to_start(connector, name, configured, paired)
         for situation in SITUATIONS:
             for asynchronous in (False, True):
                 with tempfile.TemporaryDirectory(prefix="kvledger-conformance-") as folder:
                     setup = {
                         "connector": connector,
                         "connector_module": name,
-                        "connector_options": tuple(_placed(known, folder).items()),
+                        "connector_options": tuple(_with_folder(configured, folder).items()),
                         "asynchronous": asynchronous,
                     }
-                    row, plan = _row(situation, setup, folder, paired)
-                done.append(row)
-                rows(row)
-    return Card(connector, _engine(), plan, done, paired)
+                    result, metadata = _drive(situation, setup, folder, paired)
+                results.append(result)
+                on_result(result)
+    return ScoreCard(connector, _versions(), metadata, results, paired)
 
 
-def _engine() -> str:
-    """vLLM's version, and those of the packages behind a connector that were loaded for it."""
+def _versions() -> str:
+    """The version of vLLM, and of each of :data:`PACKAGES` that was loaded."""
     from ..engines import host_version
 
-    said = [f"vllm {host_version()}"]
+    versions = [f"vllm {host_version()}"]
     for name in PACKAGES:
         if name in sys.modules:
             with contextlib.suppress(PackageNotFoundError):
-                said.append(f"{name} {version(name)}")
-    return ", ".join(said)
+                versions.append(f"{name} {version(name)}")
+    return ", ".join(versions)
 
 
-def _row(situation: Situation, setup: dict[str, Any], folder: str, paired: bool) -> tuple[Row, str]:
+def _drive(
+    situation: Situation, setup: dict[str, Any], folder: str, paired: bool
+) -> tuple[SituationResult, str]:
+    """The result of one situation, and whether the connector's metadata was read."""
     scheduler = "async" if setup["asynchronous"] else "sync"
-    stage, raised = Stage(f"{situation.title} {scheduler}", paired), ""
+    engines, raised = ObservedEngines(f"{situation.title} {scheduler}", paired), ""
     try:
         try:
-            situation.drive(stage, setup)
+            situation.drive(engines, setup)
         finally:
-            stage.end()
+            engines.stop()
     except Exception as error:
-        raised = _raised(error).replace(folder, FOLDER)
+        raised = _describe(error).replace(folder, FOLDER)
     events: list[ev.Event] = []
-    found: list[str] = []
+    problems: list[str] = []
     doubts: list[str] = []
-    external, plan = 0, "opaque"
-    for sink, _ in stage.observed:
+    external, metadata = 0, "opaque"
+    for sink, _ in engines.observed:
         auditor = Auditor(keep_closed=True)
-        seen = sink.take()
-        auditor.feed_all(seen)
-        events += seen
-        found += [f"{v.id}: {v.message}" for v in auditor.violations if _counts(v, situation)]
+        of_engine = sink.take()
+        auditor.feed_all(of_engine)
+        events += of_engine
+        problems += [f"{v.id}: {v.message}" for v in auditor.violations if _counts(v, situation)]
         doubts += auditor.doubts
         external += auditor.ledger.totals().loaded
         if auditor.ledger.engine:
-            plan = str(auditor.ledger.engine.configuration.get("plan"))
-    found += [_said(stale) for engine in stage.engines for stale in engine.worker.stale]
+            metadata = str(auditor.ledger.engine.configuration.get("plan"))
+    problems += [wrong.sentence for driver in engines.drivers for wrong in driver.worker.wrong_kv]
     outcome: Outcome = "clean" if situation.reached(events) else "not reached"
-    if raised or found or doubts:
-        outcome = "broke" if raised else "violated" if found else "unknown"
-    return Row(
+    if raised or problems or doubts:
+        outcome = "broke" if raised else "violated" if problems else "unknown"
+    return SituationResult(
         situation=situation.title,
         scheduler=scheduler,
         outcome=outcome,
         external_tokens=external,
-        served_tokens=sum(e.worker.served for e in stage.engines if e is not stage.prefiller),
-        broke=[*([raised] if raised else []), *found, *doubts],
-    ), plan
+        served_tokens=sum(d.worker.served for d in engines.drivers if d is not engines.prefiller),
+        problems=[*([raised] if raised else []), *problems, *doubts],
+    ), metadata
 
 
-def _raised(error: Exception) -> str:
-    """What it is, what it says, and the function that raised it."""
+def _describe(error: Exception) -> str:
+    """The kind of an exception, the function that raised it, and its message."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    said = " ".join(str(error).split())[:300]
+    message = " ".join(str(error).split())[:300]
     place = f"in {last.name} of {'/'.join(Path(last.filename).parts[-2:])}"
-    return f"{type(error).__name__} {place}{f': {said}' if said else ''}"
+    return f"{type(error).__name__} {place}{f': {message}' if message else ''}"
 
 
 def _counts(violation: Violation, situation: Situation) -> bool:
     """Whether a finding is held against the connector."""
-    known = ENGINES_OWN.get(violation.id, "nothing")
-    return violation.severity == "violation" and not situation.title.startswith(known)
-
-
-def _said(stale: Any) -> str:
-    return (
-        f"Request {stale.request_id} ran over {stale.tokens} tokens of KV that is not its own, from "
-        f"position {stale.position} up."
-    )
+    titles = VLLM_FAULTS.get(violation.id)
+    from_vllm = titles is not None and situation.title.startswith(titles)
+    return violation.severity == "violation" and not from_vllm
 
 
 def _importable(module: Path) -> str:
-    """The name under which a file can be imported from now on."""
+    """Put a file's folder on the import path; returns the name to import the file by."""
     if not module.is_file():
         raise LedgerError(f"there is no file {module}")
     sys.path.insert(0, str(module.resolve().parent))
     return module.stem
 
 
-def _constructed(connector: str, module: str | None, options: Mapping[str, Any], paired: bool) -> None:
-    """Begin an engine with the connector, or say in one sentence why there is none."""
+def _try_to_start(connector: str, module: str | None, options: Mapping[str, Any], paired: bool) -> None:
+    """Start an engine with the connector, or raise :class:`LedgerError` with the reason it can't be."""
     importlib.import_module("vllm")  # without it, the command line says what to install
     try:
         package = "vllm.distributed.kv_transfer.kv_connector.factory"
@@ -214,29 +218,29 @@ def _constructed(connector: str, module: str | None, options: Mapping[str, Any],
         if module is not None:
             getattr(importlib.import_module(module), connector)
         elif connector not in factory._registry:
-            known = ", ".join(sorted(factory._registry))
-            raise LedgerError(f"vLLM registers no connector {connector!r}; it has {known}")
+            names = ", ".join(sorted(factory._registry))
+            raise LedgerError(f"vLLM registers no connector {connector!r}; it has {names}")
         with tempfile.TemporaryDirectory(prefix="kvledger-conformance-") as folder:
-            placed = tuple(_placed(options, folder).items())
-            stage = Stage(disaggregated=paired)
+            configured = tuple(_with_folder(options, folder).items())
+            engines = ObservedEngines(disaggregated=paired)
             try:
-                stage.begin(connector=connector, connector_module=module, connector_options=placed)
+                engines.start(connector=connector, connector_module=module, connector_options=configured)
             finally:
-                stage.end()
+                engines.stop()
     except LedgerError:
         raise
-    except Exception as error:  # whatever it misses here: a device, a server, a setting
-        raise LedgerError(f"the connector {connector} can't be begun here: {error}") from error
+    except Exception as error:  # a missing device, server or setting
+        raise LedgerError(f"the connector {connector} can't be started here: {error}") from error
 
 
-def _placed(options: Mapping[str, Any], folder: str) -> dict[str, Any]:
+def _with_folder(options: Mapping[str, Any], folder: str) -> dict[str, Any]:
     """The options, with a real folder in place of :data:`FOLDER`."""
-    placed: dict[str, Any] = json.loads(json.dumps(dict(options)).replace(FOLDER, folder))
-    return placed
+    options_here: dict[str, Any] = json.loads(json.dumps(dict(options)).replace(FOLDER, folder))
+    return options_here
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """vLLM logs to standard output while it is imported."""
+def _stdout_to_stderr() -> Iterator[None]:
+    """Keep standard output for the card: vLLM logs there while it is imported."""
     with contextlib.redirect_stdout(sys.stderr):
         yield

@@ -1,7 +1,8 @@
-"""The rows of a score card: situations that a connector is driven into, and how one knows that it was.
+"""The situations of a score card: how a connector is driven into each, and how one knows that it was.
 
-Each fills the store through the connector itself: a request runs to its end, and then the local cache
-is emptied. What a row has reached is read from the events, never from the connector.
+Each situation fills the store through the connector itself: a request runs to its end, and then the
+local prefix cache is emptied. Whether the situation came about is read from the events, never from the
+connector.
 """
 
 from __future__ import annotations
@@ -12,39 +13,39 @@ from typing import Any, NamedTuple, Protocol
 from .. import events as ev
 
 Events = list[ev.Event]
-Setup = dict[str, Any]
-WAITS = 400
-"""Steps after which a request that does not run is given up waiting for."""
+SetupOptions = dict[str, Any]
+MAX_WAIT_STEPS = 400
+"""Steps to wait for a request that does not start to run."""
 
 
-class Stage(Protocol):
-    """Where engines are begun; a second one finds what the first has saved."""
+class EngineStarter(Protocol):
+    """Starts the engines of one situation; a second engine reads what the first one saved."""
 
-    def begin(self, **setup: Any) -> Any:
-        """A new engine's driver."""
+    def start(self, **setup: Any) -> Any:
+        """Start an engine; returns its driver."""
 
 
 class Situation(NamedTuple):
-    """``reached`` says of a row's events whether it came about."""
+    """One situation: ``drive`` makes it happen, ``reached`` checks its events to see whether it did."""
 
     title: str
-    drive: Callable[[Stage, Setup], None]
+    drive: Callable[[EngineStarter, SetupOptions], None]
     reached: Callable[[Events], bool]
 
 
-def _saved(driver: Any, name: str, tokens: int) -> None:
+def _save(driver: Any, name: str, tokens: int) -> None:
     driver.add(name, tokens, 1)
     driver.run()
     driver.reset_prefix_cache()
 
 
-def _again(driver: Any, name: str, tokens: int, of: str, output_tokens: int = 3) -> None:
+def _repeat(driver: Any, name: str, tokens: int, of: str, output_tokens: int = 3) -> None:
     """A prompt that begins as that of an earlier request."""
     driver.add(name, tokens, output_tokens, shares=(of, tokens))
 
 
-def _until_decoding(driver: Any, name: str, output_tokens: int) -> None:
-    for _ in range(WAITS):
+def _run_until_output(driver: Any, name: str, output_tokens: int) -> None:
+    for _ in range(MAX_WAIT_STEPS):
         request = driver.scheduler.requests.get(name)
         if request is None or request.num_output_tokens >= output_tokens:
             break
@@ -60,18 +61,18 @@ def _preempt(driver: Any, name: str) -> bool:
     return runs
 
 
-# --- what was reached -------------------------------------------------------------------------------------
+# --- was it reached? --------------------------------------------------------------------------------------
 
 
-def _asked(events: Events) -> bool:
+def _looked_up(events: Events) -> bool:
     return any(isinstance(e, ev.Matched) for e in events)
 
 
-def _promised(events: Events, least: int = 1) -> bool:
+def _hit(events: Events, least: int = 1) -> bool:
     return any(isinstance(e, ev.Admitted) and e.external_tokens >= least for e in events)
 
 
-def _promised_part(events: Events) -> bool:
+def _hit_on_part(events: Events) -> bool:
     """Of some prompt less than all but its last token, which is executed here in any case."""
     prompts: dict[int, int] = {}
     parts: list[bool] = []
@@ -84,79 +85,77 @@ def _promised_part(events: Events) -> bool:
 
 
 def _deferred(events: Events) -> bool:
-    return _promised(events) and any(
-        isinstance(e, ev.AdmissionFailed) and e.reason == "deferred" for e in events
-    )
+    return _hit(events) and any(isinstance(e, ev.AdmissionFailed) and e.reason == "deferred" for e in events)
 
 
-def _promised_all(events: Events) -> bool:
-    return _promised(events, 95)
+def _hit_on_all(events: Events) -> bool:
+    return _hit(events, 95)
 
 
-def _promised_beyond(events: Events) -> bool:
+def _hit_beyond_local(events: Events) -> bool:
     return any(isinstance(e, ev.Admitted) and e.local_tokens and e.external_tokens > 0 for e in events)
 
 
-def _preempted(events: Events) -> bool:
-    return _promised(events) and any(isinstance(e, ev.Preempted) for e in events)
+def _preempted_with_hit(events: Events) -> bool:
+    return _hit(events) and any(isinstance(e, ev.Preempted) for e in events)
 
 
-def _resumed(events: Events) -> bool:
+def _resumed_with_hit(events: Events) -> bool:
     return any(isinstance(e, ev.Admitted) and e.resumed and e.external_tokens > 0 for e in events)
 
 
-def _failed(events: Events) -> bool:
-    return _promised(events) and any(isinstance(e, ev.LoadFailed | ev.RolledBack) for e in events)
+def _load_failed(events: Events) -> bool:
+    return _hit(events) and any(isinstance(e, ev.LoadFailed | ev.RolledBack) for e in events)
 
 
-def _waited(events: Events) -> bool:
+def _loaded_asynchronously(events: Events) -> bool:
     return any(isinstance(e, ev.Admitted) and e.asynchronous for e in events)
 
 
-# --- what is driven ---------------------------------------------------------------------------------------
+# --- how to get there --------------------------------------------------------------------------------------
 
 
-def nothing(stage: Stage, setup: Setup) -> None:
-    driver = stage.begin(**setup)
+def cache_miss(engines: EngineStarter, setup: SetupOptions) -> None:
+    driver = engines.start(**setup)
     driver.add("a", 100, 3)
     driver.add("b", 40, 3)
     driver.run()
 
 
-def hits(stage: Stage, setup: Setup) -> None:
-    driver = stage.begin(**setup)
-    _saved(driver, "a", 100)
+def hits_of_two_lengths(engines: EngineStarter, setup: SetupOptions) -> None:
+    driver = engines.start(**setup)
+    _save(driver, "a", 100)
     driver.add("longer", 150, 3, shares=("a", 96))
     driver.run()
     driver.reset_prefix_cache()
-    _again(driver, "again", 100, "a")
+    _repeat(driver, "again", 100, "a")
     driver.run()
 
 
-def beyond_the_local_hit(stage: Stage, setup: Setup) -> None:
-    driver = stage.begin(**setup)
-    _saved(driver, "a", 160)
-    _again(driver, "short", 64, "a", 1)
+def beyond_local_hit(engines: EngineStarter, setup: SetupOptions) -> None:
+    driver = engines.start(**setup)
+    _save(driver, "a", 160)
+    _repeat(driver, "short", 64, "a", 1)
     driver.run()
-    _again(driver, "again", 160, "a")
-    driver.run()
-
-
-def the_whole(stage: Stage, setup: Setup) -> None:
-    driver = stage.begin(**setup)
-    _saved(driver, "a", 96)
-    _saved(driver, "b", 97)
-    _again(driver, "whole", 96, "a")
-    _again(driver, "but one", 97, "b")
+    _repeat(driver, "again", 160, "a")
     driver.run()
 
 
-def preempted_before(stage: Stage, setup: Setup) -> None:
+def whole_prompt(engines: EngineStarter, setup: SetupOptions) -> None:
+    driver = engines.start(**setup)
+    _save(driver, "a", 96)
+    _save(driver, "b", 97)
+    _repeat(driver, "whole", 96, "a")
+    _repeat(driver, "but one", 97, "b")
+    driver.run()
+
+
+def preempted_before_load(engines: EngineStarter, setup: SetupOptions) -> None:
     """As soon as it runs, its first step still unanswered."""
-    driver = stage.begin(**setup)
-    _saved(driver, "a", 100)
-    _again(driver, "r", 100, "a", 6)
-    for _ in range(WAITS):
+    driver = engines.start(**setup)
+    _save(driver, "a", 100)
+    _repeat(driver, "r", 100, "a", 6)
+    for _ in range(MAX_WAIT_STEPS):
         driver.schedule()
         if _preempt(driver, "r"):
             break
@@ -166,97 +165,97 @@ def preempted_before(stage: Stage, setup: Setup) -> None:
     driver.run()
 
 
-def preempted_after(stage: Stage, setup: Setup) -> None:
-    driver = stage.begin(**setup)
-    _saved(driver, "a", 100)
-    _again(driver, "r", 100, "a", 12)
-    _until_decoding(driver, "r", 3)
+def preempted_after_load(engines: EngineStarter, setup: SetupOptions) -> None:
+    driver = engines.start(**setup)
+    _save(driver, "a", 100)
+    _repeat(driver, "r", 100, "a", 12)
+    _run_until_output(driver, "r", 3)
     _preempt(driver, "r")
     driver.reset_prefix_cache()
     driver.run()
 
 
-def reset_while_running(stage: Stage, setup: Setup) -> None:
+def reset_while_running(engines: EngineStarter, setup: SetupOptions) -> None:
     """A reset preempts what runs, and the next step may resume it at once."""
-    driver = stage.begin(**setup)
-    _saved(driver, "a", 100)
-    _again(driver, "r", 100, "a", 12)
-    _until_decoding(driver, "r", 3)
+    driver = engines.start(**setup)
+    _save(driver, "a", 100)
+    _repeat(driver, "r", 100, "a", 12)
+    _run_until_output(driver, "r", 3)
     driver.reset_prefix_cache(running=True)
     driver.run()
 
 
-def grown(stage: Stage, setup: Setup) -> None:
+def resumed_after_saving(engines: EngineStarter, setup: SetupOptions) -> None:
     """It found nothing at first; what it has saved itself it finds when it resumes."""
-    driver = stage.begin(**setup)
+    driver = engines.start(**setup)
     driver.add("r", 100, 40)
-    _until_decoding(driver, "r", 20)
+    _run_until_output(driver, "r", 20)
     _preempt(driver, "r")
     driver.reset_prefix_cache()
     driver.run()
 
 
-def fails_in_part(stage: Stage, setup: Setup) -> None:
-    _fails(stage, setup, 3)
+def load_fails_for_some_blocks(engines: EngineStarter, setup: SetupOptions) -> None:
+    _fail_load(engines, setup, 3)
 
 
-def fails_wholly(stage: Stage, setup: Setup) -> None:
-    _fails(stage, setup, 0)
+def load_fails_for_all_blocks(engines: EngineStarter, setup: SetupOptions) -> None:
+    _fail_load(engines, setup, 0)
 
 
-def _fails(stage: Stage, setup: Setup, first_block: int) -> None:
-    driver = stage.begin(**setup)
-    _saved(driver, "a", 100)
+def _fail_load(engines: EngineStarter, setup: SetupOptions, first_block: int) -> None:
+    driver = engines.start(**setup)
+    _save(driver, "a", 100)
     driver.breaks["r"] = first_block
-    _again(driver, "r", 100, "a", 4)
+    _repeat(driver, "r", 100, "a", 4)
     driver.add("other", 40, 6)
     driver.run()
 
 
-def given_up(stage: Stage, setup: Setup) -> None:
-    driver = stage.begin(**setup)
-    _saved(driver, "a", 100)
-    _again(driver, "r", 100, "a", 4)
+def aborted_while_loading(engines: EngineStarter, setup: SetupOptions) -> None:
+    driver = engines.start(**setup)
+    _save(driver, "a", 100)
+    _repeat(driver, "r", 100, "a", 4)
     driver.schedule()
     driver.abort("r")
     driver.drain()
-    _again(driver, "again", 100, "a", 4)
+    _repeat(driver, "again", 100, "a", 4)
     driver.run()
 
 
-def in_chunks(stage: Stage, setup: Setup) -> None:
-    driver = stage.begin(**{**setup, "max_batched_tokens": 48})
+def saved_in_chunks(engines: EngineStarter, setup: SetupOptions) -> None:
+    driver = engines.start(**{**setup, "max_batched_tokens": 48})
     driver.add("left", 200, 1)
     driver.step()
     driver.drain()
     driver.abort("left")
     driver.reset_prefix_cache()
-    _saved(driver, "a", 150)
+    _save(driver, "a", 150)
     driver.add("left again", 200, 2, shares=("left", 200))
-    _again(driver, "again", 150, "a", 4)
+    _repeat(driver, "again", 150, "a", 4)
     driver.run()
 
 
-def a_new_engine(stage: Stage, setup: Setup) -> None:
-    _saved(stage.begin(**setup), "a", 100)
-    driver = stage.begin(**setup)
-    _again(driver, "again", 100, "a")
+def new_engine(engines: EngineStarter, setup: SetupOptions) -> None:
+    _save(engines.start(**setup), "a", 100)
+    driver = engines.start(**setup)
+    _repeat(driver, "again", 100, "a")
     driver.run()
 
 
 SITUATIONS: tuple[Situation, ...] = (
-    Situation("nothing in the store", nothing, _asked),
-    Situation("no answer yet, then a number", hits, _deferred),
-    Situation("a part of a prompt", hits, _promised_part),
-    Situation("a part beyond the local hit", beyond_the_local_hit, _promised_beyond),
-    Situation("all of a prompt", the_whole, _promised_all),
-    Situation("preempted before its load is answered", preempted_before, _preempted),
-    Situation("preempted after its load", preempted_after, _preempted),
-    Situation("the cache reset while it runs", reset_while_running, _preempted),
-    Situation("resumed with a grown store", grown, _resumed),
-    Situation("a load that fails in part", fails_in_part, _failed),
-    Situation("a load that fails wholly", fails_wholly, _failed),
-    Situation("given up while it waits for its load", given_up, _waited),
-    Situation("saved in chunks, one given up midway", in_chunks, _promised),
-    Situation("a new engine on the same store", a_new_engine, _promised),
+    Situation("nothing in the store", cache_miss, _looked_up),
+    Situation("hit after a deferred lookup", hits_of_two_lengths, _deferred),
+    Situation("hit on part of the prompt", hits_of_two_lengths, _hit_on_part),
+    Situation("hit beyond the local hit", beyond_local_hit, _hit_beyond_local),
+    Situation("hit on the whole prompt", whole_prompt, _hit_on_all),
+    Situation("preempted before its load completes", preempted_before_load, _preempted_with_hit),
+    Situation("preempted after its load", preempted_after_load, _preempted_with_hit),
+    Situation("local cache reset while it runs", reset_while_running, _preempted_with_hit),
+    Situation("resumed after saving more", resumed_after_saving, _resumed_with_hit),
+    Situation("load fails for some blocks", load_fails_for_some_blocks, _load_failed),
+    Situation("load fails for all blocks", load_fails_for_all_blocks, _load_failed),
+    Situation("aborted while it waits for its load", aborted_while_loading, _loaded_asynchronously),
+    Situation("chunked save aborted midway", saved_in_chunks, _hit),
+    Situation("new engine on the same store", new_engine, _hit),
 )

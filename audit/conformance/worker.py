@@ -1,8 +1,8 @@
 """The worker side of a real connector over a KV cache whose contents are known.
 
-Where a model would write keys and values, a number is written that only the right tokens at the right
-place give: a checksum of the sequence up to there. So a load can be judged by what came. The worker
-side is called as vLLM's model runner calls it, on the CPU, in this process.
+Where a model would write keys and values, the worker writes a checksum of the sequence up to each token.
+Only the right tokens at the right position give that number, so the cache shows whether a load brought
+the right KV. The worker side is called as vLLM's model runner calls it, on the CPU, in this process.
 
 Needs vLLM 0.30 or later, whose cache layers are [blocks, heads, tokens of a block, elements].
 """
@@ -18,41 +18,53 @@ from unittest import mock
 from zlib import crc32
 
 from . import release
-from .driver import Driver, Setup, Step
+from .driver import Driver, EngineSetup, ModelStep
 from .runner import Accepted
 
 ELEMENTS = 2
-"""Of one token in one layer: a key and a value, of one head of size 1."""
+"""Numbers per token and layer: a key and a value, of one head of size 1."""
 IDLE_SECONDS = 0.005
 EXACT = 1 << 24
-"""Whole numbers below this are floats of 32 bits."""
+"""A float of 32 bits holds every whole number below this one exactly."""
 
 
 @dataclass(frozen=True)
-class Stale:
-    """A request that began to run over KV that is not that of its tokens, from ``position`` up."""
+class WrongKV:
+    """A request began to run over KV that does not belong to its tokens, from ``position`` up."""
 
     request_id: str
     position: int
     tokens: int
 
+    @property
+    def sentence(self) -> str:
+        """What the score card says of it."""
+        return (
+            f"Request {self.request_id} ran over {self.tokens} tokens of KV that is not its own, from "
+            f"position {self.position} up."
+        )
+
 
 @dataclass
 class Worker:
-    """One worker: a cache of its own, the connector's worker side, and the tables of what runs."""
+    """One worker: its KV cache, the connector's worker side, and the block tables of running requests."""
 
     connector: Any
     layers: dict[str, Any]
+    """The KV cache: a tensor per layer."""
     block_size: int
     blocks: dict[str, list[int]] = field(default_factory=dict)
+    """Block table by request id."""
     sequences: dict[str, Any] = field(default_factory=dict)
-    stale: list[Stale] = field(default_factory=list)
+    """vLLM's Request by request id."""
+    wrong_kv: list[WrongKV] = field(default_factory=list)
+    """Admissions over KV that does not belong to the request."""
     served: int = 0
-    """Tokens that begin a life with the right KV in the cache, and that nobody here executed for it."""
+    """Tokens that already had the right KV in the cache when their request was admitted or resumed."""
 
     @classmethod
     def of(cls, scheduler: Any) -> Worker:
-        """The worker side of a scheduler's connector, with a cache as its configuration has it."""
+        """The worker side of a scheduler's connector, with a cache of the configured layout."""
         import torch
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -69,19 +81,19 @@ class Worker:
         connector.register_kv_caches(layers)
         return cls(connector, layers, size)
 
-    def scheduled(self, step: Step, requests: Any) -> None:
-        """Take a step's tables, at once after it was scheduled."""
+    def scheduled(self, step: ModelStep, requests: Any) -> None:
+        """Update the block tables from a step; call it as soon as the step is scheduled."""
         for new in step.scheduled.scheduled_new_reqs:
             self.blocks[new.req_id] = list(new.block_ids[0])
             self.sequences[new.req_id] = requests[new.req_id]
         cached = step.scheduled.scheduled_cached_reqs
-        again = set(release.resumed(step.scheduled))
+        resumed = set(release.resumed(step.scheduled))
         for name, more in zip(cached.req_ids, cached.new_block_ids, strict=True):
             ids = list(more[0]) if more else []
-            self.blocks[name] = ids if name in again else [*self.blocks[name], *ids]
+            self.blocks[name] = ids if name in resumed else [*self.blocks[name], *ids]
 
-    def run(self, step: Step, broken: frozenset[int]) -> dict[str, Any]:
-        """Execute a step; what the connector has to say of it. ``broken``: blocks that never arrive."""
+    def run(self, step: ModelStep, broken: frozenset[int]) -> dict[str, Any]:
+        """Execute a step; returns the fields of vLLM's KVConnectorOutput. ``broken``: blocks never loaded."""
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
         connector: KVConnectorBase_V1 = self.connector
@@ -91,8 +103,8 @@ class Worker:
             attn_metadata=dict.fromkeys(self.layers, None),
             no_compile_layers={name: SimpleNamespace(kv_cache=kv) for name, kv in self.layers.items()},
         )
-        before = getattr(step.scheduled, "has_sync_kv_loads", True)
-        if before:
+        load_first = getattr(step.scheduled, "has_sync_kv_loads", True)
+        if load_first:
             connector.start_load_kv(context)
         for name in self.layers:
             connector.wait_for_layer_load(name)
@@ -102,38 +114,38 @@ class Worker:
         self._execute(step, broken)
         for name, layer in self.layers.items():
             connector.save_kv_layer(name, layer, None)
-        if not before:
+        if not load_first:
             connector.start_load_kv(context)
         connector.wait_for_save()
-        said = connector.get_transfer_results(step.scheduled.finished_req_ids)
+        results = connector.get_transfer_results(step.scheduled.finished_req_ids)
         invalid = set(connector.get_block_ids_with_load_errors()) | broken
-        told = {
-            "finished_sending": said.finished_sending,
-            "finished_recving": said.finished_recving,
-            "failed_recving": said.failed_recving,
+        reported = {
+            "finished_sending": results.finished_sending,
+            "finished_recving": results.finished_recving,
+            "failed_recving": results.failed_recving,
             "invalid_block_ids": invalid,
             "kv_connector_worker_meta": connector.build_connector_worker_meta(),
         }
         connector.clear_connector_metadata()
-        return told
+        return reported
 
-    def _execute(self, step: Step, broken: frozenset[int]) -> None:
-        """Look at what each new life stands on, then write what a model would."""
+    def _execute(self, step: ModelStep, broken: frozenset[int]) -> None:
+        """Check the KV under each admitted request, then write the checksums of the scheduled tokens."""
         starts = _starts(step)
         for name, count in step.scheduled.num_scheduled_tokens.items():
             start = starts[name]
             sums = _checksums(list(self.sequences[name].all_token_ids)[: start + count])
             if name in step.admitted and not broken.intersection(self.blocks[name]):
-                self._look(name, sums[:start])
+                self._check(name, sums[:start])
             for position, value in enumerate(sums[start:], start):
                 block, offset = self.blocks[name][position // self.block_size], position % self.block_size
                 for layer in self.layers.values():
                     layer[block, :, offset] = value
 
-    def _look(self, name: str, expected: list[int]) -> None:
+    def _check(self, name: str, expected: list[int]) -> None:
         wrong = [p for p, value in enumerate(expected) if not self._holds(name, p, value)]
         if wrong:
-            self.stale.append(Stale(name, wrong[0], len(wrong)))
+            self.wrong_kv.append(WrongKV(name, wrong[0], len(wrong)))
         self.served += len(expected) - len(wrong)
 
     def _holds(self, name: str, position: int, value: int) -> bool:
@@ -142,7 +154,7 @@ class Worker:
 
 
 def _join_groups() -> None:
-    """Have the groups of one process alone: a worker has joined them before it has a connector."""
+    """Join process groups of one process: vLLM's worker joins its groups before it makes a connector."""
     import torch.distributed
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
@@ -157,7 +169,7 @@ def _join_groups() -> None:
         parallel_state.initialize_model_parallel()
 
 
-def _starts(step: Step) -> dict[str, int]:
+def _starts(step: ModelStep) -> dict[str, int]:
     """The first position that a step executes, by request."""
     scheduled = step.scheduled
     cached = scheduled.scheduled_cached_reqs
@@ -173,19 +185,19 @@ def _checksums(token_ids: list[int]) -> list[int]:
     return sums
 
 
-class WorkedDriver(Driver):
-    """A driver whose steps a connector's worker side takes part in."""
+class DriverWithWorker(Driver):
+    """A driver whose steps run through a connector's worker side."""
 
-    def __init__(self, setup: Setup | None = None, *, salt: str = "", **how: Any) -> None:
-        """``salt``: tokens of the same names are others in an engine of another salt."""
+    def __init__(self, setup: EngineSetup | None = None, *, salt: str = "", **how: Any) -> None:
+        """``salt``: the same request names give other tokens under another salt."""
         super().__init__(setup, **how)
         self.salt = salt
         self.worker = Worker.of(self.scheduler)
         offered = self.worker.connector.get_handshake_metadata()
-        if offered is not None:  # the only worker there is, for whoever asks the scheduler's side
+        if offered is not None:  # this is the only worker
             self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): offered})
         self.breaks: dict[str, int] = {}
-        """Of the next load of a request, the blocks from this one of its table on never arrive."""
+        """By request id: in its next load, the blocks of its table from this index on never arrive."""
 
     def schedule(self) -> Any:
         scheduled = super().schedule()
@@ -195,14 +207,14 @@ class WorkedDriver(Driver):
     def prompt(
         self, request_id: str, prompt_tokens: int | Sequence[int], shares: tuple[str, int] | None
     ) -> list[int]:
-        """As for any driver; also of tokens of its own, every one is of a family."""
+        """As for any driver; a request's own tokens form a family too, so that others can share them."""
         if isinstance(prompt_tokens, int):
             family, shared = shares or (request_id, prompt_tokens)
             shares = f"{family} {self.salt}", shared
         return super().prompt(request_id, prompt_tokens, shares)
 
     def preempt(self, request_id: str, *, drop: bool | None = None) -> None:
-        """As for want of blocks: it can't run again in the step that preempts it, which is taken here."""
+        """Preempt as for lack of blocks, and schedule the step in which the request can't run again."""
         super().preempt(request_id, drop=drop)
         manager = self.scheduler.kv_cache_manager
         allocate_slots = manager.allocate_slots
@@ -214,23 +226,23 @@ class WorkedDriver(Driver):
             self.schedule()
 
     def output(self, *, accepted: Accepted = None, **_: Any) -> dict[int, Any]:
-        """Deliver the oldest step's output, with what the connector's worker side says of it."""
+        """Deliver the oldest step's output, with what the connector's worker side reports of it."""
         from vllm.v1.outputs import KVConnectorOutput
 
         step = self.in_flight.popleft()
         if not step.scheduled.num_scheduled_tokens:
             time.sleep(IDLE_SECONDS)  # a store in another process answers in its own time
-        told = self.worker.run(step, self._broken(step))
+        reported = self.worker.run(step, self._broken(step))
         answer = self.runner.answer(step, self.scheduler.requests, accepted)
-        answer.kv_connector_output = KVConnectorOutput(**told)
+        answer.kv_connector_output = KVConnectorOutput(**reported)
         outputs: dict[int, Any] = release.take_output(self.scheduler, step.scheduled, answer, None)
         for of_client in outputs.values():
             for output in of_client.outputs:
                 self.delivered.setdefault(output.request_id, []).append(output)
         return outputs
 
-    def _broken(self, step: Step) -> frozenset[int]:
-        """Blocks of a synchronous load that this step begins, or of an asynchronous one in the making."""
+    def _broken(self, step: ModelStep) -> frozenset[int]:
+        """Blocks that :attr:`breaks` drops: of a synchronous load in this step or of an asynchronous one."""
         broken: set[int] = set()
         for name in list(self.breaks):
             request = self.scheduler.requests.get(name)
@@ -245,5 +257,5 @@ class WorkedDriver(Driver):
         return frozenset(broken)
 
     def run(self, max_steps: int = 3_000) -> None:
-        """Turn until nothing is left to do."""
+        """Step until nothing is left to do."""
         super().run(max_steps)

@@ -1,12 +1,12 @@
-"""What the caches were asked: every admission's look-ups, beside the engine's counters of them.
+"""Prefix-cache lookups of a run: those of every admission, beside the engine's counters of them.
 
-Here: the figures and the named differences, from the journal's events and what the engine counted.
-Not here: prompt tokens by source (differences.py), nor anything printed.
+Here: the totals and the named differences, from the journal's events and the engine's counters. Not
+here: prompt tokens by source (run.py), nor anything printed.
 
-A look-up asks the engine's own cache for the whole sequence, and the connector for what the cache
-did not have. The engine counts those of first admissions (``vllm:prefix_cache_queries``,
-``vllm:external_prefix_cache_queries`` and the two ``_hits``); of a request that resumes it keeps
-count too, and exports none of it.
+A lookup queries the engine's own prefix cache with the whole sequence, and the KV connector with what
+the cache missed. The engine counts the lookups of first admissions (``vllm:prefix_cache_queries``,
+``vllm:external_prefix_cache_queries`` and the two ``_hits``). It counts the lookups of resumed requests
+as well, and does not export them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ COUNTERS = {
 }
 
 
-class Asked(msgspec.Struct):
-    """Tokens that two caches were asked for, and had; ``lookups`` says how often (-1: not told)."""
+class LookupTotals(msgspec.Struct):
+    """Tokens that both caches were queried for and hit; ``lookups`` is how often (-1: not counted)."""
 
     lookups: int = 0
     local_queries: int = 0
@@ -38,99 +38,108 @@ class Asked(msgspec.Struct):
     external_queries: int = 0
     external_hits: int = 0
 
-    def add(self, other: Asked, sign: int = 1) -> None:
-        """Add ``other``, or with ``sign`` -1 take it away."""
-        for name in self.__struct_fields__:
-            setattr(self, name, getattr(self, name) + sign * getattr(other, name))
+    def __add__(self, other: LookupTotals) -> LookupTotals:
+        """Both together."""
+        return LookupTotals(*(a + b for a, b in zip(self._values(), other._values(), strict=True)))
+
+    def __sub__(self, other: LookupTotals) -> LookupTotals:
+        """What this has beyond ``other``; may be negative."""
+        return LookupTotals(*(a - b for a, b in zip(self._values(), other._values(), strict=True)))
 
     def __bool__(self) -> bool:
+        """Whether any tokens are counted; ``lookups`` alone does not matter."""
         return any(getattr(self, name) for name in COUNTERS)
 
+    def _values(self) -> tuple[int, ...]:
+        return msgspec.structs.astuple(self)
 
-Differences = dict[str, Asked]
-"""By cause; signed, like those of :class:`~kvledger.audit.analysis.reconciliation.Step`."""
+
+Differences = dict[str, LookupTotals]
+"""Signed differences by cause, as in :mod:`~kvledger.audit.analysis.reconciliation`."""
 
 
-class Lookups:
-    """Look-ups as admitted, as counted and as reported, and what lies between.
-
-    ``admitted`` are those of every admission that was seen; ``counters`` is None where the engine
-    did not tell its own. ``reported`` is what its reports make of them, one look-up a request, and
-    None where it never reports.
-    """
+class LookupReport:
+    """Lookups as admitted, as counted and as reported, and the differences between these."""
 
     def __init__(self, events: Iterable[tuple[int, Event]], counters: dict[str, float]) -> None:
-        self.admitted = Asked()
-        self.counters: Asked | None = None
-        self.reported: Asked | None = None
+        self.admitted = LookupTotals()
+        """Lookups of every observed admission."""
+        self.counters: LookupTotals | None = None
+        """The engine's own counters; None where they are not known."""
+        self.reported: LookupTotals | None = None
+        """What the engine's reports amount to, one lookup a request; None where it never reports."""
         self.to_counters: Differences = {}
+        """From :attr:`admitted` to :attr:`counters`."""
         self.to_reported: Differences = {}
-        self._resumed = Asked()
-        self._failed = Asked()
-        self._first: dict[int, Asked] = {}
+        """From :attr:`counters` to :attr:`reported`."""
+        self._resumed = LookupTotals()
+        self._failed = LookupTotals()
+        self._first: dict[int, LookupTotals] = {}
+        accounts = self._read(events)
+        if set(COUNTERS.values()) <= counters.keys():
+            exported = {ours: int(counters[theirs]) for ours, theirs in COUNTERS.items()}
+            self.counters = LookupTotals(-1, **exported)
+            events_lost = any(account.unknown is not None for account in accounts)
+            self.to_counters = self._explain_counters(self.counters, events_lost)
+            if any(account.reported is not None for account in accounts):
+                self.reported = LookupTotals()
+                for account in accounts:
+                    self._add_report(account)
+
+    def _read(self, events: Iterable[tuple[int, Event]]) -> list[Account]:
+        """Sum up the lookups of all admissions; returns every account."""
         ledger = Ledger(keep_closed=True)
         for number, event in events:
             for entry in ledger.apply(event, number):
                 if isinstance(entry.subject, Admitted | AdmissionFailed) and entry.account is not None:
-                    self._look_up(entry.subject, entry.account)
-        accounts = list(ledger.accounts())
-        if set(COUNTERS.values()) <= counters.keys():
-            told = {ours: int(counters[theirs]) for ours, theirs in COUNTERS.items()}
-            self.counters = Asked(-1, **told)
-            self._count(any(account.unknown is not None for account in accounts))
-            if any(account.reported is not None for account in accounts):
-                self.reported = Asked()
-                for account in accounts:
-                    self._report(account, self.reported)
+                    self._add_lookup(entry.subject, entry.account)
+        return list(ledger.accounts())
 
-    def _look_up(self, said: Admitted | AdmissionFailed, account: Account) -> None:
-        tokens, local = account.sequence_tokens, said.local_tokens
-        asked = Asked(1, tokens, local, tokens - local, said.external_tokens)
-        if isinstance(said, AdmissionFailed):
+    def _add_lookup(self, event: Admitted | AdmissionFailed, account: Account) -> None:
+        tokens, local = account.sequence_tokens, event.local_tokens
+        if isinstance(event, AdmissionFailed):
             if not account.preemptions:
-                self._failed.add(Asked(said.attempts, said.attempts * tokens, said.attempts * local))
+                attempts = event.attempts
+                self._failed += LookupTotals(attempts, attempts * tokens, attempts * local)
             return
-        if not said.counted:
-            asked.local_queries = asked.local_hits = 0
-        self.admitted.add(asked)
-        if said.resumed:
-            self._resumed.add(asked)
+        lookup = LookupTotals(1, tokens, local, tokens - local, event.external_tokens)
+        if not event.counted:
+            lookup.local_queries = lookup.local_hits = 0
+        self.admitted += lookup
+        if event.resumed:
+            self._resumed += lookup
         else:
-            self._first.setdefault(account.request, Asked()).add(asked)
+            self._first[account.request] = self._first.get(account.request, LookupTotals()) + lookup
 
-    def _count(self, unknown: bool) -> None:
-        """From admissions to counters: what the engine does not export, or counts too often."""
-        assert self.counters is not None
+    def _explain_counters(self, counters: LookupTotals, events_lost: bool) -> Differences:
+        """From admissions to counters: what the engine does not export, or counts more than once."""
+        named: Differences = {}
         if self._resumed:
-            self.to_counters["resumed"] = Asked()
-            self.to_counters["resumed"].add(self._resumed, -1)
-        left = Asked(0)
-        left.add(self.counters)
-        left.add(self.admitted, -1)
-        left.add(self._resumed)
+            named["resumed"] = LookupTotals() - self._resumed
+        left = counters - self.admitted + self._resumed
         left.lookups = 0
         if not left:
-            return
-        attempts = self._failed.lookups
+            return named
         if left == msgspec.structs.replace(self._failed, lookups=0):
-            self.to_counters["failed_attempts"] = msgspec.structs.replace(left, lookups=attempts)
+            named["failed_attempts"] = self._failed
         else:
-            self.to_counters["unknown_here" if unknown else UNEXPLAINED] = left
+            named["unknown_here" if events_lost else UNEXPLAINED] = left
+        return named
 
-    def _report(self, account: Account, sum_: Asked) -> None:
-        """From counters to reports: one request's look-up and what the engine told of it."""
-        asked = self._first.get(account.request, Asked())
-        told = Asked()
+    def _add_report(self, account: Account) -> None:
+        """Add what the engine reported of one request, and name its difference from the first lookup."""
+        assert self.reported is not None
+        lookup = self._first.get(account.request, LookupTotals())
+        report = LookupTotals()
         figures = None if account.reported is None else Figures(*account.reported)
         if figures is not None and account.unknown is None:
-            beyond = figures.total - figures.local
-            told = Asked(1, figures.total, figures.local, beyond, figures.external)
-            sum_.add(told)
-        if told == asked:
+            report = LookupTotals(
+                1, figures.total, figures.local, figures.total - figures.local, figures.external
+            )
+            self.reported += report
+        if report == lookup:
             return
         cause = "unknown_here"
         if account.unknown is None:
             cause = why_reported(account, planned(account), figures)
-        difference = self.to_reported.setdefault(cause, Asked())
-        difference.add(told)
-        difference.add(asked, -1)
+        self.to_reported[cause] = self.to_reported.get(cause, LookupTotals()) + report - lookup

@@ -1,9 +1,10 @@
-"""The demo: the real engine in a process of its own under observation, then its journal replayed.
+"""Runs the demo: a real engine in a process of its own, observed, then an audit of its journal.
 
 Here: the folder, the process and its failures, and the comparison with the engine's own counters.
-Not here: what the engine is asked (workload.py), nor anything printed.
+Not here: the requests (workload.py), nor anything printed.
 
-The engine may well die of an injected defect, as engines did; its journal is audited all the same.
+An injected defect may crash the engine, as it crashed engines in production. Its journal is audited
+all the same.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from ..ledger.account import Account
 from ..replay.find import JOURNAL
 from ..replay.journals import Audit, RequestStatement, audit_paths, statement
 from .injections import INJECTIONS, Injection
-from .lookups import Lookups
+from .lookups import LookupReport
 
 Progress = Callable[[int, int], None]
-"""Told how many requests are done, and of how many; first (0, 0), when the engine starts."""
+"""Called with the number of finished requests and of all; first with (0, 0), when the engine starts."""
 
 COUNTER = 'vllm:prompt_tokens_by_source{{source="{source}"}}'
 BY_SOURCE = {
@@ -48,68 +49,73 @@ PREEMPTIONS = "vllm:num_preemptions"
 
 
 class EngineFailed(LedgerError):
-    """The demo's engine did not come to its end, and left nothing to audit."""
+    """The demo's engine failed and left no journal to audit."""
 
     exit_code = 4
 
 
 class Demo:
-    """What one run of the demo gave.
+    """The outcome of one demo run.
 
-    ``counters`` are the engine's own, None if it had none to tell; ``to_counters`` are the named
-    differences from what it reported. ``lookups`` is the like of what the caches were asked for.
-    ``counted_preemptions`` is the engine's figure; its front end never hears of the
-    ``untold_preemptions``, of requests that ended before any output. ``failure`` says how the engine
-    ended, where it did not end well; ``refusals`` is what its counters said of figures that they did
-    not take.
+    ``result`` is what the engine wrote at its end (engine.py); empty where it failed.
     """
 
     def __init__(
-        self, folder: Path, injection: Injection | None, told: dict[str, Any], failure: str | None
+        self, folder: Path, injection: Injection | None, result: dict[str, Any], failure: str | None
     ) -> None:
         self.journal = folder / JOURNAL
         self.log = folder / "engine.log"
         self.injection = injection
         self.failure = failure
-        self.version = str(told.get("version", ""))
-        self.elapsed_seconds = float(told.get("elapsed_seconds", 0.0))
-        self.refusals: list[str] = told.get("refused_by_the_engines_counters", [])
+        """How the engine failed; None where it did not."""
+        self.version = str(result.get("version", ""))
+        self.elapsed_seconds = float(result.get("elapsed_seconds", 0.0))
+        self.refusals: list[str] = result.get("refused_by_the_engines_counters", [])
+        """What the engine's counters raised when they refused a figure."""
         self.audit: Audit = audit_paths([self.journal], keep=True)
         self.accounts = [account for engine in self.audit.engines for account in engine.accounts]
-        told_counters: dict[str, float] = told.get("counters", {})
-        self.counters = engine_counters(told_counters)
+        exported: dict[str, float] = result.get("counters", {})
+        self.counters = engine_counters(exported)
+        """The engine's own counters of prompt tokens by source; None where it exported none."""
         self.to_counters = Step()
+        """The named differences from what the engine reported to :attr:`counters`."""
         if self.counters is not None:
             self.to_counters = between_reported_and_counters(
                 self.audit.reconciliation, self.counters, self.accounts
             )
         events = (row for engine in self.audit.engines for row in read(engine.path))
-        self.lookups = Lookups(events, told_counters)
-        counted = told_counters.get(PREEMPTIONS)
-        self.counted_preemptions = None if counted is None else int(counted)
-        self.untold_preemptions = sum(a.preemptions for a in self.accounts if ended_early(a))
+        self.lookups = LookupReport(events, exported)
+        preemptions = exported.get(PREEMPTIONS)
+        self.engine_preemptions = None if preemptions is None else int(preemptions)
+        """The engine's own count of preemptions."""
+        self.unreported_preemptions = sum(a.preemptions for a in self.accounts if ended_early(a))
+        """Preemptions of requests that ended before any output; the engine's front end counts none."""
         self.statement = self._statement()
+        """The account statement of the request that shows most."""
 
     @property
-    def found(self) -> bool:
-        """Whether the audit names the injected defect."""
-        wanted = self.injection.expected_invariant if self.injection else None
-        return any(violation.id == wanted for violation in self.audit.violations)
+    def defect_found(self) -> bool:
+        """Whether the audit reports the injected defect."""
+        return bool(self._violating_requests())
+
+    def _violating_requests(self) -> set[str | None]:
+        """Request ids in violations of the invariant that the injected defect breaks."""
+        expected = self.injection.expected_invariant if self.injection else None
+        return {violation.request for violation in self.audit.violations if violation.id == expected}
 
     def _statement(self) -> RequestStatement | None:
-        """Of the most preempted request: of several one that did not go as planned, if there is one,
-        and then the one to which most happened twice.
+        """The statement of the request that shows most.
 
-        Where requests show the injected defect it is one of them.
+        First choice is a request with the injected defect, then the most preempted one, then one that
+        was settled otherwise than planned, then the one with the most tokens of rework and repeats.
         """
-        wanted = self.injection.expected_invariant if self.injection else None
-        showing = {v.request for v in self.audit.violations if v.id == wanted}
+        violating = self._violating_requests()
 
         def rank(account: Account) -> tuple[bool, int, bool, int, int]:
-            again = sum(account.rework.values()) + account.hit_again + account.loaded_again
-            astray = bool(between_settled_and_plan(account, planned(account))) and account.reports > 0
-            shows = account.request_id in showing
-            return shows, account.preemptions, astray, again, -account.request
+            repeats = sum(account.rework.values()) + account.hit_again + account.loaded_again
+            differs = bool(between_settled_and_plan(account, planned(account))) and account.reports > 0
+            violates = account.request_id in violating
+            return violates, account.preemptions, differs, repeats, -account.request
 
         if not self.accounts:
             return None
@@ -117,10 +123,10 @@ class Demo:
 
 
 def run(inject: str | None, folder: Path | None, progress: Progress) -> Demo:
-    """Run the engine, with the defect called ``inject`` put back, and audit what it did.
+    """Run the engine, with the defect called ``inject`` put back, and audit its journal.
 
-    ``folder`` gets journal, log and result; by default a new one among the temporary files. It is
-    never removed. Raises :class:`LedgerError` where vLLM is missing or the engine does not come up.
+    ``folder`` receives journal, log and result, and is never removed; by default it is a new temporary
+    folder. Raises :class:`LedgerError` where vLLM is missing or the engine does not start.
     """
     injection = _injection(inject)
     if importlib.util.find_spec("vllm") is None:
@@ -129,23 +135,23 @@ def run(inject: str | None, folder: Path | None, progress: Progress) -> Demo:
             "pip install 'kvledger[vllm]'."
         )
     folder = _empty_folder(folder)
-    told, failure = _run_engine(folder, injection, progress)
+    result, failure = _run_engine(folder, injection, progress)
     journal = folder / JOURNAL
     if failure is not None and not (journal.is_dir() and any(journal.iterdir())):
-        raise EngineFailed(f"The engine did not come up: {failure}.")
+        raise EngineFailed(f"The engine did not start: {failure}.")
     if not journal.is_dir():
         raise EngineFailed(
             f"The engine ran unobserved: kvledger's plugin was not loaded (see "
             f"{folder / 'engine.log'}; is kvledger installed in {sys.prefix}?)."
         )
-    return Demo(folder, injection, told, failure)
+    return Demo(folder, injection, result, failure)
 
 
 def _injection(name: str | None) -> Injection | None:
     if name is None:
         return None
     if name not in INJECTIONS:
-        raise LedgerError(f"No injection is called {name!r}; there are {', '.join(INJECTIONS)}.")
+        raise LedgerError(f"There is no injection {name!r}; the injections are {', '.join(INJECTIONS)}.")
     return INJECTIONS[name]
 
 
@@ -155,7 +161,7 @@ def _empty_folder(folder: Path | None) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
-            raise LedgerError(f"{folder} is not empty; a demo wants a folder of its own.")
+            raise LedgerError(f"{folder} is not empty; the demo needs an empty folder.")
     except OSError as error:
         raise LedgerError(f"{folder} can't be used: {error.strerror}.") from error
     return folder.absolute()
@@ -164,7 +170,7 @@ def _empty_folder(folder: Path | None) -> Path:
 def _run_engine(
     folder: Path, injection: Injection | None, progress: Progress
 ) -> tuple[dict[str, Any], str | None]:
-    """What the engine told at its end, and how it failed if it did."""
+    """What the engine wrote at its end, and how it failed; None where it did not."""
     result, errors = folder / "result.json", folder / "engine.err"
     command = [sys.executable, "-m", "kvledger.audit.demo.engine"]
     command += ["--output", str(result), "--log", str(folder / "engine.log")]
@@ -180,9 +186,9 @@ def _run_engine(
         finally:
             _stop(process)
     if code:
-        return {}, _last_words(errors, folder / "engine.log") or f"it ended with exit code {code}"
-    told: dict[str, Any] = json.loads(result.read_text())
-    return told, None
+        return {}, _last_line(errors, folder / "engine.log") or f"it ended with exit code {code}"
+    written: dict[str, Any] = json.loads(result.read_text())
+    return written, None
 
 
 def _environment(folder: Path, injection: Injection | None) -> dict[str, str]:
@@ -198,10 +204,10 @@ def _follow(process: subprocess.Popen[str], progress: Progress) -> None:
     assert process.stdout is not None
     for line in process.stdout:
         try:
-            said = json.loads(line)
-            progress(int(said["done"]), int(said["of"]))
+            report = json.loads(line)
+            progress(int(report["done"]), int(report["of"]))
         except (ValueError, KeyError, TypeError):
-            continue  # not ours: something in the engine printed
+            continue  # printed by something else in the engine
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
@@ -215,25 +221,25 @@ def _stop(process: subprocess.Popen[str]) -> None:
         process.wait()
 
 
-def _last_words(*logs: Path) -> str:
-    """The last line that says something, tracebacks end in one, and where it stands."""
+def _last_line(*logs: Path) -> str:
+    """The last line of the first log that has any, and the log's path. Tracebacks end in the error."""
     for log in logs:
         lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-        said = [line.strip() for line in lines if line.strip() and not line.startswith(" ")]
-        if said:
-            return f"{said[-1]} (see {log})"
+        messages = [line.strip() for line in lines if line.strip() and not line.startswith(" ")]
+        if messages:
+            return f"{messages[-1]} (see {log})"
     return ""
 
 
 # --- the engine's own counters ------------------------------------------------------------------------
 
 
-def engine_counters(told: dict[str, float]) -> Figures | None:
-    """Prompt tokens by source, as the engine's counters have them; None if it has no such ones."""
+def engine_counters(exported: dict[str, float]) -> Figures | None:
+    """Prompt tokens by source, from the engine's counters; None where one of them is missing."""
     names = {ours: COUNTER.format(source=theirs) for ours, theirs in BY_SOURCE.items()}
-    if not set(names.values()) <= told.keys():
+    if not set(names.values()) <= exported.keys():
         return None
-    return Figures(**{ours: int(told[name]) for ours, name in names.items()})
+    return Figures(**{ours: int(exported[name]) for ours, name in names.items()})
 
 
 def between_reported_and_counters(
@@ -241,9 +247,9 @@ def between_reported_and_counters(
 ) -> Step:
     """The named differences between what the engine reported and what its counters show.
 
-    The front end adds up one iteration's reports and increments computed, local and external, in
-    this order; a negative sum is refused with an error, and what comes after it is not counted. The
-    counters include requests whose accounts are unknown, and no figure of ours does.
+    The front end sums up the reports of one iteration and increments computed, local and external, in
+    this order. A counter refuses a negative sum with an error, and the sums after it are not counted.
+    The counters include requests whose accounts are unknown; the ledger's totals leave these out.
     """
     step = Step()
     iterations: dict[int, Figures] = {}
@@ -254,12 +260,12 @@ def between_reported_and_counters(
         if account.unknown is not None:
             step.add("unknown_here", Figures(*account.reported))
         if account.settlements:
-            at = account.settlements[0].step
-            iterations.setdefault(at, Figures()).add(Figures(*account.reported))
-            requests[at] = requests.get(at, 0) + 1
-    for at, told in iterations.items():
-        if told.local < 0:
-            step.add("refused", Figures(local=-told.local, external=-told.external), requests[at])
+            iteration = account.settlements[0].step
+            iterations.setdefault(iteration, Figures()).add(Figures(*account.reported))
+            requests[iteration] = requests.get(iteration, 0) + 1
+    for iteration, sums in iterations.items():
+        if sums.local < 0:
+            step.add("refused", Figures(local=-sums.local, external=-sums.external), requests[iteration])
     left = Figures()
     left.add(counters)
     left.add(reconciliation.reported, -1)

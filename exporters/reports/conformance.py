@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ...audit.conformance.scorecard import Card, Row, score
+from ...audit.conformance.scorecard import ScoreCard, SituationResult, score
 from ...audit.errors import LedgerError
 
 WRONG_SHOWN = 5
@@ -48,21 +48,22 @@ def _options(said: str | None) -> dict[str, Any] | None:
     return options
 
 
-def _head(card: Card) -> str:
-    plan = "its plans are read" if card.plan == "read" else "its plans are opaque: loads are taken as planned"
+def _head(card: ScoreCard) -> str:
+    read = card.connector_metadata == "read"
+    metadata = "read" if read else "opaque: kvledger takes promised loads as ordered"
     between = ", between two engines" if card.disaggregated else ""
-    return f"{card.connector} on {card.engine}{between}; {plan}"
+    return f"{card.connector} on {card.engine}{between}; its connector metadata is {metadata}"
 
 
-def _pairs(card: Card) -> list[tuple[str, list[Row]]]:
+def _pairs(card: ScoreCard) -> list[tuple[str, list[SituationResult]]]:
     """Rows by situation."""
-    pairs: dict[str, list[Row]] = {}
+    pairs: dict[str, list[SituationResult]] = {}
     for row in card.rows:
         pairs.setdefault(row.situation, []).append(row)
     return list(pairs.items())
 
 
-def drawn(card: Card) -> Group:
+def drawn(card: ScoreCard) -> Group:
     """A row a situation, a column a scheduler, and what broke below."""
     table = Table.grid(padding=(0, 2))
     for _ in range(3):
@@ -78,24 +79,24 @@ def drawn(card: Card) -> Group:
     return Group(*parts, "", Text(f"{card.verdict}: {_count(card)}", style=STYLES[card.verdict]))
 
 
-def _wrong(card: Card) -> dict[str, list[str]]:
+def _wrong(card: ScoreCard) -> dict[str, list[str]]:
     """What broke, each with the rows that it broke in."""
     wrong: dict[str, list[str]] = {}
     for situation, rows in _pairs(card):
-        for said in dict.fromkeys(said for row in rows for said in row.broke):
-            broken = [row.scheduler for row in rows if said in row.broke]
+        for said in dict.fromkeys(said for row in rows for said in row.problems):
+            broken = [row.scheduler for row in rows if said in row.problems]
             name = situation if len(broken) == len(rows) else f"{situation} ({', '.join(broken)})"
             wrong.setdefault(said, []).append(name)
     return wrong
 
 
-def _count(card: Card) -> str:
+def _count(card: ScoreCard) -> str:
     outcomes: list[str] = [row.outcome for row in card.rows]
     counted = {word: outcomes.count(word) for word in STYLES}
     return ", ".join(f"{count} {word}" for word, count in counted.items() if count)
 
 
-def markdown(card: Card) -> str:
+def markdown(card: ScoreCard) -> str:
     """The same for a page."""
     lines = [
         f"### {card.connector}",

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ...audit.causes import DIFFERENCES
 from ...audit.demo.injections import INJECTIONS
-from ...audit.demo.lookups import COUNTERS, Asked, Differences, Lookups
+from ...audit.demo.lookups import COUNTERS, Differences, LookupReport, LookupTotals
 from ...audit.demo.run import PREEMPTIONS, Demo
 from ...audit.demo.run import run as run_demo
 from . import audit, statement, terminal
@@ -52,7 +52,7 @@ def run(inject: str | None, folder: Path | None, *, as_json: bool) -> int:
 def exit_code(demo: Demo, report: AuditReport) -> int:
     """The audit's own; with an injection 0 if it was found and 1 if not; 4 if the engine failed."""
     if demo.injection is not None:
-        return 0 if demo.found else 1
+        return 0 if demo.defect_found else 1
     return ENGINE_FAILED if demo.failure is not None else CODES[report.verdict]
 
 
@@ -66,13 +66,13 @@ def data(demo: Demo, report: AuditReport) -> dict[str, object]:
         "engine_counters": audit.plain(counters),
         "engine_counter_differences": audit.plain(named),
         "lookups": _lookups_data(demo.lookups),
-        "engine_preemptions": demo.counted_preemptions,
+        "engine_preemptions": demo.engine_preemptions,
         "engine_failure": demo.failure,
         "engine_refusals": demo.refusals,
         "elapsed_seconds": demo.elapsed_seconds,
         "injection": demo.injection.name if demo.injection else None,
         "expected": found,
-        "found": demo.found if demo.injection else None,
+        "found": demo.defect_found if demo.injection else None,
         "statement": audit.statement_data(demo.statement) if demo.statement else None,
         "journal": str(demo.journal),
         "log": str(demo.log),
@@ -87,7 +87,7 @@ def _counters(demo: Demo) -> tuple[PlannedSplit, list[DifferenceData]] | None:
     return audit.plan(demo.counters, -1), named
 
 
-def _lookups_data(lookups: Lookups) -> dict[str, object]:
+def _lookups_data(lookups: LookupReport) -> dict[str, object]:
     counters = lookups.counters
     steps = (("admitted", "counters", lookups.to_counters), ("counters", "reported", lookups.to_reported))
     return {
@@ -146,7 +146,7 @@ def _refusals(demo: Demo) -> Iterator[str]:
 
 
 def _preemptions(demo: Demo, report: AuditReport) -> Iterator[str]:
-    counted, untold = demo.counted_preemptions, demo.untold_preemptions
+    counted, untold = demo.engine_preemptions, demo.unreported_preemptions
     if counted is None or counted == report.preemptions:
         return
     known = counted + untold == report.preemptions
@@ -157,7 +157,7 @@ def _preemptions(demo: Demo, report: AuditReport) -> Iterator[str]:
     )
 
 
-def _lookups(lookups: Lookups) -> Group | None:
+def _lookups(lookups: LookupReport) -> Group | None:
     """What the caches were asked, step by step to what the engine's reports make of it."""
     if lookups.counters is None:
         return None
@@ -171,7 +171,7 @@ def _lookups(lookups: Lookups) -> Group | None:
     return Group(terminal.title("What the caches were asked for, and had", _ASKED), table)
 
 
-def _lookup_row(table: Table, label: str, asked: Asked) -> None:
+def _lookup_row(table: Table, label: str, asked: LookupTotals) -> None:
     cells = [f"{getattr(asked, name):,}" for name in COUNTERS]
     cells.append(f"{asked.lookups:,}" if asked.lookups >= 0 else "")
     table.add_row(label, *cells, style="bold")
@@ -188,7 +188,7 @@ def _lookup_differences(table: Table, differences: Differences) -> None:
 def _outcome(demo: Demo) -> Text:
     assert demo.injection is not None
     wanted, name = demo.injection.expected_invariant, demo.injection.name
-    if demo.found:
+    if demo.defect_found:
         return Text(f"The injected defect {name} was found: {wanted}", style="bold green")
     return Text(f"The injected defect {name} was not found: no {wanted}", style="bold red")
 

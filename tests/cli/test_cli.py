@@ -216,7 +216,7 @@ def test_a_corrupted_segment_is_said(run: Any, clean: Path) -> None:
         (("adit",), "No such command 'adit'"),
         (("show", "x"), "Missing argument"),
         (("explain", "tokens/negativ"), "did you mean tokens/negative"),
-        (("demo", "--inject", "nothing"), "No injection is called 'nothing'"),
+        (("demo", "--inject", "nothing"), "There is no injection 'nothing'"),
         (("serve", "x", "--web.listen-address", "here"), "'here' is no listen address"),
         (("serve", "x", "--engine-url", "here"), "'here' is no URL of an engine's metrics"),
     ],

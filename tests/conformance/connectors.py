@@ -135,7 +135,7 @@ class HonestConnector(KVConnectorBase_V1):
 
 
 class LaterConnector(HonestConnector):
-    """Loads asynchronously, and may cover all of a prompt."""
+    """Loads asynchronously, and may cover the whole prompt."""
 
     LATER = True
 

@@ -32,7 +32,7 @@ class Plan(KVConnectorMetadata):
 
 
 class PairedConnector(KVConnectorBase_V1):
-    """Reads all of a prompt but what is in the local cache, and tells the engine that it has."""
+    """Reads the whole prompt but what is in the local cache, and tells the engine that it has."""
 
     CACHES: ClassVar[dict[str, dict[str, Any]]] = {}
     READ: ClassVar[dict[str, set[str]]] = defaultdict(set)

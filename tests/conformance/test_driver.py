@@ -15,8 +15,8 @@ from kvledger.audit.conformance.driver import Driver, start, tokens
 from kvledger.audit.conformance.scenarios import SCENARIOS
 
 
-def told(driver: Driver, kind: str) -> list[Any]:
-    return [word for word in driver.connector.script.told if type(word).__name__ == kind]
+def calls(driver: Driver, kind: str) -> list[Any]:
+    return [call for call in driver.connector.script.calls if type(call).__name__ == kind]
 
 
 def prefill(driver: Driver, request_id: str) -> tuple[int, int, int]:
@@ -237,8 +237,8 @@ def test_external_hit_synchronous() -> None:
     driver.run()
 
     assert prefill(driver, "r") == (0, 160, 40)
-    (plan,) = told(driver, "Plan")
-    assert [(load.request_id, load.external_tokens) for load in plan.loads] == [("r", 160)]
+    (metadata,) = calls(driver, "ScriptedMetadata")
+    assert [(load.request_id, load.external_tokens) for load in metadata.loads] == [("r", 160)]
 
 
 def test_external_hit_asynchronous_waits_for_remote_kv() -> None:
@@ -271,7 +271,7 @@ def test_deferred_lookup_is_asked_again() -> None:
     driver.add("r", 50, 1)
     driver.run()
 
-    assert [None, None, 32] == [asked.answer[0] for asked in told(driver, "Asked")]
+    assert [None, None, 32] == [lookup.answer[0] for lookup in calls(driver, "LookupCall")]
 
 
 def test_full_external_hit_computes_the_last_token_again() -> None:

@@ -24,7 +24,7 @@ from kvledger.audit.conformance import scorecard
 titles, name, module, options = json.loads(sys.argv[1])
 scorecard.SITUATIONS = [each for each in scorecard.SITUATIONS if each.title in titles]
 card = scorecard.score(name, Path(module) if module else None, options)
-said = [[row.situation, row.outcome, row.broke] for row in card.rows]
+said = [[row.situation, row.outcome, row.problems] for row in card.rows]
 print(json.dumps([card.engine, said]), flush=True)
 os._exit(0)  # whatever threads the connector has left
 """
@@ -67,11 +67,11 @@ def bundled(*titles: str, mended: bool) -> Told:
 
 @pytest.fixture(scope="module")
 def mended() -> Told:
-    return bundled("a part of a prompt", "preempted after its load", mended=True)
+    return bundled("hit on part of the prompt", "preempted after its load", mended=True)
 
 
 def test_nixl_reads_what_the_other_engine_prefilled():
-    title = "a part beyond the local hit"
+    title = "hit beyond the local hit"
     card = told("nixl-1.5.1", [title], "NixlConnector")
 
     assert card.engine.endswith("nixl 1.5.1")
@@ -88,7 +88,7 @@ def test_the_bundled_adapter_ends_no_step_with_the_lmcache_that_it_imports():
 
 
 def test_the_bundled_adapter_loads_what_it_promised_to_whoever_is_new(mended: Told):
-    assert [("clean", [])] * 2 == mended.of("a part of a prompt")
+    assert [("clean", [])] * 2 == mended.of("hit on part of the prompt")
 
 
 def test_the_bundled_adapter_never_loads_what_it_promised_to_whoever_resumes(mended: Told):

@@ -125,7 +125,7 @@ def test_look_ups_and_preemptions_stand_beside_the_engines_counters(
     found, _ = run(tmp_path / "demo")
     shown = report(found.audit)
 
-    assert 0 == found.counted_preemptions
+    assert 0 == found.engine_preemptions
     assert ["resumed"] == list(found.lookups.to_counters)
     data = demo_report.data(found, shown)["lookups"]
     assert [("admitted", "counters", "resumed", -200)] == [
@@ -158,7 +158,7 @@ def test_an_engine_that_dies_is_audited_all_the_same(stand_in: Any, tmp_path: Pa
 def test_an_engine_that_does_not_come_up(stand_in: Any, tmp_path: Path) -> None:
     stand_in("raise OSError('no memory')")
 
-    with pytest.raises(EngineFailed, match=r"The engine did not come up: OSError: no memory \(see ") as told:
+    with pytest.raises(EngineFailed, match=r"The engine did not start: OSError: no memory \(see ") as told:
         run(tmp_path / "demo")
     assert 4 == told.value.exit_code
 

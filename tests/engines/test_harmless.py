@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 
 from tests.engines.observed import audited, observe
 
-from kvledger.audit.conformance.driver import Driver, Setup, start
+from kvledger.audit.conformance.driver import Driver, EngineSetup, start
 from kvledger.audit.conformance.scenarios import SCENARIOS
 from kvledger.audit.engines import choose, host_version
 from kvledger.audit.engines.v1 import V1Observer
@@ -160,7 +160,7 @@ def test_attaching_late_is_unknown_for_what_ran_and_clean_for_what_comes() -> No
 
 def test_strict_raises_at_the_step_that_violates() -> None:
     """Stock 0.32 leaks a placeholder when a synchronous load fails under async scheduling."""
-    driver = Driver(Setup(connector="scripted", asynchronous=True))
+    driver = Driver(EngineSetup(connector="scripted", asynchronous=True))
     driver.connector.say("r", 160)
     driver.add("r", 200, 3)
     with attach(driver.scheduler, strict=True) as audit:

@@ -11,14 +11,14 @@ pytest.importorskip("vllm")
 from tests.engines.observed import observe
 
 from kvledger.audit import hooks
-from kvledger.audit.conformance.driver import Driver, Setup
+from kvledger.audit.conformance.driver import Driver, EngineSetup
 from kvledger.audit.engines import observer
 from kvledger.audit.events import Census
 
 
 def decode(attach: Any, **_: Any) -> Driver:
     """One request that decodes for 300 steps."""
-    driver = Driver(Setup(blocks=64, max_model_len=512))
+    driver = Driver(EngineSetup(blocks=64, max_model_len=512))
     attach(driver.scheduler)
     driver.add("long", 16, 300)
     driver.run()

@@ -18,7 +18,7 @@ from kvledger.audit import events as ev
 from kvledger.audit.conformance.v0 import driver
 from kvledger.audit.conformance.v0.audit import SCENARIOS
 from kvledger.audit.conformance.v0.audit import audited as report
-from kvledger.audit.conformance.v0.driver import Attach, Driver, start
+from kvledger.audit.conformance.v0.driver import Attach, V0Driver, start
 from kvledger.audit.conformance.v0.scenarios import CLEAN, CROWDED, VARIANTS
 from kvledger.audit.conformance.v0.stale_lookups import STALE, UNFIXED
 from kvledger.audit.engines.v0.observer import V0Observer
@@ -37,7 +37,7 @@ def attached(sink: MemoryRecorder, scheduler: Any) -> V0Observer:
     return observer
 
 
-def observe(scenario: Any, **setup: Any) -> tuple[Driver, list[ev.Event]]:
+def observe(scenario: Any, **setup: Any) -> tuple[V0Driver, list[ev.Event]]:
     """Run a scenario with an observer on its scheduler; the driver and every event, in order."""
     sink, observers = MemoryRecorder(), []
 
@@ -165,7 +165,7 @@ def test_a_step_in_flight_at_the_end_is_overrun(asynchronous: bool) -> None:
 
 @pytest.mark.parametrize(("tokens", "id_"), [(16, "tokens/balance"), (-16, "tokens/unexplained-drop")])
 def test_a_count_that_moves_by_itself_is_found_at_the_next_rest(tokens: int, id_: str) -> None:
-    def scenario(attach: Attach) -> Driver:
+    def scenario(attach: Attach) -> V0Driver:
         driver = start(attach, chunked_prefill=True, max_batched_tokens=64)
         group = driver.add("r", 200, 3)
         driver.add("s", 20, 9)
@@ -181,7 +181,7 @@ def test_a_count_that_moves_by_itself_is_found_at_the_next_rest(tokens: int, id_
 
 
 def test_a_group_of_two_sequences_is_unknown_and_never_wrong() -> None:
-    def scenario(attach: Attach) -> Driver:
+    def scenario(attach: Attach) -> V0Driver:
         from vllm.sequence import Sequence
 
         driver = start(attach)

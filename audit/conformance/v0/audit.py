@@ -16,7 +16,7 @@ from .stale_lookups import STALE, UNFIXED
 SCENARIOS: dict[str, V0Scenario] = {**CLEAN, **STALE, **UNFIXED, **CROWDED}
 
 
-class Report(msgspec.Struct):
+class V0Report(msgspec.Struct):
     """One scenario, audited. ``balanced``: accounts are closed and every identity of theirs holds."""
 
     scenario: str
@@ -25,7 +25,7 @@ class Report(msgspec.Struct):
     doubts: list[str]
 
 
-def audited(name: str, **more: Any) -> Report:
+def audited(name: str, **more: Any) -> V0Report:
     """Run a scenario under observation and audit what was seen."""
     from ...checks.auditor import Auditor
     from ...engines import host_version
@@ -45,7 +45,7 @@ def audited(name: str, **more: Any) -> Report:
     auditor = Auditor(keep_closed=True, debug=True)
     auditor.feed_all(sink.take())
     findings = sorted({(found.id, found.request) for found in auditor.violations}, key=str)
-    return Report(name, findings, _balanced(auditor.ledger), auditor.doubts)
+    return V0Report(name, findings, _balanced(auditor.ledger), auditor.doubts)
 
 
 def _balanced(ledger: Any) -> bool:

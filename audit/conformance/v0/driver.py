@@ -18,13 +18,13 @@ from typing import Any, Literal
 
 from ..runner import FIRST_TOKEN, tokens
 
-__all__ = ["Attach", "Driver", "Setup", "start", "tokens"]
+__all__ = ["Attach", "V0Driver", "V0Setup", "start", "tokens"]
 
 Attach = Callable[[Any], object]
 
 
 @dataclass(frozen=True)
-class Setup:
+class V0Setup:
     """One engine's configuration, as far as its scheduler can tell."""
 
     blocks: int = 64
@@ -45,7 +45,7 @@ class Setup:
     pooling: bool = False
 
 
-class _Taken:
+class _ExecutedStep:
     """A step whose output has been taken, but in which nobody has looked for ends yet."""
 
     def __init__(self, metadata: list[Any], outputs: Any, asynchronous: bool) -> None:
@@ -56,16 +56,16 @@ class _Taken:
         self.skip: set[int] = set()
 
 
-class Driver:
+class V0Driver:
     """One scheduler, and the engine around it."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: V0Setup) -> None:
         self.setup = setup
         self.outputs: dict[str, list[int]] = {}
         """The tokens that each client would have got."""
         self.groups: dict[str, Any] = {}
         self.steps = 0
-        self._pending: deque[_Taken] = deque()
+        self._pending: deque[_ExecutedStep] = deque()
         self._added = 0
         self.scheduler: Any = _build_scheduler(
             setup, self._look_for_the_end_of if setup.asynchronous else None
@@ -125,7 +125,7 @@ class Driver:
         if outputs.is_empty():
             self._catch_up()
             return
-        taken = _Taken(metadata, outputs, asynchronous)
+        taken = _ExecutedStep(metadata, outputs, asynchronous)
         if asynchronous:
             self._catch_up()  # while the model runs
         self._pending.append(taken)
@@ -150,7 +150,7 @@ class Driver:
         while self._pending:
             self._take(self._pending.popleft())
 
-    def _take(self, taken: _Taken) -> None:
+    def _take(self, taken: _ExecutedStep) -> None:
         """The ends of a step; synchronously its counts and tokens first, group by group."""
         ended = False
         for number, group in enumerate(taken.groups):
@@ -160,7 +160,7 @@ class Driver:
         if ended:
             self.scheduler.free_finished_seq_groups()
 
-    def _take_one(self, taken: _Taken, number: int) -> bool:
+    def _take_one(self, taken: _ExecutedStep, number: int) -> bool:
         group = taken.groups[number]
         if not taken.asynchronous:
             group.update_num_computed_tokens(taken.chunks[number])
@@ -213,14 +213,14 @@ class Driver:
         return dict(getattr(tracker, "_seq_id_to_num_tokens_computed", {}))
 
 
-def start(attach: Attach = id, /, **setup: Any) -> Driver:
+def start(attach: Attach = id, /, **setup: Any) -> V0Driver:
     """A driver whose scheduler is shown to `attach` before anything happens to it."""
-    driver = Driver(Setup(**setup))
+    driver = V0Driver(V0Setup(**setup))
     attach(driver.scheduler)
     return driver
 
 
-def _build_scheduler(setup: Setup, callback: Callable[..., None] | None) -> Any:
+def _build_scheduler(setup: V0Setup, callback: Callable[..., None] | None) -> Any:
     os.environ.setdefault("VLLM_USE_V1", "0")
     from vllm.config import CacheConfig, LoRAConfig, SchedulerConfig
     from vllm.core.scheduler import Scheduler

@@ -10,9 +10,9 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from .driver import Attach, Driver, start
+from .driver import Attach, V0Driver, start
 
-V0Scenario = Callable[..., Driver]
+V0Scenario = Callable[..., V0Driver]
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "": {},
@@ -39,7 +39,7 @@ class Register(dict[str, V0Scenario]):
 
 
 def _variant(scenario: V0Scenario, setup: dict[str, Any]) -> V0Scenario:
-    def run(attach: Attach = id, **more: Any) -> Driver:
+    def run(attach: Attach = id, **more: Any) -> V0Driver:
         return scenario(attach, **{**setup, **more})
 
     return run
@@ -52,7 +52,7 @@ CLEAN, CROWDED = Register(), Register()
 
 
 @CLEAN(**VARIANTS, _uncached={"prefix_caching": False})
-def plain(attach: Attach, **setup: Any) -> Driver:
+def plain(attach: Attach, **setup: Any) -> V0Driver:
     driver = start(attach, **setup)
     for number in range(4):
         driver.add(f"r{number}", 30 + 17 * number, 5 + number)
@@ -61,7 +61,7 @@ def plain(attach: Attach, **setup: Any) -> Driver:
 
 
 @CLEAN(**VARIANTS)
-def shared_prefix(attach: Attach, **setup: Any) -> Driver:
+def shared_prefix(attach: Attach, **setup: Any) -> V0Driver:
     """Alone, at the same time, in full, and by one token less than a block."""
     driver = start(attach, **setup)
     driver.add("first", 100, 4, shares=("f", 100))
@@ -76,7 +76,7 @@ def shared_prefix(attach: Attach, **setup: Any) -> Driver:
 
 
 @CLEAN(**VARIANTS)
-def together(attach: Attach, **setup: Any) -> Driver:
+def together(attach: Attach, **setup: Any) -> V0Driver:
     """The same prompt twice in one step: the second shares blocks that are still to be computed."""
     driver = start(attach, **setup)
     driver.add("a", 32, 4, shares=("f", 32))
@@ -86,7 +86,7 @@ def together(attach: Attach, **setup: Any) -> Driver:
 
 
 @CLEAN(**VARIANTS, _uncached={"prefix_caching": False})
-def preempted_once(attach: Attach, **setup: Any) -> Driver:
+def preempted_once(attach: Attach, **setup: Any) -> V0Driver:
     """Both grow until one is preempted; there is room for it again at its first attempt."""
     driver = start(attach, blocks=13, **setup)
     driver.add("early", 64, 60)
@@ -104,7 +104,7 @@ def preempted_once(attach: Attach, **setup: Any) -> Driver:
     _swapped_uncached={"preemption_mode": "swap", "prefix_caching": False},
     _uncached={"prefix_caching": False},
 )
-def too_few_blocks(attach: Attach, **setup: Any) -> Driver:
+def too_few_blocks(attach: Attach, **setup: Any) -> V0Driver:
     """Both grow until one is preempted, and waits with nothing to be looked up."""
     driver = start(attach, blocks=13, **setup)
     driver.add("early", 64, 60)
@@ -114,7 +114,7 @@ def too_few_blocks(attach: Attach, **setup: Any) -> Driver:
 
 
 @CLEAN(**VARIANTS)
-def aborted(attach: Attach, **setup: Any) -> Driver:
+def aborted(attach: Attach, **setup: Any) -> V0Driver:
     """Before a step, in prefill and in decode."""
     driver = start(attach, **setup)
     driver.add("at once", 50)
@@ -131,7 +131,7 @@ def aborted(attach: Attach, **setup: Any) -> Driver:
 
 
 @CLEAN(_sync={}, _asynchronous={"asynchronous": True})
-def capped(attach: Attach, **setup: Any) -> Driver:
+def capped(attach: Attach, **setup: Any) -> V0Driver:
     """A sequence that reaches the model's limit."""
     driver = start(attach, max_model_len=64, **setup)
     driver.add("r", 50, 100)
@@ -140,7 +140,7 @@ def capped(attach: Attach, **setup: Any) -> Driver:
 
 
 @CLEAN()
-def pooling(attach: Attach, **setup: Any) -> Driver:
+def pooling(attach: Attach, **setup: Any) -> V0Driver:
     driver = start(attach, pooling=True, **setup)
     driver.add("a", 100)
     driver.add("b", 30)
@@ -149,7 +149,7 @@ def pooling(attach: Attach, **setup: Any) -> Driver:
 
 
 @CLEAN(**VARIANTS)
-def partial_prefills(attach: Attach, **setup: Any) -> Driver:
+def partial_prefills(attach: Attach, **setup: Any) -> V0Driver:
     """Two prompts in chunks side by side, where chunks are on."""
     driver = start(attach, partial_prefills=2 if "chunked_prefill" in setup else 1, **setup)
     driver.add("a", 150, 4)
@@ -170,7 +170,7 @@ def partial_prefills(attach: Attach, **setup: Any) -> Driver:
     _swapped_uncached={"preemption_mode": "swap", "prefix_caching": False},
     _lora={"max_loras": 1},
 )
-def crowd(attach: Attach, *, seed: int = 0, requests: int = 60, **setup: Any) -> Driver:
+def crowd(attach: Attach, *, seed: int = 0, requests: int = 60, **setup: Any) -> V0Driver:
     """Requests of all lengths in a pool too small for them, some aborted.
 
     Not everything goes together: 0.9.1 and 0.9.2 end in an assertion of their own when priorities

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from .driver import Attach, Driver, start
+from .driver import Attach, V0Driver, start
 from .scenarios import VARIANTS, Register
 
 STALE, UNFIXED = Register(), Register()
 
 
-def _warm(driver: Driver, **how: Any) -> None:
+def _warm(driver: V0Driver, **how: Any) -> None:
     """Leave 64 tokens of the family "warm" in the cache."""
     driver.add("warm", 65, 1, shares=("warm", 65), **how)
     driver.run()
 
 
 @STALE(**VARIANTS)
-def too_few_blocks_at_first(attach: Attach, **setup: Any) -> Driver:
+def too_few_blocks_at_first(attach: Attach, **setup: Any) -> V0Driver:
     """``can_allocate`` says later; the one that runs evicts the hit before there is room."""
     driver = start(attach, blocks=16, **setup)
     _warm(driver)
@@ -35,7 +35,7 @@ def too_few_blocks_at_first(attach: Attach, **setup: Any) -> Driver:
 
 
 @STALE(**VARIANTS)
-def no_budget_of_requests(attach: Attach, **setup: Any) -> Driver:
+def no_budget_of_requests(attach: Attach, **setup: Any) -> V0Driver:
     """``budget.can_schedule`` says no while another runs, which evicts the hit."""
     driver = start(attach, blocks=20, max_running=1, **setup)
     _warm(driver)
@@ -48,7 +48,7 @@ def no_budget_of_requests(attach: Attach, **setup: Any) -> Driver:
 
 
 @STALE(_sync={}, _asynchronous={"asynchronous": True})
-def no_budget_of_tokens(attach: Attach, **setup: Any) -> Driver:
+def no_budget_of_tokens(attach: Attach, **setup: Any) -> V0Driver:
     """The prompt before it takes the step's tokens, and the blocks of the hit."""
     driver = start(attach, blocks=19, max_batched_tokens=256, max_model_len=256, **setup)
     _warm(driver)
@@ -59,7 +59,7 @@ def no_budget_of_tokens(attach: Attach, **setup: Any) -> Driver:
 
 
 @STALE(_sync={"chunked_prefill": True}, _asynchronous={"chunked_prefill": True, "asynchronous": True})
-def no_budget_of_chunks(attach: Attach, **setup: Any) -> Driver:
+def no_budget_of_chunks(attach: Attach, **setup: Any) -> V0Driver:
     """Less than a block of the step's tokens is left: nothing of its prompt can be scheduled."""
     driver = start(attach, blocks=20, max_batched_tokens=64, **setup)
     _warm(driver)
@@ -70,7 +70,7 @@ def no_budget_of_chunks(attach: Attach, **setup: Any) -> Driver:
 
 
 @STALE(**VARIANTS)
-def no_room_for_its_lora(attach: Attach, **setup: Any) -> Driver:
+def no_room_for_its_lora(attach: Attach, **setup: Any) -> V0Driver:
     """Its adapter has to wait; one without an adapter is admitted past it and evicts the hit."""
     driver = start(attach, blocks=24, max_loras=1, **setup)
     _warm(driver, lora=2)
@@ -84,7 +84,7 @@ def no_room_for_its_lora(attach: Attach, **setup: Any) -> Driver:
 
 
 @STALE(_sync={}, _asynchronous={"asynchronous": True})
-def no_embeds_beside_tokens(attach: Attach, **setup: Any) -> Driver:
+def no_embeds_beside_tokens(attach: Attach, **setup: Any) -> V0Driver:
     """A step takes token prompts or embedded ones; the next prompt of tokens evicts the hit."""
     driver = start(attach, blocks=24, **setup)
     _warm(driver, embeds=True)
@@ -96,7 +96,7 @@ def no_embeds_beside_tokens(attach: Attach, **setup: Any) -> Driver:
 
 
 @STALE(_sync={}, _asynchronous={"asynchronous": True})
-def preempts_by_priority(attach: Attach, **setup: Any) -> Driver:
+def preempts_by_priority(attach: Attach, **setup: Any) -> V0Driver:
     """Looked up in order to preempt for it; the count is not that of the step that admits it."""
     driver = start(attach, policy="priority", blocks=16, **setup)
     _warm(driver)
@@ -109,7 +109,7 @@ def preempts_by_priority(attach: Attach, **setup: Any) -> Driver:
 
 
 @STALE()
-def behind_the_swapped(attach: Attach, **setup: Any) -> Driver:
+def behind_the_swapped(attach: Attach, **setup: Any) -> V0Driver:
     """While anybody is swapped out no prefill is tried: the first that waits is looked up all the
     same, to see whether others should be preempted for it."""
     driver = start(attach, policy="priority", preemption_mode="swap", blocks=16, **setup)
@@ -123,7 +123,7 @@ def behind_the_swapped(attach: Attach, **setup: Any) -> Driver:
 
 
 @STALE(**VARIANTS)
-def preempted_and_tried_again(attach: Attach, **setup: Any) -> Driver:
+def preempted_and_tried_again(attach: Attach, **setup: Any) -> V0Driver:
     """Its own blocks are the hit; it fails until the other ends, which has evicted some of them."""
     driver = start(attach, blocks=13, **setup)
     driver.add("early", 64, 90)
@@ -133,7 +133,7 @@ def preempted_and_tried_again(attach: Attach, **setup: Any) -> Driver:
 
 
 @STALE()
-def ignored_too_long(attach: Attach, **setup: Any) -> Driver:
+def ignored_too_long(attach: Attach, **setup: Any) -> V0Driver:
     """Longer than the model's limit: its look-up is left behind."""
     driver = start(attach, max_batched_tokens=256, max_model_len=256, **setup)
     driver.add("r", 300)
@@ -143,7 +143,7 @@ def ignored_too_long(attach: Attach, **setup: Any) -> Driver:
 
 
 @STALE(**VARIANTS)
-def ignored_never_fits(attach: Attach, **setup: Any) -> Driver:
+def ignored_never_fits(attach: Attach, **setup: Any) -> V0Driver:
     """More blocks than there are."""
     driver = start(attach, blocks=8, **setup)
     driver.add("r", 200)
@@ -153,7 +153,7 @@ def ignored_never_fits(attach: Attach, **setup: Any) -> Driver:
 
 
 @STALE(**VARIANTS)
-def aborted_after_an_attempt(attach: Attach, **setup: Any) -> Driver:
+def aborted_after_an_attempt(attach: Attach, **setup: Any) -> V0Driver:
     """The client leaves after an attempt that failed."""
     driver = start(attach, blocks=16, **setup)
     _warm(driver)
@@ -168,7 +168,7 @@ def aborted_after_an_attempt(attach: Attach, **setup: Any) -> Driver:
 
 
 @UNFIXED(_sync={}, _asynchronous={"asynchronous": True})
-def never_fits_again(attach: Attach, **setup: Any) -> Driver:
+def never_fits_again(attach: Attach, **setup: Any) -> V0Driver:
     """Swapped out for want of a block, it fits no more: ignored, with its look-up and CPU blocks."""
     driver = start(attach, blocks=8, preemption_mode="swap", **setup)
     driver.add("r", 64, 200)

@@ -17,7 +17,7 @@ from tests.audit.checks.watched import Watched, manager, running, table
 from tests.engines.observed import each, observe
 
 from kvledger.audit.conformance.driver import Driver
-from kvledger.audit.conformance.host import Setup
+from kvledger.audit.conformance.host import EngineSetup
 from kvledger.audit.conformance.registry import HYBRID
 from kvledger.audit.engines.v1 import AT_REST_STEPS
 from kvledger.audit.events import TablesReported
@@ -94,7 +94,7 @@ def test_null_blocks_stand_for_positions() -> None:
     """As many places as the full group has, most of them the null block's."""
 
     def scenario(attach: Callable[[Any], None]) -> Driver:
-        driver = Driver(Setup(groups=HYBRID, sliding_window=64))
+        driver = Driver(EngineSetup(groups=HYBRID, sliding_window=64))
         attach(driver.scheduler)
         driver.add("a", 150, 30)
         for _ in range(2 * AT_REST_STEPS):

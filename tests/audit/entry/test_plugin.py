@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 from vllm.config.scheduler import SchedulerConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-from kvledger.audit.conformance.driver import Driver, Setup
+from kvledger.audit.conformance.driver import Driver, EngineSetup
 from kvledger.audit.engines import choose
 from kvledger.audit.entry import plugin
 from kvledger.audit.journal.folder import find_journals, read
@@ -41,7 +41,7 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _chosen(asynchronous: bool) -> Any:
-    config = Driver(Setup(asynchronous=asynchronous)).scheduler.vllm_config.scheduler_config
+    config = Driver(EngineSetup(asynchronous=asynchronous)).scheduler.vllm_config.scheduler_config
     return SchedulerConfig.get_scheduler_cls(config)
 
 
@@ -84,7 +84,7 @@ def test_each_scheduler_made_after_it_was_chosen_writes_one_journal(
         assert folder.is_dir()
     before = set(tmp_path.iterdir())
 
-    driver = Driver(Setup(asynchronous=asynchronous))
+    driver = Driver(EngineSetup(asynchronous=asynchronous))
     driver.add("r", 100, 4)
     driver.run()
     driver.scheduler.shutdown()
@@ -120,7 +120,7 @@ def test_a_folder_that_cannot_be_made_leaves_the_engine_running(
     monkeypatch.setenv("KVLEDGER_DIR", folder)
     plugin.install()
     _chosen(False)
-    driver = Driver(Setup())
+    driver = Driver(EngineSetup())
     driver.add("r", 100, 4)
     driver.run()
 
@@ -134,7 +134,7 @@ def test_a_host_that_does_not_fit_runs_on_unobserved(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("KVLEDGER_DIR", str(tmp_path))
-    scheduler = Driver(Setup()).scheduler
+    scheduler = Driver(EngineSetup()).scheduler
     scheduler.schedule = lambda surprise: None
     with caplog.at_level(logging.WARNING, logger="kvledger"):
         assert plugin.observe(scheduler) is None
@@ -146,4 +146,4 @@ def test_a_host_that_does_not_fit_runs_on_unobserved(
 
 
 def test_the_adapter_fits_this_host() -> None:
-    assert choose(Driver(Setup()).scheduler).NAME
+    assert choose(Driver(EngineSetup()).scheduler).NAME

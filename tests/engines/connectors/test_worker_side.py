@@ -13,22 +13,22 @@ pytest.importorskip("vllm")
 from tests.conformance.connectors import FailingConnector
 
 from kvledger.audit.checks.auditor import Auditor
-from kvledger.audit.conformance.driver import Setup
-from kvledger.audit.conformance.worker import WorkedDriver
+from kvledger.audit.conformance.driver import EngineSetup
+from kvledger.audit.conformance.worker import DriverWithWorker
 from kvledger.audit.engines import choose, host_version
 from kvledger.audit.engines.connectors.worker_side import WorkerObserver, worker_in_this_process
 from kvledger.audit.engines.observer import Observer
 from kvledger.audit.events import BlocksPromised, EngineStarted, Event, WorkerStepped
 from kvledger.audit.journal.recorder import MemoryRecorder
 
-Watched = tuple[WorkedDriver, MemoryRecorder, Any]
+Watched = tuple[DriverWithWorker, MemoryRecorder, Any]
 
 
 @pytest.fixture(params=[False, True], ids=["sync", "async"])
 def watched(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Watched]:
     """An engine with ExampleConnector, observed on both sides; 96 tokens are in the store."""
     options = (("shared_storage_path", str(tmp_path)),)
-    setup = Setup(connector="ExampleConnector", connector_options=options, asynchronous=request.param)
+    setup = EngineSetup(connector="ExampleConnector", connector_options=options, asynchronous=request.param)
     driver, sink, observer = observed(setup)
     driver.add("first", 99, 1)
     driver.run()
@@ -37,9 +37,9 @@ def watched(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Watched]
     observer.stop("detached")
 
 
-def observed(setup: Setup) -> Watched:
+def observed(setup: EngineSetup) -> Watched:
     """An engine that is observed on both sides."""
-    driver, sink = WorkedDriver(setup), MemoryRecorder()
+    driver, sink = DriverWithWorker(setup), MemoryRecorder()
     observer = choose(driver.scheduler)(driver.scheduler, sink, version=host_version())
     assert isinstance(observer, Observer)
     observer.start()
@@ -47,7 +47,7 @@ def observed(setup: Setup) -> Watched:
     return driver, sink, observer
 
 
-def load_again(driver: WorkedDriver) -> None:
+def load_again(driver: DriverWithWorker) -> None:
     driver.add("again", 99, 2, shares=("first", 99))
     driver.run()
 
@@ -80,7 +80,9 @@ def test_both_sides_of_a_clean_run_are_clean(watched: Watched):
 def test_blocks_reported_as_failed_are_told(monkeypatch: pytest.MonkeyPatch):
     """The plans of this connector can't be read, and what the worker reports is told all the same."""
     module = "tests.conformance.connectors"
-    setup = Setup(connector="FailingConnector", connector_module=module, connector_options=(("store", "w"),))
+    setup = EngineSetup(
+        connector="FailingConnector", connector_module=module, connector_options=(("store", "w"),)
+    )
     driver, sink, observer = observed(setup)
     driver.add("first", 99, 1)
     driver.run()
@@ -109,7 +111,7 @@ def test_a_worker_in_another_process_is_out_of_reach(watched: Watched):
 def test_a_workers_own_journal_begins_with_whose_worker_it_is(tmp_path: Path):
     options = (("shared_storage_path", str(tmp_path)),)
     driver, sink = (
-        WorkedDriver(Setup(connector="ExampleConnector", connector_options=options)),
+        DriverWithWorker(EngineSetup(connector="ExampleConnector", connector_options=options)),
         MemoryRecorder(),
     )
     config = driver.scheduler.vllm_config
