@@ -54,7 +54,7 @@ class AdmissionObserver(Observer):
         super().start(boundary)
         # Else ``schedule`` uses the look-up's own answer, and every admission's count is held against it.
         if self.hooks is not None and (self.connector is not None or self._replays):
-            self.hooks.activate("kv_cache_manager.record_prefix_cache_stats")
+            self.hooks.wake("kv_cache_manager.record_prefix_cache_stats")
 
     def schedule_begins(self, *_: Any, **__: Any) -> None:
         """Nothing has been looked up in this step yet."""
@@ -67,12 +67,12 @@ class AdmissionObserver(Observer):
         nobody_waits = len(scheduler.requests) == len(scheduler.running)
         self._counted = None if nobody_waits else self._counters()
         if self.pools is not None:
-            self.pools.begin_step(nobody_waits)
+            self.pools.untold.step_begins(nobody_waits)
 
     def looked_up(self, _: None, result: Any, request: Any, *__: Any, **___: Any) -> None:
         tokens, request_id = result[1], request.request_id
-        if self.pools is not None:
-            self.pools.looked_up(request_id)
+        if self.pools is not None and self.pools.books is not None:
+            self.pools.books.looked_up(request_id)
         attempt = self._attempts.get(request_id)
         if attempt is None:
             self._attempts[request_id] = _Attempt(request, request.num_prompt_tokens, tokens, tokens)

@@ -95,7 +95,7 @@ class Observer:
         self._stopped = True
         if self.pools is not None:
             if reason in ("detached", "shutdown"):
-                self.pools.report_all()
+                self.pools.sweep.state_all()
             self.pools.remove()
         if self.connector is not None:
             self.connector.remove()
@@ -148,7 +148,7 @@ class Observer:
         self.log.restart(started, ev.Snapshot(now, self._step, rows, self.log.undelivered))
         self._last_census = self._step, now
         if self.pools is not None:
-            self.pools.begin_segment()
+            self.pools.sweep.restart()
 
     def _snapshot_row(self, request: Any) -> ev.SnapshotRow:
         request_id = request.request_id
@@ -178,7 +178,7 @@ class Observer:
     def sessions_come(self) -> None:
         """A request may be given further chunks: from now on turns end too, and not only requests."""
         if self.hooks is not None:
-            self.hooks.activate("_handle_stopped_request")
+            self.hooks.wake("_handle_stopped_request")
 
     def _forget(self, request_id: str) -> None:
         """It is gone from the engine."""
@@ -190,7 +190,7 @@ class Observer:
     def _at_rest(self) -> None:
         """Between two steps: a snapshot if one is wanted, a census if one is due."""
         if self.pools is not None:
-            self.pools.emit_all_calls()
+            self.pools.tell()
         now = self.log.now()
         if self.hooks is not None:
             self.hooks.time_some(self._step)
@@ -202,7 +202,7 @@ class Observer:
         else:
             self.log.flush(now)
         if self.pools is not None:
-            self.pools.at_rest()
+            self.pools.sweep.at_rest()
 
     def _hook_time(self) -> tuple[int, int]:
         """Microseconds in hooks, and the steps in which they were timed, since the last time."""

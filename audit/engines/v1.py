@@ -76,7 +76,7 @@ class V1Observer(LifeObserver):
             "reset_begins",
             "cache_reset",
         ),
-        Hook("", "_handle_stopped_request", (("request",),), "stop_begins", "turn_stopped", deferred=True),
+        Hook("", "_handle_stopped_request", (("request",),), "stop_begins", "turn_stopped", asleep=True),
         Hook(
             "",
             "_update_request_as_session",
@@ -101,7 +101,7 @@ class V1Observer(LifeObserver):
             "record_prefix_cache_stats",
             (("request", "num_hits"),),
             after="local_hit_used",
-            deferred=True,  # see ``AdmissionObserver.start``
+            asleep=True,  # see ``AdmissionObserver.start``
         ),
         Hook("connector", "get_num_new_matched_tokens", (), after="matched", optional=True),
         Hook("connector", "update_state_after_alloc", (), after="promised", optional=True),
@@ -154,7 +154,7 @@ class V1Observer(LifeObserver):
         same = names == log.names
         again = same and log.quiet and not log.same_step and total == len(names) == len(tokens)
         if self.pools is not None:
-            self.pools.scheduled(output, log.numbers if same else None, unchanged=again)
+            self.pools.scheduled(output, log.numbers if same else None, again=again)
         if self._attempts:
             self._admit(tokens)
         if self._planned:
@@ -207,8 +207,8 @@ class V1Observer(LifeObserver):
                 log.delivered(at, lengths, order, index, ignored, held or ())
         elif held:
             log.emit_all(held)
-        if log.pool_calls and self.pools is not None:
-            self.pools.emit_calls()
+        if log.calls and self.pools is not None:
+            self.pools.tell_calls()
         if self._gone:
             for request_id in self._gone:
                 self._forget(request_id)

@@ -57,7 +57,7 @@ class V1Observer012(V1Observer017):
             "stop_begins",
             "turn_stopped",
             optional=True,
-            deferred=True,
+            asleep=True,
         ),
         Hook(
             "",

@@ -53,7 +53,7 @@ class V1Observer020(V1Observer):
             "reset_begins",
             "cache_reset",
         ),
-        Hook("", "_handle_stopped_request", (("request",),), "stop_begins", "turn_stopped", deferred=True),
+        Hook("", "_handle_stopped_request", (("request",),), "stop_begins", "turn_stopped", asleep=True),
         Hook("", "_update_request_as_session", (("session", "update"),), after="session_extended"),
         Hook("", "shutdown", ((),), before="shutting_down"),
         Hook("kv_cache_manager", "get_computed_blocks", (("request",),), after="looked_up"),
