@@ -56,7 +56,7 @@ def misses(account: Account, block_size: int) -> Iterator[Piece]:
 def never_came(account: Account) -> Iterator[tuple[int, int]]:
     """Stretches of the prompt, of a session all chunks, whose KV never came to be."""
     for start, prompt in chunks(account):
-        for row in account.spans.rows:
+        for row in account.positions.ranges:
             if row.end <= start or row.start >= prompt:
                 continue
             if start < row.start:

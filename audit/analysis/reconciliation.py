@@ -17,7 +17,8 @@ import msgspec
 
 from .. import causes
 from ..causes import UNEXPLAINED
-from ..ledger.account import COMPUTED, EXTERNAL, LOCAL, REVOKED, Account, Life
+from ..ledger.account import Account, Life
+from ..ledger.positions import COMPUTED, EXTERNAL, LOCAL, REVOKED
 
 UNATTAINED = "unattained"
 SOURCES = (LOCAL, EXTERNAL, COMPUTED, UNATTAINED)
@@ -248,7 +249,7 @@ def _difference(differences: dict[str, Figures], cause: str) -> Figures:
 def _origins(account: Account, low: int, high: int) -> Iterator[tuple[str, int, int]]:
     """Source, life and length of each stretch of [low, high); ``unattained`` has life 0."""
     at = low
-    for row in account.spans.rows:
+    for row in account.positions.ranges:
         start, end = max(at, row.start), min(high, row.end)
         if start >= end:
             continue

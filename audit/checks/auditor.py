@@ -14,7 +14,9 @@ from msgspec.structs import replace
 
 from ..events import EngineStarted, Event
 from ..ledger.account import Account
-from ..ledger.ledger import Entry, Ledger, Watch
+from ..ledger.ledger import Ledger
+from ..ledger.state import Watch
+from ..ledger.subjects import Entry
 from .registry import Check, Invariant, Violation, Witness, catalogue
 
 Verdict = Literal["clean", "violated", "unknown"]

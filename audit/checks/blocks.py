@@ -18,7 +18,7 @@ from ..ledger.blocks.subjects import (
     StrayFree,
     Uncovered,
 )
-from ..ledger.ledger import Entry
+from ..ledger.subjects import Entry
 from .registry import (
     VLLM_26813,
     VLLM_33775,

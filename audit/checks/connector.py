@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from ..causes import FAILED, NEVER_LOADED, NOT_PLANNED
 from ..events import Admitted, Matched, Reported, Tracked
-from ..ledger.ledger import OVERDUE_SECONDS, Entry, Overdue, Unpromised, Unsaved, Voided
+from ..ledger.loads import OVERDUE_SECONDS
+from ..ledger.subjects import Entry, ExternalTokensLost, Overdue, Unpromised, Unsaved
 from .registry import (
     LMCACHE_1361,
     LMCACHE_1969,
@@ -37,7 +38,7 @@ _NOT_LOADED = (
 
 @invariant(
     "connector/promise-not-loaded",
-    on=(Voided,),
+    on=(ExternalTokensLost,),
     says=_NOT_LOADED + ".",
     references=(LMCACHE_1969, LMCACHE_1361, LMCACHE_2007),
     near_misses=(
@@ -57,7 +58,7 @@ def promise_not_loaded(entry: Entry) -> Iterator[Witness]:
     the blocks held.
     """
     said = entry.subject
-    assert isinstance(said, Voided)
+    assert isinstance(said, ExternalTokensLost)
     if said.cause in (NOT_PLANNED, NEVER_LOADED):
         yield Witness(
             f"{_NOT_LOADED}{_BY_WORKER[said.by_worker]}{_named(said.blocks)}.",

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from ..errors import LedgerError
-from ..ledger.ledger import Entry
+from ..ledger.subjects import Entry
 
 Severity = Literal["violation", "drift"]
 """``violation``: the engine is wrong. ``drift``: it counts by a rule that misleads, knowingly."""

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 from ..causes import FAILED
 from ..events import Admitted, Finished, LookupKept, Preempted, Reported
-from ..ledger.account import Account, Settlement
-from ..ledger.ledger import Entry, ReportedCounts, ReportedLookups
+from ..ledger.account import Account
+from ..ledger.frozen import Settlement
+from ..ledger.subjects import Entry, ReportedCounts, ReportedLookups
 from .registry import (
     LMCACHE_2912,
     VLLM_18955,

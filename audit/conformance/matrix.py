@@ -15,7 +15,7 @@ from typing import Any
 from ..checks.auditor import Auditor
 from ..engines import blocks_out_of_reach, choose, host_version
 from ..journal.recorder import MemoryRecorder
-from ..ledger.account import Settlement, Statement
+from ..ledger.frozen import AccountStatement, Settlement
 
 
 def main(names: list[str]) -> None:
@@ -76,7 +76,7 @@ def observed(auditor: Auditor) -> Iterator[Callable[[Any], None]]:
         auditor.feed_all(sink.take())
 
 
-def balances(account: Statement) -> bool:
+def balances(account: AccountStatement) -> bool:
     """Whether all sums of a frozen account come out."""
     work = account.first_prompt + account.first_output + sum(account.rework.values())
     return bool(

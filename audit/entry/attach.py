@@ -19,8 +19,8 @@ from ..engines.observer import Observer
 from ..errors import LedgerError
 from ..hooks import EngineMismatch
 from ..journal.recorder import MemoryRecorder
-from ..ledger.account import Statement
-from ..ledger.ledger import Totals
+from ..ledger.frozen import AccountStatement
+from ..ledger.totals import Totals
 from ..replay.find import pick_request
 
 
@@ -65,7 +65,7 @@ class LiveAudit:
         self._catch_up()
         return str(self._auditor.verdict)
 
-    def account(self, request_id: str) -> Statement:
+    def account(self, request_id: str) -> AccountStatement:
         """The account statement of one request, by its id, its client's id, or a prefix of the id.
 
         vLLM appends ``-`` and eight digits to the client's id. Raises LedgerError if no observed request

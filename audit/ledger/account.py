@@ -1,235 +1,43 @@
-"""The accounts: what one request's KV tokens came from, what was done, and what became of them.
+"""The account of one request: its lives, its tokens in flight and its balances.
 
-Positions are kept as intervals (:class:`Spans`) with a high-water mark, never one by one. Accounts
-are mutable, for the ledger's hot loop alone; what leaves the ledger is frozen (:class:`Statement`,
-:class:`Settlement`, :class:`Line`). Only ``ledger.py`` posts.
-
-Two questions are kept apart:
-
-- *Where did this position's KV come from?* The first valid origin wins, once.
-- *Had it come to be before?* Then executing its position again is rework, with the cause for which
-  the KV was last lost.
-
-They differ after a failed load: what was executed above it had come to be, but was not valid.
+Accounts are mutable, for the ledger's hot loop alone; what leaves the ledger is frozen (``frozen.py``). The
+posting functions write accounts; nothing here posts.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import NamedTuple
 
-import msgspec
-
-from ..causes import UNKNOWN
-
-LOCAL = "local"
-EXTERNAL = "external"
-COMPUTED = "computed"
-REVOKED = "revoked"
-
-
-class Span:
-    """Positions [start, end) whose KV came to be from ``source`` in life ``life``.
-
-    ``again``: they had come to be before, without a valid origin.
-    """
-
-    __slots__ = ("again", "end", "life", "source", "start")
-
-    def __init__(self, start: int, end: int, source: str, life: int, again: bool = False) -> None:
-        self.start = start
-        self.end = end
-        self.source = source
-        self.life = life
-        self.again = again
-
-    def continues(self, last: Span) -> bool:
-        """Whether this and ``last`` are one span."""
-        return (
-            last.end == self.start
-            and last.source is self.source
-            and last.life == self.life
-            and last.again == self.again
-        )
-
-
-class Spans:
-    """Which positions' KV has come to be, and where from. Disjoint, sorted by position."""
-
-    __slots__ = ("rows",)
-
-    def __init__(self) -> None:
-        self.rows: list[Span] = []
-
-    def fill(self, start: int, end: int, source: str, life: int) -> list[tuple[int, int]]:
-        """Give every position of [start, end) without a valid origin this one.
-
-        Returns the intervals that had never come to be before; revoked positions get the new
-        origin and are not among them.
-        """
-        if start >= end:
-            return []
-        rows = self.rows
-        if not rows or rows[-1].end <= start:
-            self._append(start, end, source, life)
-            return [(start, end)]
-        gaps: list[tuple[int, int]] = []
-        kept: list[Span] = []
-        at = start
-        for row in rows:
-            if row.end <= start or row.start >= end:
-                if row.start >= end and at < end:
-                    gaps.append((at, end))
-                    kept.append(Span(at, end, source, life))
-                    at = end
-                kept.append(row)
-                continue
-            if at < row.start:
-                gaps.append((at, row.start))
-                kept.append(Span(at, row.start, source, life))
-            if row.source is REVOKED:
-                low, high = max(start, row.start), min(end, row.end)
-                for piece in ((row.start, low), (high, row.end)):
-                    if piece[0] < piece[1]:
-                        kept.append(Span(*piece, REVOKED, row.life))
-                kept.append(Span(low, high, source, life, again=True))
-                kept.sort(key=_start)
-            else:
-                kept.append(row)
-            at = max(at, row.end)
-        if at < end:
-            gaps.append((at, end))
-            kept.append(Span(at, end, source, life))
-        self.rows = _joined(kept)
-        return gaps
-
-    def revoke(self, start: int, life: int) -> None:
-        """Positions from ``start`` up got no valid KV in life ``life``.
-
-        What was executed there stays reached (to do it again is rework); hits and loads that were
-        not valid never came to be.
-        """
-        kept: list[Span] = []
-        for row in self.rows:
-            if row.life != life or row.end <= start:
-                kept.append(row)
-                continue
-            if row.start < start:
-                kept.append(Span(row.start, start, row.source, life, row.again))
-            if row.source in (COMPUTED, REVOKED) or row.again:
-                kept.append(Span(max(start, row.start), row.end, REVOKED, life))
-        self.rows = kept
-
-    def withdraw(self, start: int, end: int, life: int) -> int:
-        """What life ``life`` had from outside in [start, end) never came to be; how many tokens."""
-        kept: list[Span] = []
-        tokens = 0
-        for row in self.rows:
-            low, high = max(start, row.start), min(end, row.end)
-            if row.source is not EXTERNAL or row.life != life or low >= high:
-                kept.append(row)
-                continue
-            tokens += high - low
-            for piece in ((row.start, low), (high, row.end)):
-                if piece[0] < piece[1]:
-                    kept.append(Span(*piece, row.source, life, row.again))
-        self.rows = kept
-        return tokens
-
-    def truncate(self, end: int) -> None:
-        """Forget positions from ``end`` up: other tokens stand there now."""
-        self.rows = [row for row in self.rows if row.start < end]
-        if self.rows and self.rows[-1].end > end:
-            self.rows[-1].end = end
-
-    def tally(self, start: int, end: int) -> dict[str, int]:
-        """Tokens by origin within [start, end); ``unattained`` is counted from the gaps."""
-        tokens = {LOCAL: 0, EXTERNAL: 0, COMPUTED: 0, "unattained": 0}
-        at = start
-        for row in self.rows:
-            low, high = max(at, row.start), min(end, row.end)
-            if low >= high:
-                continue
-            tokens["unattained"] += low - at
-            tokens["unattained" if row.source is REVOKED else row.source] += high - low
-            at = high
-        tokens["unattained"] += max(0, end - at)
-        return tokens
-
-    @property
-    def end(self) -> int:
-        """One above the highest position whose KV ever came to be."""
-        return self.rows[-1].end if self.rows else 0
-
-    def _append(self, start: int, end: int, source: str, life: int) -> None:
-        row = Span(start, end, source, life)
-        if self.rows and row.continues(self.rows[-1]):
-            self.rows[-1].end = end
-        else:
-            self.rows.append(row)
-
-
-def _start(row: Span) -> int:
-    return row.start
-
-
-def _joined(rows: list[Span]) -> list[Span]:
-    joined: list[Span] = []
-    for row in rows:
-        if joined and row.continues(joined[-1]):
-            joined[-1].end = row.end
-        else:
-            joined.append(row)
-    return joined
-
-
-class Losses:
-    """For which cause each position's KV last ceased to be. Newest first, older ones pruned."""
-
-    __slots__ = ("rows",)
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[int, int, str]] = []
-
-    def add(self, start: int, end: int, cause: str) -> None:
-        """KV of [start, end) ceased to be."""
-        if start < end:
-            older = [row for row in self.rows if row[0] < start or row[1] > end]
-            self.rows = [(start, end, cause), *older]
-
-    def split(self, pieces: list[tuple[int, int]]) -> list[tuple[int, int, str]]:
-        """``pieces`` by the cause of their last loss; ``unknown`` where none is known."""
-        found: list[tuple[int, int, str]] = []
-        for low, high, cause in [*self.rows, (0, 1 << 62, UNKNOWN)]:
-            rest: list[tuple[int, int]] = []
-            for start, end in pieces:
-                first, last = max(start, low), min(end, high)
-                if first >= last:
-                    rest.append((start, end))
-                    continue
-                found.append((first, last, cause))
-                rest += [p for p in ((start, first), (last, end)) if p[0] < p[1]]
-            pieces = rest
-        return found
+from .frozen import AccountStatement, LifeStatement, Line, RemovedRange, Settlement
+from .positions import Losses, PositionRanges
 
 
 class InFlight:
-    """Positions [start, start + tokens) of one scheduled step whose output has not come."""
+    """One request's tokens of a scheduled step whose output has not come."""
 
     __slots__ = ("drafts", "invalid_from", "life", "overrun", "start", "tokens")
 
     def __init__(self, start: int, tokens: int, drafts: int, life: Life) -> None:
         self.start = start
+        """First scheduled position."""
         self.tokens = tokens
+        """Scheduled tokens."""
         self.drafts = drafts
+        """Draft tokens among them."""
         self.life = life
+        """The life that scheduled them."""
         self.overrun = False
+        """Whether the request had stopped before this step's output."""
         self.invalid_from = -1
+        """First position that is not valid because a load failed; -1: all are valid."""
 
 
 class Life:
-    """From an admission to the next preemption, total load failure, or end."""
+    """A life: from an admission to the next preemption, a load failure that frees the blocks, or the end.
+
+    Counts are tokens; times are microseconds since the engine started.
+    """
 
     __slots__ = (
         "asynchronous",
@@ -258,139 +66,61 @@ class Life:
 
     def __init__(self, number: int, local: int, external: int, asynchronous: bool) -> None:
         self.number = number
+        """1 for the request's first life."""
         self.local = local
+        """Local hit at admission."""
         self.external = external
+        """External tokens that the connector promised at admission."""
         self.asynchronous = asynchronous
+        """Whether the request waits for its external tokens before it runs."""
         self.pending_start = local
+        """First promised position that is neither loaded nor lost."""
         self.pending_end = local + max(0, external)
+        """End of the promised positions that are neither loaded nor lost."""
         self.missing_blocks: list[int] = []
+        """Promised blocks that no load filled, as far as known."""
         self.loaded = 0
+        """External tokens loaded."""
         self.voided: dict[str, int] = {}
-        # The same by position; and where a failed load left nothing valid from, -1 where none did.
+        """External tokens that failed or were cancelled, by cause."""
         self.voids: list[tuple[int, int, str]] = []
+        """The same by position: start, end, cause."""
         self.invalid_from = -1
+        """First position that a failed load left without valid KV; -1: no load failed."""
         self.scheduled = 0
+        """Tokens scheduled."""
         self.rejected = 0
+        """Draft tokens rejected."""
         self.rolled_back: dict[str, int] = {}
+        """Computed tokens taken back while the life lasted, by cause."""
         self.discarded = 0
+        """Computed tokens when the life ended."""
         self.ran = False
+        """Whether a step scheduled the life."""
         self.delivered = False
+        """Whether the output of such a step has come."""
         self.began_at = 0
+        """Time of the admission."""
         self.began_step = 0
+        """Step of the admission."""
         self.ended_at = -1
+        """Time of the end; -1 while the life lasts."""
         self.ended_by = ""
+        """Cause of the end; empty while the life lasts."""
         self.load_ended_at = -1
+        """Time when an asynchronous load finished or failed; -1: not yet, or no such load."""
 
     @property
     def pending(self) -> int:
-        """Promised tokens of which it is not yet known whether they came."""
+        """Promised tokens that are neither loaded nor lost yet."""
         return self.pending_end - self.pending_start
 
 
-class Settlement(msgspec.Struct, frozen=True):
-    """Where the tokens of one prompt (or one session chunk) came from; said once, never changed.
-
-    ``local + external + computed + unattained == prompt_tokens - carried``, by counting each.
-    """
-
-    prompt_tokens: int
-    carried: int
-    local: int
-    external: int
-    computed: int
-    unattained: int
-    at: int
-    step: int
-
-
-class LifeStatement(msgspec.Struct, frozen=True):
-    """A life's balances. Tokens; ``began_at`` and ``ended_at`` in microseconds, -1 while it lasts."""
-
-    number: int
-    began_at: int
-    began_step: int
-    ended_at: int
-    ended_by: str
-    local: int
-    external: int
-    loaded: int
-    voided: dict[str, int]
-    scheduled: int
-    rejected: int
-    rolled_back: dict[str, int]
-    discarded: int
-
-
-class Statement(msgspec.Struct, frozen=True):
-    """One request's account, frozen. All counts are tokens but ``preemptions``."""
-
-    request: int
-    request_id: str
-    prompt_tokens: int
-    sequence_tokens: int
-    added_at: int
-    closed_at: int
-    outcome: str
-    unknown: str | None
-    preemptions: int
-    computed: int
-    in_flight: int
-    scheduled: int
-    first_prompt: int
-    first_output: int
-    rework: dict[str, int]
-    rejected: int
-    overrun: int
-    settlements: list[Settlement]
-    plan: tuple[int, int] | None
-    reported: tuple[int, int, int] | None
-    hit_again: int
-    loaded_again: int
-    promised: int
-    loaded: int
-    voided: dict[str, int]
-    discarded: dict[str, int]
-    suspense: int
-    lives: list[LifeStatement]
-
-    @property
-    def settled(self) -> Settlement | None:
-        """The first (for all but sessions: the only) settlement."""
-        return self.settlements[0] if self.settlements else None
-
-
-class Lost(NamedTuple):
-    """Positions [start, end) whose KV was in the cache under the same hash, and had left it.
-
-    ``left`` and ``came_back`` are steps; it came back (-1: it did not) before this request filled it
-    again. ``how``: ``evicted``, or ``reset``.
-    """
-
-    start: int
-    end: int
-    left: int
-    came_back: int
-    how: str
-
-
-class Line(NamedTuple):
-    """One posting on a statement. ``balance`` is the life's computed tokens after it.
-
-    ``credit`` and ``debit`` are KV tokens; a line with neither is a memorandum.
-    """
-
-    number: int
-    at: int
-    step: int
-    life: int
-    text: str
-    credit: int
-    debit: int
-    balance: int
-
-
 class Account:
-    """Everything the ledger holds of one request. Written by the ledger alone."""
+    """Everything the ledger holds of one request. Only the ledger writes it.
+
+    Counts are tokens; times are microseconds since the engine started.
+    """
 
     __slots__ = (
         "added_at",
@@ -421,6 +151,7 @@ class Account:
         "overrun",
         "plan",
         "pooling",
+        "positions",
         "preemptions",
         "promised",
         "prompt_tokens",
@@ -438,7 +169,6 @@ class Account:
         "sequence_tokens",
         "settled",
         "settlements",
-        "spans",
         "steady_delivered",
         "steady_scheduled",
         "suspense",
@@ -450,73 +180,121 @@ class Account:
 
     def __init__(self, request: int, request_id: str, prompt_tokens: int, at: int) -> None:
         self.request = request
+        """The request's number."""
         self.request_id = request_id
+        """The request's id, as the engine has it."""
         self.prompt_tokens = prompt_tokens
+        """Length of the prompt; of a session, up to its last chunk."""
         self.sequence_tokens = prompt_tokens
+        """Prompt and output tokens so far."""
         self.carried = 0
+        """Tokens that a session's present chunk keeps from before."""
         self.added_at = at
+        """Time when the request came."""
         self.closed_at = -1
+        """Time of the end; -1 while the account is open."""
         self.outcome = ""
+        """Why the request ended; empty while the account is open."""
         self.unknown: str | None = None
+        """Why nothing is claimed of this account; None: it is known."""
         self.pooling = False
+        """Whether the request is for a pooling model."""
         self.resumable = False
+        """Whether the request is a streaming-input session."""
         self.traceparent: str | None = None
+        """The caller's W3C trace context."""
         self.transferred = False
+        """Whether a prefill engine hands over the KV, so external tokens are no cache hits."""
 
-        self.spans = Spans()
+        self.positions = PositionRanges()
+        """The origin of each position's KV."""
         self.losses = Losses()
+        """The cause for which each position last lost its KV."""
         self.life: Life | None = None
+        """The present life; None while the request waits."""
         self.lives: list[Life] = []
+        """All lives, oldest first."""
         self.computed = 0
+        """Computed tokens of the present life, counted at scheduling as vLLM does."""
         self.in_flight: deque[InFlight] = deque()
+        """Scheduled tokens whose output has not come, oldest step first."""
         self.in_flight_tokens = 0
+        """Sum of the tokens in flight."""
         self.sampled = 0
+        """Tokens sampled by the last output."""
         self.drafted = False
+        """Whether drafts were ever scheduled."""
 
         self.scheduled = 0
+        """Tokens scheduled in all lives."""
         self.first_prompt = 0
+        """Prompt tokens computed for the first time."""
         self.first_output = 0
+        """Output tokens computed for the first time."""
         self.rework: dict[str, int] = {}
+        """Tokens computed again, by the cause for which their KV was lost."""
         self.rejected = 0
+        """Draft tokens rejected."""
         self.overrun = 0
+        """Tokens that were in flight when the request stopped, or accepted past the stop."""
         self.suspense = 0
-        # Of the prompt alone, by position: executed first, in which life; executed again, for which cause.
+        """Tokens whose work could not be attributed."""
         self.executed_first: list[tuple[int, int, int]] = []
+        """Prompt positions computed for the first time: start, end, number of the life."""
         self.executed_again: list[tuple[int, int, str]] = []
-        # What block events prove to have been in the cache once, of the prompt.
-        self.lost: list[Lost] = []
+        """Prompt positions computed again: start, end, cause."""
+        self.lost: list[RemovedRange] = []
+        """Prompt positions that block events prove to have been in the cache before."""
 
         self.settled = False
+        """Whether the present prompt or chunk is settled."""
         self.settlements: list[Settlement] = []
+        """One settlement for the prompt, or for each chunk of a session."""
         self.plan: tuple[int, int] | None = None
+        """Planned split: local and external hits of the first admission that ran."""
         self.reported: tuple[int, int, int] | None = None
+        """Local, external and computed tokens of the engine's first report."""
         self.reports = 0
-        # The life whose hits the engine reports: the first that ran, or the last before the first
-        # output, as its version has it.
+        """Reports of the engine for the present prompt or chunk."""
         self.reporting: Life | None = None
+        """The life whose hits the engine reports: by release, the first that ran or the last before the
+        first output."""
         self.hit_again = 0
+        """Repeat hits: local hits over positions that had KV before."""
         self.loaded_again = 0
+        """Repeat loads: loaded tokens over positions that had KV before."""
         self.promised = 0
+        """External tokens promised in all lives."""
         self.loaded = 0
+        """External tokens loaded in all lives."""
         self.voided: dict[str, int] = {}
+        """External tokens that failed or were cancelled, by cause."""
         self.discarded: dict[str, int] = {}
-        # How far the connector was seen to order the sequence to be saved.
+        """Computed tokens at the end of each life, by the cause of the end."""
         self.saved_tokens = 0
+        """End of the last position that the connector was seen to order saved."""
 
         self.admissions = 0
+        """Lives begun."""
         self.preemptions = 0
+        """Preemptions."""
         self.looked_up_step = -1
+        """Step of the last local cache lookup; -1: none was seen."""
         self.looked_up_local = 0
+        """Tokens that the last local cache lookup hit."""
         self.matched_external: int | None = 0
+        """Tokens of the connector's last answer; None: it asked to be asked again later."""
         self.lines: list[Line] | None = None
-        # The ledger's counts of steps and outputs up to which a steady account is posted; else -1.
+        """Lines of the account statement; None: not kept."""
         self.steady_scheduled = -1
+        """Scheduled steps up to which a steady account is posted; -1: the account is not steady."""
         self.steady_delivered = -1
+        """Delivered steps up to which a steady account is posted; -1: the account is not steady."""
 
     def waits(self, until: int) -> Iterator[tuple[int, int]]:
-        """Every stretch in which it was there and had no life; while it is open, ``until``.
+        """Start and end of every time that the request spent without a life.
 
-        Microseconds since the engine started.
+        ``until`` ends the last wait of an open account. Microseconds since the engine started.
         """
         since, end = self.added_at, self.closed_at if self.closed_at >= 0 else until
         for life in self.lives:
@@ -527,12 +305,12 @@ class Account:
             yield since, end
 
     def waited(self, until: int) -> int:
-        """All of :meth:`waits`, in microseconds."""
+        """Total waiting time in microseconds."""
         return sum(end - start for start, end in self.waits(until))
 
-    def freeze(self) -> Statement:
+    def freeze(self) -> AccountStatement:
         """The account as it stands now."""
-        return Statement(
+        return AccountStatement(
             request=self.request,
             request_id=self.request_id,
             prompt_tokens=self.prompt_tokens,

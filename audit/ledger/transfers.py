@@ -6,7 +6,7 @@ which blocks the plan that it was handed names, whether it began to load them, a
 alike is not taken for granted: nothing is claimed of a worker before a promise and a load have met in one
 step, nor ever after they met in different ones.
 
-``Transfers`` judges nothing and posts nothing: it says from which position on a promise was not kept.
+``WorkerTransfers`` judges nothing and posts nothing: it says from which position on a promise was not kept.
 Where a worker's events come late, that is said late.
 """
 
@@ -23,7 +23,7 @@ REMEMBERED = 512
 """Of so many promises the blocks are remembered, in whatever step they are loaded."""
 
 
-class Unkept(NamedTuple):
+class UnkeptPromise(NamedTuple):
     """A promise was not kept from position ``start`` up. ``blocks`` stay unfilled.
 
     ``by_worker``: ``never_started`` (its plan, or no plan, and no load) or ``failure_unheard`` (it told the
@@ -58,9 +58,9 @@ class Promise:
         place = self.start // self.block_tokens + self.blocks.index(block)
         return max(self.start, place * self.block_tokens)
 
-    def unkept(self, blocks: list[int], by_worker: str) -> Unkept:
+    def unkept(self, blocks: list[int], by_worker: str) -> UnkeptPromise:
         """From the first of these blocks on, which are some of the promise's, in its order."""
-        return Unkept(self.account, self.life, self.position(blocks[0]), by_worker, blocks)
+        return UnkeptPromise(self.account, self.life, self.position(blocks[0]), by_worker, blocks)
 
     @property
     def planned(self) -> list[int]:
@@ -69,7 +69,7 @@ class Promise:
         return [block for block in self.blocks if self.position(block) < lost]
 
 
-class Transfers:
+class WorkerTransfers:
     """Open promises, and how far each worker was heard."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class Transfers:
         self.promises.clear()
         self.lost = True
 
-    def worked(self, event: ev.WorkerStepped) -> Iterator[Unkept]:
+    def worked(self, event: ev.WorkerStepped) -> Iterator[UnkeptPromise]:
         """What a worker's step means for the promises; nothing where it was heard already."""
         worker = event.worker
         if event.step <= self.steps.get(worker, -1):
@@ -110,7 +110,7 @@ class Transfers:
                 promise.failed += failed
                 yield from self.resolved(promise.account.request)
 
-    def _loaded(self, promise: Promise, event: ev.WorkerStepped) -> Iterator[Unkept]:
+    def _loaded(self, promise: Promise, event: ev.WorkerStepped) -> Iterator[UnkeptPromise]:
         """Of a load that the next step reads: what the worker began in that step, or did not."""
         worker, named = event.worker, event.loaded_blocks
         if named is None or worker in promise.loaded_by:
@@ -131,7 +131,7 @@ class Transfers:
         if planned:
             yield promise.unkept(planned, "never_started")
 
-    def resolved(self, request: int) -> Iterator[Unkept]:
+    def resolved(self, request: int) -> Iterator[UnkeptPromise]:
         """The engine has taken a promise for loaded, or a worker has named blocks of it that failed."""
         promise = self.promises.get(request)
         if promise is None or promise.life.pending or promise.life.ended_by:

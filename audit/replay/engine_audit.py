@@ -23,7 +23,8 @@ from ..checks.registry import Violation
 from ..events import EngineStarted, Event, Finished
 from ..journal.reader import Batch, Reader
 from ..ledger.account import Account
-from ..ledger.ledger import Totals, Watch
+from ..ledger.state import Watch
+from ..ledger.totals import Totals
 from .metrics_state import METRICS_HANDLERS, MetricsState
 from .windows import EVERYTHING, Window
 from .worker_journals import AFTER_PLANNING, WorkerJournals
@@ -99,7 +100,7 @@ class EngineAudit:
             findings = from_workers + findings
         handler = METRICS_HANDLERS.get(type(event)) if self._with_metrics else None
         if handler is not None:
-            handler(self.metrics, event, auditor.ledger.named)
+            handler(self.metrics, event, auditor.ledger.living)
         if findings and self.window.bounded:
             self._in_window.update(dict.fromkeys((v.request for v in findings if v.request), False))
         if auditor.ledger.closed:

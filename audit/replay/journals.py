@@ -16,8 +16,10 @@ from ..checks.auditor import Verdict
 from ..checks.registry import Violation
 from ..events import AnyEvent
 from ..journal.reader import Reader
-from ..ledger.account import Account, Line, Statement
-from ..ledger.ledger import Totals, Watch
+from ..ledger.account import Account
+from ..ledger.frozen import AccountStatement, Line
+from ..ledger.state import Watch
+from ..ledger.totals import Totals
 from .engine_audit import EngineAudit
 from .find import journals_at, pick_request
 from .parallel import Run, here
@@ -139,7 +141,7 @@ class RequestStatement:
         """The engine's name in findings."""
         self.path = audit.path
         """The journal in which the request was found."""
-        self.account: Statement = account.freeze()
+        self.account: AccountStatement = account.freeze()
         """The account's figures, frozen."""
         self.lines: list[Line] = account.lines or []
         """Every posting to the account, in order."""

@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 
 from .. import events as ev
-from ..ledger.account import COMPUTED, EXTERNAL, LOCAL, Account
+from ..ledger.account import Account
+from ..ledger.positions import COMPUTED, EXTERNAL, LOCAL
 
 TRACEPARENT = re.compile(r"00-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
 """A caller's trace context: trace id, span id, flags. https://www.w3.org/TR/trace-context/#traceparent-header"""

@@ -34,11 +34,14 @@ from ..checks.auditor import Auditor, KeptFinding
 from ..checks.registry import Violation
 from ..errors import LedgerError
 from ..events import EngineStarted
-from ..ledger.account import Account, InFlight, Life, Line, Losses, Lost, Settlement, Span, Spans
+from ..ledger.account import Account, InFlight, Life
 from ..ledger.blocks.ledger import BlockLedger
 from ..ledger.blocks.records import Pool
-from ..ledger.ledger import Ledger, Totals
-from ..ledger.transfers import Promise, Transfers
+from ..ledger.frozen import Line, RemovedRange, Settlement
+from ..ledger.ledger import Ledger
+from ..ledger.positions import Losses, PositionRange, PositionRanges
+from ..ledger.totals import Totals
+from ..ledger.transfers import Promise, WorkerTransfers
 from .engine_audit import EngineAudit
 
 SCHEMA = 1
@@ -49,13 +52,13 @@ OBJECTS: tuple[type, ...] = (
     Auditor,
     Ledger,
     BlockLedger,
-    Transfers,
+    WorkerTransfers,
     Promise,
     Account,
     Life,
     InFlight,
-    Spans,
-    Span,
+    PositionRanges,
+    PositionRange,
     Losses,
     KeptFinding,
     Reconciliation,
@@ -69,7 +72,7 @@ STRUCTS: tuple[type, ...] = (
     Violation,
     Settlement,
     Line,
-    Lost,
+    RemovedRange,
     Figures,
     Difference,
     Pool,
@@ -90,9 +93,9 @@ REBUILT: dict[type, frozenset[str]] = {
         }
     ),
     Auditor: frozenset({"_debug", "_subscribed", "_on_violation"}),
-    Ledger: frozenset({"_keep_closed", "_watch", "_entries", "_posting"}),
+    Ledger: frozenset({"keep_closed", "watch", "entries"}),
     BlockLedger: frozenset({"found", "accounts", "lost"}),
-    Transfers: frozenset(),
+    WorkerTransfers: frozenset(),
 }
 """What a constructor makes anew, and what lasts for one event only."""
 
@@ -155,7 +158,7 @@ _BLANK: dict[type, Callable[[], Any]] = {
     Auditor: Auditor,
     Ledger: Ledger,
     BlockLedger: BlockLedger,
-    Transfers: Transfers,
+    WorkerTransfers: WorkerTransfers,
     Reconciliation: Reconciliation,
     Step: Step,
 }

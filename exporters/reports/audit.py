@@ -17,8 +17,9 @@ import msgspec
 from ...audit.analysis.reconciliation import Figures, Reconciliation, Step
 from ...audit.causes import DIFFERENCES
 from ...audit.checks.registry import Figure, Violation
-from ...audit.ledger.account import COMPUTED, EXTERNAL, LOCAL, Line
-from ...audit.ledger.ledger import Totals
+from ...audit.ledger.frozen import Line
+from ...audit.ledger.positions import COMPUTED, EXTERNAL, LOCAL
+from ...audit.ledger.totals import Totals
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.journals import Audit, RequestStatement
 

@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...audit.ledger.account import Line, Settlement, Statement
+from ...audit.ledger.frozen import AccountStatement, Line, Settlement
 from ...audit.replay.journals import RequestStatement
 from . import terminal
 from .audit import finding
@@ -115,7 +115,7 @@ def _add(table: Table, line: Line, text: str) -> None:
     )
 
 
-def _settled(account: Statement) -> Iterator[RenderableType]:
+def _settled(account: AccountStatement) -> Iterator[RenderableType]:
     """The closing figures: sources beside plan and report, and the work."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("prompt tokens", min_width=24)

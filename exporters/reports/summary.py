@@ -20,7 +20,7 @@ from rich.text import Text
 
 from ...audit.errors import LedgerError
 from ...audit.ledger.account import Account
-from ...audit.ledger.ledger import Totals
+from ...audit.ledger.totals import Totals
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.find import journals_at, matching_paths
 from ...audit.replay.journals import each_account

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from ...audit.analysis.reconciliation import Compared, EngineCounters, Figures, Step
 from ...audit.causes import UNEXPLAINED
-from ...audit.ledger.account import COMPUTED, EXTERNAL, LOCAL
+from ...audit.ledger.positions import COMPUTED, EXTERNAL, LOCAL
 from ...audit.replay.engine_audit import EngineAudit
 
 WINDOW_SECONDS = 60.0

@@ -15,7 +15,8 @@ from typing import Literal, NamedTuple
 
 from ...audit import events as ev
 from ...audit.checks.registry import Violation
-from ...audit.ledger.account import Account, Settlement
+from ...audit.ledger.account import Account
+from ...audit.ledger.frozen import Settlement
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.find import journals_at
 from ...audit.replay.journals import each_batch

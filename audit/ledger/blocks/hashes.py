@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from ... import events as ev
 from ...causes import EVICTED, RESET
-from ..account import Lost
+from ..frozen import RemovedRange
 from .holdings import Holdings
 from .records import TABLE, UNKNOWN, Operation, Pool, remember, written
 from .subjects import HashedContent
@@ -92,7 +92,7 @@ def _back(holdings: Holdings, step: int, pool: Pool, name: int, group: int, requ
     if group in pool.whole:
         size, _ = pool.groups[group]
         start = (end - 1) // size * size  # of a block that is hashed in part, that part
-        holdings.lost.append((request, Lost(start, end, left, came_back, how)))
+        holdings.lost.append((request, RemovedRange(start, end, left, came_back, how)))
     if came_back < 0:
         pool.lost[name] = (left, step, how)
 

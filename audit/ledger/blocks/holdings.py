@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ... import events as ev
-from ..account import Account, Lost
+from ..account import Account
+from ..frozen import RemovedRange
 from .records import PIN, TABLE, UNKNOWN, Block, Holder, Operation, Pool, written
 from .subjects import Collision, Finding, Subject
 
@@ -36,7 +37,7 @@ class Holdings:
         """Pool, block, request and end of what was hashed and has not been judged yet."""
         self.hit: list[tuple[int, int]] = []
         """Those of ``failed`` that were hit since the last step."""
-        self.lost: list[tuple[int, Lost]] = []
+        self.lost: list[tuple[int, RemovedRange]] = []
         """What the event just applied says was in the cache before, with the request that fills it again."""
         self.found: list[Finding] = []
         """What the checks should see of the event just applied."""

@@ -34,7 +34,7 @@ from kvledger.audit.events import (
     Snapshot,
     SnapshotRow,
 )
-from kvledger.audit.ledger.ledger import Entry
+from kvledger.audit.ledger.subjects import Entry
 
 NEVER_LOADED = {"never_loaded", "not_planned"}
 STALE = told(events(100, "A64+0 s36 o+ F"), LookedUp, step=0)

@@ -31,8 +31,9 @@ from kvledger.audit.events import (
     RolledBack,
     Stepped,
 )
-from kvledger.audit.ledger.account import Account, Settlement
-from kvledger.audit.ledger.ledger import Entry
+from kvledger.audit.ledger.account import Account
+from kvledger.audit.ledger.frozen import Settlement
+from kvledger.audit.ledger.subjects import Entry
 
 violates = pytest.mark.violates
 near_miss = pytest.mark.near_miss

@@ -264,9 +264,9 @@ def test_most_of_a_long_decode_is_posted_when_somebody_asks() -> None:
     for event in weave({0: 40}, "A0+0 s40 o+ (s1 o+)x50"):
         post(ledger, event)
 
-    assert {0} == ledger._steady.keys()
+    assert {0} == ledger.steady.keys()
     assert 50 == ledger.open[0].first_output
-    assert {0} == ledger._steady.keys()
+    assert {0} == ledger.steady.keys()
 
 
 @settings(max_examples=300, deadline=None)

@@ -39,7 +39,7 @@ NOT_CARRIED = {
         "workers",
     },
     Auditor: {"_debug", "_subscribed", "_on_violation"},
-    Ledger: {"_keep_closed", "_watch", "_entries", "_posting"},
+    Ledger: {"keep_closed", "watch", "entries"},
     BlockLedger: {"found", "accounts", "lost"},
 }
 """Said once more, by hand: what a book may lose without a difference."""

@@ -133,7 +133,7 @@ def test_what_was_open_in_an_engine_that_stopped_ended_with_it(tmp_path: Path) -
         assert {("clean", "engine_ended"): 1} == book.requests
         assert 200 == book.closed.prompt_tokens
         assert 0 == book.closed.in_flight
-        assert {} == book.auditor.ledger._roster
+        assert {} == book.auditor.ledger.last_step
 
 
 def test_an_engine_whose_journal_was_removed_stays_in_the_sums(tmp_path: Path) -> None:

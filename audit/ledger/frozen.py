@@ -1,0 +1,109 @@
+"""What leaves the ledger: immutable statements, settlements and statement lines of one account."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+
+class Settlement(msgspec.Struct, frozen=True):
+    """Where the tokens of one prompt (or one session chunk) came from; never changed afterwards.
+
+    ``local + external + computed + unattained == prompt_tokens - carried``; each is counted by itself.
+    """
+
+    prompt_tokens: int
+    carried: int
+    local: int
+    external: int
+    computed: int
+    unattained: int
+    at: int
+    step: int
+
+
+class LifeStatement(msgspec.Struct, frozen=True):
+    """A life's balances. Tokens; ``began_at`` and ``ended_at`` in microseconds, -1 while it lasts."""
+
+    number: int
+    began_at: int
+    began_step: int
+    ended_at: int
+    ended_by: str
+    local: int
+    external: int
+    loaded: int
+    voided: dict[str, int]
+    scheduled: int
+    rejected: int
+    rolled_back: dict[str, int]
+    discarded: int
+
+
+class AccountStatement(msgspec.Struct, frozen=True):
+    """The frozen account of one request. All counts are tokens, except ``preemptions``."""
+
+    request: int
+    request_id: str
+    prompt_tokens: int
+    sequence_tokens: int
+    added_at: int
+    closed_at: int
+    outcome: str
+    unknown: str | None
+    preemptions: int
+    computed: int
+    in_flight: int
+    scheduled: int
+    first_prompt: int
+    first_output: int
+    rework: dict[str, int]
+    rejected: int
+    overrun: int
+    settlements: list[Settlement]
+    plan: tuple[int, int] | None
+    reported: tuple[int, int, int] | None
+    hit_again: int
+    loaded_again: int
+    promised: int
+    loaded: int
+    voided: dict[str, int]
+    discarded: dict[str, int]
+    suspense: int
+    lives: list[LifeStatement]
+
+    @property
+    def settled(self) -> Settlement | None:
+        """The first (for all but sessions: the only) settlement."""
+        return self.settlements[0] if self.settlements else None
+
+
+class RemovedRange(NamedTuple):
+    """Positions [start, end) whose KV had been in the prefix cache under the same hash and was removed.
+
+    ``left`` is the step of the removal, ``came_back`` the step in which another request cached the KV again
+    before this one did (-1: none did). ``how``: ``evicted`` or ``reset``.
+    """
+
+    start: int
+    end: int
+    left: int
+    came_back: int
+    how: str
+
+
+class Line(NamedTuple):
+    """One line of an account statement. ``balance`` is the life's computed tokens after it.
+
+    ``credit`` and ``debit`` are KV tokens; a line with neither is a memorandum.
+    """
+
+    number: int
+    at: int
+    step: int
+    life: int
+    text: str
+    credit: int
+    debit: int
+    balance: int

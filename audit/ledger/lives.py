@@ -1,0 +1,261 @@
+"""Postings of a request's course: added, looked up, admitted, preempted, reported, extended, finished."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .. import causes
+from .. import events as ev
+from .account import Account, Life
+from .loads import load, lose_external
+from .positions import LOCAL
+from .posting import (
+    account_of,
+    add_line,
+    begin_life,
+    close_account,
+    delivered_end,
+    enter,
+    enter_reported,
+    make_unknown,
+    open_account,
+    roll_back,
+    settle,
+)
+from .state import LedgerState
+from .subjects import Entry, ReportedLookups
+from .totals import add_tokens
+
+
+def _request_added(state: LedgerState, event: ev.RequestAdded) -> None:
+    account = open_account(state, event.request, event.request_id, event.prompt_tokens)
+    account.pooling = event.pooling
+    account.resumable = event.resumable
+    account.traceparent = event.traceparent
+    account.transferred = event.transferred
+    enter(state, event, account)
+
+
+def _looked_up(state: LedgerState, event: ev.LookedUp) -> None:
+    account = account_of(state, event.request)
+    account.looked_up_step = event.step
+    account.looked_up_local = event.local_tokens
+    account.matched_external = 0
+    state.step = event.step
+    enter(state, event, account)
+
+
+def _matched(state: LedgerState, event: ev.Matched) -> None:
+    account = account_of(state, event.request)
+    account.matched_external = event.external_tokens
+    enter(state, event, account)
+
+
+def _admission_failed(state: LedgerState, event: ev.AdmissionFailed) -> None:
+    account = account_of(state, event.request)
+    account.looked_up_step = event.step
+    account.looked_up_local = event.local_tokens
+    enter(state, event, account)
+
+
+def _admitted(state: LedgerState, event: ev.Admitted) -> None:
+    account = account_of(state, event.request)
+    state.step = event.step
+    if account.life is not None:
+        make_unknown(account, "a life began while another lasted")
+        end_life(state, account, causes.LOST)
+    life = begin_life(state, account, event.local_tokens, event.external_tokens)
+    life.asynchronous = event.asynchronous
+    _local_hit(state, account, life)
+    promised = event.external_tokens
+    account.computed = event.local_tokens + promised
+    if promised > 0:
+        account.promised += promised
+        add_line(state, account, "external tokens promised", credit=promised)
+    elif promised < 0:
+        # The engine used a negative match, so its count fell below the local hit.
+        roll_back(state, account, account.computed, event.local_tokens, causes.NEGATIVE_MATCH)
+    _expect_lookup(state, account, event)
+    enter(state, event, account)
+    enter_reported(state, account, "admitted", event.computed_tokens)
+
+
+def _local_hit(state: LedgerState, account: Account, life: Life) -> None:
+    gaps = account.positions.fill(0, life.local, LOCAL, life.number)
+    again = max(0, life.local) - sum(end - start for start, end in gaps)
+    account.hit_again += again
+    account.computed = life.local
+    note = f"local hit (repeat hit: {again})" if again else "local hit"
+    add_line(state, account, note if life.local else "admitted, no local hit", credit=life.local)
+
+
+def _expect_lookup(state: LedgerState, account: Account, event: ev.Admitted) -> None:
+    if account.unknown is not None:
+        state.lookups_unsure = True
+    local, external = state.expected_local, state.expected_external
+    if event.counted:
+        local[0] += 1
+        local[1] += account.sequence_tokens
+        local[2] += event.local_tokens
+    queries = account.sequence_tokens - event.local_tokens
+    if queries:
+        external[0] += 1
+        external[1] += queries
+        external[2] += event.external_tokens
+
+
+def _lookups_counted(state: LedgerState, event: ev.LookupsCounted) -> None:
+    reported = (
+        ("local", event.local_requests, event.local_queries, event.local_hits),
+        ("external", event.external_requests, event.external_queries, event.external_hits),
+    )
+    expected = {"local": state.expected_local, "external": state.expected_external}
+    for source, requests, queries, hits in reported:
+        if requests >= 0 and not state.lookups_unsure:
+            own = expected[source]
+            subject = ReportedLookups(requests, queries, hits, own[0], own[1], own[2], source)
+            state.entries.append(Entry(state.number, event.step, state.at, subject, None))
+    state.expected_local = [0, 0, 0]
+    state.expected_external = [0, 0, 0]
+    state.lookups_unsure = state.lost_track is not None
+
+
+def _rolled_back(state: LedgerState, event: ev.RolledBack) -> None:
+    account = account_of(state, event.request)
+    enter_reported(state, account, "rolled back", event.before_tokens)
+    if event.cause == causes.SESSION:
+        for flight in account.in_flight:
+            if not flight.overrun:
+                flight.overrun = True
+                account.overrun += flight.tokens
+    if event.cause in (causes.SESSION, causes.PAST_STOP):
+        overrun_past(state, account, event.computed_tokens)
+    if event.cause == causes.RELEASED:
+        end_life(state, account, causes.LOAD_FAILED)
+    else:
+        roll_back(state, account, event.computed_tokens, account.computed, event.cause)
+    enter(state, event, account)
+
+
+def _preempted(state: LedgerState, event: ev.Preempted) -> None:
+    account = account_of(state, event.request)
+    state.step = event.step
+    enter_reported(
+        state,
+        account,
+        "preempted",
+        event.before_tokens,
+        event.in_flight_tokens,
+        event.placeholder_tokens,
+    )
+    account.preemptions += 1
+    end_life(state, account, event.cause)
+    enter(state, event, account)
+
+
+def end_life(state: LedgerState, account: Account, cause: str) -> None:
+    life = account.life
+    if life is None:
+        return
+    if life.pending and life.ran and not life.asynchronous and cause in causes.PREEMPTIONS:
+        # The step in flight still loads the tokens, and the engine is told of no failure any more.
+        load(state, account, life, life.pending_end, causes.FAILED)
+    if life.pending:
+        lost_by = causes.EXTERNAL_LOSS_AT_END[cause]
+        lose_external(state, account, life, life.pending_start, life.pending_end, lost_by)
+        life.pending_start = life.pending_end
+    life.discarded = account.computed
+    life.ended_at, life.ended_by = state.at, cause
+    if account.computed:
+        add_tokens(account.discarded, cause, account.computed)
+        account.losses.add(0, delivered_end(account, account.computed), cause)
+    tokens, account.computed, account.life = account.computed, 0, None
+    add_line(state, account, f"discarded: {causes.loss(cause)}", debit=tokens, life=life.number)
+
+
+def _extended(state: LedgerState, event: ev.Extended) -> None:
+    account = account_of(state, event.request)
+    enter_reported(state, account, "extended", event.computed_tokens)
+    account.positions.truncate(event.computed_tokens)
+    account.carried = event.computed_tokens
+    account.prompt_tokens = account.sequence_tokens = event.prompt_tokens
+    account.settled = False
+    account.reports = 0
+    add_line(state, account, f"prompt extended to {event.prompt_tokens} tokens")
+    enter(state, event, account)
+
+
+def _finished(state: LedgerState, event: ev.Finished) -> None:
+    account = account_of(state, event.request)
+    enter_reported(
+        state,
+        account,
+        "finished",
+        event.computed_tokens,
+        event.in_flight_tokens,
+        event.placeholder_tokens,
+        event.sequence_tokens,
+    )
+    account.outcome = event.reason
+    account.closed_at = state.at
+    if event.sequence_tokens >= 0:
+        overrun_past(state, account, event.sequence_tokens)
+    for flight in account.in_flight:
+        if not flight.overrun:
+            flight.overrun = True
+            account.overrun += flight.tokens
+    end_life(state, account, causes.FINISHED)
+    if not account.settled:
+        settle(state, account)
+    enter(state, event, account)
+    close_account(state, event.request, account)
+
+
+def overrun_past(state: LedgerState, account: Account, end: int) -> None:
+    """Move draft tokens accepted beyond a stop from first output to overrun."""
+    beyond = min(account.positions.end - max(end, account.prompt_tokens), account.first_output)
+    if beyond > 0:
+        account.first_output -= beyond
+        account.overrun += beyond
+        account.positions.truncate(account.positions.end - beyond)
+
+
+def _reported(state: LedgerState, event: ev.Reported) -> None:
+    account = account_of(state, event.request)
+    account.reports += 1
+    if state.reported_admission == "mixed":
+        account.reporting = _life_reported(account, event)
+    if account.reported is None:
+        account.reported = (event.local_tokens, event.external_tokens, event.computed_tokens)
+    if account.lines is not None:
+        hits = f"{event.local_tokens} local, {event.external_tokens} external"
+        add_line(state, account, f"reported: {hits}, {event.computed_tokens} computed")
+    enter(state, event, account)
+
+
+def _life_reported(account: Account, event: ev.Reported) -> Life | None:
+    """The life whose hits the report names, less failed loads; else the life reported before."""
+    executed_again = event.cached_tokens + 1 == event.prompt_tokens
+    for life in account.lives:
+        external = life.external - life.voided.get(causes.FAILED, 0)
+        surplus = event.local_tokens - life.local
+        if event.external_tokens == external and (surplus == 0 or (executed_again and surplus == 1)):
+            return life
+    return account.reporting
+
+
+LIVES: dict[type[ev.Event], Callable[[LedgerState, Any], None]] = {
+    ev.RequestAdded: _request_added,
+    ev.LookedUp: _looked_up,
+    ev.Matched: _matched,
+    ev.AdmissionFailed: _admission_failed,
+    ev.Admitted: _admitted,
+    ev.LookupsCounted: _lookups_counted,
+    ev.RolledBack: _rolled_back,
+    ev.Reported: _reported,
+    ev.Preempted: _preempted,
+    ev.Extended: _extended,
+    ev.Finished: _finished,
+}
+"""Postings by event."""

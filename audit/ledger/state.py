@@ -1,0 +1,93 @@
+"""The state of a ledger: open accounts, undelivered steps, open transfers, sums.
+
+Plain data that the posting functions share and a checkpoint saves. The functions are in the other files
+of this folder.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from .. import events as ev
+from .account import Account
+from .blocks.ledger import BlockLedger
+from .subjects import Entry
+from .totals import Totals
+from .transfers import WorkerTransfers
+
+ScheduledRow = tuple[Account, int, int]
+"""One request's part of a step: account, scheduled tokens, draft tokens among them."""
+
+Watch = Callable[[str], bool]
+"""Whether the statement lines of a request id are kept."""
+
+
+class LedgerState:
+    """What a ledger holds of one engine. Times are microseconds since the engine started."""
+
+    def __init__(self, *, keep_closed: bool = False, watch: Watch | None = None) -> None:
+        self.keep_closed = keep_closed
+        """Whether the accounts of ended requests are kept."""
+        self.watch = watch
+        """Selects the requests whose statement lines are kept; None selects no request."""
+        self.engine: ev.EngineStarted | None = None
+        """The engine's first start event."""
+        self.stopped: str | None = None
+        """Why observation ended; None while it goes on."""
+        self.gaps = 0
+        """How many times events were lost."""
+        self.hook_failures = 0
+        """How many times a hook failed."""
+        self.number = -1
+        """Number of the last event posted."""
+        self.step = 0
+        """The engine's step at the last event posted."""
+        self.at = 0
+        """Time of the last event posted."""
+        self.entries: list[Entry] = []
+        """Entries of the event that is being posted."""
+
+        self.living: dict[int, Account] = {}
+        """Open accounts by request number. A steady account in it may lag behind (``steady.py``)."""
+        self.closed: dict[str, Account] = {}
+        """Accounts of ended requests by request id, if they are kept."""
+        self.ended = Totals()
+        """Sums over the accounts of ended requests; they only rise."""
+        self.lost_track: str | None = None
+        """Why the running requests are unknown until the next snapshot; None if they are known."""
+
+        self.last_step: dict[int, ScheduledRow] = {}
+        """What the last step scheduled, by request number, without the steady accounts."""
+        self.undelivered: deque[dict[int, ScheduledRow]] = deque()
+        """What each step scheduled whose output has not come yet, oldest first."""
+        self.scheduled_steps = 0
+        """Steps scheduled so far."""
+        self.delivered_steps = 0
+        """Steps whose output has come so far."""
+        self.skip_deliveries = 0
+        """Outputs still to skip, because their steps were scheduled before the trace began."""
+        self.output_order: list[int] = []
+        """Request numbers in the order of the last :class:`~kvledger.audit.events.DeliveredWhole`."""
+        self.steady: dict[int, Account] = {}
+        """Accounts whose postings are deferred, by request number."""
+        self.sampled_beside_drafts = 1
+        """Tokens that the engine samples beside accepted drafts; 0 for a diffusion model."""
+
+        self.expected_local = [0, 0, 0]
+        """Local cache lookups, queried tokens and hit tokens that the engine should count for this step."""
+        self.expected_external = [0, 0, 0]
+        """The same for lookups in the connector."""
+        self.lookups_unsure = False
+        """Whether the expected lookup counts of this step may be incomplete."""
+        self.reported_admission = "first"
+        """Whose hits the engine reports: of the ``first`` admission, the ``last``, or ``mixed``."""
+
+        self.blocks = BlockLedger()
+        """The ledger of blocks."""
+        self.transfers = WorkerTransfers()
+        """Promised blocks, and what workers did to load them."""
+        self.delayed_frees: dict[int, tuple[int, str, int]] = {}
+        """Ended requests whose blocks a connector keeps: since when, request id, number of blocks."""
+        self.finished_transfers: dict[str, None] = {}
+        """Ids of the requests whose transfers the workers last reported as finished."""

@@ -1,0 +1,268 @@
+"""Postings of scheduled steps and their output: the hot loop of a replay.
+
+Work is counted when its output is delivered, because only then is it known which tokens were rejected;
+until then the tokens are in flight. At any instant, scheduled = first prompt + first output + rework +
+rejected + overrun + in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .. import causes
+from .. import events as ev
+from .account import Account, InFlight, Life
+from .loads import resolve
+from .positions import COMPUTED
+from .posting import account_of, add_line, begin_life, enter_reported, find_account, make_unknown, settle
+from .state import LedgerState
+from .steady import activate, is_steady, make_steady
+from .totals import add_tokens
+
+
+def _stepped(state: LedgerState, event: ev.Stepped) -> None:
+    state.step = event.step
+    if state.lost_track is not None:
+        return  # the step before, which this event refers to, was lost
+    changed = event.changed
+    if changed or event.dropped:
+        for request in event.dropped:
+            find_account(state, request)
+        rows = [
+            (changed[i], (account_of(state, changed[i]), changed[i + 1], changed[i + 2]))
+            for i in range(0, len(changed), 4)
+        ]
+        scheduled = dict(state.last_step)
+        for request in event.dropped:
+            scheduled.pop(request, None)
+        scheduled.update(rows)
+        state.last_step = scheduled
+    _schedule(state)
+    for i in range(0, len(changed), 4):
+        account = state.living[changed[i]]
+        if account.unknown is None:
+            enter_reported(state, account, "scheduled", changed[i + 3])
+
+
+def _schedule(state: LedgerState) -> None:
+    scheduled = state.last_step
+    state.undelivered.append(scheduled)
+    state.scheduled_steps += 1
+    for account, tokens, drafts in scheduled.values():
+        life = account.life
+        if life is None:
+            life = _begin_unseen_life(state, account, tokens)
+        start = account.computed
+        account.in_flight.append(InFlight(start, tokens, drafts, life))
+        account.computed = start + tokens
+        account.in_flight_tokens += tokens
+        account.scheduled += tokens
+        life.scheduled += tokens
+        if not life.ran:
+            life.ran = True
+            if account.plan is None:
+                account.plan = (life.local, life.external)
+            if account.reporting is None or (state.reported_admission == "last" and not account.settled):
+                account.reporting = life
+        if account.lines is not None:
+            note = f"scheduled (draft tokens: {drafts})" if drafts else "scheduled"
+            add_line(state, account, note, credit=tokens)
+
+
+def _begin_unseen_life(state: LedgerState, account: Account, tokens: int) -> Life:
+    """Begin a life for a scheduled request whose admission was not observed."""
+    if account.unknown is None:
+        account.suspense += tokens
+        make_unknown(account, "it ran without having been admitted")
+    return begin_life(state, account, 0, 0)
+
+
+def _delivered(state: LedgerState, event: ev.Delivered) -> None:
+    if state.lost_track is not None:
+        return
+    changed = event.changed
+    for i in range(0, len(changed), 2):
+        account = find_account(state, changed[i])
+        if account is not None:
+            account.sampled = changed[i + 1]
+    for request in event.ignored:
+        find_account(state, request)
+    _deliver(state, frozenset(event.ignored) if event.ignored else frozenset())
+
+
+def _delivered_whole(state: LedgerState, event: ev.DeliveredWhole) -> None:
+    if state.lost_track is not None:
+        return
+    if event.requests:
+        state.output_order = event.requests
+    living = state.living
+    for request, sampled in zip(state.output_order, event.sampled, strict=False):
+        account = living.get(request)
+        if account is not None and account.sampled != sampled:
+            if account.steady_scheduled >= 0:
+                activate(state, account)
+            account.sampled = sampled
+    _deliver(state, frozenset())
+
+
+def _deliver(state: LedgerState, ignored: frozenset[int]) -> None:
+    if state.skip_deliveries:
+        state.skip_deliveries -= 1
+        return
+    if not state.undelivered:
+        return
+    state.delivered_steps += 1
+    newly_steady: list[Account] = []
+    for request, (account, _, _) in state.undelivered.popleft().items():
+        if account.steady_scheduled >= 0 or not account.in_flight:
+            continue
+        flight = account.in_flight.popleft()
+        tokens = flight.tokens
+        account.in_flight_tokens -= tokens
+        if account.closed_at >= 0 or flight.overrun:
+            continue
+        life = flight.life
+        sampled = account.sampled
+        accepted = request not in ignored if ignored else True
+        if flight.drafts and (sampled > 0 or not state.sampled_beside_drafts):
+            rejected = flight.drafts - max(0, sampled) + state.sampled_beside_drafts
+            tokens -= _reject(state, account, flight, rejected, accepted)
+        if not life.delivered:
+            life.delivered = True
+            if life.pending:
+                resolve(state, account, life)
+        if flight.invalid_from >= 0 or life.ended_by:
+            _execute_invalid(state, account, flight, tokens)
+        else:
+            _execute(state, account, life, flight.start, flight.start + tokens)
+        if sampled > 0 and accepted:
+            account.sequence_tokens += sampled
+            if not account.settled:
+                settle(state, account)
+            if sampled == tokens == 1 and not flight.drafts and is_steady(state, account):
+                newly_steady.append(account)
+    for account in newly_steady:
+        make_steady(state, account)
+
+
+def _reject(state: LedgerState, account: Account, flight: InFlight, rejected: int, accepted: bool) -> int:
+    account.drafted = True
+    if rejected <= 0:
+        return 0
+    account.rejected += rejected
+    if flight.life is account.life and accepted:
+        account.computed -= rejected
+        flight.life.rejected += rejected
+        add_line(state, account, "rejected drafts", debit=rejected)
+    for later in account.in_flight:
+        if later.life is flight.life and later.start > flight.start:
+            later.start -= rejected
+    return rejected
+
+
+def _execute_invalid(state: LedgerState, account: Account, flight: InFlight, tokens: int) -> None:
+    """Post tokens executed after the life ended, or above a failed load: their KV is lost at once."""
+    life, start, end = flight.life, flight.start, flight.start + tokens
+    _execute(state, account, life, start, end)
+    if flight.invalid_from >= 0:
+        account.positions.revoke(max(start, flight.invalid_from), life.number)
+        account.losses.add(max(start, flight.invalid_from), end, causes.LOAD_FAILED)
+    else:
+        account.losses.add(start, end, life.ended_by)
+
+
+def _execute(state: LedgerState, account: Account, life: Life, start: int, end: int) -> None:
+    """Post the execution of positions [start, end)."""
+    prompt = account.prompt_tokens
+    rows = account.positions.ranges
+    if rows and start >= prompt:
+        last = rows[-1]
+        if last.end == start and last.source is COMPUTED and last.life == life.number:
+            last.end = end
+            account.first_output += end - start
+            return
+    gaps = account.positions.fill(start, end, COMPUTED, life.number)
+    new = 0
+    for low, high in gaps:
+        new += high - low
+        in_prompt = max(0, min(high, prompt) - low)
+        account.first_prompt += in_prompt
+        account.first_output += high - low - in_prompt
+        if in_prompt:
+            account.executed_first.append((low, low + in_prompt, life.number))
+    if new < end - start:
+        again = _without(start, end, gaps)
+        for low, high, cause in account.losses.split(again):
+            add_tokens(account.rework, cause, high - low)
+            if cause == causes.UNKNOWN:
+                account.suspense += high - low
+            if low < prompt:
+                account.executed_again.append((low, min(high, prompt), cause))
+
+
+def _without(start: int, end: int, gaps: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The parts of [start, end) that are in none of ``gaps`` (sorted, disjoint)."""
+    pieces = []
+    for low, high in gaps:
+        if start < low:
+            pieces.append((start, low))
+        start = high
+    if start < end:
+        pieces.append((start, end))
+    return pieces
+
+
+def _repeated(state: LedgerState, event: ev.Repeated) -> None:
+    """Post step by step until everything in flight is of this step, then the rest at once."""
+    if state.lost_track is not None:
+        return
+    times = event.times
+    nothing: frozenset[int] = frozenset()
+    singly = times if state.skip_deliveries else min(times, len(state.undelivered) + 1)
+    for _ in range(singly):
+        _schedule(state)
+        _deliver(state, nothing)
+    state.step += times
+    times -= singly
+    if times:
+        state.scheduled_steps += times
+        state.delivered_steps += times
+        for account, tokens, drafts in state.last_step.values():
+            _repeat(state, account, tokens, drafts, times)
+
+
+def _repeat(state: LedgerState, account: Account, tokens: int, drafts: int, times: int) -> None:
+    life = account.life
+    if life is None:
+        life = _begin_unseen_life(state, account, tokens * times)
+    sampled = max(0, account.sampled)
+    beside = state.sampled_beside_drafts
+    rejected = max(0, drafts - sampled + beside) if drafts and (sampled or not beside) else 0
+    advance = (tokens - rejected) * times
+    start = account.in_flight[0].start if account.in_flight else account.computed
+    for flight in account.in_flight:
+        flight.start += advance
+    account.computed += advance
+    account.scheduled += tokens * times
+    life.scheduled += tokens * times
+    if drafts:
+        account.drafted = True
+    if rejected:
+        account.rejected += rejected * times
+        life.rejected += rejected * times
+    account.sequence_tokens += sampled * times
+    if account.lines is not None:
+        add_line(state, account, f"scheduled, {times} unchanged steps", credit=tokens * times)
+        if rejected:
+            add_line(state, account, "rejected drafts", debit=rejected * times)
+    _execute(state, account, life, start, start + advance)
+
+
+STEPS: dict[type[ev.Event], Callable[[LedgerState, Any], None]] = {
+    ev.Stepped: _stepped,
+    ev.Delivered: _delivered,
+    ev.DeliveredWhole: _delivered_whole,
+    ev.Repeated: _repeated,
+}
+"""Postings by event."""

@@ -1,0 +1,113 @@
+"""What the ledger reports beside an event: comparisons and losses that checks judge.
+
+An :class:`Entry` pairs one subject with its account. Subjects about blocks are in ``blocks/subjects.py``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from .. import events as ev
+from .account import Account
+from .blocks.subjects import Subject
+from .frozen import Settlement
+
+
+class ReportedCounts(msgspec.Struct, frozen=True, gc=False):
+    """Counts that the engine reported for one request, beside the ledger's, at one instant.
+
+    ``instant``: ``admitted``, ``scheduled``, ``rolled back``, ``loaded``, ``preempted``,
+    ``census``, ``finished``. A count that the engine does not have is -1.
+    """
+
+    instant: str
+    computed: int
+    ledger_computed: int
+    in_flight: int = -1
+    ledger_in_flight: int = -1
+    placeholders: int = -1
+    sequence: int = -1
+    ledger_sequence: int = -1
+
+
+class ExternalTokensLost(NamedTuple):
+    """External tokens that failed or were cancelled. ``blocks``: block ids known to stay unfilled.
+
+    ``by_worker``: ``never_started`` (a worker did not start the load) or ``failure_unheard`` (the engine
+    ignored the failure that a worker reported); "" where the scheduler's events alone prove the loss.
+    """
+
+    tokens: int
+    cause: str
+    start: int
+    blocks: list[int]
+    by_worker: str = ""
+
+
+class Overdue(NamedTuple):
+    """A transfer that a connector began and has not ended for ``OVERDUE_SECONDS``.
+
+    ``what``: ``load`` (``tokens`` are still pending) or ``free`` (``blocks`` are still kept). ``done``: the
+    workers did report the transfer as finished.
+    """
+
+    what: str
+    request_id: str
+    seconds: int
+    tokens: int
+    blocks: int
+    done: bool = False
+
+
+class Unpromised(NamedTuple):
+    """A worker loaded into blocks of no promise, so their KV was overwritten."""
+
+    worker: int
+    step: int
+    blocks: list[int]
+
+
+class Unsaved(NamedTuple):
+    """A worker was ordered to save KV, but was not made to wait for the saves."""
+
+    worker: int
+    step: int
+    saves: int
+
+
+class ReportedLookups(NamedTuple):
+    """The engine's prefix-cache lookup statistics for one step, beside what its admissions give."""
+
+    requests: int
+    queries: int
+    hits: int
+    ledger_requests: int
+    ledger_queries: int
+    ledger_hits: int
+    source: str
+
+
+class Entry(msgspec.Struct, frozen=True, gc=False):
+    """One subject, and its account as it stood right after posting.
+
+    ``number`` is the event's number, ``at`` its time. The subject is the event itself or what the ledger
+    derived from it.
+    """
+
+    number: int
+    step: int
+    at: int
+    subject: (
+        ev.Event
+        | ReportedCounts
+        | ExternalTokensLost
+        | Overdue
+        | Unpromised
+        | Unsaved
+        | ReportedLookups
+        | Settlement
+        | Subject
+    )
+    account: Account | None
