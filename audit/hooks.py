@@ -15,6 +15,7 @@ import inspect
 import time
 import weakref
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 PATIENCE = 5
@@ -251,8 +252,8 @@ class Hooks:
     def _observed(
         self, name: str, hook: Hook, observer: object, original: Callable[..., Any]
     ) -> Callable[..., Any]:
-        before: Observer | None = getattr(observer, hook.before) if hook.before else None
-        after: Observer | None = getattr(observer, hook.after) if hook.after else None
+        before: Observer | None = attrgetter(hook.before)(observer) if hook.before else None
+        after: Observer | None = attrgetter(hook.after)(observer) if hook.after else None
         boundary = self._boundary if hook.boundary else None
         parts = before is not None, after is not None, boundary is not None
         names, defaults = _written_out(original)

@@ -47,10 +47,12 @@ class ObservedEngines:
 
     def _observe(self, driver: Any) -> Any:
         from ..engines import choose, host_version
+        from ..engines.v1 import V1Observer
 
         sink = MemoryRecorder()
         observer = choose(driver.scheduler)(driver.scheduler, sink, version=host_version())
         observer.start()
+        assert isinstance(observer, V1Observer)
         observer.watch_worker(driver.worker.connector)
         self.drivers.append(driver)
         self.observed.append((sink, observer))

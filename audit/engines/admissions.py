@@ -1,7 +1,7 @@
-"""Look-ups of waiting requests, and what became of them: the admissions of a step.
+"""Admissions: prefix-cache lookups of waiting requests, connector matches, and what became of them.
 
-A look-up is only told when its step is over: as an admission, or, counted while they stay equal, as
-attempts that led to none.
+The events of a step's lookups are emitted when the step is over: then it is decided whether each request was
+admitted. Equal failed attempts in consecutive steps are counted and emitted as one event.
 """
 
 from __future__ import annotations
@@ -14,84 +14,113 @@ import msgspec
 
 from .. import events as ev
 from .connectors.metadata_reader import Saved
+from .engine_counts import EngineCounts
 from .observer import Observer
+from .prompt_reports import PromptReports
 
 UNCOUNTED = (-1, -1, -1)
 NOTHING = (0, 0, 0)
 
 
-class _Attempt(msgspec.Struct, gc=False):
-    """One waiting request's look-up in the current step. ``prompt``: its length when it was looked up."""
+class Attempt(msgspec.Struct, gc=False):
+    """An attempt to admit one waiting request in the current step."""
 
     request: Any
     prompt: int
+    """The length of the prompt at the lookup."""
     looked_up: int
+    """Tokens that the prefix-cache lookup returned; -1 if the engine used an older answer."""
     local: int
+    """Tokens of the local hit that the engine uses."""
     external: int = 0
+    """Tokens for which blocks were allocated and the connector has promised the KV."""
     matched: int | None = 0
+    """The connector's answer; None: ask again later."""
     asynchronous: bool = False
+    """Whether the connector loads asynchronously."""
     queried: int = -1
+    """The local tokens that the connector was asked to extend; -1: not asked."""
 
 
-class AdmissionObserver(Observer):
-    """Watches the prefix cache look-up, the connector's match and what is allocated for them."""
+class Admissions:
+    """Handles the prefix-cache lookup, the connector's match and the load plan of each step."""
 
     COUNTED: ClassVar[tuple[str, ...]] = ("local", "external")
-    """The look-up statistics that this release keeps by admission."""
+    """The lookup statistics that this release counts once an admission."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._attempts: dict[str, _Attempt] = {}
-        self._planned: list[ev.LoadPlanned | ev.SavePlanned | ev.BlocksPromised] = []
+    def __init__(self, observer: Observer, counts: EngineCounts, reports: PromptReports) -> None:
+        self._observer = observer
+        self._scheduler = observer.scheduler
+        self._log = observer.log
+        self._counts = counts
+        self._reports = reports
+        self.attempts: dict[str, Attempt] = {}
+        """This step's attempts, by request id."""
+        self.failed: dict[str, ev.AdmissionFailed] = {}
+        """The failed attempts of each waiting request that are being counted, by request id."""
+        self.admitted_before: set[str] = set()
+        """Ids of the living requests that have been admitted."""
+        self.planned: list[ev.LoadPlanned | ev.SavePlanned | ev.BlocksPromised] = []
+        """The loads and saves of this step's connector metadata, not yet emitted."""
         self._promises: dict[str, tuple[int, list[int]]] = {}
-        self._counted: tuple[int, ...] | None = None
-        self._since_033: bool = hasattr(self.scheduler, "deferred_loads")
-        """Loads may be put off, and a count is lowered by drafts accepted beyond a stop."""
-        self._replays = bool(getattr(self.scheduler, "prefix_replay_tokens", 0))
+        """External tokens promised in this step and the request's blocks, by request id."""
+        self._statistics: tuple[int, ...] | None = None
+        """The engine's lookup statistics when the step began; None if no request waited."""
+        self.defers_loads: bool = hasattr(self._scheduler, "deferred_loads")
+        """Since 0.33 a load may start in a later step than its admission."""
+        self._replays = bool(getattr(self._scheduler, "prefix_replay_tokens", 0))
+        """Whether the engine recomputes the end of each hit."""
 
-    def start(self, boundary: Any = None) -> None:
-        """Wrap the scheduler. Raises :class:`~kvledger.audit.hooks.EngineMismatch` untouched."""
-        super().start(boundary)
-        # Else ``schedule`` uses the look-up's own answer, and every admission's count is held against it.
-        if self.hooks is not None and (self.connector is not None or self._replays):
-            self.hooks.wake("kv_cache_manager.record_prefix_cache_stats")
+    def started(self) -> None:
+        """The observer has wrapped the scheduler.
+
+        Without a connector or replay the hit used is the lookup's answer, and the hook that reads the hit
+        used stays off.
+        """
+        if self._observer.hooks is not None and (self._observer.connector is not None or self._replays):
+            self._observer.hooks.wake("kv_cache_manager.record_prefix_cache_stats")
+
+    # --- hooks ----------------------------------------------------------------------------------------
 
     def schedule_begins(self, *_: Any, **__: Any) -> None:
-        """Nothing has been looked up in this step yet."""
-        self._step += 1
-        if self._attempts:
-            self._attempts = {}
+        """``schedule`` is called: a new step begins, without attempts so far."""
+        observer, scheduler = self._observer, self._scheduler
+        observer.step += 1
+        if self.attempts:
+            self.attempts = {}
         if self._promises:
             self._promises = {}
-        scheduler = self.scheduler
         nobody_waits = len(scheduler.requests) == len(scheduler.running)
-        self._counted = None if nobody_waits else self._counters()
-        if self.pools is not None:
-            self.pools.untold.step_begins(nobody_waits)
+        self._statistics = None if nobody_waits else self._read_statistics()
+        if observer.pools is not None:
+            observer.pools.untold.step_begins(nobody_waits)
 
     def looked_up(self, _: None, result: Any, request: Any, *__: Any, **___: Any) -> None:
-        tokens, request_id = result[1], request.request_id
-        if self.pools is not None and self.pools.books is not None:
-            self.pools.books.looked_up(request_id)
-        attempt = self._attempts.get(request_id)
+        """``get_computed_blocks`` returned the local hit. Emits ``LookedUp`` with the admission."""
+        tokens, request_id, pools = result[1], request.request_id, self._observer.pools
+        if pools is not None and pools.books is not None:
+            pools.books.looked_up(request_id)
+        attempt = self.attempts.get(request_id)
         if attempt is None:
-            self._attempts[request_id] = _Attempt(request, request.num_prompt_tokens, tokens, tokens)
-        else:  # asked again within the step, after the connector's answer
+            self.attempts[request_id] = Attempt(request, request.num_prompt_tokens, tokens, tokens)
+        else:  # a second lookup in the step, after the connector's answer
             attempt.looked_up = attempt.local = tokens
 
-    def _attempt(self, request: Any) -> _Attempt:
-        """This step's look-up of a request; one without an answer where it used an older one."""
-        attempt = self._attempts.get(request.request_id)
+    def attempt(self, request: Any) -> Attempt:
+        """This step's attempt; a new one without a lookup where the engine used an older answer."""
+        attempt = self.attempts.get(request.request_id)
         if attempt is None:
-            attempt = _Attempt(request, request.num_prompt_tokens, -1, 0)
-            self._attempts[request.request_id] = attempt
+            attempt = Attempt(request, request.num_prompt_tokens, -1, 0)
+            self.attempts[request.request_id] = attempt
         return attempt
 
     def local_hit_used(self, _: None, __: None, request: Any, num_hits: int) -> None:
-        self._attempt(request).local = num_hits
+        """``record_prefix_cache_stats`` counts the hit that the engine uses."""
+        self.attempt(request).local = num_hits
 
     def matched(self, _: None, result: Any, request: Any, num_computed_tokens: int) -> None:
-        attempt = self._attempt(request)
+        """``get_num_new_matched_tokens`` answered. Emits ``Matched`` with the admission."""
+        attempt = self.attempt(request)
         if request.num_prompt_tokens != attempt.prompt:
             self._prompt_cut(request)
             attempt.prompt = request.num_prompt_tokens
@@ -99,16 +128,16 @@ class AdmissionObserver(Observer):
         attempt.matched, attempt.asynchronous = result
 
     def _prompt_cut(self, request: Any) -> None:
-        """NIXL's connector takes the last token off the prompt of a Mamba prefill, as it is asked."""
-        number, prompt = self.log.ids[request.request_id], request.num_prompt_tokens
-        if request.request_id in self._unreported:
-            self._unreported[request.request_id] = prompt
-        self.log.emit(ev.Extended(self.log.now(), number, prompt, self.computed(request)))
+        """Emit ``Extended``: NIXL's connector cuts the last token off the prompt of a Mamba prefill."""
+        number, prompt = self._log.ids[request.request_id], request.num_prompt_tokens
+        self._reports.prompt_cut(request)
+        self._log.emit(ev.Extended(self._log.now(), number, prompt, self._counts.computed(request)))
 
     def promised(self, _: None, __: None, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        attempt = self._attempts.get(request.request_id)
+        """``update_state_after_alloc``: blocks are allocated for the external tokens of the match."""
+        attempt = self.attempts.get(request.request_id)
         if attempt is None:
-            return  # its promise was made in an earlier step
+            return  # the tokens were promised in an earlier step
         attempt.external = num_external_tokens
         if num_external_tokens > 0:
             groups = blocks.get_block_ids()
@@ -117,113 +146,123 @@ class AdmissionObserver(Observer):
                 list(groups[0]) if len(groups) == 1 else [],
             )
 
-    def load_planned(self, _: None, plan: Any, scheduler_output: Any) -> None:
-        if self.worker is not None:
-            self.worker.planned(plan, self._step)
+    def load_planned(self, _: None, metadata: Any, scheduler_output: Any) -> None:
+        """``build_connector_meta`` returned this step's metadata.
+
+        Emits ``BlocksPromised``, ``SavePlanned`` and ``LoadPlanned`` after the admissions.
+        """
+        observer = self._observer
+        if observer.worker is not None:
+            observer.worker.planned(metadata, observer.step)
         if self._promises:
-            self._tell_promised()
-        reader = self.connector.reader if self.connector is not None else None
+            self._plan_promised_blocks()
+        reader = observer.connector.reader if observer.connector is not None else None
         if reader is None:
             return
         if "saves" in reader.READS:
-            self._saves(reader.saves(plan))
+            self._plan_saves(reader.saves(metadata))
         if not self._promises:
             return
-        size = self.scheduler.block_size
-        filled = reader.filled(plan, size)
-        for request_id, __, tokens, promise in self._promised_blocks():
-            if self._attempts[request_id].asynchronous:
+        size = self._scheduler.block_size
+        filled = reader.filled(metadata, size)
+        for request_id, __, tokens, promised in self._promised_blocks():
+            if self.attempts[request_id].asynchronous:
                 continue
-            missing = [block for block in promise if block not in filled]
-            covered = promise.index(missing[0]) * size if missing else tokens
-            self._planned.append(
-                ev.LoadPlanned(
-                    self.log.now(), self.log.ids[request_id], self._step, min(covered, tokens), missing
-                )
-            )
+            missing = [block for block in promised if block not in filled]
+            covered = promised.index(missing[0]) * size if missing else tokens
+            number, now = self._log.ids[request_id], self._log.now()
+            self.planned.append(ev.LoadPlanned(now, number, observer.step, min(covered, tokens), missing))
 
-    def _tell_promised(self) -> None:
-        """Which blocks the promises of this step are to fill."""
-        size = self.scheduler.block_size
-        for request_id, start, tokens, promise in self._promised_blocks():
-            if promise:
-                number, now = self.log.ids[request_id], self.log.now()
-                self._planned.append(ev.BlocksPromised(now, number, self._step, start, tokens, size, promise))
+    def _plan_promised_blocks(self) -> None:
+        """The blocks that the loads promised in this step will fill."""
+        size, log, step = self._scheduler.block_size, self._log, self._observer.step
+        for request_id, start, tokens, promised in self._promised_blocks():
+            if promised:
+                number = log.ids[request_id]
+                event = ev.BlocksPromised(log.now(), number, step, start, tokens, size, promised)
+                self.planned.append(event)
 
     def _promised_blocks(self) -> Iterator[tuple[str, int, int, list[int]]]:
-        """Of each promise of this step whose blocks are known: request, first position, tokens, blocks."""
-        size = self.scheduler.block_size
+        """Request id, first position, tokens and blocks of each promise whose blocks are known."""
+        size = self._scheduler.block_size
         for request_id, (tokens, blocks) in self._promises.items():
-            start = self._attempts[request_id].local
+            start = self.attempts[request_id].local
             if blocks:
                 yield request_id, start, tokens, blocks[start // size : -(-(start + tokens) // size)]
 
-    def _saves(self, saves: Iterable[Saved]) -> None:
+    def _plan_saves(self, saves: Iterable[Saved]) -> None:
+        step = self._observer.step
         for request_id, start, end in saves:
-            number = self.log.ids.get(request_id)
+            number = self._log.ids.get(request_id)
             if number is not None:
-                self._planned.append(ev.SavePlanned(self.log.now(), number, self._step, start, end))
+                self.planned.append(ev.SavePlanned(self._log.now(), number, step, start, end))
 
-    def _admit(self, scheduled: dict[str, int]) -> None:
-        """Say what became of this step's look-ups, and what its plan orders."""
-        told: list[ev.Event] = []
-        now = self.log.now()
+    # --- the end of a step --------------------------------------------------------------------------
+
+    def admit(self, scheduled: dict[str, int]) -> None:
+        """Emit what became of the attempts of this step, its planned loads and saves, and the statistics."""
+        events: list[ev.Event] = []
+        now = self._log.now()
         admitted = False
-        for request_id, attempt in self._attempts.items():
-            if request_id in scheduled or self.waits_for_load(attempt.request):
+        waits_for_load = self._counts.waits_for_load
+        for request_id, attempt in self.attempts.items():
+            if request_id in scheduled or waits_for_load(attempt.request):
                 admitted = True
-                self._admitted(told, now, request_id, attempt, scheduled.get(request_id, 0))
+                self._admitted(events, now, request_id, attempt, scheduled.get(request_id, 0))
             else:
-                self._not_admitted(told, now, request_id, attempt)
-        if self._planned:
-            told += self._planned
-            self._planned = []
-        counted = self._lookups_counted(now, admitted)
+                self._not_admitted(events, now, request_id, attempt)
+        if self.planned:
+            events += self.planned
+            self.planned = []
+        counted = self.lookups_counted(now, admitted)
         if counted is not None:
-            told.append(counted)
-        if told:
-            self.log.emit_all(told)
+            events.append(counted)
+        if events:
+            self._log.emit_all(events)
 
-    def tell_planned(self) -> None:
-        """Say what this step's plan orders, though nobody was looked up in it."""
-        self.log.emit_all(self._planned)
-        self._planned = []
+    def emit_planned(self) -> None:
+        """Emit the loads and saves of a step without attempts."""
+        self._log.emit_all(self.planned)
+        self.planned = []
 
     def _admitted(
-        self, told: list[ev.Event], now: int, request_id: str, attempt: _Attempt, scheduled: int
+        self, events: list[ev.Event], now: int, request_id: str, attempt: Attempt, scheduled: int
     ) -> None:
-        log, request, step = self.log, attempt.request, self._step
+        log, request, step = self._log, attempt.request, self._observer.step
         number = log.ids[request_id]
-        if self._failed_attempts:
-            failed = self._failed_attempts.pop(request_id, None)
+        if self.failed:
+            failed = self.failed.pop(request_id, None)
             if failed is not None:
-                told.append(failed)
-        if self._since_033:  # the connector is told only when the load may start
-            deferred = self.scheduler.deferred_loads.get(request_id)
+                events.append(failed)
+        if self.defers_loads:  # the connector is informed only when the load may start
+            deferred = self._scheduler.deferred_loads.get(request_id)
             if deferred is not None:
                 attempt.external = deferred[1]
         local, external, queried = attempt.local, attempt.external, attempt.queried
         if attempt.looked_up >= 0:
-            told.append(ev.LookedUp(now, number, step, attempt.looked_up))
+            events.append(ev.LookedUp(now, number, step, attempt.looked_up))
         if queried >= 0:
-            told.append(ev.Matched(now, number, step, queried, attempt.matched, attempt.asynchronous))
-        resumed, counted = self.preemptions(request) > 0, self.counts_lookups(request)
-        begins = computed = self.computed(request) - scheduled
+            events.append(ev.Matched(now, number, step, queried, attempt.matched, attempt.asynchronous))
+        counts = self._counts
+        resumed, counted = counts.preemptions(request) > 0, self.counts_lookups(request)
+        begins = computed = counts.computed(request) - scheduled
         if scheduled and self._replays and request.replay_start:
             begins += max(0, local + external - request.replay_start)
-        told.append(ev.Admitted(now, number, step, resumed, local, external, not scheduled, begins, counted))
+        events.append(
+            ev.Admitted(now, number, step, resumed, local, external, not scheduled, begins, counted)
+        )
         if begins != computed:
-            told.append(ev.RolledBack(now, number, "replay", begins, computed))
-        self._lived.add(request_id)
+            events.append(ev.RolledBack(now, number, "replay", begins, computed))
+        self.admitted_before.add(request_id)
         log.admitted(request_id, runs=scheduled > 0)
 
-    def _not_admitted(self, told: list[ev.Event], now: int, request_id: str, attempt: _Attempt) -> None:
-        """Equal failed attempts in a row are one event, told when they end."""
+    def _not_admitted(self, events: list[ev.Event], now: int, request_id: str, attempt: Attempt) -> None:
+        """Count an equal failed attempt of an earlier step, or begin to count this one."""
         if attempt.looked_up < 0:
             return
         reason = "deferred" if attempt.matched is None else "not_allocated"
         external = attempt.matched or 0
-        last = self._failed_attempts.get(request_id)
+        last = self.failed.get(request_id)
         attempts = 1
         if last is not None:
             if (
@@ -233,48 +272,46 @@ class AdmissionObserver(Observer):
             ):
                 attempts = last.attempts + 1
             else:
-                told.append(last)
-        self._failed_attempts[request_id] = ev.AdmissionFailed(
-            now,
-            self.log.ids[request_id],
-            self._step,
-            reason,
-            attempt.looked_up,
-            external,
-            attempts,
+                events.append(last)
+        number, step = self._log.ids[request_id], self._observer.step
+        self.failed[request_id] = ev.AdmissionFailed(
+            now, number, step, reason, attempt.looked_up, external, attempts
         )
 
+    # --- lookup statistics ---------------------------------------------------------------------------
+
     def counts_lookups(self, request: Any) -> bool:
-        """Whether the engine's statistics count this request's look-ups."""
-        return bool(self.scheduler.kv_cache_manager.prefix_cache_lookup_enabled(request))
+        """Whether the engine's statistics count this request's lookups."""
+        return bool(self._scheduler.kv_cache_manager.prefix_cache_lookup_enabled(request))
 
-    def _counters(self) -> tuple[int, ...]:
-        """Look-ups, tokens asked for and hit, as the engine's statistics have them; a connector's besides."""
-        scheduler = self.scheduler
-        local = _cache_counters(scheduler.kv_cache_manager.prefix_cache_stats)
-        if self.connector is None:
+    def _read_statistics(self) -> tuple[int, ...]:
+        """Requests, queried and hit tokens in the engine's statistics: the cache's, then the connector's."""
+        scheduler = self._scheduler
+        local = _cache_statistics(scheduler.kv_cache_manager.prefix_cache_stats)
+        if self._observer.connector is None:
             return local
-        return local + _cache_counters(getattr(scheduler, "connector_prefix_cache_stats", None))
+        return local + _cache_statistics(getattr(scheduler, "connector_prefix_cache_stats", None))
 
-    def _lookups_counted(self, now: int, admitted: bool) -> ev.LookupsCounted | None:
-        before, after = self._counted, self._counters()
+    def lookups_counted(self, now: int, admitted: bool) -> ev.LookupsCounted | None:
+        """What the engine's statistics counted in this step; None if nothing."""
+        before, after = self._statistics, self._read_statistics()
         if before is None or (not admitted and before == after):
             return None
-        scheduler, counted = self.scheduler, self.COUNTED
+        scheduler, counted = self._scheduler, self.COUNTED
         local = external = UNCOUNTED
         if "local" in counted and scheduler.kv_cache_manager.prefix_cache_stats is not None:
             local = tuple(map(sub, after[:3], before))
         if (
-            self.connector is not None
+            self._observer.connector is not None
             and "external" in counted
             and getattr(scheduler, "connector_prefix_cache_stats", None) is not None
             and not getattr(scheduler, "defer_async_loads", False)
         ):
             external = tuple(map(sub, after[3:], before[3:]))
-        return ev.LookupsCounted(now, self._step, *local, *external)
+        return ev.LookupsCounted(now, self._observer.step, *local, *external)
 
 
-def _cache_counters(stats: Any) -> tuple[int, int, int]:
+def _cache_statistics(stats: Any) -> tuple[int, int, int]:
     if stats is None:
         return NOTHING
     return (

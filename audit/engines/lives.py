@@ -1,7 +1,7 @@
-"""What ends a life or a turn: preemption, a reset of the cache, a session's chunk, the end.
+"""The end of a life or a turn: preemption, a reset of the prefix cache, a session's next chunk, the end.
 
-An output may still be in flight when a life ends; ``_draining`` holds the requests that this may
-concern, until it has been answered.
+A life runs from an admission to the next preemption or the end of the request. An output may still be in
+flight when a life ends; ``draining`` holds the requests for which that may be so.
 """
 
 from __future__ import annotations
@@ -10,53 +10,79 @@ import functools
 from typing import Any
 
 from .. import events as ev
-from .loads import LoadObserver
+from .admissions import Admissions
+from .engine_counts import EngineCounts
+from .loads import Loads
+from .observer import Observer
+from .prompt_reports import PromptReports
 
 NO_STEP = -1
 
 
-class LifeObserver(LoadObserver):
-    """Watches lives end."""
+class Lives:
+    """Handles the ends of lives. Here: 0.27 and later."""
 
-    def __init__(self, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(scheduler, *args, **kwargs)
-        self._draining: set[str] = set()
-        self._gone: list[str] = []
-        self._output: tuple[int, Any, list[int]] | None = None
-        """The one that is being taken: when it came, what it is, and what each request sampled."""
+    def __init__(
+        self,
+        observer: Observer,
+        counts: EngineCounts,
+        reports: PromptReports,
+        admissions: Admissions,
+        loads: Loads,
+    ) -> None:
+        self._observer = observer
+        self._scheduler = observer.scheduler
+        self._log = observer.log
+        self._counts = counts
+        self._reports = reports
+        self._admissions = admissions
+        self._loads = loads
+        self.draining: set[str] = set()
+        """Ids of the requests whose ended life may still get an output."""
+        self.ended: list[str] = []
+        """Ids of the requests that ended while the scheduler processed the current output."""
+        self.output: tuple[int, Any, list[int]] | None = None
+        """The output being processed: its time, the model's output, and the tokens sampled a request."""
         self._resetting_in = NO_STEP
+        """The step in which ``reset_prefix_cache`` is running."""
+        self._trims_drafts: bool = hasattr(self._scheduler, "deferred_loads")
+        """Since 0.33 the engine takes drafts accepted past a stop off the computed count."""
 
     # --- preemption -----------------------------------------------------------------------------------
 
     def preemption_begins(self, request: Any, *_: Any, **__: Any) -> tuple[int, int, int]:
-        if self.pools is not None:
-            self.pools.leaves(request.request_id)
-        return (request.num_computed_tokens, *self.counts(request)[1:])
+        """``_preempt_request`` is called: note the counts, which it resets."""
+        if self._observer.pools is not None:
+            self._observer.pools.leaves(request.request_id)
+        return (request.num_computed_tokens, *self._counts.of(request)[1:])
 
     def preempted(
         self, before: tuple[int, int, int] | None, _: None, request: Any, *__: Any, **___: Any
     ) -> None:
+        """The request waits again. Emits ``Preempted``."""
         if before is None:
             return
         if before[1]:
-            self._draining.add(request.request_id)
-        self._tell_preempted(request, before, self.held_blocks(request), not request.drop_stale_output)
+            self.draining.add(request.request_id)
+        self.emit_preempted(request, before, self.held_blocks(request), not request.drop_stale_output)
 
     def held_blocks(self, request: Any) -> int:
         """Blocks in the request's tables."""
-        managers = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+        managers = self._scheduler.kv_cache_manager.coordinator.single_type_managers
         return sum(len(manager.req_to_blocks.get(request.request_id, ())) for manager in managers)
 
-    def _tell_preempted(
+    def emit_preempted(
         self, request: Any, before: tuple[int, int, int], held_blocks: int, delivered: bool
     ) -> None:
-        self.track(request, before[0])
-        self.log.emit(
+        """Emit ``Preempted``. ``delivered``: the output in flight still counts."""
+        self._track(request, before[0])
+        step = self._observer.step
+        self._log.emit(
             ev.Preempted(
-                at=self.log.now(),
-                request=self.log.ids[request.request_id],
-                step=self._step,
-                cause="reset" if self._resetting_in == self._step else "blocks",
+                at=self._log.now(),
+                request=self._log.ids[request.request_id],
+                step=step,
+                cause="reset" if self._resetting_in == step else "blocks",
                 before_tokens=before[0],
                 in_flight_tokens=before[1],
                 placeholder_tokens=before[2],
@@ -66,104 +92,130 @@ class LifeObserver(LoadObserver):
             )
         )
 
-    def _stale(self, scheduled: dict[str, int]) -> Any:
-        """Of the output that arrives for ``scheduled``, what may answer a life that is over."""
-        ignored: list[str] = []
-        for request_id in list(self._draining):
-            request = self.scheduler.requests.get(request_id)
+    def stale(self, scheduled: dict[str, int]) -> Any:
+        """Requests in the output for ``scheduled`` whose life has ended, and whose output will be dropped."""
+        dropped: list[str] = []
+        for request_id in list(self.draining):
+            request = self._scheduler.requests.get(request_id)
             if request is None or request.num_stale_output_tokens <= 0:
-                self._draining.discard(request_id)
+                self.draining.discard(request_id)
             elif request_id in scheduled and request.drop_stale_output:
-                ignored.append(request_id)
-        return ignored
+                dropped.append(request_id)
+        return dropped
 
-    def _ignored(self, stale: Any) -> list[str]:
-        """Requests whose output was thrown away, once it has been taken."""
+    def dropped(self, stale: Any) -> list[str]:
+        """Ids of the requests whose output the engine dropped, once it has processed the output."""
         return list(stale)
 
     def reset_begins(self, *_: Any, **__: Any) -> None:
-        self._resetting_in = self._step
+        """``reset_prefix_cache`` is called: preemptions from here on are due to the reset."""
+        self._resetting_in = self._observer.step
 
     def cache_reset(
         self, _: None, result: bool, reset_running_requests: bool = False, *__: Any, **___: Any
     ) -> None:
+        """``reset_prefix_cache`` returned. Emits ``CacheReset``."""
         self._resetting_in = NO_STEP
-        self.log.emit(ev.CacheReset(self.log.now(), bool(result), bool(reset_running_requests)))
+        self._log.emit(ev.CacheReset(self._log.now(), bool(result), bool(reset_running_requests)))
 
     # --- sessions ---------------------------------------------------------------------------------------
 
     def stop_begins(self, request: Any) -> int:
-        # A queued chunk is taken up inside; the rollback has to be told before it.
+        """``_handle_stopped_request`` is called: note the computed count.
+
+        The method also takes a queued chunk, whose ``Extended`` must come after the turn's end.
+        """
         if request.resumable and request.streaming_queue:
             self._turn_ends(request, request.num_computed_tokens)
         return int(request.num_computed_tokens)
 
     def turn_stopped(self, before: int | None, finished: bool, request: Any) -> None:
+        """The request waits for its next chunk. Emits ``RolledBack``."""
         if before is None or finished or request.status.name != "WAITING_FOR_STREAMING_REQ":
             return
         self._turn_ends(request, before)
 
     def _turn_ends(self, request: Any, before: int) -> None:
         before = self._past_stop(request, before)
-        if self.in_flight(request):
-            self._draining.add(request.request_id)
-        self._tell_rolled_back(request, "session", before, self._frontier(request, before))
+        if self._counts.of(request)[1]:
+            self.draining.add(request.request_id)
+        self._loads.emit_rolled_back(request, "session", before, self.kept(request, before))
 
-    def _frontier(self, request: Any, before: int) -> int:
-        """The count that a turn which has ended leaves to the next: placeholders are given up."""
+    def kept(self, request: Any, before: int) -> int:
+        """The computed count that an ended turn leaves to the next one: without placeholders."""
         if request.status.name == "WAITING_FOR_STREAMING_REQ":
             return int(request.num_computed_tokens)
         return before - int(request.num_output_placeholders)
 
     def session_extended(self, _: None, __: None, session: Any, *___: Any) -> None:
-        number = self.log.ids[session.request_id]
+        """``_update_request_as_session`` appended a chunk to the prompt. Emits ``Extended``."""
+        number = self._log.ids[session.request_id]
         prompt, computed = session.num_prompt_tokens, session.num_computed_tokens
-        self.log.emit(ev.Extended(self.log.now(), number, prompt, computed))
+        self._log.emit(ev.Extended(self._log.now(), number, prompt, computed))
 
     # --- the end ----------------------------------------------------------------------------------------
 
     def finished(self, request: Any, *_: Any, **__: Any) -> None:
-        log, request_id = self.log, request.request_id
+        """``_free_request`` is called: the request has ended. Emits ``Finished``.
+
+        A request that ends within an output is forgotten after the output's events.
+        """
+        log, request_id, observer = self._log, request.request_id, self._observer
         number = log.ids.get(request_id)
-        if number is None or request_id in self._gone:
+        if number is None or request_id in self.ended:
             return
-        if self.pools is not None:
-            self.pools.ends(request)
-        if request_id in self._failed_attempts:
-            log.emit(self._failed_attempts.pop(request_id))
-        if self._since_033 and not getattr(request, "resumable", False):
+        if observer.pools is not None:
+            observer.pools.ends(request)
+        failed = self._admissions.failed
+        if request_id in failed:
+            log.emit(failed.pop(request_id))
+        if self._trims_drafts and not getattr(request, "resumable", False):
             self._past_stop(request, request.num_computed_tokens)
-        if self.connector is not None:
-            self.track(request, self.computed(request))
-            self.connector.ends(request_id)
-        output = None if log.held is None else self._output
+        counts = self._counts
+        if observer.connector is not None:
+            self._track(request, counts.computed(request))
+            observer.connector.ends(request_id)
+        output = None if log.held is None else self.output
         tokens, outputs = request.num_tokens, request.num_output_tokens
         now, reason = log.now() if output is None else output[0], _reason(request.status._name_)
-        computed, in_flight, placeholders = self.counts(request)
+        computed, in_flight, placeholders = counts.of(request)
         log.emit(ev.Finished(now, number, reason, computed, in_flight, placeholders, tokens, outputs))
-        if self._draining:
-            self._draining.discard(request_id)
+        if self.draining:
+            self.draining.discard(request_id)
         if output is None:
-            self._forget(request_id)
-        else:  # its last output has not been told yet
-            self._gone.append(request_id)
+            self.forget(request_id)
+        else:
+            self.ended.append(request_id)
+
+    def forget(self, request_id: str) -> None:
+        """The engine has dropped the request: so does every part."""
+        self._log.forget(request_id)
+        self._reports.forget(request_id)
+        self._admissions.admitted_before.discard(request_id)
+        self._counts.forget(request_id)
 
     def _past_stop(self, request: Any, computed: int) -> int:
-        """The count before 0.33 took off the drafts accepted beyond a stop; told as a rollback."""
-        if self._output is None or not self._since_033 or request.request_id in self._draining:
+        """Emit ``RolledBack`` for drafts accepted past a stop, which 0.33 takes off; the count afterwards."""
+        if self.output is None or not self._trims_drafts or request.request_id in self.draining:
             return computed
-        at, output, lengths = self._output
+        at, output, lengths = self.output
         index = output.req_id_to_index.get(request.request_id)
         if index is None or not lengths:
             return computed
         trimmed = lengths[index] - len(output.sampled_token_ids[index])
         if trimmed > 0:
-            number = self.log.ids[request.request_id]
-            self.log.emit(ev.RolledBack(at, number, "past_stop", computed + trimmed, computed))
+            number = self._log.ids[request.request_id]
+            self._log.emit(ev.RolledBack(at, number, "past_stop", computed + trimmed, computed))
         return computed
+
+    def _track(self, request: Any, computed_tokens: int) -> None:
+        """Emit ``Tracked`` if the connector keeps a count of its own for the request."""
+        connector = self._observer.connector
+        if connector is not None:
+            connector.track(request, computed_tokens, self._counts.waits_for_load(request))
 
 
 @functools.cache
 def _reason(status: str) -> str:
-    """``stopped`` for ``FINISHED_STOPPED``. Of the name, as an enum's hash and ``name`` are Python."""
+    """``stopped`` for ``FINISHED_STOPPED``. Takes the name, since hashing an enum member runs Python code."""
     return status.removeprefix("FINISHED_").lower()

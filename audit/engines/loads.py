@@ -1,7 +1,7 @@
-"""External loads: promised at an admission, then finished, failed, or given up.
+"""External loads that have been promised: finished, failed, or rolled back.
 
-Here stands what every v1 release has: a request that waits for remote KV counts as computed what it
-was promised. Up to 0.17 it counts nothing while it waits; see ``polling``.
+Here: 0.18 and later, in which a request that waits for remote KV already counts the promised tokens as
+computed. Up to 0.17 it counts nothing while it waits: see ``polled_loads``.
 """
 
 from __future__ import annotations
@@ -9,53 +9,65 @@ from __future__ import annotations
 from typing import Any
 
 from .. import events as ev
-from .admissions import AdmissionObserver
+from .admissions import Admissions
+from .engine_counts import EngineCounts
+from .observer import Observer
 
 
-class LoadObserver(AdmissionObserver):
-    """Watches asynchronous loads end, and any load fail."""
+class Loads:
+    """Handles the end of asynchronous loads, and load failures."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._load_failures: set[str] = set()
+    def __init__(self, observer: Observer, counts: EngineCounts, admissions: Admissions) -> None:
+        self._scheduler = observer.scheduler
+        self._log = observer.log
+        self._counts = counts
+        self._admissions = admissions
+        self.failed: set[str] = set()
+        """Ids of the requests whose load failed, as reported with the output being processed."""
 
-    def load_failure_begins(self, *_: Any, **__: Any) -> Any:
+    def failure_begins(self, *_: Any, **__: Any) -> Any:
+        """``_handle_invalid_blocks`` or ``_handle_failed_recving`` is called: note every computed count."""
         return {
-            request_id: request.num_computed_tokens for request_id, request in self.scheduler.requests.items()
+            request_id: request.num_computed_tokens
+            for request_id, request in self._scheduler.requests.items()
         }
 
     def load_failed(self, before: Any, result: set[str], *_: Any, **__: Any) -> None:
-        self._load_failures |= result
+        """The scheduler has lowered the computed counts. Emits ``LoadFailed`` for each that changed."""
+        self.failed |= result
         for request_id, tokens in (before or {}).items():
-            request = self.scheduler.requests[request_id]
+            request = self._scheduler.requests[request_id]
             if request.num_computed_tokens != tokens:
-                self._tell_failed(request, tokens)
+                self.emit_failed(request, tokens)
 
-    def _tell_failed(self, request: Any, before_tokens: int) -> None:
-        number = self.log.ids.get(request.request_id)
+    def emit_failed(self, request: Any, before_tokens: int) -> None:
+        """Emit ``LoadFailed``; before it the count was ``before_tokens``."""
+        number = self._log.ids.get(request.request_id)
         if number is None:
             return
-        computed, waiting = request.num_computed_tokens, self.waits_for_load(request)
-        self.log.emit(ev.LoadFailed(self.log.now(), number, before_tokens, computed, waiting))
+        computed, waiting = request.num_computed_tokens, self._counts.waits_for_load(request)
+        self._log.emit(ev.LoadFailed(self._log.now(), number, before_tokens, computed, waiting))
 
-    def received(self, model_runner_output: Any) -> Any:
+    def received(self, model_output: Any) -> Any:
         """Ids of the requests whose load the workers report finished with this output."""
-        transfers = model_runner_output.kv_connector_output
+        transfers = model_output.kv_connector_output
         return None if transfers is None else transfers.finished_recving
 
-    def _loads_finished(self, request_ids: Any) -> None:
+    def finished(self, request_ids: Any) -> None:
+        """The workers have loaded these requests' external tokens. Emits ``LoadFinished`` for each."""
         for request_id in request_ids:
-            request = self.scheduler.requests.get(request_id)
-            if request is not None and request_id in self.log.ids:
-                self.log.emit(
-                    ev.LoadFinished(self.log.now(), self.log.ids[request_id], request.num_computed_tokens)
-                )
+            request = self._scheduler.requests.get(request_id)
+            if request is not None and request_id in self._log.ids:
+                number = self._log.ids[request_id]
+                self._log.emit(ev.LoadFinished(self._log.now(), number, request.num_computed_tokens))
 
     def wait_ends(self, request: Any) -> Any:
-        failed = request.request_id in self.scheduler.failed_recving_kv_req_ids
+        """``_update_waiting_for_remote_kv`` is called: note the count, and whether the load failed."""
+        failed = request.request_id in self._scheduler.failed_recving_kv_req_ids
         return request.num_computed_tokens, failed
 
     def remote_wait_ended(self, before: Any, _: Any, request: Any) -> None:
+        """The request waits no more. Emits ``RolledBack`` if its count changed or its load failed wholly."""
         if before is None:
             return
         tokens, failed = before
@@ -63,11 +75,12 @@ class LoadObserver(AdmissionObserver):
         if failed and tokens == 0:
             cause = "released"
         elif computed != tokens:
-            cause = "replay" if getattr(self.scheduler, "prefix_replay_tokens", 0) else "full_hit"
+            cause = "replay" if getattr(self._scheduler, "prefix_replay_tokens", 0) else "full_hit"
         else:
             return
-        self._tell_rolled_back(request, cause, tokens, computed)
+        self.emit_rolled_back(request, cause, tokens, computed)
 
-    def _tell_rolled_back(self, request: Any, cause: str, before: int, computed: int) -> None:
-        number = self.log.ids[request.request_id]
-        self.log.emit(ev.RolledBack(self.log.now(), number, cause, before, computed))
+    def emit_rolled_back(self, request: Any, cause: str, before: int, computed: int) -> None:
+        """Emit ``RolledBack``: the computed count went from ``before`` to ``computed``."""
+        number = self._log.ids[request.request_id]
+        self._log.emit(ev.RolledBack(self._log.now(), number, cause, before, computed))

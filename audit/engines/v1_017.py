@@ -1,13 +1,13 @@
 """vLLM v1, releases 0.16 to 0.19: where they differ from 0.20.
 
-The figures of a prompt travel with every output: ``num_cached_tokens``, of the first admission that
-ran, and ``num_external_computed_tokens``, of the last time the connector was asked, less what failed
-to load. The front end makes local, external and computed tokens of them at the first output, by
-``PromptTokenStats.update_from_output``: the host's own class is asked here too, so that what is
-reported is what the engine counts.
+Every output carries a prompt's figures: ``num_cached_tokens``, from the first admission that ran, and
+``num_external_computed_tokens``, from the last time the connector was asked, less what failed to load. The
+front end derives local, external and computed tokens from them at the first output, by
+``PromptTokenStats.update_from_output``. kvledger asks that class too, so that ``Reported`` has what vLLM
+counts.
 
-Up to 0.17 asynchronous loads are polled for: :class:`V1Observer017`; from 0.18 not:
-:class:`V1Observer018`.
+Up to 0.17 the scheduler polls for asynchronous loads (:class:`V1Observer017`), from 0.18 it does not
+(:class:`V1Observer018`).
 """
 
 from __future__ import annotations
@@ -15,65 +15,43 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from ..hooks import Hook
-from .polling import Polling
+from .hook_tables import amended, signature
+from .polled_loads import PolledCounts, PolledLoads
+from .prompt_reports import PromptReports
+from .v1 import Parts, V1Observer
+from .v1_020 import HOOKS as HOOKS_020
 from .v1_020 import V1Observer020
 
+HOOKS_018 = amended(
+    HOOKS_020,
+    signature(HOOKS_020, "schedule", ()),
+    signature(
+        HOOKS_020,
+        "_handle_invalid_blocks",
+        ("invalid_block_ids",),
+        ("invalid_block_ids", "num_scheduled_tokens"),
+    ),
+)
+HOOKS_017 = amended(
+    HOOKS_018,
+    signature(HOOKS_018, "update_state_after_alloc")._replace(after="loads.promised"),
+)
 
-class V1Observer018(V1Observer020):
-    """Watches one scheduler of 0.18 or 0.19."""
 
-    NAME: ClassVar[str] = "v1-0.18"
-    FIGURES: ClassVar[str] = "mixed"
-    HAS: ClassVar[tuple[str, ...]] = ("_try_promote_blocked_waiting_request",)
-    OUTPUT: ClassVar[tuple[str, ...]] = ("num_cached_tokens", "num_external_computed_tokens")
-    HOOKS: ClassVar[tuple[Hook, ...]] = (
-        Hook("", "schedule", ((),), "schedule_begins", "scheduled"),
-        Hook(
-            "",
-            "update_from_output",
-            (("scheduler_output", "model_runner_output"),),
-            "output_arrives",
-            "output_taken",
-            boundary=True,
-        ),
-        Hook("", "add_request", (("request",),), after="request_added"),
-        Hook("", "_preempt_request", (("request", "timestamp"),), "preemption_begins", "preempted"),
-        Hook("", "_free_request", (("request", "delay_free_blocks"),), before="finished"),
-        Hook(
-            "",
-            "_handle_invalid_blocks",
-            (("invalid_block_ids",), ("invalid_block_ids", "num_scheduled_tokens")),
-            "load_failure_begins",
-            "load_failed",
-        ),
-        Hook("", "_update_waiting_for_remote_kv", (("request",),), "wait_ends", "remote_wait_ended"),
-        Hook(
-            "",
-            "reset_prefix_cache",
-            (("reset_running_requests", "reset_connector"),),
-            "reset_begins",
-            "cache_reset",
-        ),
-        Hook("", "_handle_stopped_request", (("request",),), "stop_begins", "turn_stopped", asleep=True),
-        Hook("", "_update_request_as_session", (("session", "update"),), after="session_extended"),
-        Hook("", "shutdown", ((),), before="shutting_down"),
-        Hook("kv_cache_manager", "get_computed_blocks", (("request",),), after="looked_up"),
-        Hook("connector", "get_num_new_matched_tokens", (), after="matched", optional=True),
-        Hook("connector", "update_state_after_alloc", (), after="promised", optional=True),
-        Hook("connector", "build_connector_meta", (), after="load_planned", optional=True),
-    )
+class PromptReports017(PromptReports):
+    """Reads the figures of 0.16 to 0.19, as vLLM's front end derives them."""
 
-    def unreported(self, request: Any) -> bool:
+    def _will_report(self, request: Any) -> bool:
         return bool(request.num_output_tokens == 0)
 
-    def _due(self, index: dict[str, int], lengths: list[int]) -> int:
+    def _at_most(self, index: dict[str, int], lengths: list[int], load_failures: int) -> int:
         # A request that ends because its load failed is reported too.
-        return super()._due(index, lengths) + len(self._load_failures)
+        return super()._at_most(index, lengths, load_failures) + load_failures
 
-    def _figures(self, told: Any) -> tuple[int, int, int, int, int] | None:
-        prompt = self._unreported[told.request_id]
+    def _figures(self, output: Any) -> tuple[int, int, int, int, int] | None:
+        prompt = self.due[output.request_id]
         counted = prompt_token_stats()
-        counted.update_from_output(told.num_cached_tokens, told.num_external_computed_tokens, prompt)
+        counted.update_from_output(output.num_cached_tokens, output.num_external_computed_tokens, prompt)
         return (
             prompt,
             counted.local_cache_hit,
@@ -83,15 +61,29 @@ class V1Observer018(V1Observer020):
         )
 
 
-class V1Observer017(Polling, V1Observer018):
-    """Watches one scheduler of 0.16 or 0.17."""
+class V1Observer018(V1Observer):
+    """Observes one scheduler of 0.18 or 0.19."""
+
+    NAME: ClassVar[str] = "v1-0.18"
+    FIGURES: ClassVar[str] = "mixed"
+    HAS: ClassVar[tuple[str, ...]] = ("_try_promote_blocked_waiting_request",)
+    OUTPUT: ClassVar[tuple[str, ...]] = ("num_cached_tokens", "num_external_computed_tokens")
+    HOOKS: ClassVar[tuple[Hook, ...]] = HOOKS_018
+    PARTS: ClassVar[Parts] = V1Observer020.PARTS._replace(reports=PromptReports017)
+
+
+class V1Observer017(V1Observer):
+    """Observes one scheduler of 0.16 or 0.17."""
 
     NAME: ClassVar[str] = "v1-0.17"
-    HAS: ClassVar[tuple[str, ...]] = ()
+    FIGURES: ClassVar[str] = "mixed"
+    OUTPUT: ClassVar[tuple[str, ...]] = V1Observer018.OUTPUT
+    HOOKS: ClassVar[tuple[Hook, ...]] = HOOKS_017
+    PARTS: ClassVar[Parts] = V1Observer018.PARTS._replace(counts=PolledCounts, loads=PolledLoads)
 
 
 def prompt_token_stats() -> Any:
-    """The host's own sum of prompts by source, empty."""
+    """vLLM's own sum of prompt tokens by source, empty."""
     from vllm.v1.metrics.stats import PromptTokenStats
 
     return PromptTokenStats()

@@ -1,13 +1,12 @@
 """vLLM v1, releases 0.20 to 0.26: where they differ from 0.27.
 
-- A preempted request keeps its placeholders, and what is in flight for it is delivered; only after a
-  reset of the cache under running requests is it thrown away, by a flag (0.20) or a number of outputs
-  (0.22) that the asynchronous scheduler honours. What was thrown away is seen afterwards: the
-  request's output has not grown.
+- A preempted request keeps its placeholders, and its output in flight is delivered. Only after a reset of the
+  prefix cache under running requests the asynchronous scheduler drops that output, by a flag (0.20) or a
+  number of outputs (0.22). It shows afterwards: the request's output has not grown.
 - Before 0.26 the engine does not count tokens in flight, and reports the last admission's hits.
-- The look-up's answer is the hit that is used, and look-up statistics count it at once: an attempt
-  that leads to no admission too. ``LookupsCounted`` says -1 of them.
-- A turn of a session that ends keeps the whole count, placeholders with it.
+- The lookup's answer is the hit that is used, and the lookup statistics count it at once, also for an attempt
+  that leads to no admission. ``LookupsCounted`` has -1 for them.
+- The end of a session's turn keeps the whole count, placeholders included.
 """
 
 from __future__ import annotations
@@ -15,95 +14,83 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from ..hooks import Hook
-from .observer import Observer
-from .v1 import V1Observer
+from .admissions import Admissions
+from .engine_counts import EngineCounts020
+from .hook_tables import V1, amended, signature
+from .lives import Lives
+from .v1 import Parts, V1Observer
+
+HOOKS = amended(
+    V1,
+    signature(V1, "schedule", (), ("throttle_prefills",)),
+    signature(V1, "_preempt_request", ("request", "timestamp")),
+    signature(V1, "get_computed_blocks", ("request",)),
+    without=(
+        "_handle_failed_recving",
+        "get_computed_blocks_for_connector",
+        "record_prefix_cache_stats",
+    ),
+)
 
 
-class V1Observer020(V1Observer):
-    """Watches one scheduler of these releases."""
+class Admissions020(Admissions):
+    """Local lookups are counted at the lookup, external ones once an admission."""
 
-    NAME: ClassVar[str] = "v1-0.20"
-    FIGURES: ClassVar[str] = "last"
     COUNTED: ClassVar[tuple[str, ...]] = ("external",)
-    HOOKS: ClassVar[tuple[Hook, ...]] = (
-        Hook("", "schedule", ((), ("throttle_prefills",)), "schedule_begins", "scheduled"),
-        Hook(
-            "",
-            "update_from_output",
-            (("scheduler_output", "model_runner_output"),),
-            "output_arrives",
-            "output_taken",
-            boundary=True,
-        ),
-        Hook("", "add_request", (("request",),), after="request_added"),
-        Hook("", "_preempt_request", (("request", "timestamp"),), "preemption_begins", "preempted"),
-        Hook("", "_free_request", (("request", "delay_free_blocks"),), before="finished"),
-        Hook(
-            "",
-            "_handle_invalid_blocks",
-            (("invalid_block_ids", "num_scheduled_tokens"),),
-            "load_failure_begins",
-            "load_failed",
-        ),
-        Hook("", "_update_waiting_for_remote_kv", (("request",),), "wait_ends", "remote_wait_ended"),
-        Hook(
-            "",
-            "reset_prefix_cache",
-            (("reset_running_requests", "reset_connector"),),
-            "reset_begins",
-            "cache_reset",
-        ),
-        Hook("", "_handle_stopped_request", (("request",),), "stop_begins", "turn_stopped", asleep=True),
-        Hook("", "_update_request_as_session", (("session", "update"),), after="session_extended"),
-        Hook("", "shutdown", ((),), before="shutting_down"),
-        Hook("kv_cache_manager", "get_computed_blocks", (("request",),), after="looked_up"),
-        Hook("connector", "get_num_new_matched_tokens", (), after="matched", optional=True),
-        Hook("connector", "update_state_after_alloc", (), after="promised", optional=True),
-        Hook("connector", "build_connector_meta", (), after="load_planned", optional=True),
-    )
-
-    counts = Observer.counts
 
     def counts_lookups(self, request: Any) -> bool:
         return True
 
     def matched(self, _: None, result: Any, request: Any, num_computed_tokens: int) -> None:
-        attempt = self._attempt(request)
-        if attempt.looked_up < 0:  # hybrids with Mamba layers ask the coordinator itself
+        attempt = self.attempt(request)
+        if attempt.looked_up < 0:  # for hybrids with Mamba layers the scheduler asks the coordinator
             attempt.looked_up = attempt.local = num_computed_tokens
         super().matched(None, result, request, num_computed_tokens)
+
+
+class Lives020(Lives):
+    """Output in flight at a preemption is delivered, but may be dropped after a reset."""
 
     def preempted(
         self, before: tuple[int, int, int] | None, _: None, request: Any, *__: Any, **___: Any
     ) -> None:
         if before is None:
             return
-        if self.log.undelivered:
-            self._draining.add(request.request_id)
-        delivered = self._resetting_in != self._step
-        self._tell_preempted(request, before, self.held_blocks(request), delivered)
+        if self._log.undelivered:
+            self.draining.add(request.request_id)
+        delivered = self._resetting_in != self._observer.step
+        self.emit_preempted(request, before, self.held_blocks(request), delivered)
 
-    def _stale(self, scheduled: dict[str, int]) -> Any:
-        """Requests whose output may be thrown away, each with its output tokens so far."""
-        requests = self.scheduler.requests
-        known = [requests[name] for name in self._draining if name in scheduled and name in requests]
-        return [(request, request.num_output_tokens) for request in known]
+    def stale(self, scheduled: dict[str, int]) -> Any:
+        """Requests whose output may be dropped, each with its output tokens so far."""
+        requests = self._scheduler.requests
+        ids = [each for each in self.draining if each in scheduled and each in requests]
+        return [(requests[each], requests[each].num_output_tokens) for each in ids]
 
-    def _ignored(self, stale: Any) -> list[str]:
-        ignored = []
+    def dropped(self, stale: Any) -> list[str]:
+        dropped = []
         for request, output_tokens in stale:
             if request.num_output_tokens == output_tokens:
-                ignored.append(request.request_id)
-            else:  # outputs are thrown away in order: no further one will be
-                self._draining.discard(request.request_id)
-        return ignored
+                dropped.append(request.request_id)
+            else:  # outputs are dropped in order, so no later one will be
+                self.draining.discard(request.request_id)
+        return dropped
 
-    def _frontier(self, request: Any, before: int) -> int:
+    def kept(self, request: Any, before: int) -> int:
         return before
 
 
+class V1Observer020(V1Observer):
+    """Observes one scheduler of 0.20 to 0.25."""
+
+    NAME: ClassVar[str] = "v1-0.20"
+    FIGURES: ClassVar[str] = "last"
+    HOOKS: ClassVar[tuple[Hook, ...]] = HOOKS
+    PARTS: ClassVar[Parts] = Parts(counts=EngineCounts020, admissions=Admissions020, lives=Lives020)
+
+
 class V1Observer026(V1Observer020):
-    """Watches one scheduler of 0.26, whose prompt figures are already those of 0.27."""
+    """Observes one scheduler of 0.26, which already reports the first admission's hits."""
 
     NAME: ClassVar[str] = "v1-0.26"
     FIGURES: ClassVar[str] = "first"

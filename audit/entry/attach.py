@@ -15,7 +15,7 @@ from typing import Any
 from ..checks.auditor import Auditor
 from ..checks.registry import Violation
 from ..engines import LEVELS, choose, host_version
-from ..engines.observer import Observer
+from ..engines.v1 import V1Observer
 from ..errors import LedgerError
 from ..hooks import EngineMismatch
 from ..journal.recorder import MemoryRecorder
@@ -44,7 +44,7 @@ class LiveAudit:
             scheduler, self._sink, version=host_version(), level=level, stacks=stacks
         )
         self._observer.start(self._boundary if strict else None)
-        if isinstance(self._observer, Observer):
+        if isinstance(self._observer, V1Observer):
             self._observer.watch_worker()
 
     @property

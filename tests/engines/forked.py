@@ -14,7 +14,7 @@ from typing import Any
 from tests.demo.forked import main
 
 from kvledger.audit.demo import engine
-from kvledger.audit.engines.v1 import V1Observer
+from kvledger.audit.engines.steps import Steps
 
 
 def bare() -> None:
@@ -29,10 +29,10 @@ def observed() -> None:
 def broken() -> None:
     """An observer that raises at every output."""
 
-    def raises(self: V1Observer, *_: Any, **__: Any) -> None:
+    def raises(self: Steps, *_: Any, **__: Any) -> None:
         raise RuntimeError("a broken observer")
 
-    V1Observer.output_taken = raises  # type: ignore[method-assign]
+    Steps.output_taken = raises  # type: ignore[method-assign]
 
 
 def mismatched() -> None:

@@ -46,10 +46,11 @@ def test_observed_outputs_are_those_of_a_bare_engine(bare: dict[str, list[Any]])
 def test_an_observer_that_raises_changes_nothing_and_is_told(
     name: str, bare: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(self: V1Observer, *_: Any, **__: Any) -> None:
+    def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("a broken observer")
 
-    monkeypatch.setattr(V1Observer, name, broken)
+    part, _, method = name.rpartition(".")
+    monkeypatch.setattr(getattr(V1Observer.PARTS, part) if part else V1Observer, method, broken)
     driver, events = observe(SCENARIO)
     auditor = audited(events)
 
@@ -86,7 +87,8 @@ def test_attributes_of_an_observer_stand_in_it(level: str) -> None:
     SCENARIOS["local_hit"](watch)
 
     (observer,) = observers
-    watched = [observer, observer.log]
+    parts = [getattr(observer, name) for name in V1Observer.PARTS._fields]
+    watched = [observer, observer.log, *parts]
     if observer.pools is not None:
         watched += [observer.pools, observer.pools.untold, observer.pools.books, observer.pools.sweep]
     assert {} == {type(each).__name__: len(vars(each)) for each in watched if len(vars(each)) >= 30}

@@ -13,7 +13,7 @@ from tests.engines.observed import observe
 
 from kvledger.audit.conformance.driver import Driver, start, tokens
 from kvledger.audit.conformance.host import build_request
-from kvledger.audit.engines.observer import _engine_index
+from kvledger.audit.engines.configuration import engine_index
 from kvledger.audit.events import EngineStarted, RequestAdded
 
 CONTEXT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -70,9 +70,9 @@ def test_a_request_that_a_prefill_engine_computed_says_so(
 
 def test_the_engines_index_is_what_its_own_metrics_call_it() -> None:
     """The ranks of a dense model all have rank 0; only the index tells them apart."""
-    assert 3 == _engine_index(SimpleNamespace(data_parallel_index=3, data_parallel_rank=0))
-    assert 2 == _engine_index(SimpleNamespace(data_parallel_rank=2))
-    assert 0 == _engine_index(SimpleNamespace())
+    assert 3 == engine_index(SimpleNamespace(data_parallel_index=3, data_parallel_rank=0))
+    assert 2 == engine_index(SimpleNamespace(data_parallel_rank=2))
+    assert 0 == engine_index(SimpleNamespace())
 
 
 def test_the_index_is_in_the_configuration() -> None:

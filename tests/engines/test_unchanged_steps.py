@@ -27,7 +27,7 @@ def told(name: str) -> list[str]:
 @pytest.mark.parametrize("name", list(SCENARIOS))
 def test_a_quiet_engine_is_told_as_any_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepLog, "now", lambda _: 0)
-    monkeypatch.setattr(Observer, "_hook_time", lambda _: (-1, 0))
+    monkeypatch.setattr(Observer, "hook_time", lambda _: (-1, 0))
     shortly = told(name)
     monkeypatch.setattr("kvledger.audit.engines.observer.StepLog", Busy)
 

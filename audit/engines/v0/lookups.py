@@ -24,6 +24,11 @@ class LookupObserver(Observer):
         self._by_sequence: dict[int, Followed] = {}
         self._attempts: dict[str, Followed] = {}
         self._admissions: dict[str, Followed] = {}
+        self._failed_attempts: dict[str, ev.AdmissionFailed] = {}
+
+    def emit_failed_attempts(self) -> None:
+        for failed in self._failed_attempts.values():
+            self.log.emit(failed)
 
     def _follow(self, group: Any) -> Followed:
         running = group.first_seq.status.name != "WAITING"
@@ -62,7 +67,7 @@ class LookupObserver(Observer):
         if known is None or known.running:
             return  # a later chunk: its hit was settled with the first
         if kept is None or known.looked_up_step < 0:
-            known.looked_up, known.looked_up_step = found, self._step
+            known.looked_up, known.looked_up_step = found, self.step
         self._attempts[known.request_id] = known
 
     def allocated(self, seq_group: Any) -> None:
@@ -104,12 +109,12 @@ class LookupObserver(Observer):
         asked = known.looked_up_step
         if asked >= 0:
             emit(ev.LookedUp(now, number, asked, known.looked_up))
-            if asked != self._step or known.cached not in (-1, known.looked_up):
+            if asked != self.step or known.cached not in (-1, known.looked_up):
                 self._say_kept(known, known.looked_up, known.cached, ended=False)
         computed = known.then + known.chunk - executed
         given_back = int(hit == known.then + known.chunk)
         before = computed + given_back
-        emit(ev.Admitted(now, number, self._step, known.preempted, hit, 0, False, before))
+        emit(ev.Admitted(now, number, self.step, known.preempted, hit, 0, False, before))
         if given_back:
             emit(ev.RolledBack(now, number, "full_hit", before, computed))
         known.running, known.looked_up_step = True, -1
@@ -126,7 +131,7 @@ class LookupObserver(Observer):
             else:
                 self.log.emit(last)
         self._failed_attempts[request_id] = ev.AdmissionFailed(
-            self.log.now(), self.log.ids[request_id], self._step, "not_allocated", found, 0, attempts
+            self.log.now(), self.log.ids[request_id], self.step, "not_allocated", found, 0, attempts
         )
 
     # --- the end ----------------------------------------------------------------------------------------
@@ -149,4 +154,4 @@ class LookupObserver(Observer):
     def _say_kept(self, known: Followed, answer: int, held: int, *, ended: bool) -> None:
         number, asked = self.log.ids[known.request_id], known.looked_up_step
         now = self.log.now()
-        self.log.emit(ev.LookupKept(now, number, self._step, asked, answer, held, ended))
+        self.log.emit(ev.LookupKept(now, number, self.step, asked, answer, held, ended))

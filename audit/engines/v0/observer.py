@@ -23,13 +23,10 @@ blocks is not seen: no count moves there.
 
 from __future__ import annotations
 
-import os
-import time
 from typing import Any, ClassVar
 
 from ... import events as ev
 from ...hooks import Hook
-from ..observer import CENSUS_STEPS
 from .lookups import LookupObserver
 from .sequence import (
     Followed,
@@ -93,9 +90,8 @@ class V0Observer(LookupObserver):
                 self._hook_failed("stop", error, removed=False)
         super().stop(reason)
 
-    def _restart(self) -> None:
-        """Tell the reader everything that lives, so that it may begin here."""
-        self._resync = self._census_due = False
+    def snapshot_rows(self) -> list[ev.SnapshotRow]:
+        self._census_due = False
         self._tokens, self._out, self._ends = {}, {}, []
         self._followed, self._by_sequence = {}, {}
         queues = self.scheduler.waiting, self.scheduler.running, self.scheduler.swapped
@@ -104,26 +100,14 @@ class V0Observer(LookupObserver):
         for request_id in self.log.ids.keys() - self._followed.keys():
             self._failed_attempts.pop(request_id, None)
             self.log.forget(request_id)
-        now = self.log.now()
-        started = ev.EngineStarted(
-            at=now,
-            wall_seconds=time.time(),
-            engine="vllm",
-            version=self.version,
-            adapter=self.NAME,
-            level=self.level,
-            process_id=os.getpid(),
-            configuration=self.configuration(),
-        )
-        self.log.restart(started, ev.Snapshot(now, self._step, rows, 0))
-        self._last_census = self._step, now
+        return rows
 
     def _snapshot_row(self, group: Any) -> ev.SnapshotRow:
         known = self._follow(group)
         data = known.data
         kept = memory_of(self.scheduler, known.seq_id)
         if not known.running and kept is not None:
-            known.looked_up, known.looked_up_step = kept, self._step
+            known.looked_up, known.looked_up_step = kept, self.step
         return ev.SnapshotRow(
             request=self.log.intern(group.request_id),
             request_id=group.request_id,
@@ -146,8 +130,8 @@ class V0Observer(LookupObserver):
         if self._out:
             self._deliver()
         self._say_ends()
-        self._at_rest()
-        self._step += 1
+        self.at_rest()
+        self.step += 1
         self._attempts, self._admissions = {}, {}
 
     def scheduled(self, _: None, result: Any) -> None:
@@ -172,7 +156,7 @@ class V0Observer(LookupObserver):
             self._admit(tokens, hits)
         if tokens:
             self._tokens, self._out = tokens, out
-            self.log.scheduled(self._step, tokens, {}, self._followed)
+            self.log.scheduled(self.step, tokens, {}, self._followed)
         for group in outputs.ignored_seq_groups:
             known = self._followed.get(group.request_id)
             if known is not None and group.is_finished():
@@ -201,15 +185,12 @@ class V0Observer(LookupObserver):
             known.chunk, known.then = 0, -1
         self.log.delivered(self.log.now(), lengths, list(tokens), tokens, [])
 
-    def _at_rest(self) -> None:
-        """Between two steps; a count that is not what its step promised is told at once."""
-        if self._census_due:
-            self._last_census = -CENSUS_STEPS, self._last_census[1]
-        super()._at_rest()
+    def census_wanted(self) -> bool:
+        """Whether a count is not what its step promised, which is reported at once."""
+        return self._census_due
 
-    def _census(self, now: int) -> None:
+    def census(self, now: int) -> None:
         self._census_due = False
-        self._last_census = self._step, now
         rows: list[int] = []
         for known in self._followed.values():
             if known.running:
@@ -220,7 +201,7 @@ class V0Observer(LookupObserver):
         free = manager.get_num_free_gpu_blocks()
         blocks = getattr(manager, "num_total_gpu_blocks", 0)
         waiting = len(self.scheduler.waiting)
-        self.log.emit(ev.Census(now, self._step, rows, waiting, free, blocks, *self._hook_time()))
+        self.log.emit(ev.Census(now, self.step, rows, waiting, free, blocks, *self.hook_time()))
 
     # --- preemption and the end ---------------------------------------------------------------------------
 
@@ -238,7 +219,7 @@ class V0Observer(LookupObserver):
             ev.Preempted(
                 at=self.log.now(),
                 request=self.log.ids[known.request_id],
-                step=self._step,
+                step=self.step,
                 cause="blocks",
                 before_tokens=before,
                 in_flight_tokens=-1,

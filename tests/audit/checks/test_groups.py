@@ -19,7 +19,7 @@ from tests.engines.observed import each, observe
 from kvledger.audit.conformance.driver import Driver
 from kvledger.audit.conformance.host import EngineSetup
 from kvledger.audit.conformance.registry import HYBRID
-from kvledger.audit.engines.v1 import AT_REST_STEPS
+from kvledger.audit.engines.steps import AT_REST_STEPS
 from kvledger.audit.events import TablesReported
 
 violates = pytest.mark.violates

@@ -17,7 +17,7 @@ from kvledger.audit.conformance.driver import EngineSetup
 from kvledger.audit.conformance.worker import DriverWithWorker
 from kvledger.audit.engines import choose, host_version
 from kvledger.audit.engines.connectors.worker_side import WorkerObserver, worker_in_this_process
-from kvledger.audit.engines.observer import Observer
+from kvledger.audit.engines.v1 import V1Observer
 from kvledger.audit.events import BlocksPromised, EngineStarted, Event, WorkerStepped
 from kvledger.audit.journal.recorder import MemoryRecorder
 
@@ -41,7 +41,7 @@ def observed(setup: EngineSetup) -> Watched:
     """An engine that is observed on both sides."""
     driver, sink = DriverWithWorker(setup), MemoryRecorder()
     observer = choose(driver.scheduler)(driver.scheduler, sink, version=host_version())
-    assert isinstance(observer, Observer)
+    assert isinstance(observer, V1Observer)
     observer.start()
     observer.watch_worker(driver.worker.connector)
     return driver, sink, observer

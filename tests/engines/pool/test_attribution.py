@@ -266,7 +266,7 @@ def test_steps_that_are_put_aside_are_told_together_each_as_its_own(
     names_nobody: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where their outputs named other blocks, so that tables are asked when they are told."""
-    monkeypatch.setattr("kvledger.audit.engines.v1.AT_REST_STEPS", 10**9)
+    monkeypatch.setattr("kvledger.audit.engines.steps.AT_REST_STEPS", 10**9)
     _, read = observe(two_that_decode, level="blocks", names_nobody=names_nobody)
     told = [event for event in read if isinstance(event, ev.PoolCalls)]
     steps = {call.step for event in told for call in calls(event) if isinstance(call, ev.BlocksAllocated)}

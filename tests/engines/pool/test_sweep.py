@@ -14,7 +14,7 @@ from tests.engines.observed import each, observe
 import kvledger
 from kvledger.audit.conformance.driver import Driver, start
 from kvledger.audit.engines.pool.sweep import SWEEP_BLOCKS, SWEEP_TABLES
-from kvledger.audit.engines.v1 import AT_REST_STEPS
+from kvledger.audit.engines.steps import AT_REST_STEPS
 from kvledger.audit.entry.attach import LiveAudit
 from kvledger.audit.events import Admitted, BlockStatesReported, TablesReported
 

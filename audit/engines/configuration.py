@@ -1,0 +1,61 @@
+"""The settings of a v1 engine that its figures depend on, as ``EngineStarted`` carries them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import events as ev
+from .connectors.worker_side import transfer_of
+
+
+def configuration_of(
+    scheduler: Any, *, figures: str, metadata_read: bool, census_steps: int
+) -> dict[str, ev.Setting]:
+    """Plain settings; no paths, no prompts, no addresses."""
+    config = scheduler.vllm_config
+    connector = scheduler.connector
+    return {
+        "model": _model_name(config.model_config),
+        "scheduler": type(scheduler).__name__,
+        "asynchronous": bool(getattr(config.scheduler_config, "async_scheduling", False)),
+        "policy": str(config.scheduler_config.policy),
+        "block_size": int(config.cache_config.block_size),
+        "blocks": int(config.cache_config.num_gpu_blocks or 0),
+        "groups": len(scheduler.kv_cache_config.kv_cache_groups),
+        "max_running": int(scheduler.max_num_running_reqs),
+        "max_batched_tokens": int(config.scheduler_config.max_num_batched_tokens),
+        "max_model_len": int(scheduler.max_model_len),
+        "prefix_caching": bool(config.cache_config.enable_prefix_caching),
+        "drafts": int(scheduler.num_spec_tokens),
+        "sampled_beside_drafts": int(getattr(scheduler, "num_sampled_tokens_per_step", 1)),
+        "connector": type(connector).__name__ if connector is not None else None,
+        "plan": "read" if metadata_read else "opaque",
+        "load_failure_policy": _failure_policy(config.kv_transfer_config),
+        "deferred_loads": bool(getattr(scheduler, "defer_async_loads", False)),
+        "transfer": transfer_of(config),
+        "log_stats": bool(scheduler.log_stats),
+        "figures": figures,
+        "data_parallel_rank": int(getattr(config.parallel_config, "data_parallel_rank", 0)),
+        "engine_index": engine_index(config.parallel_config),
+        "census_steps": census_steps,
+    }
+
+
+def _model_name(config: Any) -> str:
+    """The served name; only the last part of a local path."""
+    name = getattr(config, "served_model_name", "") or ""
+    name = str(name[0] if isinstance(name, list) else name)
+    return name.rstrip("/").rsplit("/", 1)[-1] if name.startswith(("/", ".")) else name
+
+
+def engine_index(parallel_config: Any) -> int:
+    """The number by which the engine's own metrics name it; all ranks of a dense model have rank 0."""
+    rank = getattr(parallel_config, "data_parallel_rank", 0)
+    return int(getattr(parallel_config, "data_parallel_index", rank))
+
+
+def _failure_policy(transfer_config: Any) -> str | None:
+    """What vLLM does with a request whose load failed; before 0.13 it always recomputes."""
+    if transfer_config is None:
+        return None
+    return str(getattr(transfer_config, "kv_load_failure_policy", "recompute"))

@@ -1,0 +1,47 @@
+"""The engine's own counts for one request, where the releases keep them differently.
+
+Here: 0.26 and later, which count tokens in flight. Subclasses for older releases stand with the release.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class EngineCounts:
+    """Reads the engine's counts of a request."""
+
+    def of(self, request: Any) -> tuple[int, int, int]:
+        """Computed tokens, tokens in flight and output placeholders; -1 for one that the engine lacks."""
+        return request.num_computed_tokens, request.num_in_flight_tokens, request.num_output_placeholders
+
+    def computed(self, request: Any) -> int:
+        """Computed tokens; -1 while the engine keeps no count."""
+        return int(request.num_computed_tokens)
+
+    def preemptions(self, request: Any) -> int:
+        """How often the request was preempted; the engine counts since 0.11."""
+        return int(getattr(request, "num_preemptions", 0))
+
+    def waits_for_load(self, request: Any) -> bool:
+        """Whether the request waits for an asynchronous load."""
+        return bool(request.status.name == "WAITING_FOR_REMOTE_KVS")
+
+    def transferred(self, request: Any) -> bool:
+        """Whether a prefill engine hands the KV over; the connector clears this flag at allocation."""
+        parameters = getattr(request, "kv_transfer_params", None)
+        return bool(parameters and parameters.get("do_remote_prefill"))
+
+    def forget(self, request_id: str) -> None:
+        """The engine has dropped the request."""
+
+
+class EngineCounts020(EngineCounts):
+    """Before 0.26: no count of tokens in flight, and before 0.10 none of output placeholders."""
+
+    def of(self, request: Any) -> tuple[int, int, int]:
+        return (
+            self.computed(request),
+            int(getattr(request, "num_in_flight_tokens", -1)),
+            int(getattr(request, "num_output_placeholders", -1)),
+        )

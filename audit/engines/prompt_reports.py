@@ -1,0 +1,86 @@
+"""Where each prompt came from by the engine's own count: the figures that go to vLLM's front end.
+
+The engine reports them once a request, with the first output. Here: 0.20 and later, whose outputs carry
+``prefill_stats``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import events as ev
+from .event_log import StepLog
+
+
+class PromptReports:
+    """Reads the engine-reported prompt figures from the engine's outputs."""
+
+    def __init__(self, log: StepLog) -> None:
+        self._log = log
+        self.due: dict[str, int] = {}
+        """Prompt tokens of each request whose figures the engine has still to report, by request id."""
+
+    def expect(self, request: Any) -> None:
+        """A request arrived, or lives already: its figures are due unless the engine has reported them."""
+        if self._will_report(request):
+            self.due[request.request_id] = request.num_prompt_tokens
+
+    def prompt_cut(self, request: Any) -> None:
+        """The connector shortened the prompt."""
+        if request.request_id in self.due:
+            self.due[request.request_id] = request.num_prompt_tokens
+
+    def forget(self, request_id: str) -> None:
+        """The engine has dropped the request."""
+        if self.due:
+            self.due.pop(request_id, None)
+
+    def read(
+        self, at: int, result: Any, model_output: Any, lengths: list[int], load_failures: int
+    ) -> list[ev.Event]:
+        """``Reported`` for each request whose figures came with this output.
+
+        ``load_failures`` requests had a failed load in this output. The requests that arrived last stand last
+        in an output, so they are searched first.
+        """
+        most = self._at_most(model_output.req_id_to_index, lengths, load_failures)
+        reports: list[ev.Event] = []
+        for outputs in result.values() if most else ():
+            for output in reversed(outputs.outputs):
+                if output.request_id not in self.due:
+                    continue
+                figures = self._figures(output)
+                if figures is None:
+                    continue
+                del self.due[output.request_id]
+                reports.append(ev.Reported(at, self._log.ids[output.request_id], *figures))
+                most -= 1
+                if most <= 0:
+                    break
+        reports.reverse()
+        return reports
+
+    def _will_report(self, request: Any) -> bool:
+        """Whether the engine has still to report this request's figures."""
+        return request.prefill_stats is not None
+
+    def _at_most(self, index: dict[str, int], lengths: list[int], load_failures: int) -> int:
+        """An upper bound for the requests whose figures came with this output."""
+        most = 0
+        for request_id in self.due:
+            if request_id in index and (not lengths or lengths[index[request_id]]):
+                most += 1
+        return most
+
+    def _figures(self, output: Any) -> tuple[int, int, int, int, int] | None:
+        """Prompt, local, external, computed and cached tokens, if this request's output carries them."""
+        figures = output.prefill_stats
+        if figures is None:
+            return None
+        return (
+            figures.num_prompt_tokens,
+            figures.num_local_cached_tokens,
+            figures.num_external_cached_tokens,
+            figures.num_computed_tokens,
+            figures.num_cached_tokens,
+        )
