@@ -1,31 +1,40 @@
-# Everything runs in .venv, which scripts/environment.py makes, heals, and leaves alone once it is ready.
-# ARGS are passed on: make demo ARGS=--help, make test ARGS="-k tokens".
+# Everything runs in .venv, which scripts/environment.py builds, repairs, and leaves alone once it is ready.
+# ARGS are passed on: make demo ARGS=--help, make test ARGS="-k tokens". docs/testing.md says how long each takes.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := @$(PYTHON) scripts/environment.py
+PYTEST := $(BIN)/python -m pytest
+TWO_WORKERS := -n 2 --dist loadfile
+SLOW := benchmark or browser or crash or packaging or programs or serving or whole_engine
 
-.PHONY: help demo test bench instructions crash releases cards upstream-tests docs clean
+.PHONY: help demo test test-all lint bench instructions crash releases cards upstream-tests docs clean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile
 
-demo: ## run a real engine on this CPU and audit it
+demo: ## run a real engine on this CPU and audit its journal
 	$(READY) demo
 	@$(BIN)/kvledger demo $(ARGS)
 
-test: ## lint, type-check and test
+test: lint ## lint, type-check and run the fast tests
+	$(PYTEST) -q $(TWO_WORKERS) --hypothesis-profile=fast -m "not ($(SLOW) or releases)" $(ARGS)
+
+test-all: lint ## lint, type-check and run every test, except those in the environments of `make releases`
+	$(PYTEST) -q $(TWO_WORKERS) -m "not ($(SLOW) or releases)"
+	$(PYTEST) -q -m "($(SLOW)) and not releases"
+
+lint:
 	$(READY) test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest $(ARGS)
 
 bench: ## measure what the hooks cost an engine step
 	$(READY) test
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
-instructions: ## count the instructions of an engine step, bare and observed; wants valgrind
+instructions: ## count the instructions of an engine step, bare and observed; needs valgrind
 	$(READY) test
 	$(BIN)/python benchmarks/instructions.py $(ARGS)
 
@@ -33,19 +42,20 @@ crash: ## kill the sidecar 300 times while it is scraped; KILLS=n for another nu
 	$(READY) test
 	KVLEDGER_KILLS=$(or $(KILLS),300) $(BIN)/python -m pytest -q tests/exporters/sidecar/test_crash.py $(ARGS)
 
-releases: ## every vLLM release of the matrix: reports expected beside found
+releases: ## run the scenarios on every vLLM and LMCache release, or on ARGS=core, and the tests that need them
 	$(READY) test
 	$(PYTHON) scripts/matrix.py $(ARGS)
+	$(if $(filter-out core --write,$(ARGS)),,$(PYTEST) -q -m releases)
 
-cards: ## score cards of connectors, LMCache's against its own server, NIXL's between two engines
+cards: ## write the score cards of connectors into docs/connectors.md
 	$(READY) test
 	$(PYTHON) scripts/cards.py
 
-upstream-tests: ## vLLM's own tests, with and without the ledger
+upstream-tests: ## run vLLM's own tests with and without the ledger
 	$(READY) test
 	$(PYTHON) scripts/upstream_tests.py $(ARGS)
 
-docs: ## write the generated pages, boards and rules again
+docs: ## write the generated pages, boards and rules
 	$(READY) test
 	$(BIN)/python -m kvledger.audit.checks.registry > docs/invariants.md
 	$(BIN)/python -m kvledger.exporters.metrics.table > docs/metrics.md

@@ -1,9 +1,6 @@
-"""Property tests explore at random at a desk; in CI the same examples run every time."""
+"""Loads the Hypothesis profile: ``thorough``, unless ``--hypothesis-profile`` names another."""
 
-import os
-
+import tests.examples  # noqa: F401  registers the profiles
 from hypothesis import settings
 
-settings.register_profile("ci", derandomize=True)
-if os.environ.get("CI"):
-    settings.load_profile("ci")
+settings.load_profile("thorough")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
+from tests.examples import examples
 from tests.histories import (
     DOCUMENTED,
     GOLDEN,
@@ -149,7 +150,7 @@ def test_steps_are_written_as_differences() -> None:
     assert [[0, 1, 1, 1], [], []] == [output.changed for output in outputs]
 
 
-@settings(max_examples=1000, deadline=None)
+@examples(1000)
 @given(random_histories())
 def test_any_history_adds_up(story: Story) -> None:
     """Identities hold at every moment, and the simulated engine states what the model counts."""
@@ -161,7 +162,7 @@ def test_any_history_adds_up(story: Story) -> None:
     assert [] == model.differences
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(random_histories(repeats=False))
 def test_compressing_any_history_changes_nothing(story: Story) -> None:
     """``compressed`` loses nothing."""

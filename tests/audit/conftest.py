@@ -6,6 +6,6 @@ import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Known to ``--strict-markers``; test_catalogue.py holds that every invariant has both."""
+    """Declare the markers; test_registry.py checks that every invariant has a test with each of them."""
     config.addinivalue_line("markers", "violates(id): a history that breaks the invariant")
     config.addinivalue_line("markers", "near_miss(id): one that comes close and does not")

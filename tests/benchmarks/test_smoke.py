@@ -11,7 +11,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="measures a real vLLM")
+pytestmark = [
+    pytest.mark.benchmark,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="measures a real vLLM"),
+]
 
 
 def test_quick_run_prints_a_row_for_every_part() -> None:

@@ -16,6 +16,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
+pytestmark = pytest.mark.releases
+
 ROOT = Path(__file__).parents[2]
 ROWS = """
 import json, os, sys

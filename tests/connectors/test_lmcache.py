@@ -17,6 +17,8 @@ pytest.importorskip("vllm")
 
 from tests.engines.test_real_engine import python
 
+pytestmark = pytest.mark.releases
+
 ROOT = Path(__file__).parents[2]
 SERVERS = {"lmcache": "multiprocess", "lmcache-v1": "server"}
 ENGINES = ("", "-again", "-outage")

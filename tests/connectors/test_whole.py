@@ -12,6 +12,8 @@ pytest.importorskip("vllm")
 
 from tests.engines.test_real_engine import python
 
+pytestmark = pytest.mark.whole_engine
+
 RUNS = ("example", "multi", "multi-again", "offloading", "outage")
 
 

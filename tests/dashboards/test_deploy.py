@@ -141,6 +141,7 @@ def test_every_named_file_exists() -> None:
     assert all((EXAMPLE / name).exists() for name in (*example["resources"], *example["components"]))
 
 
+@pytest.mark.programs
 def test_the_podmonitor_is_valid_and_selects_the_pod(deployment: dict[str, Any]) -> None:
     """By the operator's own schema, as it is published for npm."""
     monitor = read(COMPONENT / "podmonitor.yaml")
@@ -163,6 +164,7 @@ def test_the_podmonitor_is_valid_and_selects_the_pod(deployment: dict[str, Any])
     assert {endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]} <= ports
 
 
+@pytest.mark.programs
 def test_the_compose_file_is_valid() -> None:
     """By the schema of the Compose specification in Docker's own last Python release."""
     with tools.wheel("docker-compose", "1.29.2").open("compose/config/compose_spec.json") as schema:
@@ -171,6 +173,7 @@ def test_the_compose_file_is_valid() -> None:
     assert [] == [error.message for error in checker.iter_errors(read(DEPLOY / "compose" / "compose.yaml"))]
 
 
+@pytest.mark.programs
 def test_promtool_accepts_the_compose_configuration(tmp_path: Path) -> None:
     promtool = tools.debian("prometheus", "promtool")
     (tmp_path / "prometheus.yml").write_text((DEPLOY / "compose" / "prometheus.yaml").read_text())

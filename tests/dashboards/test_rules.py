@@ -199,6 +199,7 @@ def run(promtool: Path, folder: Path, tests: list[dict[str, Any]]) -> subprocess
     )
 
 
+@pytest.mark.programs
 def test_promtool_accepts_the_rule_file(promtool: Path, tmp_path: Path) -> None:
     done = subprocess.run([promtool, "check", "rules", rules.write(tmp_path)], capture_output=True, text=True)
 
@@ -206,6 +207,7 @@ def test_promtool_accepts_the_rule_file(promtool: Path, tmp_path: Path) -> None:
     assert f"{len(rules.ALERTS) + len(rules.RECORDINGS)} rules found" in done.stdout
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("case", CASES, ids=repr)
 def test_alert(promtool: Path, tmp_path: Path, case: Case) -> None:
     done = run(promtool, tmp_path, [as_tested(case)])
@@ -220,6 +222,7 @@ def test_every_alert_has_a_case_that_fires_and_one_that_does_not() -> None:
     assert names == {case.alert for case in CASES if not case.fires}
 
 
+@pytest.mark.programs
 def test_hit_rates_are_recorded_by_engine_and_by_model(promtool: Path, tmp_path: Path) -> None:
     series = {
         of("kvledger_engine_info", 'model_name="m"'): "1x20",

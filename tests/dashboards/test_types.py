@@ -11,6 +11,8 @@ from tests import tools
 
 from kvledger.dashboards import boards
 
+pytestmark = pytest.mark.programs
+
 PINS = Path(__file__).parents[2] / "constraints" / "grafana-schema.json"
 
 OPTIONS = ["--noEmit", "--strict", "--skipLibCheck", "--module", "node16", "--moduleResolution", "node16"]

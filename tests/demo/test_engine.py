@@ -16,6 +16,8 @@ from kvledger.audit.demo.model import write_model
 
 pytest.importorskip("vllm")
 
+pytestmark = pytest.mark.whole_engine
+
 SOURCES = [
     f'vllm:prompt_tokens_by_source{{source="{source}"}}'
     for source in ("local_compute", "local_cache_hit", "external_kv_transfer")

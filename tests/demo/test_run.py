@@ -223,6 +223,7 @@ def test_the_counters_hold_what_is_unknown_here(tmp_path: Path) -> None:
     assert "in 1 of them: the observer hook failed" in audit.notes
 
 
+@pytest.mark.whole_engine
 def test_the_real_engines_run_leaves_nothing_unexplained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,6 +18,8 @@ from tests.engines.forked import VARIANTS
 from kvledger.audit.journal.folder import is_workers
 from kvledger.audit.replay.journals import audit_paths
 
+pytestmark = pytest.mark.whole_engine
+
 ROOT = Path(__file__).parents[2]
 
 

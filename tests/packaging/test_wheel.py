@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from hatchling import build
 
+pytestmark = pytest.mark.packaging
+
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("audit", "exporters", "dashboards")
 FILES = ("__init__.py", "__main__.py", "cli.py", "py.typed")

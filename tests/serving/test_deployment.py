@@ -27,6 +27,8 @@ from kvledger.audit.demo.model import VOCABULARY_TOKENS
 from kvledger.dashboards import check, rules
 from kvledger.exporters.metrics.table import METRICS
 
+pytestmark = pytest.mark.serving
+
 ENDED = "sum(kvledger_prompt_tokens_total)"
 SOURCES = "sum by (source) (kvledger_prompt_tokens_total)"
 SILENT = {"kvledger: Trust, Last findings"}

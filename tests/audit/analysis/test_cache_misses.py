@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
+from tests.examples import examples
 from tests.histories import GOLDEN, events
 from tests.strategies import Story, random_histories
 
@@ -127,7 +128,7 @@ def test_golden_histories_add_up(row: object) -> None:
         add_up(account)
 
 
-@settings(max_examples=1000, deadline=None)
+@examples(1000)
 @given(random_histories())
 def test_any_history_adds_up(story: Story) -> None:
     for account in accounts(list(story.events)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from tests.audit.checks.false_reports import (
     audited,
     found,
@@ -16,6 +16,7 @@ from tests.audit.checks.false_reports import (
     told,
     with_after,
 )
+from tests.examples import examples
 from tests.histories import GOLDEN, WOVEN, Golden, Woven, events, weave
 from tests.strategies import Story, random_histories
 
@@ -62,7 +63,7 @@ def test_golden_histories_woven_together_are_clean(row: Woven):
     assert ([], "clean") == (auditor.violations, auditor.verdict)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(random_histories())
 def test_a_correct_engine_is_never_accused(story: Story):
     """Of nothing but what the stream's connector does; with honest reports and counts beside."""

@@ -17,8 +17,9 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from kvledger.audit import events as ev
 from kvledger.audit.errors import LedgerError
@@ -114,7 +115,7 @@ EVENTS = get_args(ev.AnyEvent)
 
 
 @pytest.mark.parametrize("kind", EVENTS, ids=lambda kind: kind.__name__)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(25, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_every_event_comes_back_as_it_was_recorded(
     tmp_path_factory: pytest.TempPathFactory, kind: type[Any], data: st.DataObject
@@ -725,7 +726,7 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(operations=OPERATIONS)
 def test_whatever_fails_the_numbers_and_gaps_add_up(
     tmp_path_factory: pytest.TempPathFactory, operations: list[tuple[str, int]]

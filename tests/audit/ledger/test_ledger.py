@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
+from tests.examples import examples
 from tests.histories import GOLDEN, WOVEN, Golden, Woven, compressed, request_id, told_whole, weave
 from tests.naive import Naive
 from tests.strategies import Story, random_histories
@@ -165,7 +166,7 @@ def test_golden_row_of_several_requests(woven: Woven) -> None:
         expect(row, figures_of(ledger, number))
 
 
-@settings(max_examples=2000, deadline=None)
+@examples(2000)
 @given(random_histories())
 def test_any_history_as_the_naive_model_has_it(story: Story) -> None:
     """Every figure of every account at the end of any stream, cut off or not."""
@@ -178,7 +179,7 @@ def test_any_history_as_the_naive_model_has_it(story: Story) -> None:
         assert figures_expected(model, request) == figures_of(ledger, request)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(random_histories())
 def test_any_history_at_every_moment(story: Story) -> None:
     """The same after each single event."""
@@ -191,7 +192,7 @@ def test_any_history_at_every_moment(story: Story) -> None:
             assert figures_expected(model, request) == figures_of(ledger, request)
 
 
-@settings(max_examples=500, deadline=None)
+@examples(500)
 @given(random_histories())
 def test_any_history_told_whole(story: Story) -> None:
     """Outputs written whole, among repeats and others, are the same fact to ledger and model."""
@@ -208,7 +209,7 @@ def test_any_history_told_whole(story: Story) -> None:
         assert figures_expected(model, request) == figures_of(ledger, request)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(random_histories())
 def test_totals_are_the_sum_of_the_accounts(story: Story) -> None:
     """Nothing is counted twice and nothing is forgotten, whoever has ended."""
@@ -269,7 +270,7 @@ def test_most_of_a_long_decode_is_posted_when_somebody_asks() -> None:
     assert {0} == ledger.steady.keys()
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(random_histories())
 def test_reading_accounts_changes_nothing(story: Story) -> None:
     lazy, eager = ledger_of(story.events), posted_at_once(story.events)

@@ -105,6 +105,7 @@ def test_the_blocks_that_a_plan_will_fill(name: str, plan: dict[str, Any]) -> No
     assert {3, 4} == metadata_readers()[name](SimpleNamespace()).filled(SimpleNamespace(**plan), 16)
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize(
     ("release", "scenario", "found"),
     [

@@ -107,6 +107,7 @@ document.body.dataset.wide = document.documentElement.scrollWidth > window.inner
 </script>"""
 
 
+@pytest.mark.browser
 @pytest.mark.parametrize("width", [1200, 500])
 def test_in_a_browser_plots_have_data_and_no_errors(trace: Path, tmp_path: Path, width: int) -> None:
     """At the width of a desk and of a phone; Chromium opens no window narrower than 500."""

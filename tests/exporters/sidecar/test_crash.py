@@ -25,6 +25,7 @@ def uninterrupted(root: Path) -> dict[crash.Key, float]:
     return found
 
 
+@pytest.mark.crash
 def test_kill_at_any_instant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root, gone, seed = tmp_path / "engines", tmp_path / "gone", random.randrange(1 << 32)
     dice = random.Random(seed)

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from tests import journals
+from tests.examples import examples
 
 from kvledger.audit.analysis.reconciliation import FIGURES, Compared
 from kvledger.audit.causes import UNEXPLAINED
@@ -171,7 +172,7 @@ worlds = st.builds(
 )
 
 
-simulated = settings(max_examples=12, deadline=None, phases=(Phase.explicit, Phase.generate))
+simulated = examples(12, phases=(Phase.explicit, Phase.generate))
 """A world is seconds of work to shrink, and its seed says all."""
 
 

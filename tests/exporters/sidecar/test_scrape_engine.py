@@ -191,6 +191,7 @@ def replayed(
     return book, rows
 
 
+@pytest.mark.whole_engine
 def test_a_real_engine_under_pressure_has_no_unexplained_figure(
     run: tuple[list[tuple[int, Event]], list[Scrape]],
 ) -> None:
@@ -210,6 +211,7 @@ def test_a_real_engine_under_pressure_has_no_unexplained_figure(
     assert set(last["external_tokens"].drift) - {UNEXPLAINED}
 
 
+@pytest.mark.whole_engine
 def test_a_real_engine_that_counts_a_block_too_much_is_found(
     run: tuple[list[tuple[int, Event]], list[Scrape]],
 ) -> None:
