@@ -1,11 +1,10 @@
-"""Metrics and traces over OTLP, set up by the standard ``OTEL_*`` variables.
+"""Metrics and traces over OTLP, configured by the standard ``OTEL_*`` variables.
 
-The metric table is handed to the exporter as it stands, with the times since which it counts: what
-the ledger holds survives a restart of the sidecar, as an instrument's sums would not. A collector that
-is down costs nothing but what it misses: spans wait in a bounded queue, metrics are told anew each time,
-and both are sent by threads of their own.
+The exporter gets the metric table's own sums and start times instead of OpenTelemetry instruments: the
+ledger's sums survive a restart of the sidecar, an instrument's would not. A collector that is down never
+blocks kvledger: spans wait in a bounded queue, metrics are sent whole each time, and threads send both.
 
-On only where asked: an endpoint is set, or an exporter is named ``otlp``.
+It is on only if an endpoint is set or an exporter is named ``otlp``. What a span holds is in ``spans.py``.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from ...audit.errors import LedgerError
 from ...audit.ledger.account import Account
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.metrics_state import Distribution
-from .spans import Ids, Spans
+from .spans import Ids, RequestSpans
 from .table import Metric, collect
 from .values import Sample
 
@@ -53,7 +52,7 @@ Environ = Mapping[str, str]
 
 
 def wanted(environ: Environ) -> tuple[str, ...]:
-    """The signals that these variables ask for. Raises :class:`LedgerError` for what there is not."""
+    """The signals that the variables turn on. Raises :class:`LedgerError` for an unknown exporter."""
     if environ.get("OTEL_SDK_DISABLED", "").lower() in TRUE:
         return ()
     return tuple(signal for signal in SIGNALS if _wants(signal.upper(), environ))
@@ -62,98 +61,97 @@ def wanted(environ: Environ) -> tuple[str, ...]:
 def _wants(signal: str, environ: Environ) -> bool:
     exporter = environ.get(f"OTEL_{signal}_EXPORTER", "")
     if exporter not in ("", "otlp", "none"):
-        raise LedgerError(f"OTEL_{signal}_EXPORTER is {exporter!r}; there are otlp and none.")
+        raise LedgerError(f"OTEL_{signal}_EXPORTER is {exporter!r}; kvledger supports otlp and none.")
     endpoints = ("OTEL_EXPORTER_OTLP_ENDPOINT", f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT")
     return exporter == "otlp" or (not exporter and any(environ.get(name) for name in endpoints))
 
 
 def protocol(signal: str, environ: Environ) -> str:
-    """The protocol of a signal. Raises :class:`LedgerError` for one that there is not."""
+    """The OTLP protocol of a signal. Raises :class:`LedgerError` for an unknown one."""
     general = environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or PROTOCOLS[0]
-    said = environ.get(f"OTEL_EXPORTER_OTLP_{signal.upper()}_PROTOCOL") or general
-    if said not in PROTOCOLS:
-        raise LedgerError(f"OTLP over {said!r} is not to be had; there are {' and '.join(PROTOCOLS)}.")
-    return said
+    chosen = environ.get(f"OTEL_EXPORTER_OTLP_{signal.upper()}_PROTOCOL") or general
+    if chosen not in PROTOCOLS:
+        raise LedgerError(f"OTLP over {chosen!r} is not supported; choose {' or '.join(PROTOCOLS)}.")
+    return chosen
 
 
 def _exporter(signal: str, environ: Environ) -> Any:
-    """The SDK's exporter; its endpoint, headers, time limit and certificates are of the variables too."""
-    how = protocol(signal, environ)
+    """The SDK's exporter; it reads endpoint, headers and timeout from the variables."""
+    transport = protocol(signal, environ)
     try:
-        package = f"opentelemetry.exporter.otlp.proto.{how.partition('/')[0]}"
+        package = f"opentelemetry.exporter.otlp.proto.{transport.partition('/')[0]}"
         if signal == "traces":
             return import_module(f"{package}.trace_exporter").OTLPSpanExporter()
         return import_module(f"{package}.metric_exporter").OTLPMetricExporter()
     except ImportError as error:
         raise LedgerError(
-            f"OpenTelemetry over {how} needs {error.name}; install it with: pip install 'kvledger[otel]'."
+            f"OTLP over {transport} needs {error.name}; install it with: pip install 'kvledger[otel]'."
         ) from error
 
 
 def resource() -> Resource:
-    """Who tells all this: ``kvledger``, unless the variables say otherwise."""
+    """The sender's resource: service ``kvledger``, unless the variables name another."""
     default = Resource.create({"service.version": __version__})
-    said = OTELResourceDetector().detect().attributes
-    return default if "service.name" in said else default.merge(Resource({"service.name": "kvledger"}))
+    configured = OTELResourceDetector().detect().attributes
+    return default if "service.name" in configured else default.merge(Resource({"service.name": "kvledger"}))
 
 
 # --- the sender ---------------------------------------------------------------------------------------
 
 
 class Telemetry:
-    """Sends what the books hold, and the spans of what is watched, until it is closed.
+    """Sends the metrics of all audits and the spans of ended requests, until it is closed.
 
-    Raises :class:`LedgerError` where the variables ask for what there is not.
-
-    ``books`` is asked under ``lock``, and every book that it gives is watched within a second; one that
-    is watched sooner (:meth:`watch`) misses no request.
+    ``audits`` is called with ``lock`` held. Spans are sent for an audit from :meth:`watch` on; audits that
+    nobody passed to it are picked up within a second. Raises :class:`LedgerError` if the variables ask for
+    something that is not supported.
     """
 
     def __init__(
         self,
-        books: Callable[[], Sequence[EngineAudit]],
+        audits: Callable[[], Sequence[EngineAudit]],
         lock: AbstractContextManager[object],
         environ: Environ = os.environ,
     ) -> None:
         signals = wanted(environ)
-        self._books = books
+        self._audits = audits
         self._lock = lock
         self._watched: WeakSet[EngineAudit] = WeakSet()
         self._resource = resource()
         self._provider: TracerProvider | None = None
-        self._spans: Spans | None = None
+        self._spans: RequestSpans | None = None
         self._metrics: otel.MetricExporter | None = None
         self._interval = float(environ.get("OTEL_METRIC_EXPORT_INTERVAL") or INTERVAL_MILLISECONDS) / 1e3
         self._stop = threading.Event()
-        loops = (self._watch, self._tell)
+        loops = (self._watch_all, self._send_metrics)
         self._threads = [threading.Thread(target=loop, name="kvledger-otel", daemon=True) for loop in loops]
         if "traces" in signals:
             ids = Ids()
             self._provider = TracerProvider(resource=self._resource, id_generator=ids, shutdown_on_exit=False)
             self._provider.add_span_processor(BatchSpanProcessor(_exporter("traces", environ)))
-            self._spans = Spans(self._provider, ids)
+            self._spans = RequestSpans(self._provider, ids)
         if "metrics" in signals:
             self._metrics = _exporter("metrics", environ)
 
     def start(self) -> None:
-        """Begin to send."""
+        """Start the sending threads."""
         for thread in self._threads:
             thread.start()
 
-    def watch(self, book: EngineAudit) -> None:
-        """Emit the spans of every request of ``book`` that ends from now on. Under the books' lock."""
-        if self._spans is not None and book not in self._watched:
-            self._watched.add(book)
-            book.on_closed.append(partial(self._emit, self._spans, book))
+    def watch(self, engine_audit: EngineAudit) -> None:
+        """Emit spans for every request of this audit that ends from now on. The caller holds the lock."""
+        if self._spans is not None and engine_audit not in self._watched:
+            self._watched.add(engine_audit)
+            engine_audit.on_closed.append(partial(self._emit, self._spans, engine_audit))
 
-    def _emit(self, spans: Spans, book: EngineAudit, account: Account, verdict: str) -> None:
+    def _emit(self, spans: RequestSpans, engine_audit: EngineAudit, account: Account, verdict: str) -> None:
         try:
-            spans.emit(book, account, verdict)
-        except Exception as error:  # whoever feeds the book goes on
+            spans.emit(engine_audit, account, verdict)
+        except Exception as error:  # the reading thread goes on
             logger.warning("no spans of %s: %s: %s", account.request_id, type(error).__name__, error)
 
     def close(self) -> None:
-        """Send what is there, for a few seconds at most."""
+        """Send what is waiting, for a few seconds at most."""
         self._stop.set()
         for thread in self._threads:
             if thread.is_alive():
@@ -165,13 +163,13 @@ class Telemetry:
         if self._metrics is not None:
             self._metrics.shutdown(CLOSE_MILLISECONDS)
 
-    def _watch(self) -> None:
+    def _watch_all(self) -> None:
         while not self._stop.wait(WATCH_SECONDS):
             with self._lock:
-                for book in self._books():
-                    self.watch(book)
+                for engine_audit in self._audits():
+                    self.watch(engine_audit)
 
-    def _tell(self) -> None:
+    def _send_metrics(self) -> None:
         while not self._stop.wait(self._interval):
             self._send()
         self._send()
@@ -181,21 +179,21 @@ class Telemetry:
             return
         try:
             with self._lock:
-                data = metrics_data(self._books(), self._resource)
+                data = metrics_data(self._audits(), self._resource)
             self._metrics.export(data)
-        except Exception as error:  # metrics are told anew the next time
+        except Exception as error:  # the next time sends all metrics again
             logger.warning("metrics could not be sent: %s: %s", type(error).__name__, error)
 
 
 def attach_telemetry(
-    books: Callable[[], Sequence[EngineAudit]],
+    audits: Callable[[], Sequence[EngineAudit]],
     lock: AbstractContextManager[object],
     environ: Environ = os.environ,
 ) -> Telemetry | None:
-    """Begin to send, if the variables ask for it. Raises :class:`LedgerError` for what can't be done."""
+    """Start sending if the variables turn it on. Raises :class:`LedgerError` if they are wrong."""
     if not wanted(environ):
         return None
-    telemetry = Telemetry(books, lock, environ)
+    telemetry = Telemetry(audits, lock, environ)
     telemetry.start()
     return telemetry
 
@@ -203,16 +201,16 @@ def attach_telemetry(
 # --- metrics as data ----------------------------------------------------------------------------------
 
 
-def metrics_data(books: Sequence[EngineAudit], resource: Resource) -> otel.MetricsData:
-    """The whole table as it stands."""
+def metrics_data(audits: Sequence[EngineAudit], resource: Resource) -> otel.MetricsData:
+    """The metric table with its present values, as OTLP data."""
     now = time.time_ns()
-    metrics = [_metric(metric, samples, now) for metric, samples in collect(books) if samples]
+    metrics = [_metric(metric, samples, now) for metric, samples in collect(audits) if samples]
     scope = otel.ScopeMetrics(InstrumentationScope("kvledger", __version__), metrics, "")
     return otel.MetricsData([otel.ResourceMetrics(resource, [scope], "")])
 
 
 def name(metric: Metric) -> str:
-    """``kvledger.prompt_tokens``; a Prometheus that is told so calls it as ours does."""
+    """``kvledger.prompt_tokens``; Prometheus's own OTLP translation gives our Prometheus name back."""
     short = metric.exposed if metric.kind == "info" else metric.name
     return "kvledger." + short.removeprefix("kvledger_").removesuffix("_seconds")
 
@@ -237,7 +235,7 @@ def _number(metric: Metric, sample: Sample, now: int) -> otel.NumberDataPoint:
 def _spread(metric: Metric, sample: Sample, now: int) -> otel.HistogramDataPoint:
     spread = sample.value
     assert isinstance(spread, Distribution)
-    unsaid: Any = None  # the least and the most are not kept
+    not_kept: Any = None
     return otel.HistogramDataPoint(
         attributes=_labels(metric, sample),
         start_time_unix_nano=round(sample.created * 1e9),
@@ -246,8 +244,8 @@ def _spread(metric: Metric, sample: Sample, now: int) -> otel.HistogramDataPoint
         sum=spread.sum,
         bucket_counts=list(spread.counts),
         explicit_bounds=spread.bounds,
-        min=unsaid,
-        max=unsaid,
+        min=not_kept,
+        max=not_kept,
     )
 
 

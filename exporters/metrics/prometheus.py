@@ -1,4 +1,4 @@
-"""The metric table as Prometheus families. Following is ``sidecar.py``, HTTP is ``web.py``."""
+"""The metric table as Prometheus metric families. HTTP is in ``sidecar/http_server.py``."""
 
 from __future__ import annotations
 
@@ -16,68 +16,72 @@ from .table import METRICS, SUFFIXES, Metric, collect
 from .values import Sample
 
 EXEMPLAR_CHARACTERS = 128
-"""What OpenMetrics allows the names and values of an exemplar's labels together."""
+"""OpenMetrics limits the names and values of an exemplar's labels to this sum."""
 
 
 class AuditCollector(Collector):
-    """The metric table as Prometheus families.
+    """A prometheus_client collector over the metric table.
 
-    ``created``: counters say since when they count, as OpenMetrics has it: the earliest start of
-    the engines of a name, which no restart of the follower changes.
+    ``created`` adds the OpenMetrics ``_created`` samples: the earliest start of the engines of a name,
+    which does not change when the follower restarts.
     """
 
     def __init__(
         self,
-        books: Callable[[], list[EngineAudit]],
+        audits: Callable[[], list[EngineAudit]],
         lock: AbstractContextManager[object],
         *,
         created: bool = False,
     ) -> None:
-        self._books = books
+        self._audits = audits
         self._lock = lock
         self._created = created
 
     def describe(self) -> Iterator[Family]:
-        """Every family, empty; so registration reads no book."""
+        """Every family without samples, so that registration reads no audit."""
         return (family(metric, ()) for metric in METRICS)
 
     def collect(self) -> Iterator[Family]:
-        """Every family with its values of now."""
+        """Every family with its present samples."""
         with self._lock:
-            families = [family(metric, of, created=self._created) for metric, of in collect(self._books())]
+            families = [
+                family(metric, samples, created=self._created) for metric, samples in collect(self._audits())
+            ]
         yield from families
 
 
 def family(metric: Metric, samples: Iterable[Sample], *, created: bool = False) -> Family:
-    """One metric as prometheus_client has it, exemplars included."""
-    shown = Family(metric.name, metric.help, metric.kind, metric.unit)
+    """Convert one metric and its samples, exemplars included."""
+    result = Family(metric.name, metric.help, metric.kind, metric.unit)
     for sample in samples:
         labels = dict(zip(metric.labels, sample.labels, strict=True))
         value = sample.value
         if isinstance(value, Distribution):
-            _buckets(shown, labels, value)
+            _add_buckets(result, labels, value)
         else:
             suffix = SUFFIXES[metric.kind]
-            shown.add_sample(metric.name + suffix, labels, value, exemplar=_exemplar(sample.exemplar))
+            result.add_sample(
+                metric.name + suffix, labels, value, exemplar=openmetrics_exemplar(sample.exemplar)
+            )
         if created and sample.created and metric.kind in ("counter", "histogram"):
-            shown.add_sample(f"{metric.name}_created", labels, sample.created)
-    return shown
+            result.add_sample(f"{metric.name}_created", labels, sample.created)
+    return result
 
 
-def _buckets(shown: Family, labels: dict[str, str], spread: Distribution) -> None:
-    """Counts up to each bound, then their number and sum."""
+def _add_buckets(histogram: Family, labels: dict[str, str], spread: Distribution) -> None:
+    """Add the cumulative counts, the total count and the sum."""
     upto = 0
     for place, bound in enumerate((*spread.bounds, inf)):
         upto += spread.counts[place]
-        exemplar = _exemplar(spread.exemplars.get(place))
+        exemplar = openmetrics_exemplar(spread.exemplars.get(place))
         of_bound = {**labels, "le": "+Inf" if isinf(bound) else str(float(bound))}
-        shown.add_sample(f"{shown.name}_bucket", of_bound, upto, exemplar=exemplar)
-    shown.add_sample(f"{shown.name}_count", labels, upto)
-    shown.add_sample(f"{shown.name}_sum", labels, spread.sum)
+        histogram.add_sample(f"{histogram.name}_bucket", of_bound, upto, exemplar=exemplar)
+    histogram.add_sample(f"{histogram.name}_count", labels, upto)
+    histogram.add_sample(f"{histogram.name}_sum", labels, spread.sum)
 
 
-def _exemplar(exemplar: Exemplar | None) -> OpenMetricsExemplar | None:
-    """As OpenMetrics has it: at most 128 characters of labels, so the trace id, then the request's."""
+def openmetrics_exemplar(exemplar: Exemplar | None) -> OpenMetricsExemplar | None:
+    """Keep the trace id, then the request id, as far as 128 characters of labels allow."""
     if exemplar is None:
         return None
     labels: dict[str, str] = {}

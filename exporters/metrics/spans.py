@@ -1,9 +1,9 @@
-"""One request as spans: the request, a child a life, and what happened in between as their events.
+"""One request as spans: a span for the request, a child span for each life, and span events.
 
-Emitted when the account closes, with the times of the events. Ids are made of what is emitted, not
-drawn: a sidecar that reads a segment again after a crash emits the same spans under the same ids.
-Names follow the conventions for generative AI where they fit and are ``kvledger.*`` elsewhere:
-https://opentelemetry.io/docs/specs/semconv/gen-ai/
+Spans are emitted when the account closes, with the times of the journal's events. Ids are hashes of the
+request's identity and not random: a sidecar that reads a segment again after a crash emits the same spans
+with the same ids. Attribute names follow OpenTelemetry's conventions for generative AI where these fit,
+and are ``kvledger.*`` elsewhere: https://opentelemetry.io/docs/specs/semconv/gen-ai/
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.metrics_state import TRACEPARENT
 
 OLDEST_SECONDS = 600.0
-"""Requests that ended longer ago are read from an old journal, and are not news."""
+"""Requests that ended longer ago come from an old journal; no span is emitted for them."""
 
 Attributes = dict[str, AttributeValue]
 FINISH_REASONS = {"stopped": "stop", "length_capped": "length"}
 
 
 class Ids(IdGenerator):
-    """Gives out the ids that were set just before."""
+    """An id generator that returns the ids set just before."""
 
     trace_id = 0
     span_id = 0
 
     def generate_trace_id(self) -> int:
-        """For a request without a caller's trace."""
+        """The trace id of a request without a caller's trace."""
         return self.trace_id
 
     def generate_span_id(self) -> int:
-        """For the span that begins now."""
+        """The id of the span that begins now."""
         return self.span_id
 
-    def of(self, *name: object) -> None:
-        """Set both, of what is to be emitted."""
+    def set_from(self, *name: object) -> None:
+        """Set both ids to a hash of ``name``."""
         digest = blake2b("\0".join(map(str, name)).encode(), digest_size=24).digest()
         self.trace_id = int.from_bytes(digest[:16], "big") or 1
         self.span_id = int.from_bytes(digest[16:], "big") or 1
 
 
-class Spans:
-    """Emits the spans of requests that have ended. ``provider`` must have been made with ``ids``.
+class RequestSpans:
+    """Emits the spans of ended requests. ``provider`` must have been created with ``ids``.
 
-    Sampling, queues and export are the provider's: ending a span only puts it into a bounded queue.
+    The provider samples, queues and exports: ending a span only puts it into a bounded queue.
     """
 
     def __init__(self, provider: TracerProvider, ids: Ids, clock: Callable[[], float] = time.time) -> None:
@@ -66,72 +66,77 @@ class Spans:
         self._clock = clock
         self._one_at_a_time = threading.Lock()
 
-    def emit(self, book: EngineAudit, account: Account, verdict: str) -> None:
-        """One request of ``book`` that has just ended."""
-        if book.metrics.seconds(account.closed_at) < self._clock() - OLDEST_SECONDS:
+    def emit(self, engine_audit: EngineAudit, account: Account, verdict: str) -> None:
+        """Emit the spans of a request of ``engine_audit`` that has just ended."""
+        if engine_audit.metrics.seconds(account.closed_at) < self._clock() - OLDEST_SECONDS:
             return
         with self._one_at_a_time:
-            self._emit(book, account, verdict)
+            self._emit(engine_audit, account, verdict)
 
-    def _emit(self, book: EngineAudit, account: Account, verdict: str) -> None:
-        name = (book.name, book.path.name, book.metrics.created_seconds, account.request)
-        self._ids.of(*name)
+    def _emit(self, engine_audit: EngineAudit, account: Account, verdict: str) -> None:
+        name = (
+            engine_audit.name,
+            engine_audit.path.name,
+            engine_audit.metrics.created_seconds,
+            account.request,
+        )
+        self._ids.set_from(*name)
         span = self._tracer.start_span(
             "kvledger.request",
-            context=_callers(account),
-            attributes=request_attributes(book, account, verdict),
-            start_time=_nanoseconds(book, account.added_at),
+            context=_parent_context(account),
+            attributes=request_attributes(engine_audit, account, verdict),
+            start_time=_nanoseconds(engine_audit, account.added_at),
         )
         if account.outcome == "error":
             span.set_status(Status(StatusCode.ERROR))
         inside = trace.set_span_in_context(span)
         for at, event, attributes in request_events(account):
-            span.add_event(event, attributes, _nanoseconds(book, at))
+            span.add_event(event, attributes, _nanoseconds(engine_audit, at))
         for life in account.lives:
-            self._ids.of(*name, life.number)
+            self._ids.set_from(*name, life.number)
             child = self._tracer.start_span(
                 "kvledger.life",
                 context=inside,
                 attributes=life_attributes(life),
-                start_time=_nanoseconds(book, life.began_at),
+                start_time=_nanoseconds(engine_audit, life.began_at),
             )
             if life.load_ended_at >= 0:
                 loaded: Attributes = {"kvledger.loaded_tokens": life.loaded}
-                child.add_event("kvledger.load_ended", loaded, _nanoseconds(book, life.load_ended_at))
-            child.end(_nanoseconds(book, life.ended_at if life.ended_at >= 0 else account.closed_at))
-        span.end(_nanoseconds(book, account.closed_at))
+                child.add_event("kvledger.load_ended", loaded, _nanoseconds(engine_audit, life.load_ended_at))
+            child.end(_nanoseconds(engine_audit, life.ended_at if life.ended_at >= 0 else account.closed_at))
+        span.end(_nanoseconds(engine_audit, account.closed_at))
 
 
-def _callers(account: Account) -> Context:
-    """The caller's trace, if the engine was handed one; else the request begins a trace."""
-    nobody = Context()
-    said = TRACEPARENT.fullmatch(account.traceparent or "")
-    if said is None:
-        return nobody
-    trace_id, span_id, flags = (int(part, 16) for part in said.groups())
+def _parent_context(account: Account) -> Context:
+    """The caller's trace if the engine received one; else an empty context, which begins a trace."""
+    empty = Context()
+    header = TRACEPARENT.fullmatch(account.traceparent or "")
+    if header is None:
+        return empty
+    trace_id, span_id, flags = (int(part, 16) for part in header.groups())
     parent = SpanContext(trace_id, span_id, is_remote=True, trace_flags=TraceFlags(flags))
-    return trace.set_span_in_context(trace.NonRecordingSpan(parent), nobody)
+    return trace.set_span_in_context(trace.NonRecordingSpan(parent), empty)
 
 
-def _nanoseconds(book: EngineAudit, at: int) -> int:
-    return round(book.metrics.clock_seconds * 1e6 + at) * 1_000
+def _nanoseconds(engine_audit: EngineAudit, at: int) -> int:
+    return round(engine_audit.metrics.clock_seconds * 1e6 + at) * 1_000
 
 
-def request_attributes(book: EngineAudit, account: Account, verdict: str) -> Attributes:
-    """What is known of a request; of an unknown one who it is, and why nothing else is known."""
-    said = book.engine.configuration if book.engine else {}
+def request_attributes(engine_audit: EngineAudit, account: Account, verdict: str) -> Attributes:
+    """Attributes of a request span; an unknown request has its identity and the reason, and no figures."""
+    configuration = engine_audit.engine.configuration if engine_audit.engine else {}
     attributes: Attributes = {
-        "kvledger.engine": book.name,
+        "kvledger.engine": engine_audit.name,
         "kvledger.request_id": account.request_id,
         "kvledger.verdict": verdict,
         "gen_ai.response.finish_reasons": (FINISH_REASONS.get(account.outcome, account.outcome),),
     }
-    if said.get("model"):
-        attributes["gen_ai.request.model"] = str(said["model"])
+    if configuration.get("model"):
+        attributes["gen_ai.request.model"] = str(configuration["model"])
     if account.unknown is not None:
         return attributes | {"kvledger.unknown": account.unknown}
     attributes["gen_ai.usage.input_tokens"] = sum(s.prompt_tokens - s.carried for s in account.settlements)
-    if len(account.settlements) == 1:  # a session's later prompts hold what was output before
+    if len(account.settlements) == 1:  # later prompts of a session contain earlier output
         attributes["gen_ai.usage.output_tokens"] = account.sequence_tokens - account.prompt_tokens
     for source in ("local", "external", "computed", "unattained"):
         tokens = sum(getattr(s, source) for s in account.settlements)
@@ -148,7 +153,7 @@ def request_attributes(book: EngineAudit, account: Account, verdict: str) -> Att
 
 
 def request_events(account: Account) -> Iterator[tuple[int, str, Attributes]]:
-    """What happened between its lives, and when its prompt was settled."""
+    """Span events: preemptions, resumptions, and when each prompt was settled."""
     for life in account.lives:
         if life.number > 1:
             yield life.began_at, "kvledger.resumed", {"kvledger.life": life.number}
@@ -169,7 +174,7 @@ def request_events(account: Account) -> Iterator[tuple[int, str, Attributes]]:
 
 
 def life_attributes(life: Life) -> Attributes:
-    """A life's balances."""
+    """Attributes of a life span: its balances."""
     attributes: Attributes = {
         "kvledger.life": life.number,
         "kvledger.ended_by": life.ended_by,

@@ -1,8 +1,7 @@
-"""The one metric table: name, unit, kind, help, labels, reader. Everything else is made from it.
+"""The one metric table: name, unit, kind, help, labels, reader. Every exporter is derived from it.
 
-A reader (``readings.py``) takes the books of the engines that are followed and gives samples;
-:func:`collect` is what every exporter asks. ``python -m kvledger.exporters.metrics.table`` prints
-``docs/metrics.md``.
+A reader takes the audits of the followed engines and returns samples; the readers are in ``values.py``.
+Exporters call :func:`collect`. ``python -m kvledger.exporters.metrics.table`` prints ``docs/metrics.md``.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from ...audit.checks.registry import catalogue
+from ...audit.hooks import TIMED_STEPS
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.metrics_state import REWORK, SHARES, TIMES, VERDICTS, WAIT_SECONDS, Distribution
 from . import values as read
@@ -22,10 +22,10 @@ SUFFIXES: dict[Kind, str] = {"counter": "_total", "gauge": "", "histogram": "", 
 
 
 class Metric(NamedTuple):
-    """One row. A counter is exposed with ``_total`` behind its name, an info with ``_info``.
+    """One metric. A counter is exposed with the suffix ``_total``, an info metric with ``_info``.
 
-    ``words``: the values of labels that have a closed set of them; each is shown from the start.
-    ``bounds``: a histogram's, the last but infinity.
+    ``words``: the possible values of a label, if they are a closed set; each has a series from the start.
+    ``bounds``: the upper bounds of a histogram's buckets, without infinity.
     """
 
     name: str
@@ -44,10 +44,10 @@ class Metric(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Metrics of one subject, with what there is to know of all of them."""
+    """Metrics of one subject, with an introduction for the page."""
 
     title: str
-    says: str
+    description: str
     metrics: tuple[Metric, ...]
 
 
@@ -58,14 +58,14 @@ IDS = tuple(catalogue())
 GROUPS: tuple[Group, ...] = (
     Group(
         "Prompts",
-        "Where the prompts' KV came from. `kvledger_prompt_tokens_total` is settled once a request and "
-        "is never changed by a preemption, a resumption or a second look-up.",
+        "Where the KV of prompt tokens came from. `kvledger_prompt_tokens_total` counts each request "
+        "once; a preemption, a resumption or a second lookup never changes it.",
         (
             Metric(
                 "kvledger_prompt_tokens",
                 TOKENS,
                 "counter",
-                "Prompt tokens by where their KV first came from, settled once a request.",
+                "Prompt tokens by where their KV first came from, counted once per request.",
                 (*ENGINE, "source"),
                 read.values(read.SOURCES, read.prompt_tokens),
                 {"source": read.SOURCES},
@@ -74,33 +74,34 @@ GROUPS: tuple[Group, ...] = (
                 "kvledger_planned_prompt_tokens",
                 TOKENS,
                 "counter",
-                "Prompt tokens by the promise of the first admission that ran, which is what vLLM 0.26 and "
-                "later report.",
+                "Prompt tokens by the planned split of the first scheduled admission, which current "
+                "vLLM releases report.",
                 (*ENGINE, "source"),
-                read.values(read.PLANNED, lambda book: book.metrics.planned),
+                read.values(read.PLANNED, lambda engine_audit: engine_audit.metrics.planned),
                 {"source": read.PLANNED},
             ),
             Metric(
                 "kvledger_planned_negative_tokens",
                 TOKENS,
                 "counter",
-                "How far below zero promises of a source lay; in no other figure, so that no counter falls.",
+                "How far planned figures were below zero. No other metric includes these tokens, so no "
+                "counter falls.",
                 (*ENGINE, "source"),
-                read.values(read.PLANNED, lambda book: book.metrics.planned_negative),
+                read.values(read.PLANNED, lambda engine_audit: engine_audit.metrics.planned_negative),
                 {"source": read.PLANNED},
             ),
         ),
     ),
     Group(
         "Work",
-        "What the engine scheduled, and what became of it. The kinds of `kvledger_work_tokens_total` sum "
-        "to all that was scheduled; `kvledger_rework_tokens_total` is its kind `rework` by cause.",
+        "What the engine scheduled, by outcome. The kinds of `kvledger_work_tokens_total` sum to all "
+        "scheduled tokens; `kvledger_rework_tokens_total` splits its kind `rework` by cause.",
         (
             Metric(
                 "kvledger_work_tokens",
                 TOKENS,
                 "counter",
-                "Scheduled tokens by what became of them.",
+                "Scheduled tokens by outcome.",
                 (*ENGINE, "kind"),
                 read.values(read.WORK, read.work),
                 {"kind": read.WORK},
@@ -109,90 +110,95 @@ GROUPS: tuple[Group, ...] = (
                 "kvledger_rework_tokens",
                 TOKENS,
                 "counter",
-                "Tokens scheduled again, by the cause for which their KV had ceased to be.",
+                "Tokens computed again, by the cause that lost their KV.",
                 (*ENGINE, "cause"),
-                read.values(read.LOSSES, lambda book: book.closed.rework),
+                read.values(read.LOSSES, lambda engine_audit: engine_audit.closed.rework),
                 {"cause": read.LOSSES},
             ),
             Metric(
                 "kvledger_discarded_tokens",
                 TOKENS,
                 "counter",
-                "Tokens whose KV was given up with their life, by cause.",
+                "Tokens whose KV was discarded at the end of a life, by cause. A life lasts from an "
+                "admission to the next preemption or the end.",
                 (*ENGINE, "cause"),
-                read.values(read.DISCARDS, lambda book: book.closed.discarded),
+                read.values(read.DISCARDS, lambda engine_audit: engine_audit.closed.discarded),
                 {"cause": read.DISCARDS},
             ),
             Metric(
                 "kvledger_hit_again_tokens",
                 TOKENS,
                 "counter",
-                "Local hits of later lives over tokens that had come to be before.",
+                "Repeat hits: local hits of a later life on positions whose KV an earlier life already had.",
                 ENGINE,
-                read.value(lambda book: book.closed.hit_again),
+                read.value(lambda engine_audit: engine_audit.closed.hit_again),
             ),
             Metric(
                 "kvledger_loaded_again_tokens",
                 TOKENS,
                 "counter",
-                "External loads of later lives over tokens that had come to be before.",
+                "Repeat loads: external loads of a later life for positions whose KV an earlier life already "
+                "had.",
                 ENGINE,
-                read.value(lambda book: book.closed.loaded_again),
+                read.value(lambda engine_audit: engine_audit.closed.loaded_again),
             ),
         ),
     ),
     Group(
         "External tokens",
-        "What the connector promised, and what came of it: promised = loaded + voided. What a prefill "
-        "engine hands over was computed there: a fleet that adds it to its hits counts each prompt twice, so "
-        "it is kept apart as transferred. No connector tells the scheduler a load's tier (host, disk, "
-        "peer), so none is shown; `kvledger_engine_info` has the `connector`.",
+        "What the connector promised, and what was loaded: promised = loaded + failed or cancelled "
+        "(voided). Tokens that a prefill engine handed over were computed there. A fleet that adds "
+        "them to its hits counts each prompt twice, so they are counted separately as transferred. No "
+        "connector reports the storage tier of a load (host, disk, peer) to the scheduler, so there "
+        "is none here; `kvledger_engine_info` has the `connector`.",
         (
             Metric(
                 "kvledger_external_promised_tokens",
                 TOKENS,
                 "counter",
-                "External tokens that the connector promised, at every admission.",
+                "External tokens that the connector promised, summed over all admissions.",
                 ENGINE,
-                read.value(lambda book: book.closed.promised),
+                read.value(lambda engine_audit: engine_audit.closed.promised),
             ),
             Metric(
                 "kvledger_transferred_prompt_tokens",
                 TOKENS,
                 "counter",
-                "Of `kvledger_prompt_tokens_total`, source `external`: what a prefill engine handed over.",
+                "The part of `kvledger_prompt_tokens_total` with source `external` that a prefill engine "
+                "handed over.",
                 ENGINE,
-                read.value(lambda book: book.metrics.transferred_tokens),
+                read.value(lambda engine_audit: engine_audit.metrics.transferred_tokens),
             ),
             Metric(
                 "kvledger_external_loaded_tokens",
                 TOKENS,
                 "counter",
-                "External tokens that came.",
+                "External tokens that were loaded.",
                 ENGINE,
-                read.value(lambda book: book.closed.loaded),
+                read.value(lambda engine_audit: engine_audit.closed.loaded),
             ),
             Metric(
                 "kvledger_external_voided_tokens",
                 TOKENS,
                 "counter",
-                "External tokens that were promised and did not come, by cause.",
+                "External tokens that were promised and failed or were cancelled, by cause.",
                 (*ENGINE, "cause"),
-                read.values(read.VOIDS, lambda book: book.closed.voided),
+                read.values(read.VOIDS, lambda engine_audit: engine_audit.closed.voided),
                 {"cause": read.VOIDS},
             ),
         ),
     ),
     Group(
-        "Look-ups",
-        "What the engine counted of its own look-ups, resumed requests included (`vllm:prefix_cache_*` "
-        "leave those out). They count as they happen. An engine that runs without statistics counts none.",
+        "Lookups",
+        "Prefix-cache lookups as the engine itself counted them, at the time of the lookup. Lookups "
+        "of resumed requests are included (`vllm:prefix_cache_*` leave them out). An engine that runs "
+        "without statistics counts none.",
         (
             Metric(
                 "kvledger_lookups",
                 "",
                 "counter",
-                "Look-ups that the engine counted, by cache.",
+                "Lookups that the engine counted, by cache.",
                 (*ENGINE, "cache"),
                 read.lookups(lambda asked: asked.lookups),
                 {"cache": read.CACHES},
@@ -210,7 +216,7 @@ GROUPS: tuple[Group, ...] = (
                 "kvledger_lookup_hit_tokens",
                 TOKENS,
                 "counter",
-                "Tokens that were found, by cache.",
+                "Tokens that a lookup hit, by cache.",
                 (*ENGINE, "cache"),
                 read.lookups(lambda asked: asked.hit),
                 {"cache": read.CACHES},
@@ -219,14 +225,15 @@ GROUPS: tuple[Group, ...] = (
     ),
     Group(
         "Requests",
-        "A request is counted when it ends; the histograms leave unknown ones out. Their buckets bear the "
-        "latest request as an exemplar, with the caller's trace id where the engine was handed one.",
+        "A request is counted when it ends. The histograms leave unknown requests out. Their buckets "
+        "carry the latest request as an exemplar, with the caller's trace id if the engine received "
+        "one.",
         (
             Metric(
                 "kvledger_requests",
                 "",
                 "counter",
-                "Requests that have ended, by verdict and outcome.",
+                "Ended requests, by verdict and outcome.",
                 (*ENGINE, "verdict", "outcome"),
                 read.engines(read.requests),
                 {"verdict": VERDICTS, "outcome": read.OUTCOMES},
@@ -235,67 +242,68 @@ GROUPS: tuple[Group, ...] = (
                 "kvledger_open_requests",
                 "",
                 "gauge",
-                "Requests whose accounts are open.",
+                "Requests in the engine, running and waiting.",
                 ENGINE,
-                read.value(lambda book: len(book.auditor.ledger.open)),
+                read.value(lambda engine_audit: len(engine_audit.auditor.ledger.open)),
             ),
             Metric(
                 "kvledger_preemptions",
                 "",
                 "counter",
-                "Preemptions by cause, as they happen.",
+                "Preemptions by cause, counted as they happen.",
                 (*ENGINE, "cause"),
-                read.values(read.PREEMPTIONS, lambda book: book.metrics.preemptions),
+                read.values(read.PREEMPTIONS, lambda engine_audit: engine_audit.metrics.preemptions),
                 {"cause": read.PREEMPTIONS},
             ),
             Metric(
                 "kvledger_request_cached_ratio",
                 "ratio",
                 "histogram",
-                "The share of a request's prompt that was local or external.",
+                "Share of a request's prompt tokens that were local or external.",
                 ENGINE,
-                read.value(lambda book: book.metrics.cached_share),
+                read.value(lambda engine_audit: engine_audit.metrics.cached_share),
                 bounds=SHARES,
             ),
             Metric(
                 "kvledger_request_rework_ratio",
                 "ratio",
                 "histogram",
-                "The share of a request's scheduled tokens that was rework.",
+                "Share of a request's scheduled tokens that was rework.",
                 ENGINE,
-                read.value(lambda book: book.metrics.rework_share),
+                read.value(lambda engine_audit: engine_audit.metrics.rework_share),
                 bounds=REWORK,
             ),
             Metric(
                 "kvledger_request_preemptions",
                 "",
                 "histogram",
-                "How often a request was preempted.",
+                "Number of preemptions of a request.",
                 ENGINE,
-                read.value(lambda book: book.metrics.preempted),
+                read.value(lambda engine_audit: engine_audit.metrics.preempted),
                 bounds=TIMES,
             ),
             Metric(
                 "kvledger_request_remote_wait_seconds",
                 "seconds",
                 "histogram",
-                "How long a request waited for remote KV in all, of those that did.",
+                "Total time that a request waited for remote KV, of the requests that waited.",
                 ENGINE,
-                read.value(lambda book: book.metrics.remote_wait),
+                read.value(lambda engine_audit: engine_audit.metrics.remote_wait),
                 bounds=WAIT_SECONDS,
             ),
         ),
     ),
     Group(
         "Findings",
-        "Every invariant of [the catalogue](invariants.md) is there from the start. A *violation* means that "
-        "the engine is wrong; a *drift*, that it counts by a rule that misleads.",
+        "Every invariant of [the catalogue](invariants.md) has a series from the start. A *violation* "
+        "means that the engine is wrong; a *drift* means that it counts by a deliberate but "
+        "misleading rule.",
         (
             Metric(
                 "kvledger_violations",
                 "",
                 "counter",
-                "How often an invariant was seen broken.",
+                "Number of times that an invariant was violated.",
                 (*ENGINE, "id", "severity"),
                 read.violations,
                 {"id": IDS, "severity": ("violation", "drift")},
@@ -304,7 +312,7 @@ GROUPS: tuple[Group, ...] = (
                 "kvledger_last_violation_timestamp_seconds",
                 "seconds",
                 "gauge",
-                "When an invariant was last seen broken, Unix time; no series for one that never was.",
+                "Unix time at which an invariant was last violated; no series if it never was.",
                 (*ENGINE, "id", "severity"),
                 read.engines(read.last_violations),
             ),
@@ -312,9 +320,9 @@ GROUPS: tuple[Group, ...] = (
     ),
     Group(
         "Coverage",
-        "Whether silence means health. An engine that is not `live` is not observed: `detached` and `failed` "
-        "engines may serve on, `stopped` ones ended in good order, `dead` ones did not. Tokens of requests "
-        "that lost events touched are `unknown`.",
+        "Whether an absence of findings means anything. Only a `live` engine is observed. `detached` "
+        "and `failed` engines may still serve; `stopped` engines ended in an orderly way, `dead` ones "
+        "did not. Tokens of requests that were touched by lost events are `unknown`.",
         (
             Metric(
                 "kvledger_engine_observed",
@@ -322,13 +330,13 @@ GROUPS: tuple[Group, ...] = (
                 "gauge",
                 "1 while the engine is under observation, else 0.",
                 ENGINE,
-                read.value(lambda book: float(read.state(book) == "live")),
+                read.value(lambda engine_audit: float(read.state(engine_audit) == "live")),
             ),
             Metric(
                 "kvledger_engine_state",
                 "",
                 "gauge",
-                "1 for what became of the observation of an engine, 0 for the other states.",
+                "1 for the engine's present state of observation, 0 for the other states.",
                 (*ENGINE, "state"),
                 read.engines(read.states),
                 {"state": read.STATES},
@@ -337,16 +345,17 @@ GROUPS: tuple[Group, ...] = (
                 "kvledger_audited_tokens",
                 TOKENS,
                 "counter",
-                "Prompt and output tokens of requests that have ended, by verdict.",
+                "Prompt and output tokens of ended requests, by verdict.",
                 (*ENGINE, "verdict"),
-                read.values(VERDICTS, lambda book: book.metrics.sequence_tokens),
+                read.values(VERDICTS, lambda engine_audit: engine_audit.metrics.sequence_tokens),
                 {"verdict": VERDICTS},
             ),
             Metric(
                 "kvledger_journal_lag_seconds",
                 "seconds",
                 "gauge",
-                "All that was written until so many seconds ago has been read; 0 of an engine that is gone.",
+                "Everything that the engine wrote up to this many seconds ago has been read; 0 once the "
+                "engine is gone.",
                 ENGINE,
                 read.engines(read.lag),
             ),
@@ -356,13 +365,13 @@ GROUPS: tuple[Group, ...] = (
                 "counter",
                 "Events read from the engine's journal.",
                 ENGINE,
-                read.value(lambda book: book.events),
+                read.value(lambda engine_audit: engine_audit.events),
             ),
             Metric(
                 "kvledger_last_event_timestamp_seconds",
                 "seconds",
                 "gauge",
-                "When the last event read happened, Unix time.",
+                "Unix time of the last event that was read.",
                 ENGINE,
                 read.value(read.last_event),
             ),
@@ -370,7 +379,7 @@ GROUPS: tuple[Group, ...] = (
                 "kvledger_gaps",
                 "",
                 "counter",
-                "How often events were lost, by whether it is known how many.",
+                "Number of gaps in the journal, by whether the number of lost events is known.",
                 (*ENGINE, "size"),
                 read.values(read.GAP_SIZES, read.gaps),
                 {"size": read.GAP_SIZES},
@@ -379,47 +388,47 @@ GROUPS: tuple[Group, ...] = (
                 "kvledger_lost_events",
                 "",
                 "counter",
-                "Events lost, in gaps of known size.",
+                "Events lost in gaps of known size.",
                 ENGINE,
-                read.value(lambda book: book.metrics.lost_events),
+                read.value(lambda engine_audit: engine_audit.metrics.lost_events),
             ),
             Metric(
                 "kvledger_hook_failures",
                 "",
                 "counter",
-                "How often an observer failed in the engine.",
+                "Number of exceptions that observers raised in the engine.",
                 ENGINE,
-                read.value(lambda book: book.auditor.ledger.hook_failures),
+                read.value(lambda engine_audit: engine_audit.auditor.ledger.hook_failures),
             ),
             Metric(
                 "kvledger_hook_sampled_seconds",
                 "seconds",
                 "counter",
-                "Time in hooks, in the steps in which it was taken: some in sixty-four.",
+                f"Time in hooks during the timed steps, a few in every {TIMED_STEPS}.",
                 ENGINE,
-                read.value(lambda book: book.metrics.hook_us / 1e6),
+                read.value(lambda engine_audit: engine_audit.metrics.hook_us / 1e6),
             ),
             Metric(
                 "kvledger_hook_sampled_steps",
                 "",
                 "counter",
-                "Steps in which the time in hooks was taken.",
+                "Number of timed steps.",
                 ENGINE,
-                read.value(lambda book: book.metrics.hook_steps),
+                read.value(lambda engine_audit: engine_audit.metrics.hook_steps),
             ),
             Metric(
                 "kvledger_check_failures",
                 "",
                 "counter",
-                "How often a check itself failed: a defect of kvledger.",
+                "Number of times that a check itself failed, which is a defect of kvledger.",
                 ENGINE,
-                read.value(lambda book: sum(book.auditor.check_failures.values())),
+                read.value(lambda engine_audit: sum(engine_audit.auditor.check_failures.values())),
             ),
             Metric(
                 "kvledger_checkpoint_timestamp_seconds",
                 "seconds",
                 "gauge",
-                "When the engine's account was last saved, Unix time; no series where it never was.",
+                "Unix time at which the engine's audit was last saved; no series if it never was.",
                 ENGINE,
                 read.engines(read.checkpoint),
             ),
@@ -427,7 +436,7 @@ GROUPS: tuple[Group, ...] = (
                 "kvledger_unnamed_journals",
                 "",
                 "gauge",
-                "Journals in which no engine has said its name; they are in no other metric.",
+                "Journals without the event that names their engine; no other metric includes them.",
                 (),
                 read.unnamed,
             ),
@@ -435,15 +444,15 @@ GROUPS: tuple[Group, ...] = (
     ),
     Group(
         "Reconciliation",
-        "The engine's own counters beside the ledger, since a common baseline, where the engine's own "
-        "metrics are scraped too ([reconciliation](reconciliation.md)). `figure` names a counter. Only the "
-        "cause `unexplained` is worth an alert.",
+        "The engine's own counters and the ledger's figures since a common baseline, if the sidecar "
+        "scrapes the engine's metrics ([reconciliation](reconciliation.md)). `figure` names a "
+        "counter. Only the cause `unexplained` is worth an alert.",
         (
             Metric(
                 "kvledger_reconciliation_engine",
                 "",
                 "gauge",
-                "What the engine's own counter rose by.",
+                "Increase of the engine's own counter.",
                 (*ENGINE, "figure"),
                 read.engine_counters("counted"),
             ),
@@ -451,7 +460,7 @@ GROUPS: tuple[Group, ...] = (
                 "kvledger_reconciliation_ledger",
                 "",
                 "gauge",
-                "What the ledger's figure rose by.",
+                "Increase of the ledger's figure.",
                 (*ENGINE, "figure"),
                 read.engine_counters("ledger"),
             ),
@@ -459,7 +468,7 @@ GROUPS: tuple[Group, ...] = (
                 "kvledger_reconciliation_drift",
                 "",
                 "gauge",
-                "The engine's figure less the ledger's, by cause.",
+                "The engine's figure minus the ledger's, by cause.",
                 (*ENGINE, "figure", "cause"),
                 read.engines(read.drift),
             ),
@@ -467,7 +476,7 @@ GROUPS: tuple[Group, ...] = (
                 "kvledger_reconciliation_up",
                 "",
                 "gauge",
-                "Whether the last scrape of the engine's own metrics succeeded.",
+                "1 if the last scrape of the engine's own metrics succeeded, else 0.",
                 ENGINE,
                 read.reconciled("answered"),
             ),
@@ -475,7 +484,7 @@ GROUPS: tuple[Group, ...] = (
                 "kvledger_reconciliation_scrape_timestamp_seconds",
                 "seconds",
                 "gauge",
-                "When the engine's own metrics were last read, Unix time.",
+                "Unix time of the last scrape of the engine's own metrics.",
                 ENGINE,
                 read.reconciled("scraped_seconds"),
             ),
@@ -483,7 +492,7 @@ GROUPS: tuple[Group, ...] = (
                 "kvledger_reconciliation_baseline_timestamp_seconds",
                 "seconds",
                 "gauge",
-                "Since when the two are compared, Unix time.",
+                "Unix time at which the comparison began.",
                 ENGINE,
                 read.reconciled("baseline_seconds"),
             ),
@@ -491,24 +500,23 @@ GROUPS: tuple[Group, ...] = (
     ),
     Group(
         "The sidecar",
-        "How `kvledger serve` itself does; not of books that nobody follows. "
-        "[What each loss means](sidecar.md#after-a-restart).",
+        "The state of `kvledger serve` itself. [What each loss means](sidecar.md#after-a-restart).",
         (
             Metric(
                 "kvledger_sidecar_losses",
                 "",
                 "counter",
-                "How often what was known before a restart, or is to be read, was not there; no figure is "
-                "made up for it.",
+                "How often the sidecar lost state or unread events, by reason. No figure is invented for a "
+                "loss.",
                 ("reason",),
-                read.amiss,
-                {"reason": read.AMISS},
+                read.losses,
+                {"reason": read.LOSS_REASONS},
             ),
             Metric(
                 "kvledger_sidecar_unreadable_journals",
                 "",
                 "gauge",
-                "Journals that can't be read now; the sidecar's log and first page say why.",
+                "Journals that can't be read now; the sidecar's log and first page show the reason.",
                 (),
                 read.health("unreadable"),
             ),
@@ -516,7 +524,7 @@ GROUPS: tuple[Group, ...] = (
                 "kvledger_sidecar_catch_up_seconds",
                 "seconds",
                 "gauge",
-                "How long this sidecar read before it first answered.",
+                "Time that this sidecar read journals before it first answered.",
                 (),
                 read.health("caught_up_seconds"),
             ),
@@ -532,7 +540,7 @@ GROUPS: tuple[Group, ...] = (
                 "kvledger_sidecar_checkpoint_seconds",
                 "seconds",
                 "gauge",
-                "How long the last checkpoint took to write.",
+                "Time that the last checkpoint took to write.",
                 (),
                 read.health("save_seconds"),
             ),
@@ -547,16 +555,16 @@ GROUPS: tuple[Group, ...] = (
         ),
     ),
     Group(
-        "Who is who",
-        "To join these figures with the engine's own, group by `engine_index` and what your scrape adds "
-        "(pod, instance): vLLM calls that index `engine`. `model_name` is the served one; of a local path "
-        "only the last part.",
+        "Labels of engines",
+        "To join these figures with the engine's own, group by `engine_index` and the labels that "
+        "your scrape adds (pod, instance): vLLM calls that index `engine`. `model_name` is the served "
+        "name; of a local path, only the last part.",
         (
             Metric(
                 "kvledger_engine",
                 "",
                 "info",
-                "The engines under observation, those that are gone included.",
+                "The observed engines, including those that are gone.",
                 (*ENGINE, *read.ENGINE_LABELS),
                 read.engines(read.engine),
             ),
@@ -564,7 +572,7 @@ GROUPS: tuple[Group, ...] = (
                 "kvledger_build",
                 "",
                 "info",
-                "The kvledger that serves this.",
+                "The version of kvledger that serves these metrics.",
                 ("version",),
                 read.build,
             ),
@@ -575,25 +583,25 @@ GROUPS: tuple[Group, ...] = (
 METRICS: tuple[Metric, ...] = tuple(metric for group in GROUPS for metric in group.metrics)
 
 
-def collect(books: Sequence[EngineAudit]) -> list[tuple[Metric, list[Sample]]]:
-    """Every metric with its samples of now; what two journals of one engine say is one sample.
+def collect(audits: Sequence[EngineAudit]) -> list[tuple[Metric, list[Sample]]]:
+    """Every metric with its present samples; journals of one engine name share one sample.
 
-    Counters and histograms are summed, since the earlier of two; of the rest the later journal's
-    holds, and of an info there is one an engine.
+    Counters and histograms of such journals are summed and count since the earlier start. For gauges the
+    later journal wins. An info metric has one sample per engine.
     """
-    return [(metric, merged(metric, metric.read(books))) for metric in METRICS]
+    return [(metric, merged(metric, metric.read(audits))) for metric in METRICS]
 
 
 def merged(metric: Metric, samples: Iterable[Sample]) -> list[Sample]:
     """One sample for each set of labels."""
-    found: dict[tuple[str, ...], Sample] = {}
+    by_labels: dict[tuple[str, ...], Sample] = {}
     for sample in samples:
         key = sample.labels[:1] if metric.kind == "info" else sample.labels
-        known = found.get(key)
-        if known is not None and metric.kind in ("counter", "histogram"):
-            sample = _summed(known, sample)
-        found[key] = sample
-    return list(found.values())
+        earlier = by_labels.get(key)
+        if earlier is not None and metric.kind in ("counter", "histogram"):
+            sample = _summed(earlier, sample)
+        by_labels[key] = sample
+    return list(by_labels.values())
 
 
 def _summed(one: Sample, other: Sample) -> Sample:
@@ -614,11 +622,11 @@ HEAD = """# Metrics
 Made by `python -m kvledger.exporters.metrics.table`; do not edit.
 
 `kvledger serve PATH` serves these at `/metrics`. `engine` names one observed process. Unless a line
-says otherwise, figures of tokens and requests are of requests that have ended, and requests that
-lost events touched are in none but `kvledger_requests_total` and `kvledger_audited_tokens_total`,
-with the verdict `unknown`. Labels with a closed set of values show every one of it from the start, at
-zero; `other` stands for a word that this release does not know. No label bears a request's id:
-exemplars do, in the OpenMetrics format.
+says otherwise, tokens and requests are counted when the request ends. Requests that were touched by lost
+events appear only in `kvledger_requests_total` and `kvledger_audited_tokens_total`, with the verdict
+`unknown`. If the values of a label are a closed set, each value has a series from the start, at zero;
+`other` stands for a value that this release does not know. No label holds a request id; exemplars do, in
+the OpenMetrics format.
 """
 
 
@@ -626,15 +634,15 @@ def markdown() -> str:
     """docs/metrics.md."""
     lines = [HEAD.rstrip("\n")]
     for group in GROUPS:
-        lines += ["", f"## {group.title}", "", group.says, ""]
-        lines += ["| name | kind | unit | labels | what it is |", "|---|---|---|---|---|"]
+        lines += ["", f"## {group.title}", "", group.description, ""]
+        lines += ["| name | kind | unit | labels | meaning |", "|---|---|---|---|---|"]
         for metric in group.metrics:
             labels = ", ".join(f"`{label}`" for label in metric.labels)
             lines.append(f"| `{metric.exposed}` | {metric.kind} | {metric.unit} | {labels} | {metric.help} |")
         for metric in group.metrics:
             for label, words in metric.words.items():
-                shown = "every id of the catalogue" if words is IDS else ", ".join(f"`{w}`" for w in words)
-                lines += ["", f"`{metric.exposed}`: `{label}` is {shown}."]
+                values = "every id of the catalogue" if words is IDS else ", ".join(f"`{w}`" for w in words)
+                lines += ["", f"`{metric.exposed}`: `{label}` is {values}."]
             if metric.bounds:
                 bounds = ", ".join(f"{bound:g}" for bound in metric.bounds)
                 lines += ["", f"`{metric.exposed}`: buckets up to {bounds}."]

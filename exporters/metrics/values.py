@@ -1,11 +1,11 @@
-"""How the metrics are read from the books: the readers of the table in ``metrics.py``, and their samples.
+"""The readers of the metric table: functions that take the audits and return samples.
 
-What is read of tokens and requests are the sums of *ended* requests, for two reasons: what an open
-account holds may still move from one heading to another (a draft accepted past the stop becomes
-overrun), and an account that turns unknown is taken out of the sums; a counter may do neither.
+Token and request counters sum *ended* requests only, because a counter must not fall: tokens of an open
+account may still move between kinds (a draft accepted past the stop becomes overrun), and an account that
+becomes unknown leaves the sums.
 
-Words that become label values are of closed sets, each shown from the start, at zero. A word that no
-set has is counted as ``other``: labels stay bounded whatever a host may say.
+Label values come from closed sets. Each value has a series from the start, at zero; any other value is
+counted as ``other``, so the number of series is bounded.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ GAP_SIZES = ("known", "unknown")
 
 
 class Sample(NamedTuple):
-    """One value; ``labels`` in the order of the metric's own.
+    """One value; ``labels`` are in the order of the metric's labels.
 
-    ``created``: Unix time since which a counter counts (0.0: not said).
+    ``created``: Unix time since which a counter counts (0.0: unknown).
     """
 
     labels: tuple[str, ...]
@@ -67,149 +67,156 @@ Values = Iterable[tuple[tuple[str, ...], "float | Distribution"]]
 
 
 def engines(of: Callable[[EngineAudit], Values]) -> Reader:
-    """Reads one engine at a time, and puts its name before the labels.
+    """Make a reader that reads one engine at a time and puts the engine's name before the labels.
 
-    A journal in which no engine has said its name has no series: its name would change.
+    A journal whose engine has not emitted its name has no series: the name would change later.
     """
 
-    def read(books: Sequence[EngineAudit]) -> Iterator[Sample]:
-        for book in books:
-            if book.engine is not None:
-                for labels, value in of(book):
-                    yield Sample((book.name, *labels), value, book.metrics.created_seconds)
+    def read(audits: Sequence[EngineAudit]) -> Iterator[Sample]:
+        for engine_audit in audits:
+            if engine_audit.engine is not None:
+                for labels, value in of(engine_audit):
+                    yield Sample((engine_audit.name, *labels), value, engine_audit.metrics.created_seconds)
 
     return read
 
 
 def value(of: Callable[[EngineAudit], float | Distribution]) -> Reader:
-    """One value an engine."""
-    return engines(lambda book: [((), of(book))])
+    """One value per engine."""
+    return engines(lambda engine_audit: [((), of(engine_audit))])
 
 
 def values(words: tuple[str, ...], of: Callable[[EngineAudit], Mapping[str, int]]) -> Reader:
-    """A value a word, each of ``words`` from the start."""
-    return engines(lambda book: [((word,), n) for word, n in bounded(words, of(book)).items()])
+    """One value per word, each of ``words`` from the start."""
+    return engines(
+        lambda engine_audit: [((word,), n) for word, n in bounded(words, of(engine_audit)).items()]
+    )
 
 
-def bounded(words: tuple[str, ...], found: Mapping[str, int]) -> dict[str, int]:
-    """``found`` by these words alone; what has another is summed as ``other``."""
+def bounded(words: tuple[str, ...], counts: Mapping[str, int]) -> dict[str, int]:
+    """Restrict ``counts`` to these words; the counts of all other words are summed as ``other``."""
     table = dict.fromkeys(words, 0)
-    for word, number in found.items():
-        known = word if word in table else OTHER
-        table[known] = table.get(known, 0) + number
+    for word, count in counts.items():
+        key = word if word in table else OTHER
+        table[key] = table.get(key, 0) + count
     return table
 
 
 # --- tokens -------------------------------------------------------------------------------------------
 
 
-def prompt_tokens(book: EngineAudit) -> dict[str, int]:
-    """By where their KV first came from."""
-    return {source: getattr(book.closed, source) for source in SOURCES}
+def prompt_tokens(engine_audit: EngineAudit) -> dict[str, int]:
+    """Prompt tokens by where their KV first came from."""
+    return {source: getattr(engine_audit.closed, source) for source in SOURCES}
 
 
-def work(book: EngineAudit) -> dict[str, int]:
-    """By what became of them."""
-    closed = book.closed
+def work(engine_audit: EngineAudit) -> dict[str, int]:
+    """Scheduled tokens by outcome."""
+    closed = engine_audit.closed
     return {kind: getattr(closed, kind) for kind in WORK if kind != "rework"} | {
         "rework": sum(closed.rework.values())
     }
 
 
 def lookups(of: Callable[[LookupCounts], int]) -> Reader:
-    """What the engine counted of its look-ups, by cache."""
-    return values(CACHES, lambda book: {cache: of(book.metrics.lookups[cache]) for cache in CACHES})
+    """A figure of the lookups that the engine counted, by cache."""
+    return values(
+        CACHES, lambda engine_audit: {cache: of(engine_audit.metrics.lookups[cache]) for cache in CACHES}
+    )
 
 
 # --- requests -----------------------------------------------------------------------------------------
 
 
-def requests(book: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
-    """By verdict and outcome."""
+def requests(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Ended requests by verdict and outcome."""
     for verdict in VERDICTS:
         of_verdict: dict[str, int] = {}
-        for (said, outcome), number in book.requests.items():
-            if said == verdict:
-                word = outcome.removesuffix("_capped")  # v1 has a longer word for it than v0
-                of_verdict[word] = of_verdict.get(word, 0) + number
-        for outcome, number in bounded(OUTCOMES, of_verdict).items():
-            yield (verdict, outcome), number
+        for (request_verdict, outcome), count in engine_audit.requests.items():
+            if request_verdict == verdict:
+                word = outcome.removesuffix("_capped")  # vLLM v1 says length_capped, v0 length
+                of_verdict[word] = of_verdict.get(word, 0) + count
+        for outcome, count in bounded(OUTCOMES, of_verdict).items():
+            yield (verdict, outcome), count
 
 
-def violations(books: Sequence[EngineAudit]) -> Iterator[Sample]:
-    """Every invariant of the catalogue, with the request in which it was last seen broken."""
-    for book in books:
-        if book.engine is None:
+def violations(audits: Sequence[EngineAudit]) -> Iterator[Sample]:
+    """Violations of every invariant, with the last violating request as exemplar."""
+    for engine_audit in audits:
+        if engine_audit.engine is None:
             continue
         for id, row in catalogue().items():
-            sights = book.metrics.violations.get(id, ViolationCount())
-            shown = None
-            if sights.request_id:
-                shown = Exemplar(sights.request_id, sights.trace_id, 1.0, sights.last_seconds)
-            labels = (book.name, id, row.severity)
-            yield Sample(labels, sights.times, book.metrics.created_seconds, shown)
+            count = engine_audit.metrics.violations.get(id, ViolationCount())
+            exemplar = None
+            if count.request_id:
+                exemplar = Exemplar(count.request_id, count.trace_id, 1.0, count.last_seconds)
+            labels = (engine_audit.name, id, row.severity)
+            yield Sample(labels, count.times, engine_audit.metrics.created_seconds, exemplar)
 
 
-def last_violations(book: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
-    """When each was last seen; nothing of those that never were."""
+def last_violations(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
+    """When each invariant was last violated; nothing for one that never was."""
     for id, row in catalogue().items():
-        sights = book.metrics.violations.get(id)
-        if sights is not None:
-            yield (id, row.severity), sights.last_seconds
+        count = engine_audit.metrics.violations.get(id)
+        if count is not None:
+            yield (id, row.severity), count.last_seconds
 
 
 # --- coverage -----------------------------------------------------------------------------------------
 
 
-def state(book: EngineAudit) -> str:
-    """What became of the observation of an engine; one of :data:`STATES`."""
-    reason = book.auditor.ledger.stopped
+def state(engine_audit: EngineAudit) -> str:
+    """The engine's state of observation, one of :data:`STATES`."""
+    reason = engine_audit.auditor.ledger.stopped
     if reason is not None:
         return ORDERLY.get(reason, "failed")
     try:
-        return "live" if is_live(book.path) else "dead"
+        return "live" if is_live(engine_audit.path) else "dead"
     except LedgerError:
         return "dead"
 
 
-def states(book: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
-    """1 for the state that it is in, 0 for the others."""
-    now = state(book)
+def states(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
+    """1 for the present state, 0 for the others."""
+    now = state(engine_audit)
     for word in STATES:
         yield (word,), float(word == now)
 
 
-def lag(book: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Everything written until so many seconds ago has been read; of a live engine."""
-    if book.read_seconds:
-        yield (), max(0.0, time.time() - book.read_seconds) if state(book) == "live" else 0.0
+def lag(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Seconds since the journal was last read to its end; 0 if the engine is not live."""
+    if engine_audit.read_seconds:
+        yield (), max(0.0, time.time() - engine_audit.read_seconds) if state(engine_audit) == "live" else 0.0
 
 
-def gaps(book: EngineAudit) -> dict[str, int]:
-    """By whether the number of lost events is known."""
-    return {"known": book.metrics.gaps_of_known_size, "unknown": book.metrics.gaps_of_unknown_size}
+def gaps(engine_audit: EngineAudit) -> dict[str, int]:
+    """Gaps by whether the number of lost events is known."""
+    return {
+        "known": engine_audit.metrics.gaps_of_known_size,
+        "unknown": engine_audit.metrics.gaps_of_unknown_size,
+    }
 
 
-def last_event(book: EngineAudit) -> float:
-    """Unix time."""
-    return book.metrics.seconds(book.auditor.ledger.at)
+def last_event(engine_audit: EngineAudit) -> float:
+    """Unix time of the last event."""
+    return engine_audit.metrics.seconds(engine_audit.auditor.ledger.at)
 
 
-def checkpoint(book: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Unix time of the last checkpoint, where there are any."""
-    if book.checkpoint_seconds:
-        yield (), book.checkpoint_seconds
+def checkpoint(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Unix time of the last checkpoint, if there is one."""
+    if engine_audit.checkpoint_seconds:
+        yield (), engine_audit.checkpoint_seconds
 
 
 class EngineAudits(list[EngineAudit]):
-    """The books of a follower, and how it does itself."""
+    """The audits of a follower, with the follower's own figures."""
 
-    def __init__(self, books: Iterable[EngineAudit], health: Health) -> None:
-        super().__init__(books)
+    def __init__(self, audits: Iterable[EngineAudit], health: Health) -> None:
+        super().__init__(audits)
         self.health = health
 
 
-AMISS = (
+LOSS_REASONS = (
     "checkpoint damaged",
     "checkpoint of another version",
     "engine forgotten",
@@ -219,40 +226,41 @@ AMISS = (
 
 
 class Health(msgspec.Struct):
-    """How a follower does.
-
-    ``lost``: how often what was known before was not there, by reason (:data:`AMISS`); it survives
-    restarts. ``saved_at``: Unix time of the last checkpoint, 0 before it. ``save_bytes``,
-    ``save_seconds``: its size and what it took. ``unreadable``: journals that can't be read now.
-    ``problems``: how often one could not, each cause once. ``caught_up_seconds``: what the first
-    reading took.
-    """
+    """The follower's own figures."""
 
     lost: dict[str, int] = {}
+    """How often state was lost, by reason (:data:`LOSS_REASONS`); restarts keep it."""
     saved_at: float = 0.0
+    """Unix time of the last checkpoint; 0.0 if there is none."""
     save_bytes: int = 0
+    """Size of the last checkpoint."""
     save_seconds: float = 0.0
+    """Time that the last checkpoint took to write."""
     save_failures: int = 0
+    """Checkpoints that could not be written."""
     problems: int = 0
+    """Problems with journals and folders, each counted when it first appears."""
     unreadable: int = 0
+    """Journals that can't be read now."""
     caught_up_seconds: float = 0.0
+    """Time that the first reading of all journals took."""
 
 
 def health(of: str) -> Reader:
-    """A figure of the follower's own; none of books that nobody follows."""
-    return lambda books: [Sample((), getattr(books.health, of))] if isinstance(books, EngineAudits) else []
+    """A figure of the follower; no sample if the audits are not followed."""
+    return lambda audits: [Sample((), getattr(audits.health, of))] if isinstance(audits, EngineAudits) else []
 
 
-def amiss(books: Sequence[EngineAudit]) -> Iterator[Sample]:
-    """What the follower lost, by reason."""
-    if isinstance(books, EngineAudits):
-        for reason in AMISS:
-            yield Sample((reason,), books.health.lost.get(reason, 0))
+def losses(audits: Sequence[EngineAudit]) -> Iterator[Sample]:
+    """How often the follower lost state, by reason."""
+    if isinstance(audits, EngineAudits):
+        for reason in LOSS_REASONS:
+            yield Sample((reason,), audits.health.lost.get(reason, 0))
 
 
-def unnamed(books: Sequence[EngineAudit]) -> Iterator[Sample]:
-    """Journals without an engine's name."""
-    yield Sample((), sum(book.engine is None for book in books))
+def unnamed(audits: Sequence[EngineAudit]) -> Iterator[Sample]:
+    """The number of journals without an engine's name."""
+    yield Sample((), sum(engine_audit.engine is None for engine_audit in audits))
 
 
 ENGINE_LABELS = (
@@ -268,21 +276,21 @@ ENGINE_LABELS = (
 )
 
 
-def engine(book: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Who it is, in the order of :data:`ENGINE_LABELS`."""
-    said = book.engine
-    if said is None:
+def engine(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
+    """The engine's labels, in the order of :data:`ENGINE_LABELS`."""
+    started = engine_audit.engine
+    if started is None:
         return
-    settings = said.configuration
+    settings = started.configuration
     index = settings.get("engine_index", settings.get("data_parallel_rank", 0))
     yield (
         (
             socket.gethostname(),
-            said.engine,
-            said.version,
-            said.adapter,
-            said.level,
-            str(said.process_id),
+            started.engine,
+            started.version,
+            started.adapter,
+            started.level,
+            str(started.process_id),
             str(settings.get("model") or ""),
             str(index or 0),
             str(settings.get("connector") or ""),
@@ -291,8 +299,8 @@ def engine(book: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
     )
 
 
-def build(books: Sequence[EngineAudit]) -> Iterator[Sample]:
-    """Our own version."""
+def build(audits: Sequence[EngineAudit]) -> Iterator[Sample]:
+    """The version of kvledger."""
     yield Sample((__version__,), 1)
 
 
@@ -302,23 +310,25 @@ def build(books: Sequence[EngineAudit]) -> Iterator[Sample]:
 def engine_counters(of: str) -> Reader:
     """The engine's own counters (``counted``) or the ledger's figures (``ledger``), by figure."""
     return engines(
-        lambda book: (
-            [((row.figure,), getattr(row, of)) for row in book.engine_counters.rows]
-            if book.engine_counters
+        lambda engine_audit: (
+            [((row.figure,), getattr(row, of)) for row in engine_audit.engine_counters.rows]
+            if engine_audit.engine_counters
             else []
         )
     )
 
 
-def drift(book: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
-    """By figure and cause."""
-    for row in book.engine_counters.rows if book.engine_counters else ():
+def drift(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
+    """The difference between engine and ledger, by figure and cause."""
+    for row in engine_audit.engine_counters.rows if engine_audit.engine_counters else ():
         for cause, amount in row.drift.items():
             yield (row.figure, cause), amount
 
 
 def reconciled(of: str) -> Reader:
-    """A figure of the reconciliation itself, where there is one."""
+    """A property of the engine's reconciliation, if there is one."""
     return engines(
-        lambda book: [((), float(getattr(book.engine_counters, of)))] if book.engine_counters else []
+        lambda engine_audit: (
+            [((), float(getattr(engine_audit.engine_counters, of)))] if engine_audit.engine_counters else []
+        )
     )

@@ -29,7 +29,7 @@ SHOWN = 12
 """Requests named among those preempted most."""
 
 
-class Preempted(msgspec.Struct, frozen=True, order=True):
+class MostPreempted(msgspec.Struct, frozen=True, order=True):
     """A request by how often it was preempted; ``rework`` in tokens."""
 
     preemptions: int
@@ -47,44 +47,44 @@ class PageData(msgspec.Struct, frozen=True, kw_only=True):
     why: Why
     series: Series
     waits: list[int]
-    preempted: list[Preempted]
+    preempted: list[MostPreempted]
 
 
 class _Part:
     """One journal's part."""
 
     def __init__(self, path: Path, window: Window) -> None:
-        self.book = EngineAudit(path, keep=True, window=window, with_metrics=False)
+        self.engine_audit = EngineAudit(path, keep=True, window=window, with_metrics=False)
         self.tally = Tally()
         self.series = Series()
         self.waits = [0] * (len(WAITS) + 1)
-        self.preempted: list[Preempted] = []
+        self.preempted: list[MostPreempted] = []
 
     def read(self) -> None:
         """All of it."""
-        book, crowd = self.book, RequestCounts()
-        for batch in each_batch(book):
-            began = book.began_seconds or 0.0
+        engine_audit, counts = self.engine_audit, RequestCounts()
+        for batch in each_batch(engine_audit):
+            began = engine_audit.began_seconds or 0.0
             for event in batch.events:
-                if crowd.feed(event):
-                    self._at(began, event, crowd)
+                if counts.feed(event):
+                    self._at(began, event, counts)
             for account in batch.accounts:
-                self._add(account, book.last_at)
-        remark(self.tally, book)
+                self._add(account, engine_audit.last_at)
+        remark(self.tally, engine_audit)
 
-    def _at(self, began: float, event: ev.Event, crowd: RequestCounts) -> None:
+    def _at(self, began: float, event: ev.Event, counts: RequestCounts) -> None:
         wall = began + event.at / 1e6
-        if not self.book.window.holds(wall):
+        if not self.engine_audit.window.holds(wall):
             return
-        self.series.level(wall, {"running": crowd.running, "waiting": crowd.waiting})
+        self.series.level(wall, {"running": counts.running, "waiting": counts.waiting})
         if isinstance(event, ev.Preempted):
             self.series.count(wall, "preemptions")
 
     def _add(self, account: Account, last: int) -> None:
-        self.tally.add(account, block_size(self.book))
+        self.tally.add(account, block_size(self.engine_audit))
         if account.unknown is not None:
             return
-        began = self.book.began_seconds or 0.0
+        began = self.engine_audit.began_seconds or 0.0
         for settlement in account.settlements:
             wall = began + settlement.at / 1e6
             for source in ("local", "external", "computed", "unattained"):
@@ -92,11 +92,11 @@ class _Part:
         waited = account.waited(last) / 1e6
         self.waits[bisect_right(WAITS, waited)] += 1
         if account.preemptions:
-            row = Preempted(
+            row = MostPreempted(
                 preemptions=account.preemptions,
                 rework=sum(account.rework.values()),
                 request=account.request_id,
-                engine=self.book.name,
+                engine=self.engine_audit.name,
                 prompt_tokens=account.prompt_tokens,
                 waited_seconds=waited,
             )
@@ -112,7 +112,7 @@ def gather(paths: Sequence[Path], *, window: Window = EVERYTHING, run: Run = her
     for part in parts:
         tally.merge(part.tally)
     return PageData(
-        report=report(Audit([part.book for part in parts])),
+        report=report(Audit([part.engine_audit for part in parts])),
         why=explained(tally),
         series=together([part.series for part in parts]),
         waits=[sum(counts) for counts in zip(*(part.waits for part in parts), strict=True)],

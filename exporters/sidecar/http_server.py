@@ -1,14 +1,13 @@
-"""HTTP for the sidecar: the standard library's WSGI server, held within bounds.
+"""HTTP for the sidecar: the standard library's WSGI server with limits. Pages are in ``pages.py``.
 
-The parser is http.server's, as in prometheus_client. What is added are limits, so that whoever is
-slow, huge or malformed costs nobody else anything:
+The parser is http.server's, as in prometheus_client. The limits keep a slow, large or malformed request
+from delaying others:
 
-- A connection has :data:`DEADLINE_SECONDS` in all, and a socket answers within :data:`SOCKET_SECONDS`.
-- There is room for :data:`CONNECTIONS`. One more costs the oldest that has not yet said what it wants
-  its place, for a scrape says so at once; else the oldest that takes longer than
-  :data:`ANSWER_SECONDS`.
-- A request's headers have :data:`HEADER_BYTES`; bodies are not read.
-- The handshake of TLS and the check of a password happen in the connection's own thread.
+- A connection lasts at most :data:`DEADLINE_SECONDS`, a single read or write at most :data:`SOCKET_SECONDS`.
+- At most :data:`CONNECTIONS` are open. One more closes the oldest connection that has not sent its request
+  yet, because a scraper sends it at once; else the oldest that is older than :data:`ANSWER_SECONDS`.
+- A request's headers are limited to :data:`HEADER_BYTES`; bodies are not read.
+- The TLS handshake and the password check run in the connection's own thread.
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ SOCKET_SECONDS = 5.0
 ANSWER_SECONDS = 2.0
 HEADER_BYTES = 32 << 10
 POLL_SECONDS = 0.2
-"""How often deadlines are looked at, and at most how long an end is waited for."""
+"""How often deadlines are checked; shutting down takes at most this long."""
 
 Environ = dict[str, Any]
 Start = Callable[..., Any]
 Application = Callable[[Environ, Start], Iterable[bytes]]
-"""WSGI's own types; the standard library names them from Python 3.11 on."""
+"""WSGI's types; the standard library has them from Python 3.11 on."""
 
 Authorizes = Callable[[str], bool]
-"""Whether an Authorization header (or its absence, as "") lets its sender in."""
+"""Checks an Authorization header, or "" if the request has none."""
 
 
 class Security(msgspec.Struct, frozen=True):
-    """What ``--web.config.file`` asks for. None: not asked for."""
+    """The settings of ``--web.config.file``; None for what it does not configure."""
 
     tls: ssl.SSLContext | None = None
     authorizes: Authorizes | None = None
@@ -59,7 +58,7 @@ OPEN = Security()
 
 
 class _Connection:
-    """One that is open: since when, its socket, and whether it still has to say what it wants."""
+    """An open connection: its start, its socket, and whether its request is still awaited."""
 
     __slots__ = ("asking", "cut_off", "since", "socket")
 
@@ -70,7 +69,7 @@ class _Connection:
         self.cut_off = False
 
     def cut(self) -> None:
-        """Wake its thread with an end of file. On the plain socket: TLS has nothing to say any more."""
+        """Close the plain socket below TLS, so that the connection's thread reads an end of file."""
         self.cut_off = True
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
@@ -92,20 +91,20 @@ class Server(ThreadingMixIn, WSGIServer):
         self.set_app(site)
 
     def server_bind(self) -> None:
-        """As the base, but its look-up of a full host name may take as long as a resolver likes."""
+        """Bind without the base class's host-name lookup, which may block on a resolver."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
         self.setup_environ()
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The address at which the server listens."""
         host, port = self.server_address[:2]
         shown = f"[{host!s}]" if self.address_family == socket.AF_INET6 else str(host)
         return f"{'https' if self._tls else 'http'}://{shown}:{port}"
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """A thread for this connection, if there is room or room can be made."""
+        """Start a thread for this connection if there is room or room can be made."""
         with self._guard:
             if len(self._connections) >= CONNECTIONS and not self._make_room():
                 self.shutdown_request(request)
@@ -118,11 +117,11 @@ class Server(ThreadingMixIn, WSGIServer):
             raise
 
     def _make_room(self) -> bool:
-        """Cut off who has not said what it wants, else who takes long to hear the answer."""
+        """Close the oldest connection without a request, else the oldest that is slow to read its answer."""
         long_ago = time.monotonic() - ANSWER_SECONDS
-        known = self._connections.values()
-        slow = [one for one in known if not one.cut_off and (one.asking or one.since < long_ago)]
-        if not slow or len(known) >= 2 * CONNECTIONS:
+        connections = self._connections.values()
+        slow = [one for one in connections if not one.cut_off and (one.asking or one.since < long_ago)]
+        if not slow or len(connections) >= 2 * CONNECTIONS:
             return False
         min(slow, key=lambda one: (not one.asking, one.since)).cut()
         return True
@@ -132,7 +131,7 @@ class Server(ThreadingMixIn, WSGIServer):
             del self._connections[id(request)]
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        """In the connection's own thread."""
+        """Do the TLS handshake and answer, in the connection's own thread."""
         connection = self._connections[id(request)]
         try:
             request.settimeout(SOCKET_SECONDS)
@@ -147,7 +146,7 @@ class Server(ThreadingMixIn, WSGIServer):
             self._forget(request)
 
     def service_actions(self) -> None:
-        """Called at every poll: whoever is past the deadline goes."""
+        """Close connections past their deadline. The base class calls this at every poll."""
         long_ago = time.monotonic() - DEADLINE_SECONDS
         with self._guard:
             for connection in self._connections.values():
@@ -155,11 +154,11 @@ class Server(ThreadingMixIn, WSGIServer):
                     connection.cut()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away, spoke no TLS, or was cut off, is no news."""
+        """Log nothing: clients that disconnect, speak no TLS or are cut off are normal."""
 
 
 class _Handler(WSGIRequestHandler):
-    """One request a connection."""
+    """Answers one request per connection."""
 
     server_version = "kvledger"
     sys_version = ""
@@ -169,30 +168,30 @@ class _Handler(WSGIRequestHandler):
         super().__init__(request, address, server)
 
     def setup(self) -> None:
-        """Bound what is read."""
+        """Limit the bytes that are read."""
         super().setup()
         self.rfile = cast("io.BufferedReader", _Bounded(self.rfile))
 
     def parse_request(self) -> bool:
-        """Now it has said what it wants."""
+        """Parse, and note that the request has been received."""
         parsed = super().parse_request()
         self._connection.asking = False
         return parsed
 
     def address_string(self) -> str:
-        """No look-up of names."""
+        """Return the address without a name lookup."""
         return str(self.client_address[0])
 
     def get_stderr(self) -> Any:
-        """Where wsgiref would tell of a client that went away in the midst of its answer."""
+        """Swallow wsgiref's messages about clients that disconnect during the answer."""
         return io.StringIO()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Scrapes are no news."""
+        """Log nothing: scrapes are frequent."""
 
 
 class _Bounded:
-    """Lines of a request: after the first, :data:`HEADER_BYTES` in all."""
+    """A request's lines; all lines after the first may have :data:`HEADER_BYTES` together."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -200,7 +199,7 @@ class _Bounded:
         self._first = True
 
     def readline(self, size: int = -1) -> bytes:
-        """One line; LineTooLong, which the parser answers with a 431, where they are too many."""
+        """Read one line. Raises LineTooLong past the limit, which the parser answers with a 431."""
         line = cast("bytes", self._file.readline(size))
         if not self._first:
             self._left -= len(line)
@@ -217,12 +216,12 @@ def parse_address(address: str) -> tuple[str, int]:
     """Host and port of ``HOST:PORT``, ``[HOST]:PORT`` or ``:PORT``. Raises :class:`LedgerError`."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise LedgerError(f"{address!r} is no listen address; one looks like 127.0.0.1:9464.")
+        raise LedgerError(f"{address!r} is no listen address; an example is 127.0.0.1:9464.")
     return host.strip("[]") or "0.0.0.0", int(port)
 
 
 def listen(address: str, site: Application, security: Security = OPEN) -> Server:
-    """A server at ``address`` that answers from now on. Raises :class:`LedgerError` if it can't."""
+    """Start a server at ``address`` in a thread. Raises :class:`LedgerError` if it can't listen there."""
     host, port = parse_address(address)
     try:
         server = Server(host, port, site, security)

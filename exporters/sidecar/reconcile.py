@@ -1,20 +1,21 @@
-"""An engine's own counters beside the ledger: what each rose by, and why the two differ.
+"""Compares an engine's own counters with the ledger, and splits every difference by cause.
 
-Here: the figures of a book at one moment, their short history, and the comparison with what a scrape
-found. Not here: scraping (``engine_metrics.py``). Times are Unix seconds of this process's clock.
+Here: the ledger's figures at one moment, their short history, and the comparison with a scrape. Scraping
+itself is in ``scrape_engine.py``. Times are Unix seconds of this process's clock.
 
-Traffic never stops, so no two figures are of one instant. A counter of the engine trails what its
-scheduler did, by the time that its front end takes; the ledger trails it too, by the time that the
-journal takes. So a counter is held against all that the ledger's figure was from ``WINDOW_SECONDS``
-before the scrape to ``SETTLE_SECONDS`` after it, and what lies outside that range, in every scrape of
-a whole window, is *unexplained*. Everything else has a cause with a name:
+Traffic never stops, so no two figures are of one instant. An engine's counter lags behind its scheduler by
+the delay of its front end; the ledger lags by the delay of the journal. A counter is therefore compared
+with the range of the ledger's figure from ``WINDOW_SECONDS`` before the scrape to ``SETTLE_SECONDS`` after
+it. What lies outside that range in every scrape of a whole window is *unexplained*. Every other difference
+has a named cause:
 
-- from what the ledger settled to what the engine reported, the causes of ``analysis/reconciliation.py``;
-- from what it reported to what its front end counted, that a client had gone (``dropped``): it throws
-  away what comes for such a request. How many there were at most is known: requests that ended here
-  less those that the front end saw end. Each explains the largest prompt at most;
-- preemptions that are told with an output which has not come, or never does, are ``untold``;
-- what the range explains is ``window``.
+- between what the ledger settled and what the engine reported: the causes of ``analysis/reconciliation.py``;
+- between what the engine reported and what its front end counted: ``dropped``. The front end discards the
+  output of a request whose client has gone. The number of such requests is bounded: requests that ended
+  here minus requests that the front end saw end. Each explains at most the largest prompt;
+- ``untold``: preemptions that the front end counts with the request's next output, which has not come yet
+  or never comes;
+- ``window``: what the range explains.
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ from ...audit.ledger.positions import COMPUTED, EXTERNAL, LOCAL
 from ...audit.replay.engine_audit import EngineAudit
 
 WINDOW_SECONDS = 60.0
-"""Longest that a front end may take to count what its scheduler did."""
+"""The longest delay between a scheduler's action and the front end's counter."""
 
 SETTLE_SECONDS = 3.0
-"""Longest that an event may take into the journal, and be read from it."""
+"""The longest delay between an event and its reading from the journal."""
 
 Counters = Mapping[str, float]
-"""What a scrape found, by figure."""
+"""The engine's counters in a scrape, by figure."""
 
 Causes = dict[str, float]
 
 
 class Side(NamedTuple):
-    """One figure at one moment: the ledger's own, and what a prompt counter would have counted.
+    """One figure at one moment: the ledger's, and the range of what the engine's counter may show.
 
-    ``least`` is less than ``most`` where it depends on outputs that are not seen. ``causes`` lead from
-    ``ledger`` to ``most``.
+    ``least`` is below ``most`` if the counter depends on outputs that kvledger does not see. ``causes`` lead
+    from ``ledger`` to ``most``.
     """
 
     ledger: float
@@ -58,7 +59,7 @@ NOTHING = Side(0, 0, 0, {})
 
 
 class Point(NamedTuple):
-    """All figures of a book: of everything before ``seconds``, and of nothing after ``noted``."""
+    """All figures of an engine: with every event before ``seconds``, and with none after ``noted``."""
 
     seconds: float
     noted: float
@@ -69,33 +70,36 @@ class Point(NamedTuple):
 # --- the ledger's figures ---------------------------------------------------------------------------
 
 
-def point(book: EngineAudit, noted: float) -> Point:
-    """The figures that this engine's release lets compare, as they stand; none of a v0 scheduler's."""
-    words = book.meaning_words
-    if book.engine is None or book.engine.adapter.startswith("v0"):
-        return Point(book.read_seconds, noted, {}, 0)
-    sides: dict[str, Side] = {"requests": _plain(book.closed.requests), "preemptions": _preemptions(book)}
+def point(engine_audit: EngineAudit, noted: float) -> Point:
+    """The present figures that can be compared with this engine's release; none for a v0 scheduler."""
+    words = engine_audit.meaning_words
+    if engine_audit.engine is None or engine_audit.engine.adapter.startswith("v0"):
+        return Point(engine_audit.read_seconds, noted, {}, 0)
+    sides: dict[str, Side] = {
+        "requests": _plain(engine_audit.closed.requests),
+        "preemptions": _preemptions(engine_audit),
+    }
     if words.get("prompt figures") in ("first", "last") and "a negative figure" not in words:
-        sides |= _prompts(book)
+        sides |= _prompts(engine_audit)
     for cache in ("local", "external"):
-        if words.get(f"{cache} look-ups") == "admissions" and book.metrics.lookups[cache].lookups:
-            sides |= _lookups(book, cache)
-    ledger = book.auditor.ledger
-    return Point(book.read_seconds, noted, sides, ledger.gaps + ledger.hook_failures)
+        if words.get(f"{cache} look-ups") == "admissions" and engine_audit.metrics.lookups[cache].lookups:
+            sides |= _lookups(engine_audit, cache)
+    ledger = engine_audit.auditor.ledger
+    return Point(engine_audit.read_seconds, noted, sides, ledger.gaps + ledger.hook_failures)
 
 
 def _plain(figure: float) -> Side:
     return Side(figure, figure, figure, {})
 
 
-def _preemptions(book: EngineAudit) -> Side:
-    """The front end hears of one with the next output; what ends without any is never counted."""
-    happened = sum(book.metrics.preemptions.values())
-    return Side(happened, book.metrics.preemptions_with_output, happened, {})
+def _preemptions(engine_audit: EngineAudit) -> Side:
+    """The front end counts a preemption with the next output, so some are never counted."""
+    happened = sum(engine_audit.metrics.preemptions.values())
+    return Side(happened, engine_audit.metrics.preemptions_with_output, happened, {})
 
 
-def _prompts(book: EngineAudit) -> Iterator[tuple[str, Side]]:
-    tallies, between = book.metrics, book.reconciliation
+def _prompts(engine_audit: EngineAudit) -> Iterator[tuple[str, Side]]:
+    tallies, between = engine_audit.metrics, engine_audit.reconciliation
     reported = _figures(tallies.reported)
     unknown = _figures(tallies.reported_unknown)
     still_open = Figures()
@@ -129,8 +133,8 @@ def _of(figures: Figures, name: str) -> int:
     return int(getattr(figures, name))
 
 
-def _lookups(book: EngineAudit, cache: str) -> Iterator[tuple[str, Side]]:
-    tallies = book.metrics
+def _lookups(engine_audit: EngineAudit, cache: str) -> Iterator[tuple[str, Side]]:
+    tallies = engine_audit.metrics
     counted, made, resumed = tallies.lookups[cache], tallies.admitted[cache], tallies.resumed[cache]
     for name, of in (("queried", "queried"), ("hit", "hit")):
         causes: Causes = {}
@@ -149,7 +153,7 @@ def _add(causes: Causes, cause: str, amount: float) -> None:
 
 
 class Scrape(NamedTuple):
-    """What an engine's own counters said, somewhere between ``began`` and ``ended``."""
+    """An engine's own counters, read at some time between ``began`` and ``ended``."""
 
     began: float
     ended: float
@@ -157,7 +161,7 @@ class Scrape(NamedTuple):
 
 
 class Base(NamedTuple):
-    """Where a comparison begins: the counters, and the range of the ledger's figures, at one scrape."""
+    """The start of a comparison: the counters and the range of the ledger's figures at one scrape."""
 
     seconds: float
     counters: Counters
@@ -166,24 +170,24 @@ class Base(NamedTuple):
     sides: dict[str, Side]
 
 
-class Comparison:
-    """One engine's counters and its book, from the last baseline on.
+class CounterComparison:
+    """Compares one engine's counters with its audit, from the last baseline on.
 
-    ``note`` is to be called every second or so, ``scraped`` with every scrape, ``missed`` when one
-    failed. ``zero``: both sides began at nothing, so that no baseline has to be found.
+    Call ``note`` about once a second, ``scraped`` after each scrape and ``missed`` after a failed one.
+    ``zero``: both sides began at zero, so no baseline is needed.
     """
 
-    def __init__(self, book: EngineAudit, *, zero: bool) -> None:
-        self.book = book
+    def __init__(self, engine_audit: EngineAudit, *, zero: bool) -> None:
+        self.engine_audit = engine_audit
         self._history: deque[Point] = deque()
         self._waiting: deque[Scrape] = deque()
-        self._base: Base | None = Base(book.metrics.created_seconds, {}, {}, {}, {}) if zero else None
+        self._base: Base | None = Base(engine_audit.metrics.created_seconds, {}, {}, {}, {}) if zero else None
         self._outside: dict[str, deque[tuple[float, float]]] = {}
         self._last: Counters = {}
 
     def note(self, seconds: float) -> None:
-        """Take the book's figures of now, and compare the scrapes that can be by now."""
-        now = point(self.book, seconds)
+        """Record the present figures, and compare the scrapes whose settling time has passed."""
+        now = point(self.engine_audit, seconds)
         if self._history and now.gaps != self._history[-1].gaps:
             self.restart()
         if now.seconds and (not self._history or now.seconds > self._history[-1].seconds):
@@ -193,28 +197,28 @@ class Comparison:
         self._forget()
 
     def scraped(self, scrape: Scrape) -> None:
-        """The engine's counters were read. One that fell began anew, and so does the comparison."""
+        """Add a scrape. A counter that fell was reset, so the comparison restarts."""
         if any(scrape.counters.get(figure, 0) < value for figure, value in self._last.items()):
             self.restart()
         self._last = scrape.counters
         self._waiting.append(scrape)
 
     def missed(self) -> None:
-        """The engine did not answer, or there is none any more."""
-        last = self.book.engine_counters or EngineCounters()
-        self.book.engine_counters = EngineCounters(
+        """Record that the engine did not answer, or is gone."""
+        last = self.engine_audit.engine_counters or EngineCounters()
+        self.engine_audit.engine_counters = EngineCounters(
             last.rows, False, last.scraped_seconds, last.baseline_seconds
         )
 
     def restart(self) -> None:
-        """Begin anew: a later scrape will be the baseline."""
+        """Start again: a later scrape becomes the baseline."""
         self._history.clear()
         self._waiting.clear()
         self._outside.clear()
         self._base = None
 
     def _forget(self) -> None:
-        """Keep what the oldest scrape that waits may be held against, and one point before that."""
+        """Drop history that no waiting scrape needs, but keep one point before it."""
         latest = self._history[-1].noted if self._history else 0.0
         needed = min([latest, *(scrape.began for scrape in self._waiting)]) - WINDOW_SECONDS
         while len(self._history) > 1 and self._history[1].noted <= needed:
@@ -229,17 +233,17 @@ class Comparison:
             least, most = self._range(scrape)
             base = self._base = Base(scrape.ended, scrape.counters, least, most, self._history[-1].sides)
         least, most = self._range(scrape)
-        if not reaches_back:  # of a zero baseline: how it came to its first figures was not seen
+        if not reaches_back:  # from a zero baseline the history may begin after the first figures
             least = dict.fromkeys(least, 0.0)
         rows = tuple(
             self._row(figure, base, scrape, least[figure], most[figure])
             for figure in self._history[-1].sides
             if figure in scrape.counters and (not base.counters or figure in base.counters)
         )
-        self.book.engine_counters = EngineCounters(rows, True, scrape.ended, base.seconds)
+        self.engine_audit.engine_counters = EngineCounters(rows, True, scrape.ended, base.seconds)
 
     def _range(self, scrape: Scrape) -> tuple[dict[str, float], dict[str, float]]:
-        """The least and the most that each figure was around a scrape."""
+        """The smallest and largest value of each figure around a scrape."""
         last = self._history[-1].sides
         least = {figure: side.least for figure, side in last.items()}
         most = {figure: side.most for figure, side in last.items()}
@@ -265,37 +269,37 @@ class Comparison:
         drift[UNEXPLAINED] = drift.get(UNEXPLAINED, 0) + self._lasting(figure, scrape.ended, outside)
         ledger = side.ledger - before.ledger
         rest = counted - ledger - sum(drift.values())
-        _add(drift, _why(figure, rest, idle=least == most), rest)
+        _add(drift, _cause_of_rest(figure, rest, idle=least == most), rest)
         return Compared(figure, counted, ledger, drift)
 
     def _slack(self, figure: str, base: Base, scrape: Scrape) -> float:
-        """How much of a figure requests may have taken along whose clients had gone."""
+        """How much of a figure the front end may have dropped because clients had gone."""
         if figure == "requests":
             return inf
         if figure.endswith(("queried_tokens", "hit_tokens")):
             return 0
         ended = self._history[-1].sides["requests"].most - base.least.get("requests", 0)
-        heard = scrape.counters.get("requests", 0) - base.counters.get("requests", 0)
-        tallies = self.book.metrics
+        seen = scrape.counters.get("requests", 0) - base.counters.get("requests", 0)
+        tallies = self.engine_audit.metrics
         each = tallies.most_preemptions if figure == "preemptions" else tallies.largest_prompt
-        return max(0.0, ended - heard) * each
+        return max(0.0, ended - seen) * each
 
     def _lasting(self, figure: str, seconds: float, outside: float) -> float:
-        """What lay outside at least, in every scrape of the last window, all to the same side."""
-        seen = self._outside.setdefault(figure, deque())
-        if not outside or (seen and (seen[-1][1] > 0) != (outside > 0)):
-            seen.clear()
+        """The smallest amount outside the range in the scrapes of a whole window, all on the same side."""
+        amounts = self._outside.setdefault(figure, deque())
+        if not outside or (amounts and (amounts[-1][1] > 0) != (outside > 0)):
+            amounts.clear()
         if outside:
-            seen.append((seconds, outside))
-        while len(seen) > 1 and seen[1][0] <= seconds - WINDOW_SECONDS:
-            seen.popleft()
-        if not seen or seen[0][0] > seconds - WINDOW_SECONDS:
+            amounts.append((seconds, outside))
+        while len(amounts) > 1 and amounts[1][0] <= seconds - WINDOW_SECONDS:
+            amounts.popleft()
+        if not amounts or amounts[0][0] > seconds - WINDOW_SECONDS:
             return 0
-        return min((amount for _, amount in seen), key=abs)
+        return min((amount for _, amount in amounts), key=abs)
 
 
-def _why(figure: str, rest: float, *, idle: bool) -> str:
-    """What a difference is called that the range or the slack allows."""
+def _cause_of_rest(figure: str, rest: float, *, idle: bool) -> str:
+    """Name the cause of a difference that the range or the slack explains."""
     if rest > 0:
         return "window"
     if figure == "preemptions":

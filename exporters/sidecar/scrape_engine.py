@@ -1,7 +1,7 @@
-"""Engines' own metrics, scraped and held against the books: what ``--engine-url`` asks for.
+"""Scrapes the engines' own metrics (``--engine-url``) and passes them to the comparison in ``reconcile.py``.
 
-Which engine of a URL is which book is told by the engine's index and, where several have one, by the
-model; where that leaves a doubt nothing is compared.
+An engine in a scrape is matched with a journal by the engine's index and, if several journals have that
+index, by the model. Without a unique match nothing is compared.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ...audit.errors import LedgerError
 from ...audit.replay.engine_audit import EngineAudit
 from ..metrics.values import state
-from .reconcile import Comparison, Scrape
+from .reconcile import CounterComparison, Scrape
 
 logger = logging.getLogger("kvledger")
 
@@ -40,7 +40,7 @@ COUNTERS = {
     ("vllm:external_prefix_cache_hits_total", ""): "external_hit_tokens",
     ("vllm:num_preemptions_total", ""): "preemptions",
 }
-"""Which of vLLM's counters (name, source) is which figure; ``vllm:request_success`` is summed."""
+"""The figure of each vLLM counter (name, source). ``vllm:request_success`` is summed over its reasons."""
 
 ENDED = "vllm:request_success_total"
 
@@ -54,8 +54,8 @@ class Engine(NamedTuple):
 
 
 def counters(text: str, url: str = "") -> dict[Engine, dict[str, float]]:
-    """The counters of every engine in a scrape, by figure. Raises ValueError for what is no scrape."""
-    found: dict[Engine, dict[str, float]] = {}
+    """The counters of every engine in a scrape, by figure. Raises ValueError if ``text`` can't be parsed."""
+    by_engine: dict[Engine, dict[str, float]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             labels = sample.labels
@@ -64,13 +64,13 @@ def counters(text: str, url: str = "") -> dict[Engine, dict[str, float]]:
                 figure = "requests"
             if figure is not None:
                 engine = Engine(url, labels.get("engine", "0"), labels.get("model_name", ""))
-                of = found.setdefault(engine, {})
-                of[figure] = of.get(figure, 0.0) + sample.value
-    return found
+                figures = by_engine.setdefault(engine, {})
+                figures[figure] = figures.get(figure, 0.0) + sample.value
+    return by_engine
 
 
 def fetch(url: str) -> str:
-    """What an engine's own ``/metrics`` says. Raises OSError or ValueError."""
+    """Get an engine's own ``/metrics`` without a proxy. Raises OSError or ValueError."""
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with direct.open(url, timeout=TIMEOUT_SECONDS) as response:
         text: bytes = response.read(MOST_BYTES + 1)
@@ -80,48 +80,61 @@ def fetch(url: str) -> str:
 
 
 def check_url(url: str) -> None:
-    """Raises :class:`LedgerError` for what is no URL of metrics."""
+    """Raise :class:`LedgerError` unless ``url`` is an HTTP URL."""
     if not url.startswith(("http://", "https://")):
         raise LedgerError(
-            f"{url!r} is no URL of an engine's metrics; one looks like http://localhost:8000/metrics."
+            f"{url!r} is no URL of an engine's metrics; an example is http://localhost:8000/metrics."
         )
 
 
-def match(engines: Iterable[Engine], books: Sequence[EngineAudit]) -> dict[Engine, EngineAudit]:
-    """Each engine's book, where exactly one is live that can be meant, and no other engine means it."""
-    live = [book for book in books if book.metrics.begun and state(book) == "live"]
-    meant: dict[Engine, EngineAudit] = {}
+def match(engines: Iterable[Engine], audits: Sequence[EngineAudit]) -> dict[Engine, EngineAudit]:
+    """The audit of each scraped engine, if exactly one live audit fits and it fits no other engine."""
+    live = [
+        engine_audit
+        for engine_audit in audits
+        if engine_audit.metrics.begun and state(engine_audit) == "live"
+    ]
+    matches: dict[Engine, EngineAudit] = {}
     for engine in engines:
-        found = [book for book in live if _index(book) == engine.number]
-        if len(found) > 1:
-            found = [book for book in found if _model(book) == engine.model.rstrip("/").rsplit("/", 1)[-1]]
-        if len(found) == 1:
-            meant[engine] = found[0]
-    claims = [id(book) for book in meant.values()]
-    return {engine: book for engine, book in meant.items() if claims.count(id(book)) == 1}
+        candidates = [engine_audit for engine_audit in live if _index(engine_audit) == engine.number]
+        if len(candidates) > 1:
+            candidates = [
+                engine_audit
+                for engine_audit in candidates
+                if _model(engine_audit) == engine.model.rstrip("/").rsplit("/", 1)[-1]
+            ]
+        if len(candidates) == 1:
+            matches[engine] = candidates[0]
+    claims = [id(engine_audit) for engine_audit in matches.values()]
+    return {
+        engine: engine_audit
+        for engine, engine_audit in matches.items()
+        if claims.count(id(engine_audit)) == 1
+    }
 
 
-def _index(book: EngineAudit) -> str:
-    assert book.engine is not None
-    settings = book.engine.configuration
+def _index(engine_audit: EngineAudit) -> str:
+    assert engine_audit.engine is not None
+    settings = engine_audit.engine.configuration
     return str(settings.get("engine_index", settings.get("data_parallel_rank", 0)) or 0)
 
 
-def _model(book: EngineAudit) -> str:
-    assert book.engine is not None
-    return str(book.engine.configuration.get("model") or "").rsplit("/", 1)[-1]
+def _model(engine_audit: EngineAudit) -> str:
+    assert engine_audit.engine is not None
+    return str(engine_audit.engine.configuration.get("model") or "").rsplit("/", 1)[-1]
 
 
 class Reconciler:
-    """Scrapes ``urls`` and keeps each book's ``beside``. Raises :class:`LedgerError` for no URL.
+    """Scrapes ``urls`` and updates each audit's ``engine_counters``.
 
-    ``books`` gives those that are followed, and is asked under ``lock``.
+    ``audits`` returns the followed audits and is called with ``lock`` held. Raises :class:`LedgerError`
+    for a malformed URL.
     """
 
     def __init__(
         self,
         urls: Sequence[str],
-        books: Callable[[], Sequence[EngineAudit]],
+        audits: Callable[[], Sequence[EngineAudit]],
         lock: AbstractContextManager[object],
         *,
         ask: Callable[[str], str] = fetch,
@@ -130,16 +143,16 @@ class Reconciler:
         for url in urls:
             check_url(url)
         self._urls = urls
-        self._books = books
+        self._audits = audits
         self._lock = lock
         self._ask = ask
         self._clock = clock
-        self._comparisons: dict[int, Comparison] = {}
+        self._comparisons: dict[int, CounterComparison] = {}
         self._unmatched: set[Engine] = set()
         self._scraped = 0.0
 
     def turn(self) -> None:
-        """Note the books' figures; scrape if it is time. Never raises on what an engine may answer."""
+        """Record the ledger's figures; scrape if it is time. A bad answer of an engine is only logged."""
         with self._lock:
             now = self._clock()
             for comparison in self._comparisons.values():
@@ -149,62 +162,64 @@ class Reconciler:
             self._scrape()
 
     def run(self, stop: threading.Event) -> None:
-        """Take turns until told to stop."""
+        """Take a turn every second until ``stop`` is set."""
         while not stop.wait(NOTE_SECONDS):
             self.turn()
 
     def _scrape(self) -> None:
-        found: dict[Engine, Scrape] = {}
+        scrapes: dict[Engine, Scrape] = {}
         for url in self._urls:
             began = self._clock()
             try:
-                said = counters(self._ask(url), url)
-            except Exception as error:  # whatever it may answer, the others go on
+                by_engine = counters(self._ask(url), url)
+            except Exception as error:  # the other engines are still scraped
                 logger.warning("%s can't be read: %s", url, error)
                 continue
             ended = self._clock()
-            found |= {engine: Scrape(began, ended, figures) for engine, figures in said.items()}
+            scrapes |= {engine: Scrape(began, ended, figures) for engine, figures in by_engine.items()}
         with self._lock:
-            self._take(found, self._books())
+            self._compare(scrapes, self._audits())
 
-    def _take(self, found: dict[Engine, Scrape], books: Sequence[EngineAudit]) -> None:
-        matched = match(found, books)
-        answered = {id(book): found[engine] for engine, book in matched.items()}
-        for book in books:
-            comparison = self._comparisons.get(id(book))
-            scrape = answered.get(id(book))
+    def _compare(self, scrapes: dict[Engine, Scrape], audits: Sequence[EngineAudit]) -> None:
+        matched = match(scrapes, audits)
+        answered = {id(engine_audit): scrapes[engine] for engine, engine_audit in matched.items()}
+        for engine_audit in audits:
+            comparison = self._comparisons.get(id(engine_audit))
+            scrape = answered.get(id(engine_audit))
             if scrape is None:
                 if comparison is not None:
                     comparison.missed()
                 continue
             if comparison is None:
-                comparison = self._comparisons[id(book)] = Comparison(book, zero=_zero(book, books))
+                comparison = self._comparisons[id(engine_audit)] = CounterComparison(
+                    engine_audit, zero=_began_at_zero(engine_audit, audits)
+                )
                 comparison.note(self._clock())
             comparison.scraped(scrape)
-        kept = {id(book) for book in books}
+        kept = {id(engine_audit) for engine_audit in audits}
         self._comparisons = {key: of for key, of in self._comparisons.items() if key in kept}
-        unmatched = found.keys() - matched.keys()
+        unmatched = scrapes.keys() - matched.keys()
         for engine in unmatched - self._unmatched:
             logger.warning(
-                "engine %s of %s is no one journal's: it is not compared", engine.number, engine.url
+                "engine %s of %s matches no single journal and is not compared", engine.number, engine.url
             )
         self._unmatched = unmatched
 
 
-def _zero(book: EngineAudit, books: Sequence[EngineAudit]) -> bool:
-    """Whether the engine's counters began with the book: it saw the start, and no other had its index."""
-    alike = [other for other in books if other.engine is not None and _index(other) == _index(book)]
-    ledger = book.auditor.ledger
-    return book.metrics.from_start and not (ledger.gaps or ledger.hook_failures) and len(alike) == 1
+def _began_at_zero(engine_audit: EngineAudit, audits: Sequence[EngineAudit]) -> bool:
+    """Whether both sides began at zero: the journal has the engine's start, and its index is unique."""
+    alike = [other for other in audits if other.engine is not None and _index(other) == _index(engine_audit)]
+    ledger = engine_audit.auditor.ledger
+    return engine_audit.metrics.from_start and not (ledger.gaps or ledger.hook_failures) and len(alike) == 1
 
 
 def attach_reconciliation(
     urls: Sequence[str],
-    books: Callable[[], Sequence[EngineAudit]],
+    audits: Callable[[], Sequence[EngineAudit]],
     lock: AbstractContextManager[object],
     stop: threading.Event,
 ) -> threading.Thread:
-    """Reconcile in a daemon thread until ``stop``. Raises :class:`LedgerError` for what is no URL."""
-    thread = threading.Thread(target=Reconciler(urls, books, lock).run, args=(stop,), daemon=True)
+    """Reconcile in a daemon thread until ``stop`` is set. Raises :class:`LedgerError` for a bad URL."""
+    thread = threading.Thread(target=Reconciler(urls, audits, lock).run, args=(stop,), daemon=True)
     thread.start()
     return thread

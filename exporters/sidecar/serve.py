@@ -77,7 +77,7 @@ def serve(
 
 
 def state_folder(path: Path, notify: Notify) -> Path | None:
-    """Return the hidden folder beside the journals; None, with a notice, where nothing can be written."""
+    """Return the hidden folder in the journals' folder; None, with a notice, if that can't be written."""
     if path.is_dir() and os.access(path, os.W_OK | os.X_OK):
         return path / HIDDEN
     if path.exists():

@@ -1,8 +1,8 @@
 """``--web.config.file``: TLS and users, in the format of Prometheus's exporter-toolkit.
 
-https://github.com/prometheus/exporter-toolkit/blob/master/docs/web-configuration.md says what the keys
-mean. What we can't do is refused, never ignored: a key that does not work is an open door. The file
-is read once. Needs the web extra.
+https://github.com/prometheus/exporter-toolkit/blob/master/docs/web-configuration.md defines the keys. A key
+that kvledger does not support is an error and never ignored, because an ignored key may leave access open.
+The file is read once. Needs the web extra.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Client = Literal["NoClientCert", "VerifyClientCertIfGiven", "RequireAndVerifyCli
 
 
 class TlsConfig(msgspec.Struct, forbid_unknown_fields=True):
-    """``tls_server_config``. Files are relative to the configuration's own folder."""
+    """``tls_server_config``. Paths are relative to the folder of the configuration file."""
 
     cert_file: str
     key_file: str
@@ -58,11 +58,11 @@ Headers = msgspec.defstruct(
     ],
     forbid_unknown_fields=True,
 )
-"""The headers that may be set, the toolkit's own list."""
+"""The headers that may be set, as in the toolkit."""
 
 
 class HttpConfig(msgspec.Struct, forbid_unknown_fields=True):
-    """``http_server_config``. HTTP/2 is never spoken, so asking for it is refused."""
+    """``http_server_config``. HTTP/2 is not supported, so ``http2: true`` is an error."""
 
     http2: Literal[False] = False
     headers: Headers = msgspec.field(default_factory=Headers)  # type: ignore[valid-type]
@@ -77,7 +77,7 @@ class WebConfig(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def load(path: Path) -> Security:
-    """What the file asks for. Raises :class:`LedgerError` for all that is not right in it."""
+    """Read the file. Raises :class:`LedgerError` for anything wrong in it."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -116,6 +116,6 @@ def _context(config: TlsConfig, path: Path) -> ssl.SSLContext:
             context.load_verify_locations(path.parent / config.client_ca_file)
             context.verify_mode = _CLIENTS[config.client_auth_type]
     except (OSError, ValueError) as error:  # an SSLError is an OSError
-        said = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
-        raise LedgerError(f"{path}: the certificate, its key or the CA can't be used: {said}.") from None
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        raise LedgerError(f"{path}: the certificate, its key or the CA can't be used: {reason}.") from None
     return context

@@ -14,16 +14,16 @@ from ...audit.errors import LedgerError
 
 _HASH = re.compile(r"\$2[abxy]\$(0[4-9]|[12]\d|3[01])\$[./A-Za-z0-9]{53}")
 _NOBODY = "$2b$10$jkq2JzSSG5tbGUCFEdyLq.9.BLMjasjQYT0bB302Vy6HoxMGh121O"
-"""What an unknown user's password is compared with, so that names can't be told by the time it takes."""
+"""The hash that an unknown user's password is compared with, so that timing reveals no user names."""
 
 _REMEMBERED = 64
 
 
 class Users:
-    """Lets in who knows a password. One check at a time: bcrypt is slow on purpose.
+    """Checks users and passwords, one at a time because bcrypt is slow on purpose.
 
-    What was right is remembered, by its SHA-256, so that a scrape costs no bcrypt. Raises
-    :class:`LedgerError` for what is no bcrypt hash.
+    The SHA-256 of a correct password is remembered, so that later scrapes need no bcrypt. Raises
+    :class:`LedgerError` for a malformed hash.
     """
 
     def __init__(self, hashes: dict[str, str]) -> None:
@@ -31,11 +31,11 @@ class Users:
             if not _HASH.fullmatch(hashed):
                 raise LedgerError(f"The password of user {user!r} is no bcrypt hash.")
         self._hashes = hashes
-        self._right: dict[bytes, None] = {}
+        self._correct: dict[bytes, None] = {}
         self._one_at_a_time = threading.Lock()
 
     def __call__(self, authorization: str) -> bool:
-        """Whether this Authorization header is a user's."""
+        """Whether this Authorization header has a user's correct password."""
         scheme, _, encoded = authorization.partition(" ")
         if scheme.lower() != "basic":
             return False
@@ -43,17 +43,17 @@ class Users:
             user, colon, password = base64.b64decode(encoded, validate=True).partition(b":")
         except (binascii.Error, ValueError):
             return False
-        seen = hashlib.sha256(user + b":" + password).digest()
-        if seen in self._right:
+        digest = hashlib.sha256(user + b":" + password).digest()
+        if digest in self._correct:
             return True
         hashed = self._hashes.get(user.decode(errors="replace"), _NOBODY)
         with self._one_at_a_time:
-            right = bool(colon) and _matches(password, hashed) and hashed is not _NOBODY
-            if right:
-                while len(self._right) >= _REMEMBERED:
-                    del self._right[next(iter(self._right))]
-                self._right[seen] = None
-        return right
+            correct = bool(colon) and _matches(password, hashed) and hashed is not _NOBODY
+            if correct:
+                while len(self._correct) >= _REMEMBERED:
+                    del self._correct[next(iter(self._correct))]
+                self._correct[digest] = None
+        return correct
 
 
 def _matches(password: bytes, hashed: str) -> bool:

@@ -143,27 +143,30 @@ class _Trace:
         self.path = path
         self._wanted = wanted
         everybody = (lambda _: True) if "entries" in wanted else None
-        self._book = EngineAudit(path, keep=True, watch=everybody, window=window, with_metrics=False)
+        self._engine_audit = EngineAudit(path, keep=True, watch=everybody, window=window, with_metrics=False)
         self._scheduled: dict[int, tuple[int, int]] = {}
         self._step = 0
 
     def rows(self) -> Iterator[tuple[str, Rows]]:
-        book = self._book
-        for batch in each_batch(book):
+        engine_audit = self._engine_audit
+        for batch in each_batch(engine_audit):
             steps: Rows = []
             if "steps" in self._wanted:
                 steps = [row for event in batch.events for row in self._steps(event)]
             if steps:
                 yield "steps", steps
             yield from self._accounts(batch.accounts)
-        found = book.violations
+        found = engine_audit.violations
         if found and "violations" in self._wanted:
-            yield "violations", [_violation(book.name, violation) for violation in found]
+            yield "violations", [_violation(engine_audit.name, violation) for violation in found]
 
     def _accounts(self, accounts: list[Account]) -> Iterator[tuple[str, Rows]]:
-        engine, of_engine = self._book.name, (self._book.model, self._book.began_seconds)
+        engine, of_engine = (
+            self._engine_audit.name,
+            (self._engine_audit.model, self._engine_audit.began_seconds),
+        )
         if accounts and "requests" in self._wanted:
-            last = self._book.last_at
+            last = self._engine_audit.last_at
             yield "requests", [(*_request(engine, account, last), *of_engine) for account in accounts]
         if accounts and "lives" in self._wanted:
             yield "lives", [row for account in accounts for row in _lives(engine, account)]
@@ -191,10 +194,12 @@ class _Trace:
                 return []
         tokens = sum(tokens for tokens, _ in self._scheduled.values())
         drafts = sum(drafts for _, drafts in self._scheduled.values())
-        book, seconds = self._book, event.at / 1e6
-        if book.window.bounded and not book.window.holds((book.began_seconds or 0.0) + seconds):
+        engine_audit, seconds = self._engine_audit, event.at / 1e6
+        if engine_audit.window.bounded and not engine_audit.window.holds(
+            (engine_audit.began_seconds or 0.0) + seconds
+        ):
             return []
-        return [(book.name, step, seconds, times, len(self._scheduled), tokens, drafts)]
+        return [(engine_audit.name, step, seconds, times, len(self._scheduled), tokens, drafts)]
 
 
 def _request(engine: str, account: Account, last: int) -> tuple[Value, ...]:

@@ -62,7 +62,7 @@ class _Track:
         self.path = path
         self.window = window
         self.began = _start(path)
-        self._crowd = RequestCounts()
+        self._counts = RequestCounts()
         self._flows = 0
         self._found: dict[str | None, list[Violation]] = {}
 
@@ -74,16 +74,16 @@ class _Track:
             yield {"pid": self.number, **event}
 
     def _events(self) -> Iterator[Slice]:
-        book = EngineAudit(self.path, keep=True, window=self.window, with_metrics=False)
-        for batch in each_batch(book):
+        engine_audit = EngineAudit(self.path, keep=True, window=self.window, with_metrics=False)
+        for batch in each_batch(engine_audit):
             for event in batch.events:
                 yield from self._counters(event)
             for violation in batch.findings:
                 self._found.setdefault(violation.request, []).append(violation)
             for account in batch.accounts:
-                yield from self._request(account, book.last_at)
-        engine = book.engine
-        name = f"{book.name} ({engine.configuration.get('model', '')})" if engine else self.path.name
+                yield from self._request(account, engine_audit.last_at)
+        engine = engine_audit.engine
+        name = f"{engine_audit.name} ({engine.configuration.get('model', '')})" if engine else self.path.name
         yield _named("process_name", name)
         yield from self._findings(None, None)
 
@@ -129,8 +129,8 @@ class _Track:
         elif isinstance(event, ev.PoolSeen | ev.BlockStatesReported) and event.free_blocks >= 0:
             name = f"free blocks, pool {event.pool}" if event.pool else "free blocks"
             yield _counter(event.at, name, {"free": event.free_blocks})
-        if self._crowd.feed(event):
-            counts = {"running": self._crowd.running, "waiting": self._crowd.waiting}
+        if self._counts.feed(event):
+            counts = {"running": self._counts.running, "waiting": self._counts.waiting}
             yield _counter(event.at, "requests", counts)
 
 

@@ -271,7 +271,7 @@ def test_a_collector_that_never_answers_stalls_nothing(
 
 
 def test_a_defect_in_telling_stops_no_feeding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(otel.Spans, "emit", lambda *_: 1 / 0)
+    monkeypatch.setattr(otel.RequestSpans, "emit", lambda *_: 1 / 0)
     book = started()
     told(book, events(200, RESUMED), monkeypatch)
 
@@ -317,8 +317,9 @@ def test_the_protocol(environ: dict[str, str], said: str) -> None:
     assert said == protocol("traces", environ)
 
 
-def test_what_there_is_not_is_refused_in_a_sentence() -> None:
-    with pytest.raises(LedgerError, match="OTEL_TRACES_EXPORTER is 'zipkin'; there are otlp and none"):
+def test_unsupported_exporters_and_protocols_are_errors() -> None:
+    message = "OTEL_TRACES_EXPORTER is 'zipkin'; kvledger supports otlp and none"
+    with pytest.raises(LedgerError, match=message):
         wanted({"OTEL_TRACES_EXPORTER": "zipkin"})
-    with pytest.raises(LedgerError, match="OTLP over 'http/json' is not to be had"):
+    with pytest.raises(LedgerError, match="OTLP over 'http/json' is not supported"):
         protocol("traces", {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"})

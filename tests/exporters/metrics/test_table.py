@@ -202,12 +202,12 @@ def test_openmetrics_is_read_back_with_created_times_and_exemplars(tmp_path: Pat
 def test_an_exemplar_is_never_longer_than_openmetrics_allows() -> None:
     """A request id that does not fit beside the trace id is left out, never cut."""
     trace = "0af7651916cd43dd8448eb211c80319c"
-    fits = prometheus._exemplar(Exemplar("r" * 78, trace, 1.0, 2.0))
-    long = prometheus._exemplar(Exemplar("r" * 79, trace, 1.0, 2.0))
+    fits = prometheus.openmetrics_exemplar(Exemplar("r" * 78, trace, 1.0, 2.0))
+    long = prometheus.openmetrics_exemplar(Exemplar("r" * 79, trace, 1.0, 2.0))
 
     assert fits is not None and {"trace_id": trace, "request_id": "r" * 78} == fits.labels
     assert long is not None and {"trace_id": trace} == long.labels
-    assert prometheus._exemplar(Exemplar("r" * 200, "", 1.0, 2.0)) is None
+    assert prometheus.openmetrics_exemplar(Exemplar("r" * 200, "", 1.0, 2.0)) is None
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is in Debian's package prometheus")

@@ -35,7 +35,7 @@ from kvledger.audit.events import (
     Stepped,
 )
 from kvledger.audit.replay.engine_audit import EngineAudit
-from kvledger.exporters.sidecar.reconcile import SETTLE_SECONDS, WINDOW_SECONDS, Comparison, Scrape
+from kvledger.exporters.sidecar.reconcile import SETTLE_SECONDS, WINDOW_SECONDS, CounterComparison, Scrape
 
 SCRAPE_SECONDS = 15
 PROMPT = 100
@@ -64,7 +64,7 @@ class World:
         self.feed(journals.STARTED)
         known = [] if self.zero else [SnapshotRow(99, "before", PROMPT, False, 10, 0, 0, PROMPT, 0)]
         self.feed(Snapshot(0, 0, known, 0))
-        self.comparison = Comparison(self.book, zero=self.zero)
+        self.comparison = CounterComparison(self.book, zero=self.zero)
         if not self.zero:
             self.counters = {figure: float(self.dice.randrange(10_000)) for figure in FIGURES}
 

@@ -21,7 +21,7 @@ from kvledger.audit.events import Event, Snapshot
 from kvledger.audit.journal.folder import JournalWriter, find_journals, read
 from kvledger.audit.replay.engine_audit import EngineAudit
 from kvledger.exporters.sidecar import scrape_engine
-from kvledger.exporters.sidecar.reconcile import SETTLE_SECONDS, WINDOW_SECONDS, Comparison, Scrape
+from kvledger.exporters.sidecar.reconcile import SETTLE_SECONDS, WINDOW_SECONDS, CounterComparison, Scrape
 from kvledger.exporters.sidecar.scrape_engine import Engine, Reconciler, counters, match
 
 ROOT = Path(__file__).parents[3]
@@ -169,7 +169,7 @@ def replayed(
     started, snapshot, *rest = events
     book.feed(*started)
     book.feed(*snapshot)
-    comparison = Comparison(book, zero=book.metrics.from_start)
+    comparison = CounterComparison(book, zero=book.metrics.from_start)
     feed = iter([*rest, None])
     event = next(feed)
     waiting, rows = list(scrapes), []
@@ -227,7 +227,7 @@ def test_a_real_engine_that_counts_a_block_too_much_is_found(
 def test_before_the_window_has_passed_nothing_is_said(live: Callable[..., EngineAudit]) -> None:
     """A figure outside the range once may be a slow disk; in every scrape of a window it is not."""
     book = live(0)
-    comparison = Comparison(book, zero=True)
+    comparison = CounterComparison(book, zero=True)
     told = []
     for second in range(1_000, 1_000 + int(2 * WINDOW_SECONDS)):
         book.read_seconds = float(second)
