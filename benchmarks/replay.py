@@ -17,7 +17,8 @@ from benchmarks.stats import Estimate, estimate
 
 from kvledger.audit import events as ev
 from kvledger.audit.checks.auditor import Auditor
-from kvledger.audit.journal.folder import JournalWriter, Reader
+from kvledger.audit.journal.reader import Reader
+from kvledger.audit.journal.writer import JournalWriter
 
 OPEN = 8
 """Requests open at any time in the journals that memory is measured with."""

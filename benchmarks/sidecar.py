@@ -31,7 +31,7 @@ import psutil
 from benchmarks.stats import percentile
 
 from kvledger.audit import events as ev
-from kvledger.audit.journal.folder import JournalWriter, Limits
+from kvledger.audit.journal.writer import JournalWriter, Limits
 from kvledger.exporters.sidecar.follower import Follower
 
 ENGINES = 20

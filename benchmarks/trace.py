@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # as `python -m benchmarks.t
 from benchmarks.simulated import BLOCK, Mix, Simulated
 
 from kvledger.audit import events as ev
-from kvledger.audit.journal.folder import JournalWriter, Limits
+from kvledger.audit.journal.writer import JournalWriter, Limits
 
 WALL_SECONDS = 1_767_225_600.0
 """When every engine of the trace started: the beginning of 2026."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from kvledger.audit import events as ev
 from kvledger.audit.checks.auditor import Auditor
 from kvledger.audit.errors import LedgerError
-from kvledger.audit.journal.folder import Reader
+from kvledger.audit.journal.reader import Reader
 
 
 class InvalidRound(Exception):

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from tests.histories import GOLDEN, Golden, events
 
 from kvledger.audit.events import EngineStarted, EngineStopped, Event, Reported, Setting, Snapshot
-from kvledger.audit.journal.folder import JournalWriter
+from kvledger.audit.journal.writer import JournalWriter
 
 STARTED = EngineStarted(0, 1.7e9, "vllm", "0.32.0", "v1", "tokens", 4000, {})
 CLEAN = "A0+32 L s56 o P A0+160 L s40 o+ s1 o+ F"

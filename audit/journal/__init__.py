@@ -1,1 +1,11 @@
-"""The journal: segments of encoded events on disk, their writer, reader, recorder and retention."""
+"""The journal: encoded events on disk. Nothing here knows what an event means.
+
+This file exports nothing. Import from the file that has what you need:
+
+- ``folder.py``: find journals, read a whole one, follow one as it grows
+- ``reader.py``: ``Reader``, ``Batch``, ``Position``, ``Damage``
+- ``writer.py``: ``JournalWriter`` and its ``Limits``
+- ``recorder.py``: ``Recorder``, the queue and the thread between the hooks and the writer
+- ``retention.py``: how much disk space journals may take
+- ``format.py``: the bytes of a segment; ``docs/journal.md`` describes them in prose
+"""

@@ -1,7 +1,6 @@
-"""A journal, from outside: find it, read all of it, follow it as it grows.
+"""Find journals, read a whole one, follow one as it grows.
 
-The writer is in ``writer.py``, the reader in ``reader.py``, the bytes in ``segments.py``, and the
-format in prose in ``docs/journal.md``. Only this module need be imported.
+Code that needs positions, batches or damage uses :class:`~kvledger.audit.journal.reader.Reader` itself.
 """
 
 from __future__ import annotations
@@ -15,35 +14,22 @@ from pathlib import Path
 
 from ..errors import LedgerError
 from ..events import AnyEvent
-from .format import is_live, read_header, segments
-from .reader import Batch, Damage, Position, Reader
-from .writer import JournalWriter, Limits
+from .format import read_header, segments
+from .reader import Damage, Position, Reader
 
-__all__ = [
-    "Batch",
-    "Damage",
-    "JournalWriter",
-    "Limits",
-    "Position",
-    "Reader",
-    "find_journals",
-    "holds_journal",
-    "is_live",
-    "is_workers",
-    "read",
-    "tail",
-]
+ENGINE = "engine-"
+"""The folder name of an engine's journal begins with this."""
 
 WORKER = "worker-"
-"""A worker's journal is called so, an engine's begins with ``engine-``."""
+"""The folder name of a worker's journal begins with this."""
 
 
 def read(
     path: str | Path, start: Position | None = None, damage: list[Damage] | None = None
 ) -> Iterator[tuple[int, AnyEvent]]:
-    """(event number, event) of everything written by now, Gaps included; notes go to ``damage``.
+    """Yield (event number, event) of everything written by now, and append what is damaged to ``damage``.
 
-    A synthesized Gap bears the number of the first event that is missing.
+    A Gap that the reader puts in has the number of the first event that is missing.
     """
     with Reader(path, start) as reader:
         if damage is not None:
@@ -59,7 +45,7 @@ def tail(
     start: Position | None = None,
     damage: list[Damage] | None = None,
 ) -> Iterator[tuple[int, AnyEvent]]:
-    """Like :func:`read`, and goes on as the journal grows.
+    """Like :func:`read`, and continue as the journal grows.
 
     Ends when the writer is gone and everything was read, or after ``stop`` was set.
     """
@@ -78,10 +64,10 @@ def tail(
 
 
 def find_journals(paths: Iterable[str | Path]) -> list[Path]:
-    """The journal folders and single segments that ``paths`` name, in order, each once.
+    """The journal folders and single segments at ``paths``, in order, each once.
 
-    A path may be a journal folder, a folder of several (``KVLEDGER_DIR``), or a segment file.
-    Raises :class:`LedgerError` for a path that is missing, empty, or no journal.
+    A path may be a journal folder, a folder of several journals (``KVLEDGER_DIR``), or a segment file.
+    Raises :class:`LedgerError` for a path that is missing, empty, or not a journal.
     """
     return list(dict.fromkeys(itertools.chain.from_iterable(_find(Path(path)) for path in paths)))
 
@@ -97,11 +83,11 @@ def _find(path: Path) -> list[Path]:
             return [path]
         inside = sorted(path.iterdir())
         folders = [folder for folder in inside if folder.is_dir() and not is_workers(folder)]
-        found = [folder for folder in folders if holds_journal(folder)]
+        journals = [folder for folder in folders if holds_journal(folder)]
     except OSError as error:
         raise LedgerError(f"{path} can't be read: {error.strerror}.") from error
-    if found:
-        return found
+    if journals:
+        return journals
     if not inside:
         raise LedgerError(f"{path} is empty: no journal was written there yet.")
     if any(is_workers(folder) for folder in inside):
@@ -112,25 +98,25 @@ def _find(path: Path) -> list[Path]:
 
 
 def is_workers(folder: Path) -> bool:
-    """Whether a journal is a worker's, which is read along with its engine's and not by itself."""
+    """Whether a journal is a worker's, which is read together with its engine's and not by itself."""
     return folder.name.startswith(WORKER)
 
 
 def holds_journal(folder: Path) -> bool:
-    """Whether a folder is a journal. Raises :class:`LedgerError` if it only looks like one."""
-    found = segments(folder)
-    for path in found.values():
+    """Whether a folder is a journal. Raises :class:`LedgerError` if only its file names look like one."""
+    by_number = segments(folder)
+    for path in by_number.values():
         try:
             _check_segment(path)
-        except (FileNotFoundError, _NoSegment):
+        except (FileNotFoundError, _NotASegment):
             continue
         return True
-    if found:
-        raise LedgerError(f"{folder} is not a kvledger journal: no segment in it has its header.")
+    if by_number:
+        raise LedgerError(f"{folder} is not a kvledger journal: no segment in it has a journal's header.")
     return False
 
 
-class _NoSegment(LedgerError):
+class _NotASegment(LedgerError):
     pass
 
 
@@ -139,4 +125,4 @@ def _check_segment(path: Path) -> None:
         start, _ = read_header(file.fileno(), path.name)
         if not start:
             empty = not os.fstat(file.fileno()).st_size
-            raise _NoSegment(f"{path} is {'empty' if empty else 'not a kvledger journal'}.")
+            raise _NotASegment(f"{path} is {'empty' if empty else 'not a kvledger journal'}.")

@@ -1,12 +1,13 @@
 """The bytes of a journal: a segment's header, its frames, its names, and the writer's lock.
 
-Knows nothing of who writes or reads. ``docs/journal.md`` is the same in prose. Rules of the format:
+Functions here read and make bytes; ``writer.py`` and ``reader.py`` decide when. ``docs/journal.md``
+describes the format in prose. Its rules:
 
 - A segment is a header line and frames, each frame a length, a CRC32 and a msgpack payload.
-- The header names the schema and bears a CRC32 of its own: one flipped bit is damage, not "newer".
-- A frame counts only when it is whole and its checksum fits; nothing else is ever decoded.
-- An empty payload is no frame: the zeros that a file system may leave after a power cut would
-  otherwise look like a run of valid empty frames (the CRC32 of nothing is 0).
+- The header contains the schema and a CRC32, so a flipped bit is read as damage and not as a newer schema.
+- A frame is decoded only if it is whole and its checksum matches.
+- A frame of length 0 is damage. A file system may leave a run of zero bytes after a power cut, and the
+  CRC32 of nothing is 0, so zeros would otherwise read as valid empty frames.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ from ..events import SCHEMA, AnyEvent
 
 MAGIC = b"kvledger journal "
 FRAME = struct.Struct("<II")
-"""Before every payload: its length in bytes and its CRC32."""
+"""Stands before every payload: its length in bytes and its CRC32."""
 
 MAX_PAYLOAD_BYTES = 64 << 20
-"""A length above this is damage; it bounds what a flipped bit can make a reader allocate."""
+"""A longer frame is damage. This bounds how much memory a flipped bit can make a reader allocate."""
 
 LOCK = "lock"
+"""Name of the file that the writer keeps locked while it lives."""
+
 _NAME = re.compile(r"(\d{8,})\.kvl")
 _HEADER_LINE = re.compile(re.escape(MAGIC) + rb"(\d{1,9}) ([0-9a-f]{8})\n")
 _HEADER_BYTES = 64
@@ -47,7 +50,7 @@ class Payload(msgspec.Struct, frozen=True, array_like=True, gc=False):
     events: list[AnyEvent]
 
 
-class Tail(enum.Enum):
+class TailState(enum.Enum):
     """How the readable part of a segment ends."""
 
     WHOLE = "at the end of the file"
@@ -61,23 +64,23 @@ def segment_name(number: int) -> str:
 
 
 def segment_number(path: Path) -> int | None:
-    """1 for ``00000001.kvl``; None for a name that no writer gives."""
-    named = _NAME.fullmatch(path.name)
-    return int(named.group(1)) if named else None
+    """1 for ``00000001.kvl``; None if the file is not named like a segment."""
+    match = _NAME.fullmatch(path.name)
+    return int(match.group(1)) if match else None
 
 
 def segments(folder: Path) -> dict[int, Path]:
-    """The segments in ``folder`` by number, oldest first. OSError if it can't be listed."""
-    found: dict[int, Path] = {}
+    """The segments in ``folder`` by number, oldest first. Raises OSError if it can't be listed."""
+    by_number: dict[int, Path] = {}
     for name in os.listdir(folder):
         number = segment_number(Path(name))
         if number is not None:
-            found[number] = folder / name
-    return dict(sorted(found.items()))
+            by_number[number] = folder / name
+    return dict(sorted(by_number.items()))
 
 
 def header(schema: int) -> bytes:
-    """The first line of a segment, in every schema: magic, schema, CRC32 of the two."""
+    """The first line of a segment, in every schema: magic, schema, and the CRC32 of both."""
     line = MAGIC + b"%d" % schema
     return line + b" %08x\n" % crc32(line)
 
@@ -86,40 +89,40 @@ HEADER = header(SCHEMA)
 
 
 def frame(payload: bytes) -> bytes:
-    """A payload with its length and checksum."""
+    """A payload, preceded by its length and checksum."""
     return FRAME.pack(len(payload), crc32(payload)) + payload
 
 
-def read_header(descriptor: int, name: str) -> tuple[int, Tail]:
-    """Where the frames of an open segment begin, and WHOLE if the header is right.
+def read_header(descriptor: int, name: str) -> tuple[int, TailState]:
+    """The offset of the first frame of an open segment, and WHOLE if the header is intact.
 
     Raises :class:`LedgerError` for a schema newer than ours.
     """
     data = os.pread(descriptor, _HEADER_BYTES, 0)
     line = _HEADER_LINE.match(data)
     if line is None:
-        return 0, Tail.SHORT if HEADER.startswith(data) else Tail.BAD
+        return 0, TailState.SHORT if HEADER.startswith(data) else TailState.BAD
     schema = int(line.group(1))
     if line.group() != header(schema):
-        return 0, Tail.BAD
+        return 0, TailState.BAD
     if schema > SCHEMA:
         raise newer_schema(name, f"schema {schema}")
-    return line.end(), Tail.WHOLE
+    return line.end(), TailState.WHOLE
 
 
 def newer_schema(name: str, what: str) -> LedgerError:
-    """What to say of a segment that only a later kvledger can read."""
+    """The error for a segment that only a later kvledger can read."""
     return LedgerError(
         f"{name} was written with {what} and this kvledger reads up to schema {SCHEMA}; "
         "read it with the version that wrote it, or a later one."
     )
 
 
-def frames(descriptor: int, offset: int) -> Generator[tuple[int, memoryview], None, Tail]:
-    """(end offset, payload) of every good frame from ``offset`` on; returns how that ends.
+def frames(descriptor: int, offset: int) -> Generator[tuple[int, memoryview], None, TailState]:
+    """Yields (end offset, payload) of every intact frame from ``offset`` on; returns how they end.
 
-    A frame is believed or rejected from one read of its own: a live writer may cut off a
-    half-written frame and write another in its place between two reads.
+    Each frame is judged by the bytes of a single read: between two reads a live writer may cut off a
+    half-written frame and write another in its place.
     """
     wanted = _READ_BYTES
     while True:
@@ -134,31 +137,32 @@ def frames(descriptor: int, offset: int) -> Generator[tuple[int, memoryview], No
             length, checksum = FRAME.unpack_from(data, position)
             end = start + length
             if not 0 < length <= MAX_PAYLOAD_BYTES:
-                return Tail.BAD
+                return TailState.BAD
             if end > len(data):
                 wanted = max(_READ_BYTES, FRAME.size + length)
                 break
             payload = data[start:end]
             if crc32(payload) != checksum:
                 if position:
-                    at_end = False  # judge it from a read of its own
+                    at_end = False  # read this frame again by itself
                     break
                 last = not os.pread(descriptor, 1, offset + end)
-                return Tail.SHORT if last else Tail.BAD
+                return TailState.SHORT if last else TailState.BAD
             yield offset + end, payload
             position = end
         offset += position
         if at_end and position == len(data):
-            return Tail.WHOLE
+            return TailState.WHOLE
         if at_end and not position:
-            return Tail.SHORT
+            return TailState.SHORT
 
 
 def take_lock(folder: Path) -> int:
     """Lock ``folder`` for writing for as long as the returned descriptor is open.
 
-    flock belongs to the open file and not to the process: a process may ask about its own journal
-    without losing the lock, and a kill releases it. Raises OSError if it is taken.
+    A flock belongs to the open file and not to the process: a process may ask whether its own journal is
+    live without losing the lock, and the system releases the lock when the process is killed. Raises
+    OSError if another writer holds the lock.
     """
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -170,7 +174,7 @@ def take_lock(folder: Path) -> int:
 
 
 def is_live(folder: Path) -> bool:
-    """Whether the writer of this journal is alive, quiet or not."""
+    """Whether the writer of this journal is alive, even if it writes nothing."""
     try:
         descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):

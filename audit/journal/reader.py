@@ -1,14 +1,14 @@
-"""The reader of a journal: batches in order, and a Gap for all that is missing.
+"""Read a journal: batches in order, with a Gap wherever events are missing.
 
-Rules of this file:
+Finding journals is in ``folder.py``, the bytes in ``format.py``. Rules of this file:
 
-- Never a wrong event, never a silent loss: wherever numbers jump, bytes are damaged or the tail is
-  torn, a synthesized :class:`~kvledger.audit.events.Gap` stands in the stream and a
-  :class:`Damage` says where. (Where the writer's own Gap explains a jump, that one stands.)
-- After damage inside a segment reading goes on at the next one, which begins with a snapshot.
-- Nobody waits for anybody: segments may be added, and the oldest removed, while we read.
-- What a live writer has half written is "not yet"; of a dead one it is a torn tail. Whether it
-  lives is asked before its last bytes are read, so that none can come in between.
+- No event is wrong and no loss is silent. Where event numbers jump, bytes are damaged or the tail is
+  torn, the reader puts a :class:`~kvledger.audit.events.Gap` into the stream, and a :class:`Damage` has
+  the place. Where the writer's own Gap explains a jump in the numbers, the reader adds none.
+- After damage inside a segment, the reader goes on at the next segment, which begins with a snapshot.
+- Reader and writer never wait for each other: segments may be added, and the oldest removed, meanwhile.
+- A half-written frame of a live writer is not complete yet; that of a dead writer is a torn tail. The
+  reader asks whether the writer is alive *before* it reads the last bytes, so that no batch is missed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from msgspec.structs import replace
 
 from ..errors import LedgerError
 from ..events import AnyEvent, EngineStopped, Gap
-from .format import Payload, Tail, frames, is_live, newer_schema, read_header, segment_number, segments
+from .format import Payload, TailState, frames, is_live, newer_schema, read_header, segment_number, segments
 
+# Reasons of a Damage.
 TORN = "torn tail"
 CORRUPT = "corrupt segment"
 UNREADABLE = "unreadable batch"
@@ -38,10 +39,10 @@ _TAGS = frozenset(event.__struct_config__.tag for event in get_args(AnyEvent))
 
 
 class Position(msgspec.Struct, frozen=True):
-    """Where the next batch is, and the numbers it should have (``event`` -1: any).
+    """Where the next batch is: segment, byte offset, and the numbers it should have.
 
-    ``Position(segment=n, event=-1)`` begins at that segment and asks nothing of what came before.
-    ``at`` is that of the last event read; -1 when there was none.
+    ``event`` -1 accepts any number: ``Position(segment=n, event=-1)`` begins at segment n, whatever came
+    before. ``at`` is the time of the last event read; -1 before the first.
     """
 
     segment: int = 1
@@ -52,7 +53,7 @@ class Position(msgspec.Struct, frozen=True):
 
 
 class Damage(msgspec.Struct, frozen=True):
-    """Something is missing from byte ``offset`` of a segment on. ``lost_events`` -1: not known."""
+    """Events are missing from byte ``offset`` of a segment on. ``lost_events`` -1: not known how many."""
 
     segment: str
     offset: int
@@ -60,12 +61,12 @@ class Damage(msgspec.Struct, frozen=True):
     lost_events: int
 
     def __str__(self) -> str:
-        lost = "an unknown number of" if self.lost_events < 0 else self.lost_events
-        return f"{self.reason} at {self.segment} byte {self.offset}: {lost} events lost"
+        events = "an unknown number of" if self.lost_events < 0 else self.lost_events
+        return f"{self.reason} at {self.segment} byte {self.offset}: {events} events lost"
 
 
 class Batch(NamedTuple):
-    """Events that were written at once. ``start`` leads back to just before them."""
+    """Events that were written at once. A reader that starts at ``start`` reads this batch first."""
 
     first_event: int
     events: list[AnyEvent]
@@ -76,44 +77,54 @@ class Batch(NamedTuple):
 class Reader:
     """Reads one journal folder, or one segment file of any name.
 
-    ``position`` is where the next :meth:`poll` goes on; ``damage`` what was found missing so far;
-    ``ended``: the writer is gone and everything was read; ``stopped``: the last event says that
-    observation ended in good order (else the engine was killed, and what it had not yet written is
-    missing). Raises :class:`LedgerError` for a newer schema, and for a file that is no segment.
+    Raises :class:`LedgerError` for a newer schema, and for a file that is not a segment.
     """
 
     def __init__(self, path: str | Path, start: Position | None = None) -> None:
         self.path = Path(path)
+        """The journal's folder, or the segment file."""
         self.damage: list[Damage] = []
+        """What was missing or damaged so far."""
         self.ended = False
+        """Whether the writer is gone and everything was read."""
         self.stopped = False
+        """Whether the last event is EngineStopped; if the journal ended without it, the engine was killed."""
         self._single = not self.path.is_dir()
+        """Whether ``path`` is a single segment file."""
         self.position = start or Position(event=-1 if self._single else 0)
+        """Where the next :meth:`poll` continues."""
         self._file: FileIO | None = None
+        """The open segment."""
         self._frames_at = 0
+        """Offset of the first frame in the open segment; 0 before its header was read."""
         self._name = ""
+        """File name of the segment opened last."""
         self._jumped_from: Position | None = None
+        """The position before segments that were removed; None unless the reader has just skipped some."""
         self._skipping = False
+        """Whether the rest of the open segment is skipped because of damage."""
         self._broken: list[tuple[str, int, str]] = []
+        """Damaged places (segment, offset, reason) that no Gap in the stream covers yet."""
         self._decode = msgspec.msgpack.Decoder(Payload).decode
+        """Decodes one payload."""
 
     def poll(self) -> Iterator[Batch]:
-        """Every batch that is complete by now, in order."""
+        """Yield every batch that is complete by now, in order."""
         if self.ended:
             return
         live = self._is_live()
         while self._file is not None or self._open_next():
             tail = yield from self._read_segment()
-            later = self._has_later()
-            if later:
-                # Nothing is appended here any more; read what came before the later one stood.
+            has_later = self._has_later()
+            if has_later:
+                # The writer has left this segment; read what it appended before it did.
                 tail = yield from self._read_segment()
-            elif live and tail is not Tail.BAD:
+            elif live and tail is not TailState.BAD:
                 return
-            if tail is not Tail.WHOLE:
-                self._break(CORRUPT if tail is Tail.BAD else TORN)
+            if tail is not TailState.WHOLE:
+                self._break(CORRUPT if tail is TailState.BAD else TORN)
                 self._skipping = True
-            if later:
+            if has_later:
                 self._leave()
                 continue
             if self._broken:
@@ -126,10 +137,10 @@ class Reader:
 
     @property
     def resumable(self) -> Position:
-        """Where another reader would go on exactly as this one.
+        """Where another reader would continue exactly as this one.
 
-        That is ``position``, but before what is damaged and not yet told as a Gap, and after the
-        segment whose damage was told.
+        That is ``position``, with two exceptions: the start of a damaged place that no Gap covers yet, and
+        the next segment if the rest of this one is skipped.
         """
         if not self._broken:
             after = replace(self.position, segment=self.position.segment + 1, offset=0)
@@ -173,13 +184,13 @@ class Reader:
         return any(number > self.position.segment for number in self._listed())
 
     def _open_next(self) -> bool:
-        """Open the first segment not yet left; False when there is none."""
+        """Open the first segment that was not yet left; returns False if there is none."""
         for number, path in self._listed().items():
             if number < self.position.segment:
                 continue
             try:
                 self._file = FileIO(path)
-            except FileNotFoundError:  # the writer removed it since it was listed
+            except FileNotFoundError:  # the writer has removed it since it was listed
                 if self._single:
                     raise LedgerError(f"There is no {path}.") from None
                 continue
@@ -200,25 +211,25 @@ class Reader:
         self._skipping = False
         self.position = replace(self.position, segment=self.position.segment + 1, offset=0)
 
-    def _read_segment(self) -> Generator[Batch, None, Tail]:
+    def _read_segment(self) -> Generator[Batch, None, TailState]:
         assert self._file is not None
         if self._skipping:
-            return Tail.WHOLE
+            return TailState.WHOLE
         if not self._frames_at:
             self._frames_at, tail = read_header(self._file.fileno(), self._name)
-            if tail is Tail.BAD and self._single:
+            if tail is TailState.BAD and self._single:
                 raise LedgerError(f"{self.path} is not a kvledger journal.")
-            if tail is not Tail.WHOLE:
+            if tail is not TailState.WHOLE:
                 return tail
             self.position = replace(self.position, offset=max(self.position.offset, self._frames_at))
         if self._file.seek(0, os.SEEK_END) < self.position.offset:
-            return Tail.SHORT
-        found = frames(self._file.fileno(), self.position.offset)
+            return TailState.SHORT
+        frames_left = frames(self._file.fileno(), self.position.offset)
         while True:
             try:
-                end, data = next(found)
+                end, data = next(frames_left)
             except StopIteration as stop:
-                return Tail(stop.value)
+                return TailState(stop.value)
             try:
                 payload = self._decode(data)
             except (msgspec.DecodeError, ValueError):
@@ -229,7 +240,7 @@ class Reader:
             expected = self.position
             if payload.batch < expected.batch or payload.first_event < expected.event:
                 self._break(DISORDER)
-                return Tail.BAD
+                return TailState.BAD
             if payload.events:
                 yield from self._read_batch(payload, end)
 
@@ -257,7 +268,7 @@ class Reader:
             return None
         if not self._broken:
             if type(first) is Gap and first.lost_events >= missing:
-                return None  # the writer says so itself
+                return None  # the writer's own Gap covers it
             self._break(REMOVED if self._jumped_from is not None else UNWRITTEN)
         return self._gap(missing, first.at)
 
@@ -267,7 +278,7 @@ class Reader:
             self._broken.append((*place, reason))
 
     def _gap(self, lost_events: int, at: int) -> Batch:
-        """What stands in the stream for everything that is broken so far."""
+        """The Gap for everything that is damaged and not yet covered."""
         name, offset, reason = self._broken[-1]
         self._note(lost_events)
         if reason in (CORRUPT, UNREADABLE, DISORDER):
@@ -277,7 +288,7 @@ class Reader:
         return Batch(max(position.event, 0), [gap], position, False)
 
     def _note(self, lost_events: int) -> None:
-        """Every break becomes a Damage; the last one bears the count, which covers them all."""
+        """Turn every damaged place into a Damage; the last one counts the events lost in all of them."""
         broken, self._broken = self._broken, []
         for place in broken[:-1]:
             self.damage.append(Damage(*place, -1))
@@ -294,11 +305,11 @@ def _segments(folder: Path) -> dict[int, Path]:
 
 
 def _refuse_newer(name: str, data: memoryview) -> None:
-    """A whole batch that does not decode: raise if an event in it has a tag that we don't know."""
+    """Raise if a whole batch did not decode because an event in it has an unknown tag."""
     try:
         _, _, events = msgspec.msgpack.decode(data)
-        unknown = {event[0] for event in events} - _TAGS
+        unknown_tags = {event[0] for event in events} - _TAGS
     except (msgspec.DecodeError, TypeError, ValueError, LookupError):
         return
-    if unknown:
-        raise newer_schema(name, f"a newer schema (event tag {sorted(unknown)[0]})")
+    if unknown_tags:
+        raise newer_schema(name, f"a newer schema (event tag {sorted(unknown_tags)[0]})")

@@ -1,16 +1,16 @@
-"""What stands between the hooks and the journal, in the engine's process.
+"""The queue between the hooks and the journal, in the engine's process, and the thread that writes it.
 
-:meth:`Recorder.record` only appends to a bounded queue. A daemon thread wakes by time, takes what
-is there in small batches and writes it; between two batches it is in a system call, without the
-GIL. Rules of this file:
+:meth:`Recorder.record` only appends to a bounded queue. A daemon thread wakes about once a second, takes
+the queued events in small batches and gives them to a :class:`JournalWriter`; between two batches it is in
+a system call, without the GIL. Rules of this file:
 
-- Nothing raises into the engine and nothing makes it wait. What can't be kept is counted.
-- Events are refused from the first that is lost until :meth:`Recorder.restart`, so that the
+- Nothing raises into the engine, and the engine never waits. Events that can't be kept are counted.
+- After the first lost event all events are refused until :meth:`Recorder.restart`, so that the
   :class:`~kvledger.audit.events.Gap` stands where the loss is.
-- The observer has one duty: look at ``wants_snapshot`` once a step and then call ``restart``.
-- A forked child records nothing, and holds nothing of its parent's open.
+- The observer must look at ``wants_snapshot`` once a step, and call ``restart`` if it is true.
+- A forked child records nothing and keeps none of its parent's files open.
 
-One thread records (the scheduler's); counters are exact then.
+The counters are exact if a single thread records, which is the scheduler's.
 """
 
 from __future__ import annotations
@@ -37,24 +37,26 @@ from .writer import JournalWriter, Limits
 logger = logging.getLogger("kvledger")
 
 BATCH_EVENTS = 1024
-"""Events encoded at once: some 0.3 ms of the GIL, and after each batch it has to be waited for again."""
+"""Most events encoded at once. Encoding them holds the GIL for about 0.3 ms."""
 
 CAPACITY_EVENTS = 65536
-EARLY = 1 / 8
-"""Of a full queue: with so much in it the writer's thread is woken before its time."""
+"""Most events in the queue."""
+
+WAKE_FRACTION = 1 / 8
+"""The writer's thread is woken early once the queue is filled to this fraction of its capacity."""
 
 WRITE_SECONDS = 1.0
-"""Between two writes. Each wakes a thread whose code and data are cold by then: that, and not what there
-is to write, is most of its cost."""
+"""Seconds between two writes. Waking the thread, whose code and data are no longer in the CPU's caches,
+costs more than the writing, so it is woken rarely."""
 
 CLOSE_SECONDS = 5.0
-"""Longest that the end of the process is held up by a disk that does not answer."""
+"""Longest time that a disk which does not answer may delay the end of the process."""
 
 OVERFLOW = "the recorder was full"
 
 
 class _Restart(NamedTuple):
-    """A segment begins here."""
+    """Queued where a segment begins."""
 
     gap: Gap | None
     started: EngineStarted
@@ -62,12 +64,14 @@ class _Restart(NamedTuple):
 
 
 class _Flush(NamedTuple):
-    """Everything before this is written when ``done`` is set."""
+    """Queued by :meth:`Recorder.flush`; ``done`` is set when everything before it was written."""
 
     done: threading.Event
 
 
 class _Close(NamedTuple):
+    """Queued last, by :meth:`Recorder.close`."""
+
     reason: str
     at: int
 
@@ -77,11 +81,9 @@ _Item = Event | _Restart | _Flush | _Close
 
 
 class Recorder:
-    """Writes events to the journal in ``folder``, which is made at the first of them.
+    """Writes events to the journal in ``folder``, which is made with the first event.
 
-    ``wants_snapshot``: :meth:`restart` should be called at the next step boundary; True at first.
-    ``on_exit``: called before the recorder closes itself at the end of the process, for what the
-    observer still has to say. A folder that can't be made or locked makes the recorder inert.
+    If the folder can't be made or locked, the recorder warns once and records nothing.
     """
 
     def __init__(
@@ -92,31 +94,56 @@ class Recorder:
         flush_seconds: float = WRITE_SECONDS,
     ) -> None:
         self.folder = Path(folder)
+        """The journal's folder."""
         self.wants_snapshot = True
+        """Whether the observer should call :meth:`restart` at the next step boundary; true at first."""
         self.on_exit: Callable[[], object] | None = None
+        """Called at the end of the process before the recorder closes, so the observer can emit the rest."""
         self.failures = 0
+        """How often the recorder failed and gave up: 0 or 1."""
         self.writer_seconds = 0.0
+        """CPU seconds that the writer's thread has used."""
         self._limits = limits
+        """The journal's bounds; None for the defaults."""
         self._full_capacity = capacity_events
-        self._take_up_to(capacity_events)
+        """Most events in the queue while nothing was lost."""
+        self._set_capacity(capacity_events)
         self._flush_seconds = flush_seconds
+        """Longest time between two writes."""
         self._queue: deque[_Item] = deque()
+        """What the writer's thread has still to write, in order."""
         self._encode = Encoder().encode
+        """Encodes the lists of numbers in events, in the engine's thread."""
         self._open = True
+        """Whether events are accepted."""
         self._stopped = False
+        """Whether the last event written is EngineStopped."""
         self._overflowed = False
+        """Whether the queue was full and no restart has come since."""
         self._refused = 0
-        self._told = 0
+        """Events refused because the queue was full."""
+        self._refused_reported = 0
+        """Refused events that a Gap reports."""
         self._restarts = 0
+        """How often :meth:`restart` was called."""
         self._restarts_done = 0
+        """How many of these restarts the writer's thread has carried out."""
         self._unwritten = 0
+        """Events lost because the writer failed or could not be made."""
         self._taken = 0
+        """Events that the writer's thread has taken from the queue."""
         self._epoch: float | None = None
+        """The monotonic clock when the engine started; None before the first restart."""
         self._writer: JournalWriter | None = None
-        self._sleep = threading.Lock()  # an Event's wait is Python, and cold whenever it comes
+        """Writes the journal; made with the first event."""
+        self._sleep = threading.Lock()
+        """Locked while the writer's thread sleeps; released to wake it. Waiting for an Event runs Python
+        code, waiting for a lock does not."""
         self._sleep.acquire()
         self._finalizer: multiprocessing_util.Finalize | None = None
+        """Closes the recorder at the end of a multiprocessing child."""
         self._thread = threading.Thread(target=self._run, name="kvledger-writer", daemon=True)
+        """The writer's thread."""
         try:
             self._thread.start()
         except RuntimeError as error:
@@ -124,15 +151,16 @@ class Recorder:
             return
         _recorders.add(self)
         atexit.register(self._exit)
-        # A forked multiprocessing child, as vLLM's engine core is, ends without atexit.
+        # A forked multiprocessing child, such as vLLM's engine core, ends without calling atexit functions.
         self._finalizer = multiprocessing_util.Finalize(None, self._exit, exitpriority=100)
 
     # --- the engine's side --------------------------------------------------------------------------
 
     def keep(self, numbers: list[int]) -> list[int]:
-        """A copy for an event, encoded: the garbage collector walks lists that wait to be written, each time.
+        """A copy of ``numbers`` for an event, already encoded.
 
-        Never raises: what can't be encoded is lost when it is written.
+        Each garbage collection walks all lists in the queue, and does not walk bytes. Never raises: an
+        event with numbers that can't be encoded is lost when it is written.
         """
         try:
             return cast("list[int]", Raw(self._encode(numbers)))
@@ -140,9 +168,9 @@ class Recorder:
             return numbers.copy()
 
     def record(self, event: Event) -> None:
-        """Take one event. Never raises, never waits."""
+        """Queue one event. Never raises, never waits."""
         queue = self._queue
-        if len(queue) < self._early:
+        if len(queue) < self._wake_above:
             queue.append(event)
         elif len(queue) < self._capacity:
             queue.append(event)
@@ -151,31 +179,31 @@ class Recorder:
             self._refuse()
 
     def record_all(self, events: Sequence[Event]) -> None:
-        """Take several. Never raises, never waits."""
+        """Queue several events. Never raises, never waits."""
         queue = self._queue
-        if len(queue) + len(events) <= self._early:
+        if len(queue) + len(events) <= self._wake_above:
             queue.extend(events)
         else:
             for event in events:
                 self.record(event)
 
     def restart(self, started: EngineStarted, snapshot: Snapshot) -> None:
-        """Begin a segment here with these two; before them, say what was refused."""
+        """Begin a segment with these two events; if events were refused, a Gap comes before them."""
         if not self._open:
             return
-        lost = self._refused - self._told
-        self._told += lost
+        lost = self._refused - self._refused_reported
+        self._refused_reported += lost
         gap = Gap(started.at, lost, OVERFLOW) if lost else None
         self._epoch = time.monotonic() - started.at / 1e6
         self._queue.append(_Restart(gap, started, snapshot))
-        # The writer's thread reads these in the opposite order, so it never asks twice for one.
+        # The writer's thread reads these in the opposite order, so it never asks for a second snapshot.
         self._restarts += 1
         self._overflowed = False
-        self._take_up_to(self._full_capacity)
+        self._set_capacity(self._full_capacity)
         self.wants_snapshot = False
 
     def flush(self, timeout: float | None = 5.0) -> bool:
-        """Wait until everything recorded before is written or lost. False: not within ``timeout``."""
+        """Wait until all events recorded so far are written or lost; returns False on a timeout."""
         if not self._open:
             return not self._thread.is_alive()
         done = threading.Event()
@@ -184,7 +212,7 @@ class Recorder:
         return done.wait(timeout)
 
     def close(self, reason: str = "exit", timeout: float = CLOSE_SECONDS) -> None:
-        """Write what is queued, and EngineStopped unless that came already. Idempotent."""
+        """Write the queue, and EngineStopped unless it was recorded already. Idempotent."""
         if not self._open:
             return
         self._shut()
@@ -197,7 +225,7 @@ class Recorder:
 
     @property
     def recorded_events(self) -> int:
-        """Events that the writer's thread has taken over; some of them may be lost since."""
+        """Events that the writer's thread has taken from the queue; some may have been lost since."""
         return self._taken
 
     @property
@@ -207,7 +235,7 @@ class Recorder:
 
     @property
     def lost_events(self) -> int:
-        """Events refused by a full queue, or taken and not written."""
+        """Events refused by a full queue, and events that could not be written."""
         lost = self._refused + self._unwritten
         return lost + self._writer.lost_events if self._writer is not None else lost
 
@@ -222,23 +250,23 @@ class Recorder:
         return self._writer.write_failures if self._writer is not None else 0
 
     def _wake(self) -> None:
-        """End the writer thread's sleep, or its next."""
-        with contextlib.suppress(RuntimeError):  # somebody else was faster
+        """Wake the writer's thread, or keep it from falling asleep next time."""
+        with contextlib.suppress(RuntimeError):  # another thread has released it meanwhile
             if self._sleep.locked():
                 self._sleep.release()
 
     def _refuse(self) -> None:
         self._refused += 1
         self._overflowed = True
-        self._take_up_to(0)
+        self._set_capacity(0)
 
-    def _take_up_to(self, events: int) -> None:
-        """So many may be queued; 0 refuses everything."""
+    def _set_capacity(self, events: int) -> None:
+        """Set how many events may be queued; 0 refuses all."""
         self._capacity = events
-        self._early = int(events * EARLY)
+        self._wake_above = int(events * WAKE_FRACTION)
 
     def _exit(self) -> None:
-        """At the end of the process."""
+        """Let the observer emit the rest and close; called at the end of the process."""
         if not self._open:
             return
         try:
@@ -263,7 +291,7 @@ class Recorder:
                 self._writer.close()
 
     def _drain(self) -> bool:
-        """Write everything that is queued now; False after the last there will ever be."""
+        """Write everything that is queued now; returns False once the recorder was closed."""
         queue = self._queue
         while queue:
             taken = [queue.popleft() for _ in range(min(len(queue), BATCH_EVENTS))]
@@ -271,22 +299,22 @@ class Recorder:
                 self._write(cast("list[Event]", taken))
             elif not self._write_up_to_mark(taken):
                 return False
-            self._ask()
+            self._ask_for_snapshot()
         if self._writer is not None:
             self._writer.idle()
-        self._ask()
+        self._ask_for_snapshot()
         return True
 
     def _write_up_to_mark(self, taken: list[_Item]) -> bool:
-        """Write what was taken before the first mark, and do what that says; False after the last.
+        """Write the events before the first mark and carry out the mark; returns False if it closes.
 
-        What comes after it is queued again, the mark too while there is something to write.
+        Everything after the mark is queued again, and so is the mark while the events are written.
         """
         place = [kind in _MARKS for kind in map(type, taken)].index(True)
         self._queue.extendleft(reversed(taken[place:]))
         if place:
             self._write(cast("list[Event]", taken[:place]))
-        return self._obey(cast("_Restart | _Flush | _Close", self._queue.popleft()))
+        return self._carry_out(cast("_Restart | _Flush | _Close", self._queue.popleft()))
 
     def _write(self, events: list[Event]) -> None:
         self._taken += len(events)
@@ -299,7 +327,7 @@ class Recorder:
         self._writer.write(events)
         self._stopped = type(events[-1]) is EngineStopped
 
-    def _obey(self, mark: _Restart | _Flush | _Close) -> bool:
+    def _carry_out(self, mark: _Restart | _Flush | _Close) -> bool:
         if isinstance(mark, _Restart):
             if mark.gap is not None:
                 self._write([mark.gap])
@@ -314,20 +342,20 @@ class Recorder:
             mark.done.set()
             return True
         if self._writer is not None:
-            untold = self._refused - self._told
-            self._told += untold
+            lost = self._refused - self._refused_reported
+            self._refused_reported += lost
             at = max(mark.at, self._writer.at)
-            if untold:
-                self._write([Gap(at, untold, OVERFLOW)])
+            if lost:
+                self._write([Gap(at, lost, OVERFLOW)])
             if not self._stopped:
                 self._write([EngineStopped(at, mark.reason)])
         return False
 
-    def _ask(self) -> None:
-        """Ask the observer for a snapshot, unless one is on its way.
+    def _ask_for_snapshot(self) -> None:
+        """Ask the observer for a snapshot if a segment should begin, unless one is already queued.
 
-        After an overflow only when the queue has room again: a disk that stays stuck would
-        otherwise cost the engine a snapshot every step.
+        After an overflow it is asked only once half the queue is free; otherwise a disk that does not
+        answer would cost the engine a snapshot every step.
         """
         if self.wants_snapshot or self._restarts != self._restarts_done or not self._open:
             return
@@ -335,10 +363,10 @@ class Recorder:
         if drained or (self._writer is not None and self._writer.wants_rotation):
             self.wants_snapshot = True
 
-    # --- out of use ---------------------------------------------------------------------------------
+    # --- giving up ---------------------------------------------------------------------------------
 
     def _fail(self, error: Exception) -> None:
-        """Be inert from now on, and say so once."""
+        """Record nothing from now on, and log a warning."""
         self._shut()
         queue = self._queue
         while queue:
@@ -352,11 +380,11 @@ class Recorder:
 
     def _shut(self) -> None:
         self._open = False
-        self._take_up_to(0)
+        self._set_capacity(0)
         self.wants_snapshot = False
 
-    def _mute(self) -> None:
-        """In a forked child: the journal is the parent's, and so is the lock."""
+    def _stop_in_child(self) -> None:
+        """Stop recording in a forked child: the journal and its lock belong to the parent."""
         self._shut()
         self.on_exit = None
         self._queue = deque()
@@ -365,7 +393,7 @@ class Recorder:
 
 
 class MemoryRecorder:
-    """A recorder without a journal: :meth:`take` gives what was recorded since the last time."""
+    """A recorder without a journal: :meth:`take` returns the events recorded since the last call."""
 
     failures = 0
     written_bytes = 0
@@ -374,19 +402,30 @@ class MemoryRecorder:
 
     def __init__(self, capacity_events: int = 1 << 20) -> None:
         self.wants_snapshot = True
+        """Whether the observer should call :meth:`restart` at the next step boundary; true at first."""
         self.on_exit: Callable[[], object] | None = None
+        """Never called: there is no journal to complete at the end of the process."""
         self.lost_events = 0
+        """Events refused because too many were kept."""
         self._events: list[Event] = []
+        """Events since the last :meth:`take`."""
         self._full_capacity = capacity_events
+        """Most events kept while nothing was lost."""
         self._capacity = capacity_events
+        """Most events kept now; 0 after a loss."""
         self._taken = 0
-        self._told = 0
+        """Events that :meth:`take` has returned so far."""
+        self._lost_reported = 0
+        """Lost events that a Gap reports."""
         self._open = True
+        """Whether events are accepted."""
         self._stopped = False
+        """Whether the last event that :meth:`take` returned is EngineStopped."""
         self._epoch: float | None = None
+        """The monotonic clock when the engine started; None before the first restart."""
 
     def keep(self, numbers: list[int]) -> list[int]:
-        """A copy for an event."""
+        """A copy of ``numbers`` for an event."""
         return numbers.copy()
 
     @property
@@ -400,7 +439,7 @@ class MemoryRecorder:
         return self.recorded_events
 
     def record(self, event: Event) -> None:
-        """Take one event. Never raises, never waits."""
+        """Queue one event. Never raises, never waits."""
         if len(self._events) < self._capacity:
             self._events.append(event)
         else:
@@ -408,15 +447,15 @@ class MemoryRecorder:
             self.lost_events += 1
 
     def record_all(self, events: Sequence[Event]) -> None:
-        """Take several. Never raises, never waits."""
+        """Queue several events. Never raises, never waits."""
         for event in events:
             self.record(event)
 
     def restart(self, started: EngineStarted, snapshot: Snapshot) -> None:
-        """Begin anew here with these two; before them, say what was refused."""
+        """Begin again with these two events; if events were refused, a Gap comes before them."""
         if not self._open:
             return
-        self._tell_loss(started.at)
+        self._report_loss(started.at)
         self._epoch = time.monotonic() - started.at / 1e6
         self._events += (started, snapshot)
         self._capacity = self._full_capacity
@@ -433,41 +472,41 @@ class MemoryRecorder:
         return events
 
     def flush(self, timeout: float | None = None) -> bool:
-        """There is nothing to wait for."""
+        """Return True: there is nothing to wait for."""
         return True
 
     def close(self, reason: str = "exit", timeout: float = 0.0) -> None:
-        """Add EngineStopped unless it is there already; then refuse everything. Idempotent."""
+        """Add EngineStopped unless it was recorded already, and refuse everything after it. Idempotent."""
         if not self._open:
             return
         self._open = False
         self._capacity = 0
         self.wants_snapshot = False
         at = _now(self._epoch)
-        self._tell_loss(at)
+        self._report_loss(at)
         stopped = type(self._events[-1]) is EngineStopped if self._events else self._stopped
         if self._epoch is not None and not stopped:
             self._events.append(EngineStopped(at, reason))
 
-    def _tell_loss(self, at: int) -> None:
-        lost = self.lost_events - self._told
-        self._told += lost
+    def _report_loss(self, at: int) -> None:
+        lost = self.lost_events - self._lost_reported
+        self._lost_reported += lost
         if lost:
             self._events.append(Gap(at, lost, OVERFLOW))
 
 
 def _now(epoch: float | None) -> int:
-    """Microseconds since the engine started, as far as we were told when that was."""
+    """Microseconds since the engine started; 0 if that is not known."""
     return 0 if epoch is None else int((time.monotonic() - epoch) * 1e6)
 
 
 _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
 
-def _mute_all() -> None:
+def _stop_all_in_child() -> None:
     with contextlib.suppress(Exception):
         for recorder in list(_recorders):
-            recorder._mute()
+            recorder._stop_in_child()
 
 
-os.register_at_fork(after_in_child=_mute_all)
+os.register_at_fork(after_in_child=_stop_all_in_child)

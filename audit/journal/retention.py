@@ -1,8 +1,8 @@
-"""Room for journals: how much one engine and all of them may hold, from the environment.
+"""Bounds on disk space, from the environment: of one engine's journal, and of all journals in a folder.
 
-A container that restarts its engine again and again leaves a journal each time, on a volume with a
-limit. Nothing is removed unless ``KVLEDGER_TOTAL_BYTES`` asks for it, and never a journal whose
-engine lives.
+A container that restarts its engine repeatedly leaves one journal each time, on a volume with a limit.
+Whole journals are removed only if ``KVLEDGER_TOTAL_BYTES`` is set, and never the journal of a live engine.
+The bounds of a segment and of one journal are held by ``writer.py``.
 """
 
 from __future__ import annotations
@@ -13,42 +13,44 @@ import shutil
 from pathlib import Path
 
 from ..errors import LedgerError
+from .folder import ENGINE, WORKER
 from .format import is_live, segments
 from .writer import Limits
 
 JOURNAL_BYTES = "KVLEDGER_JOURNAL_BYTES"
-"""The most that one engine's journal holds; its oldest segments go first."""
+"""Environment variable: the most bytes of one engine's journal; its oldest segments are removed first."""
 
 TOTAL_BYTES = "KVLEDGER_TOTAL_BYTES"
-"""The most that all journals of a folder hold; those of ended engines go first, whole."""
+"""Environment variable: the most bytes of all journals in a folder; whole journals are removed."""
 
 SEGMENTS = 4
-"""At least so many segments make up a bounded journal: one is removed at a time."""
+"""A bounded journal has at least this many segments, because one segment is removed at a time."""
 
 
 def limits() -> Limits:
-    """The bounds of a new journal. Raises :class:`LedgerError` for a size that is none."""
-    most = _bytes(JOURNAL_BYTES)
+    """The bounds of a new journal. Raises :class:`LedgerError` if the variable is not a number of bytes."""
+    journal_bytes = _bytes(JOURNAL_BYTES)
     default = Limits()
-    if most is None:
+    if journal_bytes is None:
         return default
-    return Limits(segment_bytes=min(default.segment_bytes, most // SEGMENTS), folder_bytes=most)
+    segment_bytes = min(default.segment_bytes, journal_bytes // SEGMENTS)
+    return Limits(segment_bytes=segment_bytes, folder_bytes=journal_bytes)
 
 
 def make_room(folder: Path, journal_bytes: int) -> list[Path]:
-    """Remove journals of ended engines, the oldest first, until a new one of its full size has room.
+    """Remove journals of ended engines, the oldest first, until a new one of ``journal_bytes`` has room.
 
-    Returns what was removed: nothing without ``KVLEDGER_TOTAL_BYTES``. Raises :class:`LedgerError`
-    for a size that is none.
+    Returns the removed journals: none without ``KVLEDGER_TOTAL_BYTES``. Raises :class:`LedgerError` if
+    the variable is not a number of bytes.
     """
-    most = _bytes(TOTAL_BYTES)
-    if most is None or not folder.is_dir():
+    total_bytes = _bytes(TOTAL_BYTES)
+    if total_bytes is None or not folder.is_dir():
         return []
     journals = sorted(filter(_is_journal, folder.iterdir()), key=lambda path: path.name.partition("-")[2])
     sizes = {journal: _size(journal) for journal in journals}
     removed = []
     for journal, size in sizes.items():
-        if sum(sizes.values()) + journal_bytes <= most:
+        if sum(sizes.values()) + journal_bytes <= total_bytes:
             break
         if not is_live(journal):
             shutil.rmtree(journal, ignore_errors=True)
@@ -58,8 +60,8 @@ def make_room(folder: Path, journal_bytes: int) -> list[Path]:
 
 
 def _is_journal(path: Path) -> bool:
-    """Only what an engine or a worker of ours wrote; then its name has the time it began."""
-    return path.name.startswith(("engine-", "worker-")) and path.is_dir() and bool(segments(path))
+    """Whether kvledger wrote this folder; then its name contains the time at which it was begun."""
+    return path.name.startswith((ENGINE, WORKER)) and path.is_dir() and bool(segments(path))
 
 
 def _size(journal: Path) -> int:
@@ -71,9 +73,9 @@ def _size(journal: Path) -> int:
 
 
 def _bytes(variable: str) -> int | None:
-    said = os.environ.get(variable, "")
-    if not said:
+    value = os.environ.get(variable, "")
+    if not value:
         return None
-    if not said.isdecimal() or int(said) < 1:
-        raise LedgerError(f"{variable} is {said!r}, which is no number of bytes.")
-    return int(said)
+    if not value.isdecimal() or int(value) < 1:
+        raise LedgerError(f"{variable} is {value!r}, which is not a number of bytes.")
+    return int(value)

@@ -1,13 +1,13 @@
-"""Writing a journal: segments, their bounds, and what becomes of events that can't be written.
+"""Write a journal: append batches, rotate segments, hold the size bounds, count what can't be written.
 
-Used by one thread. After the constructor nothing here raises: an event that can't be written is
-counted and lost. Rules of this file:
+Used by one thread, that of ``recorder.py``. After the constructor no method raises: an event that can't be
+written is lost and counted. Rules of this file:
 
-- Numbers run on over losses, so the numbers alone tell how much is missing even where the
-  :class:`~kvledger.audit.events.Gap` that says so could not be written either.
-- A segment gets its name with its first batch inside, in one rename. So a reader that sees a
-  segment may leave the one before for good, and finds EngineStarted and Snapshot in it.
-- Until a new segment stands the old one stays in use: a failed rotation costs one batch.
+- Lost events use up numbers too, so a reader sees how many are missing even if the
+  :class:`~kvledger.audit.events.Gap` could not be written either.
+- A segment is written under another name with its first batch, and then renamed. So a reader that sees a
+  segment finds EngineStarted and Snapshot in it, and nothing is appended to the segment before.
+- The old segment stays in use until the new one has its name: a failed rotation costs one batch.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from .format import HEADER, MAX_PAYLOAD_BYTES, segment_name, segments, take_lock
 from .format import frame as framed
 
 BATCH_BYTES = 64 << 10
-"""A batch ends above this size, which bounds what a reader decodes and the GIL is held for."""
+"""A batch ends above this size, which bounds how long encoding and decoding it hold the GIL."""
 
 _MARGIN = 1.25
-"""Events may be larger than those of the last batch were."""
+"""Expect events to be this much larger than those of the last batch."""
 
 RETRY_SECONDS = 1.0
-"""After a rotation failed, how long until the next is asked for; each costs a snapshot."""
+"""How long to wait after a failed rotation before asking for another, which costs the engine a snapshot."""
 
 _LOCK_TRIES = 10
 _ARRAY = struct.Struct(">BI")
 _PREFIX_BYTES = 19
-"""At most what a payload has before its array of events."""
+"""The most bytes that a payload has before its array of events."""
 
 _EVENTS = frozenset(get_args(AnyEvent))
 
 
 class _Batch(NamedTuple):
-    """Events for one frame, as a msgpack array. ``at`` is the last one's."""
+    """Events for one frame, as a msgpack array. ``at`` is the time of the last event."""
 
     events: int
     encoded: bytes
@@ -54,9 +54,9 @@ class _Batch(NamedTuple):
 class Limits(msgspec.Struct, frozen=True):
     """Bounds of one journal.
 
-    ``segment_bytes``: rotation is asked for above it; a segment may exceed it by what comes until
-    the next step boundary. ``folder_bytes``: held always. ``age_seconds``: a segment closed longer
-    ago is removed, and a segment older than that is rotated; None keeps all that fits.
+    ``segment_bytes``: a larger segment should end; it grows until the observer's next step boundary.
+    ``folder_bytes``: the most that all segments take, always held.
+    ``age_seconds``: an older segment should end, and one that ended longer ago is removed; None: no bound.
     """
 
     segment_bytes: int = 16 << 20
@@ -65,60 +65,83 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class JournalWriter:
-    """Appends batches of events to the segments of one folder, which is its alone.
+    """Appends batches of events to the segments of one folder, to which nobody else writes.
 
     Raises OSError if the folder can't be made, is locked, or holds a journal already.
     """
 
     def __init__(self, folder: Path, limits: Limits | None = None) -> None:
         self.folder = folder
+        """Where the segments are."""
         self.limits = limits or Limits()
+        """The bounds of this journal."""
         self.written_events = 0
+        """Events written so far, Gaps included."""
         self.lost_events = 0
+        """Events that could not be written."""
         self.written_bytes = 0
+        """Bytes written so far, headers included."""
         self.write_failures = 0
+        """Writes, rotations and removals that failed."""
         self.at = 0
+        """Time of the last event, written or lost."""
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(folder)
+        """Descriptor of the locked file; -1 once closed."""
         if segments(folder):
             os.close(self._lock)
             raise FileExistsError(errno.EEXIST, "there is a journal already", str(folder))
         self._encode = msgspec.msgpack.Encoder().encode
-        self._closed: list[tuple[Path, int, float]] = []  # path, bytes, when closed; oldest first
+        """Encodes events."""
+        self._closed: list[tuple[Path, int, float]] = []
+        """Segments that have ended, the oldest first: path, bytes, and when they ended."""
         self._closed_bytes = 0
+        """Bytes of the segments that have ended."""
         self._current = -1
+        """Descriptor of the segment that is appended to; -1 if there is none."""
         self._number = 0
+        """Number of the segment begun last."""
         self._bytes = 0
+        """Bytes of the segment that is appended to."""
         self._opened = 0.0
+        """When that segment was begun, by the monotonic clock."""
         self._rotating = True
-        self._spoiled = False
+        """Whether the next batch begins a segment."""
+        self._has_gap = False
+        """Whether a Gap stands in the current segment, so that a new one with a snapshot should begin."""
         self._retry_at = 0.0
-        self._event_bytes = 0.0  # of the last batch, one with another
+        """When another rotation may be asked for, by the monotonic clock."""
+        self._event_bytes = 0.0
+        """Mean size of an event in the last batch."""
         self._batch = 0
+        """Number of the next batch."""
         self._event = 0
-        self._untold_events = 0
-        self._untold_reason = ""
+        """Number of the next event."""
+        self._unreported_events = 0
+        """Lost events that no Gap covers yet."""
+        self._unreported_reason = ""
+        """Why the first of them was lost."""
 
     @property
     def wants_rotation(self) -> bool:
-        """Whether a segment should begin, so that EngineStarted and Snapshot are needed."""
+        """Whether a new segment should begin, for which EngineStarted and Snapshot are needed."""
         if self._rotating:
             return False
         now = time.monotonic()
         age = self.limits.age_seconds
         return now >= self._retry_at and (
             self._current < 0
-            or self._spoiled
+            or self._has_gap
             or self._bytes >= self.limits.segment_bytes
             or (age is not None and now - self._opened >= age)
         )
 
     def rotate(self) -> None:
-        """The next batch begins a segment; its first events are EngineStarted and Snapshot."""
+        """Begin a segment with the next batch, whose first events must be EngineStarted and Snapshot."""
         self._rotating = True
 
     def write(self, events: list[Event]) -> None:
-        """Append ``events``. What can't be written is lost and counted."""
+        """Append ``events``. Events that can't be written are lost and counted."""
         expected_bytes = max(1.0, self._event_bytes * _MARGIN)
         many = max(1, int(BATCH_BYTES / expected_bytes))
         for start in range(0, len(events) or 1, many):
@@ -130,39 +153,39 @@ class JournalWriter:
                 self._write_singly(part)
 
     def _encode_at_once(self, events: list[Event]) -> _Batch | None:
-        """All in one call, as cold objects are best touched once.
+        """Encode all events in one call, which touches each of them once.
 
-        None: they are more than a batch, or one of them can't be encoded.
+        Returns None if they are larger than a batch, or if one of them can't be encoded.
         """
         if not events or not _EVENTS.issuperset(map(type, events)):
             return None
         try:
             encoded = self._encode(events)
-        except Exception:  # a value of the host that is no plain number
+        except Exception:  # the engine gave a value that is not a plain number
             return None
         return _Batch(len(events), encoded, events[-1].at) if len(encoded) <= BATCH_BYTES else None
 
     def _write_singly(self, events: list[Event]) -> None:
-        """As :meth:`write`, one event after the other."""
-        good: list[bytes] = []
+        """Like :meth:`write`, encoding one event after the other."""
+        encoded: list[bytes] = []
         at, total = self.at, 0
         for event in events:
             try:
-                one, its = self._encode(event), event.at
+                data, event_at = self._encode(event), event.at
             except Exception as error:
-                self._append_all(good, at)
-                good, total = [], 0
+                self._append_all(encoded, at)
+                encoded, total = [], 0
                 self._lose(1, f"an event can't be encoded: {type(error).__name__}")
                 continue
-            if total + len(one) > BATCH_BYTES and len(good) >= 2:
-                self._append_all(good, at)
-                good, total = [], 0
-            good.append(one)
-            at, total = its, total + len(one)
-        if good:
-            self._append_all(good, at)
+            if total + len(data) > BATCH_BYTES and len(encoded) >= 2:
+                self._append_all(encoded, at)
+                encoded, total = [], 0
+            encoded.append(data)
+            at, total = event_at, total + len(data)
+        if encoded:
+            self._append_all(encoded, at)
         else:
-            self._tell_untold()
+            self._report_loss_if_open()
 
     def _append_all(self, encoded: list[bytes], at: int) -> None:
         if encoded:
@@ -170,20 +193,20 @@ class JournalWriter:
             self._append(_Batch(len(encoded), array, at))
 
     def idle(self) -> None:
-        """Nothing came for a while: say what is untold, and remove what is too old."""
-        self._tell_untold()
+        """Report losses, and remove segments that are too old; called when there is nothing to write."""
+        self._report_loss_if_open()
         self._expire()
 
     def close(self) -> None:
-        """Say what is untold, close, give up the lock. Idempotent."""
+        """Report losses, close the segment and release the lock. Idempotent."""
         if self._lock < 0:
             return
         if self._current >= 0:
-            self._tell_loss()
+            self._report_loss()
         self.abandon()
 
     def abandon(self) -> None:
-        """Close the descriptors and write nothing, as a forked child must."""
+        """Close the descriptors without writing, as a forked child must."""
         for descriptor in (self._current, self._lock):
             if descriptor >= 0:
                 _close(descriptor)
@@ -197,32 +220,32 @@ class JournalWriter:
             self._begin_segment(batch)
         elif self._current < 0:
             self._lose(batch.events, "no segment could be begun")
-        elif self._tell_loss():
+        elif self._report_loss():
             self._continue_segment(batch)
         else:
-            self._lose(batch.events, self._untold_reason)
+            self._lose(batch.events, self._unreported_reason)
         self.at = batch.at
         self._event_bytes = len(batch.encoded) / batch.events
 
-    def _tell_untold(self) -> None:
+    def _report_loss_if_open(self) -> None:
         if not self._rotating and self._current >= 0:
-            self._tell_loss()
+            self._report_loss()
 
-    def _tell_loss(self) -> bool:
-        """Write the Gap that is owed, if any. False: it is still owed."""
-        if not self._untold_events:
+    def _report_loss(self) -> bool:
+        """Write a Gap for the losses that none covers yet. Returns False if it could not be written."""
+        if not self._unreported_events:
             return True
-        untold, self._untold_events = self._untold_events, 0
+        lost, self._unreported_events = self._unreported_events, 0
         event = self._event
-        gap = Gap(self.at, untold, self._untold_reason)
+        gap = Gap(self.at, lost, self._unreported_reason)
         if self._continue_segment(_Batch(1, self._encode([gap]), gap.at)):
-            self._spoiled = True
-            self._untold_reason = ""
+            self._has_gap = True
+            self._unreported_reason = ""
             return True
-        # A Gap that was not written is itself no loss.
+        # A Gap that was not written does not count as a lost event.
         self._event = event
         self.lost_events -= 1
-        self._untold_events = untold
+        self._unreported_events = lost
         return False
 
     def _continue_segment(self, batch: _Batch) -> bool:
@@ -244,7 +267,7 @@ class JournalWriter:
 
     def _begin_segment(self, batch: _Batch) -> None:
         if self._current >= 0:
-            self._tell_loss()
+            self._report_loss()
         data = self._frame(batch)
         if data is None:
             return
@@ -269,9 +292,9 @@ class JournalWriter:
         self._number += 1
         self._bytes = len(HEADER) + len(data)
         self._opened = time.monotonic()
-        self._spoiled = False
-        # What is still untold is told by the jump in the numbers.
-        self._untold_events, self._untold_reason = 0, ""
+        self._has_gap = False
+        # The jump in the numbers reports the losses that no Gap covers.
+        self._unreported_events, self._unreported_reason = 0, ""
         self._wrote(batch.events, self._bytes)
         self._make_room(0)
         self._expire()
@@ -283,7 +306,7 @@ class JournalWriter:
         encode = self._encode
         return framed(b"\x93" + encode(self._batch) + encode(self._event) + batch.encoded)
 
-    # --- the count ----------------------------------------------------------------------------------
+    # --- counts -------------------------------------------------------------------------------------
 
     def _wrote(self, events: int, size: int) -> None:
         self._batch += 1
@@ -301,13 +324,13 @@ class JournalWriter:
         self._batch += 1
         self._event += events
         self.lost_events += events
-        self._untold_events += events
-        self._untold_reason = self._untold_reason or reason
+        self._unreported_events += events
+        self._unreported_reason = self._unreported_reason or reason
 
     # --- the files ----------------------------------------------------------------------------------
 
     def _cut(self) -> None:
-        """Remove a half-written frame; if even that fails, the segment ends here."""
+        """Remove a half-written frame; if that fails too, end the segment."""
         try:
             os.ftruncate(self._current, self._bytes)
         except OSError:
@@ -323,7 +346,7 @@ class JournalWriter:
         self._closed_bytes += self._bytes
 
     def _make_room(self, wanted: int) -> bool:
-        """Remove the oldest segments, never the current, until ``wanted`` bytes more fit."""
+        """Remove the oldest segments, never the current one, until ``wanted`` more bytes fit."""
         current = self._bytes if self._current >= 0 else 0
         bound = self.limits.folder_bytes - wanted - current
         while self._closed_bytes > bound and self._remove_oldest():
@@ -353,7 +376,7 @@ class JournalWriter:
 
 
 def _lock(folder: Path) -> int:
-    """A reader that asks whether we live holds the lock for an instant: try more than once."""
+    """Lock the folder. Tries repeatedly: a reader that asks if the writer is alive holds the lock briefly."""
     for _ in range(_LOCK_TRIES - 1):
         try:
             return take_lock(folder)
@@ -372,10 +395,10 @@ def _write_all(descriptor: int, data: bytes) -> None:
 
 
 def _close(descriptor: int) -> None:
-    with contextlib.suppress(OSError):  # the data is in the page cache or lost; nothing is left to do
+    with contextlib.suppress(OSError):  # the data is in the page cache or lost; there is nothing left to do
         os.close(descriptor)
 
 
 def _unlink(path: Path) -> None:
-    with contextlib.suppress(OSError):  # a draft that stays is no segment; the next one replaces it
+    with contextlib.suppress(OSError):  # a draft that stays is not read; the next one replaces it
         path.unlink()

@@ -27,7 +27,8 @@ from ..events import (
     Repeated,
     WorkerStepped,
 )
-from ..journal.folder import Reader, is_workers
+from ..journal.folder import is_workers
+from ..journal.reader import Reader
 
 AFTER_PLANNING: tuple[type[Event], ...] = (Delivered, DeliveredWhole, LoadFailed, Repeated, Census)
 """An engine tells these between two calls of its scheduler, never while it plans a step."""

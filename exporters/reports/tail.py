@@ -20,7 +20,7 @@ from rich.text import Text
 
 from ...audit.checks.registry import Violation
 from ...audit.errors import LedgerError
-from ...audit.journal.folder import Batch
+from ...audit.journal.reader import Batch
 from ...audit.ledger.totals import Totals
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.find import journals_at

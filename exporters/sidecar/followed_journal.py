@@ -12,7 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from ...audit.checks.registry import Violation
-from ...audit.journal.folder import Batch, Reader
+from ...audit.journal.reader import Batch, Reader
 from ...audit.replay import checkpoint, serialize
 from ...audit.replay.checkpoint import JournalState
 from ...audit.replay.engine_audit import EngineAudit

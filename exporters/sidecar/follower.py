@@ -24,7 +24,7 @@ import msgspec
 
 from ... import __version__
 from ...audit.errors import LedgerError
-from ...audit.journal.folder import Reader
+from ...audit.journal.reader import Reader
 from ...audit.replay import checkpoint, serialize
 from ...audit.replay.checkpoint import Checkpoint, JournalState
 from ...audit.replay.engine_audit import EngineAudit

@@ -18,7 +18,7 @@ from tests.histories import events
 
 from kvledger.audit import events as ev
 from kvledger.audit.hooks import Hooks
-from kvledger.audit.journal.folder import JournalWriter
+from kvledger.audit.journal.writer import JournalWriter
 
 real_engine = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="steps a real vLLM")
 

@@ -25,17 +25,10 @@ from kvledger.audit import events as ev
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.journal import format as seg
 from kvledger.audit.journal import writer as writing
-from kvledger.audit.journal.folder import (
-    Damage,
-    JournalWriter,
-    Limits,
-    Position,
-    Reader,
-    find_journals,
-    is_live,
-    read,
-    tail,
-)
+from kvledger.audit.journal.folder import find_journals, read, tail
+from kvledger.audit.journal.format import is_live
+from kvledger.audit.journal.reader import Damage, Position, Reader
+from kvledger.audit.journal.writer import JournalWriter, Limits
 
 Numbered = Sequence[tuple[int, ev.Event]]
 
@@ -427,7 +420,7 @@ def make_foreign_segments(path: Path) -> None:
         ),
         (make_foreign_file, "{} is not a kvledger journal."),
         (make_empty_file, "{} is empty."),
-        (make_foreign_segments, "{} is not a kvledger journal: no segment in it has its header."),
+        (make_foreign_segments, "{} is not a kvledger journal: no segment in it has a journal's header."),
     ],
 )
 def test_what_is_no_journal_is_said_in_one_sentence(
@@ -792,7 +785,7 @@ def broken_call(*_: object) -> None:
 LIMITED = """
 import resource, sys, pathlib
 sys.path.insert(0, sys.argv[1])
-from kvledger.audit.journal.folder import JournalWriter
+from kvledger.audit.journal.writer import JournalWriter
 from kvledger.audit.events import Repeated
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
 journal = JournalWriter(pathlib.Path(sys.argv[2]))
@@ -848,7 +841,7 @@ def test_a_folder_has_one_writer_and_one_only(tmp_path: Path) -> None:
 ENDLESS = """
 import sys, pathlib
 sys.path.insert(0, sys.argv[1])
-from kvledger.audit.journal.folder import JournalWriter, Limits
+from kvledger.audit.journal.writer import JournalWriter, Limits
 from kvledger.audit.events import EngineStarted, Repeated, Snapshot
 journal = JournalWriter(pathlib.Path(sys.argv[2]), Limits(segment_bytes=20_000))
 number = 0

@@ -17,9 +17,11 @@ import pytest
 
 from kvledger.audit import events as ev
 from kvledger.audit.journal import recorder as recording
-from kvledger.audit.journal.folder import JournalWriter, Limits, Reader, is_live, read
-from kvledger.audit.journal.format import segments
+from kvledger.audit.journal.folder import read
+from kvledger.audit.journal.format import is_live, segments
+from kvledger.audit.journal.reader import Reader
 from kvledger.audit.journal.recorder import MemoryRecorder, Recorder
+from kvledger.audit.journal.writer import JournalWriter, Limits
 
 SOURCE = str(Path(__file__).parents[3] / "src")
 

@@ -12,7 +12,9 @@ from tests.audit.checks.false_reports import place
 from tests.audit.checks.test_connector import STEP, with_worker, worked
 
 from kvledger.audit.events import Delivered, EngineStopped, Event, Gap, Snapshot, WorkerStepped
-from kvledger.audit.journal.folder import JournalWriter, Reader, find_journals
+from kvledger.audit.journal.folder import find_journals
+from kvledger.audit.journal.reader import Reader
+from kvledger.audit.journal.writer import JournalWriter
 from kvledger.audit.replay.engine_audit import EngineAudit
 from kvledger.audit.replay.journals import Audit, audit_paths
 from kvledger.exporters.sidecar.follower import Follower

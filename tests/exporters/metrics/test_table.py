@@ -16,7 +16,8 @@ from tests.histories import GOLDEN, events
 
 from kvledger.audit.checks.registry import catalogue
 from kvledger.audit.events import EngineStopped, Event, Gap, Snapshot
-from kvledger.audit.journal.folder import JournalWriter, Reader
+from kvledger.audit.journal.reader import Reader
+from kvledger.audit.journal.writer import JournalWriter
 from kvledger.audit.replay.engine_audit import EngineAudit
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.audit.replay.metrics_state import Exemplar

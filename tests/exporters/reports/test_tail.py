@@ -16,7 +16,7 @@ from tests.histories import events
 
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import EngineStopped, Snapshot
-from kvledger.audit.journal.folder import JournalWriter
+from kvledger.audit.journal.writer import JournalWriter
 from kvledger.exporters.reports.tail import LiveTail, follow
 
 

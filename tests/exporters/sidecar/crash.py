@@ -31,7 +31,7 @@ from tests.histories import GOLDEN
 
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import EngineStopped, Event, Snapshot
-from kvledger.audit.journal.folder import JournalWriter, Limits
+from kvledger.audit.journal.writer import JournalWriter, Limits
 from kvledger.audit.replay import checkpoint
 from kvledger.audit.replay.engine_audit import EngineAudit
 from kvledger.exporters.metrics.prometheus import AuditCollector

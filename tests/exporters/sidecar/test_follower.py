@@ -22,8 +22,8 @@ from tests.histories import GOLDEN, events
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import EngineStopped, Event, Snapshot
 from kvledger.audit.journal import reader
-from kvledger.audit.journal.folder import JournalWriter, Limits
 from kvledger.audit.journal.format import frame, header
+from kvledger.audit.journal.writer import JournalWriter, Limits
 from kvledger.audit.replay import checkpoint, serialize
 from kvledger.exporters.sidecar import follower as follower_module
 from kvledger.exporters.sidecar.follower import Follower
@@ -257,7 +257,7 @@ def test_a_folder_that_is_no_journal_is_left_alone(tmp_path: Path) -> None:
     with following(tmp_path, told=told) as follower:
         follower.poll()
         assert 1 == ended(follower)
-    assert [f"{tmp_path / 'odd'} is not a kvledger journal: no segment in it has its header."] == told
+    assert [f"{tmp_path / 'odd'} is not a kvledger journal: no segment in it has a journal's header."] == told
 
 
 @pytest.mark.parametrize("name", ["nowhere", "notes.txt"])

@@ -18,7 +18,8 @@ from kvledger.audit.analysis.reconciliation import Compared
 from kvledger.audit.causes import UNEXPLAINED
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import Event, Snapshot
-from kvledger.audit.journal.folder import JournalWriter, find_journals, read
+from kvledger.audit.journal.folder import find_journals, read
+from kvledger.audit.journal.writer import JournalWriter
 from kvledger.audit.replay.engine_audit import EngineAudit
 from kvledger.exporters.sidecar import scrape_engine
 from kvledger.exporters.sidecar.reconcile import SETTLE_SECONDS, WINDOW_SECONDS, CounterComparison, Scrape
