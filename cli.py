@@ -1,7 +1,8 @@
-"""The command line: a verb parses, calls one function and prints. No logic here.
+"""The command line: each command parses its options, calls one function and prints its result.
 
-Everything but typer is imported when a verb needs it: ``kvledger --help`` is quick, and no verb
-needs vLLM but ``demo``. Exit codes are in :data:`EPILOG` and in the README.
+No logic belongs here. Everything but typer is imported when a command needs it, so that ``kvledger --help``
+is quick and only ``demo``, ``conformance`` and ``doctor`` need vLLM. Exit codes are in :data:`EXIT_CODES`
+and in the README.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from . import __version__
 
 CODES = {"clean": 0, "violated": 1, "unknown": 3}
 BAD_INPUT = 2
 OWN_BUG = 70
+INTERRUPTED = 130
+READER_GONE = 141
 EXTRAS = {
     "analysis": ("pandas", "plotly", "pyarrow"),
     "fleet": ("dask", "distributed", "fsspec"),
@@ -28,90 +32,156 @@ EXTRAS = {
     "vllm": ("torch", "vllm"),
     "web": ("bcrypt", "yaml"),
 }
-INTERRUPTED = 130
 COMPLETE = "_KVLEDGER_COMPLETE"
 SHELLS = ("bash", "zsh", "fish")
-READER_GONE = 141
 
-EPILOG = (
-    "Exit codes: 0 clean; 1 violated; 2 bad usage or input; 3 unknown (events are missing) and "
-    "nothing violated; 4 the demo's engine did not run; 70 a defect of kvledger."
+AUDIT_CODES = (
+    "Exit codes: 0 clean; 1 violated; 2 bad usage or input; 3 unknown (events are missing) and nothing "
+    "violated"
 )
+EXIT_CODES = f"{AUDIT_CODES}; 4 the demo's engine did not run; 70 a defect of kvledger."
+RENAMED_OPTIONS = {"scheduler": "dask"}
+"""Old names of options, which still work."""
+
+AUDIT = "Read journals"
+FILES = "Write files from journals"
+LIVE = "Observe and watch live engines"
+TRY = "Try engines and connectors"
+OTHER = "Other"
+
+
+# --- how help is printed --------------------------------------------------------------------------------
+
+
+class Command(TyperCommand):
+    """A command whose help names its arguments without their Python types."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments, then options."""
+        rows: dict[str, list[tuple[str, str]]] = {"argument": [], "option": []}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                kind = param.param_type_name
+                name = param.metavar if kind == "argument" and param.metavar else record[0]
+                rows[kind].append((name, record[1]))
+        for heading, kind in (("Arguments", "argument"), ("Options", "option")):
+            if rows[kind]:
+                with formatter.section(heading):
+                    formatter.write_dl(rows[kind])
+
+
+class Commands(TyperGroup):
+    """Commands listed by panel, each with the whole first sentence of its help."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write one section per panel, in the order in which panels first appear."""
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for name in self.list_commands(ctx):
+            command: Any = self.get_command(ctx, name)
+            sentence = " ".join((command.help or "").partition("\n\n")[0].split())
+            panels.setdefault(command.rich_help_panel or "Commands", []).append((name, sentence))
+        width = max(len(name) for rows in panels.values() for name, _ in rows)
+        for panel, rows in panels.items():
+            with formatter.section(panel):
+                formatter.write_dl([(name.ljust(width), sentence) for name, sentence in rows])
+
+
+def _examples(*lines: str, exit_codes: str = "") -> str:
+    """The end of a command's help. ``\\b`` keeps the lines below it as they are."""
+    examples = "\n".join(("\b\nExamples:", *(f"  kvledger {line}" for line in lines)))
+    return f"{examples}\n\n{exit_codes}" if exit_codes else examples
+
 
 app = typer.Typer(
     name="kvledger",
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    epilog=EPILOG,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=_examples(
+        "demo                     # run and audit an engine on this CPU",
+        "audit /var/lib/kvledger  # check what live engines wrote there",
+        "explain admission        # what a term or an invariant means",
+        exit_codes=EXIT_CODES,
+    ),
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": lambda name: RENAMED_OPTIONS.get(name, name),
+    },
 )
+
+
+# --- arguments and options that commands share ----------------------------------------------------------
+
+TEXT, TABLE = ("text", "json", "csv"), ("table", "json", "csv")
+
+
+def _format(*formats: str) -> Any:
+    """The option --format; the first of ``formats`` is for a person."""
+
+    def check(value: str) -> str:
+        if value not in formats:
+            *others, last = formats
+            raise typer.BadParameter(f"{value!r} is none of {', '.join(others)} and {last}.")
+        return value
+
+    return typer.Option("--format", metavar="|".join(formats), callback=check, help="The output format.")
+
 
 JournalPaths = Annotated[
     list[Path],
     typer.Argument(
-        metavar="PATH...",
-        show_default=False,
-        help="Journals, folders of journals, or single segments.",
+        metavar="PATH", show_default=False, help="Journals, folders of journals, or single segments."
     ),
 ]
 JournalPath = Annotated[
-    Path, typer.Argument(metavar="PATH", show_default=False, help="A journal, or a folder of them.")
+    Path, typer.Argument(metavar="PATH", show_default=False, help="A journal, or a folder of journals.")
 ]
 TracePaths = Annotated[
     list[Path],
     typer.Argument(
-        metavar="PATH...",
+        metavar="PATH",
         show_default=False,
-        help="Journals, folders of them, patterns, or folders that export wrote.",
+        help="Journals, folders of journals, patterns, or folders that export wrote.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-JsonToo = Annotated[bool, typer.Option("--json", hidden=True, help="As --format json.")]
-TEXT, TABLE = ("text", "json", "csv"), ("table", "json", "csv")
-
-
-def _format(*known: str) -> Any:
-    """An option of the ``known`` formats, the first of which is for a person."""
-
-    def check(value: str) -> str:
-        if value not in known:
-            *others, last = known
-            raise typer.BadParameter(f"{value!r} is none of {', '.join(others)} and {last}.")
-        return value
-
-    return typer.Option(
-        "--format", metavar="|".join(known), callback=check, help="For a person or a machine."
-    )
-
-
+JsonAlias = Annotated[bool, typer.Option("--json", hidden=True, help="The same as --format json.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print all tables and more findings.")]
 Since = Annotated[
     str,
     typer.Option(
         "--since",
         metavar="TIME",
         show_default=False,
-        help="Only requests that ended then or later: ISO, or 15m.",
+        help="Only requests that ended at TIME or later: an ISO time, or an age such as 15m.",
     ),
 ]
 Until = Annotated[
     str,
-    typer.Option(
-        "--until", metavar="TIME", show_default=False, help="Only requests that ended before: ISO, or 15m."
-    ),
+    typer.Option("--until", metavar="TIME", show_default=False, help="Only requests that ended before TIME."),
 ]
 Jobs = Annotated[
     int,
-    typer.Option("--jobs", "-j", metavar="N", show_default=False, help="Processes. Default: one a core."),
+    typer.Option(
+        "--jobs", "-j", metavar="N", show_default=False, help="Number of processes. Default: one per core."
+    ),
 ]
-Scheduler = Annotated[
+Dask = Annotated[
     str,
     typer.Option(
-        "--scheduler",
+        "--dask",
         metavar="ADDRESS",
         show_default=False,
-        help="Read the journals on the workers of this Dask scheduler.",
+        help="Read the journals on the workers of the Dask scheduler at ADDRESS.",
+    ),
+]
+OutputFile = Annotated[
+    Path,
+    typer.Option(
+        "--output", "-o", metavar="FILE", show_default=False, help="The file to write; - prints it."
     ),
 ]
 
@@ -128,73 +198,98 @@ def options(
         bool,
         typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version."),
     ] = False,
-    debug: Annotated[
-        bool, typer.Option("--debug", help="Show the traceback of whatever goes wrong.")
-    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")] = False,
 ) -> None:
     """Audit the KV-cache token accounting of vLLM engines."""
 
 
-@app.command(epilog=EPILOG)
+# --- read journals --------------------------------------------------------------------------------------
+
+
+@app.command(
+    cls=Command,
+    rich_help_panel=AUDIT,
+    epilog=_examples(
+        "audit /var/lib/kvledger",
+        "audit /var/lib/kvledger --since 1h --format json",
+        exit_codes=f"{AUDIT_CODES}.",
+    ),
+)
 def audit(
     paths: JournalPaths,
+    verbose: Verbose = False,
     format: Annotated[str, _format(*TEXT)] = "text",
     since: Since = "",
     until: Until = "",
     jobs: Jobs = 0,
-    scheduler: Scheduler = "",
+    dask: Dask = "",
 ) -> None:
-    """Replay journals; say if the accounts are right.
+    """Check every account in the journals and print the verdict.
 
-    As csv: the findings, a line each.
+    Prints the verdict, the findings and where prompt tokens came from. As csv: one line per finding.
     """
     from .audit.replay.journals import audit_paths
     from .audit.replay.windows import window
     from .exporters.reports.audit import findings_csv, report
 
     chosen = window(since, until)
-    with _reading(paths, jobs, scheduler) as (places, run):
-        found = report(audit_paths(places, window=chosen, with_metrics=False, run=run))
-    _print(format, found, _drawn, findings_csv)
-    raise typer.Exit(CODES[found.verdict])
+    with _reading(paths, jobs, dask) as (places, run):
+        result = report(audit_paths(places, window=chosen, with_metrics=False, run=run))
+
+    def render(result: Any) -> Any:
+        from .exporters.reports import audit_text
+
+        return audit_text.render(result, verbose=verbose)
+
+    _print(format, result, render, findings_csv)
+    raise typer.Exit(CODES[result.verdict])
 
 
-@app.command()
+@app.command(
+    cls=Command,
+    rich_help_panel=AUDIT,
+    epilog=_examples("show /var/lib/kvledger cmpl-4f", "show /var/lib/kvledger cmpl-4f --every"),
+)
 def show(
     paths: JournalPaths,
     request: Annotated[
         str,
-        typer.Argument(
-            metavar="REQUEST",
-            show_default=False,
-            help="The request's id, or a beginning of it that no other has.",
-        ),
+        typer.Argument(metavar="REQUEST", show_default=False, help="A request id or a unique prefix."),
     ],
-    every: Annotated[bool, typer.Option("--every", help="Every entry on a line of its own.")] = False,
+    every: Annotated[
+        bool, typer.Option("--every", help="Print each entry; do not fold repeated entries.")
+    ] = False,
     format: Annotated[str, _format(*TEXT)] = "text",
-    json: JsonToo = False,
+    json: JsonAlias = False,
     since: Since = "",
     until: Until = "",
 ) -> None:
     """Print the account statement of one request.
 
-    As csv: its entries, a line each.
+    As csv: one line per entry.
     """
     from .audit.replay.journals import statement
     from .audit.replay.windows import window
-    from .exporters.reports import statement as drawn
+    from .exporters.reports import statement as report
     from .exporters.reports.audit import lines_csv, statement_data
 
     chosen = window(since, until)
     with _reading(paths, jobs=1) as (places, run):
-        found = statement(places, request, window=chosen, run=run)
+        account = statement(places, request, window=chosen, run=run)
     if json or format == "json":
-        _print("json", statement_data(found), None, None)
+        _print("json", statement_data(account), None, None)
     else:
-        _print(format, found, lambda found: drawn.statement(found, every_entry=every), lines_csv)
+        _print(format, account, lambda account: report.render(account, every_entry=every), lines_csv)
 
 
-@app.command()
+@app.command(
+    cls=Command,
+    rich_help_panel=AUDIT,
+    epilog=_examples(
+        "summary /var/lib/kvledger --by hour",
+        "summary /var/lib/kvledger --by '^(tenant-[a-z]+)' --format csv",
+    ),
+)
 def summary(
     paths: TracePaths,
     by: Annotated[
@@ -203,117 +298,151 @@ def summary(
             "--by",
             metavar="engine|model|hour|outcome|REGEX",
             show_default=False,
-            help="A row for each; REGEX over request ids, its first group names the row.",
+            help="One row per group. REGEX searches request ids; its first group names the row.",
         ),
     ] = "",
     format: Annotated[str, _format(*TABLE)] = "table",
     since: Since = "",
     until: Until = "",
     jobs: Jobs = 0,
-    scheduler: Scheduler = "",
+    dask: Dask = "",
 ) -> None:
-    """Add journals up: hit rates, rework, preemptions, waiting."""
+    """Sum up hit rates, rework, preemptions and waiting."""
     from .audit.replay.windows import window
-    from .exporters.reports import summary as summed
+    from .exporters.reports import summary as report
 
     chosen = window(since, until)
-    with _reading(paths, jobs, scheduler) as (places, run):
-        rows = summed.summarize(places, by, window=chosen, run=run)
-    _print(format, rows, summed.table, summed.as_csv)
+    with _reading(paths, jobs, dask) as (places, run):
+        rows = report.summarize(places, by, window=chosen, run=run)
+    _print(format, rows, report.render, report.as_csv)
 
 
-@app.command()
+@app.command(
+    cls=Command,
+    rich_help_panel=AUDIT,
+    epilog=_examples("why /var/lib/kvledger", "why /var/lib/kvledger --since 1h --format csv"),
+)
 def why(
     paths: JournalPaths,
     format: Annotated[str, _format(*TABLE)] = "table",
     since: Since = "",
     until: Until = "",
     jobs: Jobs = 0,
-    scheduler: Scheduler = "",
+    dask: Dask = "",
 ) -> None:
-    """Say why prompt tokens were no hits, as far as it is proved."""
+    """Explain prefix-cache misses with the causes the trace proves."""
     from .audit.replay.windows import window
-    from .exporters.reports import why as explained
+    from .exporters.reports import why as report
 
     chosen = window(since, until)
-    with _reading(paths, jobs, scheduler) as (places, run):
-        found = explained.why(places, window=chosen, run=run)
-    _print(format, found, explained.drawn, explained.as_csv)
+    with _reading(paths, jobs, dask) as (places, run):
+        result = report.why(places, window=chosen, run=run)
+    _print(format, result, report.render, report.as_csv)
 
 
-@app.command()
+@app.command(
+    cls=Command,
+    rich_help_panel=AUDIT,
+    epilog=_examples("diff journals/before journals/after"),
+)
 def diff(
-    before: Annotated[Path, typer.Argument(metavar="A", show_default=False, help="A journal, or a folder.")],
-    after: Annotated[Path, typer.Argument(metavar="B", show_default=False, help="The other one.")],
+    before: Annotated[
+        Path, typer.Argument(metavar="BEFORE", show_default=False, help="A journal, or a folder of journals.")
+    ],
+    after: Annotated[Path, typer.Argument(metavar="AFTER", show_default=False, help="The one to compare.")],
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print figures that did not change too.")
+    ] = False,
     format: Annotated[str, _format(*TABLE)] = "table",
-    json: JsonToo = False,
+    json: JsonAlias = False,
     since: Since = "",
     until: Until = "",
     jobs: Jobs = 0,
-    scheduler: Scheduler = "",
+    dask: Dask = "",
 ) -> None:
-    """Say what changed from one trace to another, and what their releases mean by a figure."""
+    """Compare two traces: figures, findings and their meaning.
+
+    Where the two vLLM releases mean different things by a figure, both meanings are printed.
+    """
     from .audit.replay.windows import window
     from .exporters.inputs import journals
-    from .exporters.reports import diff as compared
+    from .exporters.reports import diff as report
 
     chosen = window(since, until)
-    with _reading([before, after], jobs, scheduler) as (_, run):
-        found = compared.compare(journals([before]), journals([after]), window=chosen, run=run)
-    _print("json" if json else format, found, compared.drawn, compared.as_csv)
+    with _reading([before, after], jobs, dask) as (_, run):
+        result = report.compare(journals([before]), journals([after]), window=chosen, run=run)
+    text = "json" if json else format
+    _print(text, result, lambda result: report.render(result, verbose=verbose), report.as_csv)
 
 
-@app.command()
+@app.command(
+    cls=Command,
+    rich_help_panel=AUDIT,
+    epilog=_examples("explain", "explain tokens/negative", "explain admission"),
+)
+def explain(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="[NAME]",
+            show_default=False,
+            help="An invariant such as tokens/balance, or a term such as life. Without it: list both.",
+        ),
+    ] = "",
+) -> None:
+    """Explain an invariant or a term that kvledger prints."""
+    from .exporters.reports import explain as report
+
+    if name:
+        typer.echo(report.explanation(name))
+    else:
+        from .exporters.reports import terminal
+
+        terminal.show(report.listing())
+
+
+# --- write files ----------------------------------------------------------------------------------------
+
+
+@app.command(
+    cls=Command,
+    rich_help_panel=FILES,
+    epilog=_examples("report /var/lib/kvledger -o page.html", exit_codes=f"{AUDIT_CODES}."),
+)
 def report(
     paths: JournalPaths,
-    output: Annotated[
-        Path,
-        typer.Option(
-            "--output", "-o", metavar="FILE", show_default=False, help="The page to write; - prints."
-        ),
-    ],
+    output: OutputFile,
     since: Since = "",
     until: Until = "",
     jobs: Jobs = 0,
-    scheduler: Scheduler = "",
+    dask: Dask = "",
 ) -> None:
-    """Write one page about a trace, for any browser.
+    """Write one HTML page: the audit, its findings and plots.
 
-    Everything is in the file; it asks nothing of a network. The exit code is that of audit.
+    The page loads nothing from the network. The verdict is printed too, on standard error.
     """
     from .audit.replay.windows import window
-    from .exporters.reports import html_page
+    from .exporters.reports import audit_text, html_page, terminal
 
     chosen = window(since, until)
-    with _reading(paths, jobs, scheduler) as (places, run):
-        found = html_page.gather(places, window=chosen, run=run)
+    with _reading(paths, jobs, dask) as (places, run):
+        page = html_page.gather(places, window=chosen, run=run)
     if str(output) == "-":
-        typer.echo(html_page.html(found))
+        typer.echo(html_page.html(page))
     else:
-        html_page.save(found, output)
-        typer.echo(f"{output}: {found.report.verdict}", err=True)
-    raise typer.Exit(CODES[found.report.verdict])
+        html_page.save(page, output)
+        terminal.show(audit_text.answer(page.report), f"Wrote {output}; open it in a browser.", stderr=True)
+    raise typer.Exit(CODES[page.report.verdict])
 
 
-@app.command()
-def tail(
-    path: JournalPath,
-    wait: Annotated[
-        bool, typer.Option("--wait", help="Go on when all engines have ended: others may come.")
-    ] = False,
-    format: Annotated[str, _format(*TEXT)] = "text",
-) -> None:
-    """Follow journals live: totals, rates and the newest findings.
-
-    Plain lines where the output is no terminal; with json an object a line, with csv the totals alone.
-    Ends when all engines have ended, or by Ctrl-C.
-    """
-    from .exporters.reports.tail import follow
-
-    follow(path, wait=wait, format=format)
-
-
-@app.command()
+@app.command(
+    cls=Command,
+    rich_help_panel=FILES,
+    epilog=_examples(
+        "export /var/lib/kvledger -o tables",
+        "export /var/lib/kvledger -o tables --table requests --table lives",
+    ),
+)
 def export(
     paths: JournalPaths,
     output: Annotated[
@@ -325,43 +454,43 @@ def export(
             "--table",
             metavar="NAME",
             show_default=False,
-            help="Only this one; may be said again. Entries take most time and room.",
+            help="Write only this table. Repeatable. The table of entries takes most time and space.",
         ),
     ] = None,
     since: Since = "",
     until: Until = "",
 ) -> None:
-    """Write a trace's tables as Parquet: requests, lives, entries, violations, steps.
+    """Write the tables of a trace as Parquet files.
 
-    Needs the analysis extra: pip install 'kvledger[analysis]'. Columns are in docs/tables.md.
+    The tables are requests, lives, entries, violations and steps; docs/tables.md lists their columns.
+    Needs the analysis extra: pip install 'kvledger[analysis]'.
     """
     from .audit.replay.windows import window
     from .exporters.trace import tables
-    from .exporters.trace.parquet import export as written
+    from .exporters.trace.parquet import export as write_tables
 
     chosen = window(since, until)
     with _reading(paths, local=True) as (places, _):
-        counts = written(places, output, table or tuple(tables.TABLES), chosen)
+        counts = write_tables(places, output, table or tuple(tables.TABLES), chosen)
     for name, count in counts.items():
         typer.echo(f"{output / name}.parquet: {count:,} rows", err=True)
 
 
-@app.command()
+@app.command(
+    cls=Command,
+    rich_help_panel=FILES,
+    epilog=_examples("timeline /var/lib/kvledger --since 5m -o timeline.json"),
+)
 def timeline(
     paths: JournalPaths,
-    output: Annotated[
-        Path,
-        typer.Option(
-            "--output", "-o", metavar="FILE", show_default=False, help="The file to write; - prints."
-        ),
-    ],
+    output: OutputFile,
     since: Since = "",
     until: Until = "",
 ) -> None:
-    """Draw a trace for Perfetto or chrome://tracing.
+    """Write a timeline for Perfetto or chrome://tracing.
 
-    A track a request, a slice a life, arrows from preemption to resume, counters of requests and
-    free blocks. Open the file at https://ui.perfetto.dev.
+    It has one track per request, one slice per life, arrows from preemption to resumption, and counters of
+    requests and free blocks. Open the file at https://ui.perfetto.dev.
     """
     from .audit.replay.windows import window
     from .exporters.trace.timeline import save, write_timeline
@@ -375,105 +504,68 @@ def timeline(
     typer.echo(f"{output}: {count:,} trace events. Open it at https://ui.perfetto.dev.", err=True)
 
 
-@app.command()
-def explain(
-    id: Annotated[
-        str,
-        typer.Argument(
-            metavar="[ID]", show_default=False, help="Such as tokens/balance; none lists them all."
-        ),
-    ] = "",
-) -> None:
-    """Say what an invariant promises and when it is broken."""
-    from .audit.checks.registry import explain as explained
-
-    if id:
-        typer.echo(explained(id))
-    else:
-        from .exporters.reports import terminal
-
-        terminal.show(terminal.catalogue())
+# --- live engines ---------------------------------------------------------------------------------------
 
 
-@app.command(epilog=EPILOG)
-def demo(
-    inject: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|list",
-            show_default=False,
-            help="Put an upstream defect back into the engine; list names them. "
-            "The exit code is then 0 if the audit names the defect, and 1 if it does not.",
-        ),
-    ] = None,
-    json: Json = False,
-    keep: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            show_default=False,
-            help="An empty or new folder for journal, log and result. Default: a temporary one, "
-            "which stays too.",
-        ),
-    ] = None,
-) -> None:
-    """Run a real vLLM engine on this CPU and audit it.
-
-    A tiny model made on the spot, shared prefixes, too few blocks and a connector on a folder; it
-    takes less than a minute. Needs the vllm extra: pip install 'kvledger[vllm]'.
-    """
-    from .exporters.reports import demo
-
-    if inject == "list":
-        demo.show_injections()
-        return
-    raise typer.Exit(demo.run(inject, keep, as_json=json))
-
-
-@app.command(epilog="Exit codes: 0 clean; 1 violated, or a row broke; 2 bad input; 3 unknown.")
-def conformance(
-    connector: Annotated[
-        str,
-        typer.Argument(metavar="CONNECTOR", show_default=False, help="As in kv_connector."),
-    ],
-    module: Annotated[
-        Path | None,
-        typer.Option(metavar="PATH", show_default=False, help="The Python file that has it, if not vLLM."),
-    ] = None,
-    options: Annotated[
-        str | None,
-        typer.Option(
-            metavar="JSON",
-            show_default=False,
-            help="Its kv_connector_extra_config; {folder} in it is an empty folder, a row each.",
-        ),
-    ] = None,
-    disaggregated: Annotated[
+@app.command(
+    cls=Command,
+    rich_help_panel=LIVE,
+    epilog=_examples(
+        "doctor",
+        "doctor -v",
+        exit_codes="Exit codes: 0 an engine started here would be observed; 1 it would not.",
+    ),
+)
+def doctor(
+    verbose: Annotated[
         bool,
-        typer.Option(
-            "--disaggregated",
-            help="It reads from another engine, not from a store: one prefills what it loads. "
-            "Implied for NixlConnector.",
-        ),
+        typer.Option("--verbose", "-v", help="Print what figures mean, what is not checked, and connectors."),
     ] = False,
-    format: Annotated[
-        str, typer.Option("--format", metavar="text|json|markdown", help="For a person, a machine, a page.")
-    ] = "text",
+    format: Annotated[str, _format(*TEXT)] = "text",
+    json: JsonAlias = False,
 ) -> None:
-    """Drive a KV connector through fixed situations on the real scheduler; print its score card.
+    """Check whether kvledger can observe the vLLM installed here.
 
-    Scheduler side and worker side are the connector's own, on the CPU; the model is made up, so that
-    the KV that a load brings can be told from what it should be. Needs the vllm extra.
+    As csv: one line per fact, by topic.
     """
-    if format not in ("text", "json", "markdown"):
-        raise typer.BadParameter(f"{format!r} is none of text, json and markdown.")
-    from .exporters.reports import conformance
+    from .audit.entry.doctor import diagnose
+    from .exporters.reports import doctor as report
 
-    verdict = conformance.run(connector, module, options, format, disaggregated or None)
-    raise typer.Exit(CODES[verdict])
+    _silence_vllm()
+    diagnosis = diagnose()
+    if json or format == "json":
+        _print("json", report.as_data(diagnosis), None, None)
+    else:
+        _print(format, diagnosis, lambda each: report.render(each, verbose=verbose), report.as_csv)
+    raise typer.Exit(0 if diagnosis.observed else 1)
 
 
-@app.command()
+@app.command(cls=Command, rich_help_panel=LIVE, epilog=_examples("tail /var/lib/kvledger"))
+def tail(
+    path: JournalPath,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Keep waiting for new engines after all engines have ended.")
+    ] = False,
+    format: Annotated[str, _format(*TEXT)] = "text",
+) -> None:
+    """Follow journals live: totals, rates and the newest findings.
+
+    Prints plain lines where the output is not a terminal; as json one object per line, as csv the totals
+    only. Ends when all engines have ended, or with Ctrl-C.
+    """
+    from .exporters.reports.tail import follow
+
+    follow(path, wait=wait, format=format)
+
+
+@app.command(
+    cls=Command,
+    rich_help_panel=LIVE,
+    epilog=_examples(
+        "serve /var/lib/kvledger",
+        "serve /var/lib/kvledger --engine-url http://localhost:8000/metrics",
+    ),
+)
 def serve(
     path: JournalPath,
     address: Annotated[
@@ -495,7 +587,7 @@ def serve(
         typer.Option(
             metavar="DIR",
             show_default=False,
-            help="Where the checkpoint is kept. Default: .kvledger under PATH.",
+            help="The folder of the checkpoint. Default: .kvledger under PATH.",
         ),
     ] = None,
     engine_url: Annotated[
@@ -504,14 +596,14 @@ def serve(
             "--engine-url",
             metavar="URL",
             show_default=False,
-            help="An engine's own /metrics, to stand beside the ledger's. Repeatable.",
+            help="An engine's own /metrics, to compare with the ledger. Repeatable.",
         ),
     ] = None,
 ) -> None:
-    """Follow journals; serve /metrics for Prometheus.
+    """Follow journals and serve /metrics for Prometheus.
 
-    Every engine under PATH, those to come included; / shows what else is served. A restart goes on
-    exactly where it was.
+    Every engine under PATH is followed, also engines that start later. The page / lists what is served. A
+    restarted server continues from its checkpoint and counts nothing twice.
     """
     from .exporters.sidecar.serve import serve as serving
 
@@ -521,48 +613,35 @@ def serve(
     serving(path, address, notify, folder=state, config=config, engine_urls=engine_url or ())
 
 
-@app.command(epilog="Exit codes: 0 an engine here would be observed; 1 it would not.")
-def doctor(format: Annotated[str, _format(*TEXT)] = "text", json: JsonToo = False) -> None:
-    """Say if an engine here would be observed, and what of it.
-
-    As csv: a line for everything it says, by topic.
-    """
-    from .audit.entry.doctor import diagnose
-    from .exporters.reports import doctor
-
-    found = diagnose()
-    if json or format == "json":
-        _print("json", doctor.as_data(found), None, None)
-    else:
-        _print(format, found, doctor.diagnosis, doctor.as_csv)
-    raise typer.Exit(0 if found.observed else 1)
-
-
 dashboards = typer.Typer(
-    name="dashboards", no_args_is_help=True, help="Grafana boards and Prometheus rules to import."
+    name="dashboards",
+    cls=Commands,
+    no_args_is_help=True,
+    help="Write or check Grafana boards and Prometheus rules.",
+    epilog=_examples("dashboards export boards --form sharing", "dashboards rules rules"),
 )
-app.add_typer(dashboards)
+app.add_typer(dashboards, rich_help_panel=LIVE)
 Form = Annotated[
     str,
     typer.Option(
         "--form",
         metavar="provisioning|sharing",
-        help="For Grafana to read by itself, or for a person to import.",
+        help="For Grafana's provisioning, or to import by hand.",
     ),
 ]
 Folder = Annotated[Path, typer.Argument(metavar="DIR", show_default=False, help="The folder to write.")]
 
 
-@dashboards.command("export")
+@dashboards.command("export", cls=Command, epilog=_examples("dashboards export boards --form sharing"))
 def export_dashboards(folder: Folder, form: Form = "provisioning") -> None:
-    """Write the boards as Grafana's JSON."""
+    """Write the boards as Grafana JSON."""
     from .dashboards import boards
 
     for path in boards.write(folder, boards.form(form)):
         typer.echo(path)
 
 
-@dashboards.command("rules")
+@dashboards.command("rules", cls=Command, epilog=_examples("dashboards rules rules"))
 def export_rules(folder: Folder) -> None:
     """Write the recording and alert rules for Prometheus."""
     from .dashboards import rules
@@ -570,11 +649,21 @@ def export_rules(folder: Folder) -> None:
     typer.echo(rules.write(folder))
 
 
-@dashboards.command("check", epilog="Exit codes: 0 all is well; 1 something is not; 2 bad usage or input.")
+@dashboards.command(
+    "check",
+    cls=Command,
+    epilog=_examples(
+        "dashboards check boards",
+        "dashboards check --prometheus http://localhost:9090",
+        exit_codes="Exit codes: 0 all checks pass; 1 a check fails; 2 bad usage or input.",
+    ),
+)
 def check_dashboards(
     folder: Annotated[
         Path | None,
-        typer.Argument(metavar="[DIR]", show_default=False, help="Exported files, to be held against these."),
+        typer.Argument(
+            metavar="[DIR]", show_default=False, help="Exported files, to compare with those of this version."
+        ),
     ] = None,
     form: Form = "provisioning",
     prometheus: Annotated[
@@ -584,20 +673,121 @@ def check_dashboards(
     """Check that panels and rules name only served metrics, and which return data."""
     from .dashboards import boards, check
 
-    found = check.check(folder, boards.form(form), prometheus)
-    for line in found.lines:
+    result = check.check(folder, boards.form(form), prometheus)
+    for line in result.lines:
         typer.echo(line)
-    raise typer.Exit(0 if found.passed else 1)
+    raise typer.Exit(0 if result.passed else 1)
 
 
-@app.command()
+# --- engines and connectors to try ----------------------------------------------------------------------
+
+
+@app.command(
+    cls=Command,
+    rich_help_panel=TRY,
+    epilog=_examples("demo", "demo --inject negative-local-hit --keep /tmp/tour", exit_codes=EXIT_CODES),
+)
+def demo(
+    inject: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|list",
+            show_default=False,
+            help="Put a defect of a released version back into the engine; list names the defects. The exit "
+            "code is then 0 if the audit finds the defect, and 1 if it does not.",
+        ),
+    ] = None,
+    verbose: Verbose = False,
+    json: Json = False,
+    keep: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            show_default=False,
+            help="An empty or new folder for journal, log and result. Default: a temporary folder, "
+            "which is not removed.",
+        ),
+    ] = None,
+) -> None:
+    """Run a real vLLM engine on this CPU and audit it.
+
+    The engine serves a tiny generated model, with shared prefixes, too few blocks and a connector that
+    stores KV in a folder. It takes less than a minute. Needs the vllm extra: pip install 'kvledger[vllm]'.
+    """
+    from .exporters.reports import demo as report
+
+    if inject == "list":
+        report.show_injections()
+        return
+    raise typer.Exit(report.run(inject, keep, as_json=json, verbose=verbose))
+
+
+@app.command(
+    cls=Command,
+    rich_help_panel=TRY,
+    epilog=_examples(
+        "conformance ExampleConnector",
+        "conformance MyConnector --module my_connector.py",
+        exit_codes="Exit codes: 0 clean; 1 violated, or a situation broke; 2 bad input; 3 unknown.",
+    ),
+)
+def conformance(
+    connector: Annotated[
+        str,
+        typer.Argument(metavar="CONNECTOR", show_default=False, help="The name, as in kv_connector."),
+    ],
+    module: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH", show_default=False, help="The Python file of a connector that is not vLLM's."
+        ),
+    ] = None,
+    options: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            show_default=False,
+            help="Its kv_connector_extra_config. {folder} in it becomes an empty folder per situation.",
+        ),
+    ] = None,
+    disaggregated: Annotated[
+        bool,
+        typer.Option(
+            "--disaggregated",
+            help="The connector reads from another engine, not from a store: one prefills what it loads. "
+            "Implied for NixlConnector.",
+        ),
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="List clean situations too, and print vLLM's log.")
+    ] = False,
+    format: Annotated[
+        str, typer.Option("--format", metavar="text|json|markdown", help="The output format.")
+    ] = "text",
+) -> None:
+    """Drive a KV connector through a fixed scenario and score it.
+
+    The real scheduler and the connector's own scheduler side and worker side run on the CPU. The model is
+    generated, so that loaded KV can be compared with the KV that it should be. Needs the vllm extra.
+    """
+    if format not in ("text", "json", "markdown"):
+        raise typer.BadParameter(f"{format!r} is none of text, json and markdown.")
+    from .exporters.reports import conformance as report
+
+    if not verbose:
+        _silence_vllm()
+    verdict = report.run(connector, module, options, format, disaggregated or None, verbose=verbose)
+    raise typer.Exit(CODES[verdict])
+
+
+# --- other ----------------------------------------------------------------------------------------------
+
+
+@app.command(cls=Command, rich_help_panel=OTHER, epilog=_examples("completion bash >> ~/.bashrc"))
 def completion(
     shell: Annotated[str, typer.Argument(metavar="bash|zsh|fish", show_default=False, help="Your shell.")],
 ) -> None:
-    """Print what your shell needs to complete kvledger's words.
-
-    For bash, once: kvledger completion bash >> ~/.bashrc
-    """
+    """Print the completion script for your shell."""
     from typer.completion import get_completion_script  # type: ignore[attr-defined]
 
     if shell not in SHELLS:
@@ -605,52 +795,51 @@ def completion(
     typer.echo(get_completion_script(prog_name="kvledger", complete_var=COMPLETE, shell=shell))
 
 
-@app.command()
+@app.command(cls=Command, rich_help_panel=OTHER)
 def version() -> None:
     """Print the version."""
     typer.echo(__version__)
 
 
-# --- what verbs share -----------------------------------------------------------------------------------
+# --- what commands share --------------------------------------------------------------------------------
 
 
-def _reading(paths: list[Path], jobs: int = 0, scheduler: str = "", *, local: bool = False) -> Any:
-    """The journals to read and who reads them, with a bar on a terminal."""
+def _reading(paths: list[Path], jobs: int = 0, dask: str = "", *, local: bool = False) -> Any:
+    """The journals to read and how to read them, with a progress bar on a terminal."""
     from .exporters.inputs import reading
 
-    return reading(paths, jobs, scheduler, local=local)
+    return reading(paths, jobs, dask, local=local)
 
 
-def _drawn(found: Any) -> Any:
-    from .exporters.reports import terminal
-
-    return terminal.audit(found)
-
-
-def _print(format: str, found: Any, drawn: Any, as_csv: Any) -> None:
-    """What was found, in one of :data:`TABLE` or :data:`TEXT`."""
+def _print(format: str, result: Any, render: Any, as_csv: Any) -> None:
+    """Print a result in one of the formats of :data:`TABLE` or :data:`TEXT`."""
     if format == "csv":
-        typer.echo(as_csv(found))
+        typer.echo(as_csv(result))
     elif format == "json":
         from .exporters.reports.audit import as_json
 
-        typer.echo(as_json(found))
+        typer.echo(as_json(result))
     else:
         from .exporters.reports import terminal
 
-        terminal.show(drawn(found))
+        terminal.show(render(result))
+
+
+def _silence_vllm() -> None:
+    """Keep vLLM's start-up log out of the answer, unless the user chose a log level."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
 # --- how it ends ----------------------------------------------------------------------------------------
 
 
 def main() -> NoReturn:
-    """Run the command line; whatever goes wrong is one sentence and an exit code."""
+    """Run the command line; an error becomes one sentence on standard error and an exit code."""
     debug = "--debug" in sys.argv[1:]
-    if sys.stdout is None:  # closed by who started us, who wants the exit code alone
+    if sys.stdout is None:  # the caller closed it and wants the exit code only
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # an id may have what the locale has not
+        sys.stdout.reconfigure(errors="backslashreplace")  # an id may have letters that the locale lacks
     try:
         words = [word for word in sys.argv[1:] if word != "--debug"]
         if COMPLETE in os.environ:
@@ -669,17 +858,18 @@ def main() -> NoReturn:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        code = _tell(error)
+        code = _print_error(error)
     sys.exit(code)
 
 
 def _reader_gone() -> int:
-    """Whoever read our output has gone: say nothing more, not even at exit."""
+    """The reader of our output closed the pipe: write nothing more, not even at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return READER_GONE
 
 
-def _tell(error: Exception) -> int:
+def _print_error(error: Exception) -> int:
+    """Print one sentence on standard error and return the exit code."""
     from .audit.errors import LedgerError
 
     usage = getattr(error, "format_message", None)  # click's errors, whichever click typer uses
@@ -699,11 +889,10 @@ def _tell(error: Exception) -> int:
         sentence += f"; install it with: pip install 'kvledger[{extra}]'" if extra else ""
         code = BAD_INPUT
     else:
-        said = f"{type(error).__name__}: {error}"
-        sentence = f"kvledger itself failed ({said}); --debug shows where"
+        sentence = f"kvledger itself failed ({type(error).__name__}: {error}); --debug shows where"
         code = OWN_BUG
     sentence = " ".join(sentence.split())
-    if not any(word and sentence.startswith(word) for word in sys.argv[1:]):  # a path is left as it is
+    if not any(word and sentence.startswith(word) for word in sys.argv[1:]):  # a path keeps its case
         sentence = sentence[:1].upper() + sentence[1:]
     print(sentence if sentence.endswith((".", "?", "!")) else f"{sentence}.", file=sys.stderr)
     return code

@@ -1,4 +1,7 @@
-"""A connector's score card for a terminal, a page or a machine."""
+"""What ``kvledger conformance`` prints: a connector's score card as text, Markdown or JSON.
+
+The scenario and its judgement are in ``audit/conformance``.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,20 @@ from ...audit.conformance.scorecard import ScoreCard, SituationResult, score
 from ...audit.errors import LedgerError
 
 WRONG_SHOWN = 5
-"""On a page; a terminal and a machine get all."""
+"""Failures on a Markdown page; text and JSON have all."""
 STYLES = {"clean": "green", "not reached": "dim", "unknown": "yellow", "violated": "red", "broke": "red"}
 
 
 def run(
-    connector: str, module: Path | None, options: str | None, format: str, disaggregated: bool | None = None
+    connector: str,
+    module: Path | None,
+    options: str | None,
+    format: str,
+    disaggregated: bool | None = None,
+    *,
+    verbose: bool = False,
 ) -> str:
-    """Make a card and print it; its verdict."""
+    """Make a score card, print it, and return its verdict."""
     from . import terminal
 
     card = score(connector, module, _options(options), disaggregated=disaggregated)
@@ -32,61 +41,89 @@ def run(
     elif format == "markdown":
         print(markdown(card), end="")
     else:
-        terminal.show(drawn(card))
+        terminal.show(render(card, verbose=verbose))
     return card.verdict
 
 
-def _options(said: str | None) -> dict[str, Any] | None:
-    if said is None:
+def _options(text: str | None) -> dict[str, Any] | None:
+    if text is None:
         return None
     try:
-        options = json.loads(said)
+        options = json.loads(text)
     except ValueError as error:
-        raise LedgerError(f"the options are no JSON: {error}") from error
+        raise LedgerError(f"--options is not JSON: {error}") from error
     if not isinstance(options, dict):
-        raise LedgerError("the options are no JSON object")
+        raise LedgerError("--options is not a JSON object")
     return options
 
 
 def _head(card: ScoreCard) -> str:
+    """Which connector was driven on what, and whether kvledger reads its metadata."""
     read = card.connector_metadata == "read"
-    metadata = "read" if read else "opaque: kvledger takes promised loads as ordered"
+    metadata = "read" if read else "opaque: kvledger assumes that promised loads are ordered"
     between = ", between two engines" if card.disaggregated else ""
     return f"{card.connector} on {card.engine}{between}; its connector metadata is {metadata}"
 
 
 def _pairs(card: ScoreCard) -> list[tuple[str, list[SituationResult]]]:
-    """Rows by situation."""
+    """The rows of each situation."""
     pairs: dict[str, list[SituationResult]] = {}
     for row in card.rows:
         pairs.setdefault(row.situation, []).append(row)
     return list(pairs.items())
 
 
-def drawn(card: ScoreCard) -> Group:
-    """A row a situation, a column a scheduler, and what broke below."""
+def render(card: ScoreCard, *, verbose: bool = False) -> Group:
+    """The verdict, then what failed and why, then the situations; ``verbose`` lists the clean ones too."""
+    from .terminal import blocks
+
+    answer = Group(
+        Text(f"{card.verdict}: {_count(card)}", style=STYLES[card.verdict]), Text(f"{_head(card)}.")
+    )
+    failures = [
+        Group(Text(", ".join(names), style="bold"), Padding(Text(message), (0, 0, 0, 2)))
+        for message, names in _wrong(card).items()
+    ]
+    return blocks(answer, *failures, _situations(card, verbose), _hint(card, verbose))
+
+
+def _situations(card: ScoreCard, verbose: bool) -> Table | None:
+    """One row per situation, one column per scheduler. Without ``verbose``, only rows not clean."""
+    pairs = [
+        (situation, rows)
+        for situation, rows in _pairs(card)
+        if verbose or any(row.outcome != "clean" for row in rows)
+    ]
+    if not pairs:
+        return None
     table = Table.grid(padding=(0, 2))
     for _ in range(3):
         table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
-    table.add_row(*(Text(word, style="bold") for word in ("situation", "sync", "async", "from the store")))
-    for situation, rows in _pairs(card):
+    headings = ("situation", "sync", "async", "tokens from the store")
+    table.add_row(*(Text(heading, style="bold") for heading in headings))
+    for situation, rows in pairs:
         cells = [Text(row.outcome, style=STYLES[row.outcome]) for row in rows]
         table.add_row(Text(situation), *cells, Text(f"{rows[0].external_tokens:,}"))
-    parts: list[Any] = [Text(_head(card), style="bold"), "", table]
-    for said, names in _wrong(card).items():
-        parts += ["", Text(", ".join(names)), Padding(Text(said), (0, 0, 0, 2))]
-    return Group(*parts, "", Text(f"{card.verdict}: {_count(card)}", style=STYLES[card.verdict]))
+    return table
+
+
+def _hint(card: ScoreCard, verbose: bool) -> Text | None:
+    clean = sum(all(row.outcome == "clean" for row in rows) for _, rows in _pairs(card))
+    if verbose or not clean:
+        return None
+    return Text(f"{clean} more situations are clean: -v lists them.", style="dim")
 
 
 def _wrong(card: ScoreCard) -> dict[str, list[str]]:
-    """What broke, each with the rows that it broke in."""
+    """Each failure, with the situations in which it happened."""
     wrong: dict[str, list[str]] = {}
     for situation, rows in _pairs(card):
-        for said in dict.fromkeys(said for row in rows for said in row.problems):
-            broken = [row.scheduler for row in rows if said in row.problems]
-            name = situation if len(broken) == len(rows) else f"{situation} ({', '.join(broken)})"
-            wrong.setdefault(said, []).append(name)
+        for message in dict.fromkeys(message for row in rows for message in row.problems):
+            schedulers = [row.scheduler for row in rows if message in row.problems]
+            all_of_them = len(schedulers) == len(rows)
+            name = situation if all_of_them else f"{situation} ({', '.join(schedulers)})"
+            wrong.setdefault(message, []).append(name)
     return wrong
 
 
@@ -97,7 +134,7 @@ def _count(card: ScoreCard) -> str:
 
 
 def markdown(card: ScoreCard) -> str:
-    """The same for a page."""
+    """The score card as a section of a Markdown page."""
     lines = [
         f"### {card.connector}",
         "",
@@ -109,7 +146,7 @@ def markdown(card: ScoreCard) -> str:
     for situation, rows in _pairs(card):
         outcomes: list[str] = [row.outcome for row in rows]
         lines.append(f"| {situation} | {' | '.join(outcomes)} | {rows[0].external_tokens:,} |")
-    wrong = [f"- {', '.join(names)}: {said}" for said, names in _wrong(card).items()]
+    wrong = [f"- {', '.join(names)}: {message}" for message, names in _wrong(card).items()]
     if wrong:
         more = [f"- and {len(wrong) - WRONG_SHOWN} more"] if len(wrong) > WRONG_SHOWN else []
         lines += ["", *wrong[:WRONG_SHOWN], *more]

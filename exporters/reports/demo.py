@@ -1,4 +1,4 @@
-"""The demo as a person or a machine sees it. The run itself is in ``audit/demo/run.py``."""
+"""What ``kvledger demo`` prints, for a person or as JSON. The run itself is in ``audit/demo/run.py``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -17,35 +16,36 @@ from ...audit.demo.injections import INJECTIONS
 from ...audit.demo.lookups import COUNTERS, Differences, LookupReport, LookupTotals
 from ...audit.demo.run import PREEMPTIONS, Demo
 from ...audit.demo.run import run as run_demo
-from . import audit, statement, terminal
+from . import audit, audit_text, statement, terminal
 from .audit import AuditReport, DifferenceData, PlannedSplit
 
 CODES = {"clean": 0, "violated": 1, "unknown": 3}
 ENGINE_FAILED = 4
 
-_ASKED = (
-    "The counters are vllm:prefix_cache_queries and _hits (local), "
-    "vllm:external_prefix_cache_queries and _hits (the connector, asked for the rest)."
+_LOOKUPS = (
+    "Each admission looks up its tokens in the local prefix cache, and the rest in the connector. The "
+    "engine's counters are vllm:prefix_cache_queries and _hits (local), "
+    "vllm:external_prefix_cache_queries and _hits (connector)."
 )
 
 
 def show_injections() -> None:
     """Print the defects that can be put back."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table = terminal.plain_table()
     for injection in INJECTIONS.values():
         table.add_row(Text(injection.name, style="bold"), Text(injection.summary))
     terminal.show(table)
 
 
-def run(inject: str | None, folder: Path | None, *, as_json: bool) -> int:
-    """Run the demo with a progress bar, print what it gave, and return the exit code."""
+def run(inject: str | None, folder: Path | None, *, as_json: bool, verbose: bool = False) -> int:
+    """Run the demo with a progress bar, print its result, and return the exit code."""
     with terminal.progress("vLLM starts", "vLLM serves requests") as progress:
         demo = run_demo(inject, folder, progress)
     report = audit.report(demo.audit)
     if as_json:
         print(audit.as_json(data(demo, report)))
     else:
-        terminal.show(Group(*_blocks(demo, report)))
+        terminal.show(render(demo, report, verbose=verbose))
     return exit_code(demo, report)
 
 
@@ -57,8 +57,8 @@ def exit_code(demo: Demo, report: AuditReport) -> int:
 
 
 def data(demo: Demo, report: AuditReport) -> dict[str, object]:
-    """The demo as one object: the audit's, and what only the demo knows."""
-    found = demo.injection.expected_invariant if demo.injection else None
+    """The demo as one object: the audit's fields, and those that only the demo has."""
+    expected = demo.injection.expected_invariant if demo.injection else None
     counters, named = _counters(demo) or (None, [])
     report_data: dict[str, object] = audit.plain(report)
     return {
@@ -71,7 +71,7 @@ def data(demo: Demo, report: AuditReport) -> dict[str, object]:
         "engine_refusals": demo.refusals,
         "elapsed_seconds": demo.elapsed_seconds,
         "injection": demo.injection.name if demo.injection else None,
-        "expected": found,
+        "expected": expected,
         "found": demo.defect_found if demo.injection else None,
         "statement": audit.statement_data(demo.statement) if demo.statement else None,
         "journal": str(demo.journal),
@@ -80,7 +80,7 @@ def data(demo: Demo, report: AuditReport) -> dict[str, object]:
 
 
 def _counters(demo: Demo) -> tuple[PlannedSplit, list[DifferenceData]] | None:
-    """The engine's counters as a row; they do not say of how many requests they are."""
+    """The engine's counters as a row. They don't say how many requests they count, hence -1."""
     if demo.counters is None:
         return None
     named = audit.differences(demo.to_counters, "reported", "counters")
@@ -102,73 +102,81 @@ def _lookups_data(lookups: LookupReport) -> dict[str, object]:
     }
 
 
-def _blocks(demo: Demo, report: AuditReport) -> Iterator[RenderableType]:
-    yield _heading(demo, report)
-    yield Text()
-    yield terminal.sources(report, _counters(demo))
-    yield Text()
-    yield terminal.work(report.work)
-    for part in (
+def render(demo: Demo, report: AuditReport, *, verbose: bool = False) -> Group:
+    """The answer first, then findings and sources; ``verbose`` adds work, lookups and one statement."""
+    remarks = terminal.notes([*report.notes, *_refusals(demo), *_preemptions(demo, report)])
+    sources = audit_text.sources(report, _counters(demo))
+    if not verbose:
+        rest = audit_text.findings(report.violations, most=1, rest="with -v")
+        return terminal.blocks(_answer(demo, report), rest, sources, remarks, _next(demo, report))
+    return terminal.blocks(
+        _answer(demo, report),
+        audit_text.findings(report.violations, most=3),
+        sources,
+        audit_text.work(report.work),
         _lookups(demo.lookups),
-        terminal.external(report.external),
-        statement.statement(demo.statement, findings=False) if demo.statement else None,
-        terminal.findings(report.violations, most=3),
-        terminal.notes([*report.notes, *_refusals(demo), *_preemptions(demo, report)]),
-    ):
-        if part is not None:
-            yield Text()
-            yield part
-    yield Text()
-    yield terminal.verdict(report)
-    if demo.injection is not None:
-        yield _outcome(demo)
-    yield Text()
-    yield _next(demo, report)
-
-
-def _heading(demo: Demo, report: AuditReport) -> Text:
-    engine = report.journals[0]
-    text = Text.assemble(
-        (f"{engine.engine} {engine.version}", "bold"),
-        f" served {report.requests} requests with {report.preemptions} preemptions"
-        f" in {demo.elapsed_seconds:.0f} s" * bool(demo.elapsed_seconds),
+        audit_text.external(report.external),
+        statement.render(demo.statement, findings=False) if demo.statement else None,
+        remarks,
+        _next(demo, report),
     )
+
+
+def _answer(demo: Demo, report: AuditReport) -> Group:
+    """Whether the injected defect was found, the audit's answer, and how the engine ended."""
+    engine = report.journals[0]
+    served = (
+        f"{engine.engine} {engine.version} served {terminal.counted(report.requests, 'request')} "
+        f"with {terminal.counted(report.preemptions, 'preemption')}"
+    )
+    if demo.elapsed_seconds:
+        served += f" in {demo.elapsed_seconds:.0f} s"
+    lines: list[RenderableType] = []
     if demo.injection is not None:
-        text.append(f"\nInjected: {demo.injection.name}, {demo.injection.summary}")
+        lines += [_outcome(demo), Text(f"The defect: {demo.injection.summary}.")]
+    lines += [audit_text.answer(report), Text(f"{served}.", style="dim")]
     if demo.failure is not None:
-        text.append(f"\nThe engine failed: {demo.failure}", style="bold red")
-    return text
+        lines.append(Text(f"The engine failed: {demo.failure}", style="bold red"))
+    return Group(*lines)
+
+
+def _outcome(demo: Demo) -> Text:
+    assert demo.injection is not None
+    expected, name = demo.injection.expected_invariant, demo.injection.name
+    if demo.defect_found:
+        return Text(f"The injected defect {name} was found: {expected}", style="bold green")
+    return Text(f"The injected defect {name} was not found: no {expected}", style="bold red")
 
 
 def _refusals(demo: Demo) -> Iterator[str]:
-    for said, times in Counter(demo.refusals).items():
-        yield f"the engine's counters refused a figure {times} times: {said}"
+    for message, times in Counter(demo.refusals).items():
+        yield f"the engine's counters rejected a figure {times} times: {message}"
 
 
 def _preemptions(demo: Demo, report: AuditReport) -> Iterator[str]:
-    counted, untold = demo.engine_preemptions, demo.unreported_preemptions
+    counted, unreported = demo.engine_preemptions, demo.unreported_preemptions
     if counted is None or counted == report.preemptions:
         return
-    known = counted + untold == report.preemptions
-    why = f"it never hears of a request that ends before any output ({untold})"
+    explained = counted + unreported == report.preemptions
+    why = f"the counter misses requests that end before any output ({unreported})"
     yield (
         f"{PREEMPTIONS} counts {counted} of {report.preemptions} preemptions: "
-        f"{why if known else 'unexplained'}"
+        f"{why if explained else 'unexplained'}"
     )
 
 
 def _lookups(lookups: LookupReport) -> Group | None:
-    """What the caches were asked, step by step to what the engine's reports make of it."""
+    """Prefix-cache lookups: those of admissions, those counted, and those that the reports imply."""
     if lookups.counters is None:
         return None
-    table = terminal.figures_table("tokens", "local asked", "found", "external asked", "found", "look-ups")
+    table = terminal.figures_table("tokens", "local queries", "hits", "external queries", "hits", "lookups")
     _lookup_row(table, "Ledger, every admission", lookups.admitted)
     _lookup_differences(table, lookups.to_counters)
     _lookup_row(table, "The engine's counters", lookups.counters)
     if lookups.reported is not None:
         _lookup_differences(table, lookups.to_reported)
         _lookup_row(table, "Reported by the engine", lookups.reported)
-    return Group(terminal.title("What the caches were asked for, and had", _ASKED), table)
+    return Group(terminal.title("Prefix-cache lookups", f"{_LOOKUPS}\n{audit_text.WATERFALL}"), table)
 
 
 def _lookup_row(table: Table, label: str, asked: LookupTotals) -> None:
@@ -178,31 +186,28 @@ def _lookup_row(table: Table, label: str, asked: LookupTotals) -> None:
 
 
 def _lookup_differences(table: Table, differences: Differences) -> None:
-    rows = (
-        (cause, DIFFERENCES[cause], tuple(getattr(asked, name) for name in COUNTERS), abs(asked.lookups))
-        for cause, asked in differences.items()
+    audit_text.waterfall_rows(
+        table,
+        (
+            audit_text.WaterfallRow(
+                cause,
+                DIFFERENCES[cause],
+                tuple(getattr(asked, name) for name in COUNTERS),
+                abs(asked.lookups),
+            )
+            for cause, asked in differences.items()
+        ),
     )
-    terminal.difference_rows(table, rows)
-
-
-def _outcome(demo: Demo) -> Text:
-    assert demo.injection is not None
-    wanted, name = demo.injection.expected_invariant, demo.injection.name
-    if demo.defect_found:
-        return Text(f"The injected defect {name} was found: {wanted}", style="bold green")
-    return Text(f"The injected defect {name} was not found: no {wanted}", style="bold red")
 
 
 def _next(demo: Demo, report: AuditReport) -> Group:
+    """The journal's folder, and the commands to read on with."""
     journal = shlex.quote(str(demo.journal))
     commands = [f"kvledger audit {journal}"]
     if demo.statement is not None:
         commands.append(f"kvledger show {journal} {shlex.quote(demo.statement.account.request_id)}")
-    ids = list(dict.fromkeys(found.id for found in report.violations))
+    ids = list(dict.fromkeys(finding.id for finding in report.violations))
     commands.append(f"kvledger explain {ids[0]}" if ids else "kvledger demo --inject list")
-    lines = [Padding(Text(command, overflow="fold"), (0, 0, 0, 2)) for command in commands]
     return Group(
-        Text.assemble(("The journal is in ", "bold"), str(demo.journal)),
-        terminal.title("Next"),
-        *lines,
+        terminal.title("Next"), *(terminal.indented(Text(line, overflow="fold")) for line in commands)
     )

@@ -1,16 +1,17 @@
-"""Two traces beside each other: what changed, by how much, and where a figure's meaning changed with it.
+"""Two traces compared: which figures and findings changed, and which figures changed their meaning.
 
-The ledger's figures mean the same whatever engine they are of; what the engine itself reports does
-not, so every release's meaning is told where the two differ (``audit/release_semantics.py``).
+The ledger's figures mean the same for every engine. The engine's own figures do not: where two releases
+differ, their meanings from ``audit/release_semantics.py`` are printed beside each other.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -18,11 +19,14 @@ from ...audit.replay.journals import Audit, audit_paths
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
 from .audit import share, structs_csv
-from .terminal import figures_table, percent, title
+from .terminal import VERDICTS, blocks, counted, figures_table, listed, percent, plain_table, title
+
+NO_MEANING = "does not apply"
+"""For a figure without an entry in ``release_semantics.py`` for this release."""
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
-    """One figure of both: a count, a share ``of`` some tokens (1 is all of them), or a mean ``per``."""
+    """One figure of both traces: a count, a share ``of`` tokens (1 is all), or a mean ``per`` request."""
 
     name: str
     before: float | None
@@ -32,14 +36,14 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        """The name, and what it is divided by."""
+        """The name, and the divisor if it has one."""
         if self.of:
             return f"{self.name}, of {self.of}"
         return f"{self.name} per {self.per}" if self.per else self.name
 
 
 class MeaningChange(msgspec.Struct, frozen=True, kw_only=True):
-    """What a figure that the engine reports means in each of the two."""
+    """What a figure that the engine reports means in each of two releases."""
 
     figure: str
     before: str
@@ -47,7 +51,7 @@ class MeaningChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TraceComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that is said of two traces."""
+    """Two traces compared; pairs are before and after."""
 
     before: list[str]
     after: list[str]
@@ -77,7 +81,7 @@ def compare(
 
 
 def _figures(audit: Audit) -> Iterator[Figure]:
-    """One trace's figures, each as ``before``."""
+    """The figures of one trace, each in ``before``."""
     totals = audit.totals
     known = totals.requests - totals.unknown_requests
     yield _figure("requests", totals.requests)
@@ -111,17 +115,12 @@ def _engines(audit: Audit) -> list[str]:
 
 
 def _findings(one: Audit, other: Audit) -> dict[str, tuple[int, int]]:
-    found: dict[str, tuple[int, int]] = {}
-    for place, audit in enumerate((one, other)):
-        for violation in audit.violations:
-            counts = list(found.get(violation.id, (0, 0)))
-            counts[place] += 1
-            found[violation.id] = (counts[0], counts[1])
-    return dict(sorted(found.items()))
+    before, after = (Counter(violation.id for violation in audit.violations) for audit in (one, other))
+    return {id: (before[id], after[id]) for id in sorted({*before, *after})}
 
 
 def _meanings(one: Audit, other: Audit) -> list[MeaningChange]:
-    before, after = _meant(one), _meant(other)
+    before, after = _meanings_of(one), _meanings_of(other)
     return [
         MeaningChange(figure=figure, before=before.get(figure, ""), after=after.get(figure, ""))
         for figure in {**before, **after}
@@ -129,50 +128,77 @@ def _meanings(one: Audit, other: Audit) -> list[MeaningChange]:
     ]
 
 
-def _meant(audit: Audit) -> dict[str, str]:
-    """By figure what it means in the trace's releases, each said once."""
-    said: dict[str, list[str]] = {}
+def _meanings_of(audit: Audit) -> dict[str, str]:
+    """By figure, what it means in the trace's releases."""
+    meanings: dict[str, list[str]] = {}
     for book in audit.engines:
-        for figure, says in book.meanings.items():
-            words = said.setdefault(figure, [])
-            if says not in words:
-                words.append(says)
-    return {figure: " Or: ".join(words) for figure, words in said.items()}
+        for figure, meaning in book.meanings.items():
+            known = meanings.setdefault(figure, [])
+            if meaning not in known:
+                known.append(meaning)
+    return {figure: " Or: ".join(each) for figure, each in meanings.items()}
 
 
-def as_csv(found: TraceComparison) -> str:
-    """A line a figure, header first; an empty cell where there is none."""
-    return structs_csv(Figure, found.figures)
+def as_csv(comparison: TraceComparison) -> str:
+    """One line per figure, with a header; an empty cell where a trace has no such figure."""
+    return structs_csv(Figure, comparison.figures)
 
 
-def drawn(found: TraceComparison) -> Group:
-    """For a terminal."""
-    parts: list[RenderableType] = [_figures_table(found)]
-    if found.findings:
-        table = figures_table("Findings", "before", "after")
-        for name, (was, now) in found.findings.items():
-            table.add_row(Text(name), f"{was:,}", f"{now:,}")
-        parts += [Text(), table]
-    if found.meanings:
-        parts += [Text(), title("What the engine's own figures mean", "The ledger's mean the same in both.")]
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-        for heading in ("figure", "before", "after"):
-            table.add_column(heading, overflow="fold", ratio=None if heading == "figure" else 1)
-        for row in found.meanings:
-            table.add_row(Text(row.figure), Text(row.before or "not told"), Text(row.after or "not told"))
-        parts.append(table)
-    else:
-        parts += [Text(), Text("What the engine's own figures mean is the same in both.", style="dim")]
-    return Group(*parts)
+def render(comparison: TraceComparison, *, verbose: bool = False) -> Group:
+    """Verdicts and the number of changes first, then what changed; ``verbose`` adds unchanged figures."""
+    return blocks(
+        Group(*_answer(comparison)),
+        _findings_table(comparison),
+        _figures_table(comparison, verbose),
+        _meanings_table(comparison),
+    )
 
 
-def _figures_table(found: TraceComparison) -> Table:
-    table = figures_table("", "before", "after", "change")
-    table.add_row(Text("engine"), ", ".join(found.before), ", ".join(found.after), "")
-    table.add_row(Text("verdict"), *found.verdicts, "")
-    for row in found.figures:
+def _answer(comparison: TraceComparison) -> Iterator[Text]:
+    before, after = comparison.verdicts
+    verdicts = before if before == after else f"{before} -> {after}"
+    yield Text.assemble(("Verdict: ", "bold"), (verdicts, VERDICTS[after]))
+    engines = [listed(names) for names in (comparison.before, comparison.after)]
+    yield Text(f"Engine: {engines[0] if engines[0] == engines[1] else ' -> '.join(engines)}")
+    changed = sum(row.before != row.after for row in comparison.figures)
+    findings = sum(before != after for before, after in comparison.findings.values())
+    kinds = f"{findings} of {counted(len(comparison.findings), 'kind')} of finding changed"
+    yield Text(
+        f"{changed} of {counted(len(comparison.figures), 'figure')} changed; "
+        f"{kinds if comparison.findings else 'no findings'}."
+    )
+
+
+def _findings_table(comparison: TraceComparison) -> Table | None:
+    if not comparison.findings:
+        return None
+    table = figures_table("Findings", "before", "after")
+    for id, (before, after) in comparison.findings.items():
+        table.add_row(Text(id), f"{before:,}", f"{after:,}")
+    return table
+
+
+def _figures_table(comparison: TraceComparison, verbose: bool) -> Table | None:
+    rows = [row for row in comparison.figures if verbose or row.before != row.after]
+    if not rows:
+        return None
+    table = figures_table("Figures", "before", "after", "change")
+    for row in rows:
         table.add_row(Text(row.label), _shown(row.before, row), _shown(row.after, row), _change(row))
     return table
+
+
+def _meanings_table(comparison: TraceComparison) -> Group | None:
+    """What the engine's own figures mean where the two releases differ."""
+    if not comparison.meanings:
+        return None
+    table = plain_table(header=True)
+    for heading in ("figure", "before", "after"):
+        table.add_column(heading, overflow="fold", ratio=None if heading == "figure" else 1)
+    for row in comparison.meanings:
+        table.add_row(Text(row.figure), Text(row.before or NO_MEANING), Text(row.after or NO_MEANING))
+    legend = "The ledger's figures mean the same in both."
+    return Group(title("What the engine's own figures mean in each release", legend), table)
 
 
 def _shown(figure: float | None, row: Figure) -> str:

@@ -1,4 +1,4 @@
-"""A diagnosis for a person at a terminal, drawn with rich; ``as_data`` is the same for a machine."""
+"""What ``kvledger doctor`` prints: whether an engine started here would be observed, and why."""
 
 from __future__ import annotations
 
@@ -6,89 +6,100 @@ from typing import Any
 
 import msgspec
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from ...audit.entry.doctor import Diagnosis
 from .audit import csv_of
+from .terminal import blocks, indented, title
 
 
-def as_data(found: Diagnosis) -> dict[str, Any]:
-    """All of it, as JSON would have it."""
-    data: dict[str, Any] = {"observed": found.observed, **msgspec.to_builtins(found)}
+def as_data(diagnosis: Diagnosis) -> dict[str, Any]:
+    """The whole diagnosis, for JSON."""
+    data: dict[str, Any] = {"observed": diagnosis.observed, **msgspec.to_builtins(diagnosis)}
     return data
 
 
-def as_csv(found: Diagnosis) -> str:
-    """A line a thing that it says: topic, name, what is said."""
-    rows: list[tuple[str, str, str]] = [("observed", "", str(found.observed).lower())]
-    for topic, said in msgspec.to_builtins(found).items():
-        if isinstance(said, dict):
-            rows += [(topic, name, str(value or "")) for name, value in said.items()]
-        elif isinstance(said, list):
-            rows += [(topic, *_pair(one)) for one in said]
+def as_csv(diagnosis: Diagnosis) -> str:
+    """One line per fact: topic, name, and what the diagnosis says of it."""
+    rows: list[tuple[str, str, str]] = [("observed", "", str(diagnosis.observed).lower())]
+    for topic, value in msgspec.to_builtins(diagnosis).items():
+        if isinstance(value, dict):
+            rows += [(topic, name, str(text or "")) for name, text in value.items()]
+        elif isinstance(value, list):
+            rows += [(topic, *_name_and_text(each)) for each in value]
         else:
-            rows.append((topic, "", str(said or "")))
+            rows.append((topic, "", str(value or "")))
     return csv_of(("topic", "name", "says"), rows)
 
 
-def _pair(one: Any) -> tuple[str, str]:
-    return (str(one["figure"]), str(one["says"])) if isinstance(one, dict) else (str(one), "")
+def _name_and_text(value: Any) -> tuple[str, str]:
+    return (str(value["figure"]), str(value["says"])) if isinstance(value, dict) else (str(value), "")
 
 
-def diagnosis(found: Diagnosis) -> Group:
-    """What is installed, what fits it, what can be checked, what stands in the way."""
-    parts: list[RenderableType] = [_facts(found)]
-    if found.meanings:
+def render(diagnosis: Diagnosis, *, verbose: bool = False) -> Group:
+    """The answer and the facts behind it; ``verbose`` adds what figures mean and what is not checked."""
+    parts: list[RenderableType | None] = [_answer(diagnosis), _facts(diagnosis)]
+    if verbose:
+        meanings = {row.figure: row.says for row in diagnosis.meanings}
+        parts += [
+            _section("What the engine's figures mean in this release", meanings),
+            _section("Invariants checked in part", diagnosis.checked_in_part),
+            _section("Invariants not checked", diagnosis.not_checked),
+            _section("What is read of each connector's metadata", diagnosis.connectors),
+        ]
+    elif diagnosis.adapter:
         parts.append(
-            _named(
-                "What the figures mean in this release", [(row.figure, row.says) for row in found.meanings]
-            )
+            Text("-v lists what the figures mean, what is not checked, and connectors.", style="dim")
         )
-    if found.checked_in_part:
-        parts.append(_named("Checked in part", list(found.checked_in_part.items())))
-    if found.not_checked:
-        parts.append(_named("Not checked", list(found.not_checked.items())))
-    if found.connectors:
-        parts.append(_named("Read of a connector's plans and books", list(found.connectors.items())))
-    parts.append(_verdict(found))
-    return Group(*parts)
+    return blocks(*parts)
 
 
-def _facts(found: Diagnosis) -> Table:
-    versions = ", ".join(f"{name} {number}" for name, number in found.versions.items() if number)
-    absent = ", ".join(name for name, number in found.versions.items() if not number)
-    hooks = f"{len(found.hooks)} fit"
-    if found.missing_hooks:
-        hooks += f"; not in this release: {', '.join(found.missing_hooks)}"
-    rows = [
-        ("installed", versions or "nothing"),
-        ("absent", absent),
-        ("adapter", found.adapter or "none"),
-        ("hooks", hooks if found.adapter else ""),
-        ("invariants", f"{len(found.checked)} can be checked" if found.adapter else ""),
-        ("plugin", found.plugin or "not installed"),
-        ("KVLEDGER_DIR", found.directory or "not set"),
+def _answer(diagnosis: Diagnosis) -> Group:
+    if diagnosis.observed:
+        return Group(Text("An engine started here would be observed.", style="bold green"))
+    reasons = [Text(f"- {problem}") for problem in diagnosis.problems]
+    return Group(Text("An engine started here would not be observed:", style="bold red"), *reasons)
+
+
+def _facts(diagnosis: Diagnosis) -> Table:
+    versions = [f"{name} {number}" for name, number in diagnosis.versions.items() if number]
+    absent = [name for name, number in diagnosis.versions.items() if not number]
+    hooks = f"{len(diagnosis.hooks)} fit"
+    if diagnosis.missing_hooks:
+        hooks += f"; not in this release: {', '.join(diagnosis.missing_hooks)}"
+    facts = {
+        "installed": ", ".join(versions) or "nothing",
+        "not installed": ", ".join(absent),
+        "adapter": diagnosis.adapter or "none",
+        "hooks": hooks if diagnosis.adapter else "",
+        "invariants": _invariants(diagnosis) if diagnosis.adapter else "",
+        "plugin": diagnosis.plugin or "not installed",
+        "KVLEDGER_DIR": diagnosis.directory or "not set",
+    }
+    return _table({name: value for name, value in facts.items() if value})
+
+
+def _invariants(diagnosis: Diagnosis) -> str:
+    limits = [
+        f"{len(names)} {how}"
+        for names, how in (
+            (diagnosis.checked_in_part, "of them in part"),
+            (diagnosis.not_checked, "can't be"),
+        )
+        if names
     ]
-    return _table([row for row in rows if row[1]])
+    return ", ".join([f"{len(diagnosis.checked)} can be checked", *limits])
 
 
-def _named(title: str, rows: list[tuple[str, str]]) -> Group:
-    return Group("", Text(title, style="bold"), Padding(_table(rows), (0, 0, 0, 2)))
+def _section(heading: str, rows: dict[str, str]) -> Group | None:
+    return Group(title(heading), indented(_table(rows))) if rows else None
 
 
-def _table(rows: list[tuple[str, str]]) -> Table:
+def _table(rows: dict[str, str]) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in rows:
+    for name, value in rows.items():
         table.add_row(Text(name), Text(value))
     return table
-
-
-def _verdict(found: Diagnosis) -> Group:
-    if found.observed:
-        return Group("", Text("An engine started here would be observed.", style="bold green"))
-    reasons = [Text(f"- {problem}") for problem in found.problems]
-    return Group("", Text("An engine started here would not be observed:", style="bold red"), *reasons)

@@ -1,7 +1,8 @@
-"""The account statement of one request, in the manner of a bank statement.
+"""The account statement of one request, laid out as a bank statement.
 
-Entry by entry: number, time, step, life, text, debit, credit, balance; then the figures that were
-settled. Runs of like entries are folded into one line unless all are asked for.
+First where the prompt came from and which invariants the request violates; then each entry with its time,
+step, life, text, debit, credit and balance; then the settled figures beside the planned and reported ones.
+Consecutive entries that repeat are folded into one line unless every entry is wanted.
 """
 
 from __future__ import annotations
@@ -14,50 +15,59 @@ from rich.text import Text
 
 from ...audit.ledger.frozen import AccountStatement, Line, Settlement
 from ...audit.replay.journals import RequestStatement
-from . import terminal
+from . import audit_text, terminal
 from .audit import finding
 
 FOLD = 3
-"""So many like entries in a row, or more, become one line."""
+"""The least number of consecutive repeated entries that become one line."""
 
 _LEGEND = (
-    "A life lasts from an admission to a preemption or the end; the balance is the tokens whose KV "
-    "it has, or is about to have."
+    "A life lasts from an admission to a preemption or the end. The balance counts the tokens whose KV "
+    "exists or is scheduled to exist."
 )
 
 
-def statement(request: RequestStatement, *, every_entry: bool = False, findings: bool = True) -> Group:
-    """The whole statement, drawn; with what was found in this request unless told otherwise."""
-    account = request.account
-    parts: list[RenderableType] = [*_head(request), Text(), _table(request.lines, every_entry)]
-    parts += [Text(), *(_settled(account))]
-    found = terminal.findings([finding(violation) for violation in request.findings])
-    if found is not None and findings:
-        parts += [Text(), found]
-    return Group(*parts)
+def render(request: RequestStatement, *, every_entry: bool = False, findings: bool = True) -> Group:
+    """The whole statement; with the request's findings in full unless ``findings`` is false."""
+    rows = [finding(violation) for violation in request.findings]
+    return terminal.blocks(
+        Group(*_answer(request)),
+        Group(Text(_LEGEND, style="dim"), _entries(request.lines, every_entry)),
+        Group(*_figures(request.account)),
+        audit_text.findings(rows) if findings else None,
+    )
 
 
-def _head(request: RequestStatement) -> Iterator[Text]:
+def _answer(request: RequestStatement) -> Iterator[Text]:
+    """Whose account it is, where the prompt came from, what is wrong with it, and its times."""
     account = request.account
     yield Text.assemble(("Account of ", "bold"), (account.request_id, "bold"), f"   {request.engine}")
-    closed = f"{account.closed_at / 1e6:.3f} s" if account.closed_at >= 0 else "still open"
-    yield Text(
-        f"{terminal.counted(account.prompt_tokens, 'prompt token')}, opened {account.added_at / 1e6:.3f} s, "
-        f"closed {closed}{f' ({account.outcome})' if account.outcome else ''}, "
-        f"{_lives(len(account.lives))}, "
-        f"{terminal.counted(account.preemptions, 'preemption')}"
-    )
-    yield Text(_LEGEND, style="dim")
+    yield Text(f"{terminal.counted(account.prompt_tokens, 'prompt token')}: {_sources(account)}.")
+    ids = list(dict.fromkeys(violation.id for violation in request.findings))
+    if ids:
+        yield Text(f"Findings: {', '.join(ids)}.", style="bold red")
+    closed = f"closed {account.closed_at / 1e6:.3f} s" if account.closed_at >= 0 else "still open"
+    outcome = f" ({account.outcome})" if account.outcome else ""
+    lives = "1 life" if len(account.lives) == 1 else f"{len(account.lives)} lives"
+    preemptions = terminal.counted(account.preemptions, "preemption")
+    yield Text(f"Opened {account.added_at / 1e6:.3f} s, {closed}{outcome}, {lives}, {preemptions}.")
     if account.unknown is not None:
         yield Text(f"Unknown: {account.unknown}. Figures are as far as seen.", style="yellow")
 
 
-def _lives(n: int) -> str:
-    return "1 life" if n == 1 else f"{n} lives"
+def _sources(account: AccountStatement) -> str:
+    """Where the prompt came from, over all its chunks."""
+    if not account.settlements:
+        return "not settled yet"
+    totals = {
+        name: sum(getattr(settlement, name) for settlement in account.settlements)
+        for name in ("local", "external", "computed", "unattained")
+    }
+    return ", ".join(f"{tokens:,} {name}" for name, tokens in totals.items() if tokens) or "none settled"
 
 
-def _table(lines: list[Line], every_entry: bool) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+def _entries(lines: list[Line], every_entry: bool) -> Table:
+    table = terminal.plain_table(header=True)
     for name in ("entry", "seconds", "step", "life"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("text", min_width=20)
@@ -78,7 +88,7 @@ def _table(lines: list[Line], every_entry: bool) -> Table:
 
 
 def _runs(lines: Iterable[Line]) -> Iterator[list[Line]]:
-    """Consecutive lines that differ in nothing but when, and in the balance."""
+    """Consecutive lines that are equal but for their time, step and balance."""
     run: list[Line] = []
     for line in lines:
         if run and _kind(line) != _kind(run[0]):
@@ -115,9 +125,9 @@ def _add(table: Table, line: Line, text: str) -> None:
     )
 
 
-def _settled(account: AccountStatement) -> Iterator[RenderableType]:
-    """The closing figures: sources beside plan and report, and the work."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+def _figures(account: AccountStatement) -> Iterator[RenderableType]:
+    """The closing figures: settled beside planned and reported, and the work."""
+    table = terminal.plain_table(header=True)
     table.add_column("prompt tokens", min_width=24)
     for name in ("local", "external", "computed", "unattained"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -126,7 +136,7 @@ def _settled(account: AccountStatement) -> Iterator[RenderableType]:
     if account.plan is not None:
         prompt = (account.settled or account).prompt_tokens
         local, external = account.plan
-        _figures_row(table, "plan", (local, external, prompt - local - external))
+        _figures_row(table, "planned", (local, external, prompt - local - external))
     if account.reported is not None:
         _figures_row(table, "reported by the engine", account.reported)
     yield table
@@ -138,11 +148,13 @@ def _settled(account: AccountStatement) -> Iterator[RenderableType]:
         ("rejected", account.rejected),
         ("overrun", account.overrun),
     )
-    shown = " + ".join(f"{tokens:,} {name}" for name, tokens in parts)
-    yield Text(f"\n{account.scheduled:,} tokens scheduled = {shown}")
-    again = f"{account.hit_again:,} tokens hit again, {account.loaded_again:,} loaded again"
-    if account.hit_again or account.loaded_again:
-        yield Text(f"{again} over tokens that had come to be before")
+    if account.scheduled:
+        shown = " + ".join(f"{tokens:,} {name}" for name, tokens in parts if tokens)
+        yield Text(f"\n{account.scheduled:,} tokens scheduled = {shown}")
+    repeats = (("hit", account.hit_again), ("loaded", account.loaded_again))
+    for kind, tokens in repeats:
+        if tokens:
+            yield Text(f"{terminal.counted(tokens, 'token')} {kind} again: the request had lost their KV")
 
 
 def _settlement_row(table: Table, settlement: Settlement, place: int) -> None:

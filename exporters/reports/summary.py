@@ -1,15 +1,15 @@
-"""Many requests in a few figures: totals of journals, in all or by group.
+"""Totals of many requests: hit rates, rework, preemptions and waiting, over all of them or by group.
 
-Streams: an account is added up when it closes and let go, so memory is bounded by what is open and
-by the number of groups. The sums are those of the ledger (:class:`~kvledger.audit.ledger.ledger.Totals`);
-shares are left to whoever draws them, but for what a table or a CSV file says.
+Journals are streamed: an account is added to its group when it closes and then dropped, so memory is
+bounded by the open requests and the number of groups. The sums are those of the ledger
+(:class:`~kvledger.audit.ledger.ledger.Totals`). Per-request figures are in ``statement.py``.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import floor
 from pathlib import Path
@@ -28,10 +28,10 @@ from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
 from ..trace.tables import hour_name
 from .audit import share, structs_csv
-from .terminal import counted, figures_table, percent
+from .terminal import blocks, counted, figures_table, listed, part_of, percent
 
 REQUESTS = "requests.parquet"
-"""The table that a folder of exported ones is known by."""
+"""A folder that holds this file was written by ``kvledger export``."""
 
 KEYS = ("engine", "model", "hour", "outcome")
 ALL = "all requests"
@@ -41,10 +41,10 @@ Key = Callable[[Account], str]
 
 
 class SummaryRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One group. Tokens, but for ``requests``, ``unknown`` and ``preemptions``; shares are of 1.
+    """One group. Figures are tokens except ``requests``, ``unknown``, ``preemptions`` and shares of 1.
 
-    ``unknown`` requests are counted and are in no other figure but ``preemptions``. A share is None
-    where there is nothing to divide by. ``wait_seconds`` are all its requests' time outside lives.
+    ``unknown`` requests count in ``requests`` and ``preemptions`` and in no other figure. A share is None
+    where the whole is 0. ``wait_seconds`` is the time that all its requests spent outside their lives.
     """
 
     group: str
@@ -69,29 +69,29 @@ class SummaryRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sums(msgspec.Struct):
-    """One group's sums, of accounts as they are seen or of other sums."""
+    """The sums of one group."""
 
     totals: Totals
     waited: int = 0
 
     @classmethod
     def none(cls) -> Sums:
-        """Of nobody."""
+        """Sums of no request."""
         return cls(Totals())
 
     def add(self, account: Account, until: int) -> None:
-        """Add an account; one that is open waits ``until``."""
+        """Add an account; an open one counts as waiting ``until`` now."""
         self.totals.add(account)
         if account.unknown is None:
             self.waited += account.waited(until)
 
     def merge(self, more: Sums) -> None:
-        """Add all that ``more`` holds."""
+        """Add the sums of ``more``."""
         self.totals.merge(more.totals)
         self.waited += more.waited
 
     def row(self, group: str) -> SummaryRow:
-        """As data."""
+        """The sums as a row called ``group``."""
         totals, rework = self.totals, sum(self.totals.rework.values())
         return SummaryRow(
             group=group,
@@ -122,24 +122,24 @@ Groups = dict[str, Sums]
 def summarize(
     paths: Sequence[Path], by: str = "", *, window: Window = EVERYTHING, run: Run = here
 ) -> list[SummaryRow]:
-    """A row a group, the largest prompt first, and one of all last.
+    """One row per group, most prompt tokens first, then a row of all requests.
 
-    ``paths`` hold journals, or tables that ``export`` wrote. ``by``: one of :data:`KEYS`, or a regular
-    expression over request ids, whose first group (else the whole match) names the group; "" for no
+    ``paths`` hold journals, or tables that ``export`` wrote. ``by`` is one of :data:`KEYS`, or a regular
+    expression over request ids whose first group (else the whole match) names the group, or "" for no
     groups. Raises :class:`LedgerError`.
     """
     if by and by not in KEYS:
         _pattern(by)
     places = [place for path in paths for place in matching_paths(path)]
     exported = [place for place in places if os.path.isfile(place / REQUESTS)]
-    found = [_of_tables(folder, by, window) for folder in exported]
+    partial_sums = [_of_tables(folder, by, window) for folder in exported]
     journals = [place for place in places if place not in exported]
     if journals or not exported:
-        found += run(partial(_of_journal, by=by, window=window), journals_at(journals))
+        partial_sums += run(partial(_of_journal, by=by, window=window), journals_at(journals))
     groups: Groups = {}
     everything = Sums.none()
-    for some in found:
-        for name, sums in some.items():
+    for part in partial_sums:
+        for name, sums in part.items():
             everything.merge(sums)
             groups.setdefault(name, Sums.none()).merge(sums)
     rows = [group.row(name) for name, group in groups.items()] if by else []
@@ -183,24 +183,24 @@ def _of_tables(folder: Path, by: str, window: Window) -> Groups:
     }
 
 
-def _pattern(words: str) -> re.Pattern[str]:
+def _pattern(by: str) -> re.Pattern[str]:
     try:
-        return re.compile(words)
+        return re.compile(by)
     except re.error as error:
         raise LedgerError(
-            f"{words!r} is none of {', '.join(KEYS)}, and no regular expression: {error}."
+            f"{by!r} is none of {', '.join(KEYS)}, and no regular expression: {error}."
         ) from error
 
 
 def _named_by(by: str) -> Callable[[str], str]:
-    """By request id, the group that a pattern finds in it."""
+    """A function from a request id to its group, by a regular expression."""
     pattern = _pattern(by)
 
     def name(request_id: str) -> str:
-        found = pattern.search(request_id)
-        if found is None:
+        match = pattern.search(request_id)
+        if match is None:
             return NO_MATCH
-        return found[1] or "" if pattern.groups else found[0]
+        return match[1] or "" if pattern.groups else match[0]
 
     return name
 
@@ -225,15 +225,15 @@ def _key(by: str, book: EngineAudit) -> Key:
     return lambda account: name(account.request_id)
 
 
-def table(rows: Sequence[SummaryRow]) -> Group:
-    """For a terminal: what matters of each group, the sum at the end; and who is in none of it."""
+def render(rows: Sequence[SummaryRow]) -> Group:
+    """All requests in a sentence, then a table with a row per group."""
     columns = ("requests", "prompt", "local", "external", "rework", "preempted", "waited, s")
-    drawn = figures_table("", *columns)
+    table = figures_table("", *columns)
     for row in rows:
         total = row.group == ALL and len(rows) > 1
         if total:
-            drawn.add_section()
-        drawn.add_row(
+            table.add_section()
+        table.add_row(
             Text(row.group, style="bold" if total else ""),
             f"{row.requests:,}",
             f"{row.prompt_tokens:,}",
@@ -243,11 +243,29 @@ def table(rows: Sequence[SummaryRow]) -> Group:
             f"{row.preemptions:,}",
             f"{row.wait_seconds:,.1f}",
         )
-    unknown = rows[-1].unknown
-    left_out = f"{counted(unknown, 'request')} unknown, in no figure but requests and preempted."
-    return Group(drawn, *([Text(left_out, style="yellow")] if unknown else ()))
+    return blocks(Group(*_answer(rows[-1])), table if rows[-1].requests else None)
+
+
+def _answer(row: SummaryRow) -> Iterator[Text]:
+    requests, preemptions = counted(row.requests, "request"), counted(row.preemptions, "preemption")
+    yield Text(f"{requests}, {preemptions}, {row.wait_seconds:,.1f} s spent waiting.")
+    if row.prompt_tokens:
+        hits = [
+            part_of(tokens, row.prompt_tokens, name)
+            for name, tokens in (("local", row.local), ("external", row.external))
+        ]
+        yield Text(f"Prefix-cache hits: {listed(hits)} of {counted(row.prompt_tokens, 'prompt token')}.")
+    if row.scheduled:
+        rework = part_of(row.rework, row.scheduled, "rework")
+        yield Text(f"Work: {counted(row.scheduled, 'scheduled token')}, {rework}.")
+    if row.unknown:
+        unknown = counted(row.unknown, "request")
+        yield Text(
+            f"{unknown} unknown: events are missing, so only requests and preempted include them.",
+            style="yellow",
+        )
 
 
 def as_csv(rows: Sequence[SummaryRow]) -> str:
-    """All figures, header first; an empty cell where a share has nothing to divide by."""
+    """All figures, with a header; an empty cell for a share of nothing."""
     return structs_csv(SummaryRow, rows)

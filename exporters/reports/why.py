@@ -1,17 +1,17 @@
-"""Why prompt tokens were no hits, over whole journals: a table of causes that sums to all of them.
+"""Why prompt tokens missed the caches, over whole journals: causes that sum to all misses.
 
-The causes are found by position in :mod:`kvledger.audit.analysis.cache_misses`; here they are added up
-and drawn. The sum of the causes is held against what the ledger counted by itself.
+:mod:`kvledger.audit.analysis.cache_misses` finds the causes by position; this file adds them up and prints
+them. The sum of the causes is checked against the ledger's own count of misses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 import msgspec
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.text import Text
 
 from ...audit.analysis.cache_misses import misses, never_came
@@ -23,24 +23,24 @@ from ...audit.replay.journals import each_account
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
 from .audit import share, structs_csv
-from .terminal import counted, figures_table, notes, percent, title
+from .terminal import blocks, counted, figures_table, notes, part_of, percent, title
 
 LEGEND = (
-    "Prompt tokens that were computed, each as often as it was, and those that never came to be.\n"
-    "A cause is named where the recorded events prove it."
+    "A prompt token is a miss each time it is computed, and once more if it had no KV when its request "
+    "ended. A cause is named where the recorded events prove it."
 )
 MORE = (
-    "Recorded at level {level}, which has no block events: level blocks would tell what was evicted "
-    "from what was never seen."
+    "Recorded at level {level}, which has no block events. Level blocks can tell tokens that were evicted "
+    "from tokens that were never seen."
 )
 BLOCKS = "blocks"
 """The level that has block events."""
 
-NO_BLOCK_SIZE = "{path}: its engine told no block size, so nothing is known to be below it."
+NO_BLOCK_SIZE = "{path}: its engine reported no block size, so no miss can be below block size."
 
 
 class CauseRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One cause. ``share`` is of all tokens that were no hit, 1 for all; ``requests`` were touched."""
+    """One cause. ``share`` is of all misses, 1 for all; ``requests`` had at least one such miss."""
 
     cause: str
     text: str
@@ -50,7 +50,7 @@ class CauseRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Why(msgspec.Struct, frozen=True, kw_only=True):
-    """``no_hit`` tokens by cause. ``unknown`` requests take no part; ``hit`` tokens are beside them."""
+    """Misses (``no_hit`` tokens) by cause, and ``hit`` tokens. No figure includes ``unknown`` requests."""
 
     requests: int
     unknown: int
@@ -62,7 +62,7 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tally(msgspec.Struct):
-    """One journal's part, or several journals' together."""
+    """Misses of one journal, or of several merged."""
 
     tokens: dict[str, int] = {}
     requests: dict[str, int] = {}
@@ -75,7 +75,7 @@ class Tally(msgspec.Struct):
     notes: list[str] = []
 
     def add(self, account: Account, block_size: int) -> None:
-        """Take in one request."""
+        """Add one request."""
         if account.unknown is not None:
             self.unknown += 1
             return
@@ -95,7 +95,7 @@ class Tally(msgspec.Struct):
             self.requests[cause] = self.requests.get(cause, 0) + 1
 
     def merge(self, more: Tally) -> None:
-        """Take in another journal's."""
+        """Add the misses of another journal."""
         for own, other in ((self.tokens, more.tokens), (self.requests, more.requests)):
             for cause, count in other.items():
                 own[cause] = own.get(cause, 0) + count
@@ -111,14 +111,14 @@ class Tally(msgspec.Struct):
 def why(paths: Sequence[Path], *, window: Window = EVERYTHING, run: Run = here) -> Why:
     """The causes, most tokens first. Raises :class:`LedgerError` for a path that holds no journal."""
     everything = Tally()
-    for some in run(partial(_of_journal, window=window), journals_at(paths)):
-        everything.merge(some)
+    for tally in run(partial(_of_journal, window=window), journals_at(paths)):
+        everything.merge(tally)
     return explained(everything)
 
 
 def explained(tally: Tally) -> Why:
     """A tally as data."""
-    assert tally.no_hit == sum(tally.tokens.values()), "the causes do not add up to what was no hit"
+    assert tally.no_hit == sum(tally.tokens.values()), "the causes do not add up to the misses"
     causes = sorted(tally.tokens.items(), key=lambda row: (-row[1], row[0]))
     return Why(
         requests=tally.known + tally.unknown,
@@ -141,9 +141,9 @@ def explained(tally: Tally) -> Why:
 
 
 def block_size(book: EngineAudit) -> int:
-    """Tokens of a block of the engine's cache; 0 where that was not told."""
-    said = book.engine.configuration.get("block_size") if book.engine else None
-    return said if isinstance(said, int) and said > 0 else 0
+    """Tokens per block of the engine's cache; 0 where the engine did not report it."""
+    size = book.engine.configuration.get("block_size") if book.engine else None
+    return size if isinstance(size, int) and size > 0 else 0
 
 
 def _of_journal(path: Path, window: Window) -> Tally:
@@ -155,32 +155,42 @@ def _of_journal(path: Path, window: Window) -> Tally:
 
 
 def remark(tally: Tally, book: EngineAudit) -> None:
-    """What the journal's recording leaves open."""
+    """Note what this journal's recording can't prove."""
     if book.engine is not None and book.engine.level != BLOCKS:
         tally.levels = [book.engine.level]
     if not block_size(book):
         tally.notes.append(NO_BLOCK_SIZE.format(path=book.path))
 
 
-def drawn(found: Why) -> Group:
-    """For a terminal."""
+def render(result: Why) -> Group:
+    """Hits and misses in a sentence each, then the causes as a table."""
+    return blocks(Group(*_answer(result)), _causes(result), notes(result.notes))
+
+
+def _answer(result: Why) -> Iterator[Text]:
+    hits = part_of(result.hit, result.prompt_tokens, "hits")
+    yield Text(f"{counted(result.prompt_tokens, 'prompt token')}: {hits}.")
+    if result.causes:
+        first = result.causes[0]
+        cause = f"{first.text} ({percent(first.share or 0)})"
+        yield Text(f"{result.no_hit:,} misses. Most frequent cause: {cause}.")
+    if result.unknown:
+        unknown = counted(result.unknown, "request")
+        yield Text(f"{unknown} unknown: events are missing, so no figure includes them.", style="yellow")
+
+
+def _causes(result: Why) -> Group | None:
+    if not result.causes:
+        return None
     table = figures_table("", "tokens", "share", "requests")
-    for row in found.causes:
+    for row in result.causes:
         table.add_row(Text(row.text), f"{row.tokens:,}", percent(row.share or 0), f"{row.requests:,}")
     table.add_section()
-    whole = percent(1) if found.no_hit else ""
-    known = found.requests - found.unknown
-    table.add_row(Text("no hit", style="bold"), f"{found.no_hit:,}", whole, f"{known:,}")
-    beside = f"Beside them, {found.hit:,} of {found.prompt_tokens:,} prompt tokens were hits."
-    if found.unknown:
-        beside += f" {counted(found.unknown, 'request')} unknown, in no figure."
-    parts: list[RenderableType] = [title("Why prompt tokens were no hits", LEGEND), table, Text(beside)]
-    said = notes(found.notes)
-    if said is not None:
-        parts += [Text(), said]
-    return Group(*parts)
+    requests = result.requests - result.unknown
+    table.add_row(Text("all misses", style="bold"), f"{result.no_hit:,}", percent(1), f"{requests:,}")
+    return Group(title("Why prompt tokens missed the caches", LEGEND), table)
 
 
-def as_csv(found: Why) -> str:
-    """A line a cause, header first."""
-    return structs_csv(CauseRow, found.causes)
+def as_csv(result: Why) -> str:
+    """One line per cause, with a header."""
+    return structs_csv(CauseRow, result.causes)

@@ -83,7 +83,7 @@ def test_clean_is_0(run: Any, clean: Path) -> None:
     told = run("audit", clean)
 
     assert (0, "") == (told.code, told.err)
-    assert told.out.endswith("clean: 1 request, 0 violations, 1 preemption\n")
+    assert told.out.startswith("clean: 1 request, 0 violations, 1 preemption\n")
 
 
 def test_violated_is_1(run: Any, violated: Path) -> None:
@@ -430,6 +430,65 @@ def test_explain_lists_them_all(run: Any) -> None:
     assert all(id in told.out for id in catalogue())
 
 
+def test_explain_lists_the_terms_too(run: Any) -> None:
+    from kvledger.audit.glossary import TERMS
+
+    shown = " ".join(run("explain").out.split())
+
+    assert all(name in shown for name in TERMS)
+
+
+def test_explain_prints_a_term(run: Any) -> None:
+    assert run("explain", "Planned-Split").out.startswith("planned split (term)\n")
+
+
+# --- help -----------------------------------------------------------------------------------------------
+
+COMMANDS = [
+    *("audit", "show", "summary", "why", "diff", "explain"),
+    *("report", "export", "timeline"),
+    *("doctor", "tail", "serve", "dashboards"),
+    *("demo", "conformance"),
+    *("completion", "version"),
+]
+
+
+@pytest.mark.parametrize("width", ["80", "100"])
+def test_help_lists_every_command_in_a_group_with_its_whole_sentence(
+    run: Any, monkeypatch: pytest.MonkeyPatch, width: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    lines = run("--help").out.splitlines()
+
+    listed = [line.split()[0] for line in lines if line.startswith("  ") and line.split()[0] in COMMANDS]
+    assert sorted(COMMANDS) == sorted(listed)
+    assert not any(line.endswith("...") for line in lines[1:])
+    assert max(map(len, lines)) <= int(width)
+    assert "Read journals:" in lines
+    assert "Commands:" not in lines, "every command has a group"
+
+
+@pytest.mark.parametrize("verb", [verb for verb in COMMANDS if verb != "version"])
+def test_help_of_a_command_starts_with_a_sentence_and_has_an_example(
+    run: Any, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = run(verb, "--help").out.splitlines()
+
+    assert lines[0].startswith(f"Usage: kvledger {verb}")
+    assert lines[2].rstrip().endswith(".")
+    assert any(line.startswith(f"    kvledger {verb}") for line in lines)
+    assert max(map(len, lines)) <= 80
+    assert "list[Path]" not in "".join(lines)
+
+
+def test_the_old_name_of_dask_still_works_and_is_not_listed(run: Any, clean: Path) -> None:
+    for words in (("--dask", "127.0.0.1:1"), ("--scheduler", "127.0.0.1:1"), ("--scheduler=127.0.0.1:1",)):
+        told = run("audit", clean, *words)
+        assert (2, "No Dask scheduler answers at 127.0.0.1:1.") == (told.code, told.sentence)
+    assert "--scheduler" not in run("audit", "--help").out
+
+
 def test_the_demo_without_vllm_says_what_to_install(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -578,6 +637,36 @@ def test_a_folder_that_cannot_be_written_keeps_no_checkpoint(
     assert [f"No checkpoint is kept, because {clean} can't be written. Name a folder with --state."] == told
 
 
+# --- the first lines ------------------------------------------------------------------------------------
+
+
+def test_verbose_prints_more_of_the_same_answer(run: Any, violated: Path) -> None:
+    short, full = run("audit", violated), run("audit", violated, "-v")
+
+    assert short.out.splitlines()[:4] == full.out.splitlines()[:4]
+    assert "What the engine worked on" not in short.out
+    assert "What the engine worked on" in full.out
+
+
+@pytest.mark.parametrize(
+    ("words", "first"),
+    [
+        (("audit",), "violated: 1 request, 2 violations, 1 preemption"),
+        (("why",), "200 prompt tokens: 104 hits (52.0 %)."),
+        (("summary",), "1 request, 1 preemption, 0.0 s spent waiting."),
+        (("show", "request-0"), "Account of request-0   vllm 0.32.0 pid 4000"),
+        (("diff", "."), "Verdict: violated"),
+    ],
+)
+def test_the_first_line_is_the_answer(
+    run: Any, violated: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], first: str
+) -> None:
+    monkeypatch.chdir(violated)
+    verb, *rest = words
+
+    assert first == run(verb, violated, *rest).out.splitlines()[0]
+
+
 # --- analysis -------------------------------------------------------------------------------------------
 
 
@@ -586,7 +675,7 @@ def test_why_in_three_forms(run: Any, clean: Path) -> None:
 
     assert found["no_hit"] == sum(row["tokens"] for row in found["causes"])
     assert run("why", clean, "--format", "csv").out.startswith("cause,text,tokens,share,requests\n")
-    assert "Why prompt tokens were no hits" in run("why", clean).out
+    assert "Why prompt tokens missed the caches" in run("why", clean).out
 
 
 def test_diff_as_csv(run: Any, clean: Path, violated: Path) -> None:
@@ -598,7 +687,9 @@ def test_diff_as_csv(run: Any, clean: Path, violated: Path) -> None:
 def test_report_has_the_audits_exit_code(run: Any, violated: Path, tmp_path: Path) -> None:
     told = run("report", violated, "-o", tmp_path / "page.html")
 
-    assert (1, "", f"{tmp_path / 'page.html'}: violated\n") == (told.code, told.out, told.err)
+    assert (1, "") == (told.code, told.out)
+    assert told.err.startswith("violated: 1 request, ")
+    assert f"Wrote{tmp_path / 'page.html'};openitinabrowser." in "".join(told.err.split())
     assert "<!doctype html>" in run("report", violated, "-o", "-").out
 
 

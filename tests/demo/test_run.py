@@ -131,7 +131,7 @@ def test_look_ups_and_preemptions_stand_beside_the_engines_counters(
     assert [("admitted", "counters", "resumed", -200)] == [
         (row["from"], row["to"], row["cause"], row["local_queries"]) for row in data["differences"]
     ]
-    demo_report.terminal.show(*demo_report._blocks(found, shown))
+    demo_report.terminal.show(demo_report.render(found, shown, verbose=True))
     lines = capsys.readouterr().out.splitlines()
     shown_lines = [" ".join(line.split()) for line in lines]
     assert "resumed after a preemption, not counted -200 -200 -160 1" in shown_lines

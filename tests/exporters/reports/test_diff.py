@@ -9,7 +9,7 @@ from tests import journals
 from tests.histories import events
 
 from kvledger.exporters.reports import terminal
-from kvledger.exporters.reports.diff import compare, drawn
+from kvledger.exporters.reports.diff import compare, render
 
 
 def test_a_trace_does_not_differ_from_itself(tmp_path: Path) -> None:
@@ -38,22 +38,24 @@ def test_what_two_releases_mean_by_a_figure(tmp_path: Path) -> None:
     old = journals.write(tmp_path / "old", stream, version="0.19.1")
     new = journals.write(tmp_path / "new", stream, version="0.32.0")
 
-    told = {row.figure: row for row in compare([old], [new]).meanings}
+    meanings = {row.figure: row for row in compare([old], [new]).meanings}
 
-    assert "first admission" in told["prompt figures"].after
-    assert told["prompt figures"].before != told["prompt figures"].after
-    assert "" == told["a negative figure"].after
-    assert "load failure policy" not in told
+    assert "first admission" in meanings["prompt figures"].after
+    assert meanings["prompt figures"].before != meanings["prompt figures"].after
+    assert "" == meanings["a negative figure"].after
+    assert "load failure policy" not in meanings
 
 
-def test_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_text_names_figures_findings_and_meanings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     stream = events(10, "A0+0 s10 o+ F")
     old = journals.write(tmp_path / "old", stream, version="0.19.1")
     new = journals.violated(tmp_path / "new")
 
-    terminal.show(drawn(compare([old], [new])))
+    terminal.show(render(compare([old], [new]), verbose=True))
 
     shown = capsys.readouterr().out
     assert "local, of prompt tokens" in shown
     assert "tokens/negative" in shown
-    assert "not told" in shown
+    assert "does not apply" in shown

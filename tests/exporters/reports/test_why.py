@@ -63,7 +63,7 @@ def test_without_a_block_size_it_says_so(tmp_path: Path) -> None:
     found = why([path])
 
     assert ["not_knowable"] == [row.cause for row in found.causes]
-    assert any("told no block size" in note for note in found.notes)
+    assert any("reported no block size" in note for note in found.notes)
 
 
 def test_unknown_requests_are_in_no_figure(tmp_path: Path) -> None:

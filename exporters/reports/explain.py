@@ -1,0 +1,69 @@
+"""What ``kvledger explain`` prints: one invariant or one term of the glossary, or the list of both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from ...audit import glossary
+from ...audit.checks import registry
+from ...audit.errors import LedgerError
+from .terminal import indented, plain_table, title
+
+
+def explanation(name: str) -> str:
+    """An invariant by its id, else a term by its name. Raises :class:`LedgerError` for neither."""
+    invariants = registry.catalogue()
+    if name in invariants:
+        return registry.explain(name)
+    term = glossary.term(name)
+    if term is not None:
+        return glossary.explain(term)
+    raise LedgerError(f"no invariant or term is called {name!r}{_suggestion(name, list(invariants))}")
+
+
+def _suggestion(name: str, invariants: list[str]) -> str:
+    """The closest names; an alias suggests its term."""
+    close = get_close_matches(name.casefold(), [*invariants, *glossary.spellings()], n=5, cutoff=0.6)
+    names = [row.name if (row := glossary.term(each)) else each for each in close]
+    unique = list(dict.fromkeys(names))[:3]
+    return f"; did you mean {', '.join(unique)}?" if unique else ""
+
+
+def listing() -> Group:
+    """Every term by section, then every invariant with its promise."""
+    invariants = registry.catalogue()
+    terms = _table((section, _names(rows)) for section, rows in glossary.SECTIONS.items())
+    promises = _table((row.id, _promise(row)) for row in invariants.values())
+    return Group(
+        Text(
+            f"kvledger explain NAME prints one of these {len(glossary.TERMS)} terms and "
+            f"{len(invariants)} invariants in full."
+        ),
+        Text(),
+        title("Terms"),
+        indented(terms),
+        Text(),
+        title("Invariants"),
+        indented(promises),
+    )
+
+
+def _names(rows: tuple[glossary.Term, ...]) -> str:
+    return ", ".join(row.name for row in rows)
+
+
+def _promise(row: registry.Invariant) -> str:
+    promise = " ".join(row.promise.replace("``", "").split())
+    return promise if row.severity == "violation" else f"{promise} (drift)"
+
+
+def _table(rows: Iterable[tuple[str, str]]) -> Table:
+    table = plain_table()
+    for name, text in rows:
+        table.add_row(Text(name, style="bold"), Text(text))
+    return table

@@ -1,0 +1,80 @@
+"""The glossary: complete entries, unique spellings, and a generated page that is not stale."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvledger.audit.errors import LedgerError
+from kvledger.audit.glossary import SECTIONS, TERMS, Term, explain, markdown, term
+from kvledger.exporters.reports.explain import explanation
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("row", TERMS.values(), ids=TERMS)
+def test_every_term_has_a_meaning_and_an_example(row: Term) -> None:
+    assert row.meaning.endswith(".")
+    assert row.meaning.count(". ") <= 1, "one or two sentences"
+    assert row.example
+    assert 80 >= max(map(len, explain(row).splitlines()))
+
+
+def test_no_two_terms_share_a_spelling() -> None:
+    spellings = [
+        spelling for rows in SECTIONS.values() for row in rows for spelling in (row.name, *row.aliases)
+    ]
+
+    assert len(spellings) == len(set(spellings))
+
+
+@pytest.mark.parametrize("text", ["repeat hit", "Repeat-Hit", "hit_again", "hit again"])
+def test_a_term_is_found_by_name_or_alias(text: str) -> None:
+    assert TERMS["repeat hit"] is term(text)
+
+
+def test_the_page_is_not_stale() -> None:
+    assert (ROOT / "docs/glossary.md").read_text() == markdown(), (
+        "python -m kvledger.audit.glossary > docs/glossary.md"
+    )
+
+
+def test_the_module_prints_the_page() -> None:
+    printed = subprocess.run(
+        [sys.executable, "-m", "kvledger.audit.glossary"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT / "src",
+    )
+
+    assert markdown() == printed.stdout
+
+
+def test_explanation_prints_a_term() -> None:
+    assert explanation("admission").startswith("admission (term)\n\nThe scheduler takes a waiting request")
+
+
+def test_explanation_prints_the_invariant_where_a_term_has_the_same_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvledger.audit.glossary.term", lambda name: TERMS["life"])
+
+    assert explanation("tokens/negative").startswith("tokens/negative (violation)")
+
+
+@pytest.mark.parametrize(
+    ("name", "suggestion"),
+    [("admision", "did you mean admission"), ("token/negativ", "did you mean tokens/negative")],
+)
+def test_a_mistyped_name_suggests_the_closest(name: str, suggestion: str) -> None:
+    with pytest.raises(LedgerError, match=suggestion):
+        explanation(name)
+
+
+def test_a_name_without_neighbours_suggests_nothing() -> None:
+    with pytest.raises(LedgerError, match=r"no invariant or term is called 'zzzzz'$"):
+        explanation("zzzzz")

@@ -1,0 +1,71 @@
+"""The text of an account statement: the answer first, entries folded without losing figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests import journals
+from tests.exporters.reports.printed import text
+from tests.histories import events
+
+from kvledger.audit.events import RequestAdded
+from kvledger.audit.replay.journals import statement
+from kvledger.exporters.reports.statement import render
+
+
+def test_a_statement_starts_with_sources_and_findings(tmp_path: Path) -> None:
+    account = statement([journals.violated(tmp_path / "one")], "request-0")
+
+    head, sources, findings, times, *_ = text(render(account)).splitlines()
+
+    assert head.startswith("Account of request-0   vllm 0.32.0")
+    assert "200 prompt tokens: 104 external, 96 computed." == sources
+    assert findings.startswith("Findings: tokens/negative, tokens/")
+    assert times.endswith("2 lives, 1 preemption.")
+
+
+def test_a_request_id_is_not_read_as_markup(tmp_path: Path) -> None:
+    """Clients choose request ids."""
+    folder = journals.write(tmp_path / "one", [RequestAdded(1, 0, "[bold]x[/red]", 5)])
+
+    assert "[bold]x[/red]" in text(render(statement([folder], "[bold]")))
+
+
+def test_entries_are_printed_like_a_bank_statement(tmp_path: Path) -> None:
+    row = journals.titled("LMCache#1969")
+    account = statement([journals.write(tmp_path / "one", row.events())], "request-0")
+
+    shown = text(render(account))
+
+    assert (
+        """\
+entry  seconds  step  life  text                                         debit  credit  balance
+    4    0.000     1     1  admitted, no local hit                                            0
+    5    0.000     1     1  scheduled                                               34       34
+    6    0.000     1     1  prompt settled: 34 computed                                      34
+    7    0.000     2     1  scheduled, 14 times to step 15                          14       48
+   35    0.000    16     1  discarded: preempted, no free blocks            48                0
+
+   38    0.000    16     2  local hit (repeat hit: 16)                              16       16
+   38    0.000    16     2  external tokens promised                                18       34
+   39    0.000    16     2  loaded 18 external tokens (repeat load: 18)                      34
+   40    0.000    16     2  scheduled                                               15       49
+   42    0.000    16     2  discarded: request ended                        49                0"""
+        in shown
+    )
+    assert "63 tokens scheduled = 34 first prompt + 15 first output + 14 rework" in shown
+
+
+def test_every_entry_is_printed_on_demand(tmp_path: Path) -> None:
+    row = journals.titled("LMCache#1969")
+    account = statement([journals.write(tmp_path / "one", row.events())], "request-0")
+    lines = text(render(account, every_entry=True)).splitlines()
+
+    assert 16 == sum("  scheduled  " in line for line in lines)
+
+
+def test_an_unknown_account_says_so(tmp_path: Path) -> None:
+    stream = [event for event in events(10, "A0+0 s10 o+ F") if not isinstance(event, RequestAdded)]
+    account = statement([journals.write(tmp_path / "one", stream)], "#0")
+
+    assert "Unknown: its arrival was not seen." in text(render(account))
