@@ -1,4 +1,4 @@
-"""Everything that the page about a trace says, gathered in one pass over each journal."""
+"""The data of the HTML report, gathered in one pass over each journal. The page is in ``html_page.py``."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from .audit import AuditReport, report
 from .why import Tally, Why, block_size, explained, remark
 
 WAITS = (0.01, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
-"""Seconds at which one bar of the distribution of waits ends and the next begins."""
+"""Bounds in seconds between the bars of the distribution of waits."""
 
 SHOWN = 12
-"""Requests named among those preempted most."""
+"""How many of the most preempted requests are shown."""
 
 
 class MostPreempted(msgspec.Struct, frozen=True, order=True):
-    """A request by how often it was preempted; ``rework`` in tokens."""
+    """One of the most preempted requests; ``rework`` is in tokens."""
 
     preemptions: int
     rework: int
@@ -41,7 +41,7 @@ class MostPreempted(msgspec.Struct, frozen=True, order=True):
 
 
 class PageData(msgspec.Struct, frozen=True, kw_only=True):
-    """What a page shows. ``waits`` counts requests between the bounds of :data:`WAITS`."""
+    """What the report shows. ``waits`` counts requests between the bounds of :data:`WAITS`."""
 
     report: AuditReport
     why: Why
@@ -50,8 +50,8 @@ class PageData(msgspec.Struct, frozen=True, kw_only=True):
     preempted: list[MostPreempted]
 
 
-class _Part:
-    """One journal's part."""
+class _JournalData:
+    """The data of one journal."""
 
     def __init__(self, path: Path, window: Window) -> None:
         self.engine_audit = EngineAudit(path, keep=True, window=window, with_metrics=False)
@@ -61,18 +61,18 @@ class _Part:
         self.preempted: list[MostPreempted] = []
 
     def read(self) -> None:
-        """All of it."""
+        """Replay the journal."""
         engine_audit, counts = self.engine_audit, RequestCounts()
         for batch in each_batch(engine_audit):
             began = engine_audit.began_seconds or 0.0
             for event in batch.events:
                 if counts.feed(event):
-                    self._at(began, event, counts)
+                    self._add_levels(began, event, counts)
             for account in batch.accounts:
                 self._add(account, engine_audit.last_at)
         remark(self.tally, engine_audit)
 
-    def _at(self, began: float, event: ev.Event, counts: RequestCounts) -> None:
+    def _add_levels(self, began: float, event: ev.Event, counts: RequestCounts) -> None:
         wall = began + event.at / 1e6
         if not self.engine_audit.window.holds(wall):
             return
@@ -120,7 +120,7 @@ def gather(paths: Sequence[Path], *, window: Window = EVERYTHING, run: Run = her
     )
 
 
-def _of_journal(path: Path, window: Window) -> _Part:
-    part = _Part(path, window)
+def _of_journal(path: Path, window: Window) -> _JournalData:
+    part = _JournalData(path, window)
     part.read()
     return part

@@ -1,12 +1,12 @@
 """Tables of a trace as pandas DataFrames, for notebooks. Needs the analysis extra.
 
-    from kvledger.exporters import frames
+    from kvledger.exporters.trace import frames
 
     requests = frames.requests("/var/lib/kvledger")
     requests.groupby("outcome")[["prompt_tokens", "local", "external"]].sum()
 
-Columns, units and meanings are those of :data:`~kvledger.exporters.trace.tables.TABLES`. Text is
-``string``, a count ``Int64`` and seconds ``Float64``: a null is ``<NA>``, never a made-up figure.
+Columns and their meaning are in :data:`~kvledger.exporters.trace.tables.TABLES`. Text is ``string``, a count
+``Int64`` and seconds ``Float64``; a null is ``<NA>``.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ Paths = str | Path | Iterable[str | Path]
 
 
 def requests(paths: Paths) -> pd.DataFrame:
-    """A row a request: where its prompt came from, and what was done for it."""
+    """A row per request: the sources of its prompt tokens, and its work."""
     return table("requests", paths)
 
 
 def lives(paths: Paths) -> pd.DataFrame:
-    """A row a life, from an admission to a preemption or the end."""
+    """A row per life, from an admission to a preemption or the end."""
     return table("lives", paths)
 
 
 def entries(paths: Paths) -> pd.DataFrame:
-    """A row a posting, as on a statement."""
+    """A row per posting, as on an account statement."""
     return table("entries", paths)
 
 
 def violations(paths: Paths) -> pd.DataFrame:
-    """A row a finding, drifts too."""
+    """A row per finding, drifts included."""
     return table("violations", paths)
 
 
 def steps(paths: Paths) -> pd.DataFrame:
-    """A row a run of equal steps: what was scheduled."""
+    """A row per run of equal steps: what was scheduled."""
     return table("steps", paths)
 
 
@@ -54,9 +54,9 @@ def table(name: str, paths: Paths) -> pd.DataFrame:
 
     Raises :class:`LedgerError` for a path that holds no journal.
     """
-    found = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
+    given = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
     data: Rows = []
-    with reading(found, local=True) as (places, _):
+    with reading(given, local=True) as (places, _):
         for _, some in rows(places, (name,)):
             data += some
     columns = TABLES[name]

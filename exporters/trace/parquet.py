@@ -1,7 +1,7 @@
 """Tables of a trace in Parquet files, for DuckDB, Spark, pandas, polars, or a spreadsheet.
 
-One file a table, ``requests.parquet`` and so on; columns, units and what they mean stand in
-``tables.py`` and with each field of the files. Needs the analysis extra.
+One file per table, such as ``requests.parquet``. Columns and their meaning are in ``tables.py`` and in the
+metadata of each field. :func:`sums` reads a folder of requests back. Needs the analysis extra.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ TYPES = {"text": pa.string(), "count": pa.int64(), "seconds": pa.float64()}
 
 
 def schema(columns: Sequence[Column]) -> Any:
-    """A table's schema; what a column means is in its metadata, as ``description``."""
+    """A table's schema, with each column's ``description`` as metadata."""
     return pa.schema(
-        [pa.field(c.name, TYPES[c.kind], metadata={"description": c.says}) for c in columns],
+        [pa.field(c.name, TYPES[c.kind], metadata={"description": c.description}) for c in columns],
     )
 
 
@@ -39,10 +39,10 @@ def export(
     wanted: Collection[str] = tuple(TABLES),
     window: Window = EVERYTHING,
 ) -> dict[str, int]:
-    """Write the ``wanted`` tables into ``folder``; rows by table. A file stands whole or not at all.
+    """Write the ``wanted`` tables into ``folder``; return the number of rows by table.
 
-    Raises :class:`LedgerError` for a path that holds no journal, a folder that can't be written, and
-    what is no table.
+    Each file is written whole or not at all. Raises :class:`LedgerError` for a path that holds no journal,
+    a folder that can't be written, and a name that is no table.
     """
     for name in wanted:
         if name not in TABLES:
@@ -58,10 +58,10 @@ def export(
         for file in files.values():
             file.finish()
         for file in files.values():
-            file.stand()
+            file.publish()
     except OSError as error:
-        said = os.strerror(error.errno) if error.errno else str(error)
-        raise LedgerError(f"{folder} can't be written: {said}.") from error
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise LedgerError(f"{folder} can't be written: {reason}.") from error
     finally:
         for file in files.values():
             file.abandon()
@@ -69,14 +69,14 @@ def export(
 
 
 class _File:
-    """One table's file, under another name until it is whole."""
+    """One table's file, under a draft name until it is complete."""
 
     def __init__(self, path: Path, columns: Any) -> None:
         self.rows = 0
         self._path = path
         self._draft = draft_of(path)
         self._schema = columns
-        # Buffered, so that a disk which is full from the start leaves no half-made writer.
+        # Buffered, so that a disk that is full from the start leaves no half-open writer.
         self._sink = pa.BufferedOutputStream(pa.OSFile(str(self._draft), "wb"), BUFFER_BYTES)
         self._writer: Any = pq.ParquetWriter(self._sink, columns, compression="zstd")
         self._waiting: Rows = []
@@ -91,16 +91,16 @@ class _File:
         self._writer.close()
         self._sink.close()
 
-    def stand(self) -> None:
-        """Take the place of what stood there before. After :meth:`finish`."""
+    def publish(self) -> None:
+        """Replace the file of an earlier export. Call after :meth:`finish`."""
         self._draft.replace(self._path)
 
     def abandon(self) -> None:
-        """Leave nothing behind that is not whole. After :meth:`finish` it does nothing."""
+        """Remove the draft. Does nothing after :meth:`publish`."""
         with contextlib.suppress(OSError, ValueError):
             self._writer.close()
             self._sink.close()
-        self._writer.is_open = False  # else it tries again when it is collected, and says so
+        self._writer.is_open = False  # else the garbage collector tries to close it again and logs an error
         with contextlib.suppress(OSError):
             self._draft.unlink(missing_ok=True)
 
@@ -114,7 +114,7 @@ class _File:
         self._waiting = []
 
 
-# --- and back -------------------------------------------------------------------------------------------
+# --- reading requests back -----------------------------------------------------------------------------
 
 REQUESTS = "requests.parquet"
 
@@ -125,14 +125,14 @@ SUMS = (
 
 
 def sums(folder: Path, by: str, names: Callable[[str], str], window: Window) -> dict[str, dict[str, int]]:
-    """:data:`SUMS` of the requests of a folder by group, with ``requests`` and ``unknown``.
+    """Sum the columns :data:`SUMS` of a folder's requests by group, with ``requests`` and ``unknown``.
 
-    ``by`` is ``engine``, ``model``, ``hour``, ``outcome``, or anything else for groups that ``names``
-    finds in the requests' ids. Raises :class:`LedgerError` for files of another schema.
+    ``by`` is ``engine``, ``model``, ``hour`` or ``outcome``; with any other value, ``names`` maps a request
+    id to its group. Raises :class:`LedgerError` for files with another schema.
     """
-    columns = [*_needed(by), *SUMS]
+    columns = [*_group_columns(by), *SUMS]
     try:
-        # Not read_table, which takes seconds to import what it does not need for a single file.
+        # read_table would take seconds to import modules that a single file does not need.
         with pq.ParquetFile(folder / REQUESTS) as file:
             missing = set(columns).difference(file.schema_arrow.names)
             table = None if missing else file.read(columns=columns)
@@ -144,8 +144,8 @@ def sums(folder: Path, by: str, names: Callable[[str], str], window: Window) -> 
         table = table.filter(_in_window(table, window))
     unknown = pc.cast(pc.is_valid(table["unknown"]), pa.int64())
     key = _group(table, by, names)
-    counted = table.select(SUMS).append_column("unknown", unknown).append_column("group", key)
-    found = counted.group_by("group").aggregate(
+    columns_to_sum = table.select(SUMS).append_column("unknown", unknown).append_column("group", key)
+    grouped = columns_to_sum.group_by("group").aggregate(
         [([], "count_all"), *((name, "sum") for name in (*SUMS, "unknown"))]
     )
     return {
@@ -153,11 +153,11 @@ def sums(folder: Path, by: str, names: Callable[[str], str], window: Window) -> 
             "requests": row["count_all"],
             **{name: row[f"{name}_sum"] or 0 for name in (*SUMS, "unknown")},
         }
-        for row in found.to_pylist()
+        for row in grouped.to_pylist()
     }
 
 
-def _needed(by: str) -> tuple[str, ...]:
+def _group_columns(by: str) -> tuple[str, ...]:
     always = ("unknown", "outcome", "closed_seconds", "began_seconds")
     return always + {
         "engine": ("engine",), "model": ("model",), "hour": ("added_seconds",), "outcome": (), "": ()
@@ -165,7 +165,7 @@ def _needed(by: str) -> tuple[str, ...]:
 
 
 def _in_window(table: Any, window: Window) -> Any:
-    """As :meth:`~kvledger.audit.replay.windows.Window.has`."""
+    """Select rows as :meth:`~kvledger.audit.replay.windows.Window.has` does."""
     ended = pc.add(table["began_seconds"], table["closed_seconds"])
     inside: Any = pc.is_valid(ended)
     if window.since is not None:

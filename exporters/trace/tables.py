@@ -1,9 +1,9 @@
-"""A trace as tables: one row a request, life, entry, violation or step. Their columns are :data:`TABLES`.
+"""A trace as tables: a row per request, life, entry, violation or step. :data:`TABLES` has the columns.
 
-Streams: rows come as accounts close, so memory is bounded by what is open. ``parquet.py`` writes
-them to files, ``frames.py`` makes DataFrames of them; both take names and types from here.
-Seconds count from the start of the engine, as in a statement; ``None`` is not known or not so.
-``python -m kvledger.exporters.trace.tables`` prints ``docs/tables.md``.
+Rows are produced as accounts close, so memory is bounded by open requests. ``parquet.py`` writes them to
+files, ``frames.py`` makes DataFrames; both take names and types from here. Seconds count from the start of
+the engine, as in an account statement. ``python -m kvledger.exporters.trace.tables`` prints
+``docs/tables.md``.
 """
 
 from __future__ import annotations
@@ -28,100 +28,114 @@ Rows = list[tuple[Value, ...]]
 
 
 class Column(NamedTuple):
-    """``says``: what it is; counts are tokens unless that says something else. All may be null."""
+    """One column. Counts are tokens unless ``description`` names another unit. Any value may be null."""
 
     name: str
     kind: Kind
-    says: str
+    description: str
 
 
-ENGINE = Column("engine", "text", "the engine, as in findings")
-REQUEST = Column("request_id", "text", "the request, by vLLM's id")
+ENGINE = Column("engine", "text", "the engine's name, as in findings")
+REQUEST = Column("request_id", "text", "vLLM's request id")
 
 TABLES: dict[str, tuple[Column, ...]] = {
     "requests": (
         ENGINE,
         REQUEST,
-        Column("outcome", "text", "how it ended; null while it is open"),
-        Column("unknown", "text", "why nothing is claimed of it; then all figures are null"),
-        Column("added_seconds", "seconds", "when it came"),
-        Column("closed_seconds", "seconds", "when it ended"),
-        Column("settled_seconds", "seconds", "when it was first said where its prompt came from"),
-        Column("prompt_tokens", "count", "settled prompt, of sessions all chunks"),
-        Column("local", "count", "of these from the engine's prefix cache"),
-        Column("external", "count", "of these loaded by the connector"),
-        Column("computed", "count", "of these computed"),
-        Column("unattained", "count", "of these never come to be"),
-        Column("plan_local", "count", "local hit of the first admission that ran"),
-        Column("plan_external", "count", "external promise of the first admission that ran"),
-        Column("reported_local", "count", "local, as the engine reported it"),
-        Column("reported_external", "count", "external, as the engine reported it"),
-        Column("reported_computed", "count", "computed, as the engine reported it"),
-        Column("scheduled", "count", "scheduled; the next five sum to it"),
-        Column("first_prompt", "count", "prompt computed for the first time"),
-        Column("first_output", "count", "output computed for the first time"),
-        Column("rework", "count", "computed again after it was lost"),
-        Column("rejected", "count", "drafts that were rejected"),
-        Column("overrun", "count", "in flight past the stop"),
-        Column("hit_again", "count", "local hits over what had come to be before"),
-        Column("loaded_again", "count", "loads over what had come to be before"),
-        Column("promised", "count", "promised by the connector"),
-        Column("loaded", "count", "of these loaded"),
-        Column("voided", "count", "of these void"),
-        Column("preemptions", "count", "times preempted"),
-        Column("lives", "count", "number of lives"),
-        Column("waited_microseconds", "count", "microseconds in no life, up to the end or up to now"),
-        Column("model", "text", "the model that its engine serves"),
+        Column("outcome", "text", "how the request ended; null while it is open"),
+        Column("unknown", "text", "why nothing is known of the request; all figures are null then"),
+        Column("added_seconds", "seconds", "when the scheduler received the request"),
+        Column("closed_seconds", "seconds", "when the request ended"),
+        Column(
+            "settled_seconds",
+            "seconds",
+            "when the sources of the prompt tokens were settled for the first time",
+        ),
+        Column("prompt_tokens", "count", "settled prompt tokens; of a session, all chunks"),
+        Column("local", "count", "prompt tokens that hit the local prefix cache first"),
+        Column("external", "count", "prompt tokens that the KV connector loaded first"),
+        Column("computed", "count", "prompt tokens that were computed first"),
+        Column("unattained", "count", "prompt tokens that had no KV when the request ended"),
+        Column("plan_local", "count", "local hit planned at the first admission that was scheduled"),
+        Column(
+            "plan_external", "count", "external tokens promised at the first admission that was scheduled"
+        ),
+        Column("reported_local", "count", "local tokens, reported by the engine"),
+        Column("reported_external", "count", "external tokens, reported by the engine"),
+        Column("reported_computed", "count", "computed tokens, reported by the engine"),
+        Column("scheduled", "count", "scheduled tokens; the next five columns sum to it"),
+        Column("first_prompt", "count", "prompt tokens computed for the first time"),
+        Column("first_output", "count", "output tokens computed for the first time"),
+        Column("rework", "count", "tokens computed again because their KV was lost"),
+        Column("rejected", "count", "rejected draft tokens"),
+        Column("overrun", "count", "tokens in flight when the request stopped"),
+        Column("hit_again", "count", "repeat hits: local hits on positions whose KV an earlier life had"),
+        Column("loaded_again", "count", "repeat loads: loads for positions whose KV an earlier life had"),
+        Column("promised", "count", "external tokens promised by the connector, over all lives"),
+        Column("loaded", "count", "promised tokens that were loaded"),
+        Column("voided", "count", "promised tokens that failed or were cancelled"),
+        Column("preemptions", "count", "number of preemptions"),
+        Column(
+            "lives",
+            "count",
+            "number of lives; a life lasts from an admission to the next preemption or the end",
+        ),
+        Column(
+            "waited_microseconds",
+            "count",
+            "microseconds between lives and before the first one, up to the end or the present",
+        ),
+        Column("model", "text", "the model that the engine serves"),
         Column("began_seconds", "seconds", "Unix time of the engine's second 0"),
     ),
     "lives": (
         ENGINE,
         REQUEST,
-        Column("life", "count", "its number, from 1"),
-        Column("began_seconds", "seconds", "when it was admitted"),
-        Column("began_step", "count", "the step of that"),
-        Column("ended_seconds", "seconds", "when it ended; null while it lasts"),
-        Column("ended_by", "text", "finished, blocks, reset, or another cause of a loss"),
-        Column("local", "count", "local hit"),
-        Column("external", "count", "external promise"),
-        Column("loaded", "count", "of the promise loaded"),
-        Column("voided", "count", "of the promise void"),
-        Column("scheduled", "count", "scheduled"),
-        Column("rejected", "count", "drafts that were rejected"),
-        Column("discarded", "count", "KV given up at its end"),
+        Column("life", "count", "number of the life, from 1"),
+        Column("began_seconds", "seconds", "when the request was admitted"),
+        Column("began_step", "count", "step of the admission"),
+        Column("ended_seconds", "seconds", "when the life ended; null while it lasts"),
+        Column("ended_by", "text", "finished, blocks, reset, or another cause"),
+        Column("local", "count", "local hit of the admission"),
+        Column("external", "count", "external tokens promised at the admission"),
+        Column("loaded", "count", "promised tokens that were loaded"),
+        Column("voided", "count", "promised tokens that failed or were cancelled"),
+        Column("scheduled", "count", "scheduled tokens"),
+        Column("rejected", "count", "rejected draft tokens"),
+        Column("discarded", "count", "tokens whose KV was discarded at the end of the life"),
     ),
     "entries": (
         ENGINE,
         REQUEST,
         Column("entry", "count", "number of the event in the journal"),
-        Column("seconds", "seconds", "when"),
+        Column("seconds", "seconds", "when it was posted"),
         Column("step", "count", "step of the engine"),
         Column("life", "count", "number of the life"),
-        Column("text", "text", "the posting, as a statement has it"),
-        Column("debit", "count", "KV lost"),
-        Column("credit", "count", "KV won"),
-        Column("balance", "count", "KV that the life has after it"),
+        Column("text", "text", "the posting, as `kvledger show` prints it"),
+        Column("debit", "count", "tokens whose KV was lost"),
+        Column("credit", "count", "tokens whose KV was gained"),
+        Column("balance", "count", "tokens whose KV the life has after the posting"),
     ),
     "violations": (
         ENGINE,
         Column("id", "text", "the invariant"),
         Column("severity", "text", "violation or drift"),
-        Column("request_id", "text", "the request; null where no single one is concerned"),
-        Column("life", "count", "number of its life"),
-        Column("step", "count", "step of its first sight"),
-        Column("seconds", "seconds", "when it was first seen"),
+        Column("request_id", "text", "vLLM's request id; null if no single request is concerned"),
+        Column("life", "count", "number of the request's life"),
+        Column("step", "count", "step in which the finding was first seen"),
+        Column("seconds", "seconds", "when the finding was first seen"),
         Column("message", "text", "one sentence with the figures"),
-        Column("repeats", "count", "later sights of it"),
-        Column("last_step", "count", "step of the last sight"),
+        Column("repeats", "count", "how often the finding was seen again"),
+        Column("last_step", "count", "step in which the finding was last seen"),
     ),
     "steps": (
         ENGINE,
         Column("step", "count", "number of the first of these steps"),
-        Column("seconds", "seconds", "when it was scheduled, or its repeats were told"),
-        Column("times", "count", "equal steps in a row that this row stands for"),
-        Column("requests", "count", "requests that each of them scheduled"),
-        Column("tokens", "count", "tokens that each of them scheduled"),
-        Column("drafts", "count", "drafts among these tokens"),
+        Column("seconds", "seconds", "when the step was scheduled, or when its repeats were emitted"),
+        Column("times", "count", "number of equal consecutive steps in this row"),
+        Column("requests", "count", "requests that each of these steps scheduled"),
+        Column("tokens", "count", "tokens that each of these steps scheduled"),
+        Column("drafts", "count", "draft tokens among them"),
     ),
 }
 
@@ -129,21 +143,25 @@ TABLES: dict[str, tuple[Column, ...]] = {
 def rows(
     paths: Sequence[Path], wanted: Collection[str] = tuple(TABLES), window: Window = EVERYTHING
 ) -> Iterator[tuple[str, Rows]]:
-    """Rows of the ``wanted`` tables of all journals at ``paths``, some at a time, with their table.
+    """Yield table names with some rows each, for the ``wanted`` tables of all journals at ``paths``.
 
-    Those of the ``window``: requests with their lives and entries by when they ended, steps by when
-    they were. Raises :class:`LedgerError` for a path that holds no journal.
+    The ``window`` selects requests, with their lives and entries, by their end, and steps by their time.
+    Raises :class:`LedgerError` for a path that holds no journal.
     """
     for path in journals_at(paths):
         yield from _Trace(path, wanted, window).rows()
 
 
 class _Trace:
+    """The rows of one journal."""
+
     def __init__(self, path: Path, wanted: Collection[str], window: Window) -> None:
         self.path = path
         self._wanted = wanted
-        everybody = (lambda _: True) if "entries" in wanted else None
-        self._engine_audit = EngineAudit(path, keep=True, watch=everybody, window=window, with_metrics=False)
+        every_request = (lambda _: True) if "entries" in wanted else None
+        self._engine_audit = EngineAudit(
+            path, keep=True, watch=every_request, window=window, with_metrics=False
+        )
         self._scheduled: dict[int, tuple[int, int]] = {}
         self._step = 0
 
@@ -156,25 +174,23 @@ class _Trace:
             if steps:
                 yield "steps", steps
             yield from self._accounts(batch.accounts)
-        found = engine_audit.violations
-        if found and "violations" in self._wanted:
-            yield "violations", [_violation(engine_audit.name, violation) for violation in found]
+        violations = engine_audit.violations
+        if violations and "violations" in self._wanted:
+            yield "violations", [_violation(engine_audit.name, violation) for violation in violations]
 
     def _accounts(self, accounts: list[Account]) -> Iterator[tuple[str, Rows]]:
-        engine, of_engine = (
-            self._engine_audit.name,
-            (self._engine_audit.model, self._engine_audit.began_seconds),
-        )
+        engine = self._engine_audit.name
+        engine_columns = (self._engine_audit.model, self._engine_audit.began_seconds)
         if accounts and "requests" in self._wanted:
             last = self._engine_audit.last_at
-            yield "requests", [(*_request(engine, account, last), *of_engine) for account in accounts]
+            yield "requests", [(*_request(engine, account, last), *engine_columns) for account in accounts]
         if accounts and "lives" in self._wanted:
             yield "lives", [row for account in accounts for row in _lives(engine, account)]
         if accounts and "entries" in self._wanted:
             yield "entries", [row for account in accounts for row in _entries(engine, account)]
 
     def _steps(self, event: ev.Event) -> Rows:
-        """A step that was scheduled, or the repeats of the last one."""
+        """A row for a scheduled step, or for the repeats of the last one."""
         times = 1
         match event:
             case ev.Snapshot():
@@ -203,7 +219,7 @@ class _Trace:
 
 
 def _request(engine: str, account: Account, last: int) -> tuple[Value, ...]:
-    known = account.unknown is None
+    has_figures = account.unknown is None
     settlements = account.settlements
     figures: tuple[Value, ...] = (
         settlements[0].at / 1e6 if settlements else None,
@@ -229,10 +245,10 @@ def _request(engine: str, account: Account, last: int) -> tuple[Value, ...]:
         account.unknown,
         account.added_at / 1e6,
         _seconds(account.closed_at),
-        *(figures if known else (None,) * len(figures)),
+        *(figures if has_figures else (None,) * len(figures)),
         account.preemptions,
-        len(account.lives) if known else None,
-        account.waited(last) if known else None,
+        len(account.lives) if has_figures else None,
+        account.waited(last) if has_figures else None,
     )
 
 
@@ -286,18 +302,18 @@ def _entries(engine: str, account: Account) -> Iterator[tuple[Value, ...]]:
         )
 
 
-def _violation(engine: str, found: Violation) -> tuple[Value, ...]:
+def _violation(engine: str, violation: Violation) -> tuple[Value, ...]:
     return (
         engine,
-        found.id,
-        found.severity,
-        found.request,
-        found.life,
-        found.step,
-        found.at / 1e6,
-        found.message,
-        found.repeats,
-        found.last_step,
+        violation.id,
+        violation.severity,
+        violation.request,
+        violation.life,
+        violation.step,
+        violation.at / 1e6,
+        violation.message,
+        violation.repeats,
+        violation.last_step,
     )
 
 
@@ -320,14 +336,14 @@ def markdown() -> str:
         "",
         "Made by `python -m kvledger.exporters.trace.tables`; do not edit.",
         "",
-        "`kvledger export PATH -o DIR` writes these as Parquet, one file a table;",
+        "`kvledger export PATH -o DIR` writes these as Parquet, one file per table;",
         "`kvledger.exporters.trace.frames` gives them as pandas DataFrames. *Text* is a string, a *count* a",
-        "64-bit integer, of tokens unless it says something else, and *seconds* a double, from the start",
-        "of the engine. Any may be null: not known, or not so.",
+        "64-bit integer, of tokens unless the text names another unit, and *seconds* a double, counted from",
+        "the start of the engine. A null means that the value is unknown or does not apply.",
     ]
     for name, columns in TABLES.items():
-        lines += ["", f"## {name}", "", "| column | type | what it is |", "|---|---|---|"]
-        lines += [f"| `{column.name}` | {column.kind} | {column.says} |" for column in columns]
+        lines += ["", f"## {name}", "", "| column | type | meaning |", "|---|---|---|"]
+        lines += [f"| `{column.name}` | {column.kind} | {column.description} |" for column in columns]
     return "\n".join(lines) + "\n"
 
 

@@ -1,7 +1,8 @@
 """Figures over time in a bounded number of buckets, for traces of any length.
 
-A bucket is a power of two of ticks, sixty-four a second, counted from 1970; when there would be too
-many, two become one. So the series of several engines have bounds in common and can be added up.
+Time is counted in ticks since 1970. A bucket's width is a power of two of ticks; when there are too many
+buckets, neighbours are merged in pairs. So the series of several engines have common bucket bounds and can
+be added.
 """
 
 from __future__ import annotations
@@ -9,34 +10,34 @@ from __future__ import annotations
 import msgspec
 
 TICKS = 64
-"""A second's."""
+"""Ticks per second."""
 
 MOST = 256
-"""Buckets kept; a whole trace has between half as many and all of them, if it is long enough."""
+"""The largest number of buckets; a long trace has between half of it and all of it."""
 
 
 class Series(msgspec.Struct):
-    """``counts`` are summed in a bucket, ``levels`` are as they were at its end."""
+    """``counts`` hold sums of each bucket, ``levels`` the last value in each bucket."""
 
     width_ticks: int = 1
     counts: dict[int, dict[str, int]] = {}
     levels: dict[int, dict[str, int]] = {}
 
     def count(self, wall_seconds: float, name: str, amount: int = 1) -> None:
-        """Something happened ``amount`` times."""
+        """Add ``amount`` to a count."""
         row = self.counts.setdefault(int(wall_seconds * TICKS) // self.width_ticks, {})
         row[name] = row.get(name, 0) + amount
         if len(self.counts) > MOST:
             self.coarsen(2 * self.width_ticks)
 
     def level(self, wall_seconds: float, levels: dict[str, int]) -> None:
-        """Something is so many from now on. Times never go back."""
+        """Set levels from this time on. Times never decrease."""
         self.levels[int(wall_seconds * TICKS) // self.width_ticks] = levels
         if len(self.levels) > MOST:
             self.coarsen(2 * self.width_ticks)
 
     def coarsen(self, width_ticks: int) -> None:
-        """Make buckets of ``width_ticks``, a multiple of what they are."""
+        """Merge buckets to ``width_ticks``, a multiple of the present width."""
         factor = width_ticks // self.width_ticks
         counts: dict[int, dict[str, int]] = {}
         for place, row in self.counts.items():
@@ -47,28 +48,28 @@ class Series(msgspec.Struct):
         self.levels = {place // factor: self.levels[place] for place in sorted(self.levels)}
         self.width_ticks = width_ticks
 
-    def filled(self) -> None:
-        """A level lasts until the next one: give it to the buckets between."""
+    def fill(self) -> None:
+        """Copy each level to the empty buckets before the next one."""
         for first, last in zip(sorted(self.levels), sorted(self.levels)[1:], strict=False):
             for place in range(first + 1, last):
                 self.levels[place] = self.levels[first]
 
 
 def together(several: list[Series]) -> Series:
-    """All engines' series in one: counts and levels are summed."""
-    found = Series(width_ticks=max((one.width_ticks for one in several), default=1))
+    """Sum the counts and levels of all engines' series."""
+    summed = Series(width_ticks=max((one.width_ticks for one in several), default=1))
     while True:
         for one in several:
-            one.coarsen(found.width_ticks)
+            one.coarsen(summed.width_ticks)
         places = [place for one in several for place in (*one.counts, *one.levels)]
         if not places or max(places) - min(places) < 2 * MOST:
             break
-        found.width_ticks *= 2
+        summed.width_ticks *= 2
     for one in several:
-        one.filled()
-        for into, rows in ((found.counts, one.counts), (found.levels, one.levels)):
+        one.fill()
+        for into, rows in ((summed.counts, one.counts), (summed.levels, one.levels)):
             for place, row in rows.items():
                 sums = into.setdefault(place, {})
                 for name, amount in row.items():
                     sums[name] = sums.get(name, 0) + amount
-    return found
+    return summed

@@ -1,9 +1,9 @@
-"""A trace as a picture: Chrome's trace event format, which Perfetto and chrome://tracing open.
+"""A trace in Chrome's trace event format, which Perfetto and chrome://tracing display.
 
-An engine is a process, a request a track of it, a life a slice; what lies between lives is a slice
-that waits. Arrows lead from a preemption to the life that resumes, and findings are marks. Counters
-show how many requests run and wait, and the free blocks where a census saw them. Times are
-microseconds from the start of the engine that started first.
+An engine is a process, a request is a track, and a life is a slice on it; the time between lives is a slice
+named *waits*. Arrows lead from a preemption to the life that resumes, and findings are marks. Counters show
+running and waiting requests, and the free blocks at each census. Times are microseconds from the start of
+the engine that started first.
 
 The format: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -31,10 +31,10 @@ Slice = dict[str, Any]
 
 
 def write_timeline(paths: Sequence[Path], out: IO[str], window: Window = EVERYTHING) -> int:
-    """Write one JSON object of the trace events of all journals at ``paths``; how many there are.
+    """Write the trace events of all journals at ``paths`` as one JSON object; return their number.
 
-    Requests are those of the ``window``, counters of the whole trace. Memory is bounded by what is
-    open, as in an audit. Raises :class:`LedgerError` for a path that holds no journal.
+    The ``window`` selects requests; counters cover the whole trace. Memory is bounded by open requests.
+    Raises :class:`LedgerError` for a path that holds no journal.
     """
     journals = [_Track(number, path, window) for number, path in enumerate(journals_at(paths), 1)]
     began = min((track.began for track in journals), default=0.0)
@@ -55,7 +55,7 @@ def save(paths: Sequence[Path], output: Path, window: Window = EVERYTHING) -> in
 
 
 class _Track:
-    """One engine's journal, as trace events."""
+    """One engine's journal as trace events."""
 
     def __init__(self, number: int, path: Path, window: Window) -> None:
         self.number = number
@@ -64,10 +64,10 @@ class _Track:
         self.began = _start(path)
         self._counts = RequestCounts()
         self._flows = 0
-        self._found: dict[str | None, list[Violation]] = {}
+        self._findings_by_request: dict[str | None, list[Violation]] = {}
 
     def events(self, offset: int) -> Iterator[Slice]:
-        """All of them; ``offset`` microseconds are added to every time."""
+        """All trace events, with ``offset`` microseconds added to every time."""
         for event in self._events():
             if "ts" in event:
                 event["ts"] += offset
@@ -79,7 +79,7 @@ class _Track:
             for event in batch.events:
                 yield from self._counters(event)
             for violation in batch.findings:
-                self._found.setdefault(violation.request, []).append(violation)
+                self._findings_by_request.setdefault(violation.request, []).append(violation)
             for account in batch.accounts:
                 yield from self._request(account, engine_audit.last_at)
         engine = engine_audit.engine
@@ -118,12 +118,12 @@ class _Track:
             )
 
     def _findings(self, request_id: str | None, track: int | None) -> Iterator[Slice]:
-        """What was found in a request, once; of requests that are not drawn nothing is."""
-        for violation in self._found.pop(request_id, ()):
+        """Marks for the findings of a request, or with None for findings without a request."""
+        for violation in self._findings_by_request.pop(request_id, ()):
             yield _mark(violation.at, violation.id, track, {"says": violation.message})
 
     def _counters(self, event: ev.Event) -> Iterator[Slice]:
-        """How many run and wait, when that changes; free blocks, where they are stated."""
+        """Running and waiting requests when they change; free blocks when an event reports them."""
         if isinstance(event, ev.Census):
             yield _counter(event.at, "free blocks", {"free": event.free_blocks})
         elif isinstance(event, ev.PoolSeen | ev.BlockStatesReported) and event.free_blocks >= 0:
@@ -135,7 +135,7 @@ class _Track:
 
 
 def _figures(life: Life) -> dict[str, Any]:
-    """What a life's slice says when it is chosen; tokens."""
+    """The details of a life's slice, in tokens."""
     figures = {
         "ended by": life.ended_by or "still open",
         "local": life.local,
@@ -161,7 +161,7 @@ def _slice(name: str, category: str, request: int, start: int, end: int, args: d
 
 
 def _mark(at: int, name: str, request: int | None, args: dict[str, Any]) -> Slice:
-    """An instant on a request's track, or on the whole engine."""
+    """A mark on a request's track, or on the whole engine."""
     scope = {"s": "p"} if request is None else {"s": "t", "tid": request}
     return {"ph": "i", "name": name, "cat": "mark", "ts": at, "args": args, **scope}
 
@@ -175,7 +175,7 @@ def _named(kind: str, name: str) -> Slice:
 
 
 def _start(path: Path) -> float:
-    """When the engine started, in seconds since 1970; the journal's first event says it."""
+    """Unix time of the engine's start, from the journal's first event."""
     started = (event for _, event in read(path) if isinstance(event, ev.EngineStarted))
     first = next(started, None)
     return 0.0 if first is None else first.began_seconds

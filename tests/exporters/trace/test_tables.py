@@ -101,8 +101,8 @@ def test_parquet_is_the_same_as_the_frames(golden: Path, tmp_path: Path) -> None
         frame = frames.table(name, golden)
         assert counts[name] == read.num_rows == len(frame)
         assert list(frame.columns) == read.column_names
-        said = {field.name: field.metadata[b"description"].decode() for field in read.schema}
-        assert {column.name: column.says for column in TABLES[name]} == said
+        descriptions = {field.name: field.metadata[b"description"].decode() for field in read.schema}
+        assert {column.name: column.description for column in TABLES[name]} == descriptions
     scheduled = pq.read_table(tmp_path / "out" / "requests.parquet")["scheduled"].to_pylist()
     assert frames.requests(golden)["scheduled"].tolist() == scheduled
 
