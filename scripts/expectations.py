@@ -1,6 +1,6 @@
 """What the release matrix expects: the upstream reports, and other faults of released engines.
 
-A release is named as in scripts/releases.py. A scenario is one of `kvledger.audit.conformance`, or the
+A release is named as in scripts/releases.py. A scenario is one of `tests/scenarios`, or the
 beginning of the names of its variants.
 """
 

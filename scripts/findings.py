@@ -98,7 +98,7 @@ def watch(drive: Callable[..., Any], level: str = "tokens") -> Seen:
 
 
 def scenario(name: str) -> Seen:
-    from kvledger.audit.conformance.scenarios import SCENARIOS
+    from tests.scenarios.corpus import SCENARIOS
 
     return watch(SCENARIOS[name])
 
@@ -173,7 +173,7 @@ def load_rounded_up() -> Figures:
 
 
 def session_skips_tokens() -> Figures:
-    from kvledger.audit.conformance.driver import start
+    from tests.scenarios.driving import start
 
     def drive(attach: Callable[[Any], object]) -> None:
         driver = start(attach, drafts=3)
@@ -211,7 +211,7 @@ def hybrid_pool() -> Figures:
 
 
 def lookups_disagree() -> Figures:
-    from kvledger.audit.conformance.driver import start
+    from tests.scenarios.driving import start
 
     def aborted(attach: Callable[[Any], object]) -> None:
         driver = start(attach, connector="scripted")
@@ -249,7 +249,7 @@ def full_hit_runs_unseen() -> Figures:
 
 
 def failed_load_stays_cached() -> Figures:
-    from kvledger.audit.conformance.driver import start
+    from tests.scenarios.driving import start
 
     def drive(attach: Callable[[Any], object]) -> None:
         driver = start(attach, connector="scripted")
@@ -268,7 +268,7 @@ def failed_load_stays_cached() -> Figures:
 
 
 def never_fits_again() -> Figures:
-    from kvledger.audit.conformance.v0.audit import SCENARIOS
+    from tests.scenarios.v0.audit import SCENARIOS
 
     seen = watch(SCENARIOS["never_fits_again_sync"])
     kept = [e for e in seen.kind("LookupKept") if e.ended]
@@ -508,7 +508,7 @@ def probed(release: str, faults: Sequence[Fault]) -> dict[str, Figures | str]:
 
     print(f"{release} ...", file=sys.stderr, flush=True)
     variables = environ(release)
-    path = os.pathsep.join((variables["PYTHONPATH"], str(ROOT / "src")))
+    path = os.pathsep.join((variables["PYTHONPATH"], str(ROOT / "src"), str(ROOT)))
     done = subprocess.run(
         [str(BIN / "python"), __file__, "--probe", *(fault.name for fault in faults)],
         env=variables | {"PYTHONPATH": path},

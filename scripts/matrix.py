@@ -2,7 +2,7 @@
 
 Usage: python3 scripts/matrix.py [--write] [NAME...]     all releases, or these, or `core`
 
-Runs the scheduler-level corpus of `kvledger.audit.conformance` under observation in each release's
+Runs the scenarios of `tests/scenarios` under observation in each release's
 environment (scripts/releases.py), prints one grid, and exits with 1 where something expected was not
 found or something was found that nobody expects. `--write` makes docs/detection.md of a whole run.
 """
@@ -96,8 +96,8 @@ def excused(scenario: str, release: str) -> bool:
 def run(name: str) -> Outcome:
     """The corpus in one release."""
     print(f"{name} ...", file=sys.stderr, flush=True)
-    special = "v0" if name.endswith("-v0") else "lmcache" if name.startswith("lmcache-") else "matrix"
-    module = f"kvledger.audit.conformance.{special}"
+    special = "v0.audit" if name.endswith("-v0") else "lmcache" if name.startswith("lmcache-") else "matrix"
+    module = f"tests.scenarios.{special}"
     done = subprocess.run(
         [str(BIN / "python"), "-m", module],
         env=environ(name)
@@ -194,7 +194,7 @@ def page(rows: list[list[str]], outcomes: Sequence[Outcome]) -> str:
             "# Detection",
             "",
             "Made by `make releases`: the real scheduler of each release, driven with made-up model output",
-            "through the corpus of `kvledger.audit.conformance`, under observation. *found n/n*: in each of",
+            "through the scenarios of `tests/scenarios`, under observation. *found n/n*: in each of",
             "the n scenarios that drive the engine into the fault, it was found. *silent*: they ran",
             "and nothing was said. *-*: the release can't be driven there (v0 or v1 only, or no such",
             "feature). *clean* counts the scenarios in which nothing at all was found; the others are listed",

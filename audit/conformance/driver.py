@@ -9,16 +9,14 @@ itself is only that it is used as an engine would use it.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import release
 from .host import EngineSetup, block_hasher, build_request, build_scheduler
 from .runner import FIRST_TOKEN, Accepted, ModelStep, Runner, TransferReport, tokens
 
-__all__ = ["Attach", "Driver", "EngineSetup", "ModelStep", "start", "tokens"]
-
-Attach = Callable[[Any], object]
+__all__ = ["Driver", "EngineSetup", "ModelStep", "tokens"]
 
 
 class Driver:
@@ -38,7 +36,7 @@ class Driver:
 
     @property
     def connector(self) -> Any:
-        """The scheduler's connector: a ScriptedConnector where the setup says "scripted"."""
+        """The scheduler side of the KV connector; None without one."""
         return self.scheduler.connector
 
     # What clients do.
@@ -179,10 +177,3 @@ class Driver:
         outputs = self.delivered.get(request_id, ())
         stats = (getattr(output, "prefill_stats", None) for output in outputs)
         return next((found for found in stats if found is not None), None)
-
-
-def start(attach: Attach = id, /, **setup: Any) -> Driver:
-    """A driver whose scheduler is shown to `attach` before anything happens to it."""
-    driver = Driver(EngineSetup(**setup))
-    attach(driver.scheduler)
-    return driver

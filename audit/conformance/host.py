@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-CONNECTOR_MODULE = f"{__package__}.connector"
 STOP_TOKEN = 2
 BlockHasher = Callable[[Any], list[Any]]
 _MODEL = {
@@ -60,9 +59,9 @@ class EngineSetup:
     drafter: Literal["ngram", "eagle"] = "ngram"
     """Eagle also reserves slots ahead and gives the last block of every local hit up."""
     connector: str | None = None
-    """None, "scripted", or the name of a connector that vLLM registers."""
+    """The name of a connector that vLLM registers, or of a class in ``connector_module``; None for none."""
     connector_module: str | None = None
-    """The module that has the connector, where vLLM registers none of that name."""
+    """The module of a connector that vLLM does not register."""
     connector_options: tuple[tuple[str, Any], ...] = ()
     kv_role: str = "kv_both"
     """A consumer's preempted requests keep the output in flight; a producer's lose it."""
@@ -274,14 +273,10 @@ def _kv_transfer_config(setup: EngineSetup) -> Any:
         return None
     from vllm.config import KVTransferConfig
 
-    name, module = setup.connector, setup.connector_module
-    if name == "scripted":
-        name = "ScriptedConnector" if len(setup.groups) == 1 else "ScriptedHybridConnector"
-        module = CONNECTOR_MODULE
     return _call(
         KVTransferConfig,
-        kv_connector=name,
-        kv_connector_module_path=module,
+        kv_connector=setup.connector,
+        kv_connector_module_path=setup.connector_module,
         kv_connector_extra_config=dict(setup.connector_options),
         kv_role=setup.kv_role,
         kv_load_failure_policy=setup.load_failure_policy,

@@ -8,11 +8,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from tests.scenarios.corpus import SCENARIOS
+from tests.scenarios.driving import start
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
-from kvledger.audit.conformance.driver import Driver, start, tokens
-from kvledger.audit.conformance.scenarios import SCENARIOS
+from kvledger.audit.conformance.driver import Driver, tokens
 
 
 def calls(driver: Driver, kind: str) -> list[Any]:

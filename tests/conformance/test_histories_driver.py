@@ -7,8 +7,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.conformance.tape import Tape
-
-from kvledger.audit.conformance.scenarios import HISTORIES
+from tests.scenarios.corpus import HISTORIES
 
 # Name, words of request `r`, positions scheduled in all.
 ROWS = [

@@ -8,7 +8,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvledger.audit.conformance.driver import start
+from tests.scenarios.driving import start
+
 from kvledger.audit.engines import choose, host_version
 from kvledger.audit.journal.recorder import MemoryRecorder
 

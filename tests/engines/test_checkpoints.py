@@ -8,8 +8,7 @@ pytest.importorskip("vllm")
 
 from tests.audit.replay.test_serialize import assert_carries_on
 from tests.engines.observed import observe
-
-from kvledger.audit.conformance.scenarios import SCENARIOS
+from tests.scenarios.corpus import SCENARIOS
 
 
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if "crowd" in name or "allocation" in name])

@@ -12,10 +12,11 @@ pytest.importorskip("vllm")
 
 from tests.engines.observed import audited, found, observe
 from tests.histories import GOLDEN
+from tests.scenarios.corpus import HISTORIES, SCENARIOS
+from tests.scenarios.driving import Attach, start
+from tests.scenarios.workloads import crowd
 
-from kvledger.audit.conformance.driver import Attach, Driver, start
-from kvledger.audit.conformance.scenarios import HISTORIES, SCENARIOS
-from kvledger.audit.conformance.workloads import crowd
+from kvledger.audit.conformance.driver import Driver
 
 FAILED_LOAD_COUNTED = ("connector/failed-load-counted", "r")
 """Upstream leaves failed loads in the external figure, on purpose (vLLM #37460): drift."""

@@ -82,8 +82,7 @@ def test_a_scenario_with_drafts_has_the_same_accounts_told_both_ways(
 ) -> None:
     pytest.importorskip("vllm")
     from tests.engines.observed import audited, observe
-
-    from kvledger.audit.conformance.workloads import crowd
+    from tests.scenarios.workloads import crowd
 
     def scenario(whole: float) -> tuple[set[type[Event]], list[Any]]:
         monkeypatch.setattr(event_log, "WHOLE", whole)

@@ -9,9 +9,10 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.engines.observed import audited, observe
+from tests.scenarios.corpus import SCENARIOS
+from tests.scenarios.driving import engine_setup, start
 
-from kvledger.audit.conformance.driver import Driver, EngineSetup, start
-from kvledger.audit.conformance.scenarios import SCENARIOS
+from kvledger.audit.conformance.driver import Driver
 from kvledger.audit.engines import choose, host_version
 from kvledger.audit.engines.v1 import V1Observer
 from kvledger.audit.entry.attach import AuditError, attach
@@ -162,7 +163,7 @@ def test_attaching_late_is_unknown_for_what_ran_and_clean_for_what_comes() -> No
 
 def test_strict_raises_at_the_step_that_violates() -> None:
     """Stock 0.32 leaks a placeholder when a synchronous load fails under async scheduling."""
-    driver = Driver(EngineSetup(connector="scripted", asynchronous=True))
+    driver = Driver(engine_setup(connector="scripted", asynchronous=True))
     driver.connector.say("r", 160)
     driver.add("r", 200, 3)
     with attach(driver.scheduler, strict=True) as audit:

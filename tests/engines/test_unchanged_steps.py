@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.engines.observed import observe
+from tests.scenarios.corpus import SCENARIOS
 
-from kvledger.audit.conformance.scenarios import SCENARIOS
 from kvledger.audit.engines.event_log import StepLog
 from kvledger.audit.engines.observer import Observer
 

@@ -12,15 +12,15 @@ import pytest
 pytest.importorskip("vllm.core.scheduler", exc_type=ImportError)
 
 from tests.engines.observed import audited, found
+from tests.scenarios.v0 import driver
+from tests.scenarios.v0.audit import SCENARIOS
+from tests.scenarios.v0.audit import audited as report
+from tests.scenarios.v0.driver import Attach, V0Driver, start
+from tests.scenarios.v0.scenarios import CLEAN, CROWDED, VARIANTS
+from tests.scenarios.v0.stale_lookups import STALE, UNFIXED
 from vllm.core.scheduler import Scheduler
 
 from kvledger.audit import events as ev
-from kvledger.audit.conformance.v0 import driver
-from kvledger.audit.conformance.v0.audit import SCENARIOS
-from kvledger.audit.conformance.v0.audit import audited as report
-from kvledger.audit.conformance.v0.driver import Attach, V0Driver, start
-from kvledger.audit.conformance.v0.scenarios import CLEAN, CROWDED, VARIANTS
-from kvledger.audit.conformance.v0.stale_lookups import STALE, UNFIXED
 from kvledger.audit.engines.v0.observer import V0Observer
 from kvledger.audit.hooks import PATIENCE, EngineMismatch
 from kvledger.audit.journal.recorder import MemoryRecorder

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from tests.audit.checks.watched import Watched, manager, pool, running, table
 from tests.engines.observed import audited
+from tests.scenarios.corpus import SCENARIOS
+from tests.scenarios.driving import start
+from tests.scenarios.registry import HYBRID
 
-from kvledger.audit.conformance.driver import start
-from kvledger.audit.conformance.registry import HYBRID
-from kvledger.audit.conformance.scenarios import SCENARIOS
 from kvledger.audit.engines import host_version
 from kvledger.audit.engines.pool.manager_observer import ManagerObserver
 from kvledger.audit.journal.recorder import MemoryRecorder

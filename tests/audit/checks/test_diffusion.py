@@ -14,8 +14,9 @@ pytest.importorskip("vllm.v1.core.sched.diffusion_scheduler")
 
 from tests.audit.checks.watched import Watched
 from tests.engines.observed import audited, observe
+from tests.scenarios.driving import start
 
-from kvledger.audit.conformance.driver import Driver, start
+from kvledger.audit.conformance.driver import Driver
 from kvledger.audit.events import EngineStarted
 
 violates = pytest.mark.violates

@@ -15,10 +15,10 @@ pytest.importorskip("vllm")
 
 from tests.audit.checks.watched import Watched, manager, running, table
 from tests.engines.observed import each, observe
+from tests.scenarios.registry import HYBRID
 
 from kvledger.audit.conformance.driver import Driver
 from kvledger.audit.conformance.host import EngineSetup
-from kvledger.audit.conformance.registry import HYBRID
 from kvledger.audit.engines.steps import AT_REST_STEPS
 from kvledger.audit.events import TablesReported
 

@@ -15,10 +15,10 @@ pytest.importorskip("vllm")
 
 from tests.audit.checks.watched import Watched, manager, running, table
 from tests.engines.observed import observe
+from tests.scenarios.driving import engine_setup
+from tests.scenarios.registry import HYBRID
 
 from kvledger.audit.conformance.driver import Driver
-from kvledger.audit.conformance.host import EngineSetup
-from kvledger.audit.conformance.registry import HYBRID
 from kvledger.audit.engines import host_version
 from kvledger.audit.engines.pool.manager_observer import ManagerObserver
 from kvledger.audit.events import BlocksDeferred, PoolSeen
@@ -59,7 +59,7 @@ def pools() -> Watched:
 
 def in_two_pools(attach: Callable[[Any], None]) -> Driver:
     """A request that ends while a step is in flight, and whose frees a connector has deferred."""
-    driver = Driver(EngineSetup(groups=HYBRID, connector="scripted", asynchronous=True))
+    driver = Driver(engine_setup(groups=HYBRID, connector="scripted", asynchronous=True))
     attach(two_pools(driver.scheduler))
     driver.add("a", 40, 30)
     for _ in range(2):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.scenarios.driving import start
+
 import kvledger
-from kvledger.audit.conformance.driver import Driver, start
+from kvledger.audit.conformance.driver import Driver
 from kvledger.audit.entry.attach import LiveAudit
 
 

@@ -6,7 +6,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvledger.audit.conformance.driver import start
+from tests.scenarios.driving import start
+
 from kvledger.audit.entry.attach import attach
 from kvledger.audit.errors import LedgerError
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.scenarios.driving import start
 from vllm.v1.core.sched.scheduler import Scheduler
 
 import kvledger.audit.entry.pytest_observer  # noqa: F401
 from kvledger import attach
-from kvledger.audit.conformance.driver import start
 from kvledger.audit.engines import LEVELS
 from kvledger.audit.entry import pytest_plugin
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 
 CLEAN = """
-    from kvledger.audit.conformance.driver import start
+    from tests.scenarios.driving import start
 
     def test_a_scenario():
         driver = start()
@@ -30,7 +30,7 @@ CLEAN = """
         driver.run()
 """
 TWICE = """
-    from kvledger.audit.conformance.driver import start
+    from tests.scenarios.driving import start
 
     def test_a_table_freed_twice():
         driver = start()
@@ -123,7 +123,7 @@ def test_a_manager_without_a_scheduler_is_watched(pytester: pytest.Pytester) -> 
     result = run(
         pytester,
         """
-        from kvledger.audit.conformance.driver import start
+        from tests.scenarios.driving import start
         from vllm.v1.core.kv_cache_manager import KVCacheManager
 
         def test_a_manager():
@@ -145,7 +145,7 @@ def test_a_connector_that_a_test_gives_its_scheduler_later_is_watched(pytester: 
         pytester,
         """
         from unittest.mock import Mock
-        from kvledger.audit.conformance.driver import start
+        from tests.scenarios.driving import start
 
         def test_a_scenario():
             driver = start(connector="scripted")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.scenarios.driving import start
+from tests.scenarios.registry import HYBRID
+
 import kvledger
 from kvledger.audit.analysis.cache_misses import misses
 from kvledger.audit.checks.auditor import Auditor
-from kvledger.audit.conformance.driver import Driver, start
-from kvledger.audit.conformance.registry import HYBRID
+from kvledger.audit.conformance.driver import Driver
 from kvledger.audit.events import (
     Admitted,
     BlocksAllocated,

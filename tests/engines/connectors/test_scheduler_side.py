@@ -14,9 +14,10 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.engines.observed import audited, observe
+from tests.scenarios.corpus import SCENARIOS
+from tests.scenarios.driving import start
 
-from kvledger.audit.conformance.driver import Driver, start
-from kvledger.audit.conformance.scenarios import SCENARIOS
+from kvledger.audit.conformance.driver import Driver
 from kvledger.audit.engines import observer
 from kvledger.audit.engines.readers import metadata_readers, reader_of
 from kvledger.audit.engines.readers.offloading import OffloadingReader
@@ -117,7 +118,7 @@ def test_the_blocks_that_a_plan_will_fill(name: str, plan: dict[str, Any]) -> No
 def test_real_lmcache_of_the_matrix(release: str, scenario: str, found: set[str]) -> None:
     """Its scheduler's side, which scripts/releases.py puts beside .venv."""
     releases = [sys.executable, str(ROOT / "scripts/releases.py")]
-    run = ["python", "-m", "kvledger.audit.conformance.lmcache", scenario]
+    run = ["python", "-m", "tests.scenarios.lmcache", scenario]
     subprocess.run([*releases, "build", release], check=True, timeout=300)
     done = subprocess.run(
         [*releases, "run", release, "--", *run], capture_output=True, text=True, timeout=300

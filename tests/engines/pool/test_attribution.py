@@ -13,10 +13,11 @@ from msgspec.structs import replace
 pytest.importorskip("vllm")
 
 from tests.engines.observed import audited, each, observe
+from tests.scenarios.corpus import SCENARIOS
+from tests.scenarios.driving import start
 
 from kvledger.audit import events as ev
-from kvledger.audit.conformance.driver import Driver, start
-from kvledger.audit.conformance.scenarios import SCENARIOS
+from kvledger.audit.conformance.driver import Driver
 from kvledger.audit.engines import choose
 from kvledger.audit.engines.pool import watch
 from kvledger.audit.engines.pool.attribution import Untold

@@ -10,9 +10,10 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.engines.observed import each, observe
+from tests.scenarios.driving import start
 
 import kvledger
-from kvledger.audit.conformance.driver import Driver, start
+from kvledger.audit.conformance.driver import Driver
 from kvledger.audit.engines.pool.sweep import SWEEP_BLOCKS, SWEEP_TABLES
 from kvledger.audit.engines.steps import AT_REST_STEPS
 from kvledger.audit.entry.attach import LiveAudit

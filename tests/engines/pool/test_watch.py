@@ -9,9 +9,9 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.engines.observed import audited, each
+from tests.scenarios.driving import start
 
 from kvledger.audit import events as ev
-from kvledger.audit.conformance.driver import start
 from kvledger.audit.conformance.host import build_request
 from kvledger.audit.engines import host_version
 from kvledger.audit.engines.pool.manager_observer import ManagerObserver

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from .driver import Attach, V0Driver, start
+from tests.scenarios.v0.driver import Attach, V0Driver, start
 
 V0Scenario = Callable[..., V0Driver]
 

@@ -1,13 +1,13 @@
 """Workloads with an external cache: hits, waits, failures, aborts and delayed frees.
 
-As in `kvledger.audit.conformance.workloads`, each leaves its engine idle. What the external cache answers is
+As in `tests.scenarios.workloads`, each leaves its engine idle. What the external cache answers is
 scripted, and the loads that fail do so because the workload says which blocks never arrive.
 """
 
 from typing import Any
 
-from .driver import Attach, Driver, start
-from .registry import BOTH, HYBRID, workload
+from tests.scenarios.driving import Attach, Driver, start
+from tests.scenarios.registry import BOTH, HYBRID, workload
 
 
 @workload(**BOTH)

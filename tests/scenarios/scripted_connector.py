@@ -18,12 +18,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.scenarios.scripted_reader import ScriptedReader
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as _base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from ..engines.readers import register
-from .scripted_reader import ScriptedReader
+from kvledger.audit.engines.readers import register
 
 _SupportsHMA: Any = getattr(_base, "SupportsHMA", object)  # since 0.11
 _TAKES_LAYOUT = "kv_cache_config" in inspect.signature(KVConnectorBase_V1.__init__).parameters  # since 0.12

@@ -1,14 +1,14 @@
 """Ordinary workloads on the real scheduler: the corpus on which an observer must stay silent.
 
 Each starts an engine, shows its scheduler to `attach`, brings it into the state that it is named
-for and leaves it idle. Those with an external cache are in `kvledger.audit.conformance.external`.
+for and leaves it idle. Those with an external cache are in `tests.scenarios.external`.
 """
 
 import random
 from typing import Any
 
-from .driver import Attach, Driver, start
-from .registry import BOTH, HYBRID, workload
+from tests.scenarios.driving import Attach, Driver, start
+from tests.scenarios.registry import BOTH, HYBRID, workload
 
 
 @workload(**BOTH)

@@ -10,9 +10,9 @@ them, and says of each that the installed vLLM can't be driven through what it l
 
 from collections.abc import Callable
 
-from . import blocks, external, workloads
-from .driver import Attach, Driver, start
-from .registry import WORKLOADS, Drive, Scenario
+from tests.scenarios import blocks, external, workloads
+from tests.scenarios.driving import Attach, Driver, start
+from tests.scenarios.registry import WORKLOADS, Drive, Scenario
 
 REGISTERED = (workloads, external, blocks)
 HISTORIES: dict[str, Scenario] = {}

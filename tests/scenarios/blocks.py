@@ -1,6 +1,6 @@
 """Workloads for the ledger of blocks: hybrid pools, external hits, and who comes first in the queue.
 
-As in `kvledger.audit.conformance.workloads`, each leaves its engine idle. In those called
+As in `tests.scenarios.workloads`, each leaves its engine idle. In those called
 `double_allocation` the request `r` finds six blocks in the cache and is promised four more. Since a
 filler has used every other block after them, what `r` finds stands first in the free queue: an engine
 that takes one group's four before it holds another group's six takes those (vLLM#44409).
@@ -8,8 +8,8 @@ that takes one group's four before it holds another group's six takes those (vLL
 
 from typing import Any
 
-from .driver import Attach, Driver, start
-from .registry import BOTH, HYBRID, workload
+from tests.scenarios.driving import Attach, Driver, start
+from tests.scenarios.registry import BOTH, HYBRID, workload
 
 WINDOW_TOKENS = 128
 LOCAL_TOKENS = 96

@@ -19,9 +19,9 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from .driver import Driver, start
-from .matrix import outcome
-from .registry import Scenario
+from tests.scenarios.driving import Driver, start
+from tests.scenarios.matrix import outcome
+from tests.scenarios.registry import Scenario
 
 CHUNK_TOKENS = 32
 COMPILED = ("c_ops", "cuda_ops", "lmcache_fs", "lmcache_native", "lmcache_redis", "native_storage_ops")

@@ -12,15 +12,15 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..checks.auditor import Auditor
-from ..engines import blocks_out_of_reach, choose, host_version
-from ..journal.recorder import MemoryRecorder
-from ..ledger.frozen import AccountStatement, Settlement
+from kvledger.audit.checks.auditor import Auditor
+from kvledger.audit.engines import blocks_out_of_reach, choose, host_version
+from kvledger.audit.journal.recorder import MemoryRecorder
+from kvledger.audit.ledger.frozen import AccountStatement, Settlement
 
 
 def main(names: list[str]) -> None:
     """Run the named scenarios, or all."""
-    from .scenarios import SCENARIOS
+    from tests.scenarios.corpus import SCENARIOS
 
     said = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):

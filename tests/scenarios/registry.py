@@ -4,8 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import release
-from .driver import Attach, Driver
+from tests.scenarios.driving import Attach, Driver
+
+from kvledger.audit.conformance import release
 
 Drive = Callable[..., Driver]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .driver import Attach, V0Driver, start
-from .scenarios import VARIANTS, Register
+from tests.scenarios.v0.driver import Attach, V0Driver, start
+from tests.scenarios.v0.scenarios import VARIANTS, Register
 
 STALE, UNFIXED = Register(), Register()
 

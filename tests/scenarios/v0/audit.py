@@ -1,6 +1,6 @@
 """Audits every scenario of vLLM's v0 scheduler (0.9.1, 0.9.2).
 
-``python -m kvledger.audit.conformance.v0.audit`` prints one JSON line a scenario: what was found, whether
+``python -m tests.scenarios.v0.audit`` prints one JSON line a scenario: what was found, whether
 all accounts are closed and balance, and doubts. Any exception ends it.
 """
 
@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-
-from .scenarios import CLEAN, CROWDED, V0Scenario
-from .stale_lookups import STALE, UNFIXED
+from tests.scenarios.v0.scenarios import CLEAN, CROWDED, V0Scenario
+from tests.scenarios.v0.stale_lookups import STALE, UNFIXED
 
 SCENARIOS: dict[str, V0Scenario] = {**CLEAN, **STALE, **UNFIXED, **CROWDED}
 
@@ -27,10 +26,10 @@ class V0Report(msgspec.Struct):
 
 def audited(name: str, **more: Any) -> V0Report:
     """Run a scenario under observation and audit what was seen."""
-    from ...checks.auditor import Auditor
-    from ...engines import host_version
-    from ...engines.v0.observer import V0Observer
-    from ...journal.recorder import MemoryRecorder
+    from kvledger.audit.checks.auditor import Auditor
+    from kvledger.audit.engines import host_version
+    from kvledger.audit.engines.v0.observer import V0Observer
+    from kvledger.audit.journal.recorder import MemoryRecorder
 
     sink, observers = MemoryRecorder(), []
 

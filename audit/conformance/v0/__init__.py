@@ -1,1 +1,0 @@
-"""Scenarios of vLLM's v0 scheduler, and their driver."""

@@ -1,0 +1,37 @@
+"""Drivers for tests: the product's driver, with the scripted connector by a short name.
+
+``connector="scripted"`` stands for the class of :mod:`tests.scenarios.scripted_connector` that the
+engine's KV cache groups need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvledger.audit.conformance.driver import Driver
+from kvledger.audit.conformance.host import EngineSetup
+
+__all__ = ["Attach", "Driver", "engine_setup", "start"]
+
+Attach = Callable[[Any], object]
+"""Called with a scheduler before its first request."""
+
+SCRIPTED = "scripted"
+SCRIPTED_MODULE = "tests.scenarios.scripted_connector"
+
+
+def engine_setup(**options: Any) -> EngineSetup:
+    """An engine's setup; ``connector`` may be "scripted"."""
+    if options.get("connector") == SCRIPTED:
+        one_group = len(options.get("groups", ("full",))) == 1
+        name = "ScriptedConnector" if one_group else "ScriptedHybridConnector"
+        options |= {"connector": name, "connector_module": SCRIPTED_MODULE}
+    return EngineSetup(**options)
+
+
+def start(attach: Attach = id, /, **options: Any) -> Driver:
+    """A driver whose scheduler is passed to ``attach`` before its first request."""
+    driver = Driver(engine_setup(**options))
+    attach(driver.scheduler)
+    return driver
