@@ -84,7 +84,7 @@ def test_bounds_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_size_that_is_none(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(JOURNAL_BYTES, said)
 
-    with pytest.raises(LedgerError, match="is no number of bytes"):
+    with pytest.raises(LedgerError, match="is not a number of bytes"):
         limits()
 
 
