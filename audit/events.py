@@ -19,6 +19,7 @@ On the wire an event is a msgpack array whose first item is its tag (``docs/jour
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
@@ -26,6 +27,20 @@ SCHEMA = 2
 """Version of this vocabulary. A reader refuses a journal of a newer one."""
 
 Setting = str | int | float | bool | None
+
+if TYPE_CHECKING:
+    Numbers: TypeAlias = list[int] | msgspec.Raw
+    """Numbers of an event: a list, or already encoded where the event waits to be written.
+
+    :func:`numbers` returns the list either way. An event that was read always has a list.
+    """
+else:
+    Numbers = list[int]  # what a decoder accepts
+
+
+def numbers(field: Numbers) -> list[int]:
+    """The numbers of an event's field, decoded if they are not yet."""
+    return field if isinstance(field, list) else msgspec.msgpack.decode(field, type=list[int])
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -227,8 +242,8 @@ class Stepped(Event, frozen=True, array_like=True, tag=14):
     """
 
     step: int
-    changed: list[int]
-    dropped: list[int]
+    changed: Numbers
+    dropped: Numbers
 
 
 class Delivered(Event, frozen=True, array_like=True, tag=15):
@@ -239,8 +254,8 @@ class Delivered(Event, frozen=True, array_like=True, tag=15):
     engine threw away. Requests in neither sampled what they sampled last time.
     """
 
-    changed: list[int]
-    ignored: list[int]
+    changed: Numbers
+    ignored: Numbers
 
 
 class DeliveredWhole(Event, frozen=True, array_like=True, tag=40):
@@ -576,7 +591,7 @@ class PoolCalls(Event, frozen=True, array_like=True, tag=37):
 
     step: int
     by: Sequence[str]
-    rows: list[int]
+    rows: Numbers
     stack: list[str] | None = None
 
 

@@ -40,7 +40,7 @@ class Sink(Protocol):
     wants_snapshot: bool
     """The reader can't follow until it is told everything again (rotation, or loss)."""
 
-    def keep(self, numbers: list[int]) -> list[int]:
+    def keep(self, numbers: list[int]) -> ev.Numbers:
         """A copy of them for an event, as this sink keeps it best. Nothing but an event may have it."""
 
     def record(self, event: ev.Event) -> None:
@@ -128,7 +128,7 @@ class StepLog:
             self.say_held_back(events[0].at)
         self.sink.record_all(events)
 
-    def _kept(self, numbers: list[int]) -> list[int]:
+    def _kept(self, numbers: list[int]) -> ev.Numbers:
         return self.sink.keep(numbers) if numbers else NONE
 
     def say_held_back(self, now: int) -> None:

@@ -31,7 +31,7 @@ from typing import NamedTuple, cast
 from msgspec import Raw
 from msgspec.msgpack import Encoder
 
-from ..events import EngineStarted, EngineStopped, Event, Gap, Snapshot
+from ..events import EngineStarted, EngineStopped, Event, Gap, Numbers, Snapshot
 from .writer import JournalWriter, Limits
 
 logger = logging.getLogger("kvledger")
@@ -156,14 +156,14 @@ class Recorder:
 
     # --- the engine's side --------------------------------------------------------------------------
 
-    def keep(self, numbers: list[int]) -> list[int]:
+    def keep(self, numbers: list[int]) -> Numbers:
         """A copy of ``numbers`` for an event, already encoded.
 
         Each garbage collection walks all lists in the queue, and does not walk bytes. Never raises: an
         event with numbers that can't be encoded is lost when it is written.
         """
         try:
-            return cast("list[int]", Raw(self._encode(numbers)))
+            return Raw(self._encode(numbers))
         except Exception:
             return numbers.copy()
 

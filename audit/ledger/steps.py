@@ -25,16 +25,16 @@ def _stepped(state: LedgerState, event: ev.Stepped) -> None:
     state.step = event.step
     if state.lost_track is not None:
         return  # the step before, which this event refers to, was lost
-    changed = event.changed
-    if changed or event.dropped:
-        for request in event.dropped:
+    changed, dropped = ev.numbers(event.changed), ev.numbers(event.dropped)
+    if changed or dropped:
+        for request in dropped:
             find_account(state, request)
         rows = [
             (changed[i], (account_of(state, changed[i]), changed[i + 1], changed[i + 2]))
             for i in range(0, len(changed), 4)
         ]
         scheduled = dict(state.last_step)
-        for request in event.dropped:
+        for request in dropped:
             scheduled.pop(request, None)
         scheduled.update(rows)
         state.last_step = scheduled
@@ -81,14 +81,14 @@ def _begin_unseen_life(state: LedgerState, account: Account, tokens: int) -> Lif
 def _delivered(state: LedgerState, event: ev.Delivered) -> None:
     if state.lost_track is not None:
         return
-    changed = event.changed
+    changed, ignored = ev.numbers(event.changed), ev.numbers(event.ignored)
     for i in range(0, len(changed), 2):
         account = find_account(state, changed[i])
         if account is not None:
             account.sampled = changed[i + 1]
-    for request in event.ignored:
+    for request in ignored:
         find_account(state, request)
-    _deliver(state, frozenset(event.ignored) if event.ignored else frozenset())
+    _deliver(state, frozenset(ignored))
 
 
 def _delivered_whole(state: LedgerState, event: ev.DeliveredWhole) -> None:

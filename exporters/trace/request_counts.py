@@ -27,7 +27,7 @@ class RequestCounts:
         before = self._in_engine, len(self._running)
         match event:
             case ev.Stepped():
-                self._running.update(event.changed[::4])
+                self._running.update(ev.numbers(event.changed)[::4])
             case ev.RequestAdded():
                 self._in_engine += 1
             case ev.Finished():

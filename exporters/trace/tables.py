@@ -197,9 +197,9 @@ class _Trace:
                 self._scheduled, self._step = {}, event.step
                 return []
             case ev.Stepped():
-                for request in event.dropped:
+                for request in ev.numbers(event.dropped):
                     self._scheduled.pop(request, None)
-                changed = event.changed
+                changed = ev.numbers(event.changed)
                 for i in range(0, len(changed), 4):
                     self._scheduled[changed[i]] = changed[i + 1], changed[i + 2]
                 step = self._step = event.step

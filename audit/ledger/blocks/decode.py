@@ -9,7 +9,7 @@ from ... import events as ev
 
 def calls(event: ev.PoolCalls) -> Iterator[ev.Event]:
     """In their order."""
-    at, step, stack, rows = event.at, event.step, event.stack, event.rows
+    at, step, stack, rows = event.at, event.step, event.stack, ev.numbers(event.rows)
     start = 0
     while start < len(rows):
         what, request, group, more, count = rows[start : start + ev.HEAD]
