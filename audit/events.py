@@ -1,19 +1,19 @@
-"""The vocabulary: what was seen in a live engine, one small frozen struct an event.
+"""The events that hooks emit: one small frozen struct for each thing that an engine does.
 
 Rules of this file:
 
 - Names are past tense. Units stand last: ``*_tokens`` are tokens of one request, ``at`` is
   microseconds since the engine's :class:`EngineStarted`, ``*_seconds`` are seconds.
-- A request is known by a small integer, ``request``, given once by :class:`RequestAdded` (or by a
-  :class:`Snapshot` row); its text id stands there and nowhere else. Prompts, token ids and outputs
-  are never recorded.
-- A field that repeats one of the engine's own figures is a *statement* (``computed_tokens`` is the
-  engine's ``num_computed_tokens``). The ledger reconciles statements; it never takes them as truth.
-  -1 states nothing: the engine has no such count, or none at that instant.
+- ``request`` is a small integer for a request. :class:`RequestAdded` (or a :class:`Snapshot` row) gives
+  it once, together with the request's text id. Prompts, token ids and outputs are never recorded.
+- A field that repeats one of the engine's own figures is an *engine-reported count* (``computed_tokens``
+  is the engine's ``num_computed_tokens``). The ledger compares these counts with its own and does not
+  rely on them. -1: the engine has no such count, or has none at that instant.
 - A position is an index into a request's sequence: prompt first, then output tokens.
 - Fields are only ever appended, with a default; a change of meaning raises :data:`SCHEMA`.
 
-On the wire an event is a msgpack array whose first item is its tag (``docs/journal.md``).
+On the wire an event is a msgpack array whose first item is its tag (``docs/journal.md``). Events that no
+engine emits any more are in ``old_events.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import msgspec
 
 SCHEMA = 2
-"""Version of this vocabulary. A reader refuses a journal of a newer one."""
+"""Version of the events. A reader refuses a journal of a newer one."""
 
 Setting = str | int | float | bool | None
 
@@ -44,7 +44,7 @@ def numbers(field: Numbers) -> list[int]:
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Anything that was seen. ``at``: microseconds since the engine started."""
+    """Base of all events. ``at``: microseconds since the engine started."""
 
     at: int
 
@@ -53,7 +53,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class EngineStarted(Event, frozen=True, array_like=True, tag=0):
-    """An engine came under observation. First in every segment.
+    """Observation of an engine began. First event of every segment.
 
     ``wall_seconds`` is Unix time at ``at``; ``configuration`` holds plain settings only
     (``block_size``, ``blocks``, ``connector``, ``load_failure_policy``, ``asynchronous``, ...).
@@ -74,7 +74,7 @@ class EngineStarted(Event, frozen=True, array_like=True, tag=0):
 
 
 class EngineStopped(Event, frozen=True, array_like=True, tag=1):
-    """Observation ended in good order: ``shutdown``, ``detached`` or ``exit``."""
+    """Observation ended properly: ``shutdown``, ``detached`` or ``exit``."""
 
     reason: str
 
@@ -87,21 +87,21 @@ class Gap(Event, frozen=True, array_like=True, tag=2):
 
 
 class HookFailed(Event, frozen=True, array_like=True, tag=3):
-    """An observer raised; what it should have seen is missing. ``removed``: it gave up."""
+    """A hook raised, so events that it should have emitted are missing. ``removed``: it was removed."""
 
     hook: str
     error: str
     removed: bool
 
 
-# --- a request comes, is looked up, and is admitted ------------------------------------------------
+# --- a request is added, looked up and admitted ----------------------------------------------------
 
 
 class RequestAdded(Event, frozen=True, array_like=True, tag=4):
-    """A request came to the scheduler. ``prompt_tokens`` is the length of its prompt.
+    """A request was added to the scheduler. ``prompt_tokens`` is the length of its prompt.
 
-    ``traceparent`` is the caller's trace context (W3C), where the engine was handed one.
-    ``transferred``: a prefill engine hands its KV over, so what comes from outside is no cache's hit.
+    ``traceparent`` is the caller's trace context (W3C), if the engine received one.
+    ``transferred``: a prefill engine hands over the KV, so external tokens are no cache hits.
     """
 
     request: int
@@ -116,7 +116,7 @@ class RequestAdded(Event, frozen=True, array_like=True, tag=4):
 
 
 class LookedUp(Event, frozen=True, array_like=True, tag=5):
-    """The engine asked its own prefix cache; ``local_tokens`` is the answer."""
+    """The engine looked a request up in its own prefix cache, which holds ``local_tokens`` of it."""
 
     request: int
     step: int
@@ -124,7 +124,10 @@ class LookedUp(Event, frozen=True, array_like=True, tag=5):
 
 
 class Matched(Event, frozen=True, array_like=True, tag=6):
-    """The connector was asked what it holds beyond ``local_tokens``; None: ask again later."""
+    """The engine asked the connector what it holds beyond ``local_tokens``.
+
+    ``external_tokens`` None: the connector asked to be asked again later.
+    """
 
     request: int
     step: int
@@ -134,7 +137,7 @@ class Matched(Event, frozen=True, array_like=True, tag=6):
 
 
 class AdmissionFailed(Event, frozen=True, array_like=True, tag=7):
-    """``attempts`` look-ups in a row, each with these answers, led to no admission.
+    """``attempts`` lookups in a row, all with these answers, led to no admission.
 
     ``reason`` is ``deferred`` (the connector had no answer) or ``not_allocated``.
     """
@@ -148,12 +151,12 @@ class AdmissionFailed(Event, frozen=True, array_like=True, tag=7):
 
 
 class Admitted(Event, frozen=True, array_like=True, tag=8):
-    """A life began: blocks were allocated for the hits and, unless ``asynchronous``, it runs now.
+    """A life began: blocks were allocated for the hits, and the request runs now unless ``asynchronous``.
 
     ``local_tokens`` and ``external_tokens`` are what the engine used at allocation (external is a
-    promise). ``computed_tokens`` states the count before this step's own tokens.
-    ``asynchronous``: the request waits for remote KV. ``resumed``: it had been preempted.
-    ``counted``: the engine may count this look-up in its statistics.
+    promise). ``computed_tokens`` is the engine's count before this step's own tokens.
+    ``asynchronous``: the request waits for remote KV. ``resumed``: the request had been preempted.
+    ``counted``: the engine may count this lookup in its statistics.
     """
 
     request: int
@@ -167,9 +170,9 @@ class Admitted(Event, frozen=True, array_like=True, tag=8):
 
 
 class LookupsCounted(Event, frozen=True, array_like=True, tag=9):
-    """What the engine's own look-up statistics rose by during step ``step``.
+    """How much the engine's own lookup statistics rose during step ``step``.
 
-    Requests are look-ups counted, queries and hits are tokens; -1: the engine does not count.
+    Requests are lookups, queries and hits are tokens; -1: the engine does not count.
     """
 
     step: int
@@ -185,10 +188,9 @@ class LookupsCounted(Event, frozen=True, array_like=True, tag=9):
 
 
 class LoadPlanned(Event, frozen=True, array_like=True, tag=10):
-    """A step's load plan, as far as its connector's plan can be read, for one promise.
+    """How much of one promise the connector metadata of a step loads, as far as it can be read.
 
-    ``tokens`` of the promise are covered; ``missing_blocks`` are block ids promised to be filled
-    that no load names.
+    ``tokens`` of the promise are loaded; ``missing_blocks`` are the promised blocks that no load fills.
     """
 
     request: int
@@ -198,16 +200,16 @@ class LoadPlanned(Event, frozen=True, array_like=True, tag=10):
 
 
 class LoadFinished(Event, frozen=True, array_like=True, tag=11):
-    """An asynchronous load was reported finished, whole or as far as it did not fail."""
+    """An asynchronous load was reported as finished, wholly or up to a failure."""
 
     request: int
     computed_tokens: int
 
 
 class LoadFailed(Event, frozen=True, array_like=True, tag=12):
-    """A load was reported failed: positions from ``computed_tokens`` up are not valid.
+    """A load was reported as failed: positions from ``computed_tokens`` up are not valid.
 
-    ``before_tokens`` and ``computed_tokens`` state the count before and after the engine's own
+    ``before_tokens`` and ``computed_tokens`` are the engine's counts before and after its own
     truncation. Under the policy ``fail`` the request then ends.
     """
 
@@ -218,10 +220,12 @@ class LoadFailed(Event, frozen=True, array_like=True, tag=12):
 
 
 class RolledBack(Event, frozen=True, array_like=True, tag=13):
-    """The count fell for a known ``cause``: ``full_hit``, ``replay``, ``session`` or ``released``.
+    """The count of computed tokens fell, for a ``cause`` of :mod:`kvledger.audit.causes`.
 
-    ``full_hit``: every token was a hit, and the last is executed again to have logits.
-    ``released``: a load failed wholly; the blocks were freed and the request is looked up anew.
+    ``full_hit``: every token was a hit, so the last one is computed again to get logits. ``replay``: a
+    window before the hit's end is computed again. ``session``: the session was edited. ``past_stop``: tokens
+    accepted past the stop are dropped. ``released``: a load failed wholly, the blocks were freed and the
+    request is looked up again.
     """
 
     request: int
@@ -234,11 +238,11 @@ class RolledBack(Event, frozen=True, array_like=True, tag=13):
 
 
 class Stepped(Event, frozen=True, array_like=True, tag=14):
-    """One step was scheduled, written as what differs from the step before.
+    """One step was scheduled. Only the differences from the step before are written.
 
     ``changed`` is flat, four numbers a request: request, scheduled tokens, drafts among them, the
     engine's computed tokens after scheduling. ``dropped``: requests of the step before that are
-    not in this one. Others are scheduled as before. Counts differ from nothing after a snapshot.
+    not in this one. All others are scheduled as before. After a snapshot every request is written.
     """
 
     step: int
@@ -247,11 +251,11 @@ class Stepped(Event, frozen=True, array_like=True, tag=14):
 
 
 class Delivered(Event, frozen=True, array_like=True, tag=15):
-    """The oldest undelivered step's output came, written as what differs from the output before.
+    """The output of the oldest undelivered step came. Only the differences from the last output are written.
 
     ``changed`` is flat, two numbers a request: request, tokens sampled by the model for it
     (drafts accepted plus one; 0 for a prefill chunk). ``ignored``: requests whose output the
-    engine threw away. Requests in neither sampled what they sampled last time.
+    engine threw away. All others sampled as many tokens as last time.
     """
 
     changed: Numbers
@@ -259,11 +263,10 @@ class Delivered(Event, frozen=True, array_like=True, tag=15):
 
 
 class DeliveredWhole(Event, frozen=True, array_like=True, tag=40):
-    """As :class:`Delivered` where nothing was thrown away and many sampled another number than last time.
+    """The same as :class:`Delivered`, for an output with many differences and nothing thrown away.
 
-    ``sampled`` has a byte for each of ``requests``, in their order. Where these are none, they are those
-    of the last event of this kind, which stands in the same segment. Requests that are not among them
-    sampled what they sampled last time.
+    ``sampled`` has one byte for each of ``requests``, in order. Empty ``requests``: those of the last event
+    of this kind, which is in the same segment. All other requests sampled as many tokens as last time.
     """
 
     requests: list[int]
@@ -271,13 +274,13 @@ class DeliveredWhole(Event, frozen=True, array_like=True, tag=40):
 
 
 class Repeated(Event, frozen=True, array_like=True, tag=16):
-    """The last step and the last output, in this order, happened ``times`` times again, unchanged."""
+    """The last step and the last output were repeated unchanged, ``times`` times, in this order."""
 
     times: int
 
 
 class Reported(Event, frozen=True, array_like=True, tag=17):
-    """The engine told its front end where a prompt came from (``prefill_stats`` since 0.20)."""
+    """The engine reported where a prompt came from (vLLM: ``prefill_stats``, since 0.20)."""
 
     request: int
     prompt_tokens: int
@@ -291,11 +294,11 @@ class Reported(Event, frozen=True, array_like=True, tag=17):
 
 
 class Preempted(Event, frozen=True, array_like=True, tag=18):
-    """A life ended before its request did. ``cause``: ``blocks`` or ``reset``.
+    """A life ended before its request. ``cause``: ``blocks`` or ``reset``.
 
-    ``before_tokens``, ``in_flight_tokens`` and ``placeholder_tokens`` state the engine's counts
-    just before; ``computed_tokens`` and ``held_blocks`` just after (both should be 0).
-    ``delivered``: output still in flight will be delivered (else it is dropped).
+    ``before_tokens``, ``in_flight_tokens`` and ``placeholder_tokens`` are the engine's counts just before,
+    ``computed_tokens`` and ``held_blocks`` just after (both should be 0). ``delivered``: output still in
+    flight will be delivered, not dropped.
     """
 
     request: int
@@ -310,17 +313,17 @@ class Preempted(Event, frozen=True, array_like=True, tag=18):
 
 
 class CacheReset(Event, frozen=True, array_like=True, tag=19):
-    """Somebody asked for the local prefix cache to be emptied."""
+    """The engine was asked to reset its prefix cache. ``running``: requests were running."""
 
     succeeded: bool
     running: bool
 
 
 class Extended(Event, frozen=True, array_like=True, tag=20):
-    """A streaming-input session got its next chunk: the prompt is now ``prompt_tokens`` long.
+    """A streaming-input session got its next chunk, or a connector cut a prompt before its admission.
 
-    Or a connector has cut it before it was admitted. ``computed_tokens`` states the count, and is where
-    the chunk's own tokens begin.
+    The prompt is now ``prompt_tokens`` long. ``computed_tokens`` is the engine's count, and the position at
+    which the chunk's own tokens begin.
     """
 
     request: int
@@ -331,7 +334,7 @@ class Extended(Event, frozen=True, array_like=True, tag=20):
 class Finished(Event, frozen=True, array_like=True, tag=21):
     """A request ended. ``reason``: ``stopped``, ``length``, ``aborted``, ``ignored``, ``error``, ...
 
-    The rest are statements just before its blocks are given up; -1: the engine has no such count.
+    The counts are the engine's, just before it frees the blocks; -1: the engine has no such count.
     """
 
     request: int
@@ -343,16 +346,15 @@ class Finished(Event, frozen=True, array_like=True, tag=21):
     output_tokens: int
 
 
-# --- statements at rest -----------------------------------------------------------------------------
+# --- census and snapshot ----------------------------------------------------------------------------
 
 
 class Census(Event, frozen=True, array_like=True, tag=22):
-    """Every running request's counters, stated between two steps.
+    """The engine's counts of every running request, between two steps.
 
     ``rows`` is flat, five numbers a request: request, computed tokens, in-flight tokens, output
-    placeholders, tokens in the sequence (-1: the engine has no such count).
-    ``hook_us``: microseconds that the hooks took in ``hook_steps`` steps since the last census, which
-    were timed as a sample; -1: none was.
+    placeholders, tokens in the sequence (-1: the engine has no such count). ``hook_us``: microseconds that
+    the hooks took in the ``hook_steps`` timed steps since the last census; -1: no step was timed.
     """
 
     step: int
@@ -365,7 +367,7 @@ class Census(Event, frozen=True, array_like=True, tag=22):
 
 
 class SnapshotRow(msgspec.Struct, frozen=True, array_like=True):
-    """One living request, so that a reader may begin here. ``fresh``: no life had begun yet."""
+    """One open request. ``fresh``: the request has had no life yet."""
 
     request: int
     request_id: str
@@ -380,9 +382,10 @@ class SnapshotRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Snapshot(Event, frozen=True, array_like=True, tag=23):
-    """All living requests. Second in every segment; the next :class:`Stepped` names everyone.
+    """All open requests, so that a reader may begin here. Second event of every segment.
 
-    ``undelivered_steps``: outputs that will answer steps from before this snapshot.
+    The next :class:`Stepped` writes every request. ``undelivered_steps``: how many steps before this snapshot
+    still await their output.
     """
 
     step: int
@@ -390,16 +393,15 @@ class Snapshot(Event, frozen=True, array_like=True, tag=23):
     undelivered_steps: int
 
 
-# --- look-ups that outlive their step -----------------------------------------------------------------
+# --- lookups that outlive their step ------------------------------------------------------------------
 
 
 class LookupKept(Event, frozen=True, array_like=True, tag=24):
-    """The engine still goes by a local look-up that an earlier step made, or keeps one for nobody.
+    """The engine uses the answer of an earlier step's local lookup, or keeps it after the request ended.
 
-    ``local_tokens`` is the answer that it remembers, of step ``looked_up_step`` (-1: not seen);
-    ``cached_tokens`` is what the cache held for the request when this was seen (-1: not asked).
-    ``ended``: the request ends and its answer stays behind. Otherwise the admission that follows,
-    in step ``step``, uses it.
+    ``local_tokens`` is the remembered answer, of step ``looked_up_step`` (-1: not seen); ``cached_tokens``
+    is what the cache holds for the request now (-1: not asked). ``ended``: the request ends and its answer
+    stays behind. Else the admission that follows, in step ``step``, uses the answer.
     """
 
     request: int
@@ -414,13 +416,13 @@ class LookupKept(Event, frozen=True, array_like=True, tag=24):
 
 
 class PoolSeen(Event, frozen=True, array_like=True, tag=25):
-    """A pool of blocks, as it stands where a segment begins.
+    """The state of a block pool at the beginning of a segment.
 
-    ``blocks`` is its size, the null block included, whose id is ``null_block`` (-1: it has none).
-    ``free_blocks`` and ``cached_hashes`` state the lengths of its free queue and its cache map.
-    ``groups`` is flat, three numbers a KV cache group that takes from it: group, tokens a block, and
-    whether a place in its tables stands for a position (1; 2 where a hit also needs every block below
-    it, as for full attention) or not (0: Mamba, cross-attention, rings).
+    ``blocks`` is its size, including the null block, whose id is ``null_block`` (-1: it has none).
+    ``free_blocks`` and ``cached_hashes`` are the lengths of its free queue and its cache map. ``groups`` is
+    flat, three numbers for each KV cache group that allocates from the pool: group, tokens per block, and
+    the kind of its tables. Kind 0: an index in a table is no position (Mamba, cross-attention, rings); 1: it
+    is; 2: it is, and a hit needs every block below it (full attention).
     """
 
     step: int
@@ -433,10 +435,11 @@ class PoolSeen(Event, frozen=True, array_like=True, tag=25):
 
 
 class BlockEvent(Event, frozen=True, array_like=True):
-    """One call of a pool. ``blocks`` are ids, in the call's order; the null block may be among them.
+    """Base of the events for one call of a pool.
 
-    ``request`` and ``group`` are those whose table it was for; -1: none, as for a connector's pin, a
-    copy, or what is given back late. ``by`` is the engine's operation that called.
+    ``blocks`` are block ids in the call's order, and may include the null block. ``request`` and ``group``
+    name the table that the call was for; -1: no table, as for a connector's pin, a copy, or a deferred free.
+    ``by`` is the engine's operation that made the call.
     """
 
     step: int
@@ -447,45 +450,18 @@ class BlockEvent(Event, frozen=True, array_like=True):
     blocks: list[int]
 
 
-class BlocksAllocated(Event, frozen=True, array_like=True, tag=26):
-    """Free blocks were handed out, one reference each; what they were hashed for is evicted.
-
-    Calls of one step with nothing between them that they could concern are one event. ``rows`` is
-    flat, for each call: request, group, how many ids follow, and these. -1, ``by``: see BlockEvent.
-    """
-
-    step: int
-    pool: int
-    by: str
-    rows: list[int]
-    stack: list[str] | None = None
-
-
-class BlocksTouched(BlockEvent, frozen=True, array_like=True, tag=27):
-    """Cached blocks got one reference more. ``references`` states the counts just after."""
-
-    references: list[int]
-    stack: list[str] | None = None
-
-
-class BlocksFreed(BlockEvent, frozen=True, array_like=True, tag=28):
-    """Blocks lost one reference. ``references`` states the counts just after."""
-
-    references: list[int]
-    stack: list[str] | None = None
-
-
 class BlocksCached(Event, frozen=True, array_like=True, tag=29):
-    """Blocks were put into the cache map, for what a request's step fills them with.
+    """Full blocks were cached: they got their hashes and entered the cache map.
 
-    Calls of one step are one event, as for BlocksAllocated, and come after what was taken. ``rows`` is flat,
-    for each call: request, group, the stated length of the request's sequence, how many blocks follow,
-    and three numbers each: block, name, end. Names stand for hashes: numbers by a secret of this engine
-    process, one hash one number, of either sign; two hashes share one by chance of 1 in 2**64. Positions of
-    the request below the end are what the hash promises. ``replaced``: what the block was hashed for
-    before is evicted. Request -1: it is whose table the block stands in, and for the length there is -1
-    less the outputs of one token that have come for it and not been told. No block: some were hashed, and
-    which is not known.
+    The request's present step fills them. Calls of one step are one event, after its allocations. ``rows`` is
+    flat. Each call has request, group, the engine's length of the request's sequence and the number of
+    blocks, then three numbers for each block: block, hash id, end.
+
+    A hash id is a number made from the hash with a secret of this engine process; two hashes share one by
+    chance of 1 in 2**64. The hash covers the request's positions below the end. ``replaced``: the block's
+    earlier hashes were evicted. Request -1: the request whose table holds the block; the length is then -1
+    less the outputs of one token that came and were not emitted yet. No block: some blocks were cached, and
+    it is not known which.
     """
 
     step: int
@@ -496,16 +472,16 @@ class BlocksCached(Event, frozen=True, array_like=True, tag=29):
 
 
 class BlocksEvicted(BlockEvent, frozen=True, array_like=True, tag=30):
-    """Blocks lost their hashes and stay where they are."""
+    """Blocks were evicted from the prefix cache: they lost their hashes."""
 
     stack: list[str] | None = None
 
 
 class BlockCopied(BlockEvent, frozen=True, array_like=True, tag=31):
-    """``blocks`` is a source and a target: the target gets a copy before the source is written to.
+    """A block will be copied before it is written to (copy-on-write). ``blocks``: source and target.
 
-    Both have a reference more until the copy is made. ``moved``: the source's hashes are the target's
-    now, and the source stays in the table; else the target stands there in its place.
+    Both blocks hold one more reference until the copy is made. ``moved``: the target takes over the source's
+    hashes and the source stays in the table; else the target replaces the source in the table.
     """
 
     moved: bool
@@ -513,36 +489,25 @@ class BlockCopied(BlockEvent, frozen=True, array_like=True, tag=31):
 
 
 class BlocksDeferred(BlockEvent, frozen=True, array_like=True, tag=32):
-    """A request gave up its tables, and its blocks come back when no step may write to them."""
+    """A request gave up its tables; its blocks are freed when no step in flight can write to them."""
 
     stack: list[str] | None = None
 
 
 class PoolReset(Event, frozen=True, array_like=True, tag=33):
-    """All hashes of a pool were to be forgotten. Only an idle pool is: else not ``succeeded``."""
+    """A pool was asked to drop all hashes. ``succeeded`` only if the pool was idle."""
 
     step: int
     pool: int
     succeeded: bool
 
 
-class TablesReported(Event, frozen=True, array_like=True, tag=34):
-    """Requests' block tables between two steps.
-
-    ``rows`` is flat: request, group, the engine's count of computed tokens (-1: not known), how many ids
-    follow, and these, the null block's among them.
-    """
-
-    step: int
-    rows: list[int]
-
-
 class BlockStatesReported(Event, frozen=True, array_like=True, tag=35):
-    """Some blocks of a pool in a row, from id ``first`` up, as they stand between two steps.
+    """The states of consecutive blocks of a pool, from id ``first`` up, between two steps.
 
-    ``states`` has a number each: the reference count times 8, and 1 if it stands in the free queue,
-    2 if it has a hash, 4 if the cache map leads from that hash to it.
-    ``free_blocks`` and ``cached_hashes`` state the lengths of free queue and cache map; -1: not known.
+    ``states`` has one number for each block: the reference count times 8, plus 1 if the block is in the free
+    queue, 2 if it has a hash, 4 if the cache map maps that hash to it. ``free_blocks`` and
+    ``cached_hashes`` are the lengths of free queue and cache map; -1: not known.
     """
 
     step: int
@@ -553,21 +518,15 @@ class BlockStatesReported(Event, frozen=True, array_like=True, tag=35):
     cached_hashes: int
 
 
-class TablesRemoved(Event, frozen=True, array_like=True, tag=36):
-    """The engine knows these requests no more: their blocks are given up, or deferred."""
-
-    requests: list[int]
-
-
 HEAD = 5
 """Length of the header of each call in ``PoolCalls.rows``."""
 
 ALLOCATED, TOUCHED, FREED, CACHED, TABLES_REPORTED, TABLES_REMOVED, ALLOCATED_EACH, IN_STEP = range(8)
 """Codes of the calls in ``PoolCalls.rows``.
 
-The first six stand for one event each: BlocksAllocated, BlocksTouched, BlocksFreed, BlocksCached,
-TablesReported, TablesRemoved. ALLOCATED_EACH: one block was allocated to each of several requests. IN_STEP:
-the calls that follow were made in another step than ``PoolCalls.step``.
+ALLOCATED, TOUCHED, FREED, TABLES_REPORTED and TABLES_REMOVED stand for one event of ``old_events.py`` each,
+CACHED for a :class:`BlocksCached`. ALLOCATED_EACH: one block was allocated to each of several requests.
+IN_STEP: the calls that follow were made in another step than ``PoolCalls.step``.
 """
 
 
@@ -595,16 +554,16 @@ class PoolCalls(Event, frozen=True, array_like=True, tag=37):
     stack: list[str] | None = None
 
 
-# --- the connector's own books ------------------------------------------------------------------------
+# --- the connector's own counts -----------------------------------------------------------------------
 
 
 class Tracked(Event, frozen=True, array_like=True, tag=60):
-    """What the connector itself counts of a request, beside the engine's count at the same instant.
+    """The connector's counts of a request, beside the engine's count at the same instant.
 
-    ``tracked_tokens`` of its sequence are known to the connector. ``saved_tokens`` of them it has
-    ordered to be saved or found saved, ``due_tokens`` it should have by its own rules (-1: it saves
-    nothing of this request). ``computed_tokens`` is the engine's count, of tokens that exist;
-    ``recent_tokens`` of it at most came after the connector's last plan.
+    The connector knows ``tracked_tokens`` of the sequence. It has ordered ``saved_tokens`` to be saved, or
+    found them saved; by its own rules it should have saved ``due_tokens`` (-1: it saves nothing of this
+    request). ``computed_tokens`` is the engine's count of existing tokens; at most ``recent_tokens`` of these
+    came after the connector last built its metadata.
     """
 
     request: int
@@ -617,7 +576,7 @@ class Tracked(Event, frozen=True, array_like=True, tag=60):
 
 
 class SavePlanned(Event, frozen=True, array_like=True, tag=61):
-    """A step's plan orders KV to be saved: positions from ``start`` up to, not with, ``end``."""
+    """A step's connector metadata orders the KV of positions [start, end) to be saved."""
 
     request: int
     step: int
@@ -635,16 +594,16 @@ class FreeDelayed(Event, frozen=True, array_like=True, tag=62):
 
 
 class FreeCompleted(Event, frozen=True, array_like=True, tag=63):
-    """The blocks that a connector had kept were seen to be free."""
+    """The blocks that a connector had kept are free now."""
 
     request: int
     step: int
 
 
 class ChildMatched(Event, frozen=True, array_like=True, tag=64):
-    """A child of a connector of connectors answered; equal answers in a row are told once.
+    """A child of a connector of connectors answered. Equal answers in a row are one event.
 
-    ``child`` is its place and class; ``external_tokens`` None: ask again later.
+    ``child`` is its index and class; ``external_tokens`` None: it asked to be asked again later.
     """
 
     request: int
@@ -656,10 +615,10 @@ class ChildMatched(Event, frozen=True, array_like=True, tag=64):
 
 
 class BlocksPromised(Event, frozen=True, array_like=True, tag=65):
-    """The blocks that a life's external tokens are to fill, in the order of their positions.
+    """The blocks that the external tokens of a life will fill, in the order of their positions.
 
-    ``tokens`` positions from ``start`` up; a block has ``block_tokens``. Told where the engine has one
-    KV cache group.
+    The tokens are ``tokens`` positions from ``start`` up; a block has ``block_tokens``. Emitted only for an
+    engine with one KV cache group.
     """
 
     request: int
@@ -671,14 +630,14 @@ class BlocksPromised(Event, frozen=True, array_like=True, tag=65):
 
 
 class WorkerStepped(Event, frozen=True, array_like=True, tag=66):
-    """What a worker's side of the connector did in one step; told where it did anything.
+    """What the worker side of a connector did in one step, if it did anything.
 
-    ``step`` counts the plans that the worker was handed, from 1, ``worker`` is its rank.
-    ``loaded_blocks`` are ids that the plan's loads fill (None: it can't be read), ``started`` says that
-    the worker was told to begin them, ``layers`` how many layers were waited for. ``saves`` are orders
-    to save in the plan (-1: they can't be read), ``saved`` says that they were waited for.
-    ``failed_blocks`` it reported as not loaded. Requests stand by their ids: the transfers of
-    ``received`` were reported finished, of ``failed`` failed, and what was kept for ``sent`` may go.
+    ``step`` counts the connector metadata that the worker received, from 1; ``worker`` is its rank.
+    ``loaded_blocks`` are the blocks that the loads fill (None: the metadata can't be read), ``started``
+    whether the loads were started, ``layers`` how many layers were waited for. ``saves`` is the number of
+    ordered saves (-1: they can't be read), ``saved`` whether they were waited for. ``failed_blocks`` were
+    reported as not loaded. ``received``, ``failed`` and ``sent`` are request ids: transfers in that finished,
+    transfers in that failed, and transfers out that finished.
     """
 
     step: int
@@ -694,7 +653,7 @@ class WorkerStepped(Event, frozen=True, array_like=True, tag=66):
     sent: list[str]
 
 
-AnyEvent = (
+EmittedEvent = (
     EngineStarted
     | EngineStopped
     | Gap
@@ -722,17 +681,12 @@ AnyEvent = (
     | Snapshot
     | LookupKept
     | PoolSeen
-    | BlocksAllocated
-    | BlocksTouched
-    | BlocksFreed
     | BlocksCached
     | BlocksEvicted
     | BlockCopied
     | BlocksDeferred
     | PoolReset
-    | TablesReported
     | BlockStatesReported
-    | TablesRemoved
     | PoolCalls
     | Tracked
     | SavePlanned
@@ -742,3 +696,4 @@ AnyEvent = (
     | BlocksPromised
     | WorkerStepped
 )
+"""Every event that an engine's hooks emit."""

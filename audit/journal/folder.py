@@ -13,7 +13,7 @@ from io import FileIO
 from pathlib import Path
 
 from ..errors import LedgerError
-from ..events import AnyEvent
+from ..old_events import AnyEvent
 from .format import read_header, segments
 from .reader import Damage, Position, Reader
 

@@ -24,7 +24,8 @@ from zlib import crc32
 import msgspec
 
 from ..errors import LedgerError
-from ..events import SCHEMA, AnyEvent
+from ..events import SCHEMA
+from ..old_events import AnyEvent
 
 MAGIC = b"kvledger journal "
 FRAME = struct.Struct("<II")

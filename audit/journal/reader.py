@@ -24,7 +24,8 @@ import msgspec
 from msgspec.structs import replace
 
 from ..errors import LedgerError
-from ..events import AnyEvent, EngineStopped, Gap
+from ..events import EngineStopped, Gap
+from ..old_events import AnyEvent
 from .format import Payload, TailState, frames, is_live, newer_schema, read_header, segment_number, segments
 
 # Reasons of a Damage.

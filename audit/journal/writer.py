@@ -22,7 +22,8 @@ from typing import NamedTuple, get_args
 
 import msgspec
 
-from ..events import AnyEvent, Event, Gap
+from ..events import Event, Gap
+from ..old_events import AnyEvent
 from .format import HEADER, MAX_PAYLOAD_BYTES, segment_name, segments, take_lock
 from .format import frame as framed
 

@@ -14,12 +14,12 @@ from typing import NamedTuple
 from ..analysis.reconciliation import Reconciliation
 from ..checks.auditor import Verdict
 from ..checks.registry import Violation
-from ..events import AnyEvent
 from ..journal.reader import Reader
 from ..ledger.account import Account
 from ..ledger.frozen import AccountStatement, Line
 from ..ledger.state import Watch
 from ..ledger.totals import Totals
+from ..old_events import AnyEvent
 from .engine_audit import EngineAudit
 from .find import journals_at, pick_request
 from .parallel import Run, here

@@ -33,12 +33,19 @@ class Rule(NamedTuple):
     not_ours: tuple[str, ...] = ()
 
 
-GROUND = ("audit.errors", "audit.events", "audit.causes", "audit.release_semantics", "audit.glossary")
+GROUND = (
+    "audit.errors",
+    "audit.events",
+    "audit.old_events",
+    "audit.causes",
+    "audit.release_semantics",
+    "audit.glossary",
+)
 LEDGER = (*GROUND, "audit.ledger")
 CHECKS = (*LEDGER, "audit.checks")
 ANALYSIS = (*CHECKS, "audit.analysis")
 REPLAY = (*ANALYSIS, "audit.journal", "audit.replay")
-EVENTS = ("audit.errors", "audit.events")
+EVENTS = ("audit.errors", "audit.events", "audit.old_events")
 OUTER = Rule(ours=("audit",))
 
 RULES = {
@@ -48,7 +55,8 @@ RULES = {
     # the ground floor
     "audit": Rule(libraries=NONE, ours=("audit.errors",)),
     "audit.errors": Rule(libraries=NONE),
-    "audit.events": Rule(ours=EVENTS),
+    "audit.events": Rule(ours=("audit.errors",)),
+    "audit.old_events": Rule(ours=("audit.events",)),
     "audit.causes": Rule(ours=EVENTS),
     "audit.hooks": Rule(libraries=NONE),
     "audit.release_semantics": Rule(ours=EVENTS),

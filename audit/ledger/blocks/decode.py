@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ... import events as ev
+from ... import old_events
 
 
 def calls(event: ev.PoolCalls) -> Iterator[ev.Event]:
@@ -20,9 +21,11 @@ def calls(event: ev.PoolCalls) -> Iterator[ev.Event]:
             row = [request, group, more >> 1, count // 3, *follow]
             yield ev.BlocksCached(at, step, pool, row, bool(more & 1), stack)
         elif what == ev.ALLOCATED:
-            yield ev.BlocksAllocated(at, step, pool, event.by[more], [request, group, count, *follow], stack)
+            yield old_events.BlocksAllocated(
+                at, step, pool, event.by[more], [request, group, count, *follow], stack
+            )
         elif what in (ev.TOUCHED, ev.FREED):
-            kind = ev.BlocksTouched if what == ev.TOUCHED else ev.BlocksFreed
+            kind = old_events.BlocksTouched if what == ev.TOUCHED else old_events.BlocksFreed
             half = count // 2
             by, ids, references = event.by[more], follow[:half], follow[half:]
             yield kind(at, step, pool, request, group, by, ids, references, stack)
@@ -33,10 +36,10 @@ def calls(event: ev.PoolCalls) -> Iterator[ev.Event]:
                 for taker, block in zip(follow[half:], follow[:half], strict=True)
                 for number in (taker, group, 1, block)
             ]
-            yield ev.BlocksAllocated(at, step, pool, event.by[more], taken, stack)
+            yield old_events.BlocksAllocated(at, step, pool, event.by[more], taken, stack)
         elif what == ev.IN_STEP:
             step = more
         elif what == ev.TABLES_REPORTED:
-            yield ev.TablesReported(at, step, follow)
+            yield old_events.TablesReported(at, step, follow)
         else:
-            yield ev.TablesRemoved(at, [request])
+            yield old_events.TablesRemoved(at, [request])

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ... import events as ev
+from ... import old_events
 from .holdings import Holdings
 from .records import TABLE, UNKNOWN, Block, Pool
 from .subjects import BlockStatement, Leak, PoolStatement, SharedWrite, Uncovered
@@ -53,7 +54,7 @@ def _state_pool(holdings: Holdings, number: int, free_blocks: int, hashes: int) 
         pool.named = False
 
 
-def _tables(holdings: Holdings, event: ev.TablesReported) -> None:
+def _tables(holdings: Holdings, event: old_events.TablesReported) -> None:
     rows, at = event.rows, 0
     stood: dict[tuple[int, int, int], int] = {}
     while at < len(rows):
@@ -157,7 +158,7 @@ def counted(holdings: Holdings, number: int, block: int, record: Block, referenc
         record.known = False
 
 
-def _gone(holdings: Holdings, event: ev.TablesRemoved) -> None:
+def _gone(holdings: Holdings, event: old_events.TablesRemoved) -> None:
     for request in event.requests:
         holdings.ending.pop(request, None)
         _leak(holdings, request, 0)
@@ -184,7 +185,7 @@ def _leak(holdings: Holdings, request: int, seconds: int) -> None:
 
 STATEMENTS: dict[type[ev.Event], Callable[[Holdings, Any], None]] = {
     ev.PoolSeen: _seen,
-    ev.TablesReported: _tables,
+    old_events.TablesReported: _tables,
     ev.BlockStatesReported: _stated,
-    ev.TablesRemoved: _gone,
+    old_events.TablesRemoved: _gone,
 }

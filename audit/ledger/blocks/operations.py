@@ -11,6 +11,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ... import events as ev
+from ... import old_events
 from ...causes import EVICTED
 from .engine_reports import counted
 from .hashes import not_there
@@ -19,7 +20,7 @@ from .records import COPY, DEFERRED, PIN, TABLE, UNKNOWN, Block, Pool, remember,
 from .subjects import StrayFree
 
 
-def _taken(holdings: Holdings, event: ev.BlocksAllocated) -> None:
+def _taken(holdings: Holdings, event: old_events.BlocksAllocated) -> None:
     pool = holdings.pools.get(event.pool)
     rows, at = event.rows, 0
     while pool is not None and at < len(rows):
@@ -29,7 +30,12 @@ def _taken(holdings: Holdings, event: ev.BlocksAllocated) -> None:
 
 
 def _take(
-    holdings: Holdings, event: ev.BlocksAllocated, pool: Pool, request: int, group: int, blocks: list[int]
+    holdings: Holdings,
+    event: old_events.BlocksAllocated,
+    pool: Pool,
+    request: int,
+    group: int,
+    blocks: list[int],
 ) -> None:
     holder = holdings.actor(TABLE, request, group)
     done = holdings.operation(event, "taken", event.by, request, group)
@@ -49,7 +55,7 @@ def _take(
         pool.free_blocks -= 1
 
 
-def _touched(holdings: Holdings, event: ev.BlocksTouched) -> None:
+def _touched(holdings: Holdings, event: old_events.BlocksTouched) -> None:
     pool = holdings.pools.get(event.pool)
     if pool is None:
         return
@@ -73,7 +79,7 @@ def _touched(holdings: Holdings, event: ev.BlocksTouched) -> None:
         counted(holdings, event.pool, block, record, references)
 
 
-def _freed(holdings: Holdings, event: ev.BlocksFreed) -> None:
+def _freed(holdings: Holdings, event: old_events.BlocksFreed) -> None:
     pool = holdings.pools.get(event.pool)
     if pool is None:
         return
@@ -99,7 +105,7 @@ def _freed(holdings: Holdings, event: ev.BlocksFreed) -> None:
         counted(holdings, event.pool, block, pool.records[block], references)
 
 
-def _let_go(holdings: Holdings, event: ev.BlocksFreed, block: int, record: Block) -> bool:
+def _let_go(holdings: Holdings, event: old_events.BlocksFreed, block: int, record: Block) -> bool:
     """Take away the reference that was given back; False if there is none of that holder."""
     if event.request >= 0:
         fits = [
@@ -154,9 +160,9 @@ def _deferred(holdings: Holdings, event: ev.BlocksDeferred) -> None:
 
 
 OPERATIONS: dict[type[ev.Event], Callable[[Holdings, Any], None]] = {
-    ev.BlocksAllocated: _taken,
-    ev.BlocksTouched: _touched,
-    ev.BlocksFreed: _freed,
+    old_events.BlocksAllocated: _taken,
+    old_events.BlocksTouched: _touched,
+    old_events.BlocksFreed: _freed,
     ev.BlockCopied: _copied,
     ev.BlocksDeferred: _deferred,
 }

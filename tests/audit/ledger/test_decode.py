@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvledger.audit import events as ev
+from kvledger.audit import old_events
 from kvledger.audit.ledger.blocks.decode import calls
 
 AT, STEP, POOL = 9, 4, 1
@@ -13,11 +14,11 @@ WHAT = 8 * POOL
 TOLD = {
     "taken": (
         [WHAT + ev.ALLOCATED, 7, 0, 1, 2, 30, 31],
-        ev.BlocksAllocated(AT, STEP, POOL, "allocate", [7, 0, 2, 30, 31]),
+        old_events.BlocksAllocated(AT, STEP, POOL, "allocate", [7, 0, 2, 30, 31]),
     ),
     "taken, one each": (
         [WHAT + ev.ALLOCATED_EACH, -1, 0, 1, 4, 30, 31, 7, 8],
-        ev.BlocksAllocated(AT, STEP, POOL, "allocate", [7, 0, 1, 30, 8, 0, 1, 31]),
+        old_events.BlocksAllocated(AT, STEP, POOL, "allocate", [7, 0, 1, 30, 8, 0, 1, 31]),
     ),
     "hashed, whose table it stands in": (
         [WHAT + ev.CACHED, -1, 0, 2 * -3, 3, 30, 5, 16],
@@ -25,11 +26,11 @@ TOLD = {
     ),
     "touched": (
         [WHAT + ev.TOUCHED, 7, 0, 0, 4, 30, 31, 2, 1],
-        ev.BlocksTouched(AT, STEP, POOL, 7, 0, "hit", [30, 31], [2, 1]),
+        old_events.BlocksTouched(AT, STEP, POOL, 7, 0, "hit", [30, 31], [2, 1]),
     ),
     "freed by nobody": (
         [WHAT + ev.FREED, -1, -1, 0, 2, 30, 0],
-        ev.BlocksFreed(AT, STEP, POOL, -1, -1, "hit", [30], [0]),
+        old_events.BlocksFreed(AT, STEP, POOL, -1, -1, "hit", [30], [0]),
     ),
     "hashed": (
         [WHAT + ev.CACHED, 7, 0, 2 * 20, 6, 30, 1 << 62, 16, 31, 5, 32],
@@ -41,9 +42,9 @@ TOLD = {
     ),
     "stated": (
         [ev.TABLES_REPORTED, -1, -1, 0, 5, 7, 0, 16, 1, 30],
-        ev.TablesReported(AT, STEP, [7, 0, 16, 1, 30]),
+        old_events.TablesReported(AT, STEP, [7, 0, 16, 1, 30]),
     ),
-    "gone": ([ev.TABLES_REMOVED, 7, -1, 0, 0], ev.TablesRemoved(AT, [7])),
+    "gone": ([ev.TABLES_REMOVED, 7, -1, 0, 0], old_events.TablesRemoved(AT, [7])),
 }
 
 
@@ -76,4 +77,4 @@ def test_what_was_called_for_in_later_steps_is_told_of_those() -> None:
 def test_each_call_has_the_stack_of_the_event() -> None:
     (taken,) = calls(ev.PoolCalls(AT, STEP, ["allocate"], [ev.ALLOCATED, 7, 0, 0, 1, 30], ["here"]))
 
-    assert ev.BlocksAllocated(AT, STEP, 0, "allocate", [7, 0, 1, 30], ["here"]) == taken
+    assert old_events.BlocksAllocated(AT, STEP, 0, "allocate", [7, 0, 1, 30], ["here"]) == taken

@@ -13,7 +13,6 @@ from kvledger.audit.checks.auditor import Auditor
 from kvledger.audit.conformance.driver import Driver
 from kvledger.audit.events import (
     Admitted,
-    BlocksAllocated,
     BlocksCached,
     Delivered,
     Event,
@@ -23,6 +22,7 @@ from kvledger.audit.events import (
     Stepped,
 )
 from kvledger.audit.ledger.account import Account
+from kvledger.audit.old_events import BlocksAllocated
 from kvledger.exporters.reports.why import Tally, explained
 
 BLOCK = 16

@@ -17,6 +17,7 @@ from tests.scenarios.corpus import SCENARIOS
 from tests.scenarios.driving import start
 
 from kvledger.audit import events as ev
+from kvledger.audit import old_events
 from kvledger.audit.conformance.driver import Driver
 from kvledger.audit.engines import choose
 from kvledger.audit.engines.pool import watch
@@ -31,7 +32,7 @@ Taken = tuple[int, int, int, str, list[int]]
 def taken(events: list[ev.Event]) -> list[Taken]:
     found: list[Taken] = []
     for call in each(events):
-        rows = call.rows if isinstance(call, ev.BlocksAllocated) else []
+        rows = call.rows if isinstance(call, old_events.BlocksAllocated) else []
         while rows:
             end = 3 + rows[2]
             found.append((call.step, rows[0], rows[1], call.by, rows[3:end]))
@@ -41,7 +42,11 @@ def taken(events: list[ev.Event]) -> list[Taken]:
 
 def counted(events: list[ev.Event]) -> list[tuple[Any, ...]]:
     """Step, request, group, blocks and their counts of what was touched and what was freed, in order."""
-    calls = [event for event in each(events) if isinstance(event, ev.BlocksTouched | ev.BlocksFreed)]
+    calls = [
+        event
+        for event in each(events)
+        if isinstance(event, old_events.BlocksTouched | old_events.BlocksFreed)
+    ]
     return [(type(call), call.step, call.request, call.group, call.blocks, call.references) for call in calls]
 
 
@@ -163,7 +168,9 @@ def test_who_takes_and_is_preempted_in_one_step_is_found_by_what_it_leaves(
 
     def asks(self: Untold, *leaving: Any) -> Any:
         calls = each([ev.PoolCalls(0, 0, [""] * 9, self.rows)])
-        given_back = {block for call in calls if isinstance(call, ev.BlocksFreed) for block in call.blocks}
+        given_back = {
+            block for call in calls if isinstance(call, old_events.BlocksFreed) for block in call.blocks
+        }
         left.append(len({block.block_id for block in self.handed} & given_back))
         return ask_tables(self, *leaving)
 
@@ -212,7 +219,9 @@ def test_what_is_touched_by_hand_is_a_pin_whenever_it_comes(monkeypatch: pytest.
     read = observe(scenario, level="blocks")[1]
 
     assert counted(wrapped(scenario, monkeypatch)) == counted(read)
-    assert 2 == sum(what is ev.BlocksTouched and request < 0 for what, _, request, *_ in counted(read))
+    assert 2 == sum(
+        what is old_events.BlocksTouched and request < 0 for what, _, request, *_ in counted(read)
+    )
     assert "clean" == audited(read).verdict
 
 
@@ -231,7 +240,9 @@ def test_a_name_that_comes_again_at_once_is_another_request() -> None:
 
     read = observe(scenario, level="blocks")[1]
 
-    assert [0, 1, 2, 3, 4] == [call.requests[0] for call in each(read) if isinstance(call, ev.TablesRemoved)]
+    assert [0, 1, 2, 3, 4] == [
+        call.requests[0] for call in each(read) if isinstance(call, old_events.TablesRemoved)
+    ]
     assert "clean" == audited(read).verdict
 
 
@@ -270,7 +281,9 @@ def test_steps_that_are_put_aside_are_told_together_each_as_its_own(
     monkeypatch.setattr("kvledger.audit.engines.steps.AT_REST_STEPS", 10**9)
     _, read = observe(two_that_decode, level="blocks", names_nobody=names_nobody)
     told = [event for event in read if isinstance(event, ev.PoolCalls)]
-    steps = {call.step for event in told for call in calls(event) if isinstance(call, ev.BlocksAllocated)}
+    steps = {
+        call.step for event in told for call in calls(event) if isinstance(call, old_events.BlocksAllocated)
+    }
 
     assert len(steps) > len([event for event in told if ev.IN_STEP in event.rows[::5]]) > 0
     assert "clean" == audited(read).verdict
@@ -301,7 +314,9 @@ def test_tables_that_do_not_add_up_are_stated_also_after_steps_that_were_put_asi
         return driver
 
     _, read = observe(scenario, level="blocks")
-    stated = [event for event in each(read) if isinstance(event, ev.TablesReported) and event.step == 5]
+    stated = [
+        event for event in each(read) if isinstance(event, old_events.TablesReported) and event.step == 5
+    ]
 
     assert [1] == [event.rows[0] for event in stated]
 
@@ -375,7 +390,11 @@ def test_with_stacks_each_operation_is_told_by_the_call_that_made_it() -> None:
     driver = start(attach)
     driver.add("r", 20, 100)
     driver.run()
-    told = [event for event in each(sink.take()) if isinstance(event, ev.BlocksAllocated | ev.BlocksCached)]
+    told = [
+        event
+        for event in each(sink.take())
+        if isinstance(event, old_events.BlocksAllocated | ev.BlocksCached)
+    ]
     innermost = {(type(event).__name__, (event.stack or [""])[-1].rpartition(" ")[2]) for event in told}
 
     assert 8 < len(told)

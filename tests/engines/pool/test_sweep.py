@@ -17,7 +17,8 @@ from kvledger.audit.conformance.driver import Driver
 from kvledger.audit.engines.pool.sweep import SWEEP_BLOCKS, SWEEP_TABLES
 from kvledger.audit.engines.steps import AT_REST_STEPS
 from kvledger.audit.entry.attach import LiveAudit
-from kvledger.audit.events import Admitted, BlockStatesReported, TablesReported
+from kvledger.audit.events import Admitted, BlockStatesReported
+from kvledger.audit.old_events import TablesReported
 
 POOL_BLOCKS = 300
 REQUESTS = 6

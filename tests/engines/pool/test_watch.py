@@ -12,6 +12,7 @@ from tests.engines.observed import audited, each
 from tests.scenarios.driving import start
 
 from kvledger.audit import events as ev
+from kvledger.audit import old_events
 from kvledger.audit.conformance.host import build_request
 from kvledger.audit.engines import host_version
 from kvledger.audit.engines.pool.manager_observer import ManagerObserver
@@ -122,7 +123,7 @@ def test_a_pin_from_outside_is_held_by_nobody_in_particular(watched: Watched) ->
     watched.manager.free(request)
     watched.pool.free_blocks([block])
 
-    (pinned,) = [event for event in watched.seen(ev.BlocksTouched) if event.request < 0]
+    (pinned,) = [event for event in watched.seen(old_events.BlocksTouched) if event.request < 0]
 
     assert [block.block_id] == pinned.blocks
     assert [2] == pinned.references
@@ -135,7 +136,7 @@ def test_a_pin_outlives_its_request_and_is_given_up_by_unpinning(watched: Watche
     watched.manager.free(request)
     watched.pool.unpin_blocks([block], lambda *_: None)
 
-    freed = [event for event in watched.seen(ev.BlocksFreed) if event.by == "unpin_blocks"]
+    freed = [event for event in watched.seen(old_events.BlocksFreed) if event.by == "unpin_blocks"]
 
     assert [([block.block_id], [0])] == [(event.blocks, event.references) for event in freed]
 
