@@ -1,11 +1,11 @@
-"""What the real engine puts out observed, against the same engine bare.
+"""The throughput of the real engine, observed against bare.
 
-Three engines with the demo's tiny model live in this process and serve the same without an end: a
-request that ends is followed by a new one, as long as those of the workload *churn*. They take turns of
-three steps, of which the first is not timed, and each is the observed one as often as the others: see
-``benchmarks.scheduler`` for why. All time counts, also what the recorder takes to write down a second of
-the observed engine's own time, for which the engine is made to wait. The smaller the model, the larger
-our share: this is the worst case, a step of some five milliseconds.
+Three engines with the demo's tiny model live in this process and serve the same endless workload: a new
+request replaces each one that ends, as long as those of *churn*. They take turns of three steps, of
+which the first is not timed, and each is observed equally often; ``benchmarks.scheduler`` explains why.
+All time counts. Once a second of the observed engine's own time, the engine waits until the recorder has
+written the journal. The smaller the model, the larger the share of kvledger: steps of about five
+milliseconds are the worst case.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ REQUESTS = 32
 BLOCK_TOKENS = 32
 CHURN = BY_KEY["churn"]
 NAMES = ("observed", "on", "again")
-"""What an engine is, by turns: the last two are bare and equal."""
+"""The roles that the engines take in turn; the last two are bare and equal."""
 
 ORDERS = tuple(itertools.permutations(range(len(NAMES))))
 
 
 class Serving:
-    """A live engine that ``REQUESTS`` requests are kept in."""
+    """A live engine, kept at ``REQUESTS`` running requests."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -67,7 +67,7 @@ class Serving:
             require_complete(recorder.folder, self._request_ids)
 
     def step(self) -> float:
-        """Seconds of one engine step, with the requests that arrive before it."""
+        """Seconds of one engine step, including the requests that arrive before it."""
         arrivals = [self._arrival() for _ in range(REQUESTS - self._running)]
         began = time.perf_counter()
         for arrival in arrivals:
@@ -80,14 +80,14 @@ class Serving:
         return seconds
 
     def written(self, seconds: float) -> float:
-        """After so many of its own: the seconds to wait for the journal, where it is time for that."""
+        """Count ``seconds`` of this engine; the seconds spent waiting for the journal, if a write was due."""
         self._unwritten += seconds
         if self._observed is None or self._unwritten < WRITE_SECONDS:
             return 0.0
         self._unwritten = 0.0
         began = time.perf_counter()
         if not self._observed[1].flush(60.0):
-            raise RuntimeError("the journal's disk does not answer")
+            raise RuntimeError("the journal could not be written within 60 s")
         return time.perf_counter() - began
 
     def shutdown(self) -> None:
@@ -111,22 +111,22 @@ class Serving:
 
 
 def measure(rounds: int, blocks: int, folder: Path, progress: Progress) -> tuple[Estimate, Estimate]:
-    """Generated tokens per second, observed over bare, and for comparison bare over bare.
+    """The ratio of generated tokens per second, observed over bare, and for comparison bare over bare.
 
-    In each of ``rounds`` every engine is the observed one for ``blocks``, and in a block each order of
-    the three comes once.
+    In each round every engine is observed for ``blocks`` blocks, and a block contains each order of
+    the three engines once.
     """
     engines = [Serving(_engine(folder / str(number)).llm_engine) for number in range(len(NAMES))]
-    ours, nothing = list[float](), list[float]()
+    observed, error = list[float](), list[float]()
     try:
         gc.collect()
         gc.freeze()
         for number in range(rounds):
             progress(f"engine: round {number + 1} of {rounds}")
-            found = [_turns(engines[turn:] + engines[:turn], blocks, folder) for turn in range(len(engines))]
-            ours.append(geometric_mean(one for one, _ in found))
-            nothing.append(geometric_mean(other for _, other in found))
-        return estimate(ours), estimate(nothing)
+            ratios = [_turns(engines[turn:] + engines[:turn], blocks, folder) for turn in range(len(engines))]
+            observed.append(geometric_mean(ratio for ratio, _ in ratios))
+            error.append(geometric_mean(ratio for _, ratio in ratios))
+        return estimate(observed), estimate(error)
     finally:
         gc.unfreeze()
         for engine in engines:
@@ -134,7 +134,7 @@ def measure(rounds: int, blocks: int, folder: Path, progress: Progress) -> tuple
 
 
 def _turns(engines: list[Serving], blocks: int, folder: Path) -> tuple[float, float]:
-    """Bare time over that of the first, which is observed; and of the second over the third's."""
+    """Bare seconds over those of the first engine, which is observed; and the third's over the second's."""
     engines[0].begin(folder / "journals")
     try:
         for _ in range(FRESH_STEPS):
@@ -150,8 +150,8 @@ def _turns(engines: list[Serving], blocks: int, folder: Path) -> tuple[float, fl
                     timed = sum(engine.step() for _ in range(TIMED_STEPS))
                     whole = untimed + timed
                     spent[place] += timed + timed / whole * engine.written(whole)
-            for found, one in zip(seconds, spent, strict=True):
-                found.append(one)
+            for sums, one in zip(seconds, spent, strict=True):
+                sums.append(one)
         bare = [fmean(pair) for pair in zip(*seconds[1:], strict=True)]
         return typical_ratio(bare, seconds[0]), typical_ratio(seconds[2], seconds[1])
     finally:
@@ -162,7 +162,7 @@ def _engine(folder: Path) -> Any:
     from vllm import LLM, ModelRegistry
     from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
-    # A class known by name only is inspected in a process of its own, a second import of vLLM.
+    # vLLM would inspect a class given by name in another process, which imports vLLM a second time.
     ModelRegistry.register_model("Qwen3ForCausalLM", Qwen3ForCausalLM)
     return LLM(
         model=str(write_model(folder / "model", 0)),

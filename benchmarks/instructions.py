@@ -1,17 +1,18 @@
-"""`make instructions`: how many instructions a step of the real scheduler takes, bare and observed.
+"""`make instructions`: counts the instructions of a step of the real scheduler, bare and observed.
 
-Valgrind counts them one by one, so a figure hardly moves from run to run, whatever else the machine
-does. Rules of this file:
+Valgrind counts every instruction, so a figure hardly changes from run to run, whatever else the machine
+does. How it is counted:
 
-- Counted is what `make bench` times: ``add_request``, ``schedule`` and ``update_from_output``, and all
-  of the writer thread. Valgrind can't be switched on and off within a step, so whole steps are
-  counted, and from them is taken what the made-up model and its clients are: a third engine does all
-  of that twice, and nothing else.
-- The bare engine is counted while nothing is observed in its process: not even a class is wrapped.
-- All workloads share a process, with hashes of one seed and no garbage collection: under valgrind it
-  takes longer to import vLLM than to count a workload.
-- Valgrind is some 50 times slower than the machine. What goes by time would come as many times too
-  often, so the writer thread is told when to write, as often as by itself in as many steps.
+- `make bench` times ``add_request``, ``schedule``, ``update_from_output`` and all of the writer thread, and
+  the same is counted here. Valgrind can't be switched on and off within a step, so whole steps are
+  counted, and the share of the scripted model and its clients is subtracted: a third engine executes
+  that share twice in each step.
+- The bare engine is counted before anything is observed in the process, so no class is wrapped yet.
+- All workloads share one process, with a fixed hash seed and without garbage collection, because under
+  valgrind importing vLLM takes longer than counting a workload.
+- Valgrind runs about 50 times slower than the machine. Whatever goes by the clock would happen 50 times
+  too often, so the benchmark decides when the writer thread writes: as often as it would in as many
+  steps at full speed.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from benchmarks.validity import InvalidRound
 from kvledger.audit.conformance.runner import ModelStep
 
 REQUEST_STEPS = 64 * 256
-"""What is counted of a workload: about as much as it does between two writes to the journal."""
+"""Request-steps counted of a workload, about as many as between two writes to the journal."""
 
 TOOLS = ("valgrind", "callgrind_control")
 DUMP = re.compile(r"^desc: Trigger: .*\bdump (\S+)$", re.MULTILINE)
@@ -47,26 +48,26 @@ TOTALS = re.compile(r"^totals: (\d+)$", re.MULTILINE)
 
 
 class Instructions(NamedTuple):
-    """A step's, in the scheduler alone."""
+    """Instructions of a step, in the scheduler alone."""
 
     bare: float
     observed: float
 
     @property
     def ratio(self) -> float:
-        """Observed over bare."""
+        """The ratio of observed to bare."""
         return self.observed / self.bare
 
 
 class Doubled(Lane):
-    """A lane in which all but the scheduler's own part of a step is done twice."""
+    """A lane that does everything twice in a step except the scheduler's own part."""
 
     def __init__(self, workload: Workload, effort: Effort) -> None:
         super().__init__(workload, effort, log_stats=True)
         self.twin = self.make_clients()
 
     def arrivals(self) -> list[Any]:
-        """Requests in place of those that have ended."""
+        """New requests for those that have ended."""
         self.twin.arrivals(self.workload.running - len(self.scheduler.requests))
         return super().arrivals()
 
@@ -76,25 +77,25 @@ class Doubled(Lane):
         return super().answer(scheduled)
 
     def propose(self, step: ModelStep) -> None:
-        """Hand in the drafts for the next step."""
+        """Give the scheduler the draft tokens for the next step."""
         self.twin.propose(self.scheduler, step)
         super().propose(step)
 
 
 def steps_of(workload: Workload) -> int:
-    """How many steps of a workload are counted."""
+    """The number of steps of a workload that are counted."""
     return REQUEST_STEPS // workload.running
 
 
 def scheduler_share(counted: Mapping[str, int], steps: int) -> Instructions:
-    """What is the scheduler's of the counts of one workload's passes."""
+    """The scheduler's share of the instructions counted in the passes of one workload."""
     around = counted["doubled"] - counted["bare"]
     whole = (counted[name] - counted["nothing"] - around for name in ("bare", "observed"))
     return Instructions(*(instructions / steps for instructions in whole))
 
 
 def measure(workloads: Sequence[Workload], folder: Path) -> list[tuple[Workload, Instructions]]:
-    """Count ``workloads`` under valgrind, in a process that writes below ``folder``."""
+    """Count ``workloads`` under valgrind, in a process that writes its counts below ``folder``."""
     log = folder / "log"
     command = [
         *("valgrind", "--tool=callgrind", "--instr-atstart=no", f"--log-file={log}"),
@@ -112,9 +113,9 @@ def measure(workloads: Sequence[Workload], folder: Path) -> list[tuple[Workload,
 
 
 def read_dump(text: str) -> tuple[str, str, int] | None:
-    """A workload's key, a pass of it and what callgrind counted, from one of its files.
+    """The workload's key, the pass and the count in one of callgrind's files.
 
-    None of a file that nobody asked for.
+    None for a file that was not requested, such as the one that callgrind writes at the end.
     """
     name, total = DUMP.search(text), TOTALS.search(text)
     if name is None or total is None:
@@ -124,7 +125,7 @@ def read_dump(text: str) -> tuple[str, str, int] | None:
 
 
 def count(workload: Workload, folder: Path) -> None:
-    """In the process that valgrind runs: have it count each pass of a workload."""
+    """Count each pass of a workload, in the process that valgrind runs. Raises :class:`InvalidRound`."""
     print(f"{workload.name}: counting", file=sys.stderr, flush=True)
     effort = Effort(1, steps_of(workload))
     _counted("nothing", workload)
@@ -153,26 +154,26 @@ def _counted(name: str, workload: Workload, lane: Lane | None = None) -> None:
     _control("--instr=off")
 
 
-def _control(order: str) -> None:
-    subprocess.run(["callgrind_control", order, str(os.getpid())], stdout=subprocess.DEVNULL, check=True)
+def _control(command: str) -> None:
+    subprocess.run(["callgrind_control", command, str(os.getpid())], stdout=subprocess.DEVNULL, check=True)
 
 
 HEADINGS = ("what", "bare", "observed", "observed - bare", "observed / bare", "command")
 
 
 def section(rows: Sequence[tuple[Workload, Instructions]]) -> str:
-    """The page's second half."""
+    """The second half of docs/performance.md."""
     return f"""{page.INSTRUCTIONS}
-Made by `make instructions ARGS=--write`; do not edit. Instructions a step, counted by valgrind on
+Generated by `make instructions ARGS=--write`; do not edit. Instructions a step, counted by valgrind on
 {page.software()}.
 
 {_table(rows)}
 
-Counted is what *CPU a step* times above, the writer thread with it. An instruction is counted as one
-wherever it runs, so these figures hardly move from run to run and show what a change of the hooks
-saves. What they do not show is how long one takes. Our code and data are touched a few times a step,
-between megabytes of the engine's own, and are out of the caches by then: an instruction of ours takes
-longer than one of the engine's. What observing costs is in the first table.
+The instructions are those of the part that *CPU a step* times above, including the writer thread. The
+counts hardly change from run to run, so they show how much a change of the hooks saves. They do not show
+how long an instruction takes. The hooks run a few times a step, between megabytes of the engine's own
+data, and find little of their code and data in the CPU caches. So an instruction of the hooks takes longer
+than one of the engine. The first table shows the cost in time.
 """
 
 
@@ -180,31 +181,33 @@ def _table(rows: Sequence[tuple[Workload, Instructions]]) -> str:
     cells = [
         (
             workload.name,
-            f"{found.bare:,.0f}",
-            f"{found.observed:,.0f}",
-            f"{found.observed - found.bare:,.0f}",
-            f"{found.ratio:.4f}",
+            f"{instructions.bare:,.0f}",
+            f"{instructions.observed:,.0f}",
+            f"{instructions.observed - instructions.bare:,.0f}",
+            f"{instructions.ratio:.4f}",
             f"make instructions ARGS={workload.key}",
         )
-        for workload, found in rows
+        for workload, instructions in rows
     ]
     return page.table(HEADINGS, cells)
 
 
 def main() -> int:
-    """Counts and prints; 2 where valgrind is not installed."""
+    """Count and print. Returns 1 if a count is not valid, 2 if valgrind is not installed."""
     parser = argparse.ArgumentParser(prog="make instructions", description=__doc__)
     parser.add_argument("keys", nargs="*", choices=[*BY_KEY, []], metavar="WORKLOAD", help=", ".join(BY_KEY))
-    parser.add_argument("--write", action="store_true", help=f"also write {page.PAGE.relative_to(page.ROOT)}")
+    parser.add_argument(
+        "--write", action="store_true", help=f"also write the table into {page.PAGE.relative_to(page.ROOT)}"
+    )
     parser.add_argument("--count", type=Path, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     settle()
-    workloads = [workload for workload in WORKLOADS if workload.key in (asked.keys or BY_KEY)]
-    if asked.count:
+    workloads = [workload for workload in WORKLOADS if workload.key in (arguments.keys or BY_KEY)]
+    if arguments.count:
         gc.disable()
         try:
             for workload in workloads:
-                count(workload, asked.count)
+                count(workload, arguments.count)
         except InvalidRound as error:
             print(f"The count failed: {error}.", file=sys.stderr)
             return 1
@@ -215,7 +218,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kvledger-instructions-") as name:
         rows = measure(workloads, Path(name))
     print(_table(rows))
-    if asked.write:
+    if arguments.write:
         page.write_second(section(rows))
     return 0
 

@@ -1,4 +1,4 @@
-"""docs/performance.md: its two halves, and what both say of the machine."""
+"""Reads and writes docs/performance.md: the table of `make bench`, then that of `make instructions`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvledger.audit.engines import host_version
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "performance.md"
 INSTRUCTIONS = "## Instructions\n"
-"""Begins the second half."""
+"""The heading of the second half."""
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown, its columns in line."""
+    """A Markdown table with aligned columns."""
     widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
     ruler = tuple("-" * width for width in widths)
     return "\n".join(
@@ -26,7 +26,7 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def software() -> str:
-    """The system, the interpreter and the engine."""
+    """The versions of the system, of Python and of vLLM."""
     return (
         f"{platform.system()} {platform.release().split('-')[0]}, "
         f"Python {platform.python_version()}, vLLM {host_version()}"
@@ -34,7 +34,7 @@ def software() -> str:
 
 
 def machine() -> str:
-    """What all this ran on, in one sentence."""
+    """The machine and the software, in one sentence."""
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -44,21 +44,21 @@ def machine() -> str:
     return f"{os.cpu_count()} CPUs ({name}, shared: load {load:.1f} at the start), {software()}."
 
 
-def told(page: Path = PAGE) -> list[tuple[str, ...]]:
-    """The cells of the first half's table, a tuple a row."""
+def read_table(page: Path = PAGE) -> list[tuple[str, ...]]:
+    """The cells of the first table on the page, one tuple for each row."""
     first = page.read_text().partition(INSTRUCTIONS)[0]
     lines = [line for line in first.splitlines() if line.startswith("| ")]
     return [tuple(cell.strip() for cell in line.strip("|").split(" | ")) for line in lines[2:]]
 
 
 def write_first(half: str, page: Path = PAGE) -> None:
-    """Put ``half`` before the instructions, which stay."""
+    """Replace the part above the heading of the instructions by ``half``."""
     _, heading, rest = page.read_text().partition(INSTRUCTIONS)
     page.write_text(f"{half}\n{heading}{rest}" if heading else half)
 
 
 def write_second(half: str, page: Path = PAGE) -> None:
-    """Put ``half`` where the instructions stand; what comes before them stays."""
+    """Replace the part from the heading of the instructions on by ``half``."""
     assert half.startswith(INSTRUCTIONS)
     first = page.read_text().partition(INSTRUCTIONS)[0].rstrip("\n")
     page.write_text(f"{first}\n\n{half}")

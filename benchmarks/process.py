@@ -9,7 +9,7 @@ from kvledger.audit.demo.process import settle_environment
 
 
 def settle() -> None:
-    """Set vLLM's variables, observe nothing by accident, and keep vLLM's warnings off the terminal."""
+    """Set vLLM's variables, unset kvledger's, and keep vLLM's warnings off the terminal."""
     settle_environment(in_process=True)
     os.environ.pop("KVLEDGER_DIR", None)
     logging.getLogger("vllm").setLevel(

@@ -1,7 +1,7 @@
-"""`make bench`: measures what observing costs, and prints one table.
+"""`make bench`: measures what kvledger costs an engine, and prints one table.
 
-Figures are medians, with their 95 % bootstrap interval, and most are ratios of two
-things that took turns in one process: only ratios mean the same on another machine.
+Figures are medians with their 95 % bootstrap interval. Most are ratios of two engines that took turns in
+one process, because only ratios can be compared between machines.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Progress = Callable[[str], None]
 
 
 class Row(NamedTuple):
-    """One line of the table; ``part`` measures it again."""
+    """One row of the table; ``part`` names the part of the benchmark that measures it."""
 
     what: str
     figure: str
@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
 
 class Amount(NamedTuple):
-    """How much is measured. ``share`` of the requests run that a workload asks for."""
+    """How much is measured. ``share`` is the share of a workload's requests that run."""
 
     share: float
     rounds: int
@@ -58,42 +58,42 @@ QUICK = Amount(share=0.1, rounds=2, steps=16, turns=1, replays=2, requests=(100,
 
 
 def scheduler_rows(key: str, amount: Amount, folder: Path, progress: Progress) -> Iterator[Row]:
-    """A workload on the real scheduler, and the journal that was written of it."""
+    """The rows of one workload on the real scheduler, and of the journal that it wrote."""
     from benchmarks.scheduler import BY_KEY, Effort, measure
 
     workload = BY_KEY[key].shrunk(amount.share)
-    found = measure(workload, Effort(amount.rounds, amount.steps), folder, progress)
-    ours, tail = found.cpu_ratio("observed", "bare"), found.p99_ratio("observed", "bare")
+    measured = measure(workload, Effort(amount.rounds, amount.steps), folder, progress)
+    cpu, tail = measured.cpu_ratio("observed", "bare"), measured.p99_ratio("observed", "bare")
     limit = workload.limit
-    yield _ratio(f"{workload.name}: CPU a step, observed / bare", ours, key, at_most=limit)
-    nothing = found.cpu_ratio("again", "on")
-    yield _ratio(f"{workload.name}: CPU a step, bare / bare, two engines", nothing, key)
+    yield _ratio(f"{workload.name}: CPU a step, observed / bare", cpu, key, at_most=limit)
+    error = measured.cpu_ratio("again", "on")
+    yield _ratio(f"{workload.name}: CPU a step, bare / bare, two engines", error, key)
     yield _ratio(f"{workload.name}: p99 step, observed / bare", tail, key)
-    peer, tail = found.cpu_ratio("bare", "off"), found.p99_ratio("bare", "off")
-    yield _ratio(f"{workload.name}: CPU a step, vLLM's log_stats on / off", peer, key)
+    cpu, tail = measured.cpu_ratio("bare", "off"), measured.p99_ratio("bare", "off")
+    yield _ratio(f"{workload.name}: CPU a step, vLLM's log_stats on / off", cpu, key)
     yield _ratio(f"{workload.name}: p99 step, vLLM's log_stats on / off", tail, key)
     if key.startswith("steady"):
-        size = found.journal_bytes / found.generated_tokens
+        size = measured.journal_bytes / measured.generated_tokens
         what = f"{workload.name}: journal, bytes a token"
         yield Row(what, f"{size:.3f}", "", "at most 0.1", size <= 0.1, key)
-    if workload.output_tokens and found.requests:
-        size = found.journal_bytes / found.requests
+    if workload.output_tokens and measured.requests:
+        size = measured.journal_bytes / measured.requests
         what = f"{workload.name}: journal, bytes a request"
         yield Row(what, f"{size:.0f}", "", "at most 1,024", size <= 1024, key)
 
 
 def engine_rows(amount: Amount, folder: Path, progress: Progress) -> Iterator[Row]:
-    """The real engine."""
+    """The rows of the real engine."""
     from benchmarks import engine
 
     with quiet(folder / "engine.log"):
-        ours, nothing = engine.measure(amount.rounds, amount.turns, folder, progress)
-    yield _ratio("real engine on this CPU: tokens a second, observed / bare", ours, "engine", at_least=0.99)
-    yield _ratio("real engine on this CPU: tokens a second, bare / bare, two engines", nothing, "engine")
+        rate, error = engine.measure(amount.rounds, amount.turns, folder, progress)
+    yield _ratio("real engine on this CPU: tokens a second, observed / bare", rate, "engine", at_least=0.99)
+    yield _ratio("real engine on this CPU: tokens a second, bare / bare, two engines", error, "engine")
 
 
 def replay_rows(amount: Amount, folder: Path, progress: Progress) -> Iterator[Row]:
-    """An audit of a journal: its speed and its memory."""
+    """The rows of replay: how fast a journal is audited, and in how much memory."""
     from benchmarks import replay
     from benchmarks.scheduler import BY_KEY
 
@@ -123,10 +123,10 @@ def replay_rows(amount: Amount, folder: Path, progress: Progress) -> Iterator[Ro
 
 
 def sidecar_rows(amount: Amount, folder: Path, progress: Progress) -> Iterator[Row]:
-    """The sidecar beside a fleet that is written in real time; its memory over many requests."""
+    """The rows of the sidecar: beside engines that write in real time, and its memory over many requests."""
     from benchmarks import sidecar
 
-    progress(f"sidecar: beside a fleet, {amount.seconds:.0f} seconds")
+    progress(f"sidecar: beside engines, {amount.seconds:.0f} seconds")
     load = sidecar.measure(amount.seconds, folder, max(2, round(sidecar.ENGINES * amount.share)))
     fleet = f"sidecar: {load.engines} engines, 50 steps and 5 requests a second each"
     share, lag = load.cpu_share, load.lag_worst
@@ -153,63 +153,77 @@ HEADINGS = ("what", "median", "95 % interval", "target", "met", "command")
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """A line of the table."""
+    """The cells of a row."""
     met = {None: "", True: "yes", False: "no"}
     return (row.what, row.figure, row.interval, row.target, met[row.met], command(row.part))
 
 
 def command(part: str) -> str:
-    """What measures it."""
+    """The command that measures a part."""
     return f"make bench ARGS={part}"
 
 
 def merged(before: Sequence[tuple[str, ...]], rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """The page's table with the rows of what was measured now, in the order of the parts."""
-    now = {command(row.part) for row in rows}
-    lines = [line for line in before if line[-1] not in now] + [cells(row) for row in rows]
+    """The page's table with the rows of the measured parts replaced, in the order of the parts."""
+    measured = {command(row.part) for row in rows}
+    lines = [line for line in before if line[-1] not in measured] + [cells(row) for row in rows]
     order = {command(part): place for place, part in enumerate(PARTS)}
     return sorted((line for line in lines if line[-1] in order), key=lambda line: order[line[-1]])
 
 
 def text(lines: Sequence[tuple[str, ...]], ran_on: str) -> str:
     """The first half of docs/performance.md."""
-    return f"""# What it costs
+    return f"""# Performance
 
-Made by `make bench ARGS=--write`, or part by part (`make bench ARGS="churn --write"`); do not edit. The last
-part ran on {ran_on}
+Generated by `make bench ARGS=--write`, or part by part (`make bench ARGS="churn --write"`); do not edit. The
+last part ran on {ran_on}
 
 {page.table(HEADINGS, lines)}
 
-*CPU a step* is CPU time in `add_request`, `schedule` and `update_from_output` of vLLM's real
-scheduler, with made-up model output, and for the observed engine all CPU time of the writer thread
-besides, which writes once a second of that engine's own time. *Bare* is the same engine with its own
-statistics on, as it serves. Four engines in one process do the same steps and take turns of three: one
-observed, two bare, one without statistics; the first three are equal and are the observed one by turns,
-so that it cancels out where the memory of each lies. The first step of a turn is not timed, for it
-finds the caches as another engine left them. There are {FULL.rounds} rounds of {FULL.steps} timed
-steps, half as many with 1,024 running, and new engines for every round. Sums over 8 steps are compared,
-observed with the mean of both bare; these ratios' Hodges-Lehmann estimate, as geometric mean of the three
-that were observed, is a round's, and the figure is the median of the rounds with its 95 % bootstrap
-interval.
-*Bare / bare* compares the two bare engines in the same way: it is 1 but for what the benchmark itself is
-wrong by. *p99 step* is wall time, compared by the round. A step of a real engine waits for the model
-besides, so there the share is less.
+## How the scheduler rows are measured
 
-*Steady* is decode only. *Churn* has prompts of 64 to 256 tokens, partly shared, and outputs of 64 to
-256 tokens, or of 16 to 64. *Speculative* accepts a random number of three drafts; 256 requests run
-where nothing else is said. *Level blocks* is the same at `KVLEDGER_LEVEL=blocks`, everything else at
-the level `tokens`.
+*CPU a step* is the CPU time of `add_request`, `schedule` and `update_from_output` of vLLM's real
+scheduler. Scripted model output takes the place of the model. For the observed engine, all CPU time of the
+journal's writer thread is included; the thread writes once a second of that engine's own time.
 
-The *real engine* has the demo's model of some 0.4 million weights, so its steps are as short as steps
-get, and serves 32 requests at a time, as long as those of *churn*: with shorter ones our share is larger,
-for most of it is where requests begin and end. Three engines take turns in the same way,
-and all time of a step counts, with the wait for the journal once a second. A replay reads, decodes
-and checks a journal in which no step repeats the one before.
+- *Observed* is the engine with kvledger. *Bare* is the same engine without it, with vLLM's own statistics
+  on, as in production. The level is `tokens`; rows that begin with *level blocks* use
+  `KVLEDGER_LEVEL=blocks`.
+- Four engines run in one process and execute the same steps: one observed, two bare, and one with vLLM's
+  statistics off. They take turns of three steps. The first step of a turn is not timed, because the
+  previous engine has filled the CPU caches with its own data.
+- The first three engines are equal, and each of them is the observed one for a third of a round. This
+  cancels the effect of where an engine's objects lie in memory.
+- A row is measured in {FULL.rounds} rounds of {FULL.steps} timed steps, half as many with 1,024 running
+  requests. Every round creates new engines. A round counts only if its journal contains every request and
+  every step and audits clean.
+- Within a round, sums over 8 steps are compared: observed against the mean of both bare engines. The
+  round's figure is the Hodges-Lehmann estimate of these ratios, averaged (geometric mean) over the three
+  engines that were observed. The row shows the median of the rounds and its 95 % bootstrap interval.
+- *Bare / bare* compares the two bare engines in the same way. Its distance from 1 is the error of the
+  benchmark.
+- *p99 step* is wall time, compared once a round.
+
+A real engine also waits for its model in each step, so there the share of kvledger is smaller.
+
+*Steady* workloads only decode. *Churn* has prompts of 64 to 256 tokens, partly shared, and outputs of 64 to
+256 tokens; with *6 to 7 ends a step*, outputs have 16 to 64 tokens. *Speculative* accepts a random number
+of three draft tokens. 256 requests run unless the row says otherwise.
+
+## How the other rows are measured
+
+- *Real engine*: vLLM's engine with the demo's model of about 0.4 million weights and 32 concurrent
+  requests, as long as those of *churn*. Its steps are as short as steps get, so this is the worst case.
+  Three engines take turns as above, and all time of a step counts, including the wait for the journal
+  once a second. Shorter requests would raise the share of kvledger, because most of its work is done when
+  a request begins or ends.
+- *Replay*: reads, decodes and checks a journal in which no step repeats the step before.
+- *Sidecar*: `kvledger serve` beside engines that write their journals in real time.
 """
 
 
 def measure(parts: list[str], amount: Amount, progress: Progress) -> Iterator[Row]:
-    """All rows of ``parts``, in the table's order."""
+    """The rows of ``parts``, in the order of the table."""
     with tempfile.TemporaryDirectory(prefix="kvledger-bench-") as name:
         folder = Path(name)
         for part in parts:
@@ -222,40 +236,40 @@ def measure(parts: list[str], amount: Amount, progress: Progress) -> Iterator[Ro
 ROWS = {"engine": engine_rows, "replay": replay_rows, "sidecar": sidecar_rows}
 
 
-def _teller(terminal: TextIO) -> Progress:
-    def tell(what: str) -> None:
+def _progress_on(terminal: TextIO) -> Progress:
+    def show(what: str) -> None:
         if terminal.isatty():
             print(f"\r\033[K{what}", end="", file=terminal, flush=True)
 
-    return tell
+    return show
 
 
 def main() -> int:
     """Measure and print. Returns 0 whatever the figures are, 1 if a round does not count."""
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--quick", action="store_true", help="only show that it works")
+    parser.add_argument("--quick", action="store_true", help="only check that the benchmark works")
     parser.add_argument(
-        "--write", action="store_true", help=f"also write it into {page.PAGE.relative_to(page.ROOT)}"
+        "--write", action="store_true", help=f"also write the table into {page.PAGE.relative_to(page.ROOT)}"
     )
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     settle()
     ran_on = page.machine()
-    tell = _teller(sys.stderr)
-    parts = [part for part in PARTS if part in (asked.parts or PARTS)]
+    progress = _progress_on(sys.stderr)
+    parts = [part for part in PARTS if part in (arguments.parts or PARTS)]
     rows = []
     try:
-        for row in measure(parts, QUICK if asked.quick else FULL, tell):
+        for row in measure(parts, QUICK if arguments.quick else FULL, progress):
             rows.append(row)
-            tell("")
+            progress("")
             print(f"{row.what}: {row.figure} ({row.interval})", file=sys.stderr, flush=True)
     except InvalidRound as error:
-        tell("")
+        progress("")
         print(f"The benchmark failed: {error}.", file=sys.stderr)
         return 1
     print(f"{ran_on}\n\n{page.table(HEADINGS, list(map(cells, rows)))}")
-    if asked.write:
-        page.write_first(text(merged(page.told(), rows), ran_on))
+    if arguments.write:
+        page.write_first(text(merged(page.read_table(), rows), ran_on))
     return 0
 
 

@@ -1,25 +1,28 @@
-"""What a step of the real scheduler costs: with vLLM's own statistics, without, and observed.
+"""What a step of the real scheduler costs: with vLLM's own statistics, without them, and observed.
 
-Four engines of one seed live in one process and take turns of three steps, so that whatever else
-the machine does meets all of them. Rules of this file:
+Four engines with the same seed live in one process and take turns of three steps, so that other load on
+the machine affects all of them alike. How it is measured:
 
-- Timed is what an engine's step spends in the scheduler: ``add_request``, ``schedule`` and
-  ``update_from_output``. The made-up model's output is made outside of it.
-- CPU is the stepping thread's own, and for the observed engine all of the writer thread's, whenever
-  it was spent: that is the whole process, without the benchmark itself.
-- All engines do the same in the same step, and turns are short: a shared machine's speed changes by some
-  percent within 50 ms. The first step of a turn is not timed, for it finds the caches as another engine
-  left them and is a tenth slower; an engine that serves has its process to itself. What is done every
-  few steps is not done in untimed ones alone, since 3 divides no such number. Each engine comes after
-  each other one equally often (`ORDERS`).
-- Sums over blocks of 8 timed steps are compared, and a round is the Hodges-Lehmann estimate of these ratios:
-  no block is left out, and one that met a neighbour does not decide. What the writer thread used in a
-  round is spread over all of its steps; it writes as often as if the observed engine ran alone.
-- Where an engine's things lie in memory is worth some percent, and is the same for as long as it lives. So
-  the three equal engines of a round are the observed one by turns, and a round is the geometric mean of
-  the three. Every round has new engines, made in any order. The figure is the median of the rounds.
-- Two of the engines are bare and equal. What costs is compared with the mean of both; their own ratio is
-  1 but for what the benchmark itself is wrong by.
+- The timed part of a step is ``add_request``, ``schedule`` and ``update_from_output``. The scripted
+  model's output is prepared outside of it.
+- CPU time is that of the stepping thread and, for the observed engine, all of the writer thread: the whole
+  process without the benchmark itself.
+- All engines execute the same steps. Turns are short, because the speed of a shared machine changes by a
+  few percent within 50 ms. The first step of a turn is not timed: the previous engine has filled the CPU
+  caches, which makes that step a tenth slower, and an engine in production does not share its process.
+  Work that is done every few steps does not fall into untimed steps only, since no such interval is a
+  multiple of 3. Each engine follows each other engine equally often (`ORDERS`).
+- Sums over blocks of 8 timed steps are compared, and the figure of a round is the Hodges-Lehmann estimate
+  of these ratios: it uses every block, and a single disturbed block does not decide it. The writer
+  thread's time is spread over all steps of the round; it writes as often as if the observed engine
+  ran alone.
+- Where an engine's objects lie in memory changes its speed by a few percent for as long as it lives. So each
+  of the three equal engines is observed for a third of the round, and the round's figure is the
+  geometric mean of the three. Every round creates new engines in random order. The result is the
+  median of the rounds.
+- Two of the engines are bare and equal. The observed engine is compared with their mean; the distance of
+  their own ratio from 1 is the error of the benchmark.
+- A round counts only if its journal is complete and audits clean (`benchmarks.validity`).
 """
 
 from __future__ import annotations
@@ -46,30 +49,30 @@ from kvledger.audit.entry import plugin
 from kvledger.audit.journal.recorder import WRITE_SECONDS
 
 LANES = ("off", "on", "again", "observed")
-"""vLLM's ``log_stats`` off and on, the latter a second time, and on and observed."""
+"""An engine with vLLM's ``log_stats`` off, two with ``log_stats`` on, and one that is also observed."""
 
 ORDERS = ((0, 1, 3, 2), (1, 2, 0, 3), (2, 3, 1, 0), (3, 0, 2, 1))
-"""Williams's square for four: each has each place once, and comes once after each other one."""
+"""Williams's square for four: each lane takes each place once and follows each other lane once."""
 
 TIMED_STEPS = 2
-"""Of a turn, after one that is not timed."""
+"""Timed steps of a turn; the step before them is not timed."""
 
 BLOCK_STEPS = TIMED_STEPS * len(ORDERS)
-"""Compared together. Shorter ones would be steadier, and would not show what comes in few steps."""
+"""Steps that are summed before they are compared. Shorter blocks would hide what happens in few steps."""
 
 EQUAL = LANES[1:]
-"""Engines that are equal, and are the observed one by turns: each is compared with itself as well."""
+"""Lanes with equal engines; each engine is observed in turn, so each is also compared with itself."""
 
 FRESH_STEPS = 16
-"""Untimed after another engine has become the observed one."""
+"""Untimed steps after another engine has become the observed one."""
 
 FAMILIES = 8
-"""Shared prefixes; each has a length of its own."""
+"""Number of shared prefixes; each has its own length."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What runs, and what it may cost observed; 0.0 sets no limit.
+    """What runs, and how much observing it may cost; a ``limit`` of 0.0 sets none.
 
     Lengths are inclusive ranges of tokens.
     """
@@ -80,22 +83,22 @@ class Workload:
     limit: float
     prompt_tokens: tuple[int, int] = (64, 256)
     output_tokens: tuple[int, int] | None = None
-    """None: requests decode for as long as they are asked to."""
+    """None: requests decode until the benchmark ends."""
     drafts: int = 0
     level: str = "tokens"
-    """What is observed."""
+    """The level of observation."""
     blocks: int = 0
-    """Of the pool; 0: as many as may be needed."""
+    """Blocks of the pool; 0: as many as the requests may need."""
     weight: int = 1
-    """So many times fewer steps are timed, because they are that much longer."""
+    """The number of timed steps is divided by this, because the steps are that much longer."""
 
     @property
     def warm_up_steps(self) -> int:
-        """Until all run, ends have spread over the steps, and every block of the pool was taken once."""
+        """Steps until all requests run, their ends are spread, and every block of the pool was allocated."""
         return self.output_tokens[1] * 5 // 4 if self.output_tokens else 64
 
     def shrunk(self, share: float) -> Workload:
-        """The same with this share of its requests running."""
+        """The same workload with this share of its running requests."""
         return replace(self, running=int(self.running * share))
 
 
@@ -131,30 +134,30 @@ BY_KEY = {workload.key: workload for workload in WORKLOADS}
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured: ``steps`` a round are timed of each lane, divided by the workload's weight."""
+    """How much is measured: each lane times ``steps`` a round, divided by the workload's weight."""
 
     rounds: int
     steps: int
 
     def blocks(self, workload: Workload) -> int:
-        """As many as are compared while one engine is the observed one."""
+        """Blocks that are compared while one engine is the observed one."""
         return max(1, self.steps // workload.weight // BLOCK_STEPS // len(EQUAL))
 
     def sequence_tokens(self, workload: Workload) -> int:
-        """As long as a request may become that never ends."""
+        """The length that a request reaches if it never ends."""
         steps = workload.warm_up_steps + self.steps * (1 + TIMED_STEPS) // TIMED_STEPS
         steps += len(EQUAL) * FRESH_STEPS
         return workload.prompt_tokens[1] + (steps + 8) * (workload.drafts + 1)
 
 
 class Clients:
-    """What stands around a scheduler: who sends the requests, and the made-up model.
+    """What surrounds a scheduler: the senders of requests, and the scripted model.
 
-    Those of one workload do the same, step by step.
+    Clients of the same workload behave alike, step by step.
     """
 
     def __init__(self, workload: Workload, setup: EngineSetup, longest: int, hasher: Any) -> None:
-        """``longest``: output tokens of a request that shall never end."""
+        """``longest``: output tokens of a request that never ends."""
         self.workload = workload
         self.requests = 0
         self._runner = Runner(setup, seed=1)
@@ -163,7 +166,7 @@ class Clients:
         self._dice = random.Random(2)
 
     def arrivals(self, number: int) -> list[Any]:
-        """New requests."""
+        """``number`` new requests."""
         return [self._arrive() for _ in range(number)]
 
     def answer(self, scheduler: Any, scheduled: Any) -> tuple[ModelStep, Any]:
@@ -172,7 +175,7 @@ class Clients:
         return step, self._runner.answer(step, scheduler.requests, None)
 
     def propose(self, scheduler: Any, step: ModelStep) -> None:
-        """Hand in the drafts for the next step."""
+        """Give the scheduler the draft tokens for the next step."""
         if self.workload.drafts:
             scheduler.update_draft_token_ids(self._runner.drafts(step))
 
@@ -194,7 +197,7 @@ class Clients:
 
 
 class Lane:
-    """One engine and its clients, who keep ``running`` requests in it."""
+    """One engine and its clients, which keep ``running`` requests in it."""
 
     def __init__(self, workload: Workload, effort: Effort, *, log_stats: bool) -> None:
         self.workload = workload
@@ -216,12 +219,12 @@ class Lane:
         self.generated_tokens = 0
 
     def warm_up(self) -> None:
-        """Step until the engine does what it will go on doing."""
+        """Step until the workload is in its steady state."""
         for _ in range(self.workload.warm_up_steps):
             self.step()
 
     def arrivals(self) -> list[Any]:
-        """Requests in place of those that have ended."""
+        """New requests for those that have ended."""
         return self.clients.arrivals(self.workload.running - len(self.scheduler.requests))
 
     def answer(self, scheduled: Any) -> tuple[ModelStep, Any]:
@@ -229,7 +232,7 @@ class Lane:
         return self.clients.answer(self.scheduler, scheduled)
 
     def propose(self, step: ModelStep) -> None:
-        """Hand in the drafts for the next step."""
+        """Give the scheduler the draft tokens for the next step."""
         self.clients.propose(self.scheduler, step)
 
     def step(self) -> tuple[float, float]:
@@ -262,7 +265,7 @@ def _family(number: int) -> list[int]:
 
 
 class ObservedLane(Lane):
-    """A lane that can be under the plugin's own observation, into a journal on disk."""
+    """A lane that can be observed as by the plugin, with a journal on disk."""
 
     observer: Any
     recorder: Any
@@ -285,15 +288,15 @@ class ObservedLane(Lane):
         self._unwritten = 0.0
 
     def arrivals(self) -> list[Any]:
-        """Requests in place of those that have ended; the journal must contain each of them."""
+        """New requests for those that have ended; the journal must contain each of them."""
         requests = super().arrivals()
         self._request_ids.update(request.request_id for request in requests)
         return requests
 
     def step(self) -> tuple[float, float]:
-        """As a bare lane, and then, once a second of this lane's own time, have the journal written.
+        """Step as a bare lane does, and flush the journal once a second of this lane's own time.
 
-        The writer's thread itself would go by the clock, on which the time of all lanes is.
+        The writer thread itself goes by the clock, which counts the time of all lanes.
         """
         began = time.perf_counter()
         seconds = super().step()
@@ -305,14 +308,14 @@ class ObservedLane(Lane):
         return seconds
 
     def settle(self) -> None:
-        """Have the writer do now what it has to do."""
+        """Wait until the writer thread has written everything."""
         if not self.recorder.flush(60.0):
-            raise RuntimeError("the journal's disk does not answer")
+            raise RuntimeError("the journal could not be written within 60 s")
 
     def so_far(self) -> tuple[float, int, int, int]:
         """The writer thread's CPU seconds; journal bytes, requests and generated tokens."""
         self.settle()
-        time.sleep(0.02)  # the writer notes its CPU time after the flush
+        time.sleep(0.02)  # the writer records its CPU time after the flush
         recorder = self.recorder
         return (
             recorder.writer_seconds,
@@ -330,14 +333,14 @@ class ObservedLane(Lane):
 
 
 def observe(scheduler: Any, folder: Path, level: str = "tokens") -> tuple[Any, Any]:
-    """As the plugin does it: the observer and its recorder, writing below ``folder``."""
+    """Observe a scheduler as the plugin does; the observer, and the recorder that writes below ``folder``."""
     os.environ["KVLEDGER_DIR"], os.environ["KVLEDGER_LEVEL"] = str(folder), level
     try:
         observer: Any = plugin.observe(scheduler)
     finally:
         del os.environ["KVLEDGER_DIR"], os.environ["KVLEDGER_LEVEL"]
     if observer is None:
-        raise RuntimeError("this vLLM can't be observed")
+        raise RuntimeError("kvledger can't observe this vLLM")
     return observer, observer.log.sink
 
 
@@ -346,7 +349,7 @@ Progress = Callable[[str], None]
 
 @dataclass
 class Measured:
-    """One workload's rounds: of every round and pair of lanes what one cost over the other."""
+    """The ratios of every pair of lanes, one for each round, and the size of the journals."""
 
     cpu: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     p99: dict[tuple[str, str], list[float]] = field(default_factory=dict)
@@ -355,21 +358,21 @@ class Measured:
     generated_tokens: int = 0
 
     def cpu_ratio(self, over: str, under: str) -> Estimate:
-        """CPU a step, one lane over another."""
+        """The ratio of CPU a step, one lane over another."""
         return estimate(self.cpu[over, under])
 
     def p99_ratio(self, over: str, under: str) -> Estimate:
-        """99th percentile of wall seconds a step, one lane over another."""
+        """The ratio of the 99th percentile of wall seconds a step, one lane over another."""
         return estimate(self.p99[over, under])
 
 
 PAIRS = (("observed", "bare"), ("bare", "off"), ("again", "on"))
-"""What is compared; bare is the mean of ``on`` and ``again``."""
+"""The pairs of lanes that are compared; bare is the mean of ``on`` and ``again``."""
 
 
 def measure(workload: Workload, effort: Effort, folder: Path, progress: Progress) -> Measured:
-    """Run ``workload`` in all lanes, round after round."""
-    found = Measured({pair: [] for pair in PAIRS}, {pair: [] for pair in PAIRS})
+    """Run ``workload`` in all lanes, round after round. Raises :class:`InvalidRound`."""
+    measured = Measured({pair: [] for pair in PAIRS}, {pair: [] for pair in PAIRS})
     dice = random.Random(3)
     for number in range(effort.rounds):
         progress(f"{workload.name}: round {number + 1} of {effort.rounds}")
@@ -377,14 +380,14 @@ def measure(workload: Workload, effort: Effort, folder: Path, progress: Progress
         gc.collect()
         gc.freeze()
         try:
-            _round(lanes, effort, folder, found, dice)
+            _round(lanes, effort, folder, measured, dice)
         finally:
             gc.unfreeze()
-    return found
+    return measured
 
 
 def _build(workload: Workload, effort: Effort, dice: random.Random) -> dict[str, Lane]:
-    """New lanes, warm, in any order."""
+    """New lanes in their steady state, created in random order."""
 
     def make(name: str) -> Lane:
         return ObservedLane(workload, effort) if name in EQUAL else Lane(workload, effort, log_stats=False)
@@ -396,32 +399,32 @@ def _build(workload: Workload, effort: Effort, dice: random.Random) -> dict[str,
 
 
 def _round(
-    lanes: dict[str, Lane], effort: Effort, folder: Path, found: Measured, dice: random.Random
+    lanes: dict[str, Lane], effort: Effort, folder: Path, measured: Measured, dice: random.Random
 ) -> None:
-    """Each of the equal lanes has each of their names once."""
+    """Measure one round, in which each of the equal engines takes each of the equal lanes once."""
     logarithms: dict[tuple[str, str], list[float]] = {pair: [] for pair in PAIRS}
     wall: dict[str, list[float]] = {name: [] for name in LANES}
     for turn in range(len(EQUAL)):
         turned = [lanes[name] for name in EQUAL[turn:] + EQUAL[:turn]]
-        cpu = _turns(lanes | dict(zip(EQUAL, turned, strict=True)), effort, folder, found, dice, wall)
+        cpu = _turns(lanes | dict(zip(EQUAL, turned, strict=True)), effort, folder, measured, dice, wall)
         for over, under in PAIRS:
             logarithms[over, under].append(math.log(typical_ratio(cpu[over], cpu[under])))
     wall["bare"] = wall["on"] + wall["again"]
     for over, under in PAIRS:
-        found.cpu[over, under].append(math.exp(fmean(logarithms[over, under])))
+        measured.cpu[over, under].append(math.exp(fmean(logarithms[over, under])))
         tails = percentile(wall[over], 99), percentile(wall[under], 99)
-        found.p99[over, under].append(tails[0] / tails[1])
+        measured.p99[over, under].append(tails[0] / tails[1])
 
 
 def _turns(
     lanes: dict[str, Lane],
     effort: Effort,
     folder: Path,
-    found: Measured,
+    measured: Measured,
     dice: random.Random,
     wall: dict[str, list[float]],
 ) -> dict[str, list[float]]:
-    """CPU seconds of each lane in every block, and of ``bare``; the wall seconds of steps into ``wall``."""
+    """CPU seconds of each lane, and of ``bare``, in every block; adds wall seconds of steps to ``wall``."""
     observed = lanes["observed"]
     assert isinstance(observed, ObservedLane)
     observed.begin(folder)
@@ -445,9 +448,9 @@ def _turns(
             cpu[name].append(spent[name])
     writer, written, requests, tokens_ = map(operator.sub, observed.so_far(), before)
     observed.close()
-    found.journal_bytes += int(written)
-    found.requests += int(requests)
-    found.generated_tokens += int(tokens_)
+    measured.journal_bytes += int(written)
+    measured.requests += int(requests)
+    measured.generated_tokens += int(tokens_)
     timed = writer * TIMED_STEPS / (1 + TIMED_STEPS)
     cpu["observed"] = [seconds + timed / blocks for seconds in cpu["observed"]]
     cpu["bare"] = list(map(fmean, zip(cpu["on"], cpu["again"], strict=True)))

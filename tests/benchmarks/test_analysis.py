@@ -1,4 +1,4 @@
-"""The benchmark of the analysis runs, and its figures agree. How fast it was is no test's business."""
+"""The benchmark of the analysis runs, and its sums agree. No test checks how fast it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is made of callgrind's counts. Counting itself takes minutes, and is `make instructions`."""
+"""How callgrind's counts are evaluated. The counting itself takes minutes: `make instructions`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm")  # benchmarks.page says its version
+pytest.importorskip("vllm")  # benchmarks.page prints its version
 
 from benchmarks import page
 from benchmarks.instructions import Instructions, read_dump, scheduler_share, section
@@ -28,23 +28,23 @@ totals: 670212293
 ROWS = [(BY_KEY["churn"], Instructions(1_000.0, 1_010.0))]
 
 
-def test_a_dump_says_its_workload_its_pass_and_its_total() -> None:
+def test_a_dump_names_its_workload_its_pass_and_its_total() -> None:
     assert ("blocks-256", "bare", 670212293) == read_dump(DUMP.format(trigger="dump blocks-256:bare"))
 
 
-def test_what_callgrind_writes_at_the_end_is_no_dump() -> None:
+def test_the_file_that_callgrind_writes_at_the_end_is_ignored() -> None:
     assert read_dump(DUMP.format(trigger="Program termination")) is None
 
 
-def test_what_is_done_around_the_scheduler_is_taken_off() -> None:
-    """Of 700 a step, 200 are the made-up model's; switching the counter costs 80."""
-    found = scheduler_share({"nothing": 80, "bare": 7_080, "doubled": 9_080, "observed": 7_580}, steps=10)
+def test_work_outside_the_scheduler_is_subtracted() -> None:
+    """Of 700 instructions a step, 200 belong to the scripted model; switching the counter costs 80."""
+    share = scheduler_share({"nothing": 80, "bare": 7_080, "doubled": 9_080, "observed": 7_580}, steps=10)
 
-    assert Instructions(bare=500.0, observed=550.0) == found
-    assert 1.1 == found.ratio
+    assert Instructions(bare=500.0, observed=550.0) == share
+    assert 1.1 == share.ratio
 
 
-def test_without_valgrind_it_says_so_and_ends_with_2(tmp_path: Path) -> None:
+def test_without_valgrind_the_exit_code_is_2(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "benchmarks/instructions.py"],
         cwd=ROOT,
@@ -58,7 +58,7 @@ def test_without_valgrind_it_says_so_and_ends_with_2(tmp_path: Path) -> None:
     assert "Instructions are counted by valgrind, which is not installed.\n" == done.stderr
 
 
-def test_the_halves_of_the_page_are_written_apart(tmp_path: Path) -> None:
+def test_each_half_of_the_page_is_written_without_the_other(tmp_path: Path) -> None:
     written = tmp_path / "performance.md"
     written.write_text("# What it costs\n\nold\n")
 
@@ -68,7 +68,7 @@ def test_the_halves_of_the_page_are_written_apart(tmp_path: Path) -> None:
     assert f"# What it costs\n\nnew\n\n{section(ROWS)}" == written.read_text()
 
 
-def test_the_second_half_is_replaced(tmp_path: Path) -> None:
+def test_a_new_second_half_replaces_the_old_one(tmp_path: Path) -> None:
     written = tmp_path / "performance.md"
     written.write_text(f"# What it costs\n\nfirst\n\n{page.INSTRUCTIONS}\nold\n")
 

@@ -1,4 +1,4 @@
-"""The page of figures: what is measured again replaces what was measured before, and nothing else."""
+"""The page of figures: a new measurement replaces the rows of its own part and no others."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ STEADY = Row("steady: CPU a step", "1.01", "1.00 to 1.02", "at most 1.01", True,
 REPLAY = Row("replay", "9", "", "at least 8", True, "replay")
 
 
-def test_a_part_measured_again_has_its_place_and_the_others_stay() -> None:
+def test_a_new_measurement_replaces_the_rows_of_its_part() -> None:
     before = [cells(row) for row in (STEADY, CHURN, REPLAY)]
     now = CHURN._replace(figure="1.04", met=False)
 
     assert [cells(row) for row in (STEADY, now, REPLAY)] == merged(before, [now])
 
 
-def test_what_is_measured_no_more_is_left_out() -> None:
-    gone = STEADY._replace(part="a part of old")
+def test_rows_of_a_part_that_no_longer_exists_are_left_out() -> None:
+    gone = STEADY._replace(part="a removed part")
 
     assert [cells(CHURN)] == merged([cells(gone)], [CHURN])
 
 
-def test_the_page_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_reading_the_page_gives_the_rows_that_were_written(tmp_path: Path) -> None:
     lines = [cells(row) for row in (STEADY, CHURN, REPLAY)]
     written = tmp_path / "performance.md"
     written.write_text("")
     page.write_first(text(lines, "a machine."), written)
 
-    assert lines == page.told(written)
+    assert lines == page.read_table(written)

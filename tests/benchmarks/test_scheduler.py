@@ -1,4 +1,4 @@
-"""The lanes of the benchmark do the same work, in fair turns. What it costs is no test's business."""
+"""The lanes of the benchmark do the same work in fair turns. No test checks how fast they are."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = 40
 
 
 def state(lane: Lane) -> dict[str, list[int]]:
-    """All tokens of every request."""
+    """The tokens of every request."""
     return {name: list(request.all_token_ids) for name, request in lane.scheduler.requests.items()}
 
 
@@ -32,7 +32,7 @@ def stepped(lane: Lane) -> Lane:
 
 @real_engine
 @pytest.mark.parametrize("key", ["churn-short", "speculative"])
-def test_a_lane_that_does_all_around_the_scheduler_twice_steps_as_any_other(key: str) -> None:
+def test_doubling_the_work_around_the_scheduler_changes_no_step(key: str) -> None:
     workload, effort = replace(BY_KEY[key], running=8), Effort(1, STEPS)
     doubled = Doubled(workload, effort)
 
@@ -41,9 +41,7 @@ def test_a_lane_that_does_all_around_the_scheduler_twice_steps_as_any_other(key:
 
 
 @real_engine
-def test_each_equal_lane_is_the_observed_one_once_a_round(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_equal_lane_is_observed_once_a_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     observe, seen = scheduler.observe, []
 
     def seeing(engine: Any, *rest: Any) -> Any:
@@ -52,25 +50,25 @@ def test_each_equal_lane_is_the_observed_one_once_a_round(
 
     monkeypatch.setattr(scheduler, "observe", seeing)
     workload = replace(BY_KEY["churn-short"], running=8)
-    found = scheduler.measure(workload, Effort(1, BLOCK_STEPS), tmp_path, lambda _: None)
+    measured = scheduler.measure(workload, Effort(1, BLOCK_STEPS), tmp_path, lambda _: None)
 
     assert len(EQUAL) == len(seen) == len(set(map(id, seen)))
-    assert {1} == {len(ratios) for ratios in (*found.cpu.values(), *found.p99.values())}
+    assert {1} == {len(ratios) for ratios in (*measured.cpu.values(), *measured.p99.values())}
 
 
-def test_every_lane_has_every_place_once() -> None:
+def test_every_lane_takes_every_place_once() -> None:
     for places in zip(*ORDERS, strict=True):
         assert set(range(len(LANES))) == set(places)
 
 
-def test_every_lane_comes_once_after_each_other_one_within_a_turn() -> None:
+def test_within_a_turn_every_lane_follows_each_other_lane_once() -> None:
     followed = Counter(pair for order in ORDERS for pair in pairwise(order))
 
     assert {1} == set(followed.values())
     assert len(LANES) * (len(LANES) - 1) == len(followed)
 
 
-def test_no_lane_has_two_turns_in_a_row() -> None:
+def test_no_lane_takes_two_turns_in_a_row() -> None:
     steps = [place for order in (*ORDERS, *ORDERS) for place in order]
 
     assert all(one != other for one, other in pairwise(steps))

@@ -1,4 +1,4 @@
-"""The benchmarks run and print their table. What the figures are is no test's business."""
+"""The benchmarks run and print their table. No test checks the figures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [
 
 
 def test_quick_run_prints_a_row_for_every_part() -> None:
-    """Of the parts that need no engine; `make bench` is the way to run it all."""
+    """Only the parts that need no whole engine; `make bench` runs all of them."""
     parts = ["steady-256", "replay", "sidecar"]
     done = subprocess.run(
         [sys.executable, "benchmarks/run.py", "--quick", *parts],
