@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,13 +75,15 @@ def test_a_journal_without_events_does_not_count(tmp_path: Path) -> None:
 
 
 class Failing:
-    """An observer of which every hook raises."""
+    """An observer whose hooks, and those of its parts, all raise."""
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def fail(*_: Any, **__: Any) -> None:
-            raise RuntimeError("a failing hook")
+    def __getattr__(self, name: str) -> Failing:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Failing()
 
-        return fail
+    def __call__(self, *_: Any, **__: Any) -> None:
+        raise RuntimeError("a failing hook")
 
 
 @pytest.fixture
