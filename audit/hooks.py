@@ -1,11 +1,13 @@
-"""Wrapping a method of a live object, and giving it back exactly as it was.
+"""Wraps methods of a live object, and gives them back exactly as they were.
 
-Knows nothing of any engine. A :class:`Hook` is a row of an adapter's literal table. Before anything
-is wrapped every row's signature is compared; a host that differs is refused whole
-(:class:`EngineMismatch`) and runs on unobserved.
+Knows nothing of any engine. A :class:`Hook` is one row of an adapter's table. Before anything is wrapped, the
+signature of every row is compared; a host that differs is refused whole (:class:`EngineMismatch`) and runs on
+unobserved.
 
-An observer must never stop the engine: its body is guarded, its failures are counted, and after
-``PATIENCE`` of them it removes itself. Only ``boundary``, which strict mode sets, may raise.
+There is one shape of wrapper (:data:`WRAPPER`): *before*, the host's own method, *after*. Whatever ``before``
+or ``after`` raises stays in the wrapper and is counted, and a hook that has failed ``MAX_FAILURES`` times is
+removed. The host's method is called exactly once, and what it raises passes through unchanged. Only
+``boundary``, which strict mode sets, may raise.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
-PATIENCE = 5
-"""Failures of one hook after which it removes itself."""
+MAX_FAILURES = 5
+"""A hook that has failed so often is removed."""
 
 TIMED_STEPS = 128
-"""Of so many steps some are timed, to say what the hooks cost."""
+"""In so many steps the observers are timed once, for a few steps."""
 
 Observer = Callable[..., Any]
 
@@ -32,13 +34,15 @@ class EngineMismatch(Exception):
 
 
 class Hook(NamedTuple):
-    """One wrapped method.
+    """One wrapped method, and what the observer does with a call.
 
-    ``owner``: dotted path from the root object, "" for the root itself. ``parameters``: the
-    signatures that fit, as parameter names without ``self``; () when any will do. ``before`` sees
-    the call's arguments and its result is handed to ``after``, which sees (that, or None where it
-    raised; the call's result; the arguments). ``optional``: a host without owner or method is no mismatch.
-    ``asleep``: it is checked with the others, and put on when :meth:`Hooks.wake` is called for it.
+    ``owner``: dotted path from the root object, "" for the root itself. ``parameters``: the signatures that
+    fit, as parameter names without ``self``; () when any does. ``before`` and ``after`` name methods of the
+    observer: ``before`` gets the call's arguments; ``after`` gets what ``before`` returned (None where it
+    raised), the call's result and the arguments. ``optional``: a host without the owner or the method is no
+    mismatch. ``boundary``: the boundary function runs after the call. ``deferred``: the method is checked
+    with the others, and wrapped when :meth:`Hooks.activate` is called. ``listed``: a parameter that may be an
+    iterator, which can be walked once; the host and the observer get a list in its place.
     """
 
     owner: str
@@ -48,14 +52,15 @@ class Hook(NamedTuple):
     after: str = ""
     optional: bool = False
     boundary: bool = False
-    asleep: bool = False
+    deferred: bool = False
+    listed: str = ""
 
 
 class Wrapping:
     """One method of one live object, replaced by an attribute of the object itself until :meth:`undo`.
 
-    The object's ``__dict__`` is not touched: CPython would give up its inline attributes then, and an
-    engine step reads thousands. Raises :class:`EngineMismatch` where the object takes no attribute.
+    The object's ``__dict__`` is not touched: CPython would give up the object's inline attributes then, and
+    an engine step reads thousands. Raises :class:`EngineMismatch` where the object takes no attribute.
     """
 
     def __init__(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Any]) -> None:
@@ -69,40 +74,45 @@ class Wrapping:
             raise EngineMismatch(f"{type(owner).__name__} can't be given a {name}") from error
 
     def undo(self) -> bool:
-        """Take it off; False if somebody has wrapped it again since (ours then passes through)."""
+        """Take the wrapper off; False if somebody has wrapped it since (it passes calls through then)."""
         if getattr(self.owner, self.name, None) is not self.wrapper:
-            _let_go[self.wrapper] = self._covered
+            _removed_below[self.wrapper] = self._covered
             return False
         covered = self._covered
-        while covered in _let_go:  # another of ours, that was to go before this one
-            covered = _let_go.pop(covered)
+        while covered in _removed_below:  # another wrapper of ours, which was to be taken off before this one
+            covered = _removed_below.pop(covered)
         delattr(self.owner, self.name)
         if getattr(self.owner, self.name, None) != covered:  # it was the object's own, not its class's
             setattr(self.owner, self.name, covered)
         return True
 
 
-_let_go: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""Wrappers that are still called through, and what each covers."""
+_removed_below: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""Removed wrappers that another wrapper still calls, and what each covers."""
 
 
 WRAPPER = """
-def make(original, before, after, boundary, aside, failed):
-    stands_aside = gone = False
+def make(original, before, after, boundary, slow, failed):
+    is_slow = removed = False
 
-    def {name}({parameters}):
-        if stands_aside:
-            return aside({parameters}){before}
+    def {name}({parameters}):{listed}
+        if is_slow:
+            return slow({parameters}){before}
         result = original({parameters}){after}{boundary}
         return result
 
-    def stand_aside(whether, for_good=False):
-        nonlocal stands_aside, gone
-        stands_aside, gone = whether, for_good
+    def set_slow(whether, for_good=False):
+        nonlocal is_slow, removed
+        is_slow, removed = whether, for_good
 
-    return {name}, stand_aside
+    return {name}, set_slow
 """
-"""A wrapper with the parameters of what it wraps: to gather them anew costs more than all the rest of it."""
+"""A wrapper that has the parameters of the method it wraps: gathering them anew costs more than all the rest.
+
+``slow`` takes over while observers are timed, and once the hook is removed."""
+
+LISTED = """
+        {listed} = list({listed})"""
 
 BEFORE = """
         try:
@@ -112,7 +122,7 @@ BEFORE = """
             failed(error)"""
 
 AFTER = """
-        if not gone:
+        if not removed:
             try:
                 after({token}, result, {parameters})
             except Exception as error:
@@ -121,49 +131,50 @@ AFTER = """
 BOUNDARY = """
         boundary()"""
 
-WORDS = frozenset(
+WRAPPER_NAMES = frozenset(
     (
-        *("after", "aside", "before", "boundary", "failed", "original"),  # what it is made of
-        *("error", "gone", "result", "stands_aside", "token"),
+        *("after", "before", "boundary", "failed", "list", "original", "slow"),
+        *("error", "is_slow", "removed", "result", "token"),
     )
 )
-"""What a wrapper itself uses, so that no parameter of it may be named so."""
+"""Names that a wrapper uses itself, so that no parameter of it may have one of them."""
 
 ANY = "*args, **kwargs"
-"""Parameters of a wrapper whose host's can't be written out."""
+"""Parameters of a wrapper where those of the host's method can't be written out."""
 
 
 @functools.cache
-def _template(name: str, listed: str, parts: tuple[bool, bool, bool]) -> Callable[..., Any]:
+def _template(name: str, parameters: str, listed: str, parts: tuple[bool, bool, bool]) -> Callable[..., Any]:
     """The function ``make`` of :data:`WRAPPER`, with these of its parts."""
     before, after, boundary = parts
     source = WRAPPER.format(
         name=name,
-        parameters=listed,
-        before=BEFORE.format(parameters=listed) if before else "",
-        after=AFTER.format(token="token" if before else "None", parameters=listed) if after else "",
+        parameters=parameters,
+        listed=LISTED.format(listed=listed) if listed else "",
+        before=BEFORE.format(parameters=parameters) if before else "",
+        after=AFTER.format(token="token" if before else "None", parameters=parameters) if after else "",
         boundary=BOUNDARY if boundary else "",
     )
-    made: dict[str, Any] = {"__name__": __name__}
-    exec(compile(source, f"<kvledger: {name}>", "exec"), made)
-    return cast("Callable[..., Any]", made["make"])
+    namespace: dict[str, Any] = {"__name__": __name__}
+    exec(compile(source, f"<kvledger: {name}>", "exec"), namespace)
+    return cast("Callable[..., Any]", namespace["make"])
 
 
 def _written_out(method: Callable[..., Any]) -> tuple[str, tuple[Any, ...]]:
-    """A method's parameters as a wrapper lists them, and the defaults of the last."""
+    """A method's parameters as a wrapper lists them, and the defaults of the last ones."""
     plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    found = inspect.signature(method).parameters.values()
-    if any(each.kind is not plain or each.name in WORDS for each in found):
+    signature = inspect.signature(method).parameters.values()
+    if any(each.kind is not plain or each.name in WRAPPER_NAMES for each in signature):
         return ANY, ()
-    defaults = tuple(each.default for each in found if each.default is not each.empty)
-    return ", ".join(each.name for each in found), defaults
+    defaults = tuple(each.default for each in signature if each.default is not each.empty)
+    return ", ".join(each.name for each in signature), defaults
 
 
 class Hooks:
     """The hooks of one observed object.
 
-    ``observer`` has the methods that the table names. ``failed(hook, error, removed)`` is told of
-    every failure. ``boundary()``, if given, runs after each hook marked so, unguarded.
+    ``observer`` has the methods that the table names. ``failed(hook, error, removed)`` is called for every
+    failure. ``boundary()``, if given, runs after each hook marked so, unguarded.
     """
 
     def __init__(
@@ -175,49 +186,61 @@ class Hooks:
         boundary: Callable[[], None] | None = None,
     ) -> None:
         self.failures: dict[str, int] = {}
+        """How often each hook has failed."""
         self.timed = False
-        self._timed_from = 0
-        self._timed_steps = 0
+        """The observers are timed now."""
         self.nanoseconds = 0
-        """Taken by observers while they were timed; the host's own time is not in it."""
+        """Time that observers took while they were timed, without the host's own."""
         self.live: list[str] = []
+        """The hooks that are wrapped now."""
+        self._timed_from = 0
+        """The step in which timing began."""
+        self._timed_steps = 0
+        """Steps in which observers were timed, since the time was last asked for."""
         self._failed = failed
+        """Is called for every failure."""
         self._boundary = boundary
+        """Runs after the hooks that are boundaries."""
         self._observer = observer
+        """Has the methods that the table names."""
         self._wrappings: dict[str, Wrapping] = {}
+        """What is wrapped now, by hook."""
         self._silenced: list[Wrapping] = []
-        self._asleep: dict[str, tuple[Hook, Any]] = {}
-        self._aside: dict[str, Callable[..., None]] = {}
+        """Wrappers that pass calls through, because handling a failure has failed."""
+        self._deferred: dict[str, tuple[Hook, Any]] = {}
+        """Hooks that are not wrapped yet, with their owners."""
+        self._set_slow: dict[str, Callable[..., None]] = {}
+        """By hook, the switch of its wrapper between the fast and the slow way."""
         rows = check(table, root)
         try:
             for hook, owner in rows:
                 name = f"{hook.owner}.{hook.method}".lstrip(".")
-                if hook.asleep:
-                    self._asleep[name] = hook, owner
+                if hook.deferred:
+                    self._deferred[name] = hook, owner
                 else:
-                    self._put_on(name, hook, owner)
+                    self._wrap(name, hook, owner)
         except Exception:
             self.remove()
             raise
 
-    def wake(self, name: str) -> None:
-        """Put on a hook that slept; nothing where it is on, was removed, or the host has not got it."""
-        if name in self._asleep:
-            self._put_on(name, *self._asleep.pop(name))
+    def activate(self, name: str) -> None:
+        """Wrap a deferred hook; nothing happens where it is wrapped, was removed, or the host lacks it."""
+        if name in self._deferred:
+            self._wrap(name, *self._deferred.pop(name))
 
-    def _put_on(self, name: str, hook: Hook, owner: Any) -> None:
-        make = functools.partial(self._observed, name, hook, self._observer)
+    def _wrap(self, name: str, hook: Hook, owner: Any) -> None:
+        make = functools.partial(self._wrapper, name, hook, self._observer)
         self._wrappings[name] = Wrapping(owner, hook.method, make)
         self.live.append(name)
-        self._aside[name](self.timed)
+        self._set_slow[name](self.timed)
 
-    def _take_off(self, name: str) -> None:
-        """Whoever calls the wrapper still is led past the observer."""
-        self._aside.pop(name)(True, for_good=True)
+    def _unwrap(self, name: str) -> None:
+        """A caller that still has the wrapper reaches the host's method and no observer."""
+        self._set_slow.pop(name)(True, for_good=True)
         self._wrappings.pop(name).undo()
 
     def time_some(self, step: int) -> None:
-        """At rest after a ``step``: time the observers until it is asked for again, once in a while."""
+        """At rest after a ``step``: time the observers until the next call, once in a while."""
         if self.timed:
             self._timed_steps += step - self._timed_from
             self.time(False)
@@ -226,30 +249,30 @@ class Hooks:
             self.time(True)
 
     def time_taken(self) -> tuple[int, int]:
-        """Microseconds in observers, -1 if none were timed, and in how many steps, since the last time."""
+        """Microseconds in observers, -1 if none were timed, and in how many steps, since the last call."""
         if not self._timed_steps:
             return -1, 0
-        told = self.nanoseconds // 1000, self._timed_steps
+        taken = self.nanoseconds // 1000, self._timed_steps
         self.nanoseconds = self._timed_steps = 0
-        return told
+        return taken
 
     def time(self, whether: bool) -> None:
-        """Time the observers from now on, or no more."""
+        """Time the observers from now on, or stop timing them."""
         self.timed = whether
-        for stand_aside in self._aside.values():
-            stand_aside(whether)
+        for set_slow in self._set_slow.values():
+            set_slow(whether)
 
     def remove(self) -> None:
-        """Put every wrapped attribute back. What cannot be put back becomes a pass-through."""
-        self._asleep.clear()
+        """Put every wrapped attribute back. A wrapper that cannot be put back passes calls through."""
+        self._deferred.clear()
         for name in list(self._wrappings):
-            self._take_off(name)
+            self._unwrap(name)
         for wrapping in self._silenced:
             wrapping.undo()
         self._silenced.clear()
         self.live.clear()
 
-    def _observed(
+    def _wrapper(
         self, name: str, hook: Hook, observer: object, original: Callable[..., Any]
     ) -> Callable[..., Any]:
         before: Observer | None = attrgetter(hook.before)(observer) if hook.before else None
@@ -257,10 +280,12 @@ class Hooks:
         boundary = self._boundary if hook.boundary else None
         parts = before is not None, after is not None, boundary is not None
         names, defaults = _written_out(original)
-        failed = functools.partial(self._fail, name)
+        if hook.listed and hook.listed not in names.split(", "):
+            raise EngineMismatch(f"the parameter {hook.listed} of {name} can't be written out")
+        failed = functools.partial(self._count_failure, name)
 
-        def aside(*args: Any, **kwargs: Any) -> Any:
-            """The same, timed; or the host's own alone, where this hook was removed."""
+        def slow(*args: Any, **kwargs: Any) -> Any:
+            """The same with the observers timed; only the host's method where this hook was removed."""
             if name not in self._wrappings:
                 return original(*args, **kwargs)
             began, token = time.perf_counter_ns(), None
@@ -268,7 +293,7 @@ class Hooks:
                 try:
                     token = before(*args, **kwargs)
                 except Exception as error:  # an observer must never stop the engine
-                    self._fail(name, error)
+                    failed(error)
             self.nanoseconds += time.perf_counter_ns() - began
             result = original(*args, **kwargs)
             began = time.perf_counter_ns()
@@ -276,32 +301,32 @@ class Hooks:
                 try:
                     after(token, result, *args, **kwargs)
                 except Exception as error:  # an observer must never stop the engine
-                    self._fail(name, error)
+                    failed(error)
             self.nanoseconds += time.perf_counter_ns() - began
             if boundary is not None:
                 boundary()
             return result
 
-        observed, self._aside[name] = _template(hook.method, names, parts)(
-            original, before, after, boundary, aside, failed
+        wrapper, self._set_slow[name] = _template(hook.method, names, hook.listed, parts)(
+            original, before, after, boundary, slow, failed
         )
-        observed.__defaults__ = defaults
-        return functools.update_wrapper(observed, original)
+        wrapper.__defaults__ = defaults
+        return functools.update_wrapper(wrapper, original)
 
-    def _fail(self, name: str, error: Exception) -> None:
+    def _count_failure(self, name: str, error: Exception) -> None:
         try:
             count = self.failures[name] = self.failures.get(name, 0) + 1
-            removed = count >= PATIENCE
+            removed = count >= MAX_FAILURES
             if removed and name in self._wrappings:
-                self._take_off(name)
+                self._unwrap(name)
                 self.live.remove(name)
             self._failed(name, error, removed)
         except Exception:  # nothing leaves a hook, not even this
             self._silenced += self._wrappings.values()
             self._wrappings.clear()
-            for stand_aside in self._aside.values():
-                stand_aside(True, for_good=True)
-            self._aside.clear()
+            for set_slow in self._set_slow.values():
+                set_slow(True, for_good=True)
+            self._set_slow.clear()
 
 
 def check(table: tuple[Hook, ...], root: Any) -> list[tuple[Hook, Any]]:
@@ -319,10 +344,10 @@ def check(table: tuple[Hook, ...], root: Any) -> list[tuple[Hook, Any]]:
             if not hook.optional:
                 differences.append(f"{name} is missing")
             continue
-        found = parameters(method)
-        if hook.parameters and found not in hook.parameters:
-            wanted = " or ".join(f"({', '.join(names)})" for names in hook.parameters)
-            differences.append(f"{name} takes ({', '.join(found)}), not {wanted}")
+        names = parameters(method)
+        if hook.parameters and names not in hook.parameters:
+            wanted = " or ".join(f"({', '.join(each)})" for each in hook.parameters)
+            differences.append(f"{name} takes ({', '.join(names)}), not {wanted}")
             continue
         rows.append((hook, owner))
     if differences:

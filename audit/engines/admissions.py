@@ -78,7 +78,7 @@ class Admissions:
         used stays off.
         """
         if self._observer.hooks is not None and (self._observer.connector is not None or self._replays):
-            self._observer.hooks.wake("kv_cache_manager.record_prefix_cache_stats")
+            self._observer.hooks.activate("kv_cache_manager.record_prefix_cache_stats")
 
     # --- hooks ----------------------------------------------------------------------------------------
 
@@ -93,13 +93,13 @@ class Admissions:
         nobody_waits = len(scheduler.requests) == len(scheduler.running)
         self._statistics = None if nobody_waits else self._read_statistics()
         if observer.pools is not None:
-            observer.pools.untold.step_begins(nobody_waits)
+            observer.pools.begin_step(nobody_waits)
 
     def looked_up(self, _: None, result: Any, request: Any, *__: Any, **___: Any) -> None:
         """``get_computed_blocks`` returned the local hit. Emits ``LookedUp`` with the admission."""
         tokens, request_id, pools = result[1], request.request_id, self._observer.pools
-        if pools is not None and pools.books is not None:
-            pools.books.looked_up(request_id)
+        if pools is not None:
+            pools.looked_up(request_id)
         attempt = self.attempts.get(request_id)
         if attempt is None:
             self.attempts[request_id] = Attempt(request, request.num_prompt_tokens, tokens, tokens)

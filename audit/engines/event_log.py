@@ -64,9 +64,10 @@ class StepLog:
         self.sink = sink
         self.ids: dict[str, int] = {}
         self.held: list[ev.Event] | None = None
-        self.calls: list[Any] = []
-        """What is told by ``tell_calls`` before any event: the calls of pools, where they are watched."""
-        self.tell_calls: Callable[[], None] = self.calls.clear
+        self.pool_calls: list[int] = []
+        """Buffered calls of block pools, which are emitted before any other event."""
+        self.emit_pool_calls: Callable[[], None] = self.pool_calls.clear
+        """Emits the buffered calls."""
         self.undelivered = 0
         self.flushed_at = 0
         self._next_id = 0
@@ -114,19 +115,23 @@ class StepLog:
         if held is not None and type(event) is not ev.LoadFailed:
             held.append(event)
             return
-        if self.calls:
-            self.tell_calls()
+        if self.pool_calls:
+            self.emit_pool_calls()
         if self.repeats or self.same_step:
             self.say_held_back(event.at)
         self.sink.record(event)
 
     def emit_all(self, events: Sequence[ev.Event]) -> None:
         """Tell several, at least one, after everything that came before them; also what has been held."""
-        if self.calls:
-            self.tell_calls()
+        if self.pool_calls:
+            self.emit_pool_calls()
         if self.repeats or self.same_step:
             self.say_held_back(events[0].at)
         self.sink.record_all(events)
+
+    def unreported_outputs(self) -> int:
+        """How many outputs of one token a request were taken and have not been emitted."""
+        return self.repeats + (self.held is not None)
 
     def _kept(self, numbers: list[int]) -> ev.Numbers:
         return self.sink.keep(numbers) if numbers else NONE
@@ -148,7 +153,7 @@ class StepLog:
 
     def restart(self, started: ev.EngineStarted, snapshot: ev.Snapshot) -> None:
         """Begin anew: the next step names everyone."""
-        self.tell_calls()
+        self.emit_pool_calls()
         self.say_held_back(snapshot.at)
         self.names, self.numbers, self._counts, self._odd = [], [], None, {}
         self._drafting, self._drafts = [], []

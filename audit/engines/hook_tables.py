@@ -56,7 +56,7 @@ V1: tuple[Hook, ...] = (
         (("request",),),
         "lives.stop_begins",
         "lives.turn_stopped",
-        asleep=True,  # see ``Steps.expect_sessions``
+        deferred=True,  # see ``Steps.expect_sessions``
     ),
     Hook("", "_update_request_as_session", (("session", "update"),), after="lives.session_extended"),
     Hook("", "shutdown", ((),), before="shutting_down"),
@@ -77,7 +77,7 @@ V1: tuple[Hook, ...] = (
         "record_prefix_cache_stats",
         (("request", "num_hits"),),
         after="admissions.local_hit_used",
-        asleep=True,  # see ``Admissions.started``
+        deferred=True,  # see ``Admissions.started``
     ),
     Hook("connector", "get_num_new_matched_tokens", (), after="admissions.matched", optional=True),
     Hook("connector", "update_state_after_alloc", (), after="admissions.promised", optional=True),

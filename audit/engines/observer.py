@@ -94,7 +94,7 @@ class Observer:
         self._stopped = True
         if self.pools is not None:
             if reason in ("detached", "shutdown"):
-                self.pools.sweep.state_all()
+                self.pools.report_all()
             self.pools.remove()
         if self.connector is not None:
             self.connector.remove()
@@ -142,12 +142,12 @@ class Observer:
         self.log.restart(started, ev.Snapshot(now, self.step, rows, self.log.undelivered))
         self._last_census = self.step, now
         if self.pools is not None:
-            self.pools.sweep.restart()
+            self.pools.begin_segment()
 
     def at_rest(self) -> None:
         """Between two steps: emit a snapshot if the sink wants one, or a census if one is due."""
         if self.pools is not None:
-            self.pools.tell()
+            self.pools.emit_all_calls()
         now = self.log.now()
         if self.hooks is not None:
             self.hooks.time_some(self.step)
@@ -160,7 +160,7 @@ class Observer:
         else:
             self.log.flush(now)
         if self.pools is not None:
-            self.pools.sweep.at_rest()
+            self.pools.at_rest()
 
     def hook_time(self) -> tuple[int, int]:
         """Microseconds spent in hooks, and the steps in which they were timed, since the last call."""

@@ -79,7 +79,7 @@ class Steps:
     def expect_sessions(self) -> None:
         """A request may be extended by further chunks: observe the end of turns from now on."""
         if self._observer.hooks is not None:
-            self._observer.hooks.wake("_handle_stopped_request")
+            self._observer.hooks.activate("_handle_stopped_request")
 
     # --- a step -------------------------------------------------------------------------------------
 
@@ -93,7 +93,7 @@ class Steps:
         unchanged = same and log.quiet and not log.same_step and total == len(names) == len(tokens)
         pools = observer.pools
         if pools is not None:
-            pools.scheduled(output, log.numbers if same else None, again=unchanged)
+            pools.scheduled(output, log.numbers if same else None, unchanged=unchanged)
         admissions = self._admissions
         if admissions.attempts:
             admissions.admit(tokens)
@@ -158,8 +158,8 @@ class Steps:
         elif held:
             log.emit_all(held)
         observer = self._observer
-        if log.calls and observer.pools is not None:
-            observer.pools.tell_calls()
+        if log.pool_calls and observer.pools is not None:
+            observer.pools.emit_calls()
         if lives.ended:
             for request_id in lives.ended:
                 lives.forget(request_id)

@@ -97,7 +97,7 @@ class LiveAudit:
     def _catch_up(self) -> list[Violation]:
         new: list[Violation] = []
         if self._observer.pools is not None:
-            self._observer.pools.tell()
+            self._observer.pools.emit_all_calls()
         for event in self._sink.take():
             new += self._auditor.feed(event)
         return new

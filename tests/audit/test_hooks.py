@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvledger.audit.hooks import PATIENCE, EngineMismatch, Hook, Hooks
+from kvledger.audit.hooks import MAX_FAILURES, EngineMismatch, Hook, Hooks
 
 
 class Host:
@@ -165,9 +165,9 @@ def test_a_failing_observer_never_reaches_the_caller_and_removes_itself() -> Non
     host, failed = Host(), list[Any]()
     ours = hooks((RUN._replace(before="raises"), LOAD), host, Watcher(), failed)
 
-    assert [host.run(n) for n in range(PATIENCE + 3)] == [2 * n for n in range(PATIENCE + 3)]
-    assert [removed for _, _, removed in failed] == [False] * (PATIENCE - 1) + [True]
-    assert {"run": PATIENCE} == ours.failures
+    assert [host.run(n) for n in range(MAX_FAILURES + 3)] == [2 * n for n in range(MAX_FAILURES + 3)]
+    assert [removed for _, _, removed in failed] == [False] * (MAX_FAILURES - 1) + [True]
+    assert {"run": MAX_FAILURES} == ours.failures
     assert ["part.load"] == ours.live
     assert "run" not in vars(host)
 
@@ -196,10 +196,10 @@ def test_an_observer_that_fails_for_the_last_time_is_not_told_of_the_end(timed: 
     host, watcher = Host(), Failing()
     ours = hooks((RUN,), host, watcher)
     ours.time(timed)
-    for _ in range(PATIENCE + 1):
+    for _ in range(MAX_FAILURES + 1):
         host.run(3)
 
-    assert PATIENCE - 1 == len(watcher.seen)
+    assert MAX_FAILURES - 1 == len(watcher.seen)
 
 
 @pytest.mark.parametrize("timed", [False, True])
@@ -267,12 +267,12 @@ def test_an_optional_hook_may_be_missing() -> None:
 
 def test_a_hook_that_sleeps_is_put_on_when_it_is_woken() -> None:
     host, watcher = Host(), Watcher()
-    ours = hooks((RUN._replace(asleep=True), LOAD), host, watcher)
+    ours = hooks((RUN._replace(deferred=True), LOAD), host, watcher)
     host.run(1)
     assert ([], ["part.load"]) == (watcher.seen, ours.live)
 
-    ours.wake("run")
-    ours.wake("run")
+    ours.activate("run")
+    ours.activate("run")
     host.run(1)
     assert 1 == len(watcher.seen)
 
@@ -280,11 +280,11 @@ def test_a_hook_that_sleeps_is_put_on_when_it_is_woken() -> None:
 def test_a_hook_that_sleeps_is_checked_with_the_others_and_removed_with_them() -> None:
     host, watcher = Host(), Watcher()
     with pytest.raises(EngineMismatch, match="walk is missing"):
-        hooks((Hook("", "walk", ((),), asleep=True),), host, watcher)
+        hooks((Hook("", "walk", ((),), deferred=True),), host, watcher)
 
-    ours = hooks((RUN._replace(asleep=True),), host, watcher)
+    ours = hooks((RUN._replace(deferred=True),), host, watcher)
     ours.remove()
-    ours.wake("run")
+    ours.activate("run")
     host.run(1)
     assert [] == watcher.seen
 

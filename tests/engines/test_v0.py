@@ -22,7 +22,7 @@ from vllm.core.scheduler import Scheduler
 
 from kvledger.audit import events as ev
 from kvledger.audit.engines.v0.observer import V0Observer
-from kvledger.audit.hooks import PATIENCE, EngineMismatch
+from kvledger.audit.hooks import MAX_FAILURES, EngineMismatch
 from kvledger.audit.journal.recorder import MemoryRecorder
 
 FORGETS = hasattr(Scheduler, "remove_seq_from_computed_blocks_tracker")
@@ -234,7 +234,7 @@ def test_an_observer_that_raises_changes_nothing_and_is_told(
     unknown = [account for account in audited(events).ledger.accounts() if account.unknown]
 
     assert bare == driver.outputs
-    assert len(failures) <= 2 * PATIENCE
+    assert len(failures) <= 2 * MAX_FAILURES
     assert bool(failures) == bool(unknown)
 
 

@@ -1,11 +1,11 @@
-"""Who calls a block pool: the request, the KV cache group and the engine's own operation.
+"""Who calls a block pool: the request, the KV cache group and the engine's operation, read off the stack.
 
-A pool's methods are told blocks and no names. Around them stands one method a request and step,
-``allocate_slots`` and its like: to hook these would cost more than everything else together, and the
-pool is not even called by most of them. So the caller is read off the stack, where the pool *is*
-called: the manager of a single group has its group, and ``request_id`` is its parameter.
+A pool's methods are given blocks and no request. Hooking the methods around them, ``allocate_slots`` and its
+like, would cost more than everything else together: each runs once a request and step, and most of these
+calls do not reach the pool. So the caller is read off the stack where the pool is called: the manager of a
+single group has its group number, and ``request_id`` is a parameter of the manager's method.
 
-Only the direct caller is asked, and only for parameters: what stands further up may be of any time.
+Only the direct caller is read, and only its parameters: a frame further up may be about another request.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ STACK_LINES = 12
 """Lines of a Python stack that are kept, the innermost ones."""
 
 MANAGER, REQUEST, PASSED_ON, OTHER = "manager", "request", "passed on", "other"
+"""Kinds of callers: a manager's method with a ``request_id``; ``allocate_slots`` with a ``request``; a frame
+that passes the call on; any other."""
 
 
 class Caller(NamedTuple):
-    """``request_id`` None: no table of a request is concerned. ``group`` -1: not told by the caller."""
+    """``request_id`` None: the call is for no request's table. ``group`` -1: the caller has no group."""
 
     request_id: str | None
     group: int
@@ -33,56 +35,60 @@ NOBODY = Caller(None, -1, "")
 
 
 class Callers:
-    """Reads callers, remembering of each code object what sort it is. ``ours``: modules to look past."""
+    """Reads callers off the stack. Frames of modules whose names begin with one of ``ours`` are skipped."""
 
     def __init__(self, *ours: str) -> None:
-        self._ours = frozenset(ours)
-        self._sorts: dict[int, str] = {}
-        """By the id of a code object: its own hash is worked out anew each time, from all its constants."""
-        self._seen: list[CodeType] = []
-        """Held, so that no other code object gets the id."""
+        self._ours = ours
+        """Beginnings of the names of our own modules."""
+        self._kinds: dict[int, str] = {}
+        """The kind of each code object, by its id: hashing the object itself would hash all its constants."""
+        self._codes: list[CodeType] = []
+        """The same code objects, held so that no other gets the id of one."""
 
     def caller(self) -> Caller:
-        """Of the pool's method that is wrapped by whoever asks."""
+        """The caller of the wrapped pool method, for the function that records the call."""
         frame: FrameType | None = sys._getframe(2)
-        sorts = self._sorts
+        kinds = self._kinds
         while frame is not None:
             code = frame.f_code
-            sort = sorts.get(id(code)) or self._sort(frame)
-            if sort is MANAGER:
-                known = frame.f_locals
-                group = getattr(known.get("self"), "kv_cache_group_id", None)
+            kind = kinds.get(id(code)) or self._kind(frame)
+            if kind is MANAGER:
+                parameters = frame.f_locals
+                group = getattr(parameters.get("self"), "kv_cache_group_id", None)
                 if group is None:
                     return Caller(None, -1, code.co_name)
-                return Caller(known["request_id"], group, code.co_name)
-            if sort is REQUEST:
+                return Caller(parameters["request_id"], group, code.co_name)
+            if kind is REQUEST:
                 return Caller(frame.f_locals["request"].request_id, -1, code.co_name)
-            if sort is OTHER:
+            if kind is OTHER:
                 return Caller(None, -1, code.co_name)
             frame = frame.f_back
         return NOBODY
 
-    def _sort(self, frame: FrameType) -> str:
+    def _kind(self, frame: FrameType) -> str:
         code = frame.f_code
         parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        if frame.f_globals.get("__name__") in self._ours or code.co_name == "free_blocks":
-            sort = PASSED_ON  # our own, or one pool that hands on what is another's
+        if self._is_ours(frame) or code.co_name == "free_blocks":
+            kind = PASSED_ON  # our own, or a pool that passes on another pool's blocks
         elif "self" in parameters and "request_id" in parameters:
-            sort = MANAGER
+            kind = MANAGER
         elif code.co_name == "allocate_slots":  # up to 0.12 it touches the hits itself
-            sort = REQUEST
+            kind = REQUEST
         else:
-            sort = OTHER
-        self._seen.append(code)
-        self._sorts[id(code)] = sort
-        return sort
+            kind = OTHER
+        self._codes.append(code)
+        self._kinds[id(code)] = kind
+        return kind
+
+    def _is_ours(self, frame: FrameType) -> bool:
+        return str(frame.f_globals.get("__name__")).startswith(self._ours)
 
     def stack(self) -> list[str]:
-        """The Python stack outside of our own modules, innermost last: a line a frame."""
+        """The Python stack without our own modules, innermost last: a line for each frame."""
         frames: list[Any] = []
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and len(frames) < STACK_LINES:
-            if frame.f_globals.get("__name__") not in self._ours:
+            if not self._is_ours(frame):
                 frames.append((frame, frame.f_lineno))
             frame = frame.f_back
         summary = traceback.StackSummary.extract(iter(reversed(frames)), lookup_lines=False)

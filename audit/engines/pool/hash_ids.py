@@ -1,4 +1,4 @@
-"""Numbers in place of block hashes: they tell of nothing that was hashed."""
+"""Hash ids: numbers that stand for block hashes in the journal, and reveal nothing of the hashed tokens."""
 
 from __future__ import annotations
 
@@ -6,29 +6,33 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+HashId = Callable[[Any], int]
+"""From a block's hash to its id."""
 
-def namer(*, of_bytes: bool = False) -> Callable[[Any], int]:
-    """From a block's hash to the number that stands for it, the same whenever it comes again; never -1.
 
-    By a secret of this process, so that nobody can try out which tokens a number stands for. Two hashes
-    share one by chance of 1 in 2**64. Nothing is remembered, however many hashes come.
+def hash_ids(*, only_bytes: bool = False) -> HashId:
+    """A function from a block's hash to its id, which is the same whenever the hash comes again; never -1.
 
-    ``of_bytes``: each hash is bytes. Those Python hashes by such a secret itself, once for good (PEP 456),
-    but where ``PYTHONHASHSEED`` makes it known.
+    The id depends on a secret of this process, so that nobody can try out which tokens it stands for. Two
+    hashes share an id by chance of 1 in 2**64. No hash is remembered, however many come.
+
+    ``only_bytes``: each hash is bytes. Python itself hashes bytes by a secret of the process (PEP 456) and
+    keeps the result with the object, so that Python's own hash is the id, except where ``PYTHONHASHSEED`` is
+    set and makes the secret known.
     """
-    if of_bytes and os.environ.get("PYTHONHASHSEED", "") in ("", "random"):
+    if only_bytes and os.environ.get("PYTHONHASHSEED", "") in ("", "random"):
         return hash
     secret = os.urandom(16)
 
-    def name(hash_: Any) -> int:
-        if type(hash_) is not bytes:  # of early releases, with the block's tokens in it
-            hash_ = b"%d" % hash(hash_)
-        return hash(secret + hash_)
+    def hash_id(block_hash: Any) -> int:
+        if type(block_hash) is not bytes:  # early releases have tuples that hold the block's tokens
+            block_hash = b"%d" % hash(block_hash)
+        return hash(secret + block_hash)
 
-    return name
+    return hash_id
 
 
 def cache_map(pool: Any) -> Any:
-    """From a hash to a block, or to a dict of blocks by id."""
-    found = pool.cached_block_hash_to_block
-    return getattr(found, "_cache", found)
+    """The pool's map from a hash to a block, or to a dict of blocks by id."""
+    blocks = pool.cached_block_hash_to_block
+    return getattr(blocks, "_cache", blocks)

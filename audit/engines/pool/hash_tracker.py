@@ -1,271 +1,292 @@
-"""What a pool hands out and hashes, read off the engine's own books instead of its calls.
+"""Reads which blocks a pool allocates and caches from the engine's own state, instead of wrapping those
+calls.
 
-These are most of a pool's calls, and a wrapper that does nothing costs a microsecond where it stands, for
-what it is made of is out of the processor's caches by then. So where one pool serves one group of full
-attention, and no connector promises tokens, neither is wrapped. A pool tells its collector of metrics which
-blocks it hands out; where it has none, :class:`HandedOut` stands in its place. A block says itself what it
-is hashed for, and :class:`Books` knows when to ask it.
+``get_new_blocks`` and ``cache_full_blocks`` are most of a pool's calls, and even a wrapper that does nothing
+costs about a microsecond in a running step. Neither is wrapped where one pool serves one group of full
+attention and no connector promises tokens (:func:`can_track`). A pool reports each block that it allocates to
+its metrics collector; where it has none, :class:`AllocationCollector` takes that place. A cached block holds
+its hash, and :class:`HashTracker` knows when to look at the block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ...events import CACHED, FREED, TOUCHED
-from .signatures import codes
-
-if TYPE_CHECKING:
-    from .watch import PoolWatch
-
-READ = ("get_new_blocks", "cache_full_blocks")
-"""Methods of a pool that need no wrapper where :func:`readable`."""
+from .call_buffer import CallBuffer, block_ids, reference_counts
+from .caller_stack import Callers
+from .hash_ids import HashId
+from .signatures import method_codes
 
 TAKING_OUTPUT = ("update_from_output", "_update_request_with_output")
-"""Where schedulers that run ahead of their outputs hash blocks, and others do not."""
+"""Methods in which schedulers that run ahead of their outputs cache blocks."""
 
-TOLD = frozenset(("on_block_allocated", "on_block_accessed", "on_block_evicted"))
-"""What a pool tells its collector of metrics."""
+COLLECTED = frozenset(("on_block_allocated", "on_block_accessed", "on_block_evicted"))
+"""What a pool reports to its metrics collector."""
 
-NEVER = 0
-"""For the step of a block that is not to be looked at."""
+NOT_DUE = 0
+"""The due byte of a block that need not be looked at."""
 
-SOON = 1
-"""For that of one that is, whenever it is seen again."""
+WHEN_SEEN = 1
+"""The due byte of a block that is looked at when it is touched or freed; a step may have this byte too."""
 
 
-class HandedOut:
-    """A collector of metrics that keeps what is handed out. What it is called for is no Python of ours."""
+class AllocationCollector:
+    """Stands in for a pool's metrics collector. Its callbacks are C builtins: no Python frame runs."""
 
-    __slots__ = (*TOLD, "reset")
+    __slots__ = (*COLLECTED, "reset")
 
-    def __init__(self, take: Callable[[Any], None]) -> None:
-        self.on_block_allocated = take
+    def __init__(self, add: Callable[[Any], None]) -> None:
+        self.on_block_allocated = add
         self.on_block_accessed = self.on_block_evicted = callable  # takes one argument and does nothing
         self.reset = tuple  # takes none
 
 
-class Books:
-    """Which blocks of one pool may have been hashed, and when to look at them.
+class HashTracker:
+    """Finds out which blocks of one pool have been cached.
 
-    A block that a request decodes into is full so many steps after it was handed out, any other perhaps at
-    once. It is looked at when the engine is at rest next, or sooner where it is touched or given back. That
-    none was overlooked the manager's own counts show: their sum is that of what was found.
+    A block into which a request decodes is full a fixed number of steps after its allocation; any other block
+    may be full at once. Each is looked at when that step is over and the engine is at rest, or earlier where
+    it is touched or freed. The manager counts its cached blocks too: the sums show whether a block was
+    missed.
     """
 
-    def __init__(self, watch: PoolWatch) -> None:
-        scheduler, (manager,), (pool,) = watch.scheduler, watch.managers, watch.pools
-        kind = type(scheduler)
-        self._watch = watch
+    def __init__(
+        self,
+        scheduler: Any,
+        manager: Any,
+        buffer: CallBuffer,
+        callers: Callers,
+        hash_id: HashId,
+        write_deferred: Callable[[], None],
+    ) -> None:
         self._manager = manager
+        """The only KV cache group's manager, with the block tables and counts of cached blocks."""
         self._group: int = manager.kv_cache_group_id
-        self._pool = pool
-        self._decodes: int = manager.block_size - 1
-        """In so many steps a block is full that was handed out to who decodes."""
-        if not kind.__module__.startswith("vllm.") or any(
-            "cache_blocks" in code.co_names for code in codes(kind, TAKING_OUTPUT)
-        ):
-            self._decodes += 1  # it may be hashed when that step's output is taken
-        self._total = sum(manager.num_cached_block.values())
-        """So many blocks of present tables are hashed, as far as that was found."""
+        """The number of that group."""
+        self._pool = manager.block_pool
+        """The only pool."""
+        self._buffer = buffer
+        """Keeps the calls until they are emitted."""
+        self._callers = callers
+        """Reads off the stack for whom the pool is called, where it is not known otherwise."""
+        self._hash_id = hash_id
+        """Gives the number that stands for a block hash."""
+        self._write_deferred = write_deferred
+        """Has the deferred steps written, before a call that came after them."""
+        self._decode_steps = _decode_steps(type(scheduler), manager.block_size)
+        """A block into which a request decodes is full after so many steps."""
+        self._cached_blocks = sum(manager.num_cached_block.values())
+        """How many blocks in present tables are known to be cached."""
         self._looked_up: str | None = None
-        self._touches = ""
-        """Which operation touches the hits of who is admitted."""
+        """The request of the last prefix-cache lookup: its hits are touched next, if it is admitted."""
+        self._touching = ""
+        """The operation that touches the hits of an admitted request; read off the stack once."""
         self._leaving: str | None = None
-        self._going: dict[str, int] = {}
-        """Requests whose tables may stay for a step yet, and how many of their blocks are hashed."""
-        self._when = bytearray(len(pool.blocks))
-        """Of each block, in which step it is looked at (:func:`_byte`); else ``_due`` has it from before."""
+        """The request that is about to free its blocks."""
+        self._left: dict[str, int] = {}
+        """Requests that have freed their blocks and are still counted by the manager, with those counts."""
+        self._due_bytes = bytearray(len(self._pool.blocks))
+        """For each block a byte for the step in which it is due (:func:`_byte`): they fit the caches."""
         self._due: dict[int, list[Any]] = {}
-        self._at_once: set[int] = set()
-        """Blocks that were found to be hashed before it was told who took them."""
+        """The blocks that are due, by step. A block whose byte is another is not due there any more."""
+        self._cached_unowned: set[int] = set()
+        """Blocks that were found cached before their owners were known."""
+        self.collector = AllocationCollector(buffer.allocated.append)
+        """Gives allocated blocks to the buffer."""
         for table in manager.req_to_blocks.values():
-            self._expect(watch.step() + 1, [block for block in table if block._block_hash is None])
-        self.collector = pool.metrics_collector = HandedOut(watch.untold.handed.append)
+            blocks = [block for block in table if block._block_hash is None]
+            self._expect(buffer.step() + 1, blocks, block_ids(blocks))
+        self._pool.metrics_collector = self.collector
 
     def close(self) -> None:
-        """Give the pool its collector back: none."""
+        """Take the collector away from the pool, which had none."""
         if self._pool.metrics_collector is self.collector:
             self._pool.metrics_collector = None
 
     def check(self) -> None:
-        """Raises where what is handed out is no longer told."""
+        """Raises where the pool does not report its allocations here any more."""
         if self._pool.metrics_collector is not self.collector:
             raise RuntimeError("the pool was given another collector of metrics")
 
-    def looked_up(self, name: str | None) -> None:
-        """A request's hits are known, and are touched next if it is admitted. None: nobody is any more."""
-        if self._going:
-            self._gone()
-        self._looked_up = name
+    # --- what the engine is about to do ----------------------------------------------------------
 
-    def touched(self, blocks: list[Any]) -> None:
-        """The hits of who was looked up last, or a pin.
+    def looked_up(self, request_id: str | None) -> None:
+        """A request's prefix-cache hits are known and touched next if it is admitted; None: no request."""
+        if self._left:
+            self._forget_left()
+        self._looked_up = request_id
 
-        To ask the stack for the names of requests costs more than all the rest of a touch, so it is asked
-        once, for the operation.
+    def leaves(self, request_id: str) -> None:
+        """A request is about to free its blocks."""
+        if self._left:
+            self._forget_left()
+        self._left[request_id] = self._manager.num_cached_block.get(request_id, 0)
+        self._leaving = request_id if request_id in self._manager.req_to_blocks else None
+
+    def expect(self, step: int, blocks: list[Any], ids: list[int], decoding: int) -> None:
+        """The pool allocated these blocks in ``step``, the first ``decoding`` for requests that decode."""
+        self._expect(step + self._decode_steps, blocks[:decoding], ids[:decoding])
+        self._expect(step, blocks[decoding:], ids[decoding:])
+        for block_id in self._cached_unowned:
+            self._due_bytes[block_id] = NOT_DUE
+        self._cached_unowned.clear()
+
+    # --- wrapped calls -----------------------------------------------------------------------------
+
+    def touched(self, _: None, __: None, blocks: list[Any]) -> None:
+        """``touch``: the hits of the request that was looked up last, or blocks that somebody pins.
+
+        Reading the stack costs more than the rest of a touch, so the operation is read once.
         """
-        watch, untold, name = self._watch, self._watch.untold, self._looked_up
-        if untold.later:
-            untold.catch_up()
-        ids = [block.block_id for block in blocks]
-        if untold.handed:
-            self._look_at_new(ids)
-        if any(map(self._when.__getitem__, ids)):
-            self._seen(ids, blocks, last=False)
-        if name is None or self._manager.req_to_blocks.get(name):
-            name, group, by = watch.callers.caller()
+        if not blocks:
+            return
+        buffer, request_id = self._buffer, self._looked_up
+        ids = self._before_call(blocks)
+        if any(map(self._due_bytes.__getitem__, ids)):
+            self._look_at(ids, blocks, last=False)
+        if request_id is None or self._manager.req_to_blocks.get(request_id):
+            request_id, group, by = self._callers.caller()
         else:
             self._looked_up = None
-            self._touches = by = self._touches or watch.callers.caller().by
+            self._touching = by = self._touching or self._callers.caller().by
             group = self._group
-            untold.hits[name] = ids
-        if name is not None:
-            self._total += len(ids)
-        untold.call(TOUCHED, name, group, by, ids, [block.ref_cnt for block in blocks])
+        if request_id is not None:
+            self._cached_blocks += len(ids)
+        number = buffer.request_nos[request_id]
+        buffer.blocks_touched(0, number, group, by, ids, reference_counts(blocks))
 
-    def freed(self, blocks: list[Any]) -> None:
-        """The blocks of who is leaving, or others'. Those without a hash get none."""
-        watch, untold, name, group, by = self._watch, self._watch.untold, self._leaving, self._group, "free"
-        if untold.later:
-            untold.catch_up()
-        ids = [block.block_id for block in blocks]
-        if untold.handed:
-            self._look_at_new(ids)
-        if name is None or name in self._manager.req_to_blocks:
-            self._seen(ids, blocks, last=True)
-            name, group, by = watch.callers.caller()
+    def freed(self, _: None, __: None, ordered_blocks: list[Any], prepend: bool = False) -> None:
+        """``free_blocks``: the table of the request that is leaving, or other blocks."""
+        blocks = ordered_blocks
+        if not blocks:
+            return
+        request_id, group, by = self._leaving, self._group, "free"
+        ids = self._before_call(blocks)
+        if request_id is None or request_id in self._manager.req_to_blocks:
+            self._look_at(ids, blocks, last=True)
+            request_id, group, by = self._callers.caller()
         else:
-            # They are a table from its end on, and what is to be looked at is at its end.
-            if to_see := list(takewhile(self._when.__getitem__, ids)):
-                self._seen(to_see, blocks, last=True)
+            # A table is freed end first, and only blocks at its end can be due.
+            if due := list(takewhile(self._due_bytes.__getitem__, ids)):
+                self._look_at(due, blocks, last=True)
             self._leaving = None
-            if name not in self._manager.num_cached_block:
-                self._total -= self._going.pop(name, 0)
-        untold.call(FREED, name, group, by, ids, [block.ref_cnt for block in blocks])
+            if request_id not in self._manager.num_cached_block:
+                self._cached_blocks -= self._left.pop(request_id, 0)
+        buffer = self._buffer
+        number = buffer.request_nos[request_id]
+        buffer.blocks_freed(0, number, group, by, ids, reference_counts(blocks))
 
-    def deferred(self, blocks: list[Any]) -> None:
-        """Who was about to leave keeps its blocks for a while."""
+    def frees_deferred(self, blocks: list[Any]) -> None:
+        """``pop_blocks_for_free``: the request that is leaving keeps its blocks for a while."""
         self._leaving = None
-        ids = [block.block_id for block in blocks]
-        if self._watch.untold.later:
-            self._watch.untold.catch_up()
-        if self._watch.untold.handed:
-            self._look_at_new(ids)
-        self._seen(ids, blocks, last=True)
+        self._look_at(self._before_call(blocks), blocks, last=True)
 
-    def _look_at_new(self, ids: list[int]) -> None:
-        """Have those of them looked at that were handed out just now, and to whom is not told yet."""
-        for number in set(ids).intersection(self._watch.untold.handed_ids()):
-            if number not in self._at_once:
-                self._when[number] = SOON
+    def _before_call(self, blocks: list[Any]) -> list[int]:
+        """The ids of a call's blocks, with all that came before the call written."""
+        self._write_deferred()
+        ids = block_ids(blocks)
+        if self._buffer.allocated:
+            for block_id in set(ids).intersection(self._buffer.allocated_ids()):
+                if block_id not in self._cached_unowned:
+                    self._due_bytes[block_id] = WHEN_SEEN
+        return ids
 
-    def _seen(self, ids: list[int], blocks: list[Any], *, last: bool) -> None:
-        """Tell which of these were hashed. ``last``: the others will not be."""
-        when = self._when
-        told: list[int] = []
-        for number, block in zip(ids, blocks, strict=False):
-            if when[number] != NEVER:
-                hash_ = block._block_hash
-                if hash_ is not None:
-                    told += (number, self._watch.name(hash_), block._block_hash_num_tokens)
-                    if self._watch.untold.handed:
-                        self._at_once.add(number)
-                if last or hash_ is not None:
-                    when[number] = NEVER
-        if told:
-            self._tell(told)
+    def _look_at(self, ids: list[int], blocks: list[Any], *, last: bool) -> None:
+        """Record which of these blocks have been cached. ``last``: the others will not be."""
+        due = self._due_bytes
+        cached: list[int] = []
+        for block_id, block in zip(ids, blocks, strict=False):
+            if due[block_id] != NOT_DUE:
+                block_hash = block._block_hash
+                if block_hash is not None:
+                    cached += (block_id, self._hash_id(block_hash), block._block_hash_num_tokens)
+                    if self._buffer.allocated:
+                        self._cached_unowned.add(block_id)
+                if last or block_hash is not None:
+                    due[block_id] = NOT_DUE
+        if cached:
+            self._record(cached)
 
-    def handed_out(self, step: int, blocks: list[Any], ids: list[int], decode: int) -> None:
-        """The pool has handed them out in ``step``, the first ``decode`` of them to who decodes."""
-        full, due, when = step + self._decodes, self._due, self._when
-        byte = _byte(full)
-        for number in ids[:decode]:
-            when[number] = byte
-        byte = _byte(step)
-        for number in ids[decode:]:
-            when[number] = byte
-        due.setdefault(full, []).extend(blocks[:decode])
-        due.setdefault(step, []).extend(blocks[decode:])
-        for number in self._at_once:
-            when[number] = NEVER
-        self._at_once.clear()
+    # --- at rest -----------------------------------------------------------------------------------
 
-    def leaves(self, name: str) -> None:
-        """A request is about to give its blocks back."""
-        if self._going:
-            self._gone()
-        self._going[name] = self._manager.num_cached_block.get(name, 0)
-        self._leaving = name if name in self._manager.req_to_blocks else None
-
-    def _gone(self) -> None:
-        """Those whose counts the manager has given up."""
-        for name in [name for name in self._going if name not in self._manager.num_cached_block]:
-            self._total -= self._going.pop(name)
-
-    def settle(self) -> None:
-        """Write down what else was hashed, or that not all of it was found."""
-        step = self._watch.step()
-        told: list[int] = []
-        late: list[Any] = []
+    def record_due(self) -> None:
+        """Record which of the due blocks have been cached, or that a cached block was missed."""
+        step = self._buffer.step()
+        cached: list[int] = []
+        not_cached: list[Any] = []
         for due in [due for due in self._due if due <= step]:
-            late += self._look(told, self._due.pop(due), due)
-        if late:
-            self._expect(step + 1, late)
-        if self._going:
-            self._gone()
-        total = sum(self._manager.num_cached_block.values())
-        if 3 * (total - self._total) != len(told):  # somebody did not run in every step
+            not_cached += self._look_at_due(cached, self._due.pop(due), due)
+        if not_cached:
+            self._expect(step + 1, not_cached, block_ids(not_cached))
+        if self._left:
+            self._forget_left()
+        counted = sum(self._manager.num_cached_block.values())
+        if 3 * (counted - self._cached_blocks) != len(cached):  # a request did not run in every step
             for due, blocks in self._due.items():
-                self._due[due] = self._look(told, blocks, due)
-        if told:
-            self._tell(told)
-        if total != self._total:  # a block was hashed that nobody was handed, or by a way not known here
-            self._total = total
-            self._watch.log.calls += (CACHED, -1, self._group, -2, 0)
+                self._due[due] = self._look_at_due(cached, blocks, due)
+        if cached:
+            self._record(cached)
+        if counted != self._cached_blocks:  # a block was cached in a way not known here
+            self._cached_blocks = counted
+            self._buffer.table_blocks_cached(self._group, ())
 
-    def _look(self, told: list[int], blocks: list[Any], step: int) -> list[Any]:
-        """Write down those due in ``step`` that have been hashed; the rest."""
-        when, name, byte = self._when, self._watch.name, _byte(step)
-        rest: list[Any] = []
+    def _look_at_due(self, cached: list[int], blocks: list[Any], step: int) -> list[Any]:
+        """Add those of the blocks due in ``step`` that have been cached; returns the others."""
+        due, hash_id, byte = self._due_bytes, self._hash_id, _byte(step)
+        not_cached: list[Any] = []
         for block in blocks:
-            number = block.block_id
-            if when[number] == byte:  # else it has been looked at, or is due again
-                hash_ = block._block_hash
-                if hash_ is None:
-                    rest.append(block)
+            block_id = block.block_id
+            if due[block_id] == byte:  # else it has been looked at, or is due in another step
+                block_hash = block._block_hash
+                if block_hash is None:
+                    not_cached.append(block)
                 else:
-                    when[number] = NEVER
-                    told += (number, name(hash_), block._block_hash_num_tokens)
-        return rest
+                    due[block_id] = NOT_DUE
+                    cached += (block_id, hash_id(block_hash), block._block_hash_num_tokens)
+        return not_cached
 
-    def _tell(self, told: list[int]) -> None:
-        """That these were hashed, for whose table they stand in: as long as all its outputs make it."""
-        log = self._watch.log
-        unheard = log.repeats + (log.held is not None)
-        self._total += len(told) // 3
-        log.calls += (CACHED, -1, self._group, 2 * (-1 - unheard), len(told), *told)
+    def _record(self, cached: list[int]) -> None:
+        self._cached_blocks += len(cached) // 3
+        self._buffer.table_blocks_cached(self._group, cached)
 
-    def _expect(self, step: int, blocks: list[Any]) -> None:
-        """To be hashed in this step, as far as is known."""
-        for block in blocks:
-            self._when[block.block_id] = _byte(step)
+    def _forget_left(self) -> None:
+        """Forget the requests that the manager has forgotten, and their counts."""
+        for request_id in [name for name in self._left if name not in self._manager.num_cached_block]:
+            self._cached_blocks -= self._left.pop(request_id)
+
+    def _expect(self, step: int, blocks: list[Any], ids: list[int]) -> None:
+        """The blocks with these ids are due in ``step``."""
+        due, byte = self._due_bytes, _byte(step)
+        for block_id in ids:
+            due[block_id] = byte
         self._due.setdefault(step, []).extend(blocks)
 
 
 def _byte(step: int) -> int:
-    """Stands for a step among those that come soon: of a byte each, those of a pool stay in the caches."""
+    """A byte for a step, different from those of the next 254 steps and from :data:`NOT_DUE`."""
     return step % 255 + 1
 
 
-def readable(scheduler: Any, managers: tuple[Any, ...]) -> bool:
-    """Whether :data:`READ` can be done without: vLLM since 0.24, without drafts and pipelines."""
+def _decode_steps(scheduler: type[Any], block_size: int) -> int:
+    """How many steps after its allocation a block is full into which a request decodes.
+
+    Where the scheduler caches blocks when it takes an output, or a scheduler of another project may, one
+    more.
+    """
+    codes = method_codes(scheduler, TAKING_OUTPUT)
+    late = not scheduler.__module__.startswith("vllm.") or any("cache_blocks" in c.co_names for c in codes)
+    return block_size - 1 + late
+
+
+def can_track(scheduler: Any, managers: tuple[Any, ...]) -> bool:
+    """Whether a :class:`HashTracker` can follow the engine: vLLM since 0.24, without drafts and pipelines."""
     if scheduler is None or len(managers) != 1 or getattr(scheduler, "connector", None) is not None:
         return False
     (manager,) = managers
     pool = manager.block_pool
-    told = {name for code in codes(type(pool)) for name in code.co_names if name.startswith("on_")}
+    reported = {name for code in method_codes(type(pool)) for name in code.co_names if name.startswith("on_")}
     allocates = getattr(getattr(type(pool).get_new_blocks, "__code__", None), "co_names", ())
     return (
         type(manager).__name__ == "FullAttentionManager"
@@ -273,7 +294,7 @@ def readable(scheduler: Any, managers: tuple[Any, ...]) -> bool:
         and not getattr(scheduler, "use_pp", False)  # else a request does not run in every step
         and not getattr(scheduler.kv_cache_manager.coordinator, "enable_partial_hash_hits", False)
         and getattr(pool, "enable_caching", False)
-        and told <= TOLD
+        and reported <= COLLECTED
         and "on_block_allocated" in allocates
         and getattr(pool, "metrics_collector", pool) is None
         and hasattr(pool.blocks[0], "_block_hash_num_tokens")

@@ -1,7 +1,7 @@
-"""A KV cache manager without a scheduler, as tests build it: its pools alone are watched.
+"""Observes a KV cache manager without a scheduler, as tests build it: only its pools are observed.
 
-There are no steps and no accounts: every request that is seen at a pool is told as one of no length,
-and of its blocks everything is known that the pool was called for.
+There are no steps and no accounts. A request is emitted, with no length, when a pool is first called for
+it; its blocks are known from the calls of the pool.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from .watch import PoolWatch
 
 
 class _Log(StepLog):
-    """Tells of a request when it is first seen."""
+    """Emits a request when it is first seen."""
 
     def intern(self, request_id: str) -> int:
-        known = request_id in self.ids
+        first = request_id not in self.ids
         number = super().intern(request_id)
-        if not known:
+        if first:
             self.emit(ev.RequestAdded(self.now(), number, request_id, prompt_tokens=0))
         return number
 
 
 class ManagerObserver:
-    """Watches one manager. ``start`` wraps its pools, ``stop`` states them and gives them back."""
+    """Observes one manager. ``start`` wraps its pools; ``stop`` reports and gives them back."""
 
     NAME = "kv-cache-manager"
 
@@ -49,23 +49,23 @@ class ManagerObserver:
             now, time.time(), "vllm", self.version, self.NAME, "blocks", os.getpid(), {}
         )
         self.log.restart(started, ev.Snapshot(now, 0, [], 0))
-        self.pools.sweep.restart()
+        self.pools.begin_segment()
 
     def step(self) -> None:
-        """The manager's user calls this a step: what stands in the pools is stated."""
+        """The user of the manager begins another step: report every block."""
         assert self.pools is not None
-        self.pools.tell()
+        self.pools.emit_all_calls()
         self._step += 1
-        self.pools.sweep.state_all()
+        self.pools.report_all()
 
     def stop(self, reason: str) -> None:
-        """State every block and give the pools back. Idempotent."""
+        """Report every block and give the pools back. Idempotent."""
         if self.pools is not None:
-            self.pools.sweep.state_all()
+            self.pools.report_all()
             self.pools.remove()
             self.pools = None
             self.log.emit(ev.EngineStopped(self.log.now(), reason))
 
     def _failed(self, hook: str, error: Exception, removed: bool) -> None:
-        told = f"{type(error).__name__}: {error}"
-        self.log.emit(ev.HookFailed(self.log.now(), hook, told, removed))
+        message = f"{type(error).__name__}: {error}"
+        self.log.emit(ev.HookFailed(self.log.now(), hook, message, removed))

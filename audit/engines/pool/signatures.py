@@ -1,6 +1,6 @@
-"""Which methods are wrapped at level ``blocks``, and what an engine must have for it.
+"""What level ``blocks`` needs of an engine: methods that are wrapped, and attributes that are read.
 
-Every pool of the engine, and the few methods of its scheduler and managers in which tables come or go.
+An engine that lacks one of these is refused before anything is wrapped, with a phrase that names it.
 """
 
 from __future__ import annotations
@@ -13,60 +13,119 @@ from ...hooks import EngineMismatch, Hook, check
 
 _FULL = ("request", "blocks", "num_cached_blocks", "num_full_blocks", "block_size", "kv_cache_group_id")
 _PART = ("request", "block", "num_tokens", "kv_cache_group_id", "block_size")
+_FREE = (("ordered_blocks",), ("ordered_blocks", "prepend"))
+
+TOUCH = Hook("", "touch", (("blocks",),), after="touched")
+FREE = Hook("", "free_blocks", _FREE, after="freed", listed="ordered_blocks")
+OCCASIONAL: tuple[Hook, ...] = (
+    Hook("", "unpin_blocks", (("blocks", "on_reuse"),), after="unpinned", optional=True, listed="blocks"),
+    Hook(  # since 0.24
+        "",
+        "cache_partial_block",
+        (_PART, (*_PART, "replace_existing_hashes")),
+        "part_caching_begins",
+        "part_cached",
+        optional=True,
+    ),
+    Hook(  # since 0.27
+        "", "move_block_hashes", (("src_block", "dst_block"),), "hashes_may_go", "hashes_moved", optional=True
+    ),
+    Hook(  # since 0.13
+        "", "evict_blocks", (("block_ids",),), "eviction_begins", "evicted", optional=True, listed="block_ids"
+    ),
+    Hook("", "reset_prefix_cache", ((),), "hashes_may_go", "reset"),
+)
+"""Methods of a pool that are called seldom."""
+
+TRACKED: tuple[Hook, ...] = (TOUCH, FREE)
+"""What is wrapped besides :data:`OCCASIONAL` where a ``HashTracker`` reads the pool's state."""
 
 POOL: tuple[Hook, ...] = (
-    Hook("", "get_new_blocks", (("num_blocks",),)),
-    Hook("", "touch", (("blocks",),)),
-    Hook("", "free_blocks", (("ordered_blocks",), ("ordered_blocks", "prepend"))),
-    Hook("", "unpin_blocks", (("blocks", "on_reuse"),), optional=True),  # since 0.30
-    Hook("", "cache_full_blocks", (_FULL, (*_FULL, "block_mask"))),
-    Hook("", "cache_partial_block", (_PART, (*_PART, "replace_existing_hashes")), optional=True),  # 0.24
-    Hook("", "move_block_hashes", (("src_block", "dst_block"),), optional=True),  # since 0.27
-    Hook("", "evict_blocks", (("block_ids",),), optional=True),  # since 0.13
-    Hook("", "reset_prefix_cache", ((),)),
+    Hook("", "get_new_blocks", (("num_blocks",),), after="allocated"),
+    TOUCH,
+    FREE,
+    Hook("", "cache_full_blocks", (_FULL, (*_FULL, "block_mask")), "caching_begins", "cached"),
 )
-EVICTING: tuple[Hook, ...] = (Hook("", "_maybe_evict_cached_block", (("block",),)),)
+"""What is wrapped besides :data:`OCCASIONAL` elsewhere."""
+
+EVICTING: tuple[Hook, ...] = (
+    Hook("", "_maybe_evict_cached_block", (("block",),), "single_eviction_begins", "single_evicted"),
+)
+"""Of the pool of a manager that evicts by itself: see :func:`evicts`."""
+
 MANAGER: tuple[Hook, ...] = (
-    Hook("", "_apply_cow", (("request_id", "block_idx", "source_block", "cow_block"),), optional=True),
+    Hook(
+        "",
+        "_apply_cow",
+        (("request_id", "block_idx", "source_block", "cow_block"),),
+        after="block_copied",
+        optional=True,
+    ),
 )
+"""Of the manager of a single KV cache group."""
+
 ALL_GROUPS: tuple[Hook, ...] = (
-    Hook("", "pop_blocks_for_free", (("request",),), after="deferred", optional=True),  # since 0.24
+    Hook("", "pop_blocks_for_free", (("request",),), after="frees_deferred", optional=True),  # since 0.24
 )
+"""Of the KV cache manager of all groups."""
+
+BLOCK_ATTRIBUTES = ("block_id", "ref_cnt", "_block_hash", "next_free_block")
+"""What is read of each block."""
+
+POOL_ATTRIBUTES = ("blocks", "num_gpu_blocks", "get_num_free_blocks", "cached_block_hash_to_block")
+"""What is read of each pool."""
+
+MANAGER_ATTRIBUTES = ("req_to_blocks", "kv_cache_group_id", "block_size")
+"""What is read of the manager of each group."""
 
 
-def unreadable(managers: Iterable[Any]) -> list[str]:
-    """Managers whose blocks wander between tables and pools by ways that no call of a pool shows."""
-    names = {type(manager).__name__ for manager in managers}
-    return [f"the blocks of a {name} can't be followed" for name in sorted(names) if "HiSparse" in name]
+def refusal(managers: Iterable[Any]) -> list[str]:
+    """Why the blocks of these managers can't be observed, in phrases; [] if they can.
+
+    The blocks of a HiSparse manager move between tables and pools in ways that no call of a pool shows.
+    """
+    managers = list(managers)
+    sparse = sorted({type(manager).__name__ for manager in managers if "HiSparse" in type(manager).__name__})
+    phrases = [f"the blocks of a {name} can't be followed" for name in sparse]
+    for manager in managers:
+        pool = manager.block_pool
+        phrases += _lacks(manager, MANAGER_ATTRIBUTES) + _lacks(pool, POOL_ATTRIBUTES)
+        for block in getattr(pool, "blocks", [])[:1]:
+            phrases += _lacks(block, BLOCK_ATTRIBUTES)
+    return list(dict.fromkeys(phrases))
+
+
+def _lacks(owner: Any, names: Iterable[str]) -> list[str]:
+    return [f"a {type(owner).__name__} has no {name}" for name in names if not hasattr(owner, name)]
 
 
 def differences(scheduler: Any) -> list[str]:
-    """What a scheduler lacks, or has otherwise, of what level ``blocks`` relies on."""
+    """What level ``blocks`` needs and this scheduler lacks, in phrases."""
     manager = getattr(scheduler, "kv_cache_manager", None)
     managers = getattr(getattr(manager, "coordinator", None), "single_type_managers", None)
     if not managers:
         return ["it has no managers of single KV cache groups"]
-    found = unreadable(managers)
+    phrases = refusal(managers)
     for table, owner in (
-        (POOL, managers[0].block_pool),
+        ((*POOL, *OCCASIONAL), managers[0].block_pool),
         (MANAGER, managers[0]),
         (ALL_GROUPS, manager),
     ):
         try:
             check(table, owner)
         except EngineMismatch as mismatch:
-            found.append(str(mismatch).partition(": ")[2])
-    return found
+            phrases.append(str(mismatch).partition(": ")[2])
+    return phrases
 
 
 def evicts(manager: Any) -> bool:
-    """Whether a manager has its pool forget a block's hash by itself, as Mamba's does since 0.30."""
-    return any("_maybe_evict_cached_block" in code.co_names for code in codes(type(manager)))
+    """Whether a manager has its pool evict a block's hash by itself, as Mamba's does since 0.30."""
+    return any("_maybe_evict_cached_block" in code.co_names for code in method_codes(type(manager)))
 
 
-def codes(kind: type[Any], names: tuple[str, ...] = ()) -> Iterator[CodeType]:
-    """Of a class's methods, inherited ones with them: all of them, or these."""
-    for owner in kind.__mro__:
+def method_codes(class_: type[Any], names: tuple[str, ...] = ()) -> Iterator[CodeType]:
+    """The code of a class's methods, inherited ones included: of all, or of those with these ``names``."""
+    for owner in class_.__mro__:
         for name, method in vars(owner).items():
             code = getattr(method, "__code__", None)
             if isinstance(code, CodeType) and (not names or name in names):

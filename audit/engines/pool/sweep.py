@@ -1,25 +1,24 @@
-"""How pools and tables stand, stated in turn: what no call of a pool shows is seen here.
+"""Reports the blocks of the pools and the block tables as they are, a part of them at each rest.
 
-A count that is changed by hand, a queue that is mended: when the engine is at rest ``SWEEP_BLOCKS``
-blocks of each pool are stated, and the next time the tables of ``SWEEP_TABLES`` requests.
+No call of a pool shows a reference count that was changed by hand or a broken free queue; the sweep does.
+When the engine is at rest it reports ``SWEEP_BLOCKS`` blocks of each pool, and the next time the tables of
+``SWEEP_TABLES`` requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from ... import events as ev
+from .call_buffer import CallBuffer, block_ids
 from .hash_ids import cache_map
 
-if TYPE_CHECKING:
-    from .watch import PoolWatch
-
 SWEEP_BLOCKS = 64
-"""Blocks of each pool that are stated every other time that the engine is at rest."""
+"""Blocks of each pool that are reported every other time that the engine is at rest."""
 
 SWEEP_TABLES = 4
-"""Requests whose tables are stated the times between: fewer where these hold more than ``SWEEP_BLOCKS``."""
+"""Requests whose tables are reported the times between: fewer where these hold more than ``SWEEP_BLOCKS``."""
 
 WHOLE = 2
 """Of a group: a hit needs every block below it."""
@@ -31,113 +30,129 @@ POSITIONAL = frozenset(
 
 
 class Sweep:
-    """States what the pools of one watch hold, some of it each time."""
+    """Reports what the pools of one engine hold, a part each time."""
 
-    def __init__(self, watch: PoolWatch) -> None:
-        self._watch = watch
-        self._next_block = [0] * len(watch.pools)
+    def __init__(
+        self,
+        scheduler: Any,
+        managers: Sequence[Any],
+        pools: Sequence[Any],
+        buffer: CallBuffer,
+        emit: Callable[[ev.Event], None],
+        has_several_hashes: Sequence[Callable[[], bool]],
+    ) -> None:
+        self._scheduler = scheduler
+        """The scheduler, or None where a KV cache manager is observed alone."""
+        self._managers = managers
+        """The managers of single KV cache groups, which hold the block tables."""
+        self._pools = pools
+        """The engine's pools, in the order of their numbers."""
+        self._buffer = buffer
+        """Gets the reported tables, and knows the present step."""
+        self._emit = emit
+        """Emits one event, after the buffered calls."""
+        self._has_several_hashes = has_several_hashes
+        """For each pool, whether a block of the pool may have several hashes."""
+        self._next_block = [0] * len(pools)
+        """For each pool the block that is reported next."""
         self._next_table = 0
+        """The place among the running requests whose table is reported next."""
         self._tables_next = False
+        """Tables are reported next, and not blocks."""
 
-    def restart(self) -> None:
-        """Where a segment begins: say what pools there are; blocks and tables follow in turn."""
-        watch = self._watch
-        for number, pool in enumerate(watch.pools):
+    def describe_pools(self) -> None:
+        """Say which pools there are, where a segment begins; blocks and tables follow in turn."""
+        buffer = self._buffer
+        for number, pool in enumerate(self._pools):
             null = getattr(pool, "null_block", None)
             groups: list[int] = []
-            for manager in watch.managers:
+            for manager in self._managers:
                 if manager.block_pool is pool:
                     name = type(manager).__name__
                     places = WHOLE if name == "FullAttentionManager" else int(name in POSITIONAL)
                     groups += (manager.kv_cache_group_id, manager.block_size, places)
-            seen = ev.PoolSeen(
-                at=watch.log.now(),
-                step=watch.step(),
-                pool=number,
-                blocks=pool.num_gpu_blocks,
-                null_block=-1 if null is None else null.block_id,
-                free_blocks=pool.get_num_free_blocks(),
-                cached_hashes=len(cache_map(pool)),
-                groups=groups,
+            self._emit(
+                ev.PoolSeen(
+                    at=buffer.log.now(),
+                    step=buffer.step(),
+                    pool=number,
+                    blocks=pool.num_gpu_blocks,
+                    null_block=-1 if null is None else null.block_id,
+                    free_blocks=pool.get_num_free_blocks(),
+                    cached_hashes=len(cache_map(pool)),
+                    groups=groups,
+                )
             )
-            watch.say(seen)
         self._next_table = 0
 
-    def at_rest(self) -> None:
-        """Some blocks, or some tables, in turn."""
-        watch = self._watch
+    def report_next(self) -> None:
+        """Report some blocks, or some tables, in turn."""
         self._tables_next = not self._tables_next
-        try:
-            if watch.books is not None:
-                watch.books.check()
-            if self._tables_next:
-                for number, pool in enumerate(watch.pools):
-                    first = self._next_block[number]
-                    part = pool.blocks[first : first + SWEEP_BLOCKS]
-                    end = first + len(part)
-                    self._next_block[number] = end if end < len(pool.blocks) else 0
-                    self.state_blocks(number, first, part)
-            else:
-                self.state_tables(self._next_tables(watch.scheduler.running))
-        except Exception as error:  # an observer must never stop the engine
-            watch.fail("the sweep of the pool", error)
+        if not self._tables_next:
+            self.report_tables(self._next_requests(self._scheduler.running))
+            return
+        for number, pool in enumerate(self._pools):
+            first = self._next_block[number]
+            blocks = pool.blocks[first : first + SWEEP_BLOCKS]
+            end = first + len(blocks)
+            self._next_block[number] = end if end < len(pool.blocks) else 0
+            self.report_blocks(number, first, blocks)
 
-    def _next_tables(self, running: list[Any]) -> list[str]:
-        """The next requests' names: at least one, however long its table is."""
+    def report_all(self) -> None:
+        """Report every block and every table: at the end, and for tests."""
+        for number, pool in enumerate(self._pools):
+            self.report_blocks(number, 0, pool.blocks)
+        if self._scheduler is not None:
+            self.report_tables([request.request_id for request in self._scheduler.running])
+
+    def _next_requests(self, running: list[Any]) -> list[str]:
+        """Ids of the requests whose tables come next: at least one, however long its table is."""
         first = self._next_table if self._next_table < len(running) else 0
-        names: list[str] = []
+        request_ids: list[str] = []
         room = SWEEP_BLOCKS
         for request in running[first : first + SWEEP_TABLES]:
-            name = request.request_id
-            room -= sum(len(manager.req_to_blocks.get(name, ())) for manager in self._watch.managers)
-            if names and room < 0:
+            request_id = request.request_id
+            room -= sum(len(manager.req_to_blocks.get(request_id, ())) for manager in self._managers)
+            if request_ids and room < 0:
                 break
-            names.append(name)
-        self._next_table = first + len(names)
-        return names
+            request_ids.append(request_id)
+        self._next_table = first + len(request_ids)
+        return request_ids
 
-    def state_tables(self, names: Iterable[str]) -> None:
-        """Say which blocks stand in these requests' tables, once each."""
-        watch = self._watch
+    def report_tables(self, request_ids: Iterable[str]) -> None:
+        """Report which blocks stand in these requests' tables, once each."""
         rows: list[int] = []
-        names = dict.fromkeys(names)  # a scheduler that raised may hold one twice
-        requests = watch.scheduler.requests if watch.scheduler is not None else {}
-        for manager in watch.managers:
+        request_ids = dict.fromkeys(request_ids)  # a scheduler that raised may hold a request twice
+        requests = self._scheduler.requests if self._scheduler is not None else {}
+        for manager in self._managers:
             tables, group = manager.req_to_blocks, manager.kv_cache_group_id
-            for name in names:
-                table = tables.get(name)
+            for request_id in request_ids:
+                table = tables.get(request_id)
                 if table:
-                    computed = requests[name].num_computed_tokens if name in requests else -1
-                    rows += (watch.number(name), group, computed, len(table))
-                    rows += [block.block_id for block in table]
+                    computed = requests[request_id].num_computed_tokens if request_id in requests else -1
+                    rows += (self._buffer.request_nos[request_id], group, computed, len(table))
+                    rows += block_ids(table)
         if rows:
-            watch.untold.rows += (ev.TABLES_REPORTED, -1, -1, 0, len(rows), *rows)
+            self._buffer.tables_reported(rows)
 
-    def state_blocks(self, number: int, first: int, part: list[Any]) -> None:
-        """Say how these blocks of a pool, in a row, stand."""
-        watch = self._watch
-        pool = watch.pools[number]
+    def report_blocks(self, number: int, first: int, blocks: list[Any]) -> None:
+        """Report these blocks of a pool, in a row from block ``first``."""
+        pool, buffer = self._pools[number], self._buffer
         cache = cache_map(pool)
         get = cache.get
         states = [
             block.ref_cnt * 8
             + (block.next_free_block is not None)
             + ((h := block._block_hash) is not None and (6 if get(h) is block else _mapped(get(h), block)))
-            for block in part
+            for block in blocks
         ]
         free = pool.get_num_free_blocks()
-        hashes = -1 if number in watch.parted else len(cache)  # whose several names are not told apart
-        watch.say(ev.BlockStatesReported(watch.log.now(), watch.step(), number, first, states, free, hashes))
-
-    def state_all(self) -> None:
-        """Say how every block stands, and every table: for the end, and for tests."""
-        watch = self._watch
-        for number, pool in enumerate(watch.pools):
-            self.state_blocks(number, 0, pool.blocks)
-        if watch.scheduler is not None:
-            self.state_tables([request.request_id for request in watch.scheduler.running])
+        # The map's length says nothing of a block with several hashes.
+        hashes = -1 if self._has_several_hashes[number]() else len(cache)
+        head = buffer.log.now(), buffer.step(), number
+        self._emit(ev.BlockStatesReported(*head, first, states, free, hashes))
 
 
-def _mapped(found: Any, block: Any) -> int:
-    """2 for a hash, and 4 where the cache map leads from it to several blocks and this is one."""
-    return 6 if type(found) is dict and block.block_id in found else 2
+def _mapped(cached: Any, block: Any) -> int:
+    """2 for a hash, and 4 where the cache map leads from it to several blocks, of which this is one."""
+    return 6 if type(cached) is dict and block.block_id in cached else 2

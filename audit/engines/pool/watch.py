@@ -1,36 +1,43 @@
-"""Blocks of v1 engines, at level ``blocks``: what each pool is called for, and by whom.
+"""The observation of a v1 engine's block pools, at level ``blocks``: :class:`PoolWatch` wires its parts.
 
-Every pool of the engine is wrapped, and the few scheduler methods in which tables come or go. Calls
-are told together, in their order: see :mod:`~kvledger.audit.engines.pool.attribution`. What happens beneath
-them (a count that is changed by hand, a queue that is mended) is seen by the
-:mod:`~kvledger.audit.engines.pool.sweep`.
+The parts do not know the watch. A wrapped call goes through three files: ``hooks`` calls the observer of the
+pool (``wrappers``, or ``hash_tracker`` where the pool's state is read), which adds the call to
+``call_buffer``. When a step has been scheduled, ``allocations`` finds the owners of allocated blocks
+(``attribution``), and the buffered calls are emitted as one event. What no call shows is reported by
+``sweep``.
 
-These events go straight to the sink: equal steps stay counted, and are told when they end.
+Events of blocks do not end the counting of equal steps: they go to the sink directly.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from ... import events as ev
-from ...hooks import EngineMismatch, Wrapping, check
+from ...hooks import EngineMismatch, Hook, Hooks
 from ..event_log import StepLog
-from . import caller_stack, wrappers
-from .attribution import Untold
+from .allocations import Allocations
+from .attribution import Run
+from .call_buffer import CallBuffer, block_ids
 from .caller_stack import Caller, Callers
-from .hash_ids import namer
-from .hash_tracker import READ, Books, readable
-from .signatures import ALL_GROUPS, EVICTING, MANAGER, POOL, evicts, unreadable
+from .hash_ids import hash_ids
+from .hash_tracker import HashTracker, can_track
+from .signatures import ALL_GROUPS, EVICTING, MANAGER, OCCASIONAL, POOL, TRACKED, evicts, refusal
 from .sweep import Sweep
+from .wrappers import Emitter, PoolObserver
+
+OURS = (__package__, Hooks.__module__)
+"""Modules whose frames are never the callers of a pool."""
 
 
 class PoolWatch:
-    """Watches the pools of one scheduler, or of a KV cache manager alone.
+    """Observes the pools of one scheduler, or of a KV cache manager alone.
 
-    ``step()`` is the number of the present step. ``failed`` is told when an observer raises, which
-    ends the watch. Raises :class:`~kvledger.audit.hooks.EngineMismatch` with nothing wrapped.
+    ``step()`` is the number of the present step. ``failed(hook, error, removed)`` is called when an observer
+    raises, which ends the watch. Raises :class:`~kvledger.audit.hooks.EngineMismatch` with nothing wrapped.
     """
 
     def __init__(
@@ -43,223 +50,246 @@ class PoolWatch:
         *,
         stacks: bool = False,
     ) -> None:
-        self.scheduler = scheduler
-        self._manager = manager
-        self.managers: tuple[Any, ...] = tuple(manager.coordinator.single_type_managers)
-        if found := unreadable(self.managers):
-            raise EngineMismatch("; ".join(found))
-        self.pools: list[Any] = list(dict.fromkeys(found.block_pool for found in self.managers))
-        ours = (Untold.__module__, Sweep.__module__, Wrapping.__module__)
-        self.callers = Callers(__name__, caller_stack.__name__, wrappers.__name__, Books.__module__, *ours)
-        self.log = log
-        self.step = step
+        managers: tuple[Any, ...] = tuple(manager.coordinator.single_type_managers)
+        if phrases := refusal(managers):
+            raise EngineMismatch("; ".join(phrases))
+        self._scheduler = scheduler
+        """The scheduler, or None where a KV cache manager is observed alone."""
         self._failed = failed
-        self.stacks = stacks
-        self.untold = Untold(self)
-        log.tell_calls = self.tell_calls
-        self.numbers: dict[str | None, int] = {None: -1}
-        """Requests whose tables have not been told gone, also those that the log has forgotten."""
-        self.ending: list[Any] = []
+        """Is told that an observer raised."""
+        self._stacks = stacks
+        """The Python stack of each call is recorded."""
+        self._log = log
+        """The event log of the engine."""
+        self._step = step
+        """Gives the number of the present step."""
+        self._pools: list[Any] = list(dict.fromkeys(each.block_pool for each in managers))
+        """The pools, in the order of their numbers."""
+        self._callers = Callers(*OURS)
+        """Reads off the stack who calls a pool."""
+        self._ending: list[Any] = []
         """Requests that have ended, and that the engine may not have forgotten yet."""
-        self.name = namer()
-        self.parted: set[int] = set()
-        """Pools in which a block was hashed for a part of its tokens: one block, several hashes."""
-        self.books: Books | None = None
-        if readable(scheduler, self.managers) and not stacks:
-            self.name = namer(of_bytes=True)
-            self.books = Books(self)
-        self.sweep = Sweep(self)
-        self._wrappings: list[Wrapping] = []
+        self._hooks: list[Hooks] = []
+        """The hooks of all pools and managers."""
         self._active = True
+        """Events are recorded: the watch has not ended."""
+        self._buffer = CallBuffer(log, step)
+        """Calls that have not been emitted."""
+        self._allocations = Allocations(
+            self._buffer,
+            managers,
+            outputs_name_owners=scheduler is not None and len(self._pools) == 1 and not stacks,
+            connector=getattr(scheduler, "connector", None) is not None,
+        )
+        """Finds the owners of allocated blocks."""
+        tracked = can_track(scheduler, managers) and not stacks
+        hash_id = hash_ids(only_bytes=tracked)
+        emitter = Emitter(self.emit, self.emit_all_calls, self._stack)
+        parts = self._buffer, self._allocations, self._callers, hash_id, emitter
+        several = len(self._pools) > 1
+        self._observers = [
+            PoolObserver(pool, number, *parts, shares_frees=several)
+            for number, pool in enumerate(self._pools)
+        ]
+        """Record the wrapped calls, one for each pool."""
+        several_hashes = [observer.has_several_hashes for observer in self._observers]
+        self._sweep = Sweep(scheduler, managers, self._pools, self._buffer, self.emit, several_hashes)
+        """Reports blocks and tables as they are."""
+        self._hashes: HashTracker | None = None
+        """Reads the pool's state instead of its busiest calls, where that can be done."""
+        if stacks:
+            self._buffer.call_added = self.emit_calls
+        log.emit_pool_calls = self.emit_calls
         try:
-            self._wrap()
+            if tracked:
+                deferred = self._allocations.write_deferred
+                self._hashes = HashTracker(
+                    scheduler, managers[0], self._buffer, self._callers, hash_id, deferred
+                )
+                self._allocations.expect = self._hashes.expect
+            self._wrap(manager, managers)
         except Exception:
             self.remove()
             raise
 
-    def _wrap(self) -> None:
-        rows: list[tuple[Any, str, Callable[[Callable[..., Any]], Any]]] = []
-        for number, pool in enumerate(self.pools):
-            directly = any(evicts(manager) for manager in self.managers if manager.block_pool is pool)
-            for hook, owner in check((*POOL, *EVICTING) if directly else POOL, pool):
-                if hook.method in READ and self.books is not None:
-                    continue
-                wrapper = wrappers.WRAPPERS[hook.method]
-                rows.append((owner, hook.method, functools.partial(wrapper, self, number)))
-        for manager in self.managers:
-            for hook, owner in check(MANAGER, manager):
-                rows.append((owner, hook.method, self._after(functools.partial(self.copied, manager))))
-        for hook, owner in check(ALL_GROUPS, self._manager):
-            rows.append((owner, hook.method, self._after(getattr(self, hook.after))))
-        for owner, method, make in rows:
-            self._wrappings.append(Wrapping(owner, method, make))
+    def _wrap(self, manager: Any, managers: tuple[Any, ...]) -> None:
+        for pool, observer in zip(self._pools, self._observers, strict=True):
+            evicted = any(evicts(each) for each in managers if each.block_pool is pool)
+            self._hook((*OCCASIONAL, *EVICTING) if evicted else OCCASIONAL, pool, observer)
+            if self._hashes is None:
+                self._hook(POOL, pool, observer)
+            else:
+                self._hook(TRACKED, pool, self._hashes)
+        for each in managers:
+            observer = self._observers[self._pools.index(each.block_pool)]
+            copied = functools.partial(observer.block_copied, each.kv_cache_group_id)
+            self._hook(MANAGER, each, SimpleNamespace(block_copied=copied))
+        self._hook(ALL_GROUPS, manager, self)
 
-    def _after(self, see: Callable[..., None]) -> Callable[[Callable[..., Any]], Any]:
-        return lambda original: wrappers.after(self, original, see)
+    def _hook(self, table: tuple[Hook, ...], owner: Any, observer: object) -> None:
+        self._hooks.append(Hooks(table, owner, observer, self._hook_failed))
 
     def remove(self) -> None:
-        """Give everything back; what is called no more is told no more. Idempotent."""
-        self.tell()
+        """Emit the last calls and give everything back. Idempotent."""
+        self.emit_all_calls()
         self._active = False
-        while self._wrappings:
-            self._wrappings.pop().undo()
-        if self.books is not None:
-            self.books.close()
+        while self._hooks:
+            self._hooks.pop().remove()
+        if self._hashes is not None:
+            self._hashes.close()
 
-    def fail(self, method: str, error: Exception) -> None:
-        """An observer raised: what it should have seen is missing, and what follows from it."""
-        self.untold.clear()
-        if self.books is not None:
-            self.books.close()
-            self.books = None
+    def fail(self, hook: str, error: Exception) -> None:
+        """An observer raised: what it did not record is lost, and nothing after it can be believed."""
+        self._allocations.clear()
+        if self._hashes is not None:
+            self._hashes.close()
+            self._hashes = self._allocations.expect = None
         if self._active:
             self.remove()
-            self._failed(method, error, True)
+            self._failed(hook, error, True)
 
-    def number(self, request_id: str | None) -> int:
-        """The request's number in the stream, from when it is first asked for; -1 for nobody."""
-        found = self.numbers.get(request_id)
-        if found is None:
-            assert request_id is not None
-            found = self.numbers[request_id] = self.log.intern(request_id)
-        return found
+    def _hook_failed(self, hook: str, error: Exception, _: bool) -> None:
+        self.fail(hook, error)
 
-    # --- what a pool is called for ---------------------------------------------------------------
+    # --- emitting -----------------------------------------------------------------------------------
 
-    def tell(self) -> None:
-        """Tell what the pools were called for, and all that has been hashed. Never raises."""
+    def emit_all_calls(self) -> None:
+        """Emit the calls so far, and with them all blocks that have been cached. Never raises."""
         try:
-            if self.untold.later:
-                self.untold.catch_up()
-            if self.books is not None:
-                self.books.settle()
-            self.untold.tell(self.step())
+            self._allocations.write_deferred()
+            if self._hashes is not None:
+                self._hashes.record_due()
+            self._emit_calls(self._step())
         except Exception as error:  # an observer must never stop the engine
-            self.fail("what a pool was called for", error)
+            self.fail("the calls of a pool", error)
 
-    def tell_calls(self) -> None:
-        """Tell what was called for, and what is known already to have been hashed. Never raises."""
+    def emit_calls(self) -> None:
+        """Emit the calls so far, and with them the blocks that are known to be cached. Never raises."""
         try:
-            self.untold.tell(self.step())
+            self._emit_calls(self._step())
         except Exception as error:  # an observer must never stop the engine
-            self.fail("what a pool was called for", error)
+            self.fail("the calls of a pool", error)
 
-    def hashed_part(
-        self, pool: int, request: Any, group: int, block: Any, end: int, replaced: bool, further: Any
-    ) -> None:
-        """``cache_partial_block``: the hash ``further`` for the tokens up to ``end``."""
-        row = [self.number(request.request_id), group, request.num_tokens, 1]
-        row += (block.block_id, self.name(further), end)
-        self.say(ev.BlocksCached(self.log.now(), self.step(), pool, row, replaced, self.stack()))
+    def emit(self, event: ev.Event) -> None:
+        """Emit one event, after all calls before it."""
+        self.emit_all_calls()
+        self._record(event)
 
-    def further_hashes(self, pool: int, block: Any) -> tuple[Any, ...]:
-        """The hashes of a block besides its first."""
-        return tuple(self.pools[pool].cached_block_hashes_by_block.get(block.block_id, ()))
+    def _emit_calls(self, step: int, leaving: Run | None = None) -> None:
+        self._allocations.find_owners(leaving)
+        if self._ending:
+            self._report_removed()
+        event = self._buffer.take(step, self._stack())
+        if event is not None:
+            self._record(event)
 
-    def evicted(self, pool: int, blocks: list[Any], caller: Caller) -> None:
-        """Blocks lost their hashes, and nothing else happened to them."""
-        self.say(ev.BlocksEvicted(*self._head(pool, caller), _ids(blocks), self.stack()))
+    def _record(self, event: ev.Event) -> None:
+        if self._active:
+            self._log.sink.record(event)
 
-    def moved(self, pool: int, source: Any, target: Any) -> None:
-        """``move_block_hashes``: the source stays in its table."""
-        head = self._head(pool, self.callers.caller())
-        self.say(ev.BlockCopied(*head, _ids((source, target)), True, self.stack()))
+    def _stack(self) -> list[str] | None:
+        return self._callers.stack() if self._stacks else None
 
-    def copied(
-        self, manager: Any, _: None, request_id: str, block_idx: int, source_block: Any, cow_block: Any
-    ) -> None:
-        """``_apply_cow``: the target stands in the table in place of the source."""
-        pool = self.pools.index(manager.block_pool)
-        head = self._head(pool, Caller(request_id, manager.kv_cache_group_id, "_apply_cow"))
-        self.say(ev.BlockCopied(*head, _ids((source_block, cow_block)), False, self.stack()))
+    # --- a step -------------------------------------------------------------------------------------
 
-    def deferred(self, blocks: list[Any], request: Any) -> None:
-        """``pop_blocks_for_free``."""
-        caller = Caller(request.request_id, -1, "pop_blocks_for_free")
-        if self.books is not None:
-            self.books.deferred(blocks)
-        self.untold.tell(self.step(), leaving=_ids(blocks), whose=caller)
-        for number, pool in enumerate(self.pools):
-            ids = _ids(block for block in blocks if getattr(block, "pool", pool) in (pool, None))
-            if ids:
-                head = self._head(number, caller)
-                self.say(ev.BlocksDeferred(*head, ids, self.stack()))
+    def begin_step(self, nobody_waits: bool) -> None:
+        """The scheduler begins a step; ``nobody_waits`` to be admitted."""
+        try:
+            buffer = self._buffer
+            if buffer.rows or buffer.allocated or self._ending:  # from before the step
+                self._emit_calls(self._step() - 1)
+            self._allocations.begin_step(nobody_waits)
+        except Exception as error:  # an observer must never stop the engine
+            self.fail("schedule", error)
 
-    def reset(self, pool: int, succeeded: bool) -> None:
-        """``reset_prefix_cache``."""
-        self.say(ev.PoolReset(self.log.now(), self.step(), pool, succeeded))
+    def looked_up(self, request_id: str) -> None:
+        """The prefix-cache hits of a waiting request are known."""
+        if self._hashes is not None:
+            self._hashes.looked_up(request_id)
 
-    def scheduled(self, output: Any, numbers: list[int] | None, *, again: bool) -> None:
-        """``schedule``: all of it, before what the step is told to be.
+    def scheduled(self, output: Any, request_nos: list[int] | None, *, unchanged: bool) -> None:
+        """A step has been scheduled; its own event has not been emitted.
 
-        ``numbers`` are those of who ran before, in the output's order, if they are at hand. ``again``: each
-        request ran as in the last step.
+        ``request_nos`` are those of the requests that ran before, in the output's order, where the caller has
+        them. ``unchanged``: each request runs as in the last step.
         """
-        untold = self.untold
         try:
-            if again and untold.put_aside(output, numbers):
+            if unchanged and self._allocations.defer(output, request_nos):
                 return
-            untold.outputs_tell = False
-            untold.tell(self.step(), output, numbers)
-            if self.books is not None:
-                self.books.looked_up(None)
-        except Exception as error:
+            self._allocations.scheduled(output, request_nos)
+            self._emit_calls(self._step())
+            if self._hashes is not None:
+                self._hashes.looked_up(None)
+        except Exception as error:  # an observer must never stop the engine
             self.fail("schedule", error)
 
     def admitted(self, output: Any) -> None:
-        """The tables of whom a step admitted, after it has been told."""
-        if self.untold.adds_up:  # touched and taken is what the output names: nothing is left to be said
+        """The step's event has been emitted: report the tables of the requests that it admitted."""
+        if self._allocations.tables_known:  # they follow from the calls
             return
-        resumed = getattr(output.scheduled_cached_reqs, "resumed_req_ids", None)
-        if output.scheduled_new_reqs or resumed:
-            try:
-                names = [new.req_id for new in output.scheduled_new_reqs]
-                self.sweep.state_tables([*names, *(resumed or ())])
-            except Exception as error:
-                self.fail("schedule", error)
+        try:
+            resumed = getattr(output.scheduled_cached_reqs, "resumed_req_ids", None)
+            if output.scheduled_new_reqs or resumed:
+                request_ids = [new.req_id for new in output.scheduled_new_reqs]
+                self._sweep.report_tables([*request_ids, *(resumed or ())])
+        except Exception as error:  # an observer must never stop the engine
+            self.fail("schedule", error)
+
+    # --- the end of a request -------------------------------------------------------------------------
 
     def leaves(self, request_id: str) -> None:
-        """A request is about to give its blocks back."""
-        if self.books is not None:
+        """A request is about to free its blocks."""
+        if self._hashes is not None:
             try:
-                if self.untold.later:
-                    self.untold.catch_up()
-                self.books.leaves(request_id)
+                self._allocations.write_deferred()
+                self._hashes.leaves(request_id)
             except Exception as error:  # an observer must never stop the engine
-                self.fail("cache_full_blocks", error)
+                self.fail("free_blocks", error)
 
     def ends(self, request: Any) -> None:
-        """A request has ended, and is about to give its blocks back, unless a connector still wants them."""
-        self.number(request.request_id)
-        self.ending.append(request)
+        """A request has ended, and is about to free its blocks, unless a connector still wants them."""
+        self._buffer.request_nos[request.request_id]
+        self._ending.append(request)
         self.leaves(request.request_id)
 
-    def say_gone(self) -> None:
-        """Write down which of those the engine has forgotten by now."""
-        requests, ending = self.scheduler.requests, self.ending
-        self.ending = []
+    def frees_deferred(self, _: None, blocks: list[Any], request: Any) -> None:
+        """``pop_blocks_for_free``: a request gives up its table, and its blocks are freed later."""
+        caller = Caller(request.request_id, -1, "pop_blocks_for_free")
+        if self._hashes is not None:
+            self._hashes.frees_deferred(blocks)
+        number = self._buffer.request_nos[request.request_id]
+        self._emit_calls(self._step(), Run(number, -1, block_ids(blocks)))
+        for observer in self._observers:
+            observer.frees_deferred(caller, blocks)
+
+    def _report_removed(self) -> None:
+        """Report the tables of those ended requests that the engine has forgotten."""
+        requests = self._scheduler.requests
+        ending, self._ending = self._ending, []
         for request in ending:
             if requests.get(request.request_id) is request:
-                self.ending.append(request)
-            elif (number := self.numbers.pop(request.request_id, None)) is not None:
-                self.untold.rows += (ev.TABLES_REMOVED, number, -1, 0, 0)
+                self._ending.append(request)
+            else:
+                self._buffer.tables_removed(request.request_id)
 
-    def _head(self, pool: int, caller: Caller) -> tuple[int, int, int, int, int, str]:
-        number = self.number(caller.request_id)
-        return self.log.now(), self.step(), pool, number, caller.group, caller.by
+    # --- at rest --------------------------------------------------------------------------------------
 
-    def stack(self) -> list[str] | None:
-        return self.callers.stack() if self.stacks else None
+    def begin_segment(self) -> None:
+        """A new segment of the journal begins: say which pools there are."""
+        self._sweep.describe_pools()
 
-    def say(self, event: ev.Event) -> None:
-        """Tell one event, after everything that came before it."""
-        self.tell()
-        self.record(event)
+    def at_rest(self) -> None:
+        """The engine is at rest, and all calls have been emitted: report some blocks or tables."""
+        try:
+            if self._hashes is not None:
+                self._hashes.check()
+            self._sweep.report_next()
+        except Exception as error:  # an observer must never stop the engine
+            self.fail("the sweep of the pool", error)
 
-    def record(self, event: ev.Event) -> None:
-        if self._active:
-            self.log.sink.record(event)
-
-
-def _ids(blocks: Iterable[Any]) -> list[int]:
-    return [block.block_id for block in blocks]
+    def report_all(self) -> None:
+        """Report every block and every table."""
+        try:
+            self._sweep.report_all()
+        except Exception as error:  # an observer must never stop the engine
+            self.fail("the sweep of the pool", error)

@@ -1,119 +1,132 @@
-"""The wrappers of a pool's methods, as lean as each is called often.
+"""What is recorded of each wrapped method of a block pool.
 
-Each calls what it wraps with the arguments it got and gives back what came of it. What the watch does
-with the call is guarded: an observer must never stop the engine.
+:class:`~kvledger.audit.hooks.Hooks` wraps the methods listed in ``signatures`` and calls the methods of
+:class:`PoolObserver` before and after the engine's own. Whatever these raise stays in that wrapper. Nothing
+here is called for what ``hash_tracker`` reads from the pool's state.
 """
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-from ...events import ALLOCATED, CACHED, FREED, TOUCHED
-from .caller_stack import Caller
-
-Method = Callable[..., Any]
-Make = Callable[[Any, int, Method], Method]
-"""From a watch, a pool's number and its method: the wrapper."""
-
-
-def taking(watch: Any, pool: int, original: Method) -> Method:
-    """``get_new_blocks``: what it evicts on its way is told with it.
-
-    Whose table they go to is read off the stack, or afterwards off the step's output: see ``untold``.
-    """
-    untold, handed = watch.untold, watch.untold.handed
-    add, caller = untold.add, watch.callers.caller
-
-    @functools.wraps(original)
-    def get_new_blocks(num_blocks: int) -> Any:
-        blocks = original(num_blocks)
-        try:
-            if untold.outputs_tell:
-                handed.extend(blocks)
-            elif blocks:
-                add(ALLOCATED, pool, caller(), blocks)
-        except Exception as error:
-            watch.fail("get_new_blocks", error)
-        return blocks
-
-    return get_new_blocks
+from ... import events as ev
+from .allocations import Allocations
+from .call_buffer import CallBuffer, block_ids, reference_counts
+from .caller_stack import Caller, Callers
+from .hash_ids import HashId
 
 
-def touching(watch: Any, pool: int, original: Method) -> Method:
-    """``touch``: a list of blocks, or up to 0.12 one for each group."""
-    add, caller, books = watch.untold.add, watch.callers.caller, watch.books
+class Emitter(NamedTuple):
+    """How an observer emits an event of its own."""
 
-    @functools.wraps(original)
-    def touch(blocks: Any) -> Any:
-        result = original(blocks)
-        try:
-            if blocks and books is not None:
-                books.touched(blocks)
-            elif blocks:
-                whose = caller()
-                if isinstance(blocks, tuple) and isinstance(blocks[0], list | tuple):
-                    for group, part in enumerate(blocks):
-                        if part:
-                            add(TOUCHED, pool, whose._replace(group=group), part)
-                else:
-                    add(TOUCHED, pool, whose, list(blocks))
-        except Exception as error:
-            watch.fail("touch", error)
-        return result
-
-    return touch
+    emit: Callable[[ev.Event], None]
+    """Emits one event, after all calls that were made before it."""
+    emit_calls: Callable[[], None]
+    """Emits the calls that were made so far; never raises."""
+    stack: Callable[[], list[str] | None]
+    """The Python stack, where stacks are recorded."""
 
 
-def freeing(watch: Any, pool: int, original: Method) -> Method:
-    """``free_blocks``: what it is given may be an iterator, which can be walked once."""
-    add, caller, books = watch.untold.add, watch.callers.caller, watch.books
-    own = watch.pools[pool] if len(watch.pools) > 1 else None
+class PoolObserver:
+    """Records the calls of one pool."""
 
-    @functools.wraps(original)
-    def free_blocks(ordered_blocks: Any, *args: Any, **kwargs: Any) -> Any:
-        blocks = list(ordered_blocks)
-        result = original(blocks, *args, **kwargs)
-        try:
-            if own is not None:  # one pool hands on what is another's
-                blocks = [block for block in blocks if getattr(block, "pool", own) in (own, None)]
-            if blocks and books is not None:
-                books.freed(blocks)
-            elif blocks:
-                add(FREED, pool, caller(), blocks)
-        except Exception as error:
-            watch.fail("free_blocks", error)
-        return result
+    def __init__(
+        self,
+        pool: Any,
+        pool_no: int,
+        buffer: CallBuffer,
+        allocations: Allocations,
+        callers: Callers,
+        hash_id: HashId,
+        emitter: Emitter,
+        *,
+        shares_frees: bool,
+    ) -> None:
+        self._pool = pool
+        """The observed pool."""
+        self._pool_no = pool_no
+        """The pool's number in the journal."""
+        self._buffer = buffer
+        """Keeps the calls until they are emitted."""
+        self._allocations = allocations
+        """Says whether the owners of allocated blocks will be known later."""
+        self._callers = callers
+        """Reads off the stack for whom the pool is called."""
+        self._hash_id = hash_id
+        """Gives the number that stands for a block hash."""
+        self._emitter = emitter
+        """Emits the events that are not buffered."""
+        self._shares_frees = shares_frees
+        """The engine has several pools, and a pool that is given another's block passes it on."""
+        self._several_hashes = False
+        """A block got a hash for a part of its tokens, so that blocks may have several hashes."""
 
-    return free_blocks
+    def has_several_hashes(self) -> bool:
+        """Whether a block of the pool may have several hashes."""
+        return self._several_hashes
 
+    # --- allocating, touching, freeing ----------------------------------------------------------------
 
-def unpinning(watch: Any, pool: int, original: Method) -> Method:
-    """``unpin_blocks``: given back, and still read until somebody takes them."""
+    def allocated(self, _: None, blocks: list[Any], num_blocks: int) -> None:
+        """``get_new_blocks``. The hashes that it evicts follow from the allocation."""
+        if self._allocations.named_later:
+            self._buffer.allocated.extend(blocks)
+        elif blocks:
+            number, group, by = self._caller()
+            self._buffer.blocks_allocated(self._pool_no, number, group, by, block_ids(blocks))
 
-    @functools.wraps(original)
-    def unpin_blocks(blocks: Any, on_reuse: Any) -> Any:
-        blocks = list(blocks)
-        result = original(blocks, on_reuse)
-        try:
-            watch.untold.add(FREED, pool, Caller(None, -1, "unpin_blocks"), blocks)
-        except Exception as error:
-            watch.fail("unpin_blocks", error)
-        return result
+    def touched(self, _: None, __: None, blocks: Any) -> None:
+        """``touch``, of a list of blocks, or of a list for each group up to vLLM 0.12."""
+        if not blocks:
+            return
+        number, group, by = self._caller()
+        lists = [(group, blocks)]
+        if isinstance(blocks, tuple) and isinstance(blocks[0], list | tuple):
+            lists = list(enumerate(blocks))
+        for group, part in lists:
+            if part:
+                ids, counts = block_ids(part), reference_counts(part)
+                self._buffer.blocks_touched(self._pool_no, number, group, by, ids, counts)
 
-    return unpin_blocks
+    def freed(self, _: None, __: None, ordered_blocks: list[Any], prepend: bool = False) -> None:
+        """``free_blocks``."""
+        pool, blocks = self._pool, ordered_blocks
+        if self._shares_frees:
+            blocks = [block for block in blocks if getattr(block, "pool", pool) in (pool, None)]
+        if blocks:
+            number, group, by = self._caller()
+            ids, counts = block_ids(blocks), reference_counts(blocks)
+            self._buffer.blocks_freed(self._pool_no, number, group, by, ids, counts)
 
+    def unpinned(self, _: None, __: None, blocks: list[Any], on_reuse: Any) -> None:
+        """``unpin_blocks``: the blocks are freed, and still read until they are allocated again."""
+        ids, counts = block_ids(blocks), reference_counts(blocks)
+        self._buffer.blocks_freed(self._pool_no, -1, -1, "unpin_blocks", ids, counts)
 
-def hashing(watch: Any, pool: int, original: Method) -> Method:
-    """``cache_full_blocks``: those of its blocks that have another hash when it is over."""
-    what, put, name = CACHED + 8 * pool, watch.untold.rows.extend, watch.name
-    known, number_of = watch.numbers.get, watch.number
-    tell_now = watch.tell if watch.stacks else None
+    def frees_deferred(self, caller: Caller, blocks: list[Any]) -> None:
+        """``pop_blocks_for_free`` of the KV cache manager: these blocks will be freed later."""
+        pool = self._pool
+        ids = block_ids(block for block in blocks if getattr(block, "pool", pool) in (pool, None))
+        if ids:
+            self._emitter.emit(ev.BlocksDeferred(*self._head(caller), ids, self._emitter.stack()))
 
-    @functools.wraps(original)
-    def cache_full_blocks(
+    def _caller(self) -> tuple[int, int, str]:
+        request_id, group, by = self._callers.caller()
+        return self._buffer.request_nos[request_id], group, by
+
+    # --- caching ------------------------------------------------------------------------------------
+
+    def caching_begins(
+        self, request: Any, blocks: Any, num_cached_blocks: int, num_full_blocks: int, *_: Any
+    ) -> list[Any]:
+        """``cache_full_blocks``: the hashes that its blocks had before."""
+        return [block._block_hash for block in blocks[num_cached_blocks:num_full_blocks]]
+
+    def cached(
+        self,
+        before: list[Any],
+        _: None,
         request: Any,
         blocks: Any,
         num_cached_blocks: int,
@@ -121,152 +134,109 @@ def hashing(watch: Any, pool: int, original: Method) -> Method:
         block_size: int,
         kv_cache_group_id: int,
         block_mask: Any = None,
-    ) -> Any:
-        first, end, group = num_cached_blocks, num_full_blocks, kv_cache_group_id
-        if end == first + 1 and block_mask is None and tell_now is None:
-            block = blocks[first]
-            old = block._block_hash
-            result = original(request, blocks, first, end, block_size, group)
-            try:
-                new = block._block_hash
-                if new is not old:
-                    number = known(request.request_id)
-                    if number is None:
-                        number = number_of(request.request_id)
-                    more = len(request._all_token_ids) * 2
-                    if old is not None:
-                        more += 1
-                    put((what, number, group, more, 3, block.block_id, name(new), end * block_size))
-            except Exception as error:
-                watch.fail("cache_full_blocks", error)
-            return result
-        mask = () if block_mask is None else (block_mask,)
-        part = blocks[first:end]
-        before = [block._block_hash for block in part]
-        result = original(request, blocks, first, end, block_size, group, *mask)
-        try:
-            told: tuple[list[int], list[int]] = [], []  # that had no hash, that had another
-            for block, old in zip(part, before, strict=True):
-                first += 1
-                new = block._block_hash
-                if new is not old:
-                    told[old is not None].extend((block.block_id, name(new), first * block_size))
-            number, length = number_of(request.request_id), request.num_tokens
-            for replaced, row in enumerate(told):
-                if row:
-                    put((what, number, group, length * 2 + replaced, len(row), *row))
-            if tell_now is not None:
-                tell_now()
-        except Exception as error:
-            watch.fail("cache_full_blocks", error)
-        return result
+    ) -> None:
+        """``cache_full_blocks``: those of its blocks that have another hash when it is over."""
+        fresh: list[int] = []
+        replaced: list[int] = []
+        end = num_cached_blocks * block_size
+        for block, old in zip(blocks[num_cached_blocks:num_full_blocks], before, strict=True):
+            end += block_size
+            new = block._block_hash
+            if new is not old:
+                (fresh if old is None else replaced).extend((block.block_id, self._hash_id(new), end))
+        if fresh or replaced:
+            number, length = self._buffer.request_nos[request.request_id], request.num_tokens
+            head = self._pool_no, number, kv_cache_group_id, length
+            if fresh:
+                self._buffer.blocks_cached(*head, False, fresh)
+            if replaced:
+                self._buffer.blocks_cached(*head, True, replaced)
 
-    return cache_full_blocks
+    def part_caching_begins(self, request: Any, block: Any, *_: Any) -> tuple[Any, tuple[Any, ...]]:
+        """``cache_partial_block``: the first hash that the block had before, and its further hashes."""
+        self._emitter.emit_calls()
+        further = self._pool.cached_block_hashes_by_block.get(block.block_id, ())
+        return block._block_hash, tuple(further)
 
+    def part_cached(
+        self,
+        before: tuple[Any, tuple[Any, ...]],
+        result: Any,
+        request: Any,
+        block: Any,
+        num_tokens: int,
+        kv_cache_group_id: int,
+        *_: Any,
+    ) -> None:
+        """``cache_partial_block``: a block got a hash for its first tokens, perhaps one hash more."""
+        self._several_hashes = True
+        first, further = before
+        replaced = first is not None and block._block_hash != first
+        if result is None or not (replaced or (result != first and result not in further)):
+            return
+        buffer = self._buffer
+        row = [buffer.request_nos[request.request_id], kv_cache_group_id, request.num_tokens, 1]
+        row += (block.block_id, self._hash_id(result), num_tokens)
+        head = buffer.log.now(), buffer.step(), self._pool_no
+        self._emitter.emit(ev.BlocksCached(*head, row, replaced, self._emitter.stack()))
 
-def hashing_part(watch: Any, pool: int, original: Method) -> Method:
-    """``cache_partial_block``: a block gets a hash for its first tokens, perhaps one hash more."""
+    # --- evicting and moving hashes -------------------------------------------------------------------
 
-    @functools.wraps(original)
-    def cache_partial_block(request: Any, block: Any, num_tokens: int, *rest: Any, **options: Any) -> Any:
-        watch.tell()
-        before, more = block._block_hash, watch.further_hashes(pool, block)
-        result = original(request, block, num_tokens, *rest, **options)
-        replaced = before is not None and block._block_hash != before
-        watch.parted.add(pool)
-        if result is not None and (replaced or (result != before and result not in more)):
-            try:
-                group = options["kv_cache_group_id"] if "kv_cache_group_id" in options else rest[0]
-                watch.hashed_part(pool, request, group, block, num_tokens, replaced, result)
-            except Exception as error:
-                watch.fail("cache_partial_block", error)
-        return result
+    def eviction_begins(self, ids: list[int]) -> list[Any]:
+        """``evict_blocks``: those of the blocks that have a hash."""
+        self._emitter.emit_calls()
+        blocks = self._pool.blocks
+        return [blocks[each] for each in ids if blocks[each]._block_hash is not None]
 
-    return cache_partial_block
+    def evicted(self, cached: list[Any], _: None, __: list[int]) -> None:
+        """``evict_blocks``: those of the cached blocks that have no hash when it is over."""
+        self._emit_evicted([block for block in cached if block._block_hash is None])
 
+    def single_eviction_begins(self, block: Any) -> bool:
+        """``_maybe_evict_cached_block``: whether an operation called it that is not recorded itself."""
+        alone = self._callers.caller().by not in ("get_new_blocks", "evict_blocks")
+        if alone:
+            self._emitter.emit_calls()
+        return alone
 
-def evicting(watch: Any, pool: int, original: Method) -> Method:
-    """``evict_blocks``, of ids: those that had a hash have none when it is over."""
-    blocks = watch.pools[pool].blocks
+    def single_evicted(self, alone: bool, evicted: bool, block: Any) -> None:
+        """``_maybe_evict_cached_block``."""
+        if alone and evicted:
+            self._emit_evicted([block])
 
-    @functools.wraps(original)
-    def evict_blocks(block_ids: Any) -> Any:
-        watch.tell()
-        block_ids = list(block_ids)
-        had = [blocks[each] for each in block_ids if blocks[each]._block_hash is not None]
-        result = original(block_ids)
-        evicted = [block for block in had if block._block_hash is None]
-        if evicted:
-            try:
-                watch.evicted(pool, evicted, watch.callers.caller())
-            except Exception as error:
-                watch.fail("evict_blocks", error)
-        return result
+    def _emit_evicted(self, blocks: list[Any]) -> None:
+        if blocks:
+            head = self._head(self._callers.caller())
+            self._emitter.emit(ev.BlocksEvicted(*head, block_ids(blocks), self._emitter.stack()))
 
-    return evict_blocks
+    def hashes_may_go(self, *_: Any) -> None:
+        """Blocks are about to lose hashes of which the caching has not been emitted."""
+        self._emitter.emit_calls()
 
+    def hashes_moved(self, _: None, __: None, src_block: Any, dst_block: Any) -> None:
+        """``move_block_hashes``: the source stays in its table, and will be written to."""
+        head, ids = self._head(self._callers.caller()), block_ids((src_block, dst_block))
+        self._emitter.emit(ev.BlockCopied(*head, ids, True, self._emitter.stack()))
 
-def evicting_one(watch: Any, pool: int, original: Method) -> Method:
-    """``_maybe_evict_cached_block``, where it is not on the way of another call."""
-    getframe = sys._getframe
+    def block_copied(
+        self,
+        group: int,
+        _: None,
+        __: None,
+        request_id: str,
+        block_idx: int,
+        source_block: Any,
+        cow_block: Any,
+    ) -> None:
+        """``_apply_cow`` of a group's manager: the copy stands in the table in place of the source."""
+        head, ids = self._head(Caller(request_id, group, "_apply_cow")), block_ids((source_block, cow_block))
+        self._emitter.emit(ev.BlockCopied(*head, ids, False, self._emitter.stack()))
 
-    @functools.wraps(original)
-    def _maybe_evict_cached_block(block: Any) -> Any:
-        by_itself = getframe(1).f_code.co_name not in ("get_new_blocks", "evict_blocks")
-        if by_itself:
-            watch.tell()
-        result = original(block)
-        if result and by_itself:
-            try:
-                watch.evicted(pool, [block], watch.callers.caller())
-            except Exception as error:
-                watch.fail("_maybe_evict_cached_block", error)
-        return result
+    def reset(self, _: None, succeeded: Any) -> None:
+        """``reset_prefix_cache``."""
+        buffer = self._buffer
+        self._emitter.emit(ev.PoolReset(buffer.log.now(), buffer.step(), self._pool_no, bool(succeeded)))
 
-    return _maybe_evict_cached_block
-
-
-def moving(watch: Any, pool: int, original: Method) -> Method:
-    """``move_block_hashes``: the hashes go with a copy, and the source will be written to."""
-    return after(watch, original, lambda _, source, target: watch.moved(pool, source, target), watch.tell)
-
-
-def resetting(watch: Any, pool: int, original: Method) -> Method:
-    """``reset_prefix_cache``."""
-    return after(watch, original, lambda result: watch.reset(pool, bool(result)), watch.tell)
-
-
-def after(
-    watch: Any, original: Method, see: Callable[..., None], first: Callable[[], None] | None = None
-) -> Method:
-    """``see`` gets what came of the call and then its arguments, as a caller wrote them.
-
-    ``first`` is called before, where hashes go that have still to be told.
-    """
-
-    @functools.wraps(original)
-    def seen(*args: Any, **kwargs: Any) -> Any:
-        if first is not None:
-            first()
-        result = original(*args, **kwargs)
-        try:
-            see(result, *args, **kwargs)
-        except Exception as error:
-            watch.fail(original.__name__, error)
-        return result
-
-    return seen
-
-
-WRAPPERS: dict[str, Make] = {
-    "get_new_blocks": taking,
-    "touch": touching,
-    "free_blocks": freeing,
-    "unpin_blocks": unpinning,
-    "cache_full_blocks": hashing,
-    "cache_partial_block": hashing_part,
-    "evict_blocks": evicting,
-    "_maybe_evict_cached_block": evicting_one,
-    "move_block_hashes": moving,
-    "reset_prefix_cache": resetting,
-}
+    def _head(self, caller: Caller) -> tuple[int, int, int, int, int, str]:
+        buffer, (request_id, group, by) = self._buffer, caller
+        return buffer.log.now(), buffer.step(), self._pool_no, buffer.request_nos[request_id], group, by

@@ -21,7 +21,9 @@ from kvledger.audit import old_events
 from kvledger.audit.conformance.driver import Driver
 from kvledger.audit.engines import choose
 from kvledger.audit.engines.pool import watch
-from kvledger.audit.engines.pool.attribution import Untold
+from kvledger.audit.engines.pool.allocations import Allocations
+from kvledger.audit.engines.pool.attribution import Run
+from kvledger.audit.engines.pool.call_buffer import CallBuffer
 from kvledger.audit.journal.recorder import MemoryRecorder
 from kvledger.audit.ledger.blocks.decode import calls
 
@@ -52,21 +54,21 @@ def counted(events: list[ev.Event]) -> list[tuple[Any, ...]]:
 
 def asked(scenario: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch) -> list[ev.Event]:
     """What a scenario is told as where every call is wrapped, and asked for its caller."""
-    step_begins = Untold.step_begins
+    begin_step = Allocations.begin_step
 
-    def asks(self: Untold, nobody_waits: bool) -> None:
-        step_begins(self, nobody_waits)
-        self.outputs_tell = False
+    def reads_the_stack(self: Allocations, nobody_waits: bool) -> None:
+        begin_step(self, nobody_waits)
+        self.named_later = False
 
     with monkeypatch.context() as patched:
-        patched.setattr(Untold, "step_begins", asks)
+        patched.setattr(Allocations, "begin_step", reads_the_stack)
         return wrapped(scenario, patched)
 
 
 def wrapped(scenario: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch) -> list[ev.Event]:
     """What a scenario is told as where every call is wrapped."""
     with monkeypatch.context() as patched:
-        patched.setattr(watch, "readable", lambda *_: False)
+        patched.setattr(watch, "can_track", lambda *_: False)
         return observe(scenario, level="blocks")[1]
 
 
@@ -164,18 +166,15 @@ def test_who_takes_and_is_preempted_in_one_step_is_found_by_what_it_leaves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     left: list[int] = []
-    ask_tables = Untold._ask_tables
+    freed_tables = CallBuffer.freed_tables
 
-    def asks(self: Untold, *leaving: Any) -> Any:
-        calls = each([ev.PoolCalls(0, 0, [""] * 9, self.rows)])
-        given_back = {
-            block for call in calls if isinstance(call, old_events.BlocksFreed) for block in call.blocks
-        }
-        left.append(len({block.block_id for block in self.handed} & given_back))
-        return ask_tables(self, *leaving)
+    def counts(self: CallBuffer) -> list[Run]:
+        freed = freed_tables(self)
+        left.append(len({block for run in freed for block in run.blocks}.intersection(self.allocated_ids())))
+        return freed
 
     with monkeypatch.context() as patched:
-        patched.setattr(Untold, "_ask_tables", asks)
+        patched.setattr(CallBuffer, "freed_tables", counts)
         _, read = observe(preempts_who_has_taken, level="blocks")
         by_output = wrapped(preempts_who_has_taken, patched)
 

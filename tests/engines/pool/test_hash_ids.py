@@ -5,32 +5,34 @@ import sys
 
 import pytest
 
-from kvledger.audit.engines.pool.hash_ids import namer
+from kvledger.audit.engines.pool.hash_ids import hash_ids
 
-SAY = "print(namer(of_bytes=True)(b'a'))"
+SAY = "print(hash_ids(only_bytes=True)(b'a'))"
 
 
 def test_a_hash_has_one_number_and_another_hash_another() -> None:
-    name = namer()
+    name = hash_ids()
 
     assert name(b"a") == name(b"a") != name(b"b")
     assert name((7, (1, 2))) == name((7, (1, 2))) != name((7, (1, 3)))  # as vLLM 0.9 has them
 
 
 def test_a_number_does_not_tell_of_the_hash(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert namer()(b"a") != namer()(b"a")
+    assert hash_ids()(b"a") != hash_ids()(b"a")
 
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    assert namer(of_bytes=True)(b"a") != namer(of_bytes=True)(b"a") != hash(b"a")
+    assert hash_ids(only_bytes=True)(b"a") != hash_ids(only_bytes=True)(b"a") != hash(b"a")
 
 
 def test_bytes_are_named_by_the_secret_that_python_hashes_them_by(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    told = [sys.executable, "-c", "from kvledger.audit.engines.pool.hash_ids import namer\n" + SAY]
+    told = [sys.executable, "-c", "from kvledger.audit.engines.pool.hash_ids import hash_ids\n" + SAY]
 
-    assert hash is namer(of_bytes=True)
+    assert hash is hash_ids(only_bytes=True)
     assert subprocess.check_output(told) != subprocess.check_output(told)
 
 
 def test_numbers_are_no_word_for_nobody() -> None:
-    assert -1 not in [name(b"%d" % n) for name in (namer(), namer(of_bytes=True)) for n in range(1000)]
+    assert -1 not in [
+        name(b"%d" % n) for name in (hash_ids(), hash_ids(only_bytes=True)) for n in range(1000)
+    ]

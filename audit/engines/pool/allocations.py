@@ -1,0 +1,184 @@
+"""Finds the owners of allocated blocks without asking at each allocation who calls.
+
+Reading the caller off the stack costs more than the allocation. Where each request that gets blocks is named
+by the scheduler's output, owners are read from that output when the step has been scheduled, and proved by
+:func:`~kvledger.audit.engines.pool.attribution.attribute`. Where an output proves nothing, the block tables
+are asked, and for the next :data:`STACK_STEPS` steps the stack.
+
+A step in which every request ran as in the step before is *deferred*: what its output names is kept, and
+owners are found when the engine is at rest or before anything else happens to a block. Finding them for eight
+steps together costs less than for each alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import compress
+from typing import Any, NamedTuple
+
+from .attribution import NamedBlocks, Owners, Run, attribute, owners_from_tables
+from .call_buffer import CallBuffer, block_ids
+
+STACK_STEPS = 64
+"""For so many steps callers are read off the stack, after an output that proved nothing."""
+
+DEFERRED_STEPS = 16
+"""At most so many steps are deferred, where the engine is not at rest before."""
+
+Expect = Callable[[int, list[Any], list[int], int], None]
+"""Is given a step, the blocks allocated in it, their ids, and how many first ones decoding requests got."""
+
+
+class DeferredStep(NamedTuple):
+    """A step whose owners have not been found, and the blocks allocated in it."""
+
+    step: int
+    named: NamedBlocks
+    allocated: list[Any]
+
+
+class Allocations:
+    """Owners of the blocks that one engine's pools allocate."""
+
+    def __init__(
+        self,
+        buffer: CallBuffer,
+        managers: Iterable[Any],
+        *,
+        outputs_name_owners: bool,
+        connector: bool,
+    ) -> None:
+        self.named_later = False
+        """The output of the present step will name the owners of the blocks allocated now."""
+        self.tables_known = False
+        """Tables of the requests admitted in this step follow from their hits and allocations."""
+        self.deferred: list[DeferredStep] = []
+        """Steps whose owners have not been found."""
+        self.expect: Expect | None = None
+        """Is given the blocks that may be cached next. None where each caching is a wrapped call."""
+        self._buffer = buffer
+        """Holds the allocated blocks, and the calls between them."""
+        self._managers = managers
+        """The managers of single KV cache groups, which hold the block tables."""
+        self._outputs_name_owners = outputs_name_owners
+        """Outputs name owners at all: one pool, a scheduler, and no stacks to be recorded."""
+        self._connector = connector
+        """A connector may have blocks allocated for requests that the step's output does not name."""
+        self._stack_until = 0
+        """The first step whose output is believed again."""
+
+    def begin_step(self, nobody_waits: bool) -> None:
+        """The scheduler begins a step; ``nobody_waits`` to be admitted."""
+        self._buffer.hits.clear()
+        self.tables_known = False
+        known = nobody_waits or not self._connector
+        self.named_later = self._outputs_name_owners and known and self._buffer.step() >= self._stack_until
+
+    def defer(self, output: Any, request_nos: list[int] | None) -> bool:
+        """Defer a step in which each request ran as in the last one. False: find its owners now."""
+        buffer = self._buffer
+        full = len(self.deferred) == DEFERRED_STEPS
+        if self.expect is None or full or buffer.rows or not self.named_later:
+            return False
+        self.named_later = False
+        if buffer.allocated:  # keeping the output would keep its memory from the next one
+            named = self._named_by(output, request_nos)
+            self.deferred.append(DeferredStep(buffer.step(), named, buffer.allocated.copy()))
+            buffer.forget_allocated()
+        return True
+
+    def scheduled(self, output: Any, request_nos: list[int] | None) -> None:
+        """Find owners from the scheduler's output; ``request_nos`` of the requests that ran before."""
+        self.named_later = False
+        self.write_deferred()
+        if self._buffer.allocated:
+            named = self._named_by(output, request_nos)
+            if not self._from_output(self._buffer.step(), named):
+                self._from_tables()
+
+    def find_owners(self, leaving: Run | None = None) -> None:
+        """Find the owners of all blocks allocated by now; ``leaving`` is a table that was just given up."""
+        self.write_deferred()
+        if self._buffer.allocated:
+            self._from_tables(leaving)
+
+    def write_deferred(self) -> None:
+        """Write the deferred steps; no other call was made since."""
+        if not self.deferred:
+            return
+        buffer = self._buffer
+        since = buffer.allocated.copy()
+        deferred, self.deferred = self.deferred, []
+        for index, (step, named, allocated) in enumerate(deferred):
+            buffer.forget_allocated()
+            buffer.step_follows(step)
+            buffer.allocated += allocated
+            if not self._from_output(step, named):
+                for later in deferred[index + 1 :]:
+                    buffer.allocated += later.allocated
+                buffer.allocated += since  # the tables end with the last of all these
+                since.clear()
+                self._from_tables()
+                break
+        buffer.step_follows(buffer.step())
+        buffer.allocated += since
+        self.tables_known = False  # so far that was said of the deferred steps
+
+    def clear(self) -> None:
+        """Drop everything: an observer has failed."""
+        self.deferred.clear()
+        self._buffer.clear()
+
+    def _named_by(self, output: Any, request_nos: list[int] | None) -> NamedBlocks:
+        """What an output names; ``request_nos`` of the requests that ran before, where these are at hand."""
+        numbers = self._buffer.request_nos
+        cached = output.scheduled_cached_reqs
+        new_block_ids = getattr(cached, "new_block_ids", ())
+        # Most requests got no block: their ids are not touched.
+        places = list(compress(range(len(new_block_ids)), new_block_ids))
+        if request_nos is None:
+            running = [numbers[cached.req_ids[place]] for place in places]
+        else:
+            running = list(map(request_nos.__getitem__, places))
+        return NamedBlocks(
+            running,
+            list(map(new_block_ids.__getitem__, places)),
+            [(numbers[new.req_id], new.block_ids) for new in output.scheduled_new_reqs],
+        )
+
+    def _from_output(self, step: int, named: NamedBlocks) -> bool:
+        """Write the allocations with the owners that an output names. False: it proves nothing."""
+        buffer = self._buffer
+        owners = attribute(buffer.allocated_ids(), named, buffer.hits)
+        if owners is not None:
+            self._write(step, owners)
+        return owners is not None
+
+    def _from_tables(self, leaving: Run | None = None) -> None:
+        """Write the allocations with the owners in whose tables the blocks stand now, or stood before."""
+        buffer = self._buffer
+        self.named_later = False
+        self._stack_until = buffer.step() + STACK_STEPS
+        tables = [leaving] if leaving is not None and leaving.blocks else []
+        tables += buffer.freed_tables()
+        tables += self._tables_ending_in(buffer.allocated_ids())
+        self._write(buffer.step(), owners_from_tables(buffer.allocated_ids(), tables))
+
+    def _tables_ending_in(self, allocated: list[int]) -> Iterator[Run]:
+        last = set(allocated)
+        for manager in self._managers:
+            for request_id, table in manager.req_to_blocks.items():
+                if table and table[-1].block_id in last:
+                    number = self._buffer.request_nos[request_id]
+                    yield Run(number, manager.kv_cache_group_id, block_ids(table[-len(allocated) :]))
+
+    def _write(self, step: int, owners: Owners) -> None:
+        buffer = self._buffer
+        self.tables_known = owners.tables_known
+        if self.expect is not None:
+            blocks, ids = buffer.allocated, buffer.allocated_ids()
+            if not owners.tables_known:  # some may have been freed since
+                blocks = [block for block in blocks if block.ref_cnt]
+                ids = block_ids(blocks)
+            self.expect(step, blocks, ids, len(owners.of_single_blocks))
+        buffer.set_owners(owners)

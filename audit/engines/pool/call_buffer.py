@@ -1,0 +1,240 @@
+"""Calls of the block pools, buffered in order until they are emitted as one ``PoolCalls`` event.
+
+The encoding of that event is written here and nowhere else: :class:`CallBuffer` has one method for each kind
+of call. It does not know who calls it, and it does not find owners of blocks: that is ``attribution``.
+
+A call is written as the numbers that will be emitted, while its blocks are in the processor's caches.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from ... import events as ev
+from ...events import (
+    ALLOCATED,
+    ALLOCATED_EACH,
+    CACHED,
+    FREED,
+    HEAD,
+    IN_STEP,
+    TABLES_REMOVED,
+    TABLES_REPORTED,
+    TOUCHED,
+)
+from ..event_log import StepLog
+from .attribution import NO_REQUEST, Owners, Run
+
+POOL_FACTOR = 8
+"""A row's first number is the kind of the call and this many times the pool's number."""
+
+ALLOCATE = "allocate_new_blocks"
+"""The operation that allocates the blocks which a scheduler output names."""
+
+
+class RequestNumbers(dict[str | None, int]):
+    """Request numbers by request id. A request stays here until its tables have been reported gone.
+
+    The log may have forgotten the request before that. No request has the number -1.
+    """
+
+    def __init__(self, intern: Callable[[str], int]) -> None:
+        super().__init__({None: NO_REQUEST})
+        self._intern = intern
+        """Gives a request its number, from its id."""
+
+    def __missing__(self, request_id: str | None) -> int:
+        assert request_id is not None
+        number = self[request_id] = self._intern(request_id)
+        return number
+
+
+class CallBuffer:
+    """The calls of one engine's pools that have not been emitted."""
+
+    def __init__(self, log: StepLog, step: Callable[[], int]) -> None:
+        self.log = log
+        """The event log of the engine."""
+        self.step = step
+        """Gives the number of the present step."""
+        self.rows: list[int] = log.pool_calls
+        """The encoded calls. The log holds the same list, and has them emitted before any other event."""
+        self.request_nos = RequestNumbers(log.intern)
+        """The numbers of requests whose tables have not been reported gone."""
+        self.allocated: list[Any] = []
+        """Allocated blocks whose owners are not known yet."""
+        self.hits: dict[int, list[int]] = {}
+        """Ids of the blocks touched in this step, by request number: the prefix-cache hits of admissions."""
+        self.call_added: Callable[[], None] | None = None
+        """Called after each call, where each is emitted by itself because its stack is recorded."""
+        self._allocated_ids: list[int] = []
+        """Ids of the first blocks in ``allocated``, as many as have been read."""
+        self._place = 0
+        """Where the rows of ``allocated`` belong: behind the last touch or free."""
+        self._places: list[tuple[int, int]] = []
+        """Earlier places of allocations: the index in ``rows``, and the blocks allocated by then."""
+        self._operations: dict[str, int] = {}
+        """The names of the engine's operations in the rows, and the number of each."""
+
+    # --- one method for each kind of call ---------------------------------------------------------
+
+    def blocks_allocated(self, pool: int, request_no: int, group: int, by: str, ids: list[int]) -> None:
+        """``get_new_blocks``, where the owner is known at once."""
+        self._add(ALLOCATED + POOL_FACTOR * pool, request_no, group, by, ids)
+
+    def blocks_touched(
+        self, pool: int, request_no: int, group: int, by: str, ids: list[int], counts: list[int]
+    ) -> None:
+        """``touch``; ``counts`` are the blocks' reference counts just after the call."""
+        if request_no != NO_REQUEST:
+            self.hits[request_no] = ids
+        self._add(TOUCHED + POOL_FACTOR * pool, request_no, group, by, ids, counts)
+
+    def blocks_freed(
+        self, pool: int, request_no: int, group: int, by: str, ids: list[int], counts: list[int]
+    ) -> None:
+        """``free_blocks`` or ``unpin_blocks``; ``counts`` are the blocks' reference counts just after."""
+        self._add(FREED + POOL_FACTOR * pool, request_no, group, by, ids, counts)
+
+    def blocks_cached(
+        self, pool: int, request_no: int, group: int, length: int, replaced: bool, blocks: Sequence[int]
+    ) -> None:
+        """``cache_full_blocks``, of a sequence of ``length`` tokens.
+
+        ``blocks`` has three numbers a block: id, hash id and the position up to which the hash reaches.
+        """
+        kind = CACHED + POOL_FACTOR * pool
+        self.rows += (kind, request_no, group, 2 * length + replaced, len(blocks), *blocks)
+        if self.call_added is not None:
+            self.call_added()
+
+    def table_blocks_cached(self, group: int, blocks: Sequence[int]) -> None:
+        """Blocks were found cached, for the request in whose table they stand.
+
+        No ``blocks``: some were cached, and which ones is not known.
+        """
+        length = -1 if not blocks else -1 - self.log.unreported_outputs()
+        self.rows += (CACHED, NO_REQUEST, group, 2 * length, len(blocks), *blocks)
+
+    def tables_reported(self, rows: Sequence[int]) -> None:
+        """Block tables as they stand now, as the rows of :class:`~kvledger.audit.events.TablesReported`."""
+        self.rows += (TABLES_REPORTED, NO_REQUEST, -1, 0, len(rows), *rows)
+
+    def tables_removed(self, request_id: str) -> None:
+        """The engine has forgotten a request."""
+        number = self.request_nos.pop(request_id, None)
+        if number is not None:
+            self.rows += (TABLES_REMOVED, number, -1, 0, 0)
+
+    def step_follows(self, step: int) -> None:
+        """The calls that follow were made in this step."""
+        self.rows += (IN_STEP, NO_REQUEST, -1, step, 0)
+        self._place = len(self.rows)
+
+    def _add(
+        self, kind: int, request_no: int, group: int, by: str, ids: list[int], counts: Sequence[int] = ()
+    ) -> None:
+        rows, operations = self.rows, self._operations
+        if self.allocated:
+            self._places.append((self._place, len(self.allocated)))
+        operation = operations.setdefault(by, len(operations))
+        rows += (kind, request_no, group, operation, len(ids) + len(counts))
+        rows += ids
+        rows += counts
+        self._place = len(rows)
+        if self.call_added is not None:
+            self.call_added()
+
+    # --- allocations whose owners become known later ------------------------------------------------
+
+    def allocated_ids(self) -> list[int]:
+        """The ids of the blocks in ``allocated``."""
+        ids = self._allocated_ids
+        ids += [block.block_id for block in self.allocated[len(ids) :]]
+        return ids
+
+    def freed_tables(self) -> list[Run]:
+        """The blocks of each buffered ``free_blocks`` call in table order: tables are freed end first."""
+        rows, freed, start = self.rows, [], 0
+        while start < len(rows):
+            kind, request_no, group, _, count = rows[start : start + HEAD]
+            start += HEAD + count
+            if kind == FREED and request_no != NO_REQUEST:
+                freed.append(Run(request_no, group, rows[start - count : start - count // 2][::-1]))
+        return freed
+
+    def set_owners(self, owners: Owners) -> None:
+        """Write the allocations of the blocks in ``allocated``, each where it was made."""
+        rows, ids, operations = self.rows, self.allocated_ids(), self._operations
+        known = operations.setdefault(ALLOCATE, len(operations))
+        places = iter((*self._places, (self._place, len(ids))))
+        place, until = next(places)
+        written, begin = rows[:place], 0
+        while begin < (count := len(owners.of_single_blocks)):
+            if begin == until:
+                start, (place, until) = place, next(places)
+                written += rows[start:place]
+                continue
+            end = min(count, until)
+            of = owners.of_single_blocks[begin:end]
+            written += (ALLOCATED_EACH, NO_REQUEST, 0, known, 2 * (end - begin), *ids[begin:end], *of)
+            begin = end
+        for request_no, group, blocks in owners.runs:
+            by = known if request_no != NO_REQUEST else operations.setdefault("", len(operations))
+            last = begin + len(blocks)
+            while begin < last:
+                if begin == until:
+                    start, (place, until) = place, next(places)
+                    written += rows[start:place]
+                    continue
+                end = min(last, until)
+                written += (ALLOCATED, request_no, group, by, end - begin, *ids[begin:end])
+                begin = end
+        assert begin == len(ids)
+        written += rows[place:]
+        rows[:] = written
+        self.forget_allocated()
+
+    def forget_allocated(self) -> None:
+        """The blocks in ``allocated`` have been written, or deferred."""
+        self.allocated.clear()
+        self._allocated_ids.clear()
+        self._places.clear()
+        self._place = len(self.rows)
+
+    # --- emitting -----------------------------------------------------------------------------------
+
+    def take(self, step: int, stack: list[str] | None) -> ev.PoolCalls | None:
+        """Everything buffered, as one event of ``step``; None where nothing is."""
+        if not self.rows:
+            return None
+        rows = self.log.sink.keep(self.rows)
+        event = ev.PoolCalls(self.log.now(), step, _same_tuple(*self._operations), rows, stack)
+        self.rows.clear()
+        self._operations.clear()
+        self._place = 0
+        return event
+
+    def clear(self) -> None:
+        """Drop everything: an observer has failed."""
+        self.rows.clear()
+        self._operations.clear()
+        self.forget_allocated()
+
+
+@functools.lru_cache(64)
+def _same_tuple(*operations: str) -> tuple[str, ...]:
+    """One tuple for equal operations, which are the same in most steps."""
+    return operations
+
+
+def block_ids(blocks: Iterable[Any]) -> list[int]:
+    """The ids of blocks, in order."""
+    return [block.block_id for block in blocks]
+
+
+def reference_counts(blocks: Iterable[Any]) -> list[int]:
+    """The reference counts of blocks, in order."""
+    return [block.ref_cnt for block in blocks]
