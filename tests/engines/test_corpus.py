@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from tests.engines.conftest import Recorded
 from tests.engines.observed import audited, found, observe
 from tests.histories import GOLDEN
 from tests.scenarios.corpus import HISTORIES, SCENARIOS
@@ -34,9 +35,8 @@ KNOWN: dict[str, set[tuple[str, str]]] = {
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_scenario_balances_and_only_known_faults_are_found(name: str) -> None:
-    _, events = observe(SCENARIOS[name])
-    auditor = audited(events)
+def test_a_scenario_balances_and_only_known_faults_are_found(name: str, recorded: Recorded) -> None:
+    auditor = audited(recorded(name))
 
     assert KNOWN.get(name, set()) == found(auditor)
     assert [] == auditor.doubts

@@ -67,7 +67,9 @@ RULES = {
     "audit.journal.writer": Rule(ours=(*EVENTS, "audit.journal.format")),
     "audit.journal.reader": Rule(ours=(*EVENTS, "audit.journal.format")),
     "audit.journal.recorder": Rule(ours=(*EVENTS, "audit.journal.writer")),
-    "audit.journal.retention": Rule(ours=("audit.errors", "audit.journal.format", "audit.journal.writer")),
+    "audit.journal.retention": Rule(
+        ours=("audit.errors", "audit.journal.format", "audit.journal.writer", "audit.journal.folder")
+    ),
     # accounts, what must hold of them, why figures differ, and journals read again
     "audit.ledger": Rule(ours=LEDGER),
     "audit.checks": Rule(ours=CHECKS),
@@ -96,7 +98,7 @@ RULES = {
     "dashboards": Rule(ours=("audit.errors", "dashboards", "exporters.metrics.table"), libraries=NONE),
 }
 
-KNOWN_CIRCLES = ("audit.engines",)
+KNOWN_CIRCLES = ("audit.engines.pool",)
 """Rooms that still hold circles of imports. The list may only shrink."""
 
 

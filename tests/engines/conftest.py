@@ -1,0 +1,37 @@
+"""The scenarios' events, driven once for all test files that read them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from tests.engines.observed import observe
+
+from kvledger.audit.events import Event
+from kvledger.audit.old_events import AnyEvent
+
+Recorded = Callable[..., list[Event]]
+
+
+@pytest.fixture(scope="session")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """The events of a scenario at a level. Each is driven once a run, whichever worker needs it first."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # which the workers of a run share
+    decode = msgspec.msgpack.Decoder(list[AnyEvent]).decode
+
+    def record(name: str, level: str = "tokens") -> list[Event]:
+        from tests.scenarios.corpus import SCENARIOS
+
+        path = folder / f"{level}-{name}.events"
+        if not path.exists():
+            _, events = observe(SCENARIOS[name], level)
+            draft = path.with_suffix(f".{os.getpid()}")
+            draft.write_bytes(msgspec.msgpack.encode(events))
+            draft.replace(path)
+        return list(decode(path.read_bytes()))
+
+    return record
