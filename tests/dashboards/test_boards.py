@@ -1,4 +1,4 @@
-"""The boards' files: what stands in the repository, the two forms, and how the panels lie."""
+"""The board files: the committed copies, the two forms, and the layout of panels."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_variables(board: ModuleType) -> None:
 
 @every_board
 def test_the_sharing_form_differs_only_in_its_data_source(board: ModuleType) -> None:
-    """What Grafana does at import: the chosen data source stands for the input wherever it is named."""
+    """Grafana replaces the input by the chosen data source at import."""
     shared = boards.build(board, "sharing")
     asked = shared.pop("__inputs")
     needed = shared.pop("__requires")
@@ -134,10 +134,10 @@ def test_edited_and_missing_exported_files_are_listed(tmp_path: Path) -> None:
     edited.write_text(edited.read_text().replace("At a glance", "At one glance"))
     (tmp_path / "kvledger-tokens.json").unlink()
 
-    found = check.check(tmp_path, "sharing", "")
+    report = check.check(tmp_path, "sharing", "")
 
-    assert not found.passed
-    assert ["kvledger-trust.json differs", "kvledger-tokens.json is missing"] == found.lines[1:]
+    assert not report.passed
+    assert ["kvledger-trust.json differs", "kvledger-tokens.json is missing"] == report.lines[1:]
 
 
 def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What an operator deploys, held against the published schema of each format."""
+"""The deployment files, checked against the published schema of each format."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def read(path: Path) -> Any:
 
 
 def merged(base: Any, patch: Any) -> Any:
-    """A strategic merge as far as a pod needs it: lists of named things merge by their names.
+    """A strategic merge for pods: lists of named items are merged by name.
 
     https://kubernetes.io/docs/tasks/manage-kubernetes-objects/update-api-object-kubectl-patch/
     """
     if isinstance(base, dict) and isinstance(patch, dict):
-        found = copy.deepcopy(base)
+        result = copy.deepcopy(base)
         for key, value in patch.items():
-            found[key] = merged(base[key], value) if key in base else copy.deepcopy(value)
-        return found
+            result[key] = merged(base[key], value) if key in base else copy.deepcopy(value)
+        return result
     if isinstance(base, list) and isinstance(patch, list) and _named(base) and _named(patch):
         by_name = {item["name"]: item for item in base}
         for item in patch:
@@ -50,21 +50,21 @@ def _named(items: list[Any]) -> bool:
 
 @pytest.fixture
 def deployment() -> dict[str, Any]:
-    """The example as kustomize makes it: the component's patch over the engine's Deployment."""
+    """The engine's Deployment with the component's patch, as kustomize builds it."""
     patch = read(COMPONENT / "sidecar.yaml")
     patch["metadata"].pop("name")
-    found: dict[str, Any] = merged(read(EXAMPLE / "vllm.yaml"), patch)
-    return found
+    patched: dict[str, Any] = merged(read(EXAMPLE / "vllm.yaml"), patch)
+    return patched
 
 
 def pod(deployment: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = deployment["spec"]["template"]["spec"]
-    return found
+    spec: dict[str, Any] = deployment["spec"]["template"]["spec"]
+    return spec
 
 
 def containers(deployment: dict[str, Any]) -> dict[str, Any]:
     spec = pod(deployment)
-    return {found["name"]: found for found in (*spec["initContainers"], *spec["containers"])}
+    return {container["name"]: container for container in (*spec["initContainers"], *spec["containers"])}
 
 
 def environment(container: dict[str, Any]) -> dict[str, str]:
@@ -89,8 +89,8 @@ def test_the_patch_keeps_the_engines_own_settings(deployment: dict[str, Any]) ->
 
 
 def test_engine_and_sidecar_share_the_plugin_and_the_journal(deployment: dict[str, Any]) -> None:
-    found = containers(deployment)
-    engine, sidecar = found["vllm"], found["kvledger"]
+    by_name = containers(deployment)
+    engine, sidecar = by_name["vllm"], by_name["kvledger"]
     mounts = {mount["name"]: mount["mountPath"] for mount in engine["volumeMounts"]}
 
     assert environment(engine)["PYTHONPATH"] == mounts["kvledger-plugin"]
@@ -117,8 +117,8 @@ def test_kvledger_containers_are_unprivileged(deployment: dict[str, Any], name: 
 
 
 def test_the_sidecar_is_native(deployment: dict[str, Any]) -> None:
-    """It starts before the engine, keeps no job from ending, and ends after the engine."""
-    names = [found["name"] for found in pod(deployment)["initContainers"]]
+    """The sidecar starts before the engine, keeps no job from ending, and ends after the engine."""
+    names = [container["name"] for container in pod(deployment)["initContainers"]]
 
     assert "Always" == containers(deployment)["kvledger"]["restartPolicy"]
     assert ["kvledger-plugin", "kvledger"] == names
@@ -143,7 +143,7 @@ def test_every_named_file_exists() -> None:
 
 @pytest.mark.programs
 def test_the_podmonitor_is_valid_and_selects_the_pod(deployment: dict[str, Any]) -> None:
-    """By the operator's own schema, as it is published for npm."""
+    """Checked with the operator's own schema, as published on npm."""
     monitor = read(COMPONENT / "podmonitor.yaml")
     modules = tools.npm(ROOT / "constraints" / "prometheus-operator.json")
     script = (
@@ -166,7 +166,7 @@ def test_the_podmonitor_is_valid_and_selects_the_pod(deployment: dict[str, Any])
 
 @pytest.mark.programs
 def test_the_compose_file_is_valid() -> None:
-    """By the schema of the Compose specification in Docker's own last Python release."""
+    """Checked with the schema of the Compose specification in Docker's last Python release."""
     with tools.wheel("docker-compose", "1.29.2").open("compose/config/compose_spec.json") as schema:
         checker = jsonschema.Draft7Validator(json.load(schema))
 

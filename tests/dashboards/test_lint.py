@@ -1,4 +1,4 @@
-"""What Grafana's own linter for boards asks of one, rule by rule, by the names it gives its rules.
+"""The rules of Grafana's dashboard linter, one test per rule, under the linter's own names.
 
 https://github.com/grafana/dashboard-linter/blob/main/docs/index.md
 """
@@ -30,41 +30,43 @@ def expressions(built: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield panel["title"], target["expr"]
 
 
-def variable(built: dict[str, Any], name: str) -> dict[str, Any]:
-    return next(found for found in built["templating"]["list"] if found["name"] == name)
+def variable_named(built: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(variable for variable in built["templating"]["list"] if variable["name"] == name)
 
 
 @every_board
 def test_template_datasource_rule(built: dict[str, Any]) -> None:
-    found = [found for found in built["templating"]["list"] if found["type"] == "datasource"]
+    sources = [each for each in built["templating"]["list"] if each["type"] == "datasource"]
 
     assert [("datasource", "Data source", "prometheus")] == [
-        (source["name"], source["label"], source["query"]) for source in found
+        (source["name"], source["label"], source["query"]) for source in sources
     ]
 
 
 @every_board
 @pytest.mark.parametrize("name", ["job", "instance"])
 def test_template_job_and_instance_rules(built: dict[str, Any], name: str) -> None:
-    found = variable(built, name)
+    variable = variable_named(built, name)
 
-    assert name.title() == found["label"]
-    assert "query" == found["type"]
-    assert "${datasource}" == found["datasource"]["uid"]
-    assert found["multi"]
-    assert ".+" == found["allValue"]
+    assert name.title() == variable["label"]
+    assert "query" == variable["type"]
+    assert "${datasource}" == variable["datasource"]["uid"]
+    assert variable["multi"]
+    assert ".+" == variable["allValue"]
 
 
 @every_board
 def test_template_label_promql_rule(built: dict[str, Any]) -> None:
-    for found in built["templating"]["list"]:
-        if found["type"] == "query":
-            assert re.fullmatch(r"label_values\(kvledger_\w+(\{[^}]*\})?, \w+\)", found["query"]["query"])
+    for variable in built["templating"]["list"]:
+        if variable["type"] == "query":
+            assert re.fullmatch(r"label_values\(kvledger_\w+(\{[^}]*\})?, \w+\)", variable["query"]["query"])
 
 
 @every_board
 def test_template_on_time_change_reload_rule(built: dict[str, Any]) -> None:
-    assert {2} == {found["refresh"] for found in built["templating"]["list"] if found["type"] == "query"}
+    assert {2} == {
+        variable["refresh"] for variable in built["templating"]["list"] if variable["type"] == "query"
+    }
 
 
 @every_board
@@ -101,7 +103,7 @@ def test_panel_no_targets_rule(built: dict[str, Any]) -> None:
 
 @every_board
 def test_target_job_and_instance_rules(built: dict[str, Any]) -> None:
-    """Every selector says of which job and instance; and, where it can, of which engine."""
+    """Every selector matches job and instance, and the engine if the metric has that label."""
     for title, expr in expressions(built):
         selectors = re.findall(r"\b(kvledger_\w+|up)\b(\{[^}]*\})?", expr)
         assert selectors, title

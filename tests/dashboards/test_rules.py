@@ -1,4 +1,4 @@
-"""The rules in Prometheus's own unit tests: when an alert fires, and when it stays quiet."""
+"""The rules in promtool's unit tests: when an alert fires, and when it does not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Series = dict[str, str]
 
 
 class Case:
-    """Series in, and the labels with which one alert fires at some minute; none: it is quiet."""
+    """Input series, and the labels with which one alert fires at a minute; None: it does not fire."""
 
     def __init__(self, alert: str, name: str, series: Series, at: str, fires: list[dict[str, str]]) -> None:
         self.alert = alert
@@ -156,7 +156,7 @@ CASES = [
 
 
 def as_tested(case: Case) -> dict[str, Any]:
-    """One test of promtool's: which alerts fire at an instant."""
+    """One promtool test: which alerts fire at an instant."""
     (alert,) = [row for row in rules.ALERTS if row.alert == case.alert]
     return {
         "interval": "1m",

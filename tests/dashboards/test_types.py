@@ -1,4 +1,4 @@
-"""The JSON is what Grafana's own types say a board is, checked by the TypeScript compiler."""
+"""The TypeScript compiler checks the board JSON against Grafana's own types."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def modules() -> Path:
 
 
 def compiled(modules: Path, folder: Path, source: str) -> str:
-    """The compiler's complaints of one module; "" for none."""
+    """The compiler's errors for one module; "" if there are none."""
     (folder / "node_modules").symlink_to(modules)
     (folder / "boards.mts").write_text(source)
     done = subprocess.run(
@@ -50,7 +50,7 @@ def module(literals: list[str]) -> str:
 
 
 def test_every_board_is_a_dashboard_literal(modules: Path, tmp_path: Path) -> None:
-    """Of a literal the compiler also refuses what the type does not know."""
+    """In a literal, the compiler also refuses fields that the type lacks."""
     literals = [json.dumps(boards.build(board), indent=1) for board in boards.BOARDS]
 
     assert "" == compiled(modules, tmp_path, module(literals))

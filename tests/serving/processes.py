@@ -1,4 +1,4 @@
-"""The three processes of a deployment, each as an operator runs it: server, sidecar, Prometheus."""
+"""The three processes of a deployment, run as an operator runs them: server, sidecar, Prometheus."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RUNNING_REQUESTS = 6
 
 
 class Server:
-    """One process that answers HTTP on a port of its own, from :meth:`start` to :meth:`kill`."""
+    """A process that serves HTTP on its own port, from :meth:`start` to :meth:`kill`."""
 
     ready = "/"
 
@@ -43,15 +43,15 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
 
     def command(self) -> list[str]:
-        """What is run."""
+        """The command line."""
         raise NotImplementedError
 
     def environment(self) -> dict[str, str]:
-        """What it finds in its environment besides the usual."""
+        """Additional environment variables."""
         return {}
 
     def start(self) -> None:
-        """Start it and wait until it is ready."""
+        """Start the process and wait until it is ready."""
         inherited = {
             name: value for name, value in os.environ.items() if not name.startswith(("KVLEDGER", "VLLM"))
         }
@@ -67,7 +67,7 @@ class Server:
         wait_until(lambda: self.answers(), START_SECONDS, self.last_words)
 
     def answers(self) -> bool:
-        """Whether it is ready; an end of it is an error here."""
+        """Whether the process is ready. Fails if the process has ended."""
         process = self._process
         assert process is not None and process.poll() is None, self.last_words()
         try:
@@ -77,18 +77,18 @@ class Server:
             return False
 
     def kill(self) -> None:
-        """As `kill -9` of all of it: an engine's core is a process of its own."""
+        """`kill -9` the whole process group: an engine's core is a separate process."""
         if self._process is not None:
             os.killpg(self._process.pid, 9)
             self._process.wait()
             self._process = None
 
     def last_words(self) -> str:
-        """The end of its log."""
+        """The end of the log."""
         return self._log.read_text(errors="replace")[-3000:]
 
     def get(self, path: str) -> Any:
-        """A page of it, as JSON where it is that."""
+        """Get a page, parsed if it is JSON."""
         with urllib.request.urlopen(self.address + path, timeout=30) as response:
             body = response.read().decode()
             return json.loads(body) if "json" in response.headers.get("Content-Type", "") else body
@@ -141,7 +141,7 @@ class Engine(Server):
         }
 
     def complete(self, prompt: list[int], output_tokens: int) -> bool:
-        """Ask for a completion; whether it came."""
+        """Request a completion; return whether it succeeded."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         try:
             self._ask(connection, prompt, output_tokens, stream=False)
@@ -154,7 +154,7 @@ class Engine(Server):
             connection.close()
 
     def give_up(self, prompt: list[int], output_tokens: int) -> None:
-        """Ask, read the beginning of the answer and hang up: the server aborts the request."""
+        """Send a request and disconnect after the start of the answer: the server aborts the request."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         self._ask(connection, prompt, output_tokens, stream=True)
         connection.getresponse().read(1)
@@ -183,7 +183,7 @@ class Engine(Server):
 
 
 class Sidecar(Server):
-    """`kvledger serve` beside the engine, which it also asks for the engine's own metrics."""
+    """`kvledger serve` for the engine; it also scrapes the engine's own metrics."""
 
     ready = "/-/ready"
 
@@ -235,21 +235,21 @@ class Prometheus(Server):
         return [(row["metric"], float(row["value"][1])) for row in answer["data"]["result"]]
 
     def value(self, expr: str) -> float | None:
-        """The one value of a query; None for no data."""
-        found = self.series(expr)
-        assert len(found) <= 1, (expr, found)
-        return found[0][1] if found else None
+        """The single value of a query; None without data."""
+        series = self.series(expr)
+        assert len(series) <= 1, (expr, series)
+        return series[0][1] if series else None
 
 
 def free_port() -> int:
-    """A port that nobody listens on just now."""
+    """A port that is free at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def wait_until(holds: Callable[[], bool], seconds: float, last_words: Callable[[], str] = str) -> None:
-    """Return when it holds; fail with the last words if it does not within ``seconds``."""
+    """Return once the condition holds; fail with the end of the log after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, last_words()

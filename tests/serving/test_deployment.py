@@ -1,4 +1,4 @@
-"""A deployment from end to end, all of it real: server, plugin, sidecar, Prometheus, boards.
+"""A real deployment from end to end: server, plugin, sidecar, Prometheus, boards.
 
 The tests run in the order in which they stand: each continues where the one before left off.
 The journal lies on a small volume of its own where that can be mounted, for the disk to fill up.
@@ -37,7 +37,7 @@ SILENT = {"kvledger: Trust, Last findings"}
 
 @dataclass
 class Deployment:
-    """The three processes, and what clients have asked for so far."""
+    """The three processes, and the requests that clients have sent so far."""
 
     engine: Engine
     sidecar: Sidecar
@@ -57,7 +57,7 @@ class Deployment:
         self._count(prompts)
 
     def one_by_one(self, prompts: list[list[int]]) -> None:
-        """Requests that each end before the next comes, and can be matched by the connector."""
+        """Send requests one after the other, so that the connector can match each."""
         for prompt in prompts:
             assert self.engine.complete(prompt, 5)
         self._count(prompts)
@@ -71,7 +71,7 @@ class Deployment:
         self.requests += len(prompts)
 
     def settled(self) -> None:
-        """Wait until Prometheus has seen the end of all that was asked for."""
+        """Wait until Prometheus has seen the end of every request."""
         wait_until(
             lambda: self.prometheus.value(ENDED) == self.prompt_tokens,
             SETTLE_SECONDS,
@@ -108,14 +108,14 @@ def _failed(*command: str) -> bool:
 
 
 def prompts_of(name: str, count: int) -> list[list[int]]:
-    """Prompts of two whole blocks and some; alike in the first block."""
+    """Prompts of a bit more than two blocks that share the first block."""
     dice = random.Random(name)
     shared = [dice.randrange(2, VOCABULARY_TOKENS) for _ in range(32)]
     return [[*shared, *(dice.randrange(2, VOCABULARY_TOKENS) for _ in range(38))] for _ in range(count)]
 
 
 def test_every_prompt_token_is_settled_once(deployment: Deployment) -> None:
-    """Local hits, then an emptied cache and external ones, then preemptions, then clients who leave."""
+    """Local hits, external hits after a cache reset, preemptions, and clients that disconnect."""
     prompts = prompts_of("matched", 6)
     deployment.one_by_one([*prompts, *prompts])
     deployment.engine.reset_cache()
@@ -150,7 +150,7 @@ def test_every_request_is_counted_and_clean(deployment: Deployment) -> None:
     assert 1 == ask('sum(kvledger_requests_total{outcome="aborted"})')
 
 
-def test_the_engines_own_counters_are_explained(deployment: Deployment) -> None:
+def test_every_difference_to_the_engines_counters_has_a_cause(deployment: Deployment) -> None:
     ask = deployment.prometheus.value
 
     wait_until(lambda: (ask("sum(kvledger_reconciliation_engine)") or 0) > 0, SETTLE_SECONDS)
@@ -159,7 +159,7 @@ def test_the_engines_own_counters_are_explained(deployment: Deployment) -> None:
 
 
 def test_every_panel_and_rule_returns_data(deployment: Deployment) -> None:
-    """An alert that stays quiet returns none; that Prometheus takes it is what is seen of it here."""
+    """An alert that does not fire returns no data; Prometheus only has to accept its expression."""
     answers = list(check.ask(deployment.prometheus.address))
     alerts = {alert.alert for alert in rules.ALERTS}
     empty = {answer.query.where for answer in answers if not answer.series}
@@ -170,7 +170,7 @@ def test_every_panel_and_rule_returns_data(deployment: Deployment) -> None:
     print(f"{shown} of {len(answers)} expressions returned data")
 
 
-def test_a_sidecar_that_is_killed_goes_on_where_it_was(deployment: Deployment) -> None:
+def test_a_killed_sidecar_resumes_without_a_counter_reset(deployment: Deployment) -> None:
     deployment.sidecar.kill()
     deployment.crowd(12, "unwatched")
     deployment.sidecar.start()
@@ -179,7 +179,7 @@ def test_a_sidecar_that_is_killed_goes_on_where_it_was(deployment: Deployment) -
     assert [] == resets(deployment)
 
 
-def test_a_prometheus_that_is_killed_finds_all_counters_again(deployment: Deployment) -> None:
+def test_a_killed_prometheus_sees_no_counter_reset(deployment: Deployment) -> None:
     deployment.prometheus.kill()
     deployment.crowd(12, "unscraped")
     deployment.prometheus.start()
@@ -188,7 +188,7 @@ def test_a_prometheus_that_is_killed_finds_all_counters_again(deployment: Deploy
     assert [] == resets(deployment)
 
 
-def test_a_full_disk_costs_events_and_no_answer(deployment: Deployment) -> None:
+def test_a_full_disk_loses_events_and_no_answers(deployment: Deployment) -> None:
     if not deployment.mounted:
         pytest.skip("no volume of its own could be mounted for the journal")
     ask = deployment.prometheus.value
@@ -208,7 +208,7 @@ def test_a_full_disk_costs_events_and_no_answer(deployment: Deployment) -> None:
     deployment.prompt_tokens = int(ask(ENDED) or 0)
 
 
-def test_an_engine_that_is_killed_and_started_again_is_another_one(deployment: Deployment) -> None:
+def test_a_restarted_engine_is_a_new_engine(deployment: Deployment) -> None:
     ask = deployment.prometheus.value
     before = ask(ENDED) or 0
     deployment.engine.kill()
@@ -223,8 +223,8 @@ def test_an_engine_that_is_killed_and_started_again_is_another_one(deployment: D
     assert 0 == ask('sum(abs(kvledger_reconciliation_drift{cause="unexplained"}))')
 
 
-def test_a_finding_reaches_the_board_and_the_one_on_call(deployment: Deployment) -> None:
-    """Another engine's journal comes under the folder, of one that reports -128 local tokens."""
+def test_a_finding_reaches_the_board_and_the_alert(deployment: Deployment) -> None:
+    """A second journal appears in the folder; its engine reports -128 local tokens."""
     ask = deployment.prometheus.value
     journals.violated(deployment.journals / "engine-9-9-9", time.time())
 
@@ -236,6 +236,6 @@ def test_a_finding_reaches_the_board_and_the_one_on_call(deployment: Deployment)
 
 
 def resets(deployment: Deployment) -> list[str]:
-    """Counters of ours that were seen to fall: none may, whatever was killed."""
+    """kvledger's counters that fell; no kill may cause one."""
     counters = [metric.exposed for metric in METRICS if metric.kind == "counter"]
     return [name for name in counters if deployment.prometheus.value(f"sum(resets({name}[1h])) > 0")]

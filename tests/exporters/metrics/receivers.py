@@ -15,7 +15,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 
 
 class Received:
-    """What came, decoded."""
+    """The decoded requests."""
 
     def __init__(self) -> None:
         self.traces: list[Any] = []
@@ -50,13 +50,13 @@ def attributes(of: Any) -> dict[str, Any]:
 
 def _value(value: Any) -> Any:
     kind = value.WhichOneof("value")
-    said = getattr(value, kind)
-    return [_value(item) for item in said.values] if kind == "array_value" else said
+    field = getattr(value, kind)
+    return [_value(item) for item in field.values] if kind == "array_value" else field
 
 
 @contextmanager
 def http_receiver() -> Iterator[tuple[str, Received]]:
-    """Over HTTP with protobuf; its endpoint and what it received."""
+    """A receiver for HTTP with protobuf: its endpoint and what it received."""
     received = Received()
     decoders = {
         "/v1/traces": (received.traces, trace_service_pb2.ExportTraceServiceRequest),
@@ -82,7 +82,7 @@ def http_receiver() -> Iterator[tuple[str, Received]]:
 
 @contextmanager
 def grpc_receiver() -> Iterator[tuple[str, Received]]:
-    """Over gRPC; its endpoint and what it received."""
+    """A receiver for gRPC: its endpoint and what it received."""
     received = Received()
 
     class Traces(trace_service_pb2_grpc.TraceServiceServicer):

@@ -1,4 +1,4 @@
-"""What a real OTLP receiver gets: the table, a span a request and a life, and nothing that stalls us."""
+"""What a real OTLP receiver gets: the metric table and the spans of requests and lives."""
 
 from __future__ import annotations
 
@@ -31,43 +31,43 @@ NOW = 1_700_000_000.0
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None of the surroundings' settings, and receivers that are not reached by a proxy."""
+    """Clear the environment's OTEL variables, and bypass proxies for the receivers."""
     for name in list(otel.os.environ):
         if name.startswith("OTEL_") or name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)
 
 
 def started(*, at: float | None = None) -> EngineAudit:
-    book = EngineAudit(Path("engine-1"))
+    engine_audit = EngineAudit(Path("engine-1"))
     began = replace(journals.STARTED, wall_seconds=at or time.time(), configuration={"model": "tiny"})
     for number, event in enumerate((began, Snapshot(0, 0, [], 0))):
-        book.feed(number, event)
-    return book
+        engine_audit.feed(number, event)
+    return engine_audit
 
 
-def feed(book: EngineAudit, stream: list[Event], first: int = 2) -> None:
+def feed(engine_audit: EngineAudit, stream: list[Event], first: int = 2) -> None:
     for number, event in enumerate(stream, first):
-        book.feed(number, event)
+        engine_audit.feed(number, event)
 
 
 def called(stream: list[Event], flags: str = "01") -> list[Event]:
-    """The same, with a caller's trace context."""
+    """The same history with a caller's trace context."""
     added, *rest = stream
     assert isinstance(added, RequestAdded)
     return [replace(added, traceparent=f"00-{TRACE}-{PARENT}-{flags}"), *rest]
 
 
-def told(
-    book: EngineAudit, stream: list[Event], monkeypatch: pytest.MonkeyPatch, **variables: str
+def received_from(
+    engine_audit: EngineAudit, stream: list[Event], monkeypatch: pytest.MonkeyPatch, **variables: str
 ) -> Received:
-    """What an HTTP receiver got of a book that was fed a stream."""
+    """What an HTTP receiver got while an audit was fed a stream."""
     with http_receiver() as (endpoint, received):
         for name, value in {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, **variables}.items():
             monkeypatch.setenv(name, value)
-        telemetry = attach_telemetry(lambda: [book], threading.Lock())
+        telemetry = attach_telemetry(lambda: [engine_audit], threading.Lock())
         assert telemetry is not None
-        telemetry.watch(book)
-        feed(book, stream)
+        telemetry.watch(engine_audit)
+        feed(engine_audit, stream)
         telemetry.close()
     return received
 
@@ -81,15 +81,15 @@ def told(
 def test_a_receiver_gets_spans_and_metrics(
     receiver: AbstractContextManager[tuple[str, Received]], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    book = started()
+    engine_audit = started()
     with receiver as (endpoint, received):
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", how)
         monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "k8s.pod.name=pod-7")
-        telemetry = attach_telemetry(lambda: [book], threading.Lock())
+        telemetry = attach_telemetry(lambda: [engine_audit], threading.Lock())
         assert telemetry is not None
-        telemetry.watch(book)
-        feed(book, events(200, RESUMED))
+        telemetry.watch(engine_audit)
+        feed(engine_audit, events(200, RESUMED))
         telemetry.close()
 
     assert ["kvledger.life", "kvledger.life", "kvledger.request"] == sorted(
@@ -108,27 +108,27 @@ def test_a_receiver_gets_spans_and_metrics(
 # --- metrics -------------------------------------------------------------------------------------------
 
 
-def test_the_whole_table_is_there_with_its_start_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    book = started(at=NOW)
-    received = told(book, events(200, RESUMED), monkeypatch, OTEL_TRACES_EXPORTER="none")
-    found = received.latest
+def test_every_metric_is_sent_with_its_start_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine_audit = started(at=NOW)
+    received = received_from(engine_audit, events(200, RESUMED), monkeypatch, OTEL_TRACES_EXPORTER="none")
+    metrics = received.latest
 
     silent = {"kvledger_journal_lag_seconds", "kvledger_checkpoint_timestamp_seconds"}
     silent |= {"kvledger_last_violation_timestamp_seconds"}
     for metric in METRICS:
         followed = metric.name.startswith(("kvledger_reconciliation", "kvledger_sidecar"))
         if metric.name not in silent and not followed:
-            assert otel.name(metric) in found, metric.name
-    sums = found["kvledger.prompt_tokens"]
+            assert otel.name(metric) in metrics, metric.name
+    sums = metrics["kvledger.prompt_tokens"]
     assert ("{token}", True, 2) == (sums.unit, sums.sum.is_monotonic, sums.sum.aggregation_temporality)
     assert {round(NOW * 1e9)} == {point.start_time_unix_nano for point in sums.sum.data_points}
     assert [] == received.traces
 
 
 def test_a_histogram_keeps_its_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    book = started()
+    engine_audit = started()
     (point,) = (
-        told(book, events(200, RESUMED), monkeypatch)
+        received_from(engine_audit, events(200, RESUMED), monkeypatch)
         .latest["kvledger.request_cached_ratio"]
         .histogram.data_points
     )
@@ -149,17 +149,18 @@ def spans(received: Received) -> tuple[Any, list[Any]]:
 
 
 def test_a_request_and_its_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    book = started()
+    engine_audit = started()
     stream = events(200, RESUMED)
-    request, lives = spans(told(book, stream, monkeypatch))
+    request, lives = spans(received_from(engine_audit, stream, monkeypatch))
 
-    said = attributes(request)
+    values = attributes(request)
     assert (200, 2, 104) == tuple(
-        said[f"gen_ai.usage.{what}"] for what in ("input_tokens", "output_tokens", "cache_read.input_tokens")
+        values[f"gen_ai.usage.{what}"]
+        for what in ("input_tokens", "output_tokens", "cache_read.input_tokens")
     )
-    assert ("tiny", ["stop"]) == (said["gen_ai.request.model"], said["gen_ai.response.finish_reasons"])
+    assert ("tiny", ["stop"]) == (values["gen_ai.request.model"], values["gen_ai.response.finish_reasons"])
     assert ("request-0", "clean", 1) == tuple(
-        said[f"kvledger.{what}"] for what in ("request_id", "verdict", "preemptions")
+        values[f"kvledger.{what}"] for what in ("request_id", "verdict", "preemptions")
     )
     assert ["kvledger.preempted", "kvledger.resumed", "kvledger.settled"] == [e.name for e in request.events]
     assert [request.span_id] * 2 == [life.parent_span_id for life in lives]
@@ -167,12 +168,12 @@ def test_a_request_and_its_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [["kvledger.load_ended"]] * 2 == [[event.name for event in life.events] for life in lives]
 
 
-def test_times_are_those_of_the_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    book = started()
+def test_span_times_are_event_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine_audit = started()
     stream = events(200, RESUMED)
-    request, lives = spans(told(book, stream, monkeypatch))
-    assert book.engine is not None
-    began = round(book.engine.wall_seconds * 1e6)
+    request, lives = spans(received_from(engine_audit, stream, monkeypatch))
+    assert engine_audit.engine is not None
+    began = round(engine_audit.engine.wall_seconds * 1e6)
 
     assert (began + stream[0].at) * 1000 == request.start_time_unix_nano
     assert (began + stream[-1].at) * 1000 == request.end_time_unix_nano == lives[-1].end_time_unix_nano
@@ -180,31 +181,31 @@ def test_times_are_those_of_the_events(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (began + preempted.at) * 1000 == lives[0].end_time_unix_nano == request.events[0].time_unix_nano
 
 
-def test_the_callers_trace_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    request, lives = spans(told(started(), called(events(200, RESUMED)), monkeypatch))
+def test_spans_belong_to_the_callers_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    request, lives = spans(received_from(started(), called(events(200, RESUMED)), monkeypatch))
 
     assert (TRACE, PARENT) == (request.trace_id.hex(), request.parent_span_id.hex())
     assert {TRACE} == {life.trace_id.hex() for life in lives}
 
 
-def test_what_the_caller_does_not_sample_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [] == told(started(), called(events(200, RESUMED), flags="00"), monkeypatch).spans
+def test_spans_of_an_unsampled_caller_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [] == received_from(started(), called(events(200, RESUMED), flags="00"), monkeypatch).spans
 
 
 def test_without_a_caller_a_request_begins_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    request, lives = spans(told(started(), events(200, RESUMED), monkeypatch))
+    request, lives = spans(received_from(started(), events(200, RESUMED), monkeypatch))
 
     assert b"" == request.parent_span_id
     assert {request.trace_id} == {life.trace_id for life in lives}
 
 
-def test_what_is_told_again_has_the_same_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after a crash, when a segment is read a second time."""
+def test_spans_sent_again_have_the_same_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a crash, when a segment is read again."""
     at = time.time()
     ids = [
         {
             (span.trace_id, span.span_id)
-            for span in told(started(at=at), events(200, RESUMED), monkeypatch).spans
+            for span in received_from(started(at=at), events(200, RESUMED), monkeypatch).spans
         }
         for _ in range(2)
     ]
@@ -213,23 +214,25 @@ def test_what_is_told_again_has_the_same_ids(monkeypatch: pytest.MonkeyPatch) ->
     assert 3 == len(ids[0])
 
 
-def test_an_unknown_request_says_so_and_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_request_has_a_reason_and_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = events(200, "A0+0 s200 o+ F")
-    request, _ = spans(told(started(), [*stream[:-1], Gap(stream[-1].at, 3, "x"), stream[-1]], monkeypatch))
+    request, _ = spans(
+        received_from(started(), [*stream[:-1], Gap(stream[-1].at, 3, "x"), stream[-1]], monkeypatch)
+    )
 
-    said = attributes(request)
-    assert ("unknown", "events were lost (x)") == (said["kvledger.verdict"], said["kvledger.unknown"])
-    assert "gen_ai.usage.input_tokens" not in said
+    values = attributes(request)
+    assert ("unknown", "events were lost (x)") == (values["kvledger.verdict"], values["kvledger.unknown"])
+    assert "gen_ai.usage.input_tokens" not in values
 
 
 def test_a_request_that_failed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    request, _ = spans(told(started(), events(200, "A0+0 s200 o+ F:error"), monkeypatch))
+    request, _ = spans(received_from(started(), events(200, "A0+0 s200 o+ F:error"), monkeypatch))
 
     assert Status.STATUS_CODE_ERROR == request.status.code
 
 
-def test_an_old_journal_is_no_news(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [] == told(started(at=time.time() - 3_600), events(200, RESUMED), monkeypatch).spans
+def test_requests_of_an_old_journal_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [] == received_from(started(at=time.time() - 3_600), events(200, RESUMED), monkeypatch).spans
 
 
 # --- a collector that is down ----------------------------------------------------------------------------
@@ -237,16 +240,16 @@ def test_an_old_journal_is_no_news(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def silence() -> Iterator[str]:
-    """Somebody who takes connections and never answers."""
+    """A server that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
 @pytest.mark.parametrize("how", ["http/protobuf", "grpc"])
-def test_a_collector_that_never_answers_stalls_nothing(
+def test_a_collector_that_never_answers_delays_nothing(
     silence: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thousand requests into a queue of two hundred; sending holds no lock that feeding takes."""
+    """A thousand requests enter a queue of two hundred; sending holds no lock that the audit needs."""
     for name, value in {
         "OTEL_EXPORTER_OTLP_ENDPOINT": silence,
         "OTEL_EXPORTER_OTLP_PROTOCOL": how,
@@ -255,27 +258,27 @@ def test_a_collector_that_never_answers_stalls_nothing(
         "OTEL_METRIC_EXPORT_INTERVAL": "10",
     }.items():
         monkeypatch.setenv(name, value)
-    book, lock = started(), threading.Lock()
-    telemetry = Telemetry(lambda: [book], lock)
+    engine_audit, lock = started(), threading.Lock()
+    telemetry = Telemetry(lambda: [engine_audit], lock)
     telemetry.start()
-    telemetry.watch(book)
+    telemetry.watch(engine_audit)
     one = events(200, "A0+0 s200 o+ F")
     for _ in range(1_000):
         with lock:
-            feed(book, one)
+            feed(engine_audit, one)
 
-    assert 1_000 == book.closed.requests
+    assert 1_000 == engine_audit.closed.requests
     began = time.monotonic()
     telemetry.close()
     assert time.monotonic() - began < 30, "closing is bounded"
 
 
-def test_a_defect_in_telling_stops_no_feeding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_in_a_span_does_not_stop_the_audit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(otel.RequestSpans, "emit", lambda *_: 1 / 0)
-    book = started()
-    told(book, events(200, RESUMED), monkeypatch)
+    engine_audit = started()
+    received_from(engine_audit, events(200, RESUMED), monkeypatch)
 
-    assert 1 == book.closed.requests
+    assert 1 == engine_audit.closed.requests
 
 
 # --- settings --------------------------------------------------------------------------------------------
@@ -294,16 +297,16 @@ ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
         ({ENDPOINT: "x", "OTEL_SDK_DISABLED": "true"}, ()),
     ],
 )
-def test_on_only_where_asked(environ: dict[str, str], signals: tuple[str, ...]) -> None:
+def test_the_variables_turn_signals_on(environ: dict[str, str], signals: tuple[str, ...]) -> None:
     assert signals == wanted(environ)
 
 
-def test_nothing_is_attached_where_nothing_is_asked() -> None:
+def test_nothing_is_attached_without_variables() -> None:
     assert attach_telemetry(list, threading.Lock()) is None
 
 
 @pytest.mark.parametrize(
-    ("environ", "said"),
+    ("environ", "values"),
     [
         ({}, "http/protobuf"),
         ({"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, "grpc"),
@@ -313,8 +316,8 @@ def test_nothing_is_attached_where_nothing_is_asked() -> None:
         ),
     ],
 )
-def test_the_protocol(environ: dict[str, str], said: str) -> None:
-    assert said == protocol("traces", environ)
+def test_the_protocol(environ: dict[str, str], values: str) -> None:
+    assert values == protocol("traces", environ)
 
 
 def test_unsupported_exporters_and_protocols_are_errors() -> None:

@@ -1,4 +1,4 @@
-"""The metric table, its page, and what Prometheus is told of it."""
+"""The metric table, its page, and its Prometheus exposition."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from kvledger.exporters.metrics.values import OTHER, STATES, EngineAudits, Healt
 ROOT = Path(__file__).parents[3]
 
 
-def scraped(books: list[EngineAudit], *, created: bool = False) -> CollectorRegistry:
+def scraped(audits: list[EngineAudit], *, created: bool = False) -> CollectorRegistry:
     registry = CollectorRegistry()
-    registry.register(prometheus.AuditCollector(lambda: books, threading.Lock(), created=created))
+    registry.register(prometheus.AuditCollector(lambda: audits, threading.Lock(), created=created))
     return registry
 
 
-def values(books: list[EngineAudit]) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+def values(audits: list[EngineAudit]) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
-        for family in scraped(books).collect()
+        for family in scraped(audits).collect()
         for sample in family.samples
     }
 
@@ -58,15 +58,15 @@ def test_names_are_well_formed() -> None:
 
 
 def test_every_sample_has_its_labels(tmp_path: Path) -> None:
-    books = audit_paths([journals.violated(tmp_path / "one")]).engines
+    audits = audit_paths([journals.violated(tmp_path / "one")]).engines
     for metric in METRICS:
-        for sample in metric.read(books):
+        for sample in metric.read(audits):
             assert len(metric.labels) == len(sample.labels), metric.name
 
 
-def test_the_exposition_is_what_the_table_says(tmp_path: Path) -> None:
-    books = audit_paths([journals.violated(tmp_path / "one")]).engines
-    text = generate_latest(scraped(books)).decode()
+def test_the_exposition_matches_the_table(tmp_path: Path) -> None:
+    audits = audit_paths([journals.violated(tmp_path / "one")]).engines
+    text = generate_latest(scraped(audits)).decode()
 
     for line in (
         'kvledger_prompt_tokens_total{engine="vllm 0.32.0 pid 4000",source="external"} 104.0',
@@ -82,20 +82,20 @@ def test_the_exposition_is_what_the_table_says(tmp_path: Path) -> None:
 
 
 def started(*stream: Event) -> EngineAudit:
-    book = EngineAudit(Path("nowhere"))
+    engine_audit = EngineAudit(Path("nowhere"))
     for number, event in enumerate([journals.STARTED, Snapshot(0, 0, [], 0), *stream]):
-        book.feed(number, event)
-    return book
+        engine_audit.feed(number, event)
+    return engine_audit
 
 
-def labelled(books: list[EngineAudit], name: str, *labels: str) -> dict[tuple[str, ...], float]:
+def labelled(audits: list[EngineAudit], name: str, *labels: str) -> dict[tuple[str, ...], float]:
     """The samples of one metric by the values of these labels."""
     family = {metric.exposed: metric for metric in METRICS}[name]
     assert set(labels) <= set(family.labels)
     return {
         tuple(sample.labels[label] for label in labels): sample.value
-        for found in scraped(books).collect()
-        for sample in found.samples
+        for family in scraped(audits).collect()
+        for sample in family.samples
         if sample.name == name
     }
 
@@ -103,97 +103,97 @@ def labelled(books: list[EngineAudit], name: str, *labels: str) -> dict[tuple[st
 @pytest.mark.parametrize(
     "metric", [metric for metric in METRICS if metric.words], ids=lambda metric: metric.name
 )
-def test_every_word_is_there_at_zero_before_anything_happened(metric: table.Metric) -> None:
-    found = labelled(EngineAudits([started()], Health()), metric.exposed, *metric.words)
+def test_every_label_value_starts_at_zero(metric: table.Metric) -> None:
+    samples = labelled(EngineAudits([started()], Health()), metric.exposed, *metric.words)
 
     for place, words in enumerate(metric.words.values()):
-        assert set(words) <= {labels[place] for labels in found}
-    assert {0.0} == set(found.values()) or metric.kind == "gauge"
+        assert set(words) <= {labels[place] for labels in samples}
+    assert {0.0} == set(samples.values()) or metric.kind == "gauge"
 
 
-def test_every_invariant_is_there_at_zero_with_its_severity() -> None:
-    found = labelled([started()], "kvledger_violations_total", "id", "severity")
+def test_every_invariant_starts_at_zero_with_its_severity() -> None:
+    samples = labelled([started()], "kvledger_violations_total", "id", "severity")
 
-    assert {(row.id, row.severity): 0.0 for row in catalogue().values()} == found
+    assert {(row.id, row.severity): 0.0 for row in catalogue().values()} == samples
 
 
-def test_a_word_that_nobody_knows_is_other() -> None:
+def test_an_unknown_label_value_is_other() -> None:
     stream = events(200, "A0+0 s200 o+ P:lightning A0+0 s201 o+ F:vanished")
-    found = labelled([started(*stream)], "kvledger_preemptions_total", "cause")
-    assert 1 == found[OTHER,] == sum(found.values())
+    samples = labelled([started(*stream)], "kvledger_preemptions_total", "cause")
+    assert 1 == samples[OTHER,] == sum(samples.values())
 
     outcomes = labelled([started(*stream)], "kvledger_requests_total", "outcome", "verdict")
     assert 1 == outcomes[OTHER, "clean"] == sum(outcomes.values())
 
 
-def test_both_schedulers_words_for_the_length_are_one() -> None:
+def test_length_and_length_capped_are_one_outcome() -> None:
     for reason in ("length", "length_capped"):
         stream = events(200, f"A0+0 s200 o+ F:{reason}")
-        found = labelled([started(*stream)], "kvledger_requests_total", "outcome", "verdict")
-        assert 1 == found["length", "clean"]
+        samples = labelled([started(*stream)], "kvledger_requests_total", "outcome", "verdict")
+        assert 1 == samples["length", "clean"]
 
 
-def test_a_negative_promise_lowers_no_counter() -> None:
-    book = started(*events(200, "A40+-8 s168 o+ F"))
+def test_a_negative_planned_figure_lowers_no_counter() -> None:
+    engine_audit = started(*events(200, "A40+-8 s168 o+ F"))
 
-    planned = labelled([book], "kvledger_planned_prompt_tokens_total", "source")
-    below = labelled([book], "kvledger_planned_negative_tokens_total", "source")
+    planned = labelled([engine_audit], "kvledger_planned_prompt_tokens_total", "source")
+    below = labelled([engine_audit], "kvledger_planned_negative_tokens_total", "source")
     assert (0, 8) == (planned["external",], below["external",])
     assert 200 == sum(planned.values()) - sum(below.values())
 
 
 def test_the_state_of_an_engine(tmp_path: Path) -> None:
-    """Live while its writer holds the lock; by the reason that it gave; dead without one."""
+    """Live while the writer holds the lock; then by the reason of the stop; dead without a reason."""
     writer = JournalWriter(tmp_path / "live")
     writer.rotate()
     writer.write([journals.STARTED, Snapshot(0, 0, [], 0)])
-    book = EngineAudit(tmp_path / "live")
-    with Reader(book.path) as reader:
-        book.read(reader)
+    engine_audit = EngineAudit(tmp_path / "live")
+    with Reader(engine_audit.path) as reader:
+        engine_audit.read(reader)
     reasons = {"shutdown": "stopped", "detached": "detached", "the observer of x kept failing": "failed"}
 
-    found = labelled([book], "kvledger_engine_state", "state")
-    assert {(state,): float(state == "live") for state in STATES} == found
-    assert {(): 1.0} == labelled([book], "kvledger_engine_observed")
+    samples = labelled([engine_audit], "kvledger_engine_state", "state")
+    assert {(state,): float(state == "live") for state in STATES} == samples
+    assert {(): 1.0} == labelled([engine_audit], "kvledger_engine_observed")
     writer.close()
-    assert 1 == labelled([book], "kvledger_engine_state", "state")["dead",]
+    assert 1 == labelled([engine_audit], "kvledger_engine_state", "state")["dead",]
     for reason, state in reasons.items():
         ended = started(EngineStopped(1, reason))
         assert 1 == labelled([ended], "kvledger_engine_state", "state")[state,]
         assert {(): 0.0} == labelled([ended], "kvledger_engine_observed")
 
 
-def test_the_share_that_was_audited() -> None:
+def test_audited_tokens_by_verdict() -> None:
     clean = events(200, "A0+0 s200 o+ F")
-    book = started(*clean)
+    engine_audit = started(*clean)
     lost = [Gap(10_000, 5, "x"), *events(100, "A0+0 s100 o+ F")]
     for number, event in enumerate(lost, 100):
-        book.feed(number, event)
+        engine_audit.feed(number, event)
 
     assert {("clean",): 201, ("violated",): 0, ("unknown",): 101} == labelled(
-        [book], "kvledger_audited_tokens_total", "verdict"
+        [engine_audit], "kvledger_audited_tokens_total", "verdict"
     )
-    assert {("known",): 1, ("unknown",): 0} == labelled([book], "kvledger_gaps_total", "size")
+    assert {("known",): 1, ("unknown",): 0} == labelled([engine_audit], "kvledger_gaps_total", "size")
 
 
-def test_a_journal_without_a_name_is_counted_and_shown_nowhere_else() -> None:
-    book = EngineAudit(Path("nowhere"))
-    book.feed(0, Gap(0, -1, "x"))
+def test_an_unnamed_journal_is_counted_and_has_no_other_series() -> None:
+    engine_audit = EngineAudit(Path("nowhere"))
+    engine_audit.feed(0, Gap(0, -1, "x"))
 
-    assert {(): 1.0} == labelled([book], "kvledger_unnamed_journals")
-    assert {} == labelled([book], "kvledger_gaps_total", "size")
+    assert {(): 1.0} == labelled([engine_audit], "kvledger_unnamed_journals")
+    assert {} == labelled([engine_audit], "kvledger_gaps_total", "size")
 
 
-def test_openmetrics_is_read_back_with_created_times_and_exemplars(tmp_path: Path) -> None:
-    books = audit_paths([journals.violated(tmp_path / "one")]).engines
+def test_openmetrics_parse_with_created_times_and_exemplars(tmp_path: Path) -> None:
+    audits = audit_paths([journals.violated(tmp_path / "one")]).engines
     samples = {
         (sample.name, tuple(sample.labels.get(label, "") for label in ("id", "source", "le"))): sample
-        for family in parse(openmetrics(scraped(books, created=True)).decode())
+        for family in parse(openmetrics(scraped(audits, created=True)).decode())
         for sample in family.samples
     }
 
-    found = samples["kvledger_violations_total", ("tokens/negative", "", "")]
-    assert {"request_id": "request-0"} == found.exemplar.labels
+    sample = samples["kvledger_violations_total", ("tokens/negative", "", "")]
+    assert {"request_id": "request-0"} == sample.exemplar.labels
     assert 1.7e9 == samples["kvledger_violations_created", ("tokens/negative", "", "")].value
     assert 1.7e9 == samples["kvledger_request_cached_ratio_created", ("", "", "")].value
     bucket = samples["kvledger_request_cached_ratio_bucket", ("", "", "0.75")]
@@ -201,7 +201,7 @@ def test_openmetrics_is_read_back_with_created_times_and_exemplars(tmp_path: Pat
 
 
 def test_an_exemplar_is_never_longer_than_openmetrics_allows() -> None:
-    """A request id that does not fit beside the trace id is left out, never cut."""
+    """A request id that does not fit next to the trace id is left out, never cut."""
     trace = "0af7651916cd43dd8448eb211c80319c"
     fits = prometheus.openmetrics_exemplar(Exemplar("r" * 78, trace, 1.0, 2.0))
     long = prometheus.openmetrics_exemplar(Exemplar("r" * 79, trace, 1.0, 2.0))
@@ -212,40 +212,40 @@ def test_an_exemplar_is_never_longer_than_openmetrics_allows() -> None:
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is in Debian's package prometheus")
-def test_promtool_finds_nothing_amiss(tmp_path: Path) -> None:
-    books = audit_paths([journals.violated(tmp_path / "one")]).engines
-    text = generate_latest(scraped(books))
+def test_promtool_accepts_the_exposition(tmp_path: Path) -> None:
+    audits = audit_paths([journals.violated(tmp_path / "one")]).engines
+    text = generate_latest(scraped(audits))
     checked = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True)
 
     assert (0, b"") == (checked.returncode, checked.stdout + checked.stderr)
 
 
-def test_no_label_bears_a_request(tmp_path: Path) -> None:
-    books = audit_paths([journals.violated(tmp_path / "one")]).engines
+def test_no_label_holds_a_request_id(tmp_path: Path) -> None:
+    audits = audit_paths([journals.violated(tmp_path / "one")]).engines
 
-    assert b"request-0" not in generate_latest(scraped(books))
+    assert b"request-0" not in generate_latest(scraped(audits))
 
 
 def test_work_sums_to_what_was_scheduled(tmp_path: Path) -> None:
     for number, row in enumerate(GOLDEN):
         journals.write(tmp_path / f"engine-{number}", row.events())
     audit = audit_paths([tmp_path])
-    found = values(audit.engines)
+    samples = values(audit.engines)
 
-    work = sum(value for (name, _), value in found.items() if name == "kvledger_work_tokens_total")
+    work = sum(value for (name, _), value in samples.items() if name == "kvledger_work_tokens_total")
 
     assert audit.totals.scheduled == work
 
 
 def test_counters_never_fall(tmp_path: Path) -> None:
-    """Scraped after every event of every golden history, rejected drafts and all."""
+    """Scraped after every event of every golden history, including rejected drafts."""
     kinds = {metric.exposed: metric.kind for metric in METRICS}
     for row in GOLDEN:
-        book = EngineAudit(tmp_path)
+        engine_audit = EngineAudit(tmp_path)
         before: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
         for number, event in enumerate([journals.STARTED, *row.events()]):
-            book.feed(number, event)
-            now = values([book])
+            engine_audit.feed(number, event)
+            now = values([engine_audit])
             for key, value in before.items():
                 if kinds.get(key[0]) == "counter":
                     assert value <= now[key], (row.title, key)
@@ -253,8 +253,8 @@ def test_counters_never_fall(tmp_path: Path) -> None:
 
 
 def test_engines_of_one_name_are_summed(tmp_path: Path) -> None:
-    books = audit_paths([journals.clean(tmp_path / "a")]).engines
-    books += audit_paths([journals.clean(tmp_path / "b")]).engines
+    audits = audit_paths([journals.clean(tmp_path / "a")]).engines
+    audits += audit_paths([journals.clean(tmp_path / "b")]).engines
     labels = {"engine": "vllm 0.32.0 pid 4000", "source": "external"}
 
-    assert 208 == scraped(books).get_sample_value("kvledger_prompt_tokens_total", labels)
+    assert 208 == scraped(audits).get_sample_value("kvledger_prompt_tokens_total", labels)

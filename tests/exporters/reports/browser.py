@@ -1,4 +1,4 @@
-"""A headless Chromium for tests: found, or installed from Debian where that can be; else a reason to skip."""
+"""A headless Chromium for tests: an installed one, or one from Debian; else the test is skipped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
 
 
 def installed() -> str:
-    """The browser's path. Skips the test where there is none and none can be had."""
+    """The browser's path. Skips the test if there is none and none can be installed."""
     found = _found()
     if found is None and os.geteuid() == 0 and shutil.which("apt-get"):
         install = ["apt-get", "install", "-y", "--no-install-recommends", "chromium"]

@@ -24,7 +24,7 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert 10 < tried
 
 
-def test_its_commands_are_commands() -> None:
+def test_the_notebook_names_existing_commands() -> None:
     from kvledger import cli
 
     known = {

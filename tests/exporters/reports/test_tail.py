@@ -1,4 +1,4 @@
-"""``tail``: a journal that is being written, in lines; where it ends."""
+"""``tail``: lines for a journal that is being written, and when it ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def started(folder: Path) -> JournalWriter:
     return writer
 
 
-def test_it_follows_a_journal_that_is_written(tmp_path: Path) -> None:
+def test_a_growing_journal_is_followed(tmp_path: Path) -> None:
     writer = started(tmp_path / "engine")
     stream = journals.reported(events(200, journals.CLEAN), local=-128, external=160, computed=168)
     tail = LiveTail(tmp_path)
@@ -46,7 +46,7 @@ def test_it_follows_a_journal_that_is_written(tmp_path: Path) -> None:
     assert tail.ended
 
 
-def test_a_journal_that_comes_later_is_followed_too(tmp_path: Path) -> None:
+def test_later_journals_are_followed(tmp_path: Path) -> None:
     journals.clean(tmp_path / "one")
     tail = LiveTail(tmp_path)
     tail.poll()
@@ -57,24 +57,24 @@ def test_a_journal_that_comes_later_is_followed_too(tmp_path: Path) -> None:
     assert tail.line().startswith("clean: 2 requests")
 
 
-def test_it_ends_when_all_engines_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tail_ends_when_all_engines_have_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     journals.violated(tmp_path / "violated")
 
     follow(tmp_path, poll_seconds=0.01)
 
-    *found, total = capsys.readouterr().out.splitlines()
+    *findings, total = capsys.readouterr().out.splitlines()
     assert total.startswith("violated: 1 request")
-    assert all(line.startswith("violation tokens/") for line in found)
+    assert all(line.startswith("violation tokens/") for line in findings)
 
 
-def test_a_folder_without_a_journal(tmp_path: Path) -> None:
+def test_a_folder_without_a_journal_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match="is empty: no journal was written there yet"):
         follow(tmp_path)
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_ctrl_c_is_130(tmp_path: Path, terminal: bool) -> None:
-    """Plain lines where it is piped; on a terminal the table is left standing."""
+def test_ctrl_c_exits_with_130(tmp_path: Path, terminal: bool) -> None:
+    """A pipe gets plain lines; on a terminal the last table stays."""
     journals.clean(tmp_path / "clean")
     reads, writes = os.openpty() if terminal else os.pipe()
     process = subprocess.Popen(
@@ -97,17 +97,19 @@ def test_ctrl_c_is_130(tmp_path: Path, terminal: bool) -> None:
     os.close(reads)
 
 
-def test_as_json_an_object_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_one_object_per_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     journals.violated(tmp_path / "violated")
 
     follow(tmp_path, poll_seconds=0.01, format="json")
 
-    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert ["finding", "finding", "totals"] == [one["kind"] for one in said]
-    assert ("violated", 1, 200) == tuple(said[-1][name] for name in ("verdict", "requests", "prompt_tokens"))
+    objects = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert ["finding", "finding", "totals"] == [one["kind"] for one in objects]
+    assert ("violated", 1, 200) == tuple(
+        objects[-1][name] for name in ("verdict", "requests", "prompt_tokens")
+    )
 
 
-def test_as_csv_the_totals_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_csv_has_the_totals_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     journals.violated(tmp_path / "violated")
 
     follow(tmp_path, poll_seconds=0.01, format="csv")
@@ -116,6 +118,6 @@ def test_as_csv_the_totals_alone(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert ("violated", "1") == (line["verdict"], line["requests"])
 
 
-def test_an_address_can_not_be_followed() -> None:
+def test_a_remote_address_can_not_be_followed() -> None:
     with pytest.raises(LedgerError, match="only folders of this machine can"):
         follow(Path("memory://traces"))

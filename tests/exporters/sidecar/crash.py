@@ -49,7 +49,7 @@ Key = tuple[str, frozenset[tuple[str, str]]]
 
 
 def renumbered(event: Any, request: int) -> Event:
-    """A golden history's event (of request 0), told of another request."""
+    """A golden history's event (of request 0) with another request number."""
     if hasattr(event, "request_id"):
         return replace(event, request=request, request_id=f"r-{request}")
     if hasattr(event, "request"):
@@ -67,7 +67,7 @@ def renumbered(event: Any, request: int) -> Event:
 
 
 class Engines:
-    """Engines that append to journals under ``root``, one of them at a time, until told to stop.
+    """Engines that append to journals under ``root``, one of them at a time, until :meth:`stop`.
 
     Every so often one ends, in good order or killed, and another comes under the same process id.
     The journals of some that ended are moved to ``gone``, once a checkpoint has them to their end: what
@@ -137,10 +137,10 @@ class Engines:
 
     def _move(self) -> None:
         try:
-            known = checkpoint.load(self._root / checkpoint.HIDDEN)
+            loaded = checkpoint.load(self._root / checkpoint.HIDDEN)
         except LedgerError:
             return
-        read = {one.name for one in known.journals if one.ended} if known else set()
+        read = {one.name for one in loaded.journals if one.ended} if loaded else set()
         for name in self._leaving & read:
             shutil.move(self._root / name, self._gone / name)
             self._leaving.remove(name)
@@ -150,7 +150,7 @@ class Engines:
 
 
 class Scraper:
-    """Scrapes without a pause. ``faults`` are counters that fell or vanished, and starts that moved."""
+    """Scrapes without a pause. ``faults``: counters that fell or vanished, and start times that changed."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -176,7 +176,7 @@ class Scraper:
             self.compare(now)
 
     def compare(self, now: dict[Key, float]) -> None:
-        """What a counter may not do since the last scrape."""
+        """Record each counter that fell or vanished since the last scrape."""
         for key, value in self.last.items():
             name, labels = key[0], sorted(key[1])
             if key not in now:
@@ -191,7 +191,7 @@ class Scraper:
 
 
 def scrape(url: str) -> dict[Key, float] | None:
-    """Every counter and histogram; None where nobody answers, or not yet."""
+    """Every counter and histogram; None while the sidecar does not answer."""
     request = urllib.request.Request(url, headers={"Accept": ACCEPT})
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
@@ -208,10 +208,10 @@ def scrape(url: str) -> dict[Key, float] | None:
     }
 
 
-def counted(books: list[EngineAudit]) -> dict[Key, float]:
-    """The same of books in this process."""
+def counted(audits: list[EngineAudit]) -> dict[Key, float]:
+    """The same figures of audits in this process."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(AuditCollector(lambda: books, threading.Lock(), created=True))
+    registry.register(AuditCollector(lambda: audits, threading.Lock(), created=True))
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
         for family in registry.collect()
@@ -221,7 +221,7 @@ def counted(books: list[EngineAudit]) -> dict[Key, float]:
 
 
 class Process:
-    """``kvledger serve``, started again and again at one address."""
+    """``kvledger serve``, restarted at one address."""
 
     def __init__(self, root: Path) -> None:
         with socket.socket() as probe:
@@ -250,13 +250,13 @@ class Process:
         self._process.communicate()
 
     def terminate(self) -> tuple[int, str]:
-        """Its exit code, and all that it said since it was ready."""
+        """The exit code, and the standard error since it was ready."""
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
-        _, said = self._process.communicate(timeout=60)
-        return self._process.returncode, said
+        _, stderr = self._process.communicate(timeout=60)
+        return self._process.returncode, stderr
 
 
 def kills() -> int:
-    """How many: KVLEDGER_KILLS, or as many as a minute has room for."""
+    """The number of kills: KVLEDGER_KILLS, or as many as fit into a minute."""
     return int(os.environ.get("KVLEDGER_KILLS", "15"))

@@ -1,4 +1,4 @@
-"""kill -9 at any instant, then a restart: every counter goes on as if nothing had happened.
+"""kill -9 at any instant, then a restart: no counter falls.
 
 Hundreds of kills: make crash.
 """
@@ -17,12 +17,12 @@ from kvledger.exporters.sidecar.follower import Follower
 
 
 def uninterrupted(root: Path) -> dict[crash.Key, float]:
-    """What one run that was never killed counts in the end."""
+    """The final counters of a run that was never killed."""
     follower = Follower(root)
     follower.catch_up()
-    found = crash.counted(follower.audits)
+    counters = crash.counted(follower.audits)
     follower.close()
-    return found
+    return counters
 
 
 @pytest.mark.crash

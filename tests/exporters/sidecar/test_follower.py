@@ -1,4 +1,4 @@
-"""The follower: engines that come, end and vanish, and its place over restarts."""
+"""The follower: journals that appear, end and vanish, and restarts from a checkpoint."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HISTORY = events(200, journals.CLEAN)
 
 
 class Engine:
-    """A journal that is being written, a segment a history."""
+    """A journal that is being written, one segment per history."""
 
     def __init__(self, folder: Path, process_id: int = 4000, wall_seconds: float = 1.7e9) -> None:
         self.writer = JournalWriter(folder, Limits(segment_bytes=1))
@@ -45,7 +45,7 @@ class Engine:
         self.writer.write([self.started, Snapshot(0, 0, [], 0)])
 
     def serve(self, stream: list[Event] = HISTORY) -> None:
-        """One request, under a number that no other had."""
+        """Write one request under a new number."""
         self.writer.write([renumbered(event, self.requests) for event in stream])
         self.requests += 1
 
@@ -59,9 +59,9 @@ class Engine:
 
 @contextlib.contextmanager
 def following(path: Path, **given: Any) -> Iterator[Follower]:
-    """A follower with its state under ``path``, caught up; closed without a last checkpoint."""
-    told = given.pop("told", [])
-    follower = Follower(path, given.pop("folder", path / checkpoint.HIDDEN), told.append)
+    """A follower that has caught up, with its state under ``path``; closed without a last checkpoint."""
+    notified = given.pop("notified", [])
+    follower = Follower(path, given.pop("folder", path / checkpoint.HIDDEN), notified.append)
     try:
         follower.catch_up()
         yield follower
@@ -70,13 +70,13 @@ def following(path: Path, **given: Any) -> Iterator[Follower]:
 
 
 def ended(follower: Follower) -> int:
-    return sum(book.closed.requests for book in follower.audits)
+    return sum(engine_audit.closed.requests for engine_audit in follower.audits)
 
 
 # --- engines come and go --------------------------------------------------------------------------------
 
 
-def test_what_is_written_later_is_read_later(tmp_path: Path) -> None:
+def test_later_events_are_read_by_the_next_poll(tmp_path: Path) -> None:
     engine = Engine(tmp_path / "engine")
     with following(tmp_path) as follower:
         assert 0 == ended(follower)
@@ -86,8 +86,8 @@ def test_what_is_written_later_is_read_later(tmp_path: Path) -> None:
     engine.stop()
 
 
-def test_an_engine_that_comes_later_is_found(tmp_path: Path) -> None:
-    """Also where no engine had written yet when the sidecar came."""
+def test_a_journal_that_appears_later_is_followed(tmp_path: Path) -> None:
+    """Also if no journal existed when the sidecar started."""
     with following(tmp_path) as follower:
         assert follower.ready.is_set()
         assert [] == follower.audits
@@ -96,8 +96,8 @@ def test_an_engine_that_comes_later_is_found(tmp_path: Path) -> None:
         assert 1 == ended(follower)
 
 
-def test_a_restarted_engine_is_a_journal_of_its_own(tmp_path: Path) -> None:
-    """One process id, as in a container: the sums go on, and count since the first start."""
+def test_a_restarted_engine_has_its_own_journal(tmp_path: Path) -> None:
+    """With the same process id, as in a container: sums continue and count since the first start."""
     first = Engine(tmp_path / "a", wall_seconds=100.0)
     first.serve()
     first.kill()
@@ -107,37 +107,37 @@ def test_a_restarted_engine_is_a_journal_of_its_own(tmp_path: Path) -> None:
         second.serve()
         follower.poll()
         after = counted(follower.audits)
-        assert ["vllm 0.32.0 pid 4000"] * 2 == [book.name for book in follower.audits]
+        assert ["vllm 0.32.0 pid 4000"] * 2 == [engine_audit.name for engine_audit in follower.audits]
         assert all(after[key] >= value for key, value in before.items())
         second.stop()
 
 
-def test_what_was_open_in_a_killed_engine_ended_unseen(tmp_path: Path) -> None:
+def test_open_requests_of_a_killed_engine_become_unknown(tmp_path: Path) -> None:
     engine = Engine(tmp_path / "engine")
     engine.serve(HISTORY[:-1])
     with following(tmp_path) as follower:
         assert 0 == ended(follower)
         engine.kill()
         follower.poll()
-        [book] = follower.audits
-        assert {("unknown", "unknown"): 1} == book.requests
+        [engine_audit] = follower.audits
+        assert {("unknown", "unknown"): 1} == engine_audit.requests
 
 
-def test_what_was_open_in_an_engine_that_stopped_ended_with_it(tmp_path: Path) -> None:
-    """In good order, so all that it did is known, and settled."""
+def test_open_requests_of_a_stopped_engine_end_with_it(tmp_path: Path) -> None:
+    """The stop was orderly, so everything that the engine did is known and settled."""
     engine = Engine(tmp_path / "engine")
     engine.serve(HISTORY[:-1])
     engine.stop()
     with following(tmp_path) as follower:
-        [book] = follower.audits
-        assert {("clean", "engine_ended"): 1} == book.requests
-        assert 200 == book.closed.prompt_tokens
-        assert 0 == book.closed.in_flight
-        assert {} == book.auditor.ledger.last_step
+        [engine_audit] = follower.audits
+        assert {("clean", "engine_ended"): 1} == engine_audit.requests
+        assert 200 == engine_audit.closed.prompt_tokens
+        assert 0 == engine_audit.closed.in_flight
+        assert {} == engine_audit.auditor.ledger.last_step
 
 
-def test_an_engine_whose_journal_was_removed_stays_in_the_sums(tmp_path: Path) -> None:
-    """Every counter of every golden history, and whatever stands in the table by then."""
+def test_sums_of_a_removed_journal_stay(tmp_path: Path) -> None:
+    """Every counter of every golden history stays."""
     for number, row in enumerate(GOLDEN):
         journals.write(tmp_path / f"engine-{number}", row.events())
     journals.violated(tmp_path / "violated")
@@ -149,15 +149,15 @@ def test_an_engine_whose_journal_was_removed_stays_in_the_sums(tmp_path: Path) -
                 follower.poll()
                 assert before == counted(follower.audits)
         assert {} == follower.journals
-        created = [book.created for book in follower.audits]
+        created = [engine_audit.created for engine_audit in follower.audits]
         follower.save()
 
     with following(tmp_path) as follower:
         assert before == counted(follower.audits)
-        assert created == [book.created for book in follower.audits]
+        assert created == [engine_audit.created for engine_audit in follower.audits]
 
 
-def test_the_journal_of_an_engine_may_vanish_while_nobody_follows(tmp_path: Path) -> None:
+def test_a_journal_may_be_removed_while_the_sidecar_is_down(tmp_path: Path) -> None:
     journals.violated(tmp_path / "engine")
     with following(tmp_path) as follower:
         before = counted(follower.audits)
@@ -167,8 +167,8 @@ def test_the_journal_of_an_engine_may_vanish_while_nobody_follows(tmp_path: Path
         assert before == counted(follower.audits)
 
 
-def test_the_longest_gone_engines_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By name, so that no sum falls: a series ends."""
+def test_the_engine_removed_first_is_forgotten_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole name is dropped, so no sum falls: a series ends."""
     monkeypatch.setattr(follower_module, "PAST_NAMES", 2)
     with following(tmp_path) as follower:
         for number in range(4):
@@ -178,33 +178,37 @@ def test_the_longest_gone_engines_are_forgotten(tmp_path: Path, monkeypatch: pyt
             follower.poll()
             shutil.rmtree(tmp_path / "engine")
             follower.poll()
-        assert ["vllm 0.32.0 pid 2", "vllm 0.32.0 pid 3"] == [book.name for book in follower.audits]
+        assert ["vllm 0.32.0 pid 2", "vllm 0.32.0 pid 3"] == [
+            engine_audit.name for engine_audit in follower.audits
+        ]
         assert {"engine forgotten": 2} == follower.health.lost
 
 
 # --- one bad journal --------------------------------------------------------------------------------------
 
 
-def test_a_journal_that_cannot_be_read_stops_itself_alone(
+def test_a_journal_that_cannot_be_read_does_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A newer schema, say: said once, however often it is tried."""
+    """A newer schema, for example. It is reported once, however often the journal is tried."""
     monkeypatch.setattr(follower_module, "RETRY_SECONDS", 0.0)
     bad, good = Engine(tmp_path / "bad"), Engine(tmp_path / "good")
     (tmp_path / "bad" / "00000002.kvl").write_bytes(header(99))
     good.serve()
-    told: list[str] = []
-    with following(tmp_path, told=told) as follower:
+    notified: list[str] = []
+    with following(tmp_path, notified=notified) as follower:
         follower.poll()
         assert 1 == ended(follower)
         assert 1 == follower.health.problems
-    [sentence] = told
+    [sentence] = notified
     assert sentence.startswith("bad is not followed: 00000002.kvl was written with schema 99")
     bad.stop()
     good.stop()
 
 
-def test_a_journal_that_can_be_read_again_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_journal_that_becomes_readable_again_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(follower_module, "RETRY_SECONDS", 0.0)
     engine = Engine(tmp_path / "engine")
     with following(tmp_path) as follower:
@@ -224,22 +228,26 @@ def denied(_: Path) -> bool:
     raise LedgerError("lock can't be opened: Permission denied.")
 
 
-def test_a_defect_of_ours_stops_one_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It stays as it was in the last checkpoint, and the others go on."""
+def test_an_exception_in_kvledger_stops_one_journal_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The journal keeps the state of the last checkpoint, and the others continue."""
     one, other = Engine(tmp_path / "one"), Engine(tmp_path / "other")
     one.serve()
     other.serve()
-    told: list[str] = []
-    with following(tmp_path, told=told) as follower:
-        book = follower.journals["one"].engine_audit
-        monkeypatch.setattr(book, "feed", lambda number, event: 1 / 0)
+    notified: list[str] = []
+    with following(tmp_path, notified=notified) as follower:
+        engine_audit = follower.journals["one"].engine_audit
+        monkeypatch.setattr(engine_audit, "feed", lambda number, event: 1 / 0)
         one.serve()
         other.serve()
         follower.poll()
         follower.poll()
         follower.save()
         assert 3 == ended(follower)
-        assert ["one is not followed: kvledger itself failed (ZeroDivisionError: division by zero)"] == told
+        assert [
+            "one is not followed: kvledger itself failed (ZeroDivisionError: division by zero)"
+        ] == notified
 
     with following(tmp_path) as follower:
         assert 4 == ended(follower)
@@ -247,21 +255,23 @@ def test_a_defect_of_ours_stops_one_journal(tmp_path: Path, monkeypatch: pytest.
     other.stop()
 
 
-def test_a_folder_that_is_no_journal_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_without_segments_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes.txt").write_text("x")
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / "00000001.kvl").write_text("x")
     journals.clean(tmp_path / "engine")
-    told: list[str] = []
-    with following(tmp_path, told=told) as follower:
+    notified: list[str] = []
+    with following(tmp_path, notified=notified) as follower:
         follower.poll()
         assert 1 == ended(follower)
-    assert [f"{tmp_path / 'odd'} is not a kvledger journal: no segment in it has a journal's header."] == told
+    assert [
+        f"{tmp_path / 'odd'} is not a kvledger journal: no segment in it has a journal's header."
+    ] == notified
 
 
 @pytest.mark.parametrize("name", ["nowhere", "notes.txt"])
-def test_a_path_that_is_none(tmp_path: Path, name: str) -> None:
+def test_a_path_without_a_journal_is_an_error(tmp_path: Path, name: str) -> None:
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(LedgerError):
         Follower(tmp_path / name)
@@ -283,8 +293,8 @@ def test_a_single_journal_is_followed(tmp_path: Path) -> None:
 # --- restarts -----------------------------------------------------------------------------------------------
 
 
-def test_a_restart_goes_on_where_it_was(tmp_path: Path) -> None:
-    """With a request open, at any event; nothing is counted twice and nothing is missing."""
+def test_a_restart_resumes_at_the_saved_position(tmp_path: Path) -> None:
+    """With an open request, after any event: nothing is counted twice and nothing is missing."""
     for cut in range(len(HISTORY)):
         folder = tmp_path / str(cut)
         engine = Engine(folder / "engine")
@@ -301,7 +311,7 @@ def test_a_restart_goes_on_where_it_was(tmp_path: Path) -> None:
             assert picture(uninterrupted) == picture(restored)
 
 
-def test_settled_once_over_restarts(tmp_path: Path) -> None:
+def test_a_prompt_is_settled_once_over_restarts(tmp_path: Path) -> None:
     """A prompt that was settled before the restart is not settled again after it."""
     settled = next(n for n, event in enumerate(HISTORY) if type(event).__name__ == "Finished")
     engine = Engine(tmp_path / "engine")
@@ -317,7 +327,7 @@ def test_settled_once_over_restarts(tmp_path: Path) -> None:
         assert 200 == follower.audits[0].closed.prompt_tokens
 
 
-def test_only_what_is_new_is_read_again(tmp_path: Path) -> None:
+def test_a_restart_reads_at_most_one_segment_again(tmp_path: Path) -> None:
     engine = Engine(tmp_path / "engine")
     for _ in range(3):
         engine.serve()
@@ -335,7 +345,7 @@ def test_only_what_is_new_is_read_again(tmp_path: Path) -> None:
 
 
 def test_a_long_journal_is_saved_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a kill during the first reading costs one segment, not all."""
+    """A kill during the first reading then costs one segment at most."""
     monkeypatch.setattr(follower_module, "LEAST_SAVE_SECONDS", 0.0)
     engine = Engine(tmp_path / "engine")
     for _ in range(3):
@@ -345,9 +355,9 @@ def test_a_long_journal_is_saved_while_it_is_read(tmp_path: Path, monkeypatch: p
     places = []
     saving = checkpoint.save
 
-    def saved(folder: Path, known: checkpoint.Checkpoint) -> int:
-        places.extend(one.position.segment for one in known.journals)
-        return saving(folder, known)
+    def saved(folder: Path, state: checkpoint.Checkpoint) -> int:
+        places.extend(one.position.segment for one in state.journals)
+        return saving(folder, state)
 
     monkeypatch.setattr(checkpoint, "save", saved)
     with following(tmp_path):
@@ -365,7 +375,7 @@ def test_a_long_journal_is_saved_while_it_is_read(tmp_path: Path, monkeypatch: p
     ],
     ids=["empty", "half", "a bit", "before", "noise"],
 )
-def test_a_damaged_checkpoint_is_counted_and_nothing_is_wrong(tmp_path: Path, spoil: Any) -> None:
+def test_a_damaged_checkpoint_is_counted_and_journals_are_read_again(tmp_path: Path, spoil: Any) -> None:
     engine = Engine(tmp_path / "engine")
     engine.serve()
     engine.stop()
@@ -373,17 +383,17 @@ def test_a_damaged_checkpoint_is_counted_and_nothing_is_wrong(tmp_path: Path, sp
         before = counted(follower.audits)
     place = tmp_path / checkpoint.HIDDEN / checkpoint.NAME
     place.write_bytes(spoil(place.read_bytes()))
-    told: list[str] = []
+    notified: list[str] = []
     loss = "kvledger_sidecar_losses_total", frozenset({("reason", "checkpoint damaged")})
 
     for _ in range(2):
-        with following(tmp_path, told=told) as follower:
+        with following(tmp_path, notified=notified) as follower:
             assert before | {loss: 1} == counted(follower.audits)
             assert {"checkpoint damaged": 1} == follower.health.lost
-    assert [f"{place} is damaged. Every journal is read again from its oldest segment."] == told
+    assert [f"{place} is damaged. Every journal is read again from its oldest segment."] == notified
 
 
-def test_a_checkpoint_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_of_another_version_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journals.clean(tmp_path / "engine")
     with following(tmp_path):
         pass
@@ -394,7 +404,7 @@ def test_a_checkpoint_of_another_version(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_lost_checkpoint_and_removed_segments_leave_accounts_unknown(tmp_path: Path) -> None:
-    """The figures are those of what is left; what was cut off is a gap."""
+    """The figures are those of the remaining segments; the removed ones are a gap."""
     engine = Engine(tmp_path / "engine")
     engine.serve()
     engine.rotate()
@@ -402,12 +412,12 @@ def test_a_lost_checkpoint_and_removed_segments_leave_accounts_unknown(tmp_path:
     engine.stop()
     (tmp_path / "engine" / "00000001.kvl").unlink()
     with following(tmp_path) as follower:
-        [book] = follower.audits
-        assert 1 == book.auditor.ledger.gaps
-        assert {("clean", "stopped"): 1} == book.requests
+        [engine_audit] = follower.audits
+        assert 1 == engine_audit.auditor.ledger.gaps
+        assert {("clean", "stopped"): 1} == engine_audit.requests
 
 
-def test_a_segment_that_was_removed_meanwhile(tmp_path: Path) -> None:
+def test_a_segment_removed_while_the_sidecar_was_down_is_a_gap(tmp_path: Path) -> None:
     engine = Engine(tmp_path / "engine")
     engine.serve()
     engine.serve(HISTORY[:-1])
@@ -418,14 +428,14 @@ def test_a_segment_that_was_removed_meanwhile(tmp_path: Path) -> None:
     engine.stop()
     (tmp_path / "engine" / "00000001.kvl").unlink()
     with following(tmp_path) as follower:
-        [book] = follower.audits
+        [engine_audit] = follower.audits
         assert {"segment removed": 1} == follower.health.lost
-        assert {("clean", "stopped"): 2, ("unknown", "unknown"): 1} == book.requests
-        assert 400 == book.closed.prompt_tokens
+        assert {("clean", "stopped"): 2, ("unknown", "unknown"): 1} == engine_audit.requests
+        assert 400 == engine_audit.closed.prompt_tokens
 
 
-def test_another_journal_under_the_same_name(tmp_path: Path) -> None:
-    """The old one's sums stay, and the new one is read from its beginning."""
+def test_a_replaced_journal_is_read_from_its_start(tmp_path: Path) -> None:
+    """The old journal's sums stay, and the new journal is read from its start."""
     first = Engine(tmp_path / "engine")
     first.serve()
     first.stop()
@@ -442,8 +452,8 @@ def test_another_journal_under_the_same_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("decodes", [False, True], ids=["damaged", "no batch"])
-def test_damage_is_told_once_over_restarts(tmp_path: Path, decodes: bool) -> None:
-    """As by a follower that was never interrupted: at once, or with the next good batch."""
+def test_damage_is_counted_once_over_restarts(tmp_path: Path, decodes: bool) -> None:
+    """As often as by an uninterrupted follower: at once, or with the next good batch."""
     engine = Engine(tmp_path / "engine")
     engine.serve()
     payload = msgspec.msgpack.encode(["no", "batch"])
@@ -463,24 +473,24 @@ def test_damage_is_told_once_over_restarts(tmp_path: Path, decodes: bool) -> Non
             assert [one.damage for one in resumed.journals.values()] == [1]
 
 
-def test_two_followers_do_not_share_a_state(tmp_path: Path) -> None:
+def test_a_second_follower_of_a_state_folder_is_refused(tmp_path: Path) -> None:
     with following(tmp_path), pytest.raises(LedgerError, match=r"Another kvledger serve keeps its state in"):
         Follower(tmp_path, tmp_path / checkpoint.HIDDEN)
 
 
-def test_a_checkpoint_that_cannot_be_written_is_said_once(
+def test_a_checkpoint_that_cannot_be_written_is_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(folder: Path, known: checkpoint.Checkpoint) -> int:
+    def full(folder: Path, state: checkpoint.Checkpoint) -> int:
         raise OSError(28, "No space left on device")
 
-    told: list[str] = []
-    with following(tmp_path, told=told) as follower:
+    notified: list[str] = []
+    with following(tmp_path, notified=notified) as follower:
         monkeypatch.setattr(checkpoint, "save", full)
         follower.save()
         follower.save()
         assert 2 == follower.health.save_failures
-    assert [f"{tmp_path / checkpoint.HIDDEN} can't be written: No space left on device."] == told
+    assert [f"{tmp_path / checkpoint.HIDDEN} can't be written: No space left on device."] == notified
 
 
 def test_it_stops_between_batches_and_saves(tmp_path: Path) -> None:

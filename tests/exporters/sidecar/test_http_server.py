@@ -1,4 +1,4 @@
-"""The sidecar's pages, and what slow, huge and malformed requests cost the others: nothing."""
+"""The sidecar's pages, and its limits for slow, huge and malformed requests."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ def served(
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[Client]:
     journals.violated(tmp_path / "engine")
-    with served(tmp_path) as found:
-        yield found
+    with served(tmp_path) as client:
+        yield client
 
 
 def everything(answer: socket.socket) -> bytes:
-    """What comes until the other side is done with us."""
+    """Everything that is received until the other side closes the connection."""
     data = b""
     with contextlib.suppress(ConnectionResetError):
         while more := answer.recv(65536):
@@ -108,8 +108,8 @@ def test_metrics_as_prometheus_text(client: Client) -> None:
     assert not [name for name in names if name.endswith("_created")]
 
 
-def test_metrics_as_openmetrics_say_since_when(client: Client) -> None:
-    """The start of the engine, by its own clock: no restart of ours changes it."""
+def test_openmetrics_have_created_times(client: Client) -> None:
+    """The created time is the engine's start, which a restart of the sidecar does not change."""
     answer = client.get("/metrics", Accept=OPENMETRICS)
 
     assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
@@ -137,12 +137,12 @@ def test_head_has_no_body(client: Client) -> None:
 
 
 def test_findings_are_json(client: Client) -> None:
-    found = json.loads(client.get("/findings").body)
+    page = json.loads(client.get("/findings").body)
 
-    finding = next(one for one in found["findings"] if one["severity"] == "violation")
+    finding = next(one for one in page["findings"] if one["severity"] == "violation")
     assert ("tokens/negative", "violation") == (finding["id"], finding["severity"])
     assert 1.7e9 <= finding["time"] < 1.7e9 + 60
-    assert 0 == found["left_out"]
+    assert 0 == page["left_out"]
 
 
 def test_findings_are_bounded_and_the_newest_are_last(tmp_path: Path, monkeypatch: Any) -> None:
@@ -150,17 +150,17 @@ def test_findings_are_bounded_and_the_newest_are_last(tmp_path: Path, monkeypatc
     for number in range(4):
         journals.violated(tmp_path / f"engine-{number}")
     with served(tmp_path) as client:
-        for number, book in enumerate(client.follower.audits):
+        for number, engine_audit in enumerate(client.follower.audits):
             started = replace(journals.STARTED, wall_seconds=1e9 + (number * 7) % 4)
-            book.auditor.ledger.engine = started
-        found = json.loads(client.get("/findings").body)
+            engine_audit.auditor.ledger.engine = started
+        page = json.loads(client.get("/findings").body)
 
-    assert found["left_out"] > 2
-    assert sorted(one["time"] for one in found["findings"]) == [one["time"] for one in found["findings"]]
-    assert 1e9 + 3 <= found["findings"][0]["time"]
+    assert page["left_out"] > 2
+    assert sorted(one["time"] for one in page["findings"]) == [one["time"] for one in page["findings"]]
+    assert 1e9 + 3 <= page["findings"][0]["time"]
 
 
-def test_the_landing_page_shows_the_engines_and_the_way(client: Client) -> None:
+def test_the_landing_page_lists_engines_and_links(client: Client) -> None:
     page = client.get("/")
 
     assert page.headers["Content-Type"].startswith("text/html")
@@ -178,7 +178,7 @@ def test_every_invariant_is_explained(client: Client) -> None:
     assert 404 == client.get("/explain/tokens/nothing").status
 
 
-def test_what_an_engine_says_of_itself_is_no_markup(tmp_path: Path) -> None:
+def test_engine_names_are_escaped(tmp_path: Path) -> None:
     journals.write(tmp_path / "engine", [], version="<script>")
     with served(tmp_path) as client:
         assert "<script>" not in client.get("/").text
@@ -190,7 +190,7 @@ def test_an_empty_folder_says_so(tmp_path: Path) -> None:
         assert 200 == client.get("/metrics").status
 
 
-def test_nothing_is_claimed_before_it_has_caught_up(tmp_path: Path) -> None:
+def test_pages_with_figures_are_503_before_catching_up(tmp_path: Path) -> None:
     journals.clean(tmp_path / "engine")
     with served(tmp_path, ready=False) as client:
         for path in ("/metrics", "/-/ready", "/findings"):
@@ -203,7 +203,7 @@ def test_nothing_is_claimed_before_it_has_caught_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["/metric", "/metrics/", "/../etc/passwd", "/-/", "/%2e%2e/x"])
-def test_anything_else_is_not_found(client: Client, path: str) -> None:
+def test_other_paths_are_not_found(client: Client, path: str) -> None:
     assert 404 == client.get(path).status
 
 
@@ -214,29 +214,29 @@ def test_other_methods_are_refused(client: Client, method: str) -> None:
     assert (405, "GET, HEAD") == (answer.status, answer.headers["Allow"])
 
 
-def test_a_defect_of_ours_is_a_500_and_one_sentence(tmp_path: Path, capfd: Any) -> None:
+def test_an_exception_in_kvledger_is_a_500_and_one_sentence(tmp_path: Path, capfd: Any) -> None:
     journals.clean(tmp_path / "engine")
     follower = Follower(tmp_path)
     follower.catch_up()
-    told: list[str] = []
-    pages = Site(follower, notify=told.append)
+    notified: list[str] = []
+    pages = Site(follower, notify=notified.append)
     follower.journals["engine"].engine_audit.auditor = None  # type: ignore[assignment]
     status: list[str] = []
     for path in ("/metrics", "/findings", "/"):
         environ = {"REQUEST_METHOD": "GET", "PATH_INFO": path}
         assert b"kvledger itself failed.\n" == b"".join(
-            pages(environ, lambda said, headers, *_: status.append(said))
+            pages(environ, lambda line, headers, *_: status.append(line))
         )
     assert ["500 Internal Server Error"] * 3 == status
-    assert 3 == len(told)
+    assert 3 == len(notified)
     assert ("", "") == capfd.readouterr()
 
 
 # --- whoever is slow, huge or malformed ---------------------------------------------------------------------
 
 
-def test_slow_clients_cost_a_scrape_nothing(client: Client) -> None:
-    """Three times as many as there is room for, each of them saying a letter and no more."""
+def test_slow_clients_do_not_delay_a_scrape(client: Client) -> None:
+    """Three times as many clients as there is room for, each sending one letter."""
     idle = [client.connect(b"G") for _ in range(3 * http_server.CONNECTIONS)]
     for _ in range(5):
         assert 200 == client.get("/metrics").status
@@ -245,7 +245,7 @@ def test_slow_clients_cost_a_scrape_nothing(client: Client) -> None:
 
 
 def test_a_slow_client_is_cut_off(client: Client, monkeypatch: Any) -> None:
-    """However often it says another letter."""
+    """Even if it keeps sending single letters."""
     monkeypatch.setattr(http_server, "DEADLINE_SECONDS", 0.5)
     with client.connect(b"GET /metrics HTTP/1.1\r\n") as slow:
         drip = threading.Event()
@@ -262,8 +262,8 @@ def test_a_slow_client_is_cut_off(client: Client, monkeypatch: Any) -> None:
         thread.join()
 
 
-def test_clients_that_do_not_read_cost_a_scrape_nothing(monkeypatch: Any, capfd: Any) -> None:
-    """An answer larger than any buffer, and nobody who takes it: they make room in their turn."""
+def test_clients_that_do_not_read_do_not_delay_a_scrape(monkeypatch: Any, capfd: Any) -> None:
+    """The answer is larger than any buffer and no client reads it: the oldest are closed."""
     monkeypatch.setattr(http_server, "ANSWER_SECONDS", 0.1)
 
     def large(environ: http_server.Environ, start: http_server.Start) -> Iterator[bytes]:
@@ -303,7 +303,7 @@ def test_clients_that_do_not_read_cost_a_scrape_nothing(monkeypatch: Any, capfd:
     ],
     ids=["path", "header", "headers", "many headers", "version", "words", "TLS", "blanks", "body"],
 )
-def test_what_is_huge_or_malformed_is_refused(
+def test_huge_and_malformed_requests_are_refused(
     client: Client, request_bytes: bytes, status: bytes, capfd: Any
 ) -> None:
     with contextlib.suppress(ConnectionError), client.connect() as bad:
@@ -315,7 +315,7 @@ def test_what_is_huge_or_malformed_is_refused(
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_noise_is_no_news(client: Client, capfd: Any) -> None:
+def test_malformed_input_is_not_logged(client: Client, capfd: Any) -> None:
     for noise in (b"", b"\0" * 1000, b"\r\n" * 50, bytes(range(256)) * 20):
         with client.connect(noise) as one:
             one.shutdown(socket.SHUT_WR)
@@ -324,8 +324,8 @@ def test_noise_is_no_news(client: Client, capfd: Any) -> None:
     assert ("", "") == capfd.readouterr()
 
 
-def test_a_request_line_alone_is_an_answer(client: Client) -> None:
-    """HTTP/0.9, as the standard library reads it: harmless."""
+def test_a_bare_request_line_is_answered(client: Client) -> None:
+    """The standard library reads it as HTTP/0.9, which is harmless."""
     with client.connect(b"GET /-/healthy\r\n\r\n") as old:
         assert b"Healthy" in everything(old)
 
@@ -334,7 +334,7 @@ def test_a_request_line_alone_is_an_answer(client: Client) -> None:
 
 
 @pytest.mark.parametrize("address", ["9464", "localhost:", "localhost:http", "localhost:70000", "a:\u0663"])
-def test_a_listen_address_that_is_none(address: str) -> None:
+def test_a_malformed_listen_address_is_an_error(address: str) -> None:
     with pytest.raises(LedgerError, match="is no listen address"):
         http_server.parse_address(address)
 
@@ -351,16 +351,16 @@ def test_a_listen_address(address: str, parsed: tuple[str, int]) -> None:
     assert parsed == http_server.parse_address(address)
 
 
-def test_an_address_that_is_taken(client: Client) -> None:
+def test_an_address_in_use_is_an_error(client: Client) -> None:
     with pytest.raises(LedgerError, match=r"Can't listen on 127\.0\.0\.1:\d+: Address already in use\."):
         http_server.listen(f"127.0.0.1:{client.server.server_port}", Site(client.follower))
 
 
-def test_a_host_that_is_none(client: Client) -> None:
+def test_an_unknown_host_is_an_error(client: Client) -> None:
     with pytest.raises(LedgerError, match=r"Can't listen on no\.such\.host\.invalid:0"):
         http_server.listen("no.such.host.invalid:0", Site(client.follower))
 
 
-def test_its_url(client: Client) -> None:
+def test_the_url_has_the_chosen_port(client: Client) -> None:
     with urllib.request.urlopen(f"{client.server.url}/-/healthy", timeout=30) as answer:
         assert b"Healthy.\n" == answer.read()

@@ -1,4 +1,4 @@
-"""The engine's counters beside the ledger: every difference has its name, and only a real one alarms.
+"""The engine's counters and the ledger: every difference has a cause, and only faults are unexplained.
 
 The clock is that of a small world: a scheduler whose events come to the ledger late, and a front end
 that counts late, throws away what comes for clients that have gone, and may err.
@@ -43,7 +43,7 @@ PROMPT = 100
 
 @dataclass
 class World:
-    """One engine, its front end, and whoever follows both. Times are seconds."""
+    """One engine, its front end, and the comparison of both. Times are seconds."""
 
     dice: random.Random
     front_end_lag: float = 0.0
@@ -59,21 +59,21 @@ class World:
     rows: list[tuple[float, Compared]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.book = EngineAudit(Path("nowhere"))
+        self.engine_audit = EngineAudit(Path("nowhere"))
         self.number = 0
         self.feed(journals.STARTED)
-        known = [] if self.zero else [SnapshotRow(99, "before", PROMPT, False, 10, 0, 0, PROMPT, 0)]
-        self.feed(Snapshot(0, 0, known, 0))
-        self.comparison = CounterComparison(self.book, zero=self.zero)
+        rows = [] if self.zero else [SnapshotRow(99, "before", PROMPT, False, 10, 0, 0, PROMPT, 0)]
+        self.feed(Snapshot(0, 0, rows, 0))
+        self.comparison = CounterComparison(self.engine_audit, zero=self.zero)
         if not self.zero:
             self.counters = {figure: float(self.dice.randrange(10_000)) for figure in FIGURES}
 
     def feed(self, event: Event) -> None:
-        self.book.feed(self.number, event)
+        self.engine_audit.feed(self.number, event)
         self.number += 1
 
     def request(self) -> None:
-        """One request's whole life in this instant of the scheduler."""
+        """Run one whole request at the present time."""
         request, self.requests = self.requests, self.requests + 1
         at = round(self.now * 1e6)
         local, again = self.dice.choice((0, 32, 64)), self.dice.choice((0, 32))
@@ -131,12 +131,12 @@ class World:
             for _ in range(int(per_second) + (self.dice.random() < per_second % 1)):
                 self.request()
             self.settle()
-            self.book.read_seconds = self.now - self.journal_lag
+            self.engine_audit.read_seconds = self.now - self.journal_lag
             self.comparison.note(self.now)
             if round(self.now) % SCRAPE_SECONDS == 0:
                 self.comparison.scraped(Scrape(self.now, self.now, dict(self.counters)))
-            if self.book.engine_counters is not None:
-                self.rows += [(self.now, row) for row in self.book.engine_counters.rows]
+            if self.engine_audit.engine_counters is not None:
+                self.rows += [(self.now, row) for row in self.engine_audit.engine_counters.rows]
             self.now += 1
 
     def settle(self) -> None:
@@ -152,12 +152,12 @@ class World:
 
     @property
     def last(self) -> dict[str, Compared]:
-        assert self.book.engine_counters is not None
-        return {row.figure: row for row in self.book.engine_counters.rows}
+        assert self.engine_audit.engine_counters is not None
+        return {row.figure: row for row in self.engine_audit.engine_counters.rows}
 
 
 def late(seconds: float, queue: Sequence[tuple[float, object]]) -> float:
-    """Not before what is queued already."""
+    """A delayed time that keeps the order of the queue."""
     return max(seconds, queue[-1][0]) if queue else seconds
 
 
@@ -178,8 +178,8 @@ simulated = examples(12, phases=(Phase.explicit, Phase.generate))
 
 @simulated
 @given(worlds, st.floats(0.1, 3))
-def test_an_honest_engine_never_alarms(world: World, per_second: float) -> None:
-    """Under traffic, after it, and through a second burst; however late either side is."""
+def test_a_correct_engine_has_no_unexplained_difference(world: World, per_second: float) -> None:
+    """Under traffic, after it, and in a second burst, whatever the delays."""
     world.until(1_200, per_second)
     world.until(1_400)
     world.until(1_500, per_second)
@@ -193,8 +193,8 @@ def test_an_honest_engine_never_alarms(world: World, per_second: float) -> None:
 
 @simulated
 @given(worlds, st.sampled_from(("prompt_tokens", "local_hit_tokens", "requests", "preemptions")))
-def test_what_the_engine_counts_too_much_is_unexplained(world: World, figure: str) -> None:
-    """To the token, once the traffic has paused, where no client went away and lessened it."""
+def test_overcounting_is_unexplained(world: World, figure: str) -> None:
+    """To the token once the traffic pauses, if no client disconnected."""
     world.drop = 0.0
     world.until(1_200, 0.5)
     world.counters[figure] += 10_000
@@ -202,16 +202,16 @@ def test_what_the_engine_counts_too_much_is_unexplained(world: World, figure: st
     world.until(1_700)
 
     assert {figure} == {of for _, of, _ in world.alarms}
-    found = world.last[figure].drift[UNEXPLAINED]
+    unexplained = world.last[figure].drift[UNEXPLAINED]
     if world.zero and figure != "preemptions":
-        assert 10_000 == found
-    assert 0 < found <= 10_000
+        assert 10_000 == unexplained
+    assert 0 < unexplained <= 10_000
 
 
 @simulated
 @given(worlds, st.sampled_from(("computed_tokens", "local_queried_tokens")))
-def test_what_the_engine_counts_too_little_is_unexplained(world: World, figure: str) -> None:
-    """Where no client went away. A counter that falls is a restart, so it lags instead of falling."""
+def test_undercounting_is_unexplained(world: World, figure: str) -> None:
+    """If no client disconnected. A falling counter would be a restart, so the counter lags instead."""
     world.drop = 0.0
     world.until(1_200, 0.5)
     world.until(1_400)
@@ -227,7 +227,7 @@ def test_what_the_engine_counts_too_little_is_unexplained(world: World, figure: 
     assert world.last[figure].drift[UNEXPLAINED] < 0
 
 
-def test_who_went_away_is_named() -> None:
+def test_disconnected_clients_are_the_cause_dropped() -> None:
     world = World(random.Random(1))
     world.until(1_100, 0.5)
     world.drop = 1.0
@@ -240,7 +240,7 @@ def test_who_went_away_is_named() -> None:
     assert 0 == dropped[UNEXPLAINED]
 
 
-def test_a_preemption_that_was_looked_up_again_is_named() -> None:
+def test_lookups_after_a_preemption_are_the_cause_resumed() -> None:
     world = World(random.Random(1), preempt=1.0)
     world.until(1_010, 1)
     world.until(1_300)
@@ -250,8 +250,8 @@ def test_a_preemption_that_was_looked_up_again_is_named() -> None:
     assert {"resumed": -10 * PROMPT, UNEXPLAINED: 0} == row.drift
 
 
-def test_the_engine_restarts_and_is_compared_anew() -> None:
-    """Its counters begin at zero; the ledger's figures go on."""
+def test_a_restarted_engine_gets_a_new_baseline() -> None:
+    """The engine's counters restart at zero; the ledger's figures continue."""
     world = World(random.Random(2))
     world.until(1_200, 1)
     world.until(1_300)
@@ -265,8 +265,8 @@ def test_the_engine_restarts_and_is_compared_anew() -> None:
     assert abs(row.counted - row.ledger) <= WINDOW_SECONDS + SETTLE_SECONDS, "one request a second"
 
 
-def test_lost_events_begin_a_new_comparison() -> None:
-    """What was lost is in the engine's counters and not in the ledger."""
+def test_lost_events_restart_the_comparison() -> None:
+    """The engine's counters include lost events; the ledger does not."""
     world = World(random.Random(3))
     world.until(1_200, 1)
     world.settle()
@@ -280,7 +280,10 @@ def test_lost_events_begin_a_new_comparison() -> None:
     world.until(1_800)
 
     assert [] == world.alarms
-    assert world.book.engine_counters is not None and world.book.engine_counters.baseline_seconds > 1_200
+    assert (
+        world.engine_audit.engine_counters is not None
+        and world.engine_audit.engine_counters.baseline_seconds > 1_200
+    )
 
 
 def test_an_engine_that_does_not_answer_is_not_up() -> None:
@@ -288,8 +291,8 @@ def test_an_engine_that_does_not_answer_is_not_up() -> None:
     world.until(1_100, 1)
     world.comparison.missed()
 
-    assert world.book.engine_counters is not None and not world.book.engine_counters.answered
-    assert world.book.engine_counters.rows
+    assert world.engine_audit.engine_counters is not None and not world.engine_audit.engine_counters.answered
+    assert world.engine_audit.engine_counters.rows
 
 
 PROMPTS = {"prompt_tokens", "local_tokens", "external_tokens", "computed_tokens", "cached_tokens"}
@@ -307,9 +310,9 @@ ALWAYS = {"requests", "preemptions"}
         ("0.32.0", ALWAYS | EXTERNAL | PROMPTS | LOCAL),
     ],
 )
-def test_only_what_a_release_means_as_we_do_is_compared(version: str, compared: set[str]) -> None:
+def test_only_counters_with_the_ledgers_meaning_are_compared(version: str, compared: set[str]) -> None:
     world = World(random.Random(5))
-    world.book.auditor.ledger.engine = replace(journals.STARTED, version=version)
+    world.engine_audit.auditor.ledger.engine = replace(journals.STARTED, version=version)
     world.until(1_100, 1)
 
     assert compared == set(world.last)

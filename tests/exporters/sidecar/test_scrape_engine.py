@@ -1,4 +1,4 @@
-"""Engines' own metrics: what is read of a scrape, whose it is, and a real engine's against its journal."""
+"""Scrapes of engines: parsing, matching with journals, and a real engine's scrape against its journal."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_counters_are_read_by_engine() -> None:
 
 @pytest.fixture
 def live(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., EngineAudit]:
-    """Books of engines whose writers live."""
+    """Audits of engines whose writers are alive."""
 
     def make(index: int, model: str = "m") -> EngineAudit:
         path = tmp_path / f"engine-{len(list(tmp_path.iterdir()))}"
@@ -61,66 +61,66 @@ def live(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., Engine
         request.addfinalizer(writer.close)
         writer.rotate()
         started = replace(journals.STARTED, configuration={"engine_index": index, "model": model})
-        book = EngineAudit(path)
+        engine_audit = EngineAudit(path)
         for number, event in enumerate((started, Snapshot(0, 0, [], 0))):
-            book.feed(number, event)
-        return book
+            engine_audit.feed(number, event)
+        return engine_audit
 
     return make
 
 
 def test_an_engine_is_matched_by_its_index(live: Callable[..., EngineAudit]) -> None:
-    books = [live(0), live(1)]
+    audits = [live(0), live(1)]
     first, second = Engine(URL, "0", "/models/m"), Engine(URL, "1", "/models/m")
 
-    assert {first: books[0], second: books[1]} == match([first, second], books)
+    assert {first: audits[0], second: audits[1]} == match([first, second], audits)
 
 
-def test_of_several_of_one_index_the_model_tells(live: Callable[..., EngineAudit]) -> None:
-    """vLLM names a model that it was given as a path by the whole path."""
-    books = [live(0, "one"), live(0, "two")]
+def test_engines_with_one_index_are_matched_by_model(live: Callable[..., EngineAudit]) -> None:
+    """vLLM names a model that was given as a path by the whole path."""
+    audits = [live(0, "one"), live(0, "two")]
 
-    assert books[1] is match([Engine(URL, "0", "/models/two/")], books)[Engine(URL, "0", "/models/two/")]
-
-
-def test_where_there_is_a_doubt_nothing_is_compared(live: Callable[..., EngineAudit]) -> None:
-    books = [live(0), live(0)]
-    assert {} == match([Engine(URL, "0", "m")], books)
-    assert {} == match([Engine(URL, "0", "m"), Engine("http://other/metrics", "0", "m")], books[:1])
-    assert {} == match([Engine(URL, "5", "m")], books)
+    assert audits[1] is match([Engine(URL, "0", "/models/two/")], audits)[Engine(URL, "0", "/models/two/")]
 
 
-def test_what_is_gone_is_not_compared(tmp_path: Path) -> None:
-    book = EngineAudit(tmp_path)
-    book.feed(0, journals.STARTED)
+def test_an_ambiguous_match_is_not_compared(live: Callable[..., EngineAudit]) -> None:
+    audits = [live(0), live(0)]
+    assert {} == match([Engine(URL, "0", "m")], audits)
+    assert {} == match([Engine(URL, "0", "m"), Engine("http://other/metrics", "0", "m")], audits[:1])
+    assert {} == match([Engine(URL, "5", "m")], audits)
 
-    assert {} == match([Engine(URL, "0", "m")], [book])
+
+def test_an_ended_engine_is_not_compared(tmp_path: Path) -> None:
+    engine_audit = EngineAudit(tmp_path)
+    engine_audit.feed(0, journals.STARTED)
+
+    assert {} == match([Engine(URL, "0", "m")], [engine_audit])
 
 
 def test_an_engine_is_scraped_and_compared(live: Callable[..., EngineAudit]) -> None:
-    book, clock = live(0), [1_000.0]
+    engine_audit, clock = live(0), [1_000.0]
     answers = [
         'vllm:request_success_total{engine="0",finished_reason="stop"} 0.0\n',
         "no scrape at all {",
     ]
     reconciler = Reconciler(
-        [URL], lambda: [book], threading.Lock(), ask=lambda url: answers[0], clock=lambda: clock[0]
+        [URL], lambda: [engine_audit], threading.Lock(), ask=lambda url: answers[0], clock=lambda: clock[0]
     )
     for second in range(1_000, 1_030):
-        clock[0] = book.read_seconds = float(second)
+        clock[0] = engine_audit.read_seconds = float(second)
         reconciler.turn()
-    assert book.engine_counters is not None and book.engine_counters.answered
-    assert (Compared("requests", 0.0, 0.0, {UNEXPLAINED: 0.0}),) == book.engine_counters.rows
+    assert engine_audit.engine_counters is not None and engine_audit.engine_counters.answered
+    assert (Compared("requests", 0.0, 0.0, {UNEXPLAINED: 0.0}),) == engine_audit.engine_counters.rows
 
     answers.pop(0)
     for second in range(1_030, 1_050):
-        clock[0] = book.read_seconds = float(second)
+        clock[0] = engine_audit.read_seconds = float(second)
         reconciler.turn()
-    assert not book.engine_counters.answered
-    assert book.engine_counters.rows
+    assert not engine_audit.engine_counters.answered
+    assert engine_audit.engine_counters.rows
 
 
-def test_an_endless_answer_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_endless_answer_is_cut_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     endless = tmp_path / "metrics"
     endless.write_text("#" * 100)
     monkeypatch.setattr(scrape_engine, "MOST_BYTES", 99)
@@ -130,7 +130,7 @@ def test_an_endless_answer_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "file:///etc/passwd", ""])
-def test_what_is_no_url_is_refused(url: str) -> None:
+def test_a_malformed_url_is_an_error(url: str) -> None:
     with pytest.raises(LedgerError, match="is no URL of an engine's metrics"):
         Reconciler([url], list, threading.Lock())
 
@@ -140,7 +140,7 @@ def test_what_is_no_url_is_refused(url: str) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[int, Event]], list[Scrape]]:
-    """What the real engine's journal and its own metrics said, of one run under pressure."""
+    """The journal and the scrapes of one real run under memory pressure."""
     pytest.importorskip("vllm")
     folder = tmp_path_factory.mktemp("engine")
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("KVLEDGER", "VLLM"))}
@@ -165,45 +165,45 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[int, Event
 def replayed(
     events: list[tuple[int, Event]], scrapes: list[Scrape], tamper: dict[str, float]
 ) -> tuple[EngineAudit, list[Compared]]:
-    """Both followed by the wall clock, and then a while of silence."""
-    book = EngineAudit(Path("nowhere"))
+    """Replay journal and scrapes by the wall clock, then some idle time."""
+    engine_audit = EngineAudit(Path("nowhere"))
     started, snapshot, *rest = events
-    book.feed(*started)
-    book.feed(*snapshot)
-    comparison = CounterComparison(book, zero=book.metrics.from_start)
+    engine_audit.feed(*started)
+    engine_audit.feed(*snapshot)
+    comparison = CounterComparison(engine_audit, zero=engine_audit.metrics.from_start)
     feed = iter([*rest, None])
     event = next(feed)
     waiting, rows = list(scrapes), []
     seconds = scrapes[0].began - 1
     until = scrapes[-1].ended + 3 * WINDOW_SECONDS
     while seconds < until:
-        while event is not None and book.metrics.seconds(event[1].at) <= seconds:
-            book.feed(*event)
+        while event is not None and engine_audit.metrics.seconds(event[1].at) <= seconds:
+            engine_audit.feed(*event)
             event = next(feed)
-        book.read_seconds = seconds
+        engine_audit.read_seconds = seconds
         while waiting and waiting[0].ended <= seconds:
             comparison.scraped(waiting.pop(0))
         if not waiting:
             last = {f: n + tamper.get(f, 0) for f, n in scrapes[-1].counters.items()}
             comparison.scraped(Scrape(seconds, seconds, last))
         comparison.note(seconds)
-        rows += book.engine_counters.rows if book.engine_counters else ()
+        rows += engine_audit.engine_counters.rows if engine_audit.engine_counters else ()
         seconds += 0.5 if waiting else 3.0
-    return book, rows
+    return engine_audit, rows
 
 
 @pytest.mark.whole_engine
 def test_a_real_engine_under_pressure_has_no_unexplained_figure(
     run: tuple[list[tuple[int, Event]], list[Scrape]],
 ) -> None:
-    """Preemptions, loads, clients that go away: every difference ends with its name, to the token."""
+    """With preemptions, loads and disconnected clients, every difference has a cause, to the token."""
     events, scrapes = run
-    book, rows = replayed(events, scrapes, {})
+    engine_audit, rows = replayed(events, scrapes, {})
 
-    assert book.metrics.from_start and book.closed.preemptions and len(scrapes) > 20
+    assert engine_audit.metrics.from_start and engine_audit.closed.preemptions and len(scrapes) > 20
     assert {0.0} == {row.drift[UNEXPLAINED] for row in rows}
-    assert book.engine_counters is not None
-    last = {row.figure: row for row in book.engine_counters.rows}
+    assert engine_audit.engine_counters is not None
+    last = {row.figure: row for row in engine_audit.engine_counters.rows}
     assert 11 == len(last)
     for row in last.values():
         assert row.counted == row.ledger + sum(row.drift.values())
@@ -213,30 +213,32 @@ def test_a_real_engine_under_pressure_has_no_unexplained_figure(
 
 
 @pytest.mark.whole_engine
-def test_a_real_engine_that_counts_a_block_too_much_is_found(
+def test_a_real_engine_that_overcounts_a_block_is_unexplained(
     run: tuple[list[tuple[int, Event]], list[Scrape]],
 ) -> None:
     events, scrapes = run
-    book, _ = replayed(events, scrapes, {"local_hit_tokens": 32.0})
+    engine_audit, _ = replayed(events, scrapes, {"local_hit_tokens": 32.0})
 
-    assert book.engine_counters is not None
+    assert engine_audit.engine_counters is not None
     assert {"local_hit_tokens": 32.0} == {
-        row.figure: row.drift[UNEXPLAINED] for row in book.engine_counters.rows if row.drift[UNEXPLAINED]
+        row.figure: row.drift[UNEXPLAINED]
+        for row in engine_audit.engine_counters.rows
+        if row.drift[UNEXPLAINED]
     }
 
 
-def test_before_the_window_has_passed_nothing_is_said(live: Callable[..., EngineAudit]) -> None:
-    """A figure outside the range once may be a slow disk; in every scrape of a window it is not."""
-    book = live(0)
-    comparison = CounterComparison(book, zero=True)
-    told = []
+def test_nothing_is_unexplained_before_the_window_has_passed(live: Callable[..., EngineAudit]) -> None:
+    """One figure outside the range may be a slow disk; a whole window of them is not."""
+    engine_audit = live(0)
+    comparison = CounterComparison(engine_audit, zero=True)
+    amounts = []
     for second in range(1_000, 1_000 + int(2 * WINDOW_SECONDS)):
-        book.read_seconds = float(second)
+        engine_audit.read_seconds = float(second)
         comparison.scraped(Scrape(second, second, {"requests": 5.0}))
         comparison.note(second)
-        if book.engine_counters is not None:
-            told.append((second, book.engine_counters.rows[0].drift[UNEXPLAINED]))
-    first = next(second for second, amount in told if amount)
+        if engine_audit.engine_counters is not None:
+            amounts.append((second, engine_audit.engine_counters.rows[0].drift[UNEXPLAINED]))
+    first = next(second for second, amount in amounts if amount)
 
     assert WINDOW_SECONDS <= first - 1_000 <= WINDOW_SECONDS + 2 * SETTLE_SECONDS
-    assert 5.0 == told[-1][1]
+    assert 5.0 == amounts[-1][1]

@@ -1,4 +1,4 @@
-"""--web.config.file: TLS and users as Prometheus's exporter-toolkit has them."""
+"""--web.config.file: TLS and users in the format of Prometheus's exporter-toolkit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def written(folder: Path, text: str) -> Path:
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A CA, and a server's and a client's certificate of it."""
+    """A CA with a server certificate and a client certificate."""
     folder = tmp_path_factory.mktemp("certificates")
 
     def openssl(*words: str) -> None:
@@ -60,7 +60,7 @@ def client_context(certificates: Path, *, with_certificate: bool = False) -> ssl
 # --- users ------------------------------------------------------------------------------------------------
 
 
-def test_users_are_asked_for_their_password(tmp_path: Path) -> None:
+def test_every_page_needs_the_password(tmp_path: Path) -> None:
     journals.clean(tmp_path / "engine")
     security = load(written(tmp_path, f"basic_auth_users:\n  prometheus: {HASH}\n"))
     with served(tmp_path, security=security) as client:
@@ -88,11 +88,11 @@ def test_users_are_asked_for_their_password(tmp_path: Path) -> None:
         "Basic " + base64.b64encode(b"\xff\xfe:\xff").decode(),
     ],
 )
-def test_what_is_no_users_password(header: str) -> None:
+def test_wrong_credentials_are_refused(header: str) -> None:
     assert not Users({"prometheus": HASH})(header)
 
 
-def test_a_right_password_costs_one_bcrypt(monkeypatch: Any) -> None:
+def test_a_correct_password_is_hashed_once(monkeypatch: Any) -> None:
     users = Users({"prometheus": HASH})
     assert users(basic("prometheus", "secret"))
     monkeypatch.setattr(bcrypt, "checkpw", None)
@@ -116,7 +116,7 @@ def test_tls(tmp_path: Path, certificates: Path) -> None:
             assert b"kvledger" not in everything(plain)
 
 
-def test_a_handshake_that_never_ends_costs_a_scrape_nothing(tmp_path: Path, certificates: Path) -> None:
+def test_an_endless_handshake_does_not_delay_a_scrape(tmp_path: Path, certificates: Path) -> None:
     text = "tls_server_config: {cert_file: server.crt, key_file: server.key}\n"
     security = load(written(certificates, text))
     with served(tmp_path, security=security) as client:
@@ -147,8 +147,8 @@ def test_a_client_without_a_certificate_is_refused(tmp_path: Path, certificates:
         url = f"{client.server.url}/-/healthy"
         with pytest.raises((urllib.error.URLError, ssl.SSLError, ConnectionError)):
             urllib.request.urlopen(url, timeout=30, context=client_context(certificates))
-        known = client_context(certificates, with_certificate=True)
-        with urllib.request.urlopen(url, timeout=30, context=known) as answer:
+        context = client_context(certificates, with_certificate=True)
+        with urllib.request.urlopen(url, timeout=30, context=context) as answer:
             assert 200 == answer.status
 
 
@@ -162,7 +162,7 @@ def test_headers(tmp_path: Path) -> None:
             assert "deny" == client.get(path).headers["X-Frame-Options"]
 
 
-def test_an_empty_file_asks_for_nothing(tmp_path: Path) -> None:
+def test_an_empty_file_configures_nothing(tmp_path: Path) -> None:
     security = load(written(tmp_path, "# nothing yet\n"))
 
     assert (None, None, {}) == (security.tls, security.authorizes, security.headers)
@@ -194,7 +194,7 @@ def test_an_empty_file_asks_for_nothing(tmp_path: Path) -> None:
         ("!!python/object/apply:os.system [echo]", "is no YAML"),
     ],
 )
-def test_a_file_that_is_not_right_is_one_sentence(tmp_path: Path, text: str, says: str) -> None:
+def test_a_wrong_file_is_one_sentence(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(LedgerError) as raised:
         load(written(tmp_path, text))
 
@@ -202,12 +202,12 @@ def test_a_file_that_is_not_right_is_one_sentence(tmp_path: Path, text: str, say
     assert "\n" not in str(raised.value)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match=r"web\.yml can't be read: No such file or directory\."):
         load(tmp_path / "web.yml")
 
 
-def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+def test_a_binary_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "web.yml").write_bytes(b"\xff\xfe\0")
     with pytest.raises(LedgerError, match=r"web\.yml can't be read: not UTF-8\."):
         load(tmp_path / "web.yml")

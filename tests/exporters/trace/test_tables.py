@@ -1,4 +1,4 @@
-"""Tables, their Parquet files and their DataFrames: one schema, and the ledger's own figures."""
+"""Tables, their Parquet files and their DataFrames: one schema, and the ledger's figures."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def golden(tmp_path: Path) -> Path:
 
 
 def collected(path: Path) -> dict[str, Rows]:
-    found: dict[str, Rows] = {name: [] for name in TABLES}
+    by_table: dict[str, Rows] = {name: [] for name in TABLES}
     for name, some in rows([path]):
-        found[name] += some
-    return found
+        by_table[name] += some
+    return by_table
 
 
 def test_every_row_has_every_column(golden: Path) -> None:
-    found = collected(golden)
+    by_table = collected(golden)
 
     for name in ("requests", "lives", "entries", "steps"):
-        assert found[name]
-        assert {len(TABLES[name])} == {len(row) for row in found[name]}
+        assert by_table[name]
+        assert {len(TABLES[name])} == {len(row) for row in by_table[name]}
 
 
 def test_requests_sum_to_the_totals(golden: Path) -> None:
@@ -77,7 +77,7 @@ def test_violations(tmp_path: Path) -> None:
     assert {"tokens/negative", "tokens/set-once"} == set(frame["id"])
 
 
-def test_what_is_unknown_is_null(tmp_path: Path) -> None:
+def test_figures_of_unknown_requests_are_null(tmp_path: Path) -> None:
     path = journals.write(tmp_path / "unknown", [*events(10, "A0+0 s10 o+"), Gap(900, 5, "full")])
 
     frame = frames.requests(path)
@@ -107,7 +107,7 @@ def test_parquet_is_the_same_as_the_frames(golden: Path, tmp_path: Path) -> None
     assert frames.requests(golden)["scheduled"].tolist() == scheduled
 
 
-def test_nothing_half_written_stays(tmp_path: Path) -> None:
+def test_an_export_that_fails_leaves_no_files(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
     with pytest.raises(LedgerError, match="There is no"):
@@ -117,8 +117,8 @@ def test_nothing_half_written_stays(tmp_path: Path) -> None:
         export([journals.clean(tmp_path / "clean")], tmp_path / "file")
 
 
-def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as a test can fill one: every draft is /dev/full."""
+def test_a_full_disk_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every draft is /dev/full."""
     monkeypatch.setattr(parquet, "draft_of", lambda path: _full(path))
     folder = tmp_path / "out"
 

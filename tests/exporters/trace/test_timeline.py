@@ -1,4 +1,4 @@
-"""The timeline: valid trace events, and slices that add up to the accounts."""
+"""The timeline: valid trace events, and slices that match the accounts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_slices_add_up_to_the_accounts(history: Golden, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("history", GOLDEN, ids=lambda row: row.title)
 def test_the_format(history: Golden, tmp_path: Path) -> None:
-    """Every event has what its phase asks for; slices of a track do not overlap."""
+    """Every event has the fields of its phase, and slices of a track do not overlap."""
     events = drawn(journals.write(tmp_path / "journal", history.events()))
     required = {
         "X": {"name", "ts", "dur", "pid", "tid"},
@@ -69,7 +69,7 @@ def test_an_arrow_from_a_preemption_to_the_life_that_resumes(tmp_path: Path) -> 
     assert "blocks" == first["args"]["ended by"]
 
 
-def test_counters_end_at_nobody(tmp_path: Path) -> None:
+def test_request_counters_end_at_zero(tmp_path: Path) -> None:
     events = drawn(journals.clean(tmp_path / "journal"))
 
     counts = [event["args"] for event in events if event["ph"] == "C" and event["name"] == "requests"]
@@ -94,18 +94,18 @@ def test_engines_are_processes(tmp_path: Path) -> None:
     assert Counter({1: 1, 2: 1}) == Counter(e["pid"] for e in events if e["name"] == "process_name")
 
 
-def test_what_can_not_be_written_leaves_nothing(tmp_path: Path) -> None:
+def test_a_timeline_that_can_not_be_written_leaves_no_file(tmp_path: Path) -> None:
     path = journals.clean(tmp_path / "journal")
 
     with pytest.raises(LedgerError, match="can't be written"):
         save([path], tmp_path / "nowhere" / "t.json")
     with pytest.raises(LedgerError, match="There is no"):
         save([tmp_path / "none"], tmp_path / "t.json")
-    assert ["journal"] == sorted(found.name for found in tmp_path.iterdir())
+    assert ["journal"] == sorted(path.name for path in tmp_path.iterdir())
 
 
-def test_free_blocks_where_they_are_stated(tmp_path: Path) -> None:
-    """By a census, and at level blocks by every pool."""
+def test_free_blocks_come_from_census_and_pools(tmp_path: Path) -> None:
+    """From a census and, at level blocks, from every pool."""
     history = next(iter(GOLDEN)).events()
     stated = [PoolSeen(0, 0, 0, 8, 0, 7, 0, [0, 16, 2]), BlockStatesReported(1, 1, 1, 0, [], 5, -1)]
     events = drawn(journals.write(tmp_path / "journal", [*stated, *history], level="blocks"))
