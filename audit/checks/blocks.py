@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..ledger.blocks.subjects import (
-    BlockStatement,
+    BlockComparison,
+    CachedContent,
     Collision,
-    HashedContent,
     Leak,
-    PoolStatement,
+    PoolComparison,
     SharedWrite,
     StrayFree,
     Uncovered,
@@ -125,7 +125,7 @@ def double_free(entry: Entry) -> Iterator[Witness]:
 
 @invariant(
     "blocks/references",
-    on=(BlockStatement,),
+    on=(BlockComparison,),
     says="Block {block} has {references} references, but {ledger_references} holders are known: {holders}. "
     "A reference too few frees it under a holder; one too many keeps it for ever.",
     references=(VLLM_42571, VLLM_37076),
@@ -143,7 +143,7 @@ def references(entry: Entry) -> Iterator[Witness]:
     connectors. The engine's count is stated with each touch and free, and by the sweep.
     """
     said = entry.subject
-    assert isinstance(said, BlockStatement)
+    assert isinstance(said, BlockComparison)
     if said.ledger_references >= 0 and said.references != said.ledger_references:
         yield Witness(
             None,
@@ -158,7 +158,7 @@ def references(entry: Entry) -> Iterator[Witness]:
 
 @invariant(
     "blocks/free-iff-unreferenced",
-    on=(BlockStatement, PoolStatement),
+    on=(BlockComparison, PoolComparison),
     says="Block {block} has {references} references and {where} in the free queue. It {meaning}.",
     references=(VLLM_42571,),
     near_misses=(
@@ -173,7 +173,7 @@ def free_iff_unreferenced(entry: Entry) -> Iterator[Witness]:
     call, leads to the same number.
     """
     said = entry.subject
-    if isinstance(said, PoolStatement):
+    if isinstance(said, PoolComparison):
         if said.free_blocks != said.ledger_free_blocks:
             yield Witness(
                 "The free queue of pool {pool} has {free_blocks} blocks by the engine's counter, but "
@@ -183,7 +183,7 @@ def free_iff_unreferenced(entry: Entry) -> Iterator[Witness]:
                 ledger_free_blocks=said.ledger_free_blocks,
             )
         return
-    assert isinstance(said, BlockStatement)
+    assert isinstance(said, BlockComparison)
     if said.references < 0 or (said.queued >= 0 and (said.references == 0) != bool(said.queued)):
         handed = "can be handed out while it is held" if said.queued else "will never be handed out again"
         yield Witness(
@@ -199,7 +199,7 @@ def free_iff_unreferenced(entry: Entry) -> Iterator[Witness]:
 
 @invariant(
     "blocks/hash-map",
-    on=(BlockStatement, PoolStatement),
+    on=(BlockComparison, PoolComparison),
     says="Block {block} {has} hash, but {what}: what the cache promises and what is there differ.",
     near_misses=(
         "two blocks of the same hash: the map leads to both",
@@ -215,7 +215,7 @@ def hash_map(entry: Entry) -> Iterator[Witness]:
     of the pool did it.
     """
     said = entry.subject
-    if isinstance(said, PoolStatement):
+    if isinstance(said, PoolComparison):
         if said.ledger_hashes >= 0 and said.hashes != said.ledger_hashes:
             yield Witness(
                 "The cache map of pool {pool} has {hashes} hashes, but {ledger_hashes} were put there and "
@@ -225,22 +225,22 @@ def hash_map(entry: Entry) -> Iterator[Witness]:
                 ledger_hashes=said.ledger_hashes,
             )
         return
-    assert isinstance(said, BlockStatement)
-    if said.hashed < 0:
+    assert isinstance(said, BlockComparison)
+    if said.has_hash < 0:
         return
-    if said.hashed != said.mapped:
+    if said.has_hash != said.mapped:
         what = "the cache map does not lead to it"
-    elif said.ledger_hashed >= 0 and said.hashed != said.ledger_hashed:
-        what = "no call of the pool gave it one" if said.hashed else "none took away the one it had"
+    elif said.ledger_has_hash >= 0 and said.has_hash != said.ledger_has_hash:
+        what = "no call of the pool gave it one" if said.has_hash else "none took away the one it had"
     else:
         return
-    has = "has a" if said.hashed else "has no"
+    has = "has a" if said.has_hash else "has no"
     yield Witness(None, said.story, pool=said.pool, block=said.block, has=has, what=what)
 
 
 @invariant(
     "blocks/hash-content",
-    on=(HashedContent,),
+    on=(CachedContent,),
     says="",
     references=(VLLM_26813,),
     near_misses=(
@@ -257,7 +257,7 @@ def hash_content(entry: Entry) -> Iterator[Witness]:
     finished, or still after a load failed: the next request with this prefix reads what is not there.
     """
     said = entry.subject
-    assert isinstance(said, HashedContent)
+    assert isinstance(said, CachedContent)
     why = {
         "sequence": f"has only {said.limit} tokens",
         "pending": f"has KV up to {said.limit}: its load has not finished",

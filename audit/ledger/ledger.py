@@ -30,7 +30,7 @@ def _block(state: LedgerState, event: ev.Event) -> None:
     """Post an event of blocks, and note which parts of a prompt had been in the cache before."""
     subjects = state.blocks.apply(event, open_accounts(state))
     enter_subjects(state, subjects, getattr(event, "step", state.step))
-    for request, lost in state.blocks.lost:
+    for request, lost in state.blocks.refilled:
         account = state.living.get(request)
         # The later chunks of a session are never looked up.
         if account is not None and not account.resumable and lost.start < account.prompt_tokens:

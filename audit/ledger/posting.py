@@ -5,7 +5,7 @@ from __future__ import annotations
 from .. import causes
 from .. import events as ev
 from .account import Account, Life
-from .blocks.subjects import Finding
+from .blocks.subjects import BlockFinding
 from .frozen import Line, Settlement
 from .positions import COMPUTED, EXTERNAL, LOCAL
 from .state import LedgerState
@@ -129,9 +129,9 @@ def enter(state: LedgerState, event: ev.Event, account: Account | None = None) -
     state.entries.append(Entry(state.number, state.step, state.at, event, account))
 
 
-def enter_subjects(state: LedgerState, found: list[Finding], step: int) -> None:
+def enter_subjects(state: LedgerState, findings: list[BlockFinding], step: int) -> None:
     """Make entries of the subjects that the ledger of blocks reported."""
-    for subject, request in found:
+    for subject, request in findings:
         state.entries.append(Entry(state.number, step, state.at, subject, open_accounts(state).get(request)))
 
 

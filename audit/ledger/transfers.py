@@ -1,13 +1,13 @@
-"""What workers did of what was promised: two processes' events, joined by step, request and block.
+"""What workers did with promised blocks: events of two processes, joined by step, request and block.
 
-The scheduler's side says which blocks a promise is to fill (``BlocksPromised``); each worker's side says
-which blocks the plan that it was handed names, whether it began to load them, and which failed
-(``WorkerStepped``). A worker counts the plans that it is handed, the scheduler its steps. That both count
-alike is not taken for granted: nothing is claimed of a worker before a promise and a load have met in one
-step, nor ever after they met in different ones.
+The scheduler side reports which blocks a promise will fill (``BlocksPromised``). The worker side reports
+which blocks its connector metadata loads, whether it started the loads, and which blocks failed
+(``WorkerStepped``). A worker counts the metadata that it receives, the scheduler counts its steps. Both
+counts need not agree, so nothing is claimed of a worker before a promise and its load met in the same step,
+nor after they met in different steps.
 
-``WorkerTransfers`` judges nothing and posts nothing: it says from which position on a promise was not kept.
-Where a worker's events come late, that is said late.
+``WorkerTransfers`` judges and posts nothing: it reports from which position on a promise was not kept, late
+if the worker's events come late.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import NamedTuple
 from .. import events as ev
 from .account import Account, Life
 
-REMEMBERED = 512
-"""Of so many promises the blocks are remembered, in whatever step they are loaded."""
+PROMISES_REMEMBERED = 512
+"""How many promises are remembered by their blocks, in whatever step these are loaded."""
 
 
 class UnkeptPromise(NamedTuple):
     """A promise was not kept from position ``start`` up. ``blocks`` stay unfilled.
 
-    ``by_worker``: ``never_started`` (its plan, or no plan, and no load) or ``failure_unheard`` (it told the
-    engine that these failed, which took them for loaded).
+    ``by_worker``: ``never_started`` (the worker did not load the blocks) or ``failure_unheard`` (the worker
+    reported that they failed, and the engine took them as loaded).
     """
 
     account: Account
@@ -38,20 +38,29 @@ class UnkeptPromise(NamedTuple):
 
 
 class Promise:
-    """The blocks that one life's external tokens are to fill, in order."""
+    """The blocks that the external tokens of one life will fill, in order."""
 
     __slots__ = ("account", "block_tokens", "blocks", "end", "failed", "life", "loaded_by", "start", "step")
 
     def __init__(self, account: Account, life: Life, event: ev.BlocksPromised) -> None:
         self.account = account
+        """The account of the request."""
         self.life = life
+        """The life that was promised the tokens."""
         self.step = event.step
+        """The scheduler's step that made the promise."""
         self.start = event.start
+        """First promised position."""
         self.end = event.start + event.tokens
+        """End of the promised positions."""
         self.block_tokens = event.block_tokens
+        """Tokens per block."""
         self.blocks = event.blocks
+        """The promised blocks, in the order of their positions."""
         self.failed: list[int] = []
+        """Blocks that a worker reported as failed and the engine has not answered for."""
         self.loaded_by: list[int] = []
+        """Workers whose load of this promise was compared."""
 
     def position(self, block: int) -> int:
         """The first promised position in a block."""
@@ -59,43 +68,48 @@ class Promise:
         return max(self.start, place * self.block_tokens)
 
     def unkept(self, blocks: list[int], by_worker: str) -> UnkeptPromise:
-        """From the first of these blocks on, which are some of the promise's, in its order."""
+        """The promise as not kept from the first of ``blocks`` on; these are in the promise's order."""
         return UnkeptPromise(self.account, self.life, self.position(blocks[0]), by_worker, blocks)
 
     @property
-    def planned(self) -> list[int]:
-        """Its blocks, less those that no plan names, or that were said to have failed."""
+    def expected(self) -> list[int]:
+        """The promised blocks below the first position already known as failed or cancelled."""
         lost = min((start for start, _, _ in self.life.voids), default=self.end)
         return [block for block in self.blocks if self.position(block) < lost]
 
 
 class WorkerTransfers:
-    """Open promises, and how far each worker was heard."""
+    """Open promises, and the last step of each worker."""
 
     def __init__(self) -> None:
         self.promises: dict[int, Promise] = {}
+        """Open promises, by request number."""
         self.steps: dict[int, int] = {}
+        """The last step of each worker, by rank."""
         self.aligned: dict[int, bool] = {}
-        self.recent: deque[list[int]] = deque(maxlen=REMEMBERED)
-        self.lost = False
+        """Whether a worker's steps agree with the scheduler's, by rank, once a load has shown it."""
+        self.recent: deque[list[int]] = deque(maxlen=PROMISES_REMEMBERED)
+        """Blocks of the last promises, ended ones included."""
+        self.events_lost = False
+        """Whether events were lost, so that promises may be missing."""
 
     def promised(self, event: ev.BlocksPromised, account: Account) -> None:
-        """A life's promise, by block."""
+        """Note the blocks promised to a life."""
         self.recent.append(event.blocks)
         if account.life is not None:
             self.promises[event.request] = Promise(account, account.life, event)
 
     def closed(self, request: int) -> None:
-        """A request has ended."""
+        """Drop the promise of an ended request."""
         self.promises.pop(request, None)
 
     def forget(self) -> None:
-        """Events were lost."""
+        """Drop all promises, because events were lost."""
         self.promises.clear()
-        self.lost = True
+        self.events_lost = True
 
     def worked(self, event: ev.WorkerStepped) -> Iterator[UnkeptPromise]:
-        """What a worker's step means for the promises; nothing where it was heard already."""
+        """The promises that a worker's step shows as not kept; none for a step seen before."""
         worker = event.worker
         if event.step <= self.steps.get(worker, -1):
             return
@@ -111,39 +125,39 @@ class WorkerTransfers:
                 yield from self.resolved(promise.account.request)
 
     def _loaded(self, promise: Promise, event: ev.WorkerStepped) -> Iterator[UnkeptPromise]:
-        """Of a load that the next step reads: what the worker began in that step, or did not."""
+        """Compare a promise with the loads that the worker started in the promise's step."""
         worker, named = event.worker, event.loaded_blocks
         if named is None or worker in promise.loaded_by:
             return
-        planned = promise.planned
-        met = bool(planned) and set(planned) <= set(named)
-        if promise.life.asynchronous:  # which any later step may load, too
+        expected = promise.expected
+        met = bool(expected) and set(expected) <= set(named)
+        if promise.life.asynchronous:  # any later step may load the blocks
             if met and event.step == promise.step:
                 self.aligned.setdefault(worker, True)
             return
         if met and self.aligned.get(worker, True):
             self.aligned[worker] = event.step == promise.step
-        if event.step < promise.step or not planned or not self.aligned.get(worker):
+        if event.step < promise.step or not expected or not self.aligned.get(worker):
             return
         promise.loaded_by.append(worker)
         if event.step == promise.step and event.started:
-            planned = [block for block in planned if block not in named]
-        if planned:
-            yield promise.unkept(planned, "never_started")
+            expected = [block for block in expected if block not in named]
+        if expected:
+            yield promise.unkept(expected, "never_started")
 
     def resolved(self, request: int) -> Iterator[UnkeptPromise]:
-        """The engine has taken a promise for loaded, or a worker has named blocks of it that failed."""
+        """The blocks of a promise that failed although the engine took them as loaded."""
         promise = self.promises.get(request)
         if promise is None or promise.life.pending or promise.life.ended_by:
             return
-        unheard = [b for b in promise.planned if b in promise.failed]
+        ignored = [b for b in promise.expected if b in promise.failed]
         promise.failed = []
-        if unheard:
-            yield promise.unkept(unheard, "failure_unheard")
+        if ignored:
+            yield promise.unkept(ignored, "failure_unheard")
 
     def unpromised(self, event: ev.WorkerStepped) -> list[int]:
-        """The blocks that a worker loads in a step, where none of them was promised to be filled."""
-        if self.lost or not event.loaded_blocks or not self.aligned.get(event.worker):
+        """The blocks that a worker loads in a step, if none of them was promised."""
+        if self.events_lost or not event.loaded_blocks or not self.aligned.get(event.worker):
             return []
         named = set(event.loaded_blocks)
         return [] if any(named.intersection(blocks) for blocks in self.recent) else event.loaded_blocks

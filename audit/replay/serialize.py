@@ -94,7 +94,7 @@ REBUILT: dict[type, frozenset[str]] = {
     ),
     Auditor: frozenset({"_debug", "_subscribed", "_on_violation"}),
     Ledger: frozenset({"keep_closed", "watch", "entries"}),
-    BlockLedger: frozenset({"found", "accounts", "lost"}),
+    BlockLedger: frozenset({"findings", "accounts", "refilled"}),
     WorkerTransfers: frozenset(),
 }
 """What a constructor makes anew, and what lasts for one event only."""

@@ -1,1 +1,1 @@
-"""The ledger of blocks: who holds which, how often, what each is hashed for, and what befell it last."""
+"""The ledger of blocks: the holders, hashes and last operations of every block."""

@@ -1,6 +1,7 @@
-"""What an engine states of its pools, blocks and tables: compared, and then believed.
+"""Postings of what the engine reports of its pools, blocks and tables.
 
-So one fault is told once. A statement makes known what was not: who held a block before the trace began.
+A report is compared with the ledger and then taken over, so that one fault is reported once. Reports also
+reveal the holders of blocks that were held before the trace began.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from ... import events as ev
 from ... import old_events
 from .holdings import Holdings
 from .records import TABLE, UNKNOWN, Block, Pool
-from .subjects import BlockStatement, Leak, PoolStatement, SharedWrite, Uncovered
+from .subjects import BlockComparison, Leak, PoolComparison, SharedWrite, Uncovered
 
 LEAK_SECONDS = 900.0
-"""A connector may keep the blocks of a request that has ended for so long."""
+"""How long a connector may keep the blocks of an ended request."""
 
 
 def _seen(holdings: Holdings, event: ev.PoolSeen) -> None:
@@ -26,8 +27,8 @@ def _seen(holdings: Holdings, event: ev.PoolSeen) -> None:
     whole = [event.groups[i] for i in range(0, len(event.groups), 3) if event.groups[i + 2] > 1]
     pool = holdings.pools.get(event.pool)
     if pool is not None and pool.blocks == event.blocks:
-        _state_pool(holdings, event.pool, event.free_blocks, event.cached_hashes)
-        pool.groups, pool.whole = groups, whole
+        _compare_pool(holdings, event.pool, event.free_blocks, event.cached_hashes)
+        pool.groups, pool.prefix_groups = groups, whole
         return
     idle = event.free_blocks == event.blocks - (event.null_block >= 0)
     empty = event.cached_hashes == 0
@@ -35,38 +36,38 @@ def _seen(holdings: Holdings, event: ev.PoolSeen) -> None:
         blocks=event.blocks,
         null_block=event.null_block,
         idle=idle,
-        hashed=0 if empty else UNKNOWN,
+        has_hash=0 if empty else UNKNOWN,
         free_blocks=event.free_blocks,
         groups=groups,
         hashes={},
-        named=empty,
-        whole=whole,
+        hashes_known=empty,
+        prefix_groups=whole,
     )
 
 
-def _state_pool(holdings: Holdings, number: int, free_blocks: int, hashes: int) -> None:
+def _compare_pool(holdings: Holdings, number: int, free_blocks: int, hashes: int) -> None:
     pool = holdings.pools[number]
-    pool.named = pool.named and hashes >= 0
-    own = len(pool.hashes) if pool.named else UNKNOWN
+    pool.hashes_known = pool.hashes_known and hashes >= 0
+    own = len(pool.hashes) if pool.hashes_known else UNKNOWN
     if free_blocks != pool.free_blocks or (own >= 0 and own != hashes):
-        holdings.tell(PoolStatement(number, free_blocks, pool.free_blocks, hashes, own), UNKNOWN)
+        holdings.report(PoolComparison(number, free_blocks, pool.free_blocks, hashes, own), UNKNOWN)
         pool.free_blocks = free_blocks
-        pool.named = False
+        pool.hashes_known = False
 
 
 def _tables(holdings: Holdings, event: old_events.TablesReported) -> None:
     rows, at = event.rows, 0
-    stood: dict[tuple[int, int, int], int] = {}
+    places: dict[tuple[int, int, int], int] = {}
     while at < len(rows):
         request, group, computed, length = rows[at : at + 4]
         table = rows[at + 4 : at + 4 + length]
         at += 4 + length
         number = next((n for n, pool in holdings.pools.items() if group in pool.groups), None)
         if number is not None:
-            _table(holdings, number, request, group, table, stood)
+            _table(holdings, number, request, group, table, places)
             size, positional = holdings.pools[number].groups[group]
             if positional and length * size < computed:
-                holdings.tell(Uncovered(group, length, size, computed), request)
+                holdings.report(Uncovered(group, length, size, computed), request)
 
 
 def _table(
@@ -75,7 +76,7 @@ def _table(
     request: int,
     group: int,
     table: list[int],
-    stood: dict[tuple[int, int, int], int],
+    places: dict[tuple[int, int, int], int],
 ) -> None:
     pool, account = holdings.pools[number], holdings.accounts.get(request)
     size, positional = pool.groups[group]
@@ -84,39 +85,39 @@ def _table(
         if block == pool.null_block:
             continue
         record = holdings.record(pool, block)
-        if (number, request, block) in stood:
-            other = holdings.holder(TABLE, request, stood[number, request, block])
-            holdings.collide("twice", number, block, other, holder)
-        stood[number, request, block] = group
+        if (number, request, block) in places:
+            other = holdings.holder(TABLE, request, places[number, request, block])
+            holdings.report_collision("twice", number, block, other, holder)
+        places[number, request, block] = group
         if not any(h.kind == TABLE and h.request == request and h.group == group for h in record.holders):
             if record.known:
-                holdings.collide("unheld", number, block, next(iter(record.holders), None), holder)
-            record.learned = True
-            holdings.hold(number, block, record, holder)
+                holdings.report_collision("unheld", number, block, next(iter(record.holders), None), holder)
+            record.reported = True
+            holdings.add_holder(number, block, record, holder)
     if not positional or account is None or account.unknown is not None or account.life is None:
         return
     for place in range(account.life.local // size, len(table)):
         record = holdings.record(pool, table[place])
         first = record.holders[0] if record.holders else holder
-        if table[place] != pool.null_block and not record.learned and first.request != request:
+        if table[place] != pool.null_block and not record.reported and first.request != request:
             story = holdings.story(number, table[place])
-            holdings.tell(SharedWrite(number, table[place], place, first, holder, story), request)
+            holdings.report(SharedWrite(number, table[place], place, first, holder, story), request)
 
 
-def _stated(holdings: Holdings, event: ev.BlockStatesReported) -> None:
+def _block_states(holdings: Holdings, event: ev.BlockStatesReported) -> None:
     pool = holdings.pools.get(event.pool)
     if pool is None:
         return
     for block, state in enumerate(event.states, event.first):
         if block == pool.null_block or (state == 1 and block not in pool.records and pool.idle):
             continue
-        _state(holdings, event.pool, pool, block, state)
+        _compare_block(holdings, event.pool, pool, block, state)
     if event.free_blocks >= 0:
-        _state_pool(holdings, event.pool, event.free_blocks, event.cached_hashes)
+        _compare_pool(holdings, event.pool, event.free_blocks, event.cached_hashes)
     _overdue(holdings, event.at)
 
 
-def _state(holdings: Holdings, number: int, pool: Pool, block: int, state: int) -> None:
+def _compare_block(holdings: Holdings, number: int, pool: Pool, block: int, state: int) -> None:
     record = holdings.record(pool, block)
     references, queued, hashed, mapped = state >> 3, state & 1, state >> 1 & 1, state >> 2 & 1
     own = len(record.holders) if record.known else UNKNOWN
@@ -125,47 +126,47 @@ def _state(holdings: Holdings, number: int, pool: Pool, block: int, state: int) 
         or references < 0
         or hashed != mapped
         or (own >= 0 and own != references)
-        or (record.hashed >= 0 and record.hashed != hashed)
+        or (record.has_hash >= 0 and record.has_hash != hashed)
     ):
         holders = [str(holder) for holder in record.holders]
         story = holdings.story(number, block, references)
-        said = BlockStatement(
-            number, block, references, own, queued, hashed, record.hashed, mapped, holders, story
+        comparison = BlockComparison(
+            number, block, references, own, queued, hashed, record.has_hash, mapped, holders, story
         )
-        holdings.tell(said, record.holders[0].request if record.holders else UNKNOWN)
+        holdings.report(comparison, record.holders[0].request if record.holders else UNKNOWN)
     if record.known and own != references:
         record.known = False
     elif not record.known and references == len(record.holders):
         record.known = True
-    if record.hashed != hashed:
+    if record.has_hash != hashed:
         if not hashed:
-            holdings.unname(pool, record)
-        record.hashed = hashed
+            holdings.drop_hashes(pool, record)
+        record.has_hash = hashed
 
 
-def counted(holdings: Holdings, number: int, block: int, record: Block, references: int) -> None:
-    """The engine's count just after one of our own operations."""
+def compare_references(holdings: Holdings, number: int, block: int, record: Block, references: int) -> None:
+    """Compare the reference count that the engine reported with an operation."""
     if not record.known:
         record.known = references == len(record.holders)
         return
     if references != len(record.holders):
         holders = [str(holder) for holder in record.holders]
         story = holdings.story(number, block, references)
-        said = BlockStatement(
+        comparison = BlockComparison(
             number, block, references, len(holders), UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, holders, story
         )
-        holdings.tell(said, record.holders[0].request if record.holders else UNKNOWN)
+        holdings.report(comparison, record.holders[0].request if record.holders else UNKNOWN)
         record.known = False
 
 
-def _gone(holdings: Holdings, event: old_events.TablesRemoved) -> None:
+def _tables_removed(holdings: Holdings, event: old_events.TablesRemoved) -> None:
     for request in event.requests:
         holdings.ending.pop(request, None)
         _leak(holdings, request, 0)
 
 
 def _overdue(holdings: Holdings, at: int) -> None:
-    """Requests that ended so long ago that no connector can still want their blocks."""
+    """Report blocks of requests that ended too long ago for a connector to need them."""
     for request, ended in list(holdings.ending.items()):
         if at - ended < LEAK_SECONDS * 1e6:
             return
@@ -180,12 +181,12 @@ def _leak(holdings: Holdings, request: int, seconds: int) -> None:
         holders = holdings.pools[pool].records[block].holders
         holder = next(h for h in holders if h.kind == TABLE and h.request == request)
         blocks = sorted(block for _, block in held)
-        holdings.tell(Leak(holder, blocks, seconds, holdings.story(pool, block)), request)
+        holdings.report(Leak(holder, blocks, seconds, holdings.story(pool, block)), request)
 
 
-STATEMENTS: dict[type[ev.Event], Callable[[Holdings, Any], None]] = {
+ENGINE_REPORTS: dict[type[ev.Event], Callable[[Holdings, Any], None]] = {
     ev.PoolSeen: _seen,
     old_events.TablesReported: _tables,
-    ev.BlockStatesReported: _stated,
-    old_events.TablesRemoved: _gone,
+    ev.BlockStatesReported: _block_states,
+    old_events.TablesRemoved: _tables_removed,
 }

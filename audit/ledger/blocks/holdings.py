@@ -1,7 +1,7 @@
-"""The state of the ledger of blocks, and the moves that keep its sides in step with each other.
+"""The state of the ledger of blocks, and the changes that keep its tables consistent.
 
-A holder stands with its block and with its request, a hash with its block and with its pool: whoever
-changes one side here changes both. What an event means is said in the modules beside this one.
+A holder is kept with its block and with its request, a hash with its block and with its pool; the methods
+change both together. What an event means is in the other files of this folder.
 """
 
 from __future__ import annotations
@@ -12,61 +12,66 @@ from typing import Any
 from ... import events as ev
 from ..account import Account
 from ..frozen import RemovedRange
-from .records import PIN, TABLE, UNKNOWN, Block, Holder, Operation, Pool, written
-from .subjects import Collision, Finding, Subject
+from .records import PIN, TABLE, UNKNOWN, Block, Holder, Operation, Pool, hash_text
+from .subjects import BlockFinding, Collision, Subject
 
-LOSSES_KEPT = 2
-"""So many hashes that left the cache are remembered, by block of the pool."""
+REMOVED_HASHES_KEPT = 2
+"""How many hashes that left the cache map are remembered, per block of the pool."""
 
 Accounts = Mapping[int, Account]
 
 
 class Holdings:
-    """Pools and their blocks, by number, and what the present event has told of them."""
+    """Pools, blocks and holders, and what the present event revealed about them."""
 
     def __init__(self) -> None:
         self.pools: dict[int, Pool] = {}
+        """Pools by number."""
         self.held: dict[int, dict[tuple[int, int], int]] = {}
-        """By request, how often it holds each (pool, block) by a table."""
+        """By request: how often its tables hold each (pool, block)."""
         self.ending: dict[int, int] = {}
-        """Requests that ended and whose tables are not known to be gone, with the time of their end."""
+        """Ended requests whose tables may still exist, with the time of their end."""
         self.failed: dict[tuple[int, int], tuple[int, str, int]] = {}
-        """Blocks hashed for what failed to load and is to be computed in its place: the request, by
-        number and id, and from which position up."""
-        self.hashed: list[tuple[int, int, int, int]] = []
-        """Pool, block, request and end of what was hashed and has not been judged yet."""
-        self.hit: list[tuple[int, int]] = []
-        """Those of ``failed`` that were hit since the last step."""
-        self.lost: list[tuple[int, RemovedRange]] = []
-        """What the event just applied says was in the cache before, with the request that fills it again."""
-        self.found: list[Finding] = []
-        """What the checks should see of the event just applied."""
+        """Cached blocks whose load failed, until their tokens are computed: request number, request id,
+        first position without valid KV."""
+        self.newly_cached: list[tuple[int, int, int, int]] = []
+        """Blocks cached by this step: pool, block, request, end. Checked against loads after the step."""
+        self.failed_hits: list[tuple[int, int]] = []
+        """Blocks of ``failed`` that were hit since the last step."""
+        self.refilled: list[tuple[int, RemovedRange]] = []
+        """Requests that, by this event, fill positions again whose KV had been in the cache."""
+        self.findings: list[BlockFinding] = []
+        """Subjects of this event, for the checks."""
         self.accounts: Accounts = {}
+        """The open accounts, by request number."""
 
     def forget(self) -> None:
-        """Events are missing: nothing is known, until pools are seen again."""
+        """Drop everything because events were lost; the next PoolSeen begins anew."""
         self.pools.clear()
         self.held.clear()
         self.ending.clear()
         self.failed.clear()
-        self.hashed.clear()
-        self.hit.clear()
+        self.newly_cached.clear()
+        self.failed_hits.clear()
 
-    # --- both sides of a reference, and of a hash --------------------------------------------------
+    # --- references and hashes -----------------------------------------------------------------
 
     def record(self, pool: Pool, block: int) -> Block:
+        """What is known of a block; a new record if there is none."""
         record = pool.records.get(block)
         if record is None:
-            record = pool.records[block] = Block([], pool.idle, pool.hashed, [], operations=[])
+            record = pool.records[block] = Block([], pool.idle, pool.has_hash, [], operations=[])
         return record
 
-    def hold(self, pool: int, block: int, record: Block, holder: Holder) -> None:
+    def add_holder(self, pool: int, block: int, record: Block, holder: Holder) -> None:
+        """Add a reference to a block."""
         record.holders.append(holder)
         if holder.kind == TABLE and holder.request >= 0:
             held = self.held.setdefault(holder.request, {})
             held[pool, block] = held.get((pool, block), 0) + 1
 
-    def unhold(self, pool: int, block: int, record: Block, holder: Holder) -> None:
+    def remove_holder(self, pool: int, block: int, record: Block, holder: Holder) -> None:
+        """Take a reference from a block."""
         record.holders.remove(holder)
         if holder.kind == TABLE and holder.request >= 0:
             held = self.held.get(holder.request)
@@ -77,23 +82,24 @@ class Holdings:
                     if not held:
                         del self.held[holder.request]
 
-    def unname(self, pool: Pool, record: Block, step: int = UNKNOWN, how: str = "") -> None:
-        """It has no hash any more. ``how`` a hash left the cache is kept, where an operation says it."""
-        for name in record.names:
-            pool.hashes[name] -= 1
-            if not pool.hashes[name]:
-                del pool.hashes[name]
-                pool.lost.pop(name, None)
+    def drop_hashes(self, pool: Pool, record: Block, step: int = UNKNOWN, how: str = "") -> None:
+        """Take all hashes from a block. ``how``: remember that they left the cache map, and why."""
+        for hash_id in record.hash_ids:
+            pool.hashes[hash_id] -= 1
+            if not pool.hashes[hash_id]:
+                del pool.hashes[hash_id]
+                pool.removed.pop(hash_id, None)
                 if how:
-                    pool.lost[name] = (step, UNKNOWN, how)
-                    if len(pool.lost) > LOSSES_KEPT * pool.blocks:
-                        del pool.lost[next(iter(pool.lost))]
-        record.names = []
-        record.end, record.hasher = 0, UNKNOWN
+                    pool.removed[hash_id] = (step, UNKNOWN, how)
+                    if len(pool.removed) > REMOVED_HASHES_KEPT * pool.blocks:
+                        del pool.removed[next(iter(pool.removed))]
+        record.hash_ids = []
+        record.end, record.cached_for = 0, UNKNOWN
 
-    # --- who, and what it is told as ---------------------------------------------------------------
+    # --- holders, operations, findings -------------------------------------------------------------
 
     def holder(self, kind: str, request: int, group: int) -> Holder:
+        """A holder in the present life of a request."""
         account = self.accounts.get(request)
         if account is None:
             return Holder(kind, request, f"#{request}" if request >= 0 else "", 0, group)
@@ -101,39 +107,50 @@ class Holdings:
         return Holder(kind, request, account.request_id, life, group)
 
     def actor(self, kind: str, request: int, group: int) -> Holder:
+        """The same; a table of no request is a pin."""
         if request < 0 and kind == TABLE:
             return Holder(PIN, UNKNOWN, "", 0, UNKNOWN)
         return self.holder(kind, request, group)
 
     def operation(self, event: Any, what: str, by: str, request: int, group: int) -> Operation:
+        """An operation on blocks, for a request."""
         who = self.holder(TABLE, request, group)
         return Operation(event.step, event.at, what, by, who.request_id, who.life, group, event.stack)
 
-    def done(self, event: ev.BlockEvent, what: str) -> Operation:
+    def call_operation(self, event: ev.BlockEvent, what: str) -> Operation:
+        """The operation of an event with one call."""
         return self.operation(event, what, event.by, event.request, event.group)
 
-    def tell(self, subject: Subject, request: int) -> None:
-        self.found.append((subject, request))
+    def report(self, subject: Subject, request: int) -> None:
+        """Pass a subject to the checks."""
+        self.findings.append((subject, request))
 
-    def collide(self, how: str, pool: int, block: int, first: Holder | None, second: Holder) -> None:
+    def report_collision(self, how: str, pool: int, block: int, first: Holder | None, second: Holder) -> None:
+        """Pass a collision of two holders to the checks."""
         references = len(self.pools[pool].records[block].holders) + 1
         story = self.story(pool, block, second=second)
-        self.tell(Collision(how, pool, block, first, second, references, story), second.request)
+        self.report(Collision(how, pool, block, first, second, references, story), second.request)
 
     def story(
         self, pool: int, block: int, references: int | None = None, second: Holder | None = None
     ) -> list[str]:
-        """What is known of a block, a line each, for a person."""
+        """What is known of a block, in lines of text."""
         record = self.pools[pool].records[block]
-        hash_ = f"hash {', '.join(written(name) for name in record.names)}" if record.names else "no hash"
+        hash_ = (
+            f"hash {', '.join(hash_text(hash_id) for hash_id in record.hash_ids)}"
+            if record.hash_ids
+            else "no hash"
+        )
         counted = "" if references is None else f"; the engine counts {references} references"
         lines = [f"block {block} of pool {pool}, {hash_}{counted}"]
-        lines += [f"  held by {holder}" for holder in record.holders] or ["  held by nobody that is known"]
-        lines += [f"  and now by {second}"] if second is not None else []
-        lines += ["  last operations on it:"] if record.operations else []
+        lines += [f"  held by {holder}" for holder in record.holders] or ["  no known holder"]
+        lines += [f"  now also held by {second}"] if second is not None else []
+        lines += ["  last operations:"] if record.operations else []
         for done in record.operations:
             who = (
-                f"request {done.request_id}, life {done.life}" if done.request_id else "outside of any table"
+                f"request {done.request_id}, life {done.life}"
+                if done.request_id
+                else "outside the block tables"
             )
             who += f", group {done.group}" if done.request_id and done.group >= 0 else ""
             lines.append(f"    step {done.step}: {done.what}, {who}, by {done.by}")

@@ -1,12 +1,11 @@
 """The ledger of blocks, kept from the events of level ``blocks`` alone.
 
-A block that nothing is known of has no record; one whose holders may not all be known is not ``known``,
-and then nothing is claimed of its count. What a pool states of a block
+A block of which nothing is known has no record. If not all holders of a block are known, the block is not
+``known`` and nothing is claimed of its count. What the engine reports of a block
 (:class:`~kvledger.audit.events.BlockStatesReported`, the counts that come with a touch or a free) is compared
-and then believed, so that one fault is told once.
+and then taken over, so that one fault is reported once.
 
-``BlockLedger`` judges nothing: it gives what two sides say of one thing, or what cannot be, as
-subjects for ``invariants/blocks.py``. Its state is plain: structs, dicts, lists and numbers.
+``BlockLedger`` judges nothing: it passes subjects to ``checks/blocks.py``.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from typing import ClassVar
 from ... import events as ev
 from . import hashes
 from .decode import calls
-from .engine_reports import STATEMENTS
+from .engine_reports import ENGINE_REPORTS
 from .holdings import Accounts, Holdings
 from .operations import OPERATIONS
-from .subjects import Finding
+from .subjects import BlockFinding
 
-_APPLYING = OPERATIONS | hashes.HASHES | STATEMENTS
+_APPLYING = OPERATIONS | hashes.HASHES | ENGINE_REPORTS
 
 _SCHEDULING = (
     ev.LookedUp,
@@ -35,8 +34,8 @@ _SCHEDULING = (
     ev.Stepped,
     ev.Repeated,
 )
-"""What is told of a step after what its scheduling called pools for. Steps may only be told when something
-else is; a load that was polled for comes after them."""
+"""Events of a step that come after the step's pool calls. A step may be emitted only together with a later
+event; a finished load comes after them."""
 
 
 class BlockLedger(Holdings):
@@ -44,25 +43,25 @@ class BlockLedger(Holdings):
 
     EVENTS: ClassVar[frozenset[type[ev.Event]]] = frozenset((*_APPLYING, ev.PoolCalls))
 
-    def apply(self, event: ev.Event, accounts: Accounts) -> list[Finding]:
-        """Keep one event of blocks; what the checks should see of it."""
-        self.found = []
-        self.lost = []
+    def apply(self, event: ev.Event, accounts: Accounts) -> list[BlockFinding]:
+        """Post one event of blocks; return its subjects for the checks."""
+        self.findings = []
+        self.refilled = []
         self.accounts = accounts
         for call in calls(event) if type(event) is ev.PoolCalls else (event,):
             _APPLYING[type(call)](self, call)
-        return self.found
+        return self.findings
 
-    def after(self, event: ev.Event, accounts: Accounts) -> list[Finding]:
-        """What an event of tokens, just posted, says of blocks."""
-        self.found = []
+    def after(self, event: ev.Event, accounts: Accounts) -> list[BlockFinding]:
+        """After another event is posted: return what it means for blocks."""
+        self.findings = []
         self.accounts = accounts
-        if self.hashed and type(event) not in _SCHEDULING:
-            hashes.judge_pending(self)
+        if self.newly_cached and type(event) not in _SCHEDULING:
+            hashes.check_pending(self)
         if type(event) is ev.LoadFailed:
             hashes.load_failed(self, event)
         elif self.failed and type(event) is ev.Stepped:
             hashes.computed_again(self)
         elif type(event) is ev.Finished and event.request in self.held:
             self.ending[event.request] = event.at
-        return self.found
+        return self.findings

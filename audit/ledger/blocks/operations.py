@@ -1,6 +1,6 @@
-"""Who comes to hold a block and who gives it back: taken, touched, freed, copied, deferred.
+"""Postings of references: blocks are allocated, touched, freed, copied, or their free is deferred.
 
-Whoever does something to a block is compared with who holds it.
+Each operation is compared with the block's known holders.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from msgspec.structs import replace
 from ... import events as ev
 from ... import old_events
 from ...causes import EVICTED
-from .engine_reports import counted
-from .hashes import not_there
+from .engine_reports import compare_references
+from .hashes import report_not_loaded
 from .holdings import Holdings
-from .records import COPY, DEFERRED, PIN, TABLE, UNKNOWN, Block, Pool, remember, written
+from .records import COPY, DEFERRED, PIN, TABLE, UNKNOWN, Block, Pool, hash_text, remember
 from .subjects import StrayFree
 
 
-def _taken(holdings: Holdings, event: old_events.BlocksAllocated) -> None:
+def _allocated(holdings: Holdings, event: old_events.BlocksAllocated) -> None:
     pool = holdings.pools.get(event.pool)
     rows, at = event.rows, 0
     while pool is not None and at < len(rows):
         request, group, count = rows[at : at + 3]
-        _take(holdings, event, pool, request, group, rows[at + 3 : at + 3 + count])
+        _allocate(holdings, event, pool, request, group, rows[at + 3 : at + 3 + count])
         at += 3 + count
 
 
-def _take(
+def _allocate(
     holdings: Holdings,
     event: old_events.BlocksAllocated,
     pool: Pool,
@@ -38,20 +38,20 @@ def _take(
     blocks: list[int],
 ) -> None:
     holder = holdings.actor(TABLE, request, group)
-    done = holdings.operation(event, "taken", event.by, request, group)
+    done = holdings.operation(event, "allocated", event.by, request, group)
     for block in blocks:
         if block == pool.null_block:
             continue
         record = holdings.record(pool, block)
-        evicted = ", ".join(written(name) for name in record.names)
-        holdings.unname(pool, record, event.step, EVICTED)
-        record.hashed = 0
-        remember(record, replace(done, what=f"taken, evicting {evicted}") if evicted else done)
+        evicted = ", ".join(hash_text(hash_id) for hash_id in record.hash_ids)
+        holdings.drop_hashes(pool, record, event.step, EVICTED)
+        record.has_hash = 0
+        remember(record, replace(done, what=f"allocated, evicting {evicted}") if evicted else done)
         if record.holders:
-            holdings.collide("taken", event.pool, block, record.holders[0], holder)
+            holdings.report_collision("taken", event.pool, block, record.holders[0], holder)
         else:
-            record.known, record.learned = True, False
-        holdings.hold(event.pool, block, record, holder)
+            record.known, record.reported = True, False
+        holdings.add_holder(event.pool, block, record, holder)
         pool.free_blocks -= 1
 
 
@@ -59,7 +59,10 @@ def _touched(holdings: Holdings, event: old_events.BlocksTouched) -> None:
     pool = holdings.pools.get(event.pool)
     if pool is None:
         return
-    holder, done = holdings.actor(TABLE, event.request, event.group), holdings.done(event, "touched")
+    holder, done = (
+        holdings.actor(TABLE, event.request, event.group),
+        holdings.call_operation(event, "touched"),
+    )
     for block, references in zip(event.blocks, event.references, strict=True):
         if block == pool.null_block:
             continue
@@ -68,22 +71,22 @@ def _touched(holdings: Holdings, event: old_events.BlocksTouched) -> None:
         if holder.kind == TABLE:
             twice = [h for h in record.holders if h.kind == TABLE and h.request == holder.request]
             if twice:
-                holdings.collide("twice", event.pool, block, twice[0], holder)
-            elif record.hashed == 0:
+                holdings.report_collision("twice", event.pool, block, twice[0], holder)
+            elif record.has_hash == 0:
                 first = record.holders[0] if record.holders else None
-                holdings.collide("unhashed", event.pool, block, first, holder)
+                holdings.report_collision("unhashed", event.pool, block, first, holder)
         if (event.pool, block) in holdings.failed:
-            holdings.hit.append((event.pool, block))
-        holdings.hold(event.pool, block, record, holder)
+            holdings.failed_hits.append((event.pool, block))
+        holdings.add_holder(event.pool, block, record, holder)
         pool.free_blocks -= references == 1
-        counted(holdings, event.pool, block, record, references)
+        compare_references(holdings, event.pool, block, record, references)
 
 
 def _freed(holdings: Holdings, event: old_events.BlocksFreed) -> None:
     pool = holdings.pools.get(event.pool)
     if pool is None:
         return
-    done = holdings.done(event, "freed")
+    done = holdings.call_operation(event, "freed")
     counts: dict[int, int] = {}
     for block, references in zip(event.blocks, event.references, strict=True):
         if block == pool.null_block:
@@ -91,22 +94,22 @@ def _freed(holdings: Holdings, event: old_events.BlocksFreed) -> None:
         record = holdings.record(pool, block)
         earlier = next((o for o in reversed(record.operations) if o.what == "freed"), None)
         remember(record, done)
-        if not _let_go(holdings, event, block, record) and record.known:
+        if not _release(holdings, event, block, record) and record.known:
             stray = StrayFree(event.pool, block, done, earlier, references, holdings.story(event.pool, block))
-            holdings.tell(stray, event.request)
-            record.known = False  # what it is now is the engine's to say
+            holdings.report(stray, event.request)
+            record.known = False  # until the engine reports the block's count
         counts[block] = references
         if holdings.failed.get((event.pool, block), (UNKNOWN,))[0] == event.request >= 0:
-            if record.hashed == 1 and record.hasher == event.request:
-                not_there(holdings, event.pool, block)
+            if record.has_hash == 1 and record.cached_for == event.request:
+                report_not_loaded(holdings, event.pool, block)
             holdings.failed.pop((event.pool, block), None)
     for block, references in counts.items():
         pool.free_blocks += references == 0
-        counted(holdings, event.pool, block, pool.records[block], references)
+        compare_references(holdings, event.pool, block, pool.records[block], references)
 
 
-def _let_go(holdings: Holdings, event: old_events.BlocksFreed, block: int, record: Block) -> bool:
-    """Take away the reference that was given back; False if there is none of that holder."""
+def _release(holdings: Holdings, event: old_events.BlocksFreed, block: int, record: Block) -> bool:
+    """Remove the reference that was freed; False if the block has no such holder."""
     if event.request >= 0:
         fits = [
             h
@@ -121,7 +124,7 @@ def _let_go(holdings: Holdings, event: old_events.BlocksFreed, block: int, recor
         fits = [h for kind in order for h in record.holders if h.kind == kind]
     if not fits:
         return False
-    holdings.unhold(event.pool, block, record, fits[0])
+    holdings.remove_holder(event.pool, block, record, fits[0])
     return True
 
 
@@ -131,36 +134,39 @@ def _copied(holdings: Holdings, event: ev.BlockCopied) -> None:
         return
     copy, (source, target) = holdings.actor(COPY, event.request, event.group), event.blocks
     from_, to = holdings.record(pool, source), holdings.record(pool, target)
-    remember(from_, holdings.done(event, f"copied to {target}"))
-    remember(to, holdings.done(event, f"copied from {source}"))
-    given_up, kept = ((target, to), (source, from_)) if event.moved else ((source, from_), (target, to))
-    for held in [h for h in given_up[1].holders if h.kind == TABLE and h.request == event.request][:1]:
-        holdings.unhold(event.pool, given_up[0], given_up[1], held)
-        holdings.hold(event.pool, given_up[0], given_up[1], copy)
-    holdings.hold(event.pool, kept[0], kept[1], copy)
+    remember(from_, holdings.call_operation(event, f"copied to {target}"))
+    remember(to, holdings.call_operation(event, f"copied from {source}"))
+    replaced, kept = ((target, to), (source, from_)) if event.moved else ((source, from_), (target, to))
+    for held in [h for h in replaced[1].holders if h.kind == TABLE and h.request == event.request][:1]:
+        holdings.remove_holder(event.pool, replaced[0], replaced[1], held)
+        holdings.add_holder(event.pool, replaced[0], replaced[1], copy)
+    holdings.add_holder(event.pool, kept[0], kept[1], copy)
     if event.moved:
-        to.names, from_.names = from_.names, []
-        to.hashed, from_.hashed = from_.hashed, 0
-        to.end, to.hasher = from_.end, from_.hasher
+        to.hash_ids, from_.hash_ids = from_.hash_ids, []
+        to.has_hash, from_.has_hash = from_.has_hash, 0
+        to.end, to.cached_for = from_.end, from_.cached_for
 
 
 def _deferred(holdings: Holdings, event: ev.BlocksDeferred) -> None:
     pool = holdings.pools.get(event.pool)
     if pool is None:
         return
-    deferred, done = holdings.actor(DEFERRED, event.request, event.group), holdings.done(event, "deferred")
+    deferred, done = (
+        holdings.actor(DEFERRED, event.request, event.group),
+        holdings.call_operation(event, "deferred"),
+    )
     for block in event.blocks:
         if block == pool.null_block:
             continue
         record = holdings.record(pool, block)
         remember(record, done)
         for held in [h for h in record.holders if h.kind == TABLE and h.request == event.request][:1]:
-            holdings.unhold(event.pool, block, record, held)
-            holdings.hold(event.pool, block, record, deferred)
+            holdings.remove_holder(event.pool, block, record, held)
+            holdings.add_holder(event.pool, block, record, deferred)
 
 
 OPERATIONS: dict[type[ev.Event], Callable[[Holdings, Any], None]] = {
-    old_events.BlocksAllocated: _taken,
+    old_events.BlocksAllocated: _allocated,
     old_events.BlocksTouched: _touched,
     old_events.BlocksFreed: _freed,
     ev.BlockCopied: _copied,

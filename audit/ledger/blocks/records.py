@@ -1,25 +1,24 @@
-"""What is kept of one pool and of one block: its holders, its hashes, the last operations on it.
-
-Plain data: a checkpoint writes it as it is.
-"""
+"""Plain data: what the ledger holds of a pool and of a block. A checkpoint saves it as it is."""
 
 from __future__ import annotations
 
 import msgspec
 
 OPERATIONS_KEPT = 6
-"""The last so many operations on a block are remembered."""
+"""How many operations are remembered for each block."""
 
 UNKNOWN = -1
+"""A count, request or step that is not known."""
 
 TABLE, DEFERRED, COPY, PIN = "table", "deferred", "copy", "pin"
+"""Kinds of holders, see :class:`Holder`."""
 
 
 class Holder(msgspec.Struct, frozen=True, gc=False):
     """One reference to a block.
 
-    ``kind``: ``table`` (of a request and group), ``deferred`` (it comes back later), ``copy`` (one end
-    of a copy that is still to be made) or ``pin`` (a connector's, or the engine's own).
+    ``kind``: ``table`` (the block table of a request and group), ``deferred`` (the free is deferred),
+    ``copy`` (one end of a pending copy) or ``pin`` (of a connector, or the engine's own).
     """
 
     kind: str
@@ -30,8 +29,8 @@ class Holder(msgspec.Struct, frozen=True, gc=False):
 
     def __str__(self) -> str:
         if self.kind == PIN:
-            return "a pin outside of any table"
-        whose = f"request {self.request_id}, life {self.life}" if self.request >= 0 else "nobody"
+            return "a pin outside the block tables"
+        whose = f"request {self.request_id}, life {self.life}" if self.request >= 0 else "no request"
         return {
             TABLE: f"{whose}, group {self.group}",
             DEFERRED: f"{whose}, a deferred free",
@@ -40,7 +39,7 @@ class Holder(msgspec.Struct, frozen=True, gc=False):
 
 
 class Operation(msgspec.Struct, frozen=True, gc=False):
-    """Something that was done to blocks, and by whom."""
+    """One operation on blocks: what was done, by which engine operation, for which request."""
 
     step: int
     at: int
@@ -53,47 +52,60 @@ class Operation(msgspec.Struct, frozen=True, gc=False):
 
 
 class Block(msgspec.Struct):
-    """One physical block. ``end``: the positions below it, of its hasher, are what its hash promises."""
+    """One physical block."""
 
     holders: list[Holder]
+    """The known references to the block, oldest first."""
     known: bool
-    hashed: int
-    names: list[int]
+    """Whether all references are known."""
+    has_hash: int
+    """1: the block has a hash; 0: it has none; -1: not known."""
+    hash_ids: list[int]
+    """Ids of the block's hashes, as far as known."""
     end: int = 0
-    hasher: int = UNKNOWN
-    learned: bool = False
-    """Some holder is known from a table that was stated, not from how it came to be."""
+    """The hashes cover the positions of ``cached_for`` below this one."""
+    cached_for: int = UNKNOWN
+    """The request whose tokens the hashes cover."""
+    reported: bool = False
+    """Whether some holder is known only from a reported table, not from an allocation or touch."""
     operations: list[Operation] = []
+    """The last operations on the block, oldest first."""
 
 
 class Pool(msgspec.Struct):
-    """One pool. Blocks without a record are ``idle`` (free, known) and ``hashed`` or not, or unknown."""
+    """One block pool."""
 
     blocks: int
+    """Number of blocks, including the null block."""
     null_block: int
+    """Id of the null block; -1: the pool has none."""
     idle: bool
-    hashed: int
+    """Whether a block without a record is free."""
+    has_hash: int
+    """Whether a block without a record has a hash; as in :class:`Block`."""
     free_blocks: int
+    """Length of the free queue, by the ledger's own count."""
     groups: dict[int, tuple[int, bool]]
-    """Tokens a block, and whether a place in a table stands for positions, by group."""
+    """By group: tokens per block, and whether an index in a table is a position."""
     hashes: dict[int, int]
-    """Blocks by name of their hash."""
-    named: bool
-    """Whether the names are all that the cache map has."""
-    whole: list[int] = []
+    """Number of blocks by hash id."""
+    hashes_known: bool
+    """Whether ``hashes`` are all hashes of the cache map."""
+    prefix_groups: list[int] = []
     """Groups in which a hit needs every block below it."""
-    lost: dict[int, tuple[int, int, str]] = {}
-    """Names that left the cache: in which step, in which they came back (-1: not yet), and how."""
+    removed: dict[int, tuple[int, int, str]] = {}
+    """Hash ids that left the cache map: the step, the step of their return (-1: none yet), and how."""
     records: dict[int, Block] = {}
+    """What is known of single blocks, by block id."""
 
 
 def remember(record: Block, done: Operation) -> None:
-    """Add an operation to a block's last ones."""
+    """Remember an operation on a block."""
     record.operations.append(done)
     if len(record.operations) > OPERATIONS_KEPT:
         del record.operations[0]
 
 
-def written(name: int) -> str:
-    """The name of a hash as a person reads it."""
-    return f"h{name & 2**64 - 1:x}"
+def hash_text(hash_id: int) -> str:
+    """A hash id in words."""
+    return f"h{hash_id & 2**64 - 1:x}"

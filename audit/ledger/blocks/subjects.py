@@ -1,7 +1,7 @@
-"""What the ledger of blocks gives the checks to see: two sides of one thing, or what can't be.
+"""What the ledger of blocks passes to the checks: two counts of one thing, or an impossible state.
 
-Each names its block and comes with the block's story, a line a holder and operation. A figure of -1 is
-not known.
+Most subjects name their block, with a story: one line for each holder and operation. A count of -1 is not
+known.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from .records import Holder, Operation
 
 
 class Collision(NamedTuple):
-    """A block came to a second holder where it must not. ``how``: ``taken``, ``unhashed``, ``twice``.
+    """A block got a second holder where it must not have one.
 
-    ``taken``: handed out as free while somebody held it. ``unhashed``: taken for a cached block, and it
-    has no hash. ``twice``: it stands in two places of one request's tables.
+    ``how``: ``taken`` (allocated as free while held), ``unhashed`` (touched as a cached block, but it has no
+    hash), ``twice`` (two places in the tables of one request), ``unheld`` (in a table without a reference).
     """
 
     how: str
@@ -28,7 +28,7 @@ class Collision(NamedTuple):
 
 
 class StrayFree(NamedTuple):
-    """A block was given back by one who does not hold it. ``earlier``: who gave it back before."""
+    """A block was freed for a request that does not hold it. ``earlier``: the free before."""
 
     pool: int
     block: int
@@ -38,23 +38,23 @@ class StrayFree(NamedTuple):
     story: list[str]
 
 
-class BlockStatement(NamedTuple):
-    """What the engine says of a block beside what the ledger holds. -1: the ledger does not know."""
+class BlockComparison(NamedTuple):
+    """The engine-reported state of a block beside the ledger's."""
 
     pool: int
     block: int
     references: int
     ledger_references: int
     queued: int
-    hashed: int
-    ledger_hashed: int
+    has_hash: int
+    ledger_has_hash: int
     mapped: int
     holders: list[str]
     story: list[str]
 
 
-class PoolStatement(NamedTuple):
-    """The lengths of a pool's free queue and cache map beside the ledger's; -1: not known."""
+class PoolComparison(NamedTuple):
+    """The engine-reported lengths of a pool's free queue and cache map beside the ledger's."""
 
     pool: int
     free_blocks: int
@@ -63,11 +63,11 @@ class PoolStatement(NamedTuple):
     ledger_hashes: int
 
 
-class HashedContent(NamedTuple):
-    """A block is hashed for positions whose KV has not come to be.
+class CachedContent(NamedTuple):
+    """A block is cached for positions that have no KV.
 
     ``why``: ``sequence`` (the request has only ``limit`` tokens), ``pending`` (an asynchronous load has
-    not finished: ``limit`` were there), ``failed`` (a load failed from position ``limit`` up).
+    not finished: ``limit`` tokens have KV), ``failed`` (a load failed from position ``limit`` up).
     """
 
     why: str
@@ -80,7 +80,7 @@ class HashedContent(NamedTuple):
 
 
 class SharedWrite(NamedTuple):
-    """A request fills a block that somebody held before it."""
+    """A request writes to a block that another request held first."""
 
     pool: int
     block: int
@@ -100,7 +100,7 @@ class Uncovered(NamedTuple):
 
 
 class Leak(NamedTuple):
-    """Blocks are held for a request that the engine no longer knows, or that ended long ago."""
+    """Blocks are held for a request that the engine has forgotten, or that ended long ago."""
 
     holder: Holder
     blocks: list[int]
@@ -109,7 +109,7 @@ class Leak(NamedTuple):
 
 
 Subject = (
-    Collision | StrayFree | BlockStatement | PoolStatement | HashedContent | SharedWrite | Uncovered | Leak
+    Collision | StrayFree | BlockComparison | PoolComparison | CachedContent | SharedWrite | Uncovered | Leak
 )
-Finding = tuple[Subject, int]
-"""A subject and the request that it is of; -1 where it is of none."""
+BlockFinding = tuple[Subject, int]
+"""A subject and its request; -1: no request."""

@@ -41,7 +41,7 @@ def test_a_second_group_takes_what_the_first_has_taken(watched):
     finding = watched.finding("blocks/double-allocation")
 
     assert "stands twice in the tables of one request" in finding.message
-    assert "    step 1: taken, request a, life 1, group 0, by allocate_new_blocks" in finding.story
+    assert "    step 1: allocated, request a, life 1, group 0, by allocate_new_blocks" in finding.story
 
 
 @violates("blocks/double-allocation")
@@ -71,7 +71,7 @@ def test_a_held_block_is_handed_out_as_free(watched):
         "life 1, group 0 held it." in finding.message
     )
     assert "  held by request a, life 1, group 0" in finding.story
-    assert "  and now by request b, life 1, group 0" in finding.story
+    assert "  now also held by request b, life 1, group 0" in finding.story
 
 
 @near_miss("blocks/double-allocation")

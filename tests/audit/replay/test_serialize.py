@@ -40,7 +40,7 @@ NOT_CARRIED = {
     },
     Auditor: {"_debug", "_subscribed", "_on_violation"},
     Ledger: {"keep_closed", "watch", "entries"},
-    BlockLedger: {"found", "accounts", "lost"},
+    BlockLedger: {"findings", "accounts", "refilled"},
 }
 """Said once more, by hand: what a book may lose without a difference."""
 

@@ -369,7 +369,7 @@ def test_who_is_hashed_for_is_whose_table_it_is() -> None:
     auditor = audited(events)
     blocks = auditor.ledger.blocks
     assert "clean" == auditor.verdict
-    assert {record.hasher for record in blocks.pools[0].records.values() if record.names} == {0, 1}
+    assert {record.cached_for for record in blocks.pools[0].records.values() if record.hash_ids} == {0, 1}
 
     early = [
         replace(event, rows=[n + 10**6 if at == 6 else n for at, n in enumerate(event.rows)])
