@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import io
+import logging
 import os
 import sys
 import traceback
@@ -827,7 +828,8 @@ def _print(format: str, result: Any, render: Any, as_csv: Any) -> None:
 
 def _silence_vllm() -> None:
     """Keep vLLM's start-up log out of the answer, unless the user chose a log level."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    logging.getLogger("vllm").setLevel(level)  # vLLM leaves it alone where VLLM_CONFIGURE_LOGGING is 0
 
 
 # --- how it ends ----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Files that stand whole or not at all."""
+"""Write a file completely or not at all."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ..audit.errors import LedgerError
 
 
 def draft_of(path: Path) -> Path:
-    """Where a file is written until it is whole: beside it, so that a rename is enough."""
+    """Where a file is written until it is complete: beside its target, so that a rename finishes it."""
     return path.with_name(f"{path.name}.new")
 
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """A draft to write, which becomes ``path`` unless that fails. Raises :class:`LedgerError`.
+    """Yield a draft to write; it replaces ``path`` if no exception is raised. Raises :class:`LedgerError`.
 
-    A device or a pipe is written to as it is: it can't be replaced.
+    A device or a pipe can't be replaced, so it is written to directly.
     """
     if not path.name or path.is_dir():
         raise LedgerError(f"{path} can't be written: it is a folder.")

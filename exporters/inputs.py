@@ -1,4 +1,4 @@
-"""Who reads the journals of a command, and the bar that shows how far it is."""
+"""How commands read journals: in processes, on a Dask cluster, from other places, with a progress bar."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ Result = TypeVar("Result")
 
 @contextmanager
 def reading(
-    paths: Sequence[Path], jobs: int = 0, scheduler: str = "", *, local: bool = False
+    paths: Sequence[Path], jobs: int = 0, dask: str = "", *, local: bool = False
 ) -> Iterator[tuple[list[Path], Run]]:
-    """The paths to read, and how: ``jobs`` processes here, or the workers of a Dask ``scheduler``.
+    """The paths to read, and a :class:`Run`: ``jobs`` processes, or the workers of the ``dask`` scheduler.
 
-    Addresses of other places are journals' by then, or copies of them for who reads by itself
-    (``local``). On a terminal a bar on standard error counts journals. Raises :class:`LedgerError`.
+    An address such as ``s3://...`` becomes the addresses of its journals; with ``local`` it becomes copies of
+    them. On a terminal, a bar on standard error counts journals. Raises :class:`LedgerError`.
     """
     with ExitStack() as stack:
         run: Run = Processes(jobs)
-        if scheduler:
+        if dask:
             from .fleet import Fleet
 
-            run = stack.enter_context(closing(Fleet(scheduler)))
+            run = stack.enter_context(closing(Fleet(dask)))
         places = list(paths)
         if any(map(is_remote, places)):
             from . import remote
@@ -44,12 +44,12 @@ def reading(
             bar = stack.enter_context(Progress(*columns, console=out, transient=True))
             if local:
                 bar.add_task("", total=None)
-            run = _shown(run, bar)
+            run = _with_bar(run, bar)
         yield places, run
 
 
 def journals(paths: Sequence[Path]) -> list[Path]:
-    """The paths, with an address for each journal at an address. Raises :class:`LedgerError`."""
+    """The paths, each address replaced by those of its journals. Raises :class:`LedgerError`."""
     if not any(map(is_remote, paths)):
         return list(paths)
     from . import remote
@@ -57,12 +57,12 @@ def journals(paths: Sequence[Path]) -> list[Path]:
     return [one for path in paths for one in (remote.journals(path) if is_remote(path) else [path])]
 
 
-def _shown(run: Run, bar: Progress) -> Run:
-    def shown(work: Callable[[Path], Result], journals: Sequence[Path]) -> Iterator[Result]:
-        # Of one journal nobody knows how far it is: the bar only moves.
+def _with_bar(run: Run, bar: Progress) -> Run:
+    def run_with_bar(work: Callable[[Path], Result], journals: Sequence[Path]) -> Iterator[Result]:
+        # The progress within one journal is not known, so its bar only pulses.
         task = bar.add_task("", total=len(journals) if len(journals) > 1 else None)
         for result in run(work, journals):
             bar.advance(task)
             yield result
 
-    return shown
+    return run_with_bar

@@ -1,7 +1,7 @@
 """Journals in places that fsspec knows: ``s3://bucket/folder``, ``file:///folder``, ``memory://folder``.
 
-A journal is copied to a temporary folder of whoever reads it, and removed again. A copy has no writer, so
-the journal of an engine that runs reads as one that was killed.
+The process that reads a journal copies it to a temporary folder first and removes the copy afterwards. A copy
+has no writer, so the journal of a running engine reads like that of a killed engine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _Any = TypeVar("_Any")
 
 
 def url(path: Path) -> str:
-    """The address again of which a path was made, which leaves one of two slashes."""
+    """The address from which a path was made; a path keeps only one of the two slashes."""
     scheme, _, rest = str(path).partition(":")
     return f"{scheme}:{'//' if scheme in ('file', 'local') else '/'}{rest}"
 
@@ -34,20 +34,20 @@ def url(path: Path) -> str:
 def journals(path: Path) -> list[Path]:
     """The journal folders, or the one segment, at or under an address. Raises :class:`LedgerError`."""
     system, root = _open(path)
-    found: dict[str, None] = {}
+    folders: dict[str, None] = {}
     try:
-        for name in sorted(_told(path, system.find, root)):
+        for name in sorted(_call(path, system.find, root)):
             if segment_number(Path(name)) is not None:
-                found[name if name == root else str(PurePosixPath(name).parent)] = None
+                folders[name if name == root else str(PurePosixPath(name).parent)] = None
     except FileNotFoundError:
-        found = {}
-    if not found:
+        folders = {}
+    if not folders:
         raise LedgerError(f"{url(path)} holds no kvledger journal.")
-    return [Path(str(system.unstrip_protocol(name))) for name in found]
+    return [Path(str(system.unstrip_protocol(name))) for name in folders]
 
 
 def fetching(run: Run) -> Run:
-    """The same, where a journal may be an address: whoever reads it copies it first."""
+    """``run`` for journals that may be addresses: each process copies the journal that it reads."""
 
     def fetched(work: Callable[[Path], Result], journals: Any) -> Iterator[Result]:
         return run(partial(_fetch, work), journals)
@@ -57,29 +57,29 @@ def fetching(run: Run) -> Run:
 
 @contextmanager
 def copied(journal: Path) -> Iterator[Path]:
-    """A journal here, if need be a copy that goes when it is done with. Raises :class:`LedgerError`."""
+    """A journal on this machine, if need be a temporary copy. Raises :class:`LedgerError`."""
     if journal.exists():
         yield journal
         return
     with tempfile.TemporaryDirectory(prefix="kvledger-") as name:
         local = Path(name) / journal.name
         system, root = _open(journal)
-        if _told(journal, system.isdir, root):
+        if _call(journal, system.isdir, root):
             local.mkdir()
-            for file in _told(journal, system.ls, root, detail=False):
+            for file in _call(journal, system.ls, root, detail=False):
                 if segment_number(Path(file)) is not None:
-                    _told(journal, system.get_file, file, str(local / Path(file).name))
+                    _call(journal, system.get_file, file, str(local / Path(file).name))
         else:
-            _told(journal, system.get_file, root, str(local))
+            _call(journal, system.get_file, root, str(local))
         yield local
 
 
 def _fetch(work: Callable[[Path], _Any], journal: Path) -> _Any:
     with copied(journal) as local:
-        found = work(local)
-    if isinstance(found, EngineAudit):
-        found.path = journal
-    return found
+        result = work(local)
+    if isinstance(result, EngineAudit):
+        result.path = journal
+    return result
 
 
 def _open(path: Path) -> tuple[Any, str]:
@@ -90,10 +90,10 @@ def _open(path: Path) -> tuple[Any, str]:
     return system, str(root)
 
 
-def _told(path: Path, ask: Callable[..., _Any], *words: Any, **options: Any) -> _Any:
-    """What the file system answers. Its errors differ from one to the next."""
+def _call(path: Path, function: Callable[..., _Any], *arguments: Any, **options: Any) -> _Any:
+    """Call a file system; each has exceptions of its own, which become :class:`LedgerError`."""
     try:
-        return ask(*words, **options)
+        return function(*arguments, **options)
     except FileNotFoundError:
         raise
     except Exception as error:

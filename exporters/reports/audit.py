@@ -1,8 +1,8 @@
 """An audit as data: what ``--format json`` prints and what the terminal draws.
 
-Plain structs, made from :class:`~kvledger.audit.replay.journals.Audit` in one go. Words and colours are
-elsewhere (``terminal.py``). Fields are only ever appended. Figures are tokens of prompts and work
-unless they say requests.
+Plain structs, made from :class:`~kvledger.audit.replay.journals.Audit` in one go. ``audit_text.py``
+prints it. New fields are appended, and none is removed or renamed. Figures are tokens of prompts or of work
+unless the field says requests.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ FIGURES = (LOCAL, EXTERNAL, COMPUTED, "unattained")
 
 
 def share(part: int, whole: int) -> float | None:
-    """A part of a whole, 1 for all of it; None where there is nothing to divide by."""
+    """A part of a whole, 1 for all of it; None where the whole is 0."""
     return part / whole if whole else None
 
 
 class JournalData(msgspec.Struct, frozen=True, kw_only=True):
-    """One journal that was read. ``stopped`` is None where no orderly end was seen."""
+    """One journal that was read. ``stopped`` is None where the journal has no end of observation."""
 
     path: str
     engine: str
@@ -56,7 +56,7 @@ class PromptTokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlannedSplit(msgspec.Struct, frozen=True, kw_only=True):
-    """What was promised when the requests that ran were first admitted, or reported of them."""
+    """Prompt tokens as planned at the first admission that ran, or as the engine reported or counted them."""
 
     requests: int
     prompt_tokens: int
@@ -66,7 +66,7 @@ class PlannedSplit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DifferenceData(msgspec.Struct, frozen=True, kw_only=True):
-    """One named part of the difference between two rows; signed, ``from`` + differences = ``to``."""
+    """One named part of the difference between two rows. Signed: ``from`` + all differences = ``to``."""
 
     from_: str = msgspec.field(name="from")
     to: str
@@ -93,7 +93,7 @@ class WorkData(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExternalData(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of the connector's promises, and what came to be a second time."""
+    """What became of the promised external tokens, and repeat hits and repeat loads (``*_again``)."""
 
     promised: int
     loaded: int
@@ -103,7 +103,7 @@ class ExternalData(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FindingData(msgspec.Struct, frozen=True, kw_only=True):
-    """One finding; ``at_seconds`` since its engine came under observation."""
+    """One finding; ``at_seconds`` counts from the start of its engine's observation."""
 
     id: str
     severity: str
@@ -123,8 +123,8 @@ class FindingData(msgspec.Struct, frozen=True, kw_only=True):
 class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     """The whole audit. ``violations`` holds every finding, ``drift`` says how many are drifts.
 
-    ``unknown`` counts the requests that lost events touched; they take no part in any figure.
-    ``reported`` is None where the engine does not report sources by itself.
+    ``unknown`` counts the requests with missing events; no other figure includes them.
+    ``reported`` is None where the engine does not report the sources of a prompt.
     """
 
     verdict: str
@@ -181,7 +181,7 @@ def report(audit: Audit) -> AuditReport:
 
 
 def plan(figures: Figures, requests: int) -> PlannedSplit:
-    """A row of figures that has no unattained part."""
+    """Figures as a planned, reported or counted row, which have no unattained part."""
     return PlannedSplit(
         requests=requests,
         prompt_tokens=figures.total,
@@ -192,14 +192,14 @@ def plan(figures: Figures, requests: int) -> PlannedSplit:
 
 
 def reported(reconciliation: Reconciliation) -> PlannedSplit | None:
-    """What the engine reported by itself; None if it never did."""
+    """What the engine reported of its requests' prompts; None if it never did."""
     if not reconciliation.reports:
         return None
     return plan(reconciliation.reported, reconciliation.reports)
 
 
 def differences(step: Step, from_: str, to: str) -> list[DifferenceData]:
-    """The named differences between two rows, the one that touched most requests first."""
+    """The named differences between two rows, most requests first."""
     rows = [
         DifferenceData(
             from_=from_,
@@ -265,14 +265,14 @@ def _journal(book: EngineAudit) -> JournalData:
 
 
 def statement_data(statement: RequestStatement) -> dict[str, object]:
-    """A request's statement as plain data."""
+    """The account statement of a request as plain data."""
     account = statement.account
     return {
         "engine": statement.engine,
         "journal": str(statement.path),
         "account": msgspec.to_builtins(account),
         "lines": [line._asdict() for line in statement.lines],
-        "findings": [msgspec.to_builtins(finding(found)) for found in statement.findings],
+        "findings": [msgspec.to_builtins(finding(violation)) for violation in statement.findings],
     }
 
 
@@ -291,23 +291,24 @@ def csv_of(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def structs_csv(kind: type[msgspec.Struct], rows: Iterable[msgspec.Struct]) -> str:
-    """CSV of structs of a ``kind``, a line each."""
+    """CSV of structs of one ``kind``, one line each."""
     names = [field.name for field in msgspec.structs.fields(kind)]
     return csv_of(names, ([getattr(row, name) for name in names] for row in rows))
 
 
-FOUND = (
+FINDING_COLUMNS = (
     "id", "severity", "engine", "request", "life", "step", "at_seconds", "repeats", "last_step", "message"
 )  # fmt: skip
 
 
-def findings_csv(found: AuditReport) -> str:
-    """An audit's findings, a line each."""
-    return csv_of(FOUND, ([getattr(finding, name) for name in FOUND] for finding in found.violations))
+def findings_csv(report: AuditReport) -> str:
+    """The findings of an audit, one line each."""
+    rows = ([getattr(finding, name) for name in FINDING_COLUMNS] for finding in report.violations)
+    return csv_of(FINDING_COLUMNS, rows)
 
 
 def lines_csv(statement: RequestStatement) -> str:
-    """A statement's postings, a line each; microseconds since the engine came under observation."""
+    """The entries of an account statement, one line each; times are microseconds since observation began."""
     return csv_of(Line._fields, statement.lines)
 
 

@@ -61,14 +61,14 @@ def render(report: AuditReport, *, verbose: bool = False) -> Group:
     """The audit: the answer first, then findings and sources; ``verbose`` adds work and connector tables."""
     if not verbose:
         return blocks(
-            answer(report),
+            Group(answer(report), _journals_read(report)),
             findings(report.violations, most=1, rest="with -v"),
             notes(report.notes),
             sources(report, None),
             Text("More tables: -v. All figures: --format json.", style="dim"),
         )
     return blocks(
-        answer(report),
+        Group(answer(report), _journals_read(report)),
         findings(report.violations),
         notes(report.notes),
         sources(report, None),
@@ -105,17 +105,13 @@ def _answer(report: AuditReport) -> Iterator[Text]:
     if report.work.scheduled:
         scheduled = counted(report.work.scheduled, "scheduled token")
         yield Text(f"{scheduled}: {part_of(report.work.rework, report.work.scheduled, 'rework')}.")
-    if report.journals:
-        yield Text(_read(report), style="dim")
 
 
-def _read(report: AuditReport) -> str:
+def _journals_read(report: AuditReport) -> Text:
     events = counted(sum(journal.events for journal in report.journals), "event")
-    first = report.journals[0]
-    if len(report.journals) == 1:
-        return f"Read {events} of {first.engine} {first.version}, process {first.process_id}."
+    journals = counted(len(report.journals), "journal")
     engines = dict.fromkeys(f"{journal.engine} {journal.version}" for journal in report.journals)
-    return f"Read {events} in {len(report.journals):,} journals of {listed(list(engines))}."
+    return Text(f"Read {events} in {journals} of {listed(list(engines))}.", style="dim")
 
 
 def verdict(report: AuditReport) -> Text:

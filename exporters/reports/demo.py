@@ -50,7 +50,7 @@ def run(inject: str | None, folder: Path | None, *, as_json: bool, verbose: bool
 
 
 def exit_code(demo: Demo, report: AuditReport) -> int:
-    """The audit's own; with an injection 0 if it was found and 1 if not; 4 if the engine failed."""
+    """That of the audit; with an injection 0 if the defect was found, else 1; 4 if the engine failed."""
     if demo.injection is not None:
         return 0 if demo.defect_found else 1
     return ENGINE_FAILED if demo.failure is not None else CODES[report.verdict]
@@ -95,9 +95,9 @@ def _lookups_data(lookups: LookupReport) -> dict[str, object]:
         "counters": counters and {name: getattr(counters, name) for name in COUNTERS},
         "reported": audit.plain(lookups.reported),
         "differences": [
-            {"from": from_, "to": to, "cause": cause, "text": DIFFERENCES[cause], **audit.plain(asked)}
+            {"from": from_, "to": to, "cause": cause, "text": DIFFERENCES[cause], **audit.plain(totals)}
             for from_, to, step in steps
-            for cause, asked in step.items()
+            for cause, totals in step.items()
         ],
     }
 
@@ -125,10 +125,7 @@ def render(demo: Demo, report: AuditReport, *, verbose: bool = False) -> Group:
 def _answer(demo: Demo, report: AuditReport) -> Group:
     """Whether the injected defect was found, the audit's answer, and how the engine ended."""
     engine = report.journals[0]
-    served = (
-        f"{engine.engine} {engine.version} served {terminal.counted(report.requests, 'request')} "
-        f"with {terminal.counted(report.preemptions, 'preemption')}"
-    )
+    served = f"{engine.engine} {engine.version} served {terminal.counted(report.requests, 'request')}"
     if demo.elapsed_seconds:
         served += f" in {demo.elapsed_seconds:.0f} s"
     lines: list[RenderableType] = []
@@ -179,9 +176,9 @@ def _lookups(lookups: LookupReport) -> Group | None:
     return Group(terminal.title("Prefix-cache lookups", f"{_LOOKUPS}\n{audit_text.WATERFALL}"), table)
 
 
-def _lookup_row(table: Table, label: str, asked: LookupTotals) -> None:
-    cells = [f"{getattr(asked, name):,}" for name in COUNTERS]
-    cells.append(f"{asked.lookups:,}" if asked.lookups >= 0 else "")
+def _lookup_row(table: Table, label: str, totals: LookupTotals) -> None:
+    cells = [f"{getattr(totals, name):,}" for name in COUNTERS]
+    cells.append(f"{totals.lookups:,}" if totals.lookups >= 0 else "")
     table.add_row(label, *cells, style="bold")
 
 
@@ -192,10 +189,10 @@ def _lookup_differences(table: Table, differences: Differences) -> None:
             audit_text.WaterfallRow(
                 cause,
                 DIFFERENCES[cause],
-                tuple(getattr(asked, name) for name in COUNTERS),
-                abs(asked.lookups),
+                tuple(getattr(totals, name) for name in COUNTERS),
+                abs(totals.lookups),
             )
-            for cause, asked in differences.items()
+            for cause, totals in differences.items()
         ),
     )
 

@@ -83,7 +83,7 @@ def compare(
 def _figures(audit: Audit) -> Iterator[Figure]:
     """The figures of one trace, each in ``before``."""
     totals = audit.totals
-    known = totals.requests - totals.unknown_requests
+    requests = totals.requests - totals.unknown_requests
     yield _figure("requests", totals.requests)
     yield _figure("unknown requests", totals.unknown_requests)
     yield _figure("prompt tokens", totals.prompt_tokens)
@@ -98,7 +98,7 @@ def _figures(audit: Audit) -> Iterator[Figure]:
         ("overrun", totals.overrun),
     ):
         yield _figure(name, share(tokens, totals.scheduled), of="scheduled tokens")
-    yield _figure("scheduled tokens", share(totals.scheduled, known), per="request")
+    yield _figure("scheduled tokens", share(totals.scheduled, requests), per="request")
     yield _figure("preemptions", share(totals.preemptions, totals.requests), per="request")
     yield _figure("promised tokens", totals.promised)
     yield _figure("loaded", share(totals.loaded, totals.promised), of="promised tokens")
@@ -133,9 +133,9 @@ def _meanings_of(audit: Audit) -> dict[str, str]:
     meanings: dict[str, list[str]] = {}
     for book in audit.engines:
         for figure, meaning in book.meanings.items():
-            known = meanings.setdefault(figure, [])
-            if meaning not in known:
-                known.append(meaning)
+            of_figure = meanings.setdefault(figure, [])
+            if meaning not in of_figure:
+                of_figure.append(meaning)
     return {figure: " Or: ".join(each) for figure, each in meanings.items()}
 
 

@@ -6,6 +6,7 @@ them. The sum of the causes is checked against the ledger's own count of misses.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -64,9 +65,9 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
 class Tally(msgspec.Struct):
     """Misses of one journal, or of several merged."""
 
-    tokens: dict[str, int] = {}
-    requests: dict[str, int] = {}
-    known: int = 0
+    tokens: Counter[str] = msgspec.field(default_factory=Counter)
+    requests: Counter[str] = msgspec.field(default_factory=Counter)
+    audited: int = 0
     unknown: int = 0
     prompt_tokens: int = 0
     hit: int = 0
@@ -79,7 +80,7 @@ class Tally(msgspec.Struct):
         if account.unknown is not None:
             self.unknown += 1
             return
-        self.known += 1
+        self.audited += 1
         for settlement in account.settlements:
             self.prompt_tokens += settlement.prompt_tokens - settlement.carried
             self.hit += settlement.local + settlement.external
@@ -89,17 +90,15 @@ class Tally(msgspec.Struct):
             self.no_hit += sum(end - start for start, end in never_came(account))
         causes = set()
         for start, end, cause in misses(account, block_size):
-            self.tokens[cause] = self.tokens.get(cause, 0) + end - start
+            self.tokens[cause] += end - start
             causes.add(cause)
-        for cause in causes:
-            self.requests[cause] = self.requests.get(cause, 0) + 1
+        self.requests.update(causes)
 
     def merge(self, more: Tally) -> None:
         """Add the misses of another journal."""
-        for own, other in ((self.tokens, more.tokens), (self.requests, more.requests)):
-            for cause, count in other.items():
-                own[cause] = own.get(cause, 0) + count
-        self.known += more.known
+        self.tokens.update(more.tokens)
+        self.requests.update(more.requests)
+        self.audited += more.audited
         self.unknown += more.unknown
         self.prompt_tokens += more.prompt_tokens
         self.hit += more.hit
@@ -121,7 +120,7 @@ def explained(tally: Tally) -> Why:
     assert tally.no_hit == sum(tally.tokens.values()), "the causes do not add up to the misses"
     causes = sorted(tally.tokens.items(), key=lambda row: (-row[1], row[0]))
     return Why(
-        requests=tally.known + tally.unknown,
+        requests=tally.audited + tally.unknown,
         unknown=tally.unknown,
         prompt_tokens=tally.prompt_tokens,
         hit=tally.hit,

@@ -89,7 +89,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def figures(paths: Sequence[Path], scheduler: str = "", run: Any = None) -> tuple[Any, Any]:
     """An audit's report without where it was read, and a summary by outcome."""
-    with reading(paths, scheduler=scheduler) as (places, usual):
+    with reading(paths, dask=scheduler) as (places, usual):
         found = report(audit_paths(places, run=run or usual))
         rows = summarize(places, "outcome", run=run or usual)
     return [getattr(found, name) for name in found.__struct_fields__ if name != "journals"], rows
@@ -104,7 +104,7 @@ def test_an_address_elsewhere_gives_the_same_on_a_fleet(golden: Path, cluster: C
 
 
 def test_causes_pages_and_differences_are_the_same_too(golden: Path, cluster: Cluster) -> None:
-    with reading([golden], scheduler=cluster.address) as (places, run):
+    with reading([golden], dask=cluster.address) as (places, run):
         assert why([golden]) == why(places, run=run)
         assert gather([golden]) == gather(places, run=run)
         assert compare([golden], [golden]) == compare(places, places, run=run)
@@ -129,7 +129,7 @@ def test_a_worker_that_is_killed_on_the_way_changes_nothing(
             time.sleep(0.02)
         victim.send_signal(signal.SIGKILL)
 
-    with reading([golden], scheduler=cluster.address) as (_, usual):
+    with reading([golden], dask=cluster.address) as (_, usual):
 
         def run(work: Any, places: Any) -> Any:
             return usual(partial(slow, work, began), places)

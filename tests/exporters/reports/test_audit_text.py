@@ -73,7 +73,7 @@ def test_a_clean_audit_starts_with_its_verdict_and_sources(tmp_path: Path) -> No
         "clean: 1 request, 0 violations, 1 preemption",
         "200 prompt tokens: 0 local (0.0 %), 104 external (52.0 %), 96 computed.",
         "97 scheduled tokens: 0 rework (0.0 %).",
-        "Read 20 events of vllm 0.32.0, process 4000.",
+        "Read 20 events in 1 journal of vllm 0.32.0.",
         "",
         "Where prompt tokens came from",
     ] == text(audit_text.render(result)).splitlines()[:6]
