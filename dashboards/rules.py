@@ -116,7 +116,7 @@ ALERTS: tuple[Alert, ...] = (
         "or kvledger_build_info unless on (job, instance) kvledger_engine_observed",
         "10m",
         "warning",
-        "No engine is observed beside {{ $labels.instance }}",
+        "The sidecar {{ $labels.instance }} sees no observed engine",
         "Without an observed engine, an absence of findings proves nothing. Check that KVLEDGER_DIR is "
         "set in the engine's environment and names a folder on the sidecar's volume. Run `kvledger "
         "doctor` in that environment: it checks whether this release can be observed, and prints the "
@@ -198,7 +198,7 @@ ALERTS: tuple[Alert, ...] = (
         "kvledger_sidecar_unreadable_journals > 0",
         "5m",
         "warning",
-        "{{ $value }} journals beside {{ $labels.instance }} can't be read",
+        "The sidecar {{ $labels.instance }} can't read {{ $value }} journals",
         "The engines that write these journals are not audited. The sidecar's log and its first page show "
         "the reason: often a newer kvledger wrote them, or the sidecar may not read their folder.",
     ),

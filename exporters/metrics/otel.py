@@ -102,9 +102,9 @@ def resource() -> Resource:
 class Telemetry:
     """Sends the metrics of all audits and the spans of ended requests, until it is closed.
 
-    ``audits`` is called with ``lock`` held. Spans are sent for an audit from :meth:`watch` on; audits that
-    nobody passed to it are picked up within a second. Raises :class:`LedgerError` if the variables ask for
-    something that is not supported.
+    ``audits`` is called with ``lock`` held. Spans are sent for an audit from :meth:`watch` on, which is
+    called within a second for each audit that ``audits`` returns. Raises :class:`LedgerError` if the
+    variables ask for something that is not supported.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Telemetry:
     def _emit(self, spans: RequestSpans, engine_audit: EngineAudit, account: Account, verdict: str) -> None:
         try:
             spans.emit(engine_audit, account, verdict)
-        except Exception as error:  # the reading thread goes on
+        except Exception as error:  # the reading thread must not fail
             logger.warning("no spans of %s: %s: %s", account.request_id, type(error).__name__, error)
 
     def close(self) -> None:
@@ -181,7 +181,7 @@ class Telemetry:
             with self._lock:
                 data = metrics_data(self._audits(), self._resource)
             self._metrics.export(data)
-        except Exception as error:  # the next time sends all metrics again
+        except Exception as error:  # the next export is complete
             logger.warning("metrics could not be sent: %s: %s", type(error).__name__, error)
 
 

@@ -1,7 +1,7 @@
-"""Charts as data: shapes in a box of 1000 by 100, and the texts beside them.
+"""Charts as data: shapes in a box of 1000 by 100, and their texts.
 
 ``templates/charts.html.j2`` turns these into inline SVG and HTML. The SVG is stretched to the width of the
-page; texts are HTML beside it, so they have the same size on a phone and on a desk. A colour is a class
+page; texts are HTML outside the SVG, so they have the same size on a phone and on a desk. A colour is a class
 ``k0``, ``k1``, ..., which the style sheet defines for light and dark pages.
 """
 

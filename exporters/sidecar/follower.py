@@ -49,7 +49,7 @@ PAST_NAMES = 256
 
 
 def ignore(*_: object) -> None:
-    """Do nothing: the callback of a follower that nobody listens to."""
+    """Do nothing: the default callback."""
 
 
 class Follower:

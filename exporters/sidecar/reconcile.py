@@ -99,21 +99,21 @@ def _preemptions(engine_audit: EngineAudit) -> Side:
 
 
 def _prompts(engine_audit: EngineAudit) -> Iterator[tuple[str, Side]]:
-    tallies, between = engine_audit.metrics, engine_audit.reconciliation
-    reported = _figures(tallies.reported)
-    unknown = _figures(tallies.reported_unknown)
+    metrics, reconciliation = engine_audit.metrics, engine_audit.reconciliation
+    reported = _figures(metrics.reported)
+    unknown = _figures(metrics.reported_unknown)
     still_open = Figures()
-    for figures, sign in ((reported, 1), (unknown, -1), (between.reported, -1)):
+    for figures, sign in ((reported, 1), (unknown, -1), (reconciliation.reported, -1)):
         still_open.add(figures, sign)
     for name in ("prompt", LOCAL, EXTERNAL, COMPUTED, "cached"):
         causes: Causes = {}
-        for step in (between.to_plan, between.to_reported):
+        for step in (reconciliation.to_plan, reconciliation.to_reported):
             for cause, figures in _by_cause(step):
                 _add(causes, cause, _of(figures, name))
         _add(causes, "unknown_here", _of(unknown, name))
         _add(causes, "unsettled", _of(still_open, name))
         counted = _of(reported, name)
-        yield f"{name}_tokens", Side(_of(between.settled, name), counted, counted, causes)
+        yield f"{name}_tokens", Side(_of(reconciliation.settled, name), counted, counted, causes)
 
 
 def _figures(table: Mapping[str, int]) -> Figures:
@@ -134,8 +134,8 @@ def _of(figures: Figures, name: str) -> int:
 
 
 def _lookups(engine_audit: EngineAudit, cache: str) -> Iterator[tuple[str, Side]]:
-    tallies = engine_audit.metrics
-    counted, made, resumed = tallies.lookups[cache], tallies.admitted[cache], tallies.resumed[cache]
+    metrics = engine_audit.metrics
+    counted, made, resumed = metrics.lookups[cache], metrics.admitted[cache], metrics.resumed[cache]
     for name, of in (("queried", "queried"), ("hit", "hit")):
         causes: Causes = {}
         _add(causes, "lookup_counted", getattr(counted, of) - getattr(made, of))
@@ -280,8 +280,8 @@ class CounterComparison:
             return 0
         ended = self._history[-1].sides["requests"].most - base.least.get("requests", 0)
         seen = scrape.counters.get("requests", 0) - base.counters.get("requests", 0)
-        tallies = self.engine_audit.metrics
-        each = tallies.most_preemptions if figure == "preemptions" else tallies.largest_prompt
+        metrics = self.engine_audit.metrics
+        each = metrics.most_preemptions if figure == "preemptions" else metrics.largest_prompt
         return max(0.0, ended - seen) * each
 
     def _lasting(self, figure: str, seconds: float, outside: float) -> float:

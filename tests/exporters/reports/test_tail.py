@@ -17,7 +17,8 @@ from tests.histories import events
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import EngineStopped, Snapshot
 from kvledger.audit.journal.writer import JournalWriter
-from kvledger.exporters.reports.tail import LiveTail, follow
+from kvledger.exporters.reports.live_tail import LiveTail
+from kvledger.exporters.reports.tail import follow, line
 
 
 def started(folder: Path) -> JournalWriter:
@@ -33,14 +34,16 @@ def test_a_growing_journal_is_followed(tmp_path: Path) -> None:
     tail = LiveTail(tmp_path)
     writer.write(stream[:6])
     assert [] == tail.poll()
-    assert tail.line().startswith("clean: 1 request, 1 running, 0 waiting, 0 preemptions, 0 prompt tokens")
+    assert line(tail.now()).startswith(
+        "clean: 1 request, 1 running, 0 waiting, 0 preemptions, 0 prompt tokens"
+    )
     assert not tail.ended
 
     writer.write([*stream[6:], EngineStopped(1_000, "shutdown")])
     writer.close()
 
     assert "tokens/negative" in {violation.id for violation in tail.poll()}
-    assert tail.line().startswith(
+    assert line(tail.now()).startswith(
         "violated: 1 request, 0 running, 0 waiting, 1 preemption, 200 prompt tokens"
     )
     assert tail.ended
@@ -54,7 +57,7 @@ def test_later_journals_are_followed(tmp_path: Path) -> None:
 
     tail.poll()
 
-    assert tail.line().startswith("clean: 2 requests")
+    assert line(tail.now()).startswith("clean: 2 requests")
 
 
 def test_tail_ends_when_all_engines_have_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
