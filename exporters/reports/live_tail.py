@@ -110,10 +110,14 @@ class LiveTail:
     def __init__(self, path: Path) -> None:
         journals_at([path])  # raises with the reason
         self._follower = Follower(path, finder=TailFinder(path))
+        """Reads the journals; a journal whose engine is gone has no open requests any more."""
         self._follower.on_batch = self._add
         self._counts: dict[str, LiveCounts] = {}
+        """The counts of each journal, by its name."""
         self._new: list[Violation] = []
+        """The findings of the present poll."""
         self._tick: Tick = ignore
+        """Called after each batch of the present poll."""
         self.newest: deque[Violation] = deque(maxlen=NEWEST)
         """The newest findings, the newest last."""
 

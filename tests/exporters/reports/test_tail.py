@@ -60,6 +60,21 @@ def test_later_journals_are_followed(tmp_path: Path) -> None:
     assert line(tail.now()).startswith("clean: 2 requests")
 
 
+def test_open_requests_of_a_killed_engine_are_unknown(tmp_path: Path) -> None:
+    """As in the sidecar, whose follower tail uses."""
+    writer = started(tmp_path / "engine")
+    writer.write(events(200, journals.CLEAN)[:6])
+    tail = LiveTail(tmp_path)
+    tail.poll()
+    assert line(tail.now()).startswith("clean: 1 request, 1 running")
+
+    writer.abandon()
+    tail.poll()
+
+    assert tail.ended
+    assert line(tail.now()).startswith("unknown: 1 request, 0 running")
+
+
 def test_tail_ends_when_all_engines_have_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     journals.violated(tmp_path / "violated")
 
