@@ -87,13 +87,15 @@ class Steps:
         """``schedule`` returned. Emits the step's admissions, then ``Stepped`` if the step changed."""
         tokens, log, observer = output.num_scheduled_tokens, self._log, self._observer
         # The requests that ran before are listed here too, in the order of ``tokens``.
-        names = getattr(output.scheduled_cached_reqs, "req_ids", [])
+        request_ids = getattr(output.scheduled_cached_reqs, "req_ids", [])
         total = output.total_num_scheduled_tokens
-        same = names == log.names
-        unchanged = same and log.quiet and not log.same_step and total == len(names) == len(tokens)
+        same = request_ids == log.request_ids
+        unchanged = (
+            same and log.steady and not log.unchanged_step and total == len(request_ids) == len(tokens)
+        )
         pools = observer.pools
         if pools is not None:
-            pools.scheduled(output, log.numbers if same else None, unchanged=unchanged)
+            pools.scheduled(output, log.request_nos if same else None, unchanged=unchanged)
         admissions = self._admissions
         if admissions.attempts:
             admissions.admit(tokens)
@@ -102,12 +104,12 @@ class Steps:
         if tokens:
             log.undelivered += 1
             if unchanged:
-                log.same_step = observer.step
+                log.unchanged_step = observer.step
             else:
                 drafts, requests = output.scheduled_spec_decode_tokens, self._scheduler.requests
                 step = observer.step
                 if drafts or not same or not log.scheduled_singly(step, tokens, total, requests):
-                    log.scheduled(step, tokens, drafts, requests, names)
+                    log.scheduled(step, tokens, drafts, requests, request_ids)
         if pools is not None:
             pools.admitted(output)
 
@@ -149,8 +151,8 @@ class Steps:
             if reports.due:
                 reported = reports.read(at, result, model_runner_output, lengths, len(loads.failed))
                 held = reported + (held or [])
-            if log.quiet and log.same_step and lengths is log.ones and not (dropped or held):
-                log.same_step = 0
+            if log.steady and log.unchanged_step and lengths is log.ones and not (dropped or held):
+                log.unchanged_step = 0
                 log.repeats += 1
             else:
                 order, index = model_runner_output.req_ids, model_runner_output.req_id_to_index

@@ -85,7 +85,7 @@ def test_a_scenario_with_drafts_has_the_same_accounts_told_both_ways(
     from tests.scenarios.workloads import crowd
 
     def scenario(whole: float) -> tuple[set[type[Event]], list[Any]]:
-        monkeypatch.setattr(event_log, "WHOLE", whole)
+        monkeypatch.setattr(event_log, "WHOLE_SHARE", whole)
         _, events = observe(crowd, seed=seed, requests=40, asynchronous=asynchronous, drafts=3)
         auditor = audited(events)
         assert "clean" == auditor.verdict

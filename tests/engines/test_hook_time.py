@@ -1,4 +1,4 @@
-"""What the hooks cost is told with the census, of some steps in every sixty-four."""
+"""The census reports what the hooks cost, timed in some steps of every ``TIMED_STEPS``."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from kvledger.audit.engines.observer import Observer
 class Busy(StepLog):
     """A log that is never quiet."""
 
-    quiet = property(lambda _: False, lambda _, __: None)  # type: ignore[assignment]
+    steady = property(lambda _: False, lambda _, __: None)  # type: ignore[assignment]
 
 
 def told(name: str) -> list[str]:
