@@ -20,7 +20,7 @@ from benchmarks.process import settle
 from benchmarks.stats import Estimate
 from benchmarks.validity import InvalidRound
 
-from kvledger.audit.demo.process import quiet
+from kvledger.audit.demo.process import output_to
 
 BLOCKS = ("blocks-256", "blocks-1024", "blocks-pool", "blocks-churn")
 SCHEDULER = ("steady-256", "steady-1024", "churn", "churn-short", "speculative", *BLOCKS)
@@ -86,7 +86,7 @@ def engine_rows(amount: Amount, folder: Path, progress: Progress) -> Iterator[Ro
     """The rows of the real engine."""
     from benchmarks import engine
 
-    with quiet(folder / "engine.log"):
+    with output_to(folder / "engine.log"):
         rate, error = engine.measure(amount.rounds, amount.turns, folder, progress)
     yield _ratio("real engine on this CPU: tokens a second, observed / bare", rate, "engine", at_least=0.99)
     yield _ratio("real engine on this CPU: tokens a second, bare / bare, two engines", error, "engine")

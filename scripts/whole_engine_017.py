@@ -28,8 +28,8 @@ from typing import Any
 
 from kvledger.audit.demo.engine import EXECUTOR
 from kvledger.audit.demo.model import write_model
-from kvledger.audit.demo.process import quiet, settle_environment
-from kvledger.audit.demo.workload import BLOCK_TOKENS, Ask, Wave
+from kvledger.audit.demo.process import output_to, settle_environment
+from kvledger.audit.demo.workload import BLOCK_TOKENS, DemoRequest, Wave
 
 settle_environment(in_process=True)
 
@@ -54,16 +54,19 @@ SOURCES = {
 
 WAVES = (
     Wave(
-        (Ask("lead-system", "lead", 97, 4, "system", 64), Ask("lead-question", "lead", 40, 4, "question", 33))
+        (
+            DemoRequest("lead-system", "lead", 97, 4, "system", 64),
+            DemoRequest("lead-question", "lead", 40, 4, "question", 33),
+        )
     ),
     Wave(
         (
             *(
-                Ask(f"grow-{n}", f"grow-{n}", 97, tokens, "system", 64)
+                DemoRequest(f"grow-{n}", f"grow-{n}", 97, tokens, "system", 64)
                 for n, tokens in enumerate((8, 8, 8, 20), 1)
             ),
-            Ask("overtaken", "overtaken", 129, 4, "question", 98),
-            Ask("saver", "saver", 102, 1, "question", 98),
+            DemoRequest("overtaken", "overtaken", 129, 4, "question", 98),
+            DemoRequest("saver", "saver", 102, 1, "question", 98),
         )
     ),
 )
@@ -148,11 +151,11 @@ def drive(engine: Any) -> list[str]:
     """Runs the waves to their end; what `LLMEngine.step` raised on the way."""
     raised: list[str] = []
     for wave in WAVES:
-        for ask in wave.asks:
+        for request in wave.requests:
             sampling = SamplingParams(
-                temperature=0.0, max_tokens=ask.output_tokens, ignore_eos=True, detokenize=False
+                temperature=0.0, max_tokens=request.output_tokens, ignore_eos=True, detokenize=False
             )
-            engine.add_request(ask.id, {"prompt_token_ids": ask.token_ids(SEED)}, sampling)
+            engine.add_request(request.id, {"prompt_token_ids": request.token_ids(SEED)}, sampling)
         while engine.has_unfinished_requests():
             try:
                 engine.step()
@@ -189,12 +192,12 @@ def line(name: str, figures: dict[str, int]) -> str:
 
 def main() -> None:
     """Runs it in silence and prints what vLLM and kvledger say of it."""
-    with tempfile.TemporaryDirectory() as folder, quiet(Path(os.devnull)):
+    with tempfile.TemporaryDirectory() as folder, output_to(Path(os.devnull)):
         engine = start_engine(Path(folder))
         with kvledger.attach(engine) as audit:
             raised = drive(engine)
         counted = counters(engine)
-    accounts = {ask.id: settled(audit, ask.id) for wave in WAVES for ask in wave.asks}
+    accounts = {request.id: settled(audit, request.id) for wave in WAVES for request in wave.requests}
     head = "".join(f"{word:>10}" for word in ("prompt", *SOURCES, "sum"))
 
     print(f"vLLM {vllm.__version__}, whole engine{head.rjust(60 - len(vllm.__version__))}")

@@ -1,6 +1,7 @@
-"""The real vLLM scheduler, driven without a model, a GPU or weights.
+"""Score cards of KV connectors: the real vLLM scheduler, driven without a model, a GPU or weights.
 
-`driver` moves the scheduler, `connector` scripts what an external cache answers, `scenarios` are the
-ready-made workloads. Nothing here knows how kvledger observes: tests, benchmarks and the release
-matrix attach their observers from outside. Importing this package does not import vLLM.
+`scorecard` drives a connector through the `situations` and judges each. `driver` steps the scheduler,
+`host` and `release` build and call what a vLLM release has, `runner` answers steps in place of a model,
+and `worker` runs the connector's worker side over a KV cache of checksums. Importing this package does
+not import vLLM. Scenarios for tests and the release matrix are in `tests/scenarios`, not here.
 """

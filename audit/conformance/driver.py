@@ -1,11 +1,10 @@
-"""Moves a real vLLM scheduler through real steps, with made-up model output.
+"""Drives a real vLLM scheduler through real steps, with generated model output.
 
-The driver stands where vLLM's EngineCore stands: it calls `schedule()`, has the made-up runner
-answer, and keeps the engine's order: outputs answer steps first in, first out, and under async
-scheduling one step is scheduled before the last one is answered.
+The driver takes the place of vLLM's EngineCore: it calls `schedule()`, has the runner generate the
+output, and keeps the engine's order. Outputs answer steps first in, first out; under async scheduling
+one step is scheduled before the output of the last one is delivered.
 
-It does not know that anybody observes, and it holds no truth about tokens: what it asserts about
-itself is only that it is used as an engine would use it.
+The driver does not observe the scheduler and counts no tokens. Observers attach to its scheduler.
 """
 
 from collections import deque
@@ -20,15 +19,17 @@ __all__ = ["Driver", "EngineSetup", "ModelStep", "tokens"]
 
 
 class Driver:
-    """One scheduler, and the engine around it."""
+    """One scheduler, and the part of an engine around it."""
 
     def __init__(self, setup: EngineSetup | None = None, *, seed: int = 0, record: bool = True) -> None:
-        """With `record`, `delivered` keeps every EngineCoreOutput; benchmarks switch it off."""
+        """With `record`, `delivered` keeps every EngineCoreOutput; benchmarks switch this off."""
         self.setup = setup or EngineSetup()
         self.scheduler: Any = build_scheduler(self.setup)
         self.runner = Runner(self.setup, seed)
         self.in_flight: deque[ModelStep] = deque()
+        """Scheduled steps whose output is not delivered yet."""
         self.delivered: dict[str, list[Any]] = {}
+        """Outputs by request id."""
         self._record = record
         self._depth = 2 if self.setup.asynchronous else 1
         self._hasher = block_hasher(self.scheduler)
@@ -39,7 +40,7 @@ class Driver:
         """The scheduler side of the KV connector; None without one."""
         return self.scheduler.connector
 
-    # What clients do.
+    # Calls of clients.
 
     def add(
         self,
@@ -55,10 +56,9 @@ class Driver:
     ) -> Any:
         """Add a request, or a further chunk of a session; returns vLLM's Request.
 
-        A number of prompt tokens stands for tokens of the request's own; of these, `shares=("a",
-        64)` takes the first 64 from request "a", or from any family of that name. With `stop_at`
-        n, the n-th output token is the stop token. `transfer`: what a router says of where its KV
-        comes from or goes to.
+        A number of prompt tokens means generated tokens of this request; `shares=("a", 64)` takes the
+        first 64 of them from request "a", or from any token family of that name. With `stop_at` n, the
+        n-th output token is the stop token. `transfer`: the `kv_transfer_params` that a router sends.
         """
         prompt = self.prompt(request_id, prompt_tokens, shares)
         self._added += 1
@@ -89,11 +89,11 @@ class Driver:
         return tokens(shared, family) + tokens(prompt_tokens - shared, own or request_id)
 
     def close(self, request_id: str) -> None:
-        """End a session: no further chunk will come."""
+        """End a session: no further chunk follows."""
         self.add(request_id, [FIRST_TOKEN])
 
     def abort(self, request_id: str) -> None:
-        """As when the client disconnects."""
+        """Abort a request, as when its client disconnects."""
         from vllm.v1.request import RequestStatus
 
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
@@ -103,9 +103,9 @@ class Driver:
         return bool(self.scheduler.reset_prefix_cache(**how))
 
     def preempt(self, request_id: str, *, drop: bool | None = None) -> None:
-        """Preempt a running request as `schedule()` would for want of blocks.
+        """Preempt a running request as `schedule()` does when blocks run out.
 
-        `drop`: whether its output in flight is lost; by default what the connector asks for.
+        `drop`: whether its output in flight is dropped; by default what the connector asks for.
         In 0.9 and 0.10 this takes a step, in which the other running requests go on.
         """
         request = self.scheduler.requests[request_id]
@@ -115,10 +115,10 @@ class Driver:
             if not self.setup.asynchronous:
                 self.output()
 
-    # What the engine does.
+    # Calls of the engine.
 
     def schedule(self) -> Any:
-        """One real `schedule()`; it is in flight until `output` answers it."""
+        """Call `schedule()`; the step is in flight until `output` answers it."""
         scheduled = self.scheduler.schedule()
         self.in_flight.append(ModelStep.of(scheduled, self.scheduler.requests))
         return scheduled
@@ -126,15 +126,14 @@ class Driver:
     def output(self, *, accepted: Accepted = None, **transfers: Any) -> dict[int, Any]:
         """Deliver the oldest step's output; returns vLLM's EngineCoreOutputs by client.
 
-        accepted: drafts accepted by each request, or by the named ones; a random number otherwise.
-        transfers: what the connector's worker side reports, see `TransferReport`.
+        accepted: drafts that each request accepts, or by request id; random where not given.
+        transfers: what the connector's worker side reports, the fields of `TransferReport`.
         """
         step = self.in_flight.popleft()
         answer = self.runner.answer(step, self.scheduler.requests, accepted)
         if self.connector is not None:
             held: set[str] = getattr(self.connector, "held", set())
-            said = TransferReport(**transfers)
-            self.runner.transfer(step, said, held, answer)
+            self.runner.transfer(step, TransferReport(**transfers), held, answer)
         drafting = (self.setup.drafts or self.setup.canvas) and not self.setup.asynchronous
         drafts = self.runner.drafts(step) if drafting and step.scheduled.num_scheduled_tokens else None
         outputs: dict[int, Any] = release.take_output(self.scheduler, step.scheduled, answer, drafts)
@@ -145,7 +144,7 @@ class Driver:
         return outputs
 
     def step(self, **of_output: Any) -> dict[int, Any]:
-        """One turn of the engine; under async scheduling the first only fills the queue."""
+        """One iteration of the engine; under async scheduling the first one only schedules."""
         if self.scheduler.has_requests():
             scheduled = self.schedule()
             room = len(self.in_flight) < self._depth
@@ -154,7 +153,7 @@ class Driver:
         return self.output(**of_output) if self.in_flight else {}
 
     def run(self, max_steps: int = 10_000) -> None:
-        """Turn until nothing is left to do; transfers end as soon as they can."""
+        """Step until nothing is left to do; transfers finish as early as possible."""
         for _ in range(max_steps):
             if not self.in_flight and not self.scheduler.has_requests():
                 return
@@ -162,18 +161,18 @@ class Driver:
         raise RuntimeError(f"not done after {max_steps} steps")
 
     def drain(self) -> None:
-        """Deliver every output in flight; schedule nothing."""
+        """Deliver every output in flight without scheduling."""
         while self.in_flight:
             self.output()
 
-    # What one can look up.
+    # Questions.
 
     def blocks(self, request_id: str, group: int = 0) -> list[int]:
         """The ids of the blocks that a request holds, in order."""
         return list(self.scheduler.kv_cache_manager.get_block_ids(request_id)[group])
 
     def prefill_stats(self, request_id: str) -> Any:
-        """vLLM's PrefillStats (since 0.20) as delivered with a request's first output, or None."""
+        """vLLM's PrefillStats (since 0.20), delivered with a request's first output; None without them."""
         outputs = self.delivered.get(request_id, ())
         stats = (getattr(output, "prefill_stats", None) for output in outputs)
-        return next((found for found in stats if found is not None), None)
+        return next((each for each in stats if each is not None), None)

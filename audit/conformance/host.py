@@ -1,12 +1,12 @@
-"""vLLM's objects, built offline: configuration, KV cache layout, scheduler, request.
+"""Builds vLLM's objects offline: configuration, KV cache layout, scheduler, request.
 
-How a release has its objects built is here and nowhere else in this package; how it is driven is in
-`kvledger.audit.conformance.release`. The configuration is a real `VllmConfig` for a model that exists
-only as a `config.json` in the temporary directory; no weight, tokenizer or address is ever looked up.
+Here: how each release has its objects built. Not here: how a release is driven
+(`kvledger.audit.conformance.release`). The configuration is a real `VllmConfig` for a model that exists
+only as a `config.json` in the temporary directory; no weights, tokenizer or address are looked up.
 
-The platform decides on async scheduling, hybrid pools and diffusion while the configuration is built
-(the CPU switches the first off, an unknown platform the second, and the third wants Triton), so they are
-set afterwards; the scheduler takes them from there.
+The platform decides on async scheduling, hybrid pools and diffusion while the configuration is built:
+the CPU platform switches async scheduling off, an unknown platform hybrid pools, and diffusion requires
+Triton. So these are set afterwards, and the scheduler takes them from the configuration.
 """
 
 import functools
@@ -46,7 +46,7 @@ _DRAFTER = {
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """One engine's configuration, as far as its scheduler can tell."""
+    """One engine's configuration, as far as its scheduler depends on it."""
 
     blocks: int = 64
     block_size: int = 16
@@ -55,28 +55,28 @@ class EngineSetup:
     max_model_len: int = 2048
     asynchronous: bool = False
     drafts: int = 0
-    """Speculative tokens for each decode step."""
+    """Speculative tokens per decode step."""
     drafter: Literal["ngram", "eagle"] = "ngram"
-    """Eagle also reserves slots ahead and gives the last block of every local hit up."""
+    """Eagle also reserves slots ahead and drops the last block of every local hit."""
     connector: str | None = None
     """The name of a connector that vLLM registers, or of a class in ``connector_module``; None for none."""
     connector_module: str | None = None
     """The module of a connector that vLLM does not register."""
     connector_options: tuple[tuple[str, Any], ...] = ()
     kv_role: str = "kv_both"
-    """A consumer's preempted requests keep the output in flight; a producer's lose it."""
+    """Preempted requests of a consumer keep their output in flight; those of a producer lose it."""
     load_failure_policy: Literal["recompute", "fail"] = "recompute"
     prefix_caching: bool = True
     chunked_prefill: bool = True
     reserve_full_isl: bool = False
-    """Off, unlike vLLM, because it rules preemption in mid-prefill out."""
+    """Off, unlike in vLLM, because it prevents preemption during prefill."""
     log_stats: bool = True
     policy: Literal["fcfs", "priority"] = "fcfs"
     pooling: bool = False
     groups: tuple[Literal["full", "sliding", "cross"], ...] = ("full",)
     sliding_window: int = 64
     canvas: int = 0
-    """Tokens of a diffusion model's canvas: a step schedules them as drafts, and accepts all or none."""
+    """Tokens of a diffusion model's canvas. A step schedules them as drafts and accepts all or none."""
 
 
 def build_scheduler(setup: EngineSetup) -> Any:
@@ -88,8 +88,8 @@ def build_scheduler(setup: EngineSetup) -> Any:
     config = _vllm_config(setup)
     if (begin_hashing := getattr(kv_cache_utils, "init_none_hash", None)) is not None:
         begin_hashing(_hash_function(config))
-    arguments = _known(
-        Scheduler,  # the others take what it takes, and do not say so
+    arguments = _accepted(
+        Scheduler,  # its subclasses take the same arguments by **kwargs
         vllm_config=config,
         kv_cache_config=_kv_cache_config(setup),
         structured_output_manager=StructuredOutputManager(config),
@@ -116,9 +116,9 @@ def _scheduler_class(setup: EngineSetup) -> Any:
 
 
 def block_hasher(scheduler: Any) -> BlockHasher | None:
-    """What the engine gives to every request, so that its blocks can be found again.
+    """The function that the engine gives every request to hash its blocks.
 
-    None in 0.9, where the KV cache manager has it.
+    None in 0.9, where the KV cache manager hashes.
     """
     from vllm.v1.core import kv_cache_utils
 
@@ -139,9 +139,9 @@ def build_request(
     arrival_seconds: float | None = None,
     transfer: Mapping[str, Any] | None = None,
 ) -> Any:
-    """A real Request. The stop token is the only token that ends it before `max_tokens`.
+    """A real Request. Only the stop token ends it before `max_tokens`.
 
-    `transfer`: its `kv_transfer_params`, which come as a client's do.
+    `transfer`: its `kv_transfer_params`, passed as a client passes them.
     """
     from vllm.pooling_params import PoolingParams
     from vllm.sampling_params import SamplingParams
@@ -213,7 +213,7 @@ def _vllm_config(setup: EngineSetup) -> Any:
     )
     config.cache_config.num_gpu_blocks = setup.blocks
     if getattr(config.cache_config, "kv_cache_layout", "") is None:
-        # An engine core asks its workers (since 0.30): a tensor a layer, of [blocks, heads, tokens, ...].
+        # Since 0.30 an engine core asks its workers: one tensor per layer, of [blocks, heads, tokens, ...].
         config.cache_config.kv_cache_layout = "LBHNC"
     if setup.canvas:
         from vllm.config.diffusion import DiffusionConfig
@@ -306,12 +306,12 @@ def _kv_cache_config(setup: EngineSetup) -> Any:
 
 
 def _call(function: Callable[..., Any], **arguments: Any) -> Any:
-    return function(**_known(function, **arguments))
+    return function(**_accepted(function, **arguments))
 
 
-def _known(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
-    """Those of the arguments that this release knows."""
-    known = inspect.signature(function).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+def _accepted(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
+    """The arguments that this release's function accepts."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return arguments
-    return {name: value for name, value in arguments.items() if name in known}
+    return {name: value for name, value in arguments.items() if name in parameters}

@@ -1,8 +1,8 @@
-"""What releases do differently while a scheduler runs, and what some of them can't do at all.
+"""How vLLM releases differ while their scheduler runs, and what some releases can't do.
 
-How its objects are built is in `kvledger.audit.conformance.host`. Releases from 0.9.2 on are told
-apart by what they have (a method, a parameter, a field), never by their number. A scenario names what
-it needs of `CAPABILITIES` and is left out, with the reason, where the host lacks it.
+How their objects are built is in `kvledger.audit.conformance.host`. Releases from 0.9.2 on are told
+apart by a method, a parameter or a field that they have, never by their number. A test scenario names the
+`CAPABILITIES` that it requires; it is left out, with the reason, where the installed vLLM lacks one.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ def _class(path: str) -> Any:
 
 
 def _scheduler_has(method: str, parameter: str = "") -> bool:
-    found = getattr(_class("v1.core.sched.scheduler:Scheduler"), method, None)
-    return found is not None and (not parameter or parameter in inspect.signature(found).parameters)
+    function = getattr(_class("v1.core.sched.scheduler:Scheduler"), method, None)
+    return function is not None and (not parameter or parameter in inspect.signature(function).parameters)
 
 
 def _async_scheduler_knows(name: str) -> bool:
@@ -35,14 +35,14 @@ def _async_scheduler_knows(name: str) -> bool:
 
 
 def _has_field(path: str, name: str) -> bool:
-    found = _class(path)
-    return dataclasses.is_dataclass(found) and name in {field.name for field in dataclasses.fields(found)}
+    kind = _class(path)
+    return dataclasses.is_dataclass(kind) and name in {field.name for field in dataclasses.fields(kind)}
 
 
 def _may_defer() -> bool:
-    asked: Any = getattr(_class(f"{_BASE}:KVConnectorBase_V1"), "get_num_new_matched_tokens", None)
-    said = str(inspect.signature(asked).return_annotation) if asked else ""
-    return "None" in said or "Optional" in said
+    lookup: Any = getattr(_class(f"{_BASE}:KVConnectorBase_V1"), "get_num_new_matched_tokens", None)
+    returned = str(inspect.signature(lookup).return_annotation) if lookup else ""
+    return "None" in returned or "Optional" in returned
 
 
 _ASYNC = "v1.core.sched.async_scheduler:AsyncScheduler"
@@ -54,14 +54,14 @@ CAPABILITIES: Mapping[str, tuple[str, Callable[[], bool]]] = {
         "no drafts under async scheduling",
         lambda: _async_scheduler_knows("scheduled_spec_decode_tokens"),
     ),
-    "deferred look-up": ("a connector can't ask for time", _may_defer),
+    "deferred lookup": ("a connector can't defer a lookup", _may_defer),
     "dropped output": (
         "output in flight is always delivered",
         lambda: _scheduler_has("_preempt_request", "drop_stale_output"),
     ),
     "failed load": ("a load can't fail", lambda: _scheduler_has("_handle_invalid_blocks")),
     "failed load as a whole": (
-        "a load can't fail without naming its blocks",
+        "a failed load must name its blocks",
         lambda: _has_field("v1.outputs:KVConnectorOutput", "failed_recving"),
     ),
     "failure policy": (
@@ -78,11 +78,11 @@ CAPABILITIES: Mapping[str, tuple[str, Callable[[], bool]]] = {
     ),
     "session": ("no streaming sessions", lambda: _scheduler_has("_update_request_as_session")),
 }
-"""By name: the words for its absence, and whether this host has it."""
+"""By name: the reason to leave a scenario out, and whether the installed vLLM has the capability."""
 
 
 def lacking(names: Iterable[str]) -> list[str]:
-    """Why this host can't do all of `names`; empty if it can."""
+    """Why the installed vLLM lacks any of `names`; empty if it has all."""
     return [CAPABILITIES[name][0] for name in names if not _has(name)]
 
 
@@ -92,7 +92,7 @@ def _has(name: str) -> bool:
 
 
 def output_maker() -> Callable[..., Any]:
-    """ModelRunnerOutput; what a release insists on and the runner leaves out says nothing."""
+    """A function that makes ModelRunnerOutput, with empty values for required fields that it is not given."""
     from vllm.v1.outputs import ModelRunnerOutput
 
     nothing: dict[str, Any] = {
@@ -108,16 +108,16 @@ def output_maker() -> Callable[..., Any]:
     return functools.partial(ModelRunnerOutput, **left_out)
 
 
-def report_transfers(answer: Any, **said: set[Any]) -> None:
-    """Put into a step's output what the connector's worker side says; 0.9 has two fields for it."""
-    spoken = {name: values for name, values in said.items() if values}
+def report_transfers(answer: Any, **reported: set[Any]) -> None:
+    """Put what the connector's worker side reports into a step's output; 0.9 has two fields for it."""
+    fields = {name: values for name, values in reported.items() if values}
     if hasattr(answer, "kv_connector_output"):
         from vllm.v1.outputs import KVConnectorOutput
 
-        answer.kv_connector_output = KVConnectorOutput(**spoken)
+        answer.kv_connector_output = KVConnectorOutput(**fields)
         return
-    for name, values in spoken.items():
-        assert hasattr(answer, name), f"this release can't be told of {name}"
+    for name, values in fields.items():
+        assert hasattr(answer, name), f"this release has no field {name}"
         setattr(answer, name, values)
 
 
@@ -128,12 +128,12 @@ class _Drafts(NamedTuple):
 
 def drafts_class() -> Any:
     """DraftTokenIds; 0.9 has none."""
-    found = _class("v1.outputs:DraftTokenIds")
-    return _Drafts if found is object else found
+    kind = _class("v1.outputs:DraftTokenIds")
+    return _Drafts if kind is object else kind
 
 
 def take_output(scheduler: Any, step: Any, answer: Any, drafts: Any) -> Any:
-    """End a step as the engine does: its output, then its drafts, which 0.9 takes with the output."""
+    """Deliver a step's output, then its drafts, as the engine does; 0.9 takes both together."""
     if isinstance(drafts, _Drafts):
         answer.spec_token_ids = drafts.draft_token_ids
     outputs = scheduler.update_from_output(step, answer)
@@ -152,9 +152,9 @@ def resumed(scheduled: Any) -> Iterable[str]:
 
 
 def preempt(scheduler: Any, request: Any, drop: bool | None) -> Any:
-    """Preempt a running request as `schedule()` would for want of blocks.
+    """Preempt a running request as `schedule()` does when blocks run out.
 
-    Returns the step that this took, which is still to be answered, or None where it took none.
+    Returns the step that this took, whose output must still be delivered; None if it took no step.
     """
     if drop is None:
         drop = getattr(scheduler, "requires_kv_delivery", False)
@@ -164,13 +164,13 @@ def preempt(scheduler: Any, request: Any, drop: bool | None) -> Any:
         return _preempt_in_step(scheduler, request)
     how = {"drop_stale_output": True} if drop else {}
     scheduler._preempt_request(request, time.monotonic(), **how)
-    # Between two steps it may run again in the next, where the runner must take it for new.
+    # The next step may resume the request; the runner must then see it as resumed.
     scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
     return None
 
 
 def _preempt_in_step(scheduler: Any, request: Any) -> Any:
-    """Up to 0.10 only a step preempts, and the last that runs: it finds no block till that is gone."""
+    """Up to 0.10 only a step preempts, and only the last running request: give no blocks until it is gone."""
     scheduler.running.append(request)
     manager = scheduler.kv_cache_manager
     allocate_slots = manager.allocate_slots

@@ -1,16 +1,15 @@
-"""What a model runner would have returned for a step, made up.
+"""Generates the output that a model runner would return for a step.
 
-A runner samples only where a step reaches the end of the sequence that it knows: a prefill chunk
-samples nothing. Of the drafts it accepts a prefix and adds one token of its own; of a diffusion model's
-canvas all or nothing, and adds none. It finishes only
-transfers that a step's plan told it of. Figures are deterministic from the seed; the stop token is
-sampled only where a request is to stop.
+The runner samples a token only where a step reaches the end of the known sequence; a prefill chunk
+samples nothing. It accepts a prefix of the drafts and adds one token; of a diffusion model's canvas it
+accepts all or nothing and adds none. It finishes only loads that a step's connector metadata ordered.
+Output is deterministic for a seed; the stop token is sampled only where a request is to stop.
 
-The lists are built without a Python call for each request, because benchmarks count the driver's
-own share of a step.
+The lists are built without a Python call per request, because benchmarks measure the driver's share of
+a step.
 
-Doubt: a real runner should reject every draft that the scheduler pads with -1 for a request that
-had none; this one accepts none of these unless told to.
+Doubt: the scheduler pads the drafts of a request that had none with -1, and a real runner should reject
+these. This one accepts none of them unless `accepted` says so.
 """
 
 import random
@@ -36,18 +35,18 @@ def tokens(count: int, family: str) -> list[int]:
 
 @dataclass(frozen=True)
 class ModelStep:
-    """A step on its way through the runner."""
+    """A scheduled step that the runner has not answered yet."""
 
     scheduled: Any
     """vLLM's SchedulerOutput."""
     unsampled: frozenset[str]
-    """Requests for which this step is a prefill chunk that samples nothing."""
+    """Requests for which this step is a prefill chunk, so nothing is sampled."""
     admitted: frozenset[str]
-    """Requests that this step starts or resumes: their drafts are padding."""
+    """Requests that this step admits or resumes; their drafts are padding."""
 
     @classmethod
     def of(cls, scheduled: Any, requests: Mapping[str, Any]) -> "ModelStep":
-        """To be called at once after `schedule()`, before anything else is known."""
+        """Read a step; call this right after `schedule()`, before the requests change."""
         unsampled = frozenset(
             name
             for name in scheduled.num_scheduled_tokens
@@ -59,7 +58,7 @@ class ModelStep:
 
 @dataclass(frozen=True)
 class TransferReport:
-    """What the worker side of a connector reports with a step."""
+    """What the worker side of a connector reports with a step's output."""
 
     invalid_blocks: Iterable[int] = ()
     finished_recving: Names = ()
@@ -68,15 +67,15 @@ class TransferReport:
 
 
 class Runner:
-    """Answers steps; knows of the requests only how many tokens they have put out."""
+    """Answers steps in place of a model."""
 
     def __init__(self, setup: EngineSetup, seed: int) -> None:
         import torch
 
         self.stop_at: dict[str, int] = {}
-        """Request to the number of its output token that is the stop token."""
+        """By request id: the number of the output token that is the stop token."""
         self.loading: set[str] = set()
-        """Requests whose asynchronous load the runner was told of and has not finished."""
+        """Requests with an asynchronous load that was ordered and has not finished."""
         self._setup = setup
         self._random = random.Random(seed)
         self._answers = 0
@@ -101,14 +100,14 @@ class Runner:
         for name, drafts in step.scheduled.scheduled_spec_decode_tokens.items():
             new = sampled[index[name]]
             if new or canvas:
-                taken = self._accepted(name, len(drafts), step, accepted)
-                new.extend(range(token + 1, token + 1 + taken))
+                count = self._accepted(name, len(drafts), step, accepted)
+                new.extend(range(token + 1, token + 1 + count))
         if self.stop_at:
             self._stop(names, sampled, requests)
         return self._output(req_ids=names, req_id_to_index=index, sampled_token_ids=sampled)
 
     def drafts(self, step: ModelStep) -> Any:
-        """DraftTokenIds for the requests of a step, as the engine asks for after it."""
+        """DraftTokenIds for the requests of a step; the engine asks for them after the step."""
         names = list(step.scheduled.num_scheduled_tokens)
         proposed = [FIRST_TOKEN] * (self._setup.drafts or self._setup.canvas)
         return self._drafts(
@@ -116,33 +115,32 @@ class Runner:
             draft_token_ids=[[] if name in step.unsampled else proposed[:] for name in names],
         )
 
-    def transfer(self, step: ModelStep, said: TransferReport, held: set[str], answer: Any) -> None:
-        """Report with `answer`. `held`: finished requests that wait for their sending to end."""
+    def transfer(self, step: ModelStep, report: TransferReport, held: set[str], answer: Any) -> None:
+        """Put a report into `answer`. `held`: finished requests whose blocks are still being sent."""
         loads = getattr(step.scheduled.kv_connector_metadata, "loads", ())
         self.loading.update(load.request_id for load in loads if load.asynchronous)
-        everything = said.finished_recving == "all"
-        received = set(self.loading if everything else said.finished_recving)
-        received.update(said.failed_recving)
+        received = set(self.loading if report.finished_recving == "all" else report.finished_recving)
+        received.update(report.failed_recving)
         unknown = received - self.loading
-        assert not unknown, f"the runner was not told to load {sorted(unknown)}"
+        assert not unknown, f"no step ordered a load of {sorted(unknown)}"
         self.loading -= received
-        sent = set(held if said.finished_sending == "all" else said.finished_sending)
+        sent = set(held if report.finished_sending == "all" else report.finished_sending)
         held -= sent
         release.report_transfers(
             answer,
             finished_sending=sent,
             finished_recving=received,
-            invalid_block_ids=set(said.invalid_blocks),
-            failed_recving=set(said.failed_recving),
+            invalid_block_ids=set(report.invalid_blocks),
+            failed_recving=set(report.failed_recving),
         )
 
     def _accepted(self, name: str, drafted: int, step: ModelStep, accepted: Accepted) -> int:
-        said = accepted if isinstance(accepted, int) else (accepted or {}).get(name)
-        if said is None:
-            said = 0 if name in step.admitted else self._random.randint(0, drafted)
+        count = accepted if isinstance(accepted, int) else (accepted or {}).get(name)
+        if count is None:
+            count = 0 if name in step.admitted else self._random.randint(0, drafted)
         if self._setup.canvas:
-            return drafted if said >= drafted else 0
-        return min(said, drafted)
+            return drafted if count >= drafted else 0
+        return min(count, drafted)
 
     def _stop(self, names: list[str], sampled: list[list[int]], requests: Mapping[str, Any]) -> None:
         for name, new in zip(names, sampled, strict=True):

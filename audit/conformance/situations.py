@@ -40,7 +40,7 @@ def _save(driver: Any, name: str, tokens: int) -> None:
 
 
 def _repeat(driver: Any, name: str, tokens: int, of: str, output_tokens: int = 3) -> None:
-    """A prompt that begins as that of an earlier request."""
+    """Add a prompt whose first ``tokens`` are those of the earlier request ``of``."""
     driver.add(name, tokens, output_tokens, shares=(of, tokens))
 
 
@@ -54,11 +54,11 @@ def _run_until_output(driver: Any, name: str, output_tokens: int) -> None:
 
 
 def _preempt(driver: Any, name: str) -> bool:
-    """Preempt a request, if it runs."""
-    runs = driver.scheduler.requests.get(name) in driver.scheduler.running
-    if runs:
+    """Preempt a request if it is running; returns whether it was."""
+    running = driver.scheduler.requests.get(name) in driver.scheduler.running
+    if running:
         driver.preempt(name)
-    return runs
+    return running
 
 
 # --- was it reached? --------------------------------------------------------------------------------------
@@ -73,10 +73,10 @@ def _hit(events: Events, least: int = 1) -> bool:
 
 
 def _hit_on_part(events: Events) -> bool:
-    """Of some prompt less than all but its last token, which is executed here in any case."""
+    """Whether a hit left more of a prompt to compute than its last token, which is always computed."""
     prompts: dict[int, int] = {}
     parts: list[bool] = []
-    for event in events:  # engine by engine, each with its own numbers
+    for event in events:  # engine by engine: request numbers repeat only after a RequestAdded
         if isinstance(event, ev.RequestAdded):
             prompts[event.request] = event.prompt_tokens
         if isinstance(event, ev.Admitted) and event.external_tokens > 0:
@@ -151,7 +151,7 @@ def whole_prompt(engines: EngineStarter, setup: SetupOptions) -> None:
 
 
 def preempted_before_load(engines: EngineStarter, setup: SetupOptions) -> None:
-    """As soon as it runs, its first step still unanswered."""
+    """Preempt as soon as it runs, before the output of its first step."""
     driver = engines.start(**setup)
     _save(driver, "a", 100)
     _repeat(driver, "r", 100, "a", 6)
@@ -176,7 +176,7 @@ def preempted_after_load(engines: EngineStarter, setup: SetupOptions) -> None:
 
 
 def reset_while_running(engines: EngineStarter, setup: SetupOptions) -> None:
-    """A reset preempts what runs, and the next step may resume it at once."""
+    """The reset preempts all running requests; the next step may resume them."""
     driver = engines.start(**setup)
     _save(driver, "a", 100)
     _repeat(driver, "r", 100, "a", 12)
@@ -186,7 +186,7 @@ def reset_while_running(engines: EngineStarter, setup: SetupOptions) -> None:
 
 
 def resumed_after_saving(engines: EngineStarter, setup: SetupOptions) -> None:
-    """It found nothing at first; what it has saved itself it finds when it resumes."""
+    """Its first lookup misses; when it resumes it hits what it saved itself."""
     driver = engines.start(**setup)
     driver.add("r", 100, 40)
     _run_until_output(driver, "r", 20)

@@ -1,8 +1,8 @@
-"""Patches that make a live vLLM 0.32 do what a release did before its fix, and no more.
+"""Patches that bring a fixed defect back into vLLM 0.32, and change nothing else.
 
-Here: one function a defect; each patches the engine's own classes in this process, and must run
-before the engine is built. Not here: what each is called and where it was reported (injections.py).
-`refusals` takes what the engine's own counters said when they refused a figure.
+Here: one function per defect. It patches vLLM's classes in this process and must run before the engine
+is built. Not here: the names of the defects and where they were reported (injections.py).
+`refusals` collects what the engine's own counters raised when they refused a figure.
 """
 
 import functools
@@ -13,23 +13,23 @@ Refusals = list[str]
 
 
 def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Puts `make(original)` where `owner.name` is, under the original's name and signature."""
+    """Replace `owner.name` by `make(original)`, with the original's name and signature."""
     original = getattr(owner, name)
     setattr(owner, name, functools.wraps(original)(make(original)))
 
 
-def _external_asked_again(local: Callable[[int], int]) -> None:
-    """At a re-admission in mid-prefill the external figure is taken anew, the sum stays frozen.
+def _external_updated_alone(local: Callable[[int], int]) -> None:
+    """A readmission during prefill updates the external figure and keeps the old total.
 
-    Up to 0.19.1 `num_cached_tokens` was set once and `num_external_computed_tokens` at every
-    look-up; the front end called the difference a local hit. `local` is what it made of that.
+    Up to 0.19.1 `num_cached_tokens` was set once and `num_external_computed_tokens` at every lookup; the
+    front end reported the difference as the local hit. `local` is what it did to the difference.
     """
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
     def make(original: Any) -> Any:
         def allocate_slots(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-            figures, again = request.prefill_stats, request.num_preemptions > 0
-            if again and figures and "num_external_computed_tokens" in kwargs:
+            figures, readmitted = request.prefill_stats, request.num_preemptions > 0
+            if readmitted and figures and "num_external_computed_tokens" in kwargs:
                 external_tokens = kwargs["num_external_computed_tokens"]
                 figures.num_external_cached_tokens = external_tokens
                 figures.num_local_cached_tokens = local(figures.num_cached_tokens - external_tokens)
@@ -41,10 +41,10 @@ def _external_asked_again(local: Callable[[int], int]) -> None:
 
 
 def negative_local_hit(refusals: Refusals) -> None:
-    """The difference goes out as it is. The engine's counter refuses it; we let the engine live.
+    """The negative difference is reported as the local hit, and the engine's counter refuses it.
 
-    Upstream the refusal ended the server's step. What the counter had not yet taken of that
-    iteration is lost here as it was there.
+    Upstream the refusal raised into the server's step; here the error is caught. The figures that the
+    counters had not yet taken of that iteration are lost, as they were upstream.
     """
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
@@ -57,17 +57,17 @@ def negative_local_hit(refusals: Refusals) -> None:
 
         return record
 
-    _external_asked_again(lambda tokens: tokens)
+    _external_updated_alone(lambda tokens: tokens)
     _replace(PrometheusStatLogger, "record", make)
 
 
 def clamped_local_hit(_: Refusals) -> None:
-    """The difference is cut off at nought: no counter refuses it, and the sources do not add up."""
-    _external_asked_again(lambda tokens: max(0, tokens))
+    """The negative difference is clamped to zero: no counter refuses it, and the sources do not add up."""
+    _external_updated_alone(lambda tokens: max(0, tokens))
 
 
 def promise_not_loaded(_: Refusals) -> None:
-    """The load plan leaves out requests that resume, whatever was promised for them."""
+    """The connector metadata omits the loads of resumed requests, although their tokens were promised."""
     from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
 
     def make(original: Any) -> Any:
@@ -82,16 +82,16 @@ def promise_not_loaded(_: Refusals) -> None:
 
 
 def lookup_counted(_: Refusals) -> None:
-    """The look-up counts itself, whether or not it leads to an admission."""
+    """Every lookup is counted, whether or not the request is admitted."""
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
     count = KVCacheManager.record_prefix_cache_stats
 
     def looked_up(original: Any) -> Any:
         def get_computed_blocks(self: Any, request: Any) -> Any:
-            found = original(self, request)
-            count(self, request, found[1])
-            return found
+            hit = original(self, request)
+            count(self, request, hit[1])
+            return hit
 
         return get_computed_blocks
 
@@ -103,17 +103,17 @@ def lookup_counted(_: Refusals) -> None:
 
 
 def stale_lookup(_: Refusals) -> None:
-    """What a failed attempt found is used at the next one, without a look-up, though it has gone."""
+    """An admission uses the hit of an earlier, failed attempt, although its blocks may be evicted."""
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    found_before: dict[str, Any] = {}
+    earlier_hits: dict[str, Any] = {}
 
     def looked_up(original: Any) -> Any:
         def _get_local_prefix_cache_hit(self: Any, request: Any) -> Any:
-            if request.request_id not in found_before:
-                found_before[request.request_id] = original(self, request)
-            return found_before[request.request_id]
+            if request.request_id not in earlier_hits:
+                earlier_hits[request.request_id] = original(self, request)
+            return earlier_hits[request.request_id]
 
         return _get_local_prefix_cache_hit
 
@@ -121,7 +121,7 @@ def stale_lookup(_: Refusals) -> None:
         def allocate_slots(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
             blocks = original(self, request, *args, **kwargs)
             if blocks is not None:
-                found_before.pop(request.request_id, None)
+                earlier_hits.pop(request.request_id, None)
             return blocks
 
         return allocate_slots
@@ -131,25 +131,25 @@ def stale_lookup(_: Refusals) -> None:
 
 
 def double_allocation(_: Refusals) -> None:
-    """Blocks for the external hit leave the free queue while the local hits still lie in it.
+    """Blocks for the external hit are allocated before the local hits leave the free queue.
 
-    Upstream this needed two cache groups, one taking what the other had found (up to 0.23). Here one
-    group does both, and its order is turned round: the same block comes twice into a request's table.
+    Upstream (up to 0.23) this needed two cache groups: one allocated the blocks that the other had hit.
+    Here one group does both in the wrong order, and a block can stand twice in a request's table.
     """
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
-    held_back: list[Callable[[], None]] = []
+    deferred_touches: list[Callable[[], None]] = []
 
     def make(original: Any) -> Any:
         def allocate_new_computed_blocks(self: Any, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
-            while held_back:
-                held_back.pop()()
+            while deferred_touches:
+                deferred_touches.pop()()
 
         return allocate_new_computed_blocks
 
-    def found(original: Any) -> Any:
+    def deferring(original: Any) -> Any:
         def add_local_computed_blocks(
             self: Any, request_id: str, new_computed_blocks: Any, local_tokens: int, external_tokens: int
         ) -> None:
@@ -160,16 +160,16 @@ def double_allocation(_: Refusals) -> None:
             def touch(self: Any = self, request_id: str = request_id) -> None:
                 self.block_pool.touch(hits)
 
-            held_back.append(touch)
+            deferred_touches.append(touch)
 
         return add_local_computed_blocks
 
     _replace(KVCacheCoordinator, "allocate_new_computed_blocks", make)
-    _replace(SingleTypeKVCacheManager, "add_local_computed_blocks", found)
+    _replace(SingleTypeKVCacheManager, "add_local_computed_blocks", deferring)
 
 
 def double_free(_: Refusals) -> None:
-    """A request that is preempted frees its first block, and then frees all of them."""
+    """A preempted request frees its first block and then all of its blocks."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     def make(original: Any) -> Any:
@@ -187,4 +187,4 @@ def double_free(_: Refusals) -> None:
 
 
 def nothing(_: Refusals) -> None:
-    """The released engine does it unaided."""
+    """No patch: vLLM 0.32 itself has this defect."""

@@ -1,12 +1,12 @@
-"""Runs the real vLLM engine through the demo's workload and writes what the engine itself says.
+"""Runs the real vLLM engine through the demo's workload and writes the engine's own counters.
 
 `python -m kvledger.audit.demo.engine --output RESULT.json`. Here: the environment, the engine, the
-loop, and RESULT.json. Not here: any observation. kvledger's plugin comes in as it does in any vLLM
-process, by its entry point, when KVLEDGER_DIR says so; what the engine counted stands in the result
-so that the two can be compared.
+loop, and RESULT.json. Not here: any observation. kvledger's plugin is loaded as in any vLLM process, by
+its entry point, when KVLEDGER_DIR is set. RESULT.json has the engine's counters, so that they can be
+compared with the ledger.
 
-Standard output carries one JSON line a finished request, `{"done": 3, "of": 29}`, and nothing else:
-what vLLM and its C++ parts print goes to a log file. vLLM is imported late, after the environment.
+Standard output has one JSON line per finished request, `{"done": 3, "of": 29}`, and nothing else.
+Whatever vLLM and its C++ parts print goes to a log file. vLLM is imported after the environment is set.
 """
 
 import argparse
@@ -23,22 +23,22 @@ from typing import Any, TextIO
 from . import workload
 from .injections import INJECTIONS, Injection
 from .model import write_model
-from .process import quiet, settle_environment, share_bytecode
+from .process import output_to, settle_environment, share_bytecode
 
-WORDS = ("prompt", "cache", "preempt", "external", "generation")
-"""A counter belongs in the result when its name has one of these."""
+COUNTER_WORDS = ("prompt", "cache", "preempt", "external", "generation")
+"""RESULT.json has every counter with one of these in its name."""
 
 EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""The worker within EngineCore. By its name "uni" the CPU platform would turn it into a process."""
+"""The worker inside EngineCore. The CPU platform would replace the short name "uni" by a process."""
 
 
 def start_engine(folder: Path, seed: int) -> Any:
-    """A real engine on the CPU, with too few blocks and a connector that saves under `folder`."""
+    """Start a real engine on the CPU, with too few blocks and a connector that saves under `folder`."""
     from vllm import LLM, ModelRegistry
     from vllm.config import KVTransferConfig
     from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
-    # A class known by name only is inspected in a process of its own, a second import of vLLM.
+    # vLLM inspects a class that it knows only by name in another process, which imports vLLM again.
     ModelRegistry.register_model("Qwen3ForCausalLM", Qwen3ForCausalLM)
     store = folder / "store"
     store.mkdir()
@@ -58,7 +58,7 @@ def start_engine(folder: Path, seed: int) -> Any:
         enable_chunked_prefill=True,
         max_num_batched_tokens=workload.STEP_TOKENS,
         long_prefill_token_threshold=workload.CHUNK_TOKENS,
-        scheduler_reserve_full_isl=False,  # or no request would be preempted in mid-prefill
+        scheduler_reserve_full_isl=False,  # else no request is preempted during prefill
         kv_transfer_config=KVTransferConfig(
             kv_connector="ExampleConnector",
             kv_role="kv_both",
@@ -68,10 +68,10 @@ def start_engine(folder: Path, seed: int) -> Any:
 
 
 def add_wave(engine: Any, wave: workload.Wave, seed: int) -> None:
-    """Adds a wave's requests in one go, so that the first step sees them all.
+    """Add all requests of a wave before the next step.
 
-    A core in a process of its own would begin with the first to arrive, and the schedule would
-    depend on the machine's load: it is paused meanwhile.
+    An EngineCore process would start with the first request to arrive, and the schedule would depend on
+    the machine's load. So its scheduler is paused meanwhile.
     """
     from vllm import SamplingParams
 
@@ -79,32 +79,34 @@ def add_wave(engine: Any, wave: workload.Wave, seed: int) -> None:
     pausing = hasattr(core, "call_utility")
     if pausing:
         core.call_utility("pause_scheduler", "keep", False)
-    for ask in wave.asks:
+    for request in wave.requests:
         engine.add_request(
-            ask.id,
-            {"prompt_token_ids": ask.token_ids(seed)},
-            SamplingParams(temperature=0.0, max_tokens=ask.output_tokens, ignore_eos=True, detokenize=False),
+            request.id,
+            {"prompt_token_ids": request.token_ids(seed)},
+            SamplingParams(
+                temperature=0.0, max_tokens=request.output_tokens, ignore_eos=True, detokenize=False
+            ),
         )
     if pausing:
         core.call_utility("resume_scheduler")
 
 
 def run_waves(llm: Any, waves: tuple[workload.Wave, ...], seed: int, out: TextIO) -> list[Any]:
-    """Drives the engine step by step through `waves`; says on `out` how far it has come."""
+    """Run the engine step by step through `waves`, and write progress to `out`."""
     finished: list[Any] = []
-    expected, done = sum(len(wave.asks) for wave in waves), 0
+    expected, done = sum(len(wave.requests) for wave in waves), 0
     for wave in waves:
         if wave.reset:
             assert llm.reset_prefix_cache(), "a reset between waves finds every block free"
         add_wave(llm.llm_engine, wave, seed)
-        leaving = {ask.given_up_at: ask.id for ask in wave.asks if ask.given_up_at}
+        to_abort = {request.aborted_after: request.id for request in wave.requests if request.aborted_after}
         while llm.llm_engine.has_unfinished_requests():
             for output in llm.llm_engine.step():
                 ended = int(output.finished)
                 if output.finished:
                     finished.append(output)
-                if output.request_id in leaving:
-                    llm.llm_engine.abort_request([leaving.pop(output.request_id)])
+                if output.request_id in to_abort:
+                    llm.llm_engine.abort_request([to_abort.pop(output.request_id)])
                     ended += 1
                 if ended:
                     done += ended
@@ -112,8 +114,8 @@ def run_waves(llm: Any, waves: tuple[workload.Wave, ...], seed: int, out: TextIO
     return finished
 
 
-def told(output: Any) -> dict[str, Any]:
-    """One finished request; its answer as a digest only."""
+def summary(output: Any) -> dict[str, Any]:
+    """One finished request for RESULT.json; its output only as a digest."""
     token_ids = list(output.outputs[0].token_ids)
     return {
         "id": output.request_id,
@@ -124,24 +126,24 @@ def told(output: Any) -> dict[str, Any]:
 
 
 def counters(llm: Any) -> dict[str, float]:
-    """The engine's own Prometheus counters, labels flattened: `name{source="local_compute"}`."""
+    """The engine's Prometheus counters by name and labels: `name{source="local_compute"}`."""
     from vllm.v1.metrics.reader import Counter
 
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for metric in llm.get_metrics():
-        if not isinstance(metric, Counter) or not any(word in metric.name for word in WORDS):
+        if not isinstance(metric, Counter) or not any(word in metric.name for word in COUNTER_WORDS):
             continue
         labels = {k: v for k, v in metric.labels.items() if k not in ("engine", "model_name")}
         shown = ",".join(f'{name}="{value}"' for name, value in sorted(labels.items()))
-        found[f"{metric.name}{{{shown}}}" if shown else metric.name] = metric.value
-    return found
+        values[f"{metric.name}{{{shown}}}" if shown else metric.name] = metric.value
+    return values
 
 
 def run(seed: int, injection: Injection | None, in_process: bool, out: TextIO) -> dict[str, Any]:
-    """The whole run, from the model to what goes into RESULT.json."""
+    """Run the engine from start to end; returns what goes into RESULT.json."""
     began_seconds = time.monotonic()
     refusals: list[str] = []
-    waves = injection.waves if injection else workload.CROWDED
+    waves = injection.waves if injection else workload.DEFAULT_WAVES
     settle_environment(in_process=in_process)
     with tempfile.TemporaryDirectory(prefix="kvledger-demo-") as folder:
         if not in_process:
@@ -154,7 +156,7 @@ def run(seed: int, injection: Injection | None, in_process: bool, out: TextIO) -
         started_seconds = time.monotonic()
         try:
             finished = run_waves(llm, waves, seed, out)
-            counted = counters(llm)
+            counter_values = counters(llm)
         finally:
             llm.llm_engine.engine_core.shutdown()
     return {
@@ -164,36 +166,36 @@ def run(seed: int, injection: Injection | None, in_process: bool, out: TextIO) -
         "seed": seed,
         "start_seconds": round(started_seconds - began_seconds, 3),
         "elapsed_seconds": round(time.monotonic() - began_seconds, 3),
-        "requests": [told(output) for output in finished],
-        "counters": counted,
+        "requests": [summary(output) for output in finished],
+        "counters": counter_values,
         "refused_by_the_engines_counters": refusals,
     }
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parses, settles the environment, runs, writes; 0, or 1 with the engine's last words."""
+    """Parse, run, write RESULT.json; returns 0, or 1 with a traceback if the engine failed."""
     parser = argparse.ArgumentParser(prog="python -m kvledger.audit.demo.engine")
     parser.add_argument("--output", type=Path, metavar="RESULT.json")
     parser.add_argument("--inject", metavar="NAME", choices=["list", *INJECTIONS])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--in-process", action="store_true", help="no process for EngineCore")
-    parser.add_argument("--log", type=Path, default=Path(os.devnull), help="what vLLM prints")
-    asked = parser.parse_args(arguments)
-    if asked.inject == "list":
+    parser.add_argument("--in-process", action="store_true", help="run EngineCore in this process")
+    parser.add_argument("--log", type=Path, default=Path(os.devnull), help="file for what vLLM prints")
+    options = parser.parse_args(arguments)
+    if options.inject == "list":
         for listed in INJECTIONS.values():
             print(f"{listed.name:20} {listed.summary}")
         return 0
-    if asked.output is None:
+    if options.output is None:
         parser.error("--output is needed")
-    injection = INJECTIONS[asked.inject] if asked.inject else None
-    in_process = asked.in_process or injection is not None  # an injection patches this process
-    with quiet(asked.log) as (stdout, stderr):
+    injection = INJECTIONS[options.inject] if options.inject else None
+    in_process = options.in_process or injection is not None  # an injection patches this process
+    with output_to(options.log) as (stdout, stderr):
         try:
-            result = run(asked.seed, injection, in_process, stdout)
+            result = run(options.seed, injection, in_process, stdout)
         except Exception:
             traceback.print_exc(file=stderr)
             return 1
-    asked.output.write_text(json.dumps(result, indent=1) + "\n")
+    options.output.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 

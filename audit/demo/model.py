@@ -1,12 +1,12 @@
-"""A tiny model, made on the spot, whose answers depend on the KV cache.
+"""Writes a tiny model whose output depends on the KV cache.
 
-Here: the folder that `kvledger demo` hands to the engine, a configuration and random weights. Not
-here: the engine (engine.py) and what it is asked (workload.py). Nothing is downloaded and there is
-no tokenizer: the demo speaks in token ids.
+Here: the model folder that `kvledger demo` gives the engine, with a configuration and random weights.
+Not here: the engine (engine.py) and its requests (workload.py). Nothing is downloaded, and there is no
+tokenizer: requests are token ids.
 
-The weights are real random numbers rather than the engine's own dummy format. With dummy weights
-the answer does not change when the KV is wrong, and a demo of wrong KV needs one that does: every
-projection keeps the variance of what enters it, so attention weighs as much as the embedding.
+The weights are random numbers and not vLLM's dummy weights. With dummy weights the output stays the same
+when the KV is wrong. Here every projection keeps the variance of its input, so attention contributes as
+much as the embedding.
 """
 
 import json
@@ -49,28 +49,28 @@ def config() -> dict[str, Any]:
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
-    """Every weight's name and shape, in a fixed order."""
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY_TOKENS, HIDDEN)}
+    """Name and shape of every weight, in a fixed order."""
+    weights: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY_TOKENS, HIDDEN)}
     for layer in range(LAYERS):
-        at = f"model.layers.{layer}"
-        found[f"{at}.input_layernorm.weight"] = (HIDDEN,)
-        found[f"{at}.self_attn.q_proj.weight"] = (HEADS * HEAD_DIM, HIDDEN)
-        found[f"{at}.self_attn.k_proj.weight"] = (KV_HEADS * HEAD_DIM, HIDDEN)
-        found[f"{at}.self_attn.v_proj.weight"] = (KV_HEADS * HEAD_DIM, HIDDEN)
-        found[f"{at}.self_attn.o_proj.weight"] = (HIDDEN, HEADS * HEAD_DIM)
-        found[f"{at}.self_attn.q_norm.weight"] = (HEAD_DIM,)
-        found[f"{at}.self_attn.k_norm.weight"] = (HEAD_DIM,)
-        found[f"{at}.post_attention_layernorm.weight"] = (HIDDEN,)
-        found[f"{at}.mlp.gate_proj.weight"] = (INTERMEDIATE, HIDDEN)
-        found[f"{at}.mlp.up_proj.weight"] = (INTERMEDIATE, HIDDEN)
-        found[f"{at}.mlp.down_proj.weight"] = (HIDDEN, INTERMEDIATE)
-    found["model.norm.weight"] = (HIDDEN,)
-    found["lm_head.weight"] = (VOCABULARY_TOKENS, HIDDEN)
-    return found
+        prefix = f"model.layers.{layer}"
+        weights[f"{prefix}.input_layernorm.weight"] = (HIDDEN,)
+        weights[f"{prefix}.self_attn.q_proj.weight"] = (HEADS * HEAD_DIM, HIDDEN)
+        weights[f"{prefix}.self_attn.k_proj.weight"] = (KV_HEADS * HEAD_DIM, HIDDEN)
+        weights[f"{prefix}.self_attn.v_proj.weight"] = (KV_HEADS * HEAD_DIM, HIDDEN)
+        weights[f"{prefix}.self_attn.o_proj.weight"] = (HIDDEN, HEADS * HEAD_DIM)
+        weights[f"{prefix}.self_attn.q_norm.weight"] = (HEAD_DIM,)
+        weights[f"{prefix}.self_attn.k_norm.weight"] = (HEAD_DIM,)
+        weights[f"{prefix}.post_attention_layernorm.weight"] = (HIDDEN,)
+        weights[f"{prefix}.mlp.gate_proj.weight"] = (INTERMEDIATE, HIDDEN)
+        weights[f"{prefix}.mlp.up_proj.weight"] = (INTERMEDIATE, HIDDEN)
+        weights[f"{prefix}.mlp.down_proj.weight"] = (HIDDEN, INTERMEDIATE)
+    weights["model.norm.weight"] = (HIDDEN,)
+    weights["lm_head.weight"] = (VOCABULARY_TOKENS, HIDDEN)
+    return weights
 
 
 def write_model(folder: Path, seed: int) -> Path:
-    """Writes config.json and model.safetensors into `folder`, the same for the same seed."""
+    """Write config.json and model.safetensors into `folder`; the same seed gives the same files."""
     import torch
     from safetensors.torch import save_file
 

@@ -1,6 +1,6 @@
-"""What a quiet, repeatable engine run needs of its process, before vLLM is imported.
+"""Prepares a process for a repeatable engine run, before vLLM is imported.
 
-Here: environment, bytecode, and where output goes. Nothing here knows the engine.
+Here: environment variables, bytecode, and where output goes. Not here: the engine.
 """
 
 import importlib.util
@@ -13,7 +13,7 @@ from typing import TextIO
 
 
 def settle_environment(*, in_process: bool) -> None:
-    """What must stand in the environment before vLLM is imported."""
+    """Set the environment variables that vLLM reads when it is imported."""
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0" if in_process else "1",
         VLLM_LOGGING_LEVEL="ERROR",
@@ -21,15 +21,15 @@ def settle_environment(*, in_process: bool) -> None:
         VLLM_CPU_OMP_THREADS_BIND="nobind",
         VLLM_NO_USAGE_STATS="1",
         HF_HUB_OFFLINE="1",
-        OMP_NUM_THREADS="1",  # sums in one order: digests that can be compared
+        OMP_NUM_THREADS="1",  # one order of summation, so that digests are comparable
         TOKENIZERS_PARALLELISM="false",
     )
 
 
 def share_bytecode(folder: Path) -> None:
-    """Where bytecode isn't kept, keeps it in `folder`: EngineCore will import it all again.
+    """Keep bytecode in `folder` if this process writes none, because EngineCore imports everything again.
 
-    Compiling vLLM and what it needs takes ten seconds, a process.
+    Compiling vLLM and its dependencies takes ten seconds per process.
     """
     torch = importlib.util.find_spec("torch")
     kept = torch and torch.origin and Path(importlib.util.cache_from_source(torch.origin)).exists()
@@ -39,8 +39,8 @@ def share_bytecode(folder: Path) -> None:
 
 
 @contextmanager
-def quiet(log: Path) -> Iterator[tuple[TextIO, TextIO]]:
-    """Sends this process's output, and its children's, to `log`; yields the outputs of before."""
+def output_to(log: Path) -> Iterator[tuple[TextIO, TextIO]]:
+    """Redirect this process's output, and its children's, to `log`; yields the original outputs."""
     with (
         os.fdopen(os.dup(1), "w") as stdout,
         os.fdopen(os.dup(2), "w") as stderr,

@@ -1,21 +1,21 @@
-"""What the demo asks of the engine: waves of requests, as data.
+"""The demo's requests, in waves, as data.
 
-Here: lengths, prefixes and order, and the engine settings they were tuned to. Not here: running it
-(engine.py). Everything that decides the schedule is a length, so the same requests are admitted,
-hit, preempted and resumed in the same steps on every run; a seed only changes the token ids.
+Here: lengths, prefixes and order of the requests, and the engine settings that fit them. Not here: the
+run (engine.py). The schedule depends only on lengths, so the same requests are admitted, hit, preempted
+and resumed in the same steps on every run; a seed only changes the token ids.
 
-The stock ExampleConnector knows a prompt by its whole blocks, and has limits that an honest demo
-keeps clear of (each was seen on vLLM 0.32):
+ExampleConnector identifies a prompt by its whole blocks. It has limits that this workload stays within,
+so that only an injected defect shows (each limit was seen on vLLM 0.32):
 
-- It saves a new prompt in the step that admits it, all of its whole blocks or as many as that step
-  reached. So the first chunk of a prompt that can be matched later reaches its last whole block.
-- It loads a resumed request by the blocks of its *sequence*, which it never saved once that has
-  more whole blocks than the prompt. So a request that can be matched ends in the block after its
-  prompt's last whole one ("fit", "bare"). For the same reason its answer can't be negative.
-- A prompt of one token more than whole blocks is saved under one name and looked up under another,
-  a block less. So such a request ("grow", "lead") is never matched, and may grow as long as it
-  likes. "overtaken" is one too, but for another's file under the shorter name: it must then not be
-  alone when it resumes, or its one chunk would reach the block that the file lacks.
+- The connector saves a new prompt in the step that admits it, as many whole blocks as that step
+  computes. So the first chunk of a prompt that is matched later reaches the prompt's last whole block.
+- The connector loads a resumed request by the blocks of its *sequence*. It never saved these if the
+  sequence has more whole blocks than the prompt. So a request that can be matched ends within the block
+  after its prompt's last whole block ("fit", "bare"). Then its match can't be negative either.
+- A prompt of whole blocks and one token is saved under one name and looked up under another, which has
+  a block less. So such a request ("grow", "lead") is never matched and may grow freely. "overtaken" is
+  such a request too, but another request saved a file under the shorter name. It must not resume alone,
+  or its one chunk would reach the block that the file lacks.
 """
 
 import random
@@ -25,7 +25,7 @@ from .model import VOCABULARY_TOKENS
 
 BLOCK_TOKENS = 32
 BLOCKS = 11
-"""The pool, with the null block: ten for use, where six running requests would like twenty."""
+"""Blocks of the pool with the null block. Ten are usable; six running requests would need twenty."""
 
 STEP_TOKENS = 192
 CHUNK_TOKENS = 32
@@ -34,7 +34,7 @@ RUNNING_REQUESTS = 6
 
 
 @dataclass(frozen=True)
-class Ask:
+class DemoRequest:
     """One request: `prompt_tokens` long, the first `shared_tokens` of them from `prefix`."""
 
     id: str
@@ -43,11 +43,11 @@ class Ask:
     output_tokens: int
     prefix: str = ""
     shared_tokens: int = 0
-    given_up_at: str = ""
-    """The id of a request at whose first output the client of this one gives up; it is aborted."""
+    aborted_after: str = ""
+    """The id of another request; its first output aborts this request, as if the client had left."""
 
     def token_ids(self, seed: int) -> list[int]:
-        """The prompt; the same for the same seed, prefix and content."""
+        """The prompt's token ids; the same seed, prefix and content give the same ids."""
         own_tokens = self.prompt_tokens - self.shared_tokens
         shared = _tokens(seed, self.prefix, self.shared_tokens)
         return shared + _tokens(seed, self.content, own_tokens)
@@ -55,11 +55,11 @@ class Ask:
 
 @dataclass(frozen=True)
 class Wave:
-    """Requests that come at once, after all others have finished."""
+    """Requests that arrive together, after all earlier ones have finished."""
 
-    asks: tuple[Ask, ...]
+    requests: tuple[DemoRequest, ...]
     reset: bool = False
-    """Empty the engine's own prefix cache first; what the connector saved stays."""
+    """Reset the engine's own prefix cache first; the connector keeps what it saved."""
 
 
 def _tokens(seed: int, content: str, count_tokens: int) -> list[int]:
@@ -67,83 +67,83 @@ def _tokens(seed: int, content: str, count_tokens: int) -> list[int]:
     return [generator.randrange(2, VOCABULARY_TOKENS) for _ in range(count_tokens)]
 
 
-def _ask(
+def _request(
     wave: str,
     role: str,
     prompt_tokens: int,
     output_tokens: int,
     shared_tokens: int,
     topic: str = "",
-) -> Ask:
+) -> DemoRequest:
     prefix = "system" if shared_tokens else ""
     content = f"{topic} {role}"
-    return Ask(f"{wave}-{role}", content, prompt_tokens, output_tokens, prefix, shared_tokens)
+    return DemoRequest(f"{wave}-{role}", content, prompt_tokens, output_tokens, prefix, shared_tokens)
 
 
-def _lead(wave: str) -> Ask:
-    """Comes alone, so that the prefix the others share is in the local cache, whole."""
-    return _ask(wave, "lead", 97, 4, 64)
+def _lead(wave: str) -> DemoRequest:
+    """A request that runs alone, so that the shared prefix is in the local cache before the others."""
+    return _request(wave, "lead", 97, 4, 64)
 
 
-def _crowd(wave: str, topic: str) -> tuple[Ask, ...]:
+def _contention(wave: str, topic: str) -> tuple[DemoRequest, ...]:
     """Nine requests in a pool that holds five of them.
 
-    The two that grow take a block from the last admitted when they cross a boundary: a "fit" loses
-    its blocks in decode, a "bare" (no shared prefix) between its two prefill chunks.
+    When one of the two "grow" requests crosses a block boundary, the request admitted last is preempted:
+    a "fit" in decode, a "bare" (no shared prefix) between its two prefill chunks.
     """
 
     return (
-        _ask(wave, "grow-1", 97, 70, 64, topic),
-        _ask(wave, "grow-2", 97, 50, 64, topic),
-        _ask(wave, "fit-1", 99, 12, 64, topic),
-        _ask(wave, "fit-2", 100, 14, 64, topic),
-        _ask(wave, "bare-1", 60, 4, 0, topic),
-        _ask(wave, "fit-3", 98, 26, 64, topic),
-        _ask(wave, "fit-4", 101, 27, 64, topic),
-        _ask(wave, "bare-2", 60, 4, 0, topic),
-        _ask(wave, "bare-3", 50, 10, 0, topic),
+        _request(wave, "grow-1", 97, 70, 64, topic),
+        _request(wave, "grow-2", 97, 50, 64, topic),
+        _request(wave, "fit-1", 99, 12, 64, topic),
+        _request(wave, "fit-2", 100, 14, 64, topic),
+        _request(wave, "bare-1", 60, 4, 0, topic),
+        _request(wave, "fit-3", 98, 26, 64, topic),
+        _request(wave, "fit-4", 101, 27, 64, topic),
+        _request(wave, "bare-2", 60, 4, 0, topic),
+        _request(wave, "bare-3", 50, 10, 0, topic),
     )
 
 
-def _race() -> tuple[Ask, ...]:
-    """Two that share a prompt are preempted in prefill; the second has saved more of it by then.
+def _overtaking() -> tuple[DemoRequest, ...]:
+    """Two requests share a prompt and are preempted in prefill; the second saved more of it by then.
 
-    The first step fills eight blocks. It gives "overtaken" its first block; "saver" hits that one,
-    computes the next, and saves both. In the second step all four that grow want a block, and there
-    are two: the other two are taken from "saver" and from "overtaken", and what these had goes from
-    the local cache too. So "overtaken" was promised nothing when it first came, and finds two
-    blocks in the connector's folder when two that grow have ended and it resumes.
+    The first step fills eight blocks. "overtaken" computes its first block; "saver" hits that block,
+    computes the next one, and saves both. In the second step all four "grow" requests need a block, and
+    two blocks are free. So "saver" and "overtaken" are preempted, and their blocks leave the local cache.
+    "overtaken" was promised nothing at its first admission. When it resumes, after two "grow" requests
+    have ended, the connector has two of its blocks.
     """
-    grow = [_ask("race", f"grow-{n}", 97, tokens, 64) for n, tokens in enumerate((8, 8, 20, 20), 1)]
+    grow = [_request("race", f"grow-{n}", 97, tokens, 64) for n, tokens in enumerate((8, 8, 20, 20), 1)]
     return (
         *grow,
-        Ask("race-overtaken", "overtaken", 97, 4, "question", 66),
-        Ask("race-saver", "saver", 70, 1, "question", 66),
+        DemoRequest("race-overtaken", "overtaken", 97, 4, "question", 66),
+        DemoRequest("race-saver", "saver", 70, 1, "question", 66),
     )
 
 
-def _quit() -> tuple[Ask, ...]:
-    """Both want a block a step; at the sixth there is none, and the second loses its five.
+def _abort_while_waiting() -> tuple[DemoRequest, ...]:
+    """Two requests prefill one block per step; at the sixth step no block is free.
 
-    It then waits for as long as the first runs, many steps, and its client gives up meanwhile: in
-    whichever of them the abort arrives, the accounts are the same.
+    "short" is preempted and waits for many steps, while "long" runs, and is aborted meanwhile. The
+    accounts are the same in whichever of these steps the abort arrives.
     """
     return (
-        Ask("quit-long", "long", 161, 120),
-        Ask("quit-short", "short", 193, 4, given_up_at="quit-long"),
+        DemoRequest("quit-long", "long", 161, 120),
+        DemoRequest("quit-short", "short", 193, 4, aborted_after="quit-long"),
     )
 
 
-CROWDED = (
+DEFAULT_WAVES = (
     Wave((_lead("cold"),)),
-    Wave(_crowd("cold", "first")),
+    Wave(_contention("cold", "first")),
     Wave((_lead("again"),), reset=True),
-    Wave(_crowd("again", "first")),
+    Wave(_contention("again", "first")),
     Wave((_lead("race"),)),
-    Wave(_race()),
-    Wave(_quit()),
+    Wave(_overtaking()),
+    Wave(_abort_while_waiting()),
 )
-"""The default: the same nine cold, then from the connector's folder; a race, and one that gives up."""
+"""The default workload: nine requests cold, the same nine from the connector's folder, then the rest."""
 
 EDGE = ("edge", 125, 30, 64)
 FITS = (("fit-1", 99, 30, 64), ("fit-2", 100, 29, 64), ("fit-3", 98, 31, 64))
@@ -154,32 +154,32 @@ OUTGROWN = (
     Wave((_lead("outgrown"),)),
     Wave(
         (
-            _ask("outgrown", "grow-1", 97, 45, 64),
-            _ask("outgrown", "grow-2", 97, 45, 64),
-            _ask("outgrown", "bare-1", 60, 60, 0),
+            _request("outgrown", "grow-1", 97, 45, 64),
+            _request("outgrown", "grow-2", 97, 45, 64),
+            _request("outgrown", "bare-1", 60, 60, 0),
         )
     ),
 )
-"""A request that can be matched writes past its prompt's last block, and is preempted in decode.
+"""A request that can be matched grows past its prompt's last block and is preempted in decode.
 
-Its local hit is then longer than the prompt the connector compares with, and the match is negative.
+Its local hit is then longer than the prompt that the connector compares with: the match is negative.
 """
 
 EVICTED_WHILE_WAITING = (
     Wave((_lead("before"),)),
-    Wave(tuple(_ask("before", *lengths) for lengths in (EDGE, *FITS[:2]))),
+    Wave(tuple(_request("before", *lengths) for lengths in (EDGE, *FITS[:2]))),
     Wave((_lead("after"),), reset=True),
-    Wave((_ask("before", *BARE),)),
-    Wave(tuple(_ask("after", *lengths) for lengths in (EDGE, *FITS[:2], TINY, BARE))),
+    Wave((_request("before", *BARE),)),
+    Wave(tuple(_request("after", *lengths) for lengths in (EDGE, *FITS[:2], TINY, BARE))),
 )
-"""A request finds its first block in the cache, must wait, and loses it to another meanwhile."""
+"""A request hits its first block, must wait, and the block is evicted meanwhile."""
 
 DEEP = ("deep", 90, 4, 0)
 
 OLDEST_HIT = (
     Wave((_lead("before"),)),
-    Wave((_ask("before", *DEEP),)),
-    Wave(tuple(_ask("between", *lengths) for lengths in (*FITS, TINY))),
-    Wave((_ask("after", *DEEP),)),
+    Wave((_request("before", *DEEP),)),
+    Wave(tuple(_request("between", *lengths) for lengths in (*FITS, TINY))),
+    Wave((_request("after", *DEEP),)),
 )
-"""A request takes a block for its external hit, and the next one to be reused is its local hit."""
+"""A request allocates a block for its external hit; the next free block is its own local hit."""

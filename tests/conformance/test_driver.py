@@ -262,7 +262,7 @@ def test_a_worker_cannot_finish_what_it_was_not_told_to_load() -> None:
     driver.add("r", 50)
     driver.schedule()
 
-    with pytest.raises(AssertionError, match="not told to load"):
+    with pytest.raises(AssertionError, match="no step ordered a load"):
         driver.output(finished_recving=["r"])
 
 

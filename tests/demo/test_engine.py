@@ -1,4 +1,4 @@
-"""The demo's engine side, on the real engine: what its workload brings about, on every run."""
+"""The demo's engine process on the real engine: what its workload causes on every run."""
 
 import json
 import os
@@ -24,11 +24,12 @@ SOURCES = [
 ]
 FORKED = Path(__file__).with_name("forked.py")
 FATAL = "double-free"
-"""The engine itself stops when it takes such a block again, whoever looks on."""
+"""With this defect the engine fails when it allocates the block again, observed or not."""
+REQUESTS = [request for wave in workload.DEFAULT_WAVES for request in wave.requests]
 
 
 def python(*arguments: str | Path, code: int = 0) -> str:
-    """What the program printed, or its errors where it fails. No journal is written."""
+    """The standard output of a Python program, or its errors where it fails. No journal is written."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("KVLEDGER", "VLLM"))}
     environment["PYTHONPATH"] = str(Path(__file__).parents[2] / "src")
     command = [sys.executable, *map(str, arguments)]
@@ -39,7 +40,7 @@ def python(*arguments: str | Path, code: int = 0) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Results of all in-process runs: two seeds, and every injection that the engine outlives."""
+    """Results of all in-process runs: two seeds, and every injection that the engine survives."""
     made = tmp_path_factory.mktemp("demo")
     python(FORKED, made, "seed-0", "seed-1", *(name for name in INJECTIONS if name != FATAL))
     return made
@@ -52,7 +53,7 @@ def plain(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def own_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The run as users have it; `printed` is its standard output."""
+    """A run with EngineCore in its own process; `printed` is its standard output."""
     output = tmp_path_factory.mktemp("own") / "result.json"
     printed = python("-m", "kvledger.audit.demo.engine", "--output", output)
     return json.loads(output.read_text()) | {"printed": printed}
@@ -66,37 +67,37 @@ def seen(folder: Path, name: str) -> dict[str, Any]:
     return result(folder, f"{name}.seen")
 
 
-def digests(told: dict[str, Any]) -> dict[str, str]:
-    return {request["id"]: request["digest"] for request in told["requests"]}
+def digests(run: dict[str, Any]) -> dict[str, str]:
+    return {request["id"]: request["digest"] for request in run["requests"]}
 
 
-def test_every_request_gets_all_it_asked_for(plain):
-    asked = {ask.id: ask for wave in workload.CROWDED for ask in wave.asks if not ask.given_up_at}
+def test_every_request_gets_all_of_its_output_tokens(plain):
+    requests = {request.id: request for request in REQUESTS if not request.aborted_after}
 
     assert len(plain["requests"]) >= 24
-    assert {name: (ask.prompt_tokens, ask.output_tokens) for name, ask in asked.items()} == {
+    assert {name: (request.prompt_tokens, request.output_tokens) for name, request in requests.items()} == {
         request["id"]: (request["prompt_tokens"], request["output_tokens"]) for request in plain["requests"]
     }
 
 
-def test_preemptions_in_prefill_and_in_decode(folder, plain):
+def test_requests_are_preempted_in_prefill_and_in_decode(folder, plain):
     assert Counter(prefill=7, decode=3) == Counter(seen(folder, "seed-0")["preempted"])
     assert plain["counters"]["vllm:num_preemptions"] == 9, "one was of a request without any output"
 
 
-def test_a_request_resumes_with_more_from_the_connector_than_was_promised_at_first(folder):
-    """Preempted after its first 32 tokens; the connector then has 64, which another saved."""
+def test_a_resumed_request_hits_more_external_tokens_than_at_its_first_admission(folder):
+    """Preempted after its first 32 tokens; the connector then has 64, which another request saved."""
     assert seen(folder, "seed-0")["admitted"]["race-overtaken"] == [[0, 0], [0, 64]]
 
 
-def test_a_request_is_given_up_before_its_first_output(folder, plain):
-    """The engine counts its look-up, and never the prompt that was looked up."""
-    (leaving,) = (ask for wave in workload.CROWDED for ask in wave.asks if ask.given_up_at)
+def test_a_request_is_aborted_before_its_first_output(folder, plain):
+    """The engine counts its prefix-cache lookup and never its prompt."""
+    (aborted,) = (request for request in REQUESTS if request.aborted_after)
     counters = plain["counters"]
 
-    assert leaving.id not in digests(plain)
-    assert seen(folder, "seed-0")["admitted"][leaving.id] == [[0, 0]], "and it never resumed"
-    assert counters["vllm:prefix_cache_queries"] - counters["vllm:prompt_tokens"] == leaving.prompt_tokens
+    assert aborted.id not in digests(plain)
+    assert seen(folder, "seed-0")["admitted"][aborted.id] == [[0, 0]], "it never resumed"
+    assert counters["vllm:prefix_cache_queries"] - counters["vllm:prompt_tokens"] == aborted.prompt_tokens
 
 
 def test_requests_resume_from_the_local_cache_and_externally(folder):
@@ -114,51 +115,50 @@ def test_prompts_are_hit_locally_and_externally_and_every_token_is_counted_once(
     assert counters["vllm:prompt_tokens"] == sum(counters[source] for source in SOURCES)
 
 
-def test_what_comes_from_the_connectors_folder_gives_the_same_answers(plain):
-    """The second crowd repeats the first, after the local cache was emptied."""
+def test_tokens_loaded_by_the_connector_give_the_same_outputs(plain):
+    """The "again" wave repeats the "cold" wave after the local cache was reset."""
     answers = digests(plain)
     again = {name: answers[name] for name in answers if name.startswith("again-")}
 
     assert again == {name: answers[name.replace("again", "cold")] for name in again}
 
 
-def test_released_defects_are_kept_clear_of(folder, plain):
+def test_the_default_workload_triggers_no_released_defect(folder, plain):
     assert seen(folder, "seed-0")["negative_matches"] == []
     assert plain["refused_by_the_engines_counters"] == []
 
 
-def test_a_request_that_can_be_matched_never_outgrows_what_was_saved():
-    """Else the connector looks for a file that it never wrote, and the engine ends."""
+def test_a_matchable_request_stays_within_its_saved_blocks():
+    """Otherwise the connector opens a file that it never wrote, and the engine fails."""
     block = workload.BLOCK_TOKENS
-    for wave in workload.CROWDED:
-        for ask in wave.asks:
-            unmatched = ask.prompt_tokens % block == 1
-            last_whole_tokens = (ask.prompt_tokens - 1) // block * block
-            assert unmatched or ask.prompt_tokens + ask.output_tokens <= last_whole_tokens + block
+    for request in REQUESTS:
+        unmatched = request.prompt_tokens % block == 1
+        last_whole_tokens = (request.prompt_tokens - 1) // block * block
+        assert unmatched or request.prompt_tokens + request.output_tokens <= last_whole_tokens + block
 
 
 # --- the same on every run --------------------------------------------------------------------------
 
 
-def test_a_process_of_its_own_changes_nothing(plain, own_process):
+def test_an_engine_core_process_gives_the_same_outputs_and_counters(plain, own_process):
     assert digests(plain) == digests(own_process)
     assert plain["counters"] == own_process["counters"]
 
 
-def test_a_seed_changes_the_tokens_and_not_the_accounts(folder, plain):
+def test_a_seed_changes_tokens_and_no_counter(folder, plain):
     other = result(folder, "seed-1")
 
     assert plain["counters"] == other["counters"]
     assert digests(plain) != digests(other)
 
 
-def test_standard_output_is_progress_and_nothing_else(own_process):
+def test_standard_output_has_progress_lines_only(own_process):
     lines = [json.loads(line) for line in own_process["printed"].splitlines()]
 
     assert lines == [{"done": done, "of": 29} for done in range(1, 30)]
 
 
-def test_weights_are_the_same_for_the_same_seed(tmp_path):
+def test_the_same_seed_gives_the_same_weights(tmp_path):
     one, two, other = (
         (write_model(tmp_path / name, seed) / "model.safetensors").read_bytes()
         for name, seed in (("one", 7), ("two", 7), ("other", 8))
@@ -170,52 +170,52 @@ def test_weights_are_the_same_for_the_same_seed(tmp_path):
 # --- injections -------------------------------------------------------------------------------------
 
 
-def test_the_list_names_every_injection():
+def test_inject_list_prints_every_injection():
     listed = python("-m", "kvledger.audit.demo.engine", "--inject", "list")
 
     assert list(INJECTIONS) == [line.split()[0] for line in listed.splitlines()]
 
 
-def test_negative_local_hit_is_refused_and_costs_the_iterations_other_figures(folder, plain):
-    told = result(folder, "negative-local-hit")
+def test_a_refused_negative_local_hit_loses_other_counts_of_its_iteration(folder, plain):
+    run = result(folder, "negative-local-hit")
 
-    assert ["Counters can only be incremented by non-negative amounts."] * 3 == told[
+    assert ["Counters can only be incremented by non-negative amounts."] * 3 == run[
         "refused_by_the_engines_counters"
     ]
-    assert told["counters"]["vllm:generation_tokens"] < plain["counters"]["vllm:generation_tokens"]
-    assert digests(told) == digests(plain)
+    assert run["counters"]["vllm:generation_tokens"] < plain["counters"]["vllm:generation_tokens"]
+    assert digests(run) == digests(plain)
 
 
-def test_clamped_local_hit_makes_more_of_the_prompts_than_there_is(folder):
+def test_a_clamped_local_hit_counts_more_tokens_than_the_prompts_have(folder):
     counters = result(folder, "clamped-local-hit")["counters"]
 
     assert sum(counters[source] for source in SOURCES) > counters["vllm:prompt_tokens"]
 
 
-def test_promise_not_loaded_shows_in_the_answers_only(folder, plain):
-    told = result(folder, "promise-not-loaded")
+def test_promise_not_loaded_changes_outputs_and_no_counter(folder, plain):
+    run = result(folder, "promise-not-loaded")
 
-    assert told["counters"] == plain["counters"]
-    assert digests(told) != digests(plain)
+    assert run["counters"] == plain["counters"]
+    assert digests(run) != digests(plain)
 
 
-def test_lookup_counted_counts_more_queries_than_prompts_have_tokens(folder, plain):
+def test_lookup_counted_raises_the_counted_queries(folder, plain):
     counters = result(folder, "lookup-counted")["counters"]
 
     assert counters["vllm:prompt_tokens"] == plain["counters"]["vllm:prompt_tokens"]
     assert counters["vllm:prefix_cache_queries"] > plain["counters"]["vllm:prefix_cache_queries"]
 
 
-def test_one_block_for_two_gives_a_wrong_answer(folder):
+def test_a_stale_lookup_gives_a_wrong_output(folder):
     answers = digests(result(folder, "stale-lookup"))
 
     assert answers["before-bare"] != answers["after-bare"]
 
 
-def test_a_block_freed_twice_stops_the_engine_itself(tmp_path):
+def test_a_block_freed_twice_fails_the_engine(tmp_path):
     assert "assert block.ref_cnt == 0" in python(FORKED, tmp_path, FATAL, code=1)
 
 
-def test_negative_match_needs_no_patch_and_preempts_again_and_again(folder):
+def test_negative_match_needs_no_patch_and_preempts_seven_times(folder):
     assert seen(folder, "negative-match")["negative_matches"] == [-32] * 7
     assert result(folder, "negative-match")["counters"]["vllm:num_preemptions"] == 7

@@ -39,7 +39,7 @@ def double_allocation(attach: Attach = id, *, groups: Any = HYBRID, **setup: Any
     return driver
 
 
-@workload("deferred look-up", two_groups=EXTERNAL)
+@workload("deferred lookup", two_groups=EXTERNAL)
 def double_allocation_after_preemption(attach: Attach = id, *, groups: Any = HYBRID, **setup: Any) -> Driver:
     """What `r` finds is what it has computed itself before it was preempted."""
     driver = _start(attach, groups, max_batched_tokens=16 * FILLER_BLOCKS, **setup)

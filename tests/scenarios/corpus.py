@@ -122,7 +122,7 @@ def resumed_cold(attach: Attach = id) -> Driver:
     return driver
 
 
-@_history("LMCache#1969: resumed, local then external", "deferred look-up")
+@_history("LMCache#1969: resumed, local then external", "deferred lookup")
 def resumed_local_then_external(attach: Attach = id) -> Driver:
     """While `r` is deferred, a filler takes all of the pool but the first block that `r` left."""
     driver = start(attach, connector="scripted", blocks=6)

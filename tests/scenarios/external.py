@@ -45,7 +45,7 @@ def abort_everywhere(attach: Attach = id, **setup: Any) -> Driver:
     return driver
 
 
-@workload("deferred look-up", **BOTH)
+@workload("deferred lookup", **BOTH)
 def external_sync(attach: Attach = id, **setup: Any) -> Driver:
     """A hit beyond the local one, a deferred lookup and one that the local cache covers."""
     driver = start(attach, connector="scripted", **setup)

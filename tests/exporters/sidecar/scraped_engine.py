@@ -42,7 +42,7 @@ def main(folder: Path) -> None:
             return outputs
 
         llm.llm_engine.step = stepped
-        run_waves(llm, workload.CROWDED, SEED, sys.stderr)
+        run_waves(llm, workload.DEFAULT_WAVES, SEED, sys.stderr)
         scrape()
     llm.llm_engine.engine_core.shutdown()
 
