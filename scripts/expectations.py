@@ -1,6 +1,6 @@
 """What the release matrix expects: the upstream reports, and other faults of released engines.
 
-A release is named as in scripts/releases.py. A scenario is one of `tests/scenarios`, or the
+A release has its name in scripts/releases.py. A scenario is a name of `tests/scenarios`, or the common
 beginning of the names of its variants.
 """
 
@@ -21,19 +21,19 @@ class Report:
     reference: tuple[str, str]
     says: str
     settles: Mapping[str, Mapping[str, list[list[int]]]] = field(default_factory=dict)
-    """By scenario and request: local, external, computed and unattained tokens, in every release alike."""
+    """By scenario and request: local, external, computed and unattained tokens, equal in every release."""
 
     def drives(self, scenario: str) -> bool:
-        """Whether a scenario drives an engine into it; variants of a scenario share its name."""
+        """Whether a scenario drives an engine into the fault; variants of a scenario share its name."""
         return scenario.startswith(self.scenarios)
 
 
 @dataclass(frozen=True)
 class Known:
-    """A fault of released engines that the corpus shows beside the reports.
+    """A fault of released engines that the scenarios show beyond the reports.
 
-    ``host_fails``: the scenario can't be driven to its end there, so nothing is asked of its accounts;
-    ``id`` is empty where nothing is found.
+    ``host_fails``: the scenario can't be driven to its end in these releases, so its accounts are not
+    checked. ``id`` is empty if the audit finds nothing.
     """
 
     id: str
@@ -44,7 +44,7 @@ class Known:
     host_fails: bool = False
 
     def covers(self, scenario: str, release: str) -> bool:
-        """Whether it may be found in this scenario of this release."""
+        """Whether the audit may find the fault in this scenario of this release."""
         return scenario.startswith(self.scenarios) and _number(self.first) <= _number(release) <= _number(
             self.last
         )
@@ -76,7 +76,7 @@ REPORTS: tuple[Report, ...] = (
         ("tokens/stale-lookup",),
         ("0.9.1-v0",),
         ("vLLM#18957", "https://github.com/vllm-project/vllm/pull/18957"),
-        "a hit count taken at an attempt that failed was used at a later one, or left behind for ever.",
+        "a later admission used the hit count of a failed attempt, or the count was never released.",
     ),
     Report(
         "negative-local-hit",
@@ -84,9 +84,9 @@ REPORTS: tuple[Report, ...] = (
         ("tokens/negative", "tokens/source-sum", "tokens/set-once"),
         ("0.17.0", "0.18.1", "0.19.1"),
         ("vLLM#36752", "https://github.com/vllm-project/vllm/pull/36752"),
-        "the engine's external figure is of a later admission than its total: their difference is negative "
-        "in 0.17.0 and 0.18.1, and clamped in 0.19.1 so that the sources no longer add up. What is settled "
-        "is the same, and right, in every release.",
+        "the engine's external figure is from a later admission than its total: their difference is negative "
+        "in 0.17.0 and 0.18.1, and clamped in 0.19.1 so that the sources no longer add up. The settled "
+        "figures are right, and equal in every release.",
         settles={"asked_again_after_preemption": {"r": [[0, 104, 96, 0]]}},
     ),
     Report(
@@ -95,9 +95,9 @@ REPORTS: tuple[Report, ...] = (
         ("blocks/double-allocation",),
         ("0.17.0", "0.18.1", "0.19.1", "0.20.0", "0.22.1", "0.23.0"),
         ("vLLM#44409", "https://github.com/vllm-project/vllm/pull/44409"),
-        "one group's blocks for external tokens are taken before another group's hits are held, and may be "
-        "those: one block stands in two groups of one request (two groups, three groups, preempted and "
-        "allocated anew).",
+        "blocks for external tokens of one group are allocated before another group's hits are touched, and "
+        "may be the same blocks: one block is in two groups of one request (two groups, three groups, "
+        "preempted and allocated again).",
     ),
     Report(
         "promise-not-loaded",
@@ -105,8 +105,8 @@ REPORTS: tuple[Report, ...] = (
         ("connector/promise-not-loaded",),
         ("lmcache-0.3.9", "lmcache-0.3.9/vllm-0.33.0"),
         ("LMCache#1969", "https://github.com/LMCache/LMCache/issues/1969"),
-        "what was promised to a request that resumes after a preemption stands in no load plan: it runs "
-        "over blocks that nobody filled. The adapter of the lmcache package.",
+        "the connector metadata lacks the load promised to a request that resumes after a preemption: the "
+        "request runs over blocks that were never filled. The adapter of the lmcache package.",
     ),
     Report(
         "the same, bundled",
@@ -114,8 +114,8 @@ REPORTS: tuple[Report, ...] = (
         ("connector/promise-not-loaded",),
         ("lmcache-0.3.9", "lmcache-0.3.11", "lmcache-0.3.9/vllm-0.33.0"),
         ("LMCache#2007", "https://github.com/LMCache/LMCache/pull/2007"),
-        "the same in the adapter that vLLM bundles (`use_native`), which never had the fix; it can't be "
-        "imported beside LMCache 0.4 and later.",
+        "the same in the adapter that vLLM bundles (`use_native`), which never got the fix; it can't be "
+        "imported together with LMCache 0.4 and later.",
     ),
     Report(
         "tracker-lag",
@@ -130,8 +130,8 @@ REPORTS: tuple[Report, ...] = (
         ("connector/tracker-lag", "connector/save-gap"),
         ("lmcache-0.3.11", "lmcache-0.4.2", "lmcache-0.4.2/vllm-0.17.0"),
         ("LMCache#2821", "https://github.com/LMCache/LMCache/pull/2821"),
-        "under async scheduling the adapter slices the request's tokens from a count that is ahead of "
-        "them: its own list stops growing, and what is decoded is never saved.",
+        "under async scheduling the adapter slices the request's tokens at a count that is ahead of them: "
+        "its own list stops growing, and decoded tokens are never saved.",
     ),
 )
 
@@ -141,14 +141,14 @@ KNOWN: tuple[Known, ...] = (
         ("never_fits_again",),
         "0.9.1",
         "0.9.2",
-        "a swapped group that no longer fits is ignored without being freed: its look-up is never released",
+        "a swapped group that no longer fits is ignored but not freed: its lookup is never released",
     ),
     Known(
         "tokens/stale-lookup",
         ("crowd",),
         "0.9.1",
         "0.9.1",
-        "the same fault as the report, met at random",
+        "the same fault as the report, in a random workload",
     ),
     Known(
         "connector/failed-load-counted",
@@ -160,7 +160,7 @@ KNOWN: tuple[Known, ...] = (
         ),
         "0.20.0",
         "0.33.0",
-        "failed loads stay in the external figure, on purpose (vLLM#37460): drift",
+        "failed loads stay in the external figure, deliberately (vLLM#37460): a drift",
     ),
     Known(
         "tokens/in-flight",
@@ -181,14 +181,14 @@ KNOWN: tuple[Known, ...] = (
         ("crowd_external", "crowd_async_external", "crowd_async_consumer"),
         "0.17.0",
         "0.19.1",
-        "the fault of the report, met at random",
+        "the fault of the report, in a random workload",
     ),
     Known(
         "tokens/negative",
         ("double_allocation_after_preemption",),
         "0.17.0",
         "0.18.1",
-        "the fault of the report negative-local-hit: resumed, and promised external tokens only then",
+        "the fault of the report negative-local-hit: only the second admission promises external tokens",
     ),
     Known(
         "tokens/set-once",
@@ -209,35 +209,35 @@ KNOWN: tuple[Known, ...] = (
         ("load_failure_async_policy_fail",),
         "0.17.0",
         "0.18.1",
-        "a request that ends because its load failed, before it ran, is counted with -1 cached tokens",
+        "a request that ends before its first step because its load failed is counted with -1 cached tokens",
     ),
     Known(
         "tokens/source-sum",
         ("load_failure_async_policy_fail",),
         "0.19.1",
         "0.19.1",
-        "the same, clamped: its sources sum to one token too many",
+        "the same, clamped: the sources sum to one token too many",
     ),
     Known(
         "tokens/in-flight",
         ("reset_running_async", "reset_running_speculative"),
         "0.12.0",
         "0.20.0",
-        "a reset of the cache under running requests marks one in prefill: a later token is thrown away",
+        "a cache reset marks a request in prefill: a later, valid token is discarded",
     ),
     Known(
         "tokens/unexplained-drop",
         ("reset_running_speculative",),
         "0.12.0",
         "0.24.0",
-        "drafts rejected in a life that a reset has ended are taken off the count of the next",
+        "draft tokens rejected in a life that a reset ended are subtracted from the count of the next life",
     ),
     Known(
         "tokens/balance",
         ("resumed_local_then_external",),
         "0.10.2",
         "0.17.0",
-        "an asynchronous load is rounded up to whole blocks: tokens that nobody loaded count as computed",
+        "an asynchronous load is rounded up to whole blocks: tokens that were not loaded count as computed",
     ),
     Known(
         "",
@@ -252,7 +252,7 @@ KNOWN: tuple[Known, ...] = (
         ("crowd_hybrid",),
         "0.20.0",
         "0.20.0",
-        "the scheduler asks a pool of several groups for more blocks than are free, and raises",
+        "the scheduler requests more blocks than are free in a pool of several groups, and raises",
         host_fails=True,
     ),
     Known(
@@ -260,7 +260,7 @@ KNOWN: tuple[Known, ...] = (
         ("crowd_async_external",),
         "0.27.1",
         "0.27.1",
-        "the scheduler goes on for ever, and requests with it; why is not known",
+        "the scheduler runs without end; the cause is not known",
         host_fails=True,
     ),
 )

@@ -1,10 +1,10 @@
-"""Faults of released engines that the ledger shows beside the upstream reports, each shown anew.
+"""Reproduces the faults of released engines that kvledger found beyond the upstream reports.
 
 Usage: python3 scripts/findings.py [--write] [NAME...]     all faults, or these
 
 Drives the real scheduler of the releases in a fault's row (scripts/releases.py) through one scenario,
-and prints what the engine's own figures are, what they should be, and what the ledger finds. Exits
-with 1 where a fault does not show as its row states. `--write` makes docs/findings.md of a whole run.
+and prints the engine's own figures, the right figures, and the findings of the audit. Exits with 1 if
+a fault does not appear as its row says. `--write` writes docs/findings.md after a run of all faults.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SCHEDULER = "`Scheduler.{}` (`vllm/v1/core/sched/scheduler.py`)"
 
 @dataclass(frozen=True)
 class Seen:
-    """One scenario under observation: its events, and what came of them."""
+    """One observed scenario: its events, the audit of them, and the error that the engine raised."""
 
     events: Sequence[Any]
     auditor: Any
@@ -40,7 +40,7 @@ class Seen:
     raised: str
 
     def of(self, kind: str, request_id: str) -> list[Any]:
-        """Events of one kind about one request, in order."""
+        """The events of one kind about one request, in order."""
         numbers = {e.request for e in self.kind("RequestAdded") if e.request_id == request_id}
         return [event for event in self.kind(kind) if event.request in numbers]
 
@@ -49,11 +49,11 @@ class Seen:
 
     def account(self, request_id: str) -> Any:
         """The request's account, frozen."""
-        (found,) = [a for a in self.auditor.ledger.accounts() if a.request_id == request_id]
-        return found.freeze()
+        (account,) = [a for a in self.auditor.ledger.accounts() if a.request_id == request_id]
+        return account.freeze()
 
     def scheduled(self, request_id: str) -> list[int]:
-        """Tokens scheduled for a request in each step that says anything new of it."""
+        """Tokens scheduled for a request in each step whose event names the request."""
         (added,) = self.of("RequestAdded", request_id)[:1]
         rows = [
             step.changed[i : i + 4] for step in self.kind("Stepped") for i in range(0, len(step.changed), 4)
@@ -63,16 +63,16 @@ class Seen:
 
 @dataclass(frozen=True)
 class Figures:
-    """What an engine says, and what it should say, in words that are the same in every run."""
+    """The engine's figures and the right ones, in words that are the same in every run."""
 
     engine: str
     right: str
-    found: tuple[tuple[str, str], ...]
-    """Ids and messages."""
+    findings: tuple[tuple[str, str], ...]
+    """Invariant ids and messages."""
 
 
 def watch(drive: Callable[..., Any], level: str = "tokens") -> Seen:
-    """Drive a scheduler under observation at ``level``; what the host raises is part of what is seen."""
+    """Drive a scheduler observed at ``level``; an error that the engine raises is part of the result."""
     from kvledger.audit.checks.auditor import Auditor
     from kvledger.audit.engines import choose, host_version
     from kvledger.audit.journal.recorder import MemoryRecorder
@@ -108,12 +108,13 @@ def figures(seen: Seen, engine: str, right: str) -> Figures:
 
 
 def split(seen: Seen, request_id: str) -> Figures:
-    """Where a prompt came from, as the engine reports it and as the ledger settled it."""
-    (said,) = seen.of("Reported", request_id)
+    """The sources of a prompt, as the engine reports them and as the ledger settled them."""
+    (reported,) = seen.of("Reported", request_id)
     (settled,) = seen.account(request_id).settlements
     return figures(
         seen,
-        f"{said.local_tokens} local, {said.external_tokens} external, {said.computed_tokens} computed",
+        f"{reported.local_tokens} local, {reported.external_tokens} external, "
+        f"{reported.computed_tokens} computed",
         f"{settled.local} local, {settled.external} external, {settled.computed} computed",
     )
 
@@ -223,27 +224,27 @@ def lookups_disagree() -> Figures:
         driver.run()
 
     parts = {
-        "load failed wholly": scenario("load_failure_async_total_sync"),
+        "load failed completely": scenario("load_failure_async_total_sync"),
         "ended by its failed load": scenario("load_failure_async_policy_fail_sync"),
         "aborted before an output": watch(aborted),
     }
-    said, right = [], []
+    engine, right = [], []
     for what, seen in parts.items():
         hits = sum(max(0, e.external_hits) for e in seen.kind("LookupsCounted"))
-        told = sum(e.external_tokens for e in seen.of("Reported", "r"))
-        said.append(f"{what}: look-ups {hits}, prompts {told}")
+        reported = sum(e.external_tokens for e in seen.of("Reported", "r"))
+        engine.append(f"{what}: lookups {hits}, prompts {reported}")
         right.append(f"{what}: {sum(s.external for s in seen.account('r').settlements)} in both")
-    return figures(parts["load failed wholly"], "; ".join(said), "; ".join(right))
+    return figures(parts["load failed completely"], "; ".join(engine), "; ".join(right))
 
 
 def full_hit_runs_unseen() -> Figures:
     seen = scenario("full_external_hit")
-    (said,) = seen.of("Reported", "r")
+    (reported,) = seen.of("Reported", "r")
     account = seen.account("r")
     rework = ", ".join(f"{tokens} for {cause}" for cause, tokens in account.rework.items())
     return figures(
         seen,
-        f"{said.computed_tokens} tokens of the prompt computed",
+        f"{reported.computed_tokens} tokens of the prompt computed",
         f"{account.first_prompt} computed first, and again: {rework}",
     )
 
@@ -263,8 +264,8 @@ def failed_load_stays_cached() -> Figures:
 
     seen = watch(drive, level="blocks")
     (admitted,) = seen.of("Admitted", "next")
-    found = "the next request with this prompt finds {} tokens in the cache"
-    return figures(seen, found.format(admitted.local_tokens), found.format(64))
+    hit = "the next request with this prompt finds {} tokens in the cache"
+    return figures(seen, hit.format(admitted.local_tokens), hit.format(64))
 
 
 def never_fits_again() -> Figures:
@@ -272,7 +273,7 @@ def never_fits_again() -> Figures:
 
     seen = watch(SCENARIOS["never_fits_again_sync"])
     kept = [e for e in seen.kind("LookupKept") if e.ended]
-    return figures(seen, f"{len(kept)} look-ups kept for a request that has ended", "0 look-ups kept")
+    return figures(seen, f"{len(kept)} lookups kept for a request that has ended", "0 lookups kept")
 
 
 # --- the faults -----------------------------------------------------------------------------------------
@@ -280,10 +281,11 @@ def never_fits_again() -> Figures:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of released engines. ``shown_in``: releases that it is shown in; ``affected``: in words.
+    """A fault of released engines.
 
-    ``engine``: what the engine's figures are then, the same in each. ``ids``: invariants of which one
-    names it, none where no invariant does. ``where`` is empty where the cause is not known.
+    ``shown_in``: the releases that reproduce it; ``affected``: all releases that have it, in words.
+    ``engine``: the engine's figures, equal in each release. ``ids``: invariants of which at least one
+    is violated; none if no invariant covers the fault. ``where``: empty if the cause is not known.
     """
 
     name: str
@@ -296,18 +298,18 @@ class Fault:
     ids: tuple[str, ...] = ()
 
     def shows(self, seen: Figures) -> bool:
-        """Whether the engine's figures are as stated, not as they should be, and are found."""
-        found = {each for each, _ in seen.found}
-        return self.engine == seen.engine != seen.right and (not self.ids or bool(found & set(self.ids)))
+        """Whether the engine's figures are those of the fault, not the right ones, and the audit finds it."""
+        ids = {each for each, _ in seen.findings}
+        return self.engine == seen.engine != seen.right and (not self.ids or bool(ids & set(self.ids)))
 
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
         "placeholder-leak",
-        "Under async scheduling, the output of a step whose synchronous load failed is skipped, and with "
-        "it the placeholder that its token had. The request keeps it to its end: its next step is one "
-        "token longer than its sequence, and every figure made of computed tokens less placeholders is "
-        "one too low.",
+        "Under async scheduling, the scheduler skips the output of a step whose synchronous load failed, and "
+        "does not remove the placeholder of its token. The request keeps the placeholder until it ends: its "
+        "next step is one token longer than its sequence, and every figure computed as computed tokens "
+        "minus placeholders is one too low.",
         "0.12.0 to 0.33.0",
         ("0.12.0", "0.33.0"),
         SCHEDULER.format("update_from_output") + ", for requests that `_handle_invalid_blocks` names",
@@ -317,10 +319,10 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "failed-load-counted",
-        "External tokens that failed to load and were computed instead stay in the external figure, and "
-        "the computed figure lacks them. Whoever reads savings from it credits the external cache with "
-        "work that the device did. Upstream decided so "
-        "([vLLM#37460](https://github.com/vllm-project/vllm/pull/37460)), which makes it a drift.",
+        "External tokens that failed to load and were computed instead stay in the external figure and are "
+        "missing from the computed figure. Savings read from it credit the external cache with work that "
+        "the device did. Upstream decided this deliberately "
+        "([vLLM#37460](https://github.com/vllm-project/vllm/pull/37460)), so it is a drift.",
         "0.20.0 to 0.33.0",
         ("0.20.0", "0.33.0"),
         SCHEDULER.format("schedule") + ", which sets `Request.prefill_stats`; a failure does not",
@@ -330,9 +332,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "failed-load-as-local-hit",
-        "External tokens that failed to load synchronously are taken off the external figure, but not off "
-        "the whole hit, and local is their difference. The front end reports a hit of the local prefix "
-        "cache where nothing was cached, and too few computed tokens.",
+        "External tokens that failed to load synchronously are subtracted from the external figure but not "
+        "from the whole hit, and the local figure is the difference of the two. The front end reports a "
+        "local prefix-cache hit where nothing was cached, and too few computed tokens.",
         "0.17.0 to 0.19.1",
         ("0.17.0", "0.19.1"),
         SCHEDULER.format("_update_requests_with_invalid_blocks")
@@ -343,10 +345,10 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "ended-before-it-ran",
-        "A request that ends because its asynchronous load failed (policy `fail`), before it was given a "
-        "step, still has -1 for its cached tokens, which means not set. The front end takes it for a "
-        "number: one more token is counted as computed than the prompt has, of a prompt of which nothing "
-        "was computed, and a counter of local hits is asked to go down.",
+        "A request that ends because its asynchronous load failed (policy `fail`), before its first step, "
+        "still has -1 cached tokens, which means not set. The front end reads it as a number: it counts one "
+        "computed token more than the prompt has, although nothing was computed, and decrements a counter "
+        "of local hits.",
         "0.17.0 and 0.18.1; in 0.19.1 the -1 is clamped and the computed tokens stay one too many",
         ("0.17.0", "0.18.1"),
         "`Request.num_cached_tokens`, and the error output in " + SCHEDULER.format("update_from_output"),
@@ -367,9 +369,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "reset-drops-valid-token",
-        "`reset_prefix_cache(reset_running_requests=True)` under async scheduling notes for every running "
-        "request that its next token is to be thrown away, also for one in prefill, which has none in "
-        "flight. A later, valid token is thrown away instead, and its placeholder stays: the token is "
+        "Under async scheduling, `reset_prefix_cache(reset_running_requests=True)` marks the next token of "
+        "every running request to be discarded, even for a request in prefill, which has no token in "
+        "flight. A later, valid token is discarded instead, and its placeholder stays. The token is "
         "computed again, and the request ends with one computed token too many.",
         "0.12.0 to 0.20.0",
         ("0.12.0", "0.20.0"),
@@ -381,9 +383,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "rejection-of-a-past-life",
-        "After such a reset the output of the step in flight still comes. Drafts rejected in it belong to "
-        "the life that the reset ended, but are taken off the count of the new one, which then executes "
-        "valid positions once more.",
+        "After such a reset, the output of the step in flight still arrives. Draft tokens rejected in it "
+        "belong to the life that the reset ended, but are subtracted from the count of the new life, which "
+        "then executes valid positions again.",
         "0.12.0 to 0.24.0",
         ("0.12.0", "0.24.0"),
         SCHEDULER.format("update_from_output") + ", where rejected drafts are subtracted",
@@ -393,9 +395,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "load-rounded-up",
-        "When an asynchronous load has ended, the request's count becomes the size of all blocks it "
-        "holds, not what was promised: up to a block of tokens that nobody loaded counts as computed. "
-        "They are never executed, so the output is made from blocks that were not filled.",
+        "When an asynchronous load ends, the scheduler sets the request's computed tokens to the size of all "
+        "blocks that it holds, not to the promised tokens. So up to a block of tokens that were not loaded "
+        "count as computed. They are never executed, and the output comes from blocks that were not filled.",
         "0.10.2 to 0.17.0",
         ("0.10.2", "0.17.0"),
         SCHEDULER.format("_update_waiting_for_remote_kv"),
@@ -405,9 +407,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "session-skips-tokens",
-        "A session's chunk ends while drafts beyond its last token were accepted, and the count keeps "
-        "them. The next chunk begins at that count, so its first tokens are taken for computed and are "
-        "never executed: their KV is that of drafts which are not in the sequence.",
+        "A session's chunk ends after draft tokens beyond its last token were accepted, and the count of "
+        "computed tokens includes them. The next chunk begins at that count, so its first tokens count as "
+        "computed and are never executed: their KV is that of draft tokens which are not in the sequence.",
         "0.17.0 to 0.32.0",
         ("0.17.0", "0.32.0"),
         SCHEDULER.format("_update_request_as_session"),
@@ -416,9 +418,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "session-enqueued-twice",
-        "A session with drafts under async scheduling stops and waits for its next chunk; an output that "
-        "was still in flight stops it again, and it is enqueued twice. The scheduler meets it running "
-        "where it expects it waiting, and raises, which ends the engine.",
+        "A session with drafts under async scheduling stops and waits for its next chunk. An output that was "
+        "still in flight stops it a second time, and it is enqueued twice. The scheduler finds the request "
+        "running where it must be waiting, and raises, which ends the engine.",
         "0.18.1 to 0.24.0",
         ("0.18.1", "0.24.0"),
         SCHEDULER.format("_handle_stopped_request") + ", called by `update_from_output`",
@@ -427,9 +429,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "hybrid-pool-exhausted",
-        "With a full and a sliding window group, the cap on what one request of the window group may "
-        "need is also applied to requests that run. The check then asks for fewer blocks than are taken, "
-        "and instead of preempting a request the scheduler raises.",
+        "With a full-attention and a sliding-window group, the cap on the blocks that a request may need in "
+        "the window group is also applied to running requests. The check then asks for fewer blocks than "
+        "are allocated, and the scheduler raises instead of preempting a request.",
         "0.20.0",
         ("0.20.0",),
         "`SingleTypeKVCacheManager.get_num_blocks_to_allocate` "
@@ -438,23 +440,23 @@ FAULTS: tuple[Fault, ...] = (
         "ValueError: Cannot get 6 free blocks from the pool",
     ),
     Fault(
-        "look-ups-without-a-prompt",
-        "External hits are counted when a request is admitted, and its prompt is reported with its first "
-        "output. Where the load fails wholly, its failure ends the request, or the client leaves before "
-        "an output, the hit stays in the look-up counters and no prompt has it: the two disagree for "
-        "ever, and nothing of it was loaded for use.",
+        "lookups-without-a-prompt",
+        "The engine counts external hits when it admits a request, and reports the prompt with the first "
+        "output. If the load fails completely, if its failure ends the request, or if the client aborts "
+        "before an output, the hit stays in the lookup counters and is in no prompt's figures. The two "
+        "disagree from then on, although none of these tokens was used.",
         "0.17.0 to 0.33.0",
         ("0.17.0", "0.33.0"),
         SCHEDULER.format("schedule") + ", where `connector_prefix_cache_stats` is recorded",
         lookups_disagree,
-        "load failed wholly: look-ups 160, prompts 0; ended by its failed load: look-ups 160, prompts 0; "
-        "aborted before an output: look-ups 160, prompts 0",
+        "load failed completely: lookups 160, prompts 0; ended by its failed load: lookups 160, prompts 0; "
+        "aborted before an output: lookups 160, prompts 0",
     ),
     Fault(
         "full-hit-runs-unseen",
-        "An asynchronous load that covers the whole prompt leaves nothing to compute, yet its last token "
-        "is executed once more to have logits. The engine reports no computed token. In the ledger it is "
-        "rework, for the cause `full_hit`: the prompt's sources are right, and the work is not lost.",
+        "An asynchronous load that covers the whole prompt leaves nothing to compute, but the last token is "
+        "executed again to get its logits. The engine reports no computed token. The ledger posts the token "
+        "as rework with the cause `full_hit`: the prompt's sources are right, and the work is counted.",
         "0.20.0 to 0.33.0; up to 0.19.1 the token is added to the computed and to the local tokens",
         ("0.20.0", "0.33.0"),
         SCHEDULER.format("_update_waiting_for_remote_kv"),
@@ -463,22 +465,22 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "never-fits-again",
-        "A swapped group that no longer fits into the cache is ignored without being freed: its look-up "
-        "is never released. The engine goes on keeping an answer for a request that is gone, and every "
-        "such request adds one.",
+        "A swapped group that no longer fits into the cache is ignored but not freed, and its prefix-cache "
+        "lookup is never released. The engine keeps the result of the lookup for a request that has ended, "
+        "one for each such request.",
         "v0 of 0.9.1 and 0.9.2",
         ("0.9.1-v0", "0.9.2-v0"),
         "`Scheduler._schedule_swapped` (`vllm/core/scheduler.py`)",
         never_fits_again,
-        "1 look-ups kept for a request that has ended",
+        "1 lookups kept for a request that has ended",
         ("tokens/stale-lookup",),
     ),
     Fault(
         "failed-load-stays-cached",
-        "Where failed loads are computed instead (policy `recompute`), the blocks of a synchronous load that "
-        "failed keep their hashes, since they will be filled. If the request is aborted or preempted first "
-        "they never are, and the next request with this prefix takes them for a hit: its output is made of "
-        "what was in these blocks before.",
+        "With the policy `recompute`, the blocks of a failed synchronous load keep their hashes, because the "
+        "request will compute them. If the request is aborted or preempted before that, the blocks are "
+        "never filled, and the next request with this prefix gets a hit on them: its output is made from "
+        "their old content.",
         "0.12.0 to 0.33.0",
         ("0.12.0", "0.33.0"),
         SCHEDULER.format("_handle_invalid_blocks") + ", which evicts them only under the policy `fail`",
@@ -488,8 +490,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "session-leaks-blocks",
-        "A session with drafts under async scheduling leaves blocks that are never given back: the pool "
-        "is that much smaller until the engine is restarted.",
+        "A session with drafts under async scheduling leaves blocks allocated that are never freed: the pool "
+        "is smaller by these blocks until the engine restarts.",
         "0.27.1 and 0.30.0",
         ("0.27.1", "0.30.0"),
         "",
@@ -499,11 +501,11 @@ FAULTS: tuple[Fault, ...] = (
 )
 
 
-# --- here: every fault in its releases ------------------------------------------------------------------
+# --- in this process: every fault in its releases -------------------------------------------------------
 
 
 def probed(release: str, faults: Sequence[Fault]) -> dict[str, Figures | str]:
-    """By name of a fault, what it gave in a release, or why nothing came."""
+    """The figures of each fault in a release, or the error, by the fault's name."""
     from releases import BIN, environ
 
     print(f"{release} ...", file=sys.stderr, flush=True)
@@ -519,55 +521,55 @@ def probed(release: str, faults: Sequence[Fault]) -> dict[str, Figures | str]:
     last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
     outcome: dict[str, Figures | str] = {fault.name: last for fault in faults}
     for line in filter(lambda each: each.startswith("{"), done.stdout.splitlines()):
-        told = json.loads(line)
-        found = tuple((each, message) for each, message in told["found"])
-        outcome[told["name"]] = told["error"] or Figures(told["engine"], told["right"], found)
+        row = json.loads(line)
+        findings = tuple((each, message) for each, message in row["findings"])
+        outcome[row["name"]] = row["error"] or Figures(row["engine"], row["right"], findings)
     return outcome
 
 
 def probe(names: Sequence[str]) -> None:
-    """In a release: one JSON line a fault, and no other line."""
-    said = sys.stdout
+    """In a release: print one JSON line for each fault, and no other line."""
+    stdout = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):
         for fault in (fault for fault in FAULTS if fault.name in names):
-            told: dict[str, object] = {
+            row: dict[str, object] = {
                 "name": fault.name,
                 "engine": "",
                 "right": "",
-                "found": [],
+                "findings": [],
                 "error": "",
             }
             try:
                 seen = fault.probe()
-                told |= {"engine": seen.engine, "right": seen.right, "found": seen.found}
+                row |= {"engine": seen.engine, "right": seen.right, "findings": seen.findings}
             except Exception as error:
-                told["error"] = f"{type(error).__name__}: {error}"
-            print(json.dumps(told), file=said, flush=True)
+                row["error"] = f"{type(error).__name__}: {error}"
+            print(json.dumps(row), file=stdout, flush=True)
 
 
-def printed(fault: Fault, release: str, came: Figures | str) -> list[str]:
-    """What is said of a fault in one release, in lines of a page."""
-    if isinstance(came, str):
-        return [f"{release}: NOT SHOWN: {came}"]
-    lines = [f"{release}: shown" if fault.shows(came) else f"{release}: NOT SHOWN"]
-    rows = [("engine", came.engine), ("right", came.right)]
-    rows += [(each, message) for each, message in came.found if each in fault.ids]
+def printed(fault: Fault, release: str, outcome: Figures | str) -> list[str]:
+    """The lines about a fault in one release."""
+    if isinstance(outcome, str):
+        return [f"{release}: NOT SHOWN: {outcome}"]
+    lines = [f"{release}: shown" if fault.shows(outcome) else f"{release}: NOT SHOWN"]
+    rows = [("engine", outcome.engine), ("right", outcome.right)]
+    rows += [(each, message) for each, message in outcome.findings if each in fault.ids]
     for head, words in rows:
         lines += textwrap.wrap(f"{head}: {words}", 100, initial_indent="  ", subsequent_indent="    ")
     return lines
 
 
 def section(fault: Fault, lines: Sequence[str]) -> list[str]:
-    """A fault on the page."""
-    found = " or ".join(f"`{each}`" for each in fault.ids) or "none; no invariant names it"
-    facts = [f"- Releases: {fault.affected}", f"- Finding: {found}"]
+    """The section about a fault."""
+    ids = " or ".join(f"`{each}`" for each in fault.ids) or "none; no invariant covers it"
+    facts = [f"- Releases: {fault.affected}", f"- Finding: {ids}"]
     if fault.where:
         facts.insert(1, f"- Where: {fault.where}")
     says = textwrap.wrap(fault.says, 100, break_long_words=False, break_on_hyphens=False)
     return [f"## {fault.name}", "", *says, "", *facts, "", "```", *lines, "```", ""]
 
 
-def page(said: dict[str, list[str]]) -> str:
+def page(lines: dict[str, list[str]]) -> str:
     """docs/findings.md."""
     known = [fault for fault in FAULTS if fault.where]
     unknown = [fault for fault in FAULTS if not fault.where]
@@ -575,17 +577,17 @@ def page(said: dict[str, list[str]]) -> str:
         [
             "# Findings",
             "",
-            "Made by `python3 scripts/findings.py --write`; do not edit. Faults of released vLLM engines",
-            "in their accounting of tokens and blocks, beside the reports of `docs/detection.md`. Each is",
-            "shown on the released package: its real scheduler is driven with made-up model output through",
-            "one scenario under observation. *engine* is the engine's own figures, *right* is what they",
-            "should be. Each is run in the first and the last release of the matrix that has it; those",
-            "between are known from the corpus (`docs/detection.md`) or taken to be alike.",
+            "Generated by `python3 scripts/findings.py --write`; do not edit. These are faults in how",
+            "released vLLM engines count tokens and blocks, beyond the reports of `docs/detection.md`. Each",
+            "is reproduced on the released package: one scenario drives its real scheduler, with scripted",
+            "model output, while kvledger observes. *engine* shows the engine's own figures, *right* the",
+            "right ones. Each fault is run in the first and the last release of the matrix that has it. The",
+            "scenarios of `docs/detection.md` show it in most releases between; the rest are assumed alike.",
             "",
-            *(line for fault in known for line in section(fault, said[fault.name])),
-            "# Seen, cause not known",
+            *(line for fault in known for line in section(fault, lines[fault.name])),
+            "# Faults whose cause is not known",
             "",
-            *(line for fault in unknown for line in section(fault, said[fault.name])),
+            *(line for fault in unknown for line in section(fault, lines[fault.name])),
         ]
     )
 
@@ -603,24 +605,26 @@ def main(arguments: Sequence[str]) -> int:
     chosen = [fault for fault in FAULTS if not names or fault.name in names]
     releases = [each for each in MATRIX if any(each in fault.shown_in for fault in chosen)]
     build(releases)
-    came: dict[tuple[str, str], Figures | str] = {}
+    outcomes: dict[tuple[str, str], Figures | str] = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         here = {each: [fault for fault in chosen if each in fault.shown_in] for each in releases}
         for release, outcome in zip(releases, pool.map(probed, here, here.values()), strict=True):
-            came |= {(name, release): each for name, each in outcome.items()}
-    said = {f.name: [line for r in f.shown_in for line in printed(f, r, came[f.name, r])] for f in chosen}
-    for name, lines in said.items():
-        print("\n".join([name, *lines, ""]))
-    missing = [f"{name} in {r}" for (name, r), each in came.items() if not _shows(name, each)]
+            outcomes |= {(name, release): each for name, each in outcome.items()}
+    lines = {
+        f.name: [line for r in f.shown_in for line in printed(f, r, outcomes[f.name, r])] for f in chosen
+    }
+    for name, mine in lines.items():
+        print("\n".join([name, *mine, ""]))
+    missing = [f"{name} in {r}" for (name, r), each in outcomes.items() if not _shows(name, each)]
     if "--write" in arguments and not names:
-        PAGE.write_text(page(said))
-    print(f"{len(chosen)} faults, {len(came)} shows, not as stated: {', '.join(missing) or 'none'}")
+        PAGE.write_text(page(lines))
+    print(f"{len(chosen)} faults in {len(outcomes)} runs, not reproduced: {', '.join(missing) or 'none'}")
     return 1 if missing else 0
 
 
-def _shows(name: str, came: Figures | str) -> bool:
+def _shows(name: str, outcome: Figures | str) -> bool:
     (fault,) = [fault for fault in FAULTS if fault.name == name]
-    return isinstance(came, Figures) and fault.shows(came)
+    return isinstance(outcome, Figures) and fault.shows(outcome)
 
 
 if __name__ == "__main__":

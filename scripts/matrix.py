@@ -1,10 +1,10 @@
-"""The release matrix: every report on every release, expected beside found.
+"""The release matrix: every report on every release, expected and actual.
 
 Usage: python3 scripts/matrix.py [--write] [NAME...]     all releases, or these, or `core`
 
 Runs the scenarios of `tests/scenarios` under observation in each release's
-environment (scripts/releases.py), prints one grid, and exits with 1 where something expected was not
-found or something was found that nobody expects. `--write` makes docs/detection.md of a whole run.
+environment (scripts/releases.py), prints one grid, and exits with 1 if an expected finding is missing or
+an unexpected one appears. `--write` writes docs/detection.md after a run of all releases.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from releases import BIN, CORE, MATRIX, build, environ
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "detection.md"
 WHOLE = ROOT / "docs" / "whole-engine-0.17.0.txt"
-"""What scripts/whole_engine_017.py printed."""
+"""The output of scripts/whole_engine_017.py."""
 UPSTREAM = ROOT / "docs" / "upstream-tests.md"
-"""What scripts/upstream_tests.py printed."""
+"""The output of scripts/upstream_tests.py."""
 
 
-class Amiss(NamedTuple):
-    """Something that is not as expected; ``scenario`` is empty where it is no single one."""
+class Unexpected(NamedTuple):
+    """A result that is not as expected; ``scenario`` is empty if it concerns no single scenario."""
 
     release: str
     what: str
@@ -42,25 +42,25 @@ class Amiss(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What the corpus gave in one release."""
+    """The results of the scenarios in one release."""
 
     release: str
     lines: dict[str, dict[str, object]] = field(default_factory=dict)
     error: str = ""
 
     def findings(self, scenario: str) -> set[str]:
-        """Ids found in a scenario."""
-        found = self.lines.get(scenario, {}).get("findings", [])
-        assert isinstance(found, list)
-        return {row[0] for row in found}
+        """Ids of the findings in a scenario."""
+        rows = self.lines.get(scenario, {}).get("findings", [])
+        assert isinstance(rows, list)
+        return {row[0] for row in rows}
 
     @property
     def left_out(self) -> list[str]:
         return [name for name, line in self.lines.items() if line.get("left_out")]
 
-    def unexpected(self) -> list[Amiss]:
-        """What nobody expects here: false alarms, doubts, accounts that do not balance."""
-        said: list[Amiss] = []
+    def unexpected(self) -> list[Unexpected]:
+        """Results that are not expected: false alarms, doubts, accounts that do not balance."""
+        results: list[Unexpected] = []
         for scenario, line in self.lines.items():
             extra = self.findings(scenario) - expected_ids(scenario, self.release)
             wrong = [f"found {each}" for each in sorted(extra)]
@@ -75,12 +75,12 @@ class Outcome:
                 settled = report.settles.get(scenario)
                 if settled and not line.get("left_out") and line.get("settled") != settled:
                     wrong.append(f"settled {line.get('settled')}, not {settled}")
-            said += [Amiss(self.release, each, scenario) for each in wrong]
-        return said
+            results += [Unexpected(self.release, each, scenario) for each in wrong]
+        return results
 
 
 def expected_ids(scenario: str, release: str) -> set[str]:
-    """Ids that may be found in a scenario of a release."""
+    """Ids that the audit may find in a scenario of a release."""
     ids = {known.id for known in KNOWN if known.covers(scenario, release)}
     for report in REPORTS:
         if report.drives(scenario) and release in report.found_in:
@@ -89,12 +89,12 @@ def expected_ids(scenario: str, release: str) -> set[str]:
 
 
 def excused(scenario: str, release: str) -> bool:
-    """Whether the host itself is known to go wrong in this scenario."""
+    """Whether the engine itself is known to fail in this scenario."""
     return any(known.covers(scenario, release) and known.host_fails for known in KNOWN)
 
 
 def run(name: str) -> Outcome:
-    """The corpus in one release."""
+    """Run the scenarios in one release."""
     print(f"{name} ...", file=sys.stderr, flush=True)
     special = "v0.audit" if name.endswith("-v0") else "lmcache" if name.startswith("lmcache-") else "matrix"
     module = f"tests.scenarios.{special}"
@@ -109,15 +109,15 @@ def run(name: str) -> Outcome:
     outcome = Outcome(name)
     for line in done.stdout.splitlines():
         if line.startswith("{"):
-            told = json.loads(line)
-            outcome.lines[told["scenario"]] = told
+            row = json.loads(line)
+            outcome.lines[row["scenario"]] = row
     if done.returncode or not outcome.lines:
         outcome.error = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
     return outcome
 
 
 def cell(report: Report, outcome: Outcome) -> tuple[str, bool]:
-    """What stands in the grid for a report in a release, and whether it is as expected."""
+    """The cell of the grid for a report in a release, and whether it is as expected."""
     run_here = [c for c in outcome.lines if report.drives(c) and c not in outcome.left_out]
     if not run_here:
         return "-", outcome.release not in report.found_in
@@ -127,13 +127,13 @@ def cell(report: Report, outcome: Outcome) -> tuple[str, bool]:
     return ("silent", True) if not seen else (f"FOUND {len(seen)}", False)
 
 
-def grid(outcomes: Sequence[Outcome]) -> tuple[list[list[str]], list[Amiss]]:
-    """Rows of text, header first, and what is not as expected."""
+def grid(outcomes: Sequence[Outcome]) -> tuple[list[list[str]], list[Unexpected]]:
+    """The rows of the grid, header first, and the results that are not as expected."""
     rows = [["release", "scenarios", "left out", "clean", *(report.key for report in REPORTS)]]
-    wrong: list[Amiss] = []
+    wrong: list[Unexpected] = []
     for outcome in outcomes:
         if outcome.error:
-            wrong.append(Amiss(outcome.release, outcome.error))
+            wrong.append(Unexpected(outcome.release, outcome.error))
         alarms = outcome.unexpected()
         wrong += alarms
         ran = len(outcome.lines) - len(outcome.left_out)
@@ -143,7 +143,7 @@ def grid(outcomes: Sequence[Outcome]) -> tuple[list[list[str]], list[Amiss]]:
             text, right = cell(report, outcome)
             row.append(text if right else f"{text} (!)")
             if not right:
-                wrong.append(Amiss(outcome.release, f"{report.key}: {text}"))
+                wrong.append(Unexpected(outcome.release, f"{report.key}: {text}"))
         rows.append(row)
     return rows, wrong
 
@@ -162,8 +162,8 @@ def _code(word: str) -> str:
     return f"`{word}`"
 
 
-def together(wrong: Sequence[Amiss]) -> list[str]:
-    """The same thing in several scenarios, in one line that names a few of them."""
+def together(wrong: Sequence[Unexpected]) -> list[str]:
+    """One line for each result that is not as expected, naming a few of its scenarios."""
     places: dict[tuple[str, str], list[str]] = {}
     for each in wrong:
         places.setdefault((each.release, each.what), []).append(each.scenario)
@@ -193,34 +193,37 @@ def page(rows: list[list[str]], outcomes: Sequence[Outcome]) -> str:
         [
             "# Detection",
             "",
-            "Made by `make releases`: the real scheduler of each release, driven with made-up model output",
-            "through the scenarios of `tests/scenarios`, under observation. *found n/n*: in each of",
-            "the n scenarios that drive the engine into the fault, it was found. *silent*: they ran",
-            "and nothing was said. *-*: the release can't be driven there (v0 or v1 only, or no such",
-            "feature). *clean* counts the scenarios in which nothing at all was found; the others are listed",
-            "below, release by release, and nothing else was found anywhere.",
+            "Generated by `make releases ARGS=--write`; do not edit. The scenarios of `tests/scenarios`",
+            "drive the real scheduler of each release, with scripted model output, while kvledger observes.",
             "",
-            "A release of LMCache is driven by vLLM 0.32.0, unless another stands after the stroke, with",
-            "scenarios of its own: the scheduler side of its adapter is the real one, its store is a table.",
+            "- *found n/n*: n scenarios drive the engine into the fault, and the audit found it in each.",
+            "- *silent*: the same scenarios ran, and the audit found nothing.",
+            "- *-*: these scenarios can't run in the release (v0 or v1 only, or a missing feature).",
+            "- *clean*: the number of scenarios without any finding. The findings in the other scenarios are",
+            "  listed below by release; there were no others.",
+            "",
+            "A release of LMCache runs with vLLM 0.32.0, or with the release after the slash, in scenarios",
+            "of its own. The scheduler side of its adapter is real; a table takes the place of its store.",
             "",
             *table,
             "",
             *reports,
             "",
-            "## What else is found on released engines",
+            "## Other findings on released engines",
             "",
             "| finding | releases | what it is | scenarios |",
             "|---|---|---|---|",
             *known,
             "",
-            "[findings.md](findings.md) shows nearly all of them one by one, on the released packages.",
+            "[findings.md](findings.md) reproduces nearly all of them one by one on the released packages.",
             "",
             "## negative-local-hit on a whole engine",
             "",
-            "The same report on the whole engine of vLLM 0.17.0 on a CPU, scheduler, model and Prometheus",
-            "counters: the engine adds -64 to a counter, which refuses, and the error leaves",
-            "`LLMEngine.step()` in place of that step's outputs. Printed by `scripts/whole_engine_017.py`,",
-            "which says how to make its environment; it is no part of `make releases`.",
+            "The same report on the whole engine of vLLM 0.17.0 on a CPU, with scheduler, model and",
+            "Prometheus counters. The engine adds -64 to a counter, the counter raises, and",
+            "`LLMEngine.step()` raises the error instead of returning the outputs of that step.",
+            "`scripts/whole_engine_017.py` prints this and describes how to build its environment; `make",
+            "releases` does not run it.",
             "",
             "```",
             WHOLE.read_text().rstrip(),
@@ -228,10 +231,10 @@ def page(rows: list[list[str]], outcomes: Sequence[Outcome]) -> str:
             "",
             "## vLLM's own tests under the ledger",
             "",
-            "Tests of vLLM's source distributions, by themselves and with every scheduler and KV cache",
-            "manager that they build under the ledger at level `blocks`. Printed by `make upstream-tests`,",
-            "which is no part of `make test`. *found*: tests that pass only without the ledger, and forge",
-            "nothing.",
+            "The tests of vLLM's source distributions run twice: as they are, and with kvledger observing",
+            "every scheduler and KV cache manager that they create, at level `blocks`. `make",
+            "upstream-tests` prints this; `make test` does not run it. *found* counts tests that pass only",
+            "without kvledger, although they forge nothing.",
             "",
             UPSTREAM.read_text().rstrip(),
             "",

@@ -1,11 +1,11 @@
-"""vLLM's own tests of scheduler, prefix cache, KV managers and connectors, with and without the ledger.
+"""Runs vLLM's own tests of scheduler, prefix cache, KV managers and connectors with and without kvledger.
 
 Usage: python3 scripts/upstream_tests.py [--write] [NAME...]     0.32.0 and 0.23.0, or these
 
-Takes the source distribution of each release by its name, keeps its tests/ in .upstream, and runs some
-files of it twice: as they are, and under `pytest --kvledger`. Exits with 1 where a test
-that passes without the ledger does not pass under it and is not in EXCLUDED. Nothing of it is copied
-into this repository, and it is no part of the tests here. `--write` makes docs/upstream-tests.md.
+Downloads the source distribution of each release, keeps its tests/ in .upstream, and runs some of the
+files twice: as they are, and under `pytest --kvledger`. Exits with 1 if a test passes without kvledger,
+fails with it, and is not in EXCLUDED. Nothing is copied into this repository, and the tests here do not
+include it. `--write` writes docs/upstream-tests.md.
 """
 
 from __future__ import annotations
@@ -56,32 +56,32 @@ FILES = (
 )
 
 OUTPUT = ("system-out", "system-err", "properties")
-"""What a report has of a test that passed."""
+"""Children of a report's element for a test that passed."""
 
 EXCLUDED = {
-    "test_cache_hit_local_and_external": "makes cache hits up, of free blocks that were never given a hash",
-    "test_eagle_with_sliding_window": "takes a hash out of the cache map by hand",
-    "test_different_block_size": "takes a hash out of the cache map by hand",
-    "test_scheduler_reset_prefix_cache": "sets the engine's own count of tokens in flight to 0 by hand",
-    "test_priority_scheduling_blast[standard-5": "answers with more tokens than drafts and one",
-    "test_priority_scheduling_blast[preemption-5": "answers with more tokens than drafts and one",
+    "test_cache_hit_local_and_external": "forges cache hits of free blocks that never got a hash",
+    "test_eagle_with_sliding_window": "removes a hash from the cache map",
+    "test_different_block_size": "removes a hash from the cache map",
+    "test_scheduler_reset_prefix_cache": "sets the engine's count of tokens in flight to 0",
+    "test_priority_scheduling_blast[standard-5": "returns more tokens than the drafts and one more",
+    "test_priority_scheduling_blast[preemption-5": "returns more tokens than the drafts and one more",
 }
-"""Beginnings of the names of tests that forge an engine's state, with what they forge."""
+"""Beginnings of the names of tests that forge an engine's state, and what they forge."""
 
 MODELS = {
     "facebook/opt-125m": ("opt", "OPTForCausalLM"),
     "facebook/opt-350m": ("opt", "OPTForCausalLM"),
     "Qwen/Qwen1.5-7B": ("qwen2", "Qwen2ForCausalLM"),
     "Qwen/Qwen3-0.6B": ("qwen3", "Qwen3ForCausalLM"),
-    "Qwen/Qwen2.5-VL-3B-Instruct": ("qwen2", "Qwen2ForCausalLM"),  # its scheduler's tests are of text
+    "Qwen/Qwen2.5-VL-3B-Instruct": ("qwen2", "Qwen2ForCausalLM"),  # the scheduler tests use text only
 }
-"""Models that the tests of schedulers ask for: a configuration of their kind, with its defaults, is all
-that they get. No weights."""
+"""Models that the scheduler tests load. Each gets a configuration of its kind with default values, and no
+weights."""
 
 
 @dataclass
 class Outcome:
-    """What one file gave in one release: names of tests."""
+    """The names of the tests of one file that passed in one release."""
 
     release: str
     file: str
@@ -94,7 +94,7 @@ class Outcome:
 
     @property
     def unexpected(self) -> list[str]:
-        """Tests that pass only without the ledger, and forge nothing."""
+        """Tests that pass only without kvledger, although they forge nothing."""
         return [name for name in self.lost if not bare(name).startswith(tuple(EXCLUDED))]
 
 
@@ -104,25 +104,25 @@ def bare(name: str) -> str:
 
 
 def sources(release: str) -> Path:
-    """The folder that holds a release's tests/, which pip brings the first time."""
+    """The folder that contains a release's tests/; pip downloads it the first time."""
     folder = UPSTREAM / release
     if (folder / "tests").is_dir():
         return folder
     with tempfile.TemporaryDirectory() as scratch:
-        # The package can't be built here; what pip has unpacked by then is all that is wanted.
+        # The package can't be built here. pip unpacks the tests before it fails.
         command = [str(BIN / "python"), "-m", "pip", "download", "--quiet", "--no-clean", "--no-deps"]
         command += ["--no-binary", ":all:", "--no-build-isolation", "--dest", scratch, f"vllm=={release}"]
         subprocess.run(command, env=os.environ | {"TMPDIR": scratch}, capture_output=True)
-        found = next(Path(scratch).glob("pip-download-*/vllm_*/tests"), None)
-        if found is None:
-            sys.exit(f"kvledger: pip brought no source distribution of vllm {release}.")
+        unpacked = next(Path(scratch).glob("pip-download-*/vllm_*/tests"), None)
+        if unpacked is None:
+            sys.exit(f"kvledger: pip can't download the source distribution of vllm {release}.")
         folder.mkdir(parents=True, exist_ok=True)
-        shutil.copytree(found, folder / "tests")
+        shutil.copytree(unpacked, folder / "tests")
     return folder
 
 
 def models() -> None:
-    """Fill a hub cache with the configurations."""
+    """Fill a cache of the model hub with the configurations."""
     for name, (kind, architecture) in MODELS.items():
         configuration = {"model_type": kind, "architectures": [architecture], "torch_dtype": "float16"}
         folder = HUB / f"models--{name.replace('/', '--')}"
@@ -137,19 +137,21 @@ def models() -> None:
 def passed(release: str, files: Sequence[str], *options: str) -> dict[str, set[str]]:
     """The names of the tests that pass, by file; all in one process, which imports vLLM once."""
     folder = sources(release)
-    told = environ(release) | {"HF_HUB_CACHE": str(HUB), "CUDA_VISIBLE_DEVICES": ""}
-    path = [told.get("PYTHONPATH", ""), str(folder), str(ROOT / "src")]
-    told["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    variables = environ(release) | {"HF_HUB_CACHE": str(HUB), "CUDA_VISIBLE_DEVICES": ""}
+    path = [variables.get("PYTHONPATH", ""), str(folder), str(ROOT / "src")]
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.xml"
         command = [str(BIN / "python"), "-m", "pytest", "-q", "-W", "ignore"]
-        command += ["--confcutdir", str(folder / "tests" / "v1")]  # what stands above asks for a device
+        command += ["--confcutdir", str(folder / "tests" / "v1")]  # a conftest.py above needs a device
         command += ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(folder)]
         command += ["--continue-on-collection-errors", f"--junitxml={report}", *options]
         command += [f"tests/{file}" for file in files]
-        done = subprocess.run(command, cwd=folder, env=told, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
         if not report.exists():
-            sys.exit(f"kvledger: {release}: {(done.stdout.strip().splitlines() or ['no word'])[-1]}")
+            sys.exit(
+                f"kvledger: {release}: {(done.stdout.strip().splitlines() or ['it printed nothing'])[-1]}"
+            )
         names: dict[str, set[str]] = {file: set() for file in files}
         for case in ElementTree.parse(report).iter("testcase"):
             where = case.get("classname", "").replace(".", "/")
@@ -160,7 +162,7 @@ def passed(release: str, files: Sequence[str], *options: str) -> dict[str, set[s
 
 
 def run(release: str) -> list[Outcome]:
-    """Every file of a release that it has, without and with the ledger."""
+    """Run every file that the release has, without and with kvledger."""
     files = [file for file in FILES if (sources(release) / "tests" / file).exists()]
     models()
     print(f"{release} ...", file=sys.stderr, flush=True)
@@ -171,16 +173,16 @@ def run(release: str) -> list[Outcome]:
 
 
 def page(outcomes: Sequence[Outcome]) -> str:
-    """The table, and what is excluded for what reason."""
+    """The table, and the excluded tests with the reasons."""
     lines = [
-        "| release | tests | pass by themselves | pass under the ledger | excluded | found |",
+        "| release | tests | pass without kvledger | pass with kvledger | excluded | found |",
         "|---|---|---|---|---|---|",
     ]
     for release in dict.fromkeys(outcome.release for outcome in outcomes):
         mine = [outcome for outcome in outcomes if outcome.release == release]
         lines += [_row(release, f"`{outcome.file}`", [outcome]) for outcome in mine if outcome.passed]
         lines.append(_row(release, "**all**", mine))
-    lines += ["", "Excluded are tests that forge what an engine would never do:", ""]
+    lines += ["", "Excluded tests forge a state that no engine produces:", ""]
     lost = [name for outcome in outcomes for name in outcome.lost]
     used = {begin: why for begin, why in EXCLUDED.items() if any(bare(n).startswith(begin) for n in lost)}
     lines += [f"- `{begin}`: {why}" for begin, why in used.items()]
