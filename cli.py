@@ -1,8 +1,8 @@
 """The command line: each command parses its options, calls one function and prints its result.
 
-No logic belongs here. Everything but typer is imported when a command needs it, so that ``kvledger --help``
-is quick and only ``demo``, ``conformance`` and ``doctor`` need vLLM. Exit codes are in :data:`EXIT_CODES`
-and in the README.
+No logic belongs here, and options are declared in ``cli_options.py``. Everything but typer is imported when a
+command needs it, so that ``kvledger --help`` is quick and only ``demo``, ``conformance`` and ``doctor`` need
+vLLM. Exit codes are in ``cli_options.py`` and in the README.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import logging
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
-from typer.core import TyperCommand, TyperGroup
 
 from . import __version__
+from . import cli_options as opt
 
 CODES = {"clean": 0, "violated": 1, "unknown": 3}
 BAD_INPUT = 2
@@ -36,155 +37,32 @@ EXTRAS = {
 COMPLETE = "_KVLEDGER_COMPLETE"
 SHELLS = ("bash", "zsh", "fish")
 
-AUDIT_CODES = (
-    "Exit codes: 0 clean; 1 violated; 2 bad usage or input; 3 unknown (events are missing) and nothing "
-    "violated"
-)
-EXIT_CODES = f"{AUDIT_CODES}; 4 the demo's engine did not run; 70 a defect of kvledger."
-RENAMED_OPTIONS = {"scheduler": "dask"}
-"""Old names of options, which still work."""
-
-AUDIT = "Read journals"
-FILES = "Write files from journals"
-LIVE = "Observe and watch live engines"
-TRY = "Try engines and connectors"
-OTHER = "Other"
-
-
-# --- how help is printed --------------------------------------------------------------------------------
-
-
-class Command(TyperCommand):
-    """A command whose help names its arguments without their Python types."""
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write arguments, then options."""
-        rows: dict[str, list[tuple[str, str]]] = {"argument": [], "option": []}
-        for param in self.get_params(ctx):
-            record = param.get_help_record(ctx)
-            if record is not None:
-                kind = param.param_type_name
-                name = param.metavar if kind == "argument" and param.metavar else record[0]
-                rows[kind].append((name, record[1]))
-        for heading, kind in (("Arguments", "argument"), ("Options", "option")):
-            if rows[kind]:
-                with formatter.section(heading):
-                    formatter.write_dl(rows[kind])
-
-
-class Commands(TyperGroup):
-    """Commands listed by panel, each with the whole first sentence of its help."""
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write one section per panel, in the order in which panels first appear."""
-        panels: dict[str, list[tuple[str, str]]] = {}
-        for name in self.list_commands(ctx):
-            command: Any = self.get_command(ctx, name)
-            sentence = " ".join((command.help or "").partition("\n\n")[0].split())
-            panels.setdefault(command.rich_help_panel or "Commands", []).append((name, sentence))
-        width = max(len(name) for rows in panels.values() for name, _ in rows)
-        for panel, rows in panels.items():
-            with formatter.section(panel):
-                formatter.write_dl([(name.ljust(width), sentence) for name, sentence in rows])
-
-
-def _examples(*lines: str, exit_codes: str = "") -> str:
-    """The end of a command's help. ``\\b`` keeps the lines below it as they are."""
-    examples = "\n".join(("\b\nExamples:", *(f"  kvledger {line}" for line in lines)))
-    return f"{examples}\n\n{exit_codes}" if exit_codes else examples
-
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 app = typer.Typer(
     name="kvledger",
-    cls=Commands,
+    cls=opt.Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    epilog=_examples(
+    epilog=opt.examples(
         "demo                     # run and audit an engine on this CPU",
         "audit /var/lib/kvledger  # check what live engines wrote there",
         "explain admission        # what a term or an invariant means",
-        exit_codes=EXIT_CODES,
+        exit_codes=opt.EXIT_CODES,
     ),
     context_settings={
         "help_option_names": ["-h", "--help"],
-        "token_normalize_func": lambda name: RENAMED_OPTIONS.get(name, name),
+        "token_normalize_func": lambda name: opt.RENAMED_OPTIONS.get(name, name),
     },
 )
 
 
-# --- arguments and options that commands share ----------------------------------------------------------
-
-TEXT, TABLE = ("text", "json", "csv"), ("table", "json", "csv")
-
-
-def _format(*formats: str) -> Any:
-    """The option --format; the first of ``formats`` is for a person."""
-
-    def check(value: str) -> str:
-        if value not in formats:
-            *others, last = formats
-            raise typer.BadParameter(f"{value!r} is none of {', '.join(others)} and {last}.")
-        return value
-
-    return typer.Option("--format", metavar="|".join(formats), callback=check, help="The output format.")
-
-
-JournalPaths = Annotated[
-    list[Path],
-    typer.Argument(
-        metavar="PATH", show_default=False, help="Journals, folders of journals, or single segments."
-    ),
-]
-JournalPath = Annotated[
-    Path, typer.Argument(metavar="PATH", show_default=False, help="A journal, or a folder of journals.")
-]
-TracePaths = Annotated[
-    list[Path],
-    typer.Argument(
-        metavar="PATH",
-        show_default=False,
-        help="Journals, folders of journals, patterns, or folders that export wrote.",
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-JsonAlias = Annotated[bool, typer.Option("--json", hidden=True, help="The same as --format json.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print all tables and more findings.")]
-Since = Annotated[
-    str,
-    typer.Option(
-        "--since",
-        metavar="TIME",
-        show_default=False,
-        help="Only requests that ended at TIME or later: an ISO time, or an age such as 15m.",
-    ),
-]
-Until = Annotated[
-    str,
-    typer.Option("--until", metavar="TIME", show_default=False, help="Only requests that ended before TIME."),
-]
-Jobs = Annotated[
-    int,
-    typer.Option(
-        "--jobs", "-j", metavar="N", show_default=False, help="Number of processes. Default: one per core."
-    ),
-]
-Dask = Annotated[
-    str,
-    typer.Option(
-        "--dask",
-        metavar="ADDRESS",
-        show_default=False,
-        help="Read the journals on the workers of the Dask scheduler at ADDRESS.",
-    ),
-]
-OutputFile = Annotated[
-    Path,
-    typer.Option(
-        "--output", "-o", metavar="FILE", show_default=False, help="The file to write; - prints it."
-    ),
-]
+def command(panel: str, *examples: str, exit_codes: str = "") -> Callable[[Function], Function]:
+    """Register a command in a ``panel`` of the list of commands, with examples at the end of its help."""
+    epilog = opt.examples(*examples, exit_codes=exit_codes)
+    return app.command(cls=opt.Command, rich_help_panel=panel, epilog=epilog)
 
 
 def _print_version(wanted: bool) -> None:
@@ -207,23 +85,20 @@ def options(
 # --- read journals --------------------------------------------------------------------------------------
 
 
-@app.command(
-    cls=Command,
-    rich_help_panel=AUDIT,
-    epilog=_examples(
-        "audit /var/lib/kvledger",
-        "audit /var/lib/kvledger --since 1h --format json",
-        exit_codes=f"{AUDIT_CODES}.",
-    ),
+@command(
+    opt.AUDIT,
+    "audit /var/lib/kvledger",
+    "audit /var/lib/kvledger --since 1h --format json",
+    exit_codes=f"{opt.AUDIT_CODES}.",
 )
 def audit(
-    paths: JournalPaths,
-    verbose: Verbose = False,
-    format: Annotated[str, _format(*TEXT)] = "text",
-    since: Since = "",
-    until: Until = "",
-    jobs: Jobs = 0,
-    dask: Dask = "",
+    paths: opt.JournalPaths,
+    verbose: opt.Verbose = False,
+    format: opt.TextFormat = "text",
+    since: opt.Since = "",
+    until: opt.Until = "",
+    jobs: opt.Jobs = 0,
+    dask: opt.Dask = "",
 ) -> None:
     """Check every account in the journals and print the verdict.
 
@@ -246,24 +121,15 @@ def audit(
     raise typer.Exit(CODES[result.verdict])
 
 
-@app.command(
-    cls=Command,
-    rich_help_panel=AUDIT,
-    epilog=_examples("show /var/lib/kvledger cmpl-4f", "show /var/lib/kvledger cmpl-4f --every"),
-)
+@command(opt.AUDIT, "show /var/lib/kvledger cmpl-4f", "show /var/lib/kvledger cmpl-4f --every")
 def show(
-    paths: JournalPaths,
-    request: Annotated[
-        str,
-        typer.Argument(metavar="REQUEST", show_default=False, help="A request id or a unique prefix."),
-    ],
-    every: Annotated[
-        bool, typer.Option("--every", help="Print each entry; do not fold repeated entries.")
-    ] = False,
-    format: Annotated[str, _format(*TEXT)] = "text",
-    json: JsonAlias = False,
-    since: Since = "",
-    until: Until = "",
+    paths: opt.JournalPaths,
+    request: opt.RequestId,
+    every: opt.EveryEntry = False,
+    format: opt.TextFormat = "text",
+    json: opt.JsonAlias = False,
+    since: opt.Since = "",
+    until: opt.Until = "",
 ) -> None:
     """Print the account statement of one request.
 
@@ -283,30 +149,19 @@ def show(
         _print(format, account, lambda account: report.render(account, every_entry=every), lines_csv)
 
 
-@app.command(
-    cls=Command,
-    rich_help_panel=AUDIT,
-    epilog=_examples(
-        "summary /var/lib/kvledger --by hour",
-        "summary /var/lib/kvledger --by '^(tenant-[a-z]+)' --format csv",
-    ),
+@command(
+    opt.AUDIT,
+    "summary /var/lib/kvledger --by hour",
+    "summary /var/lib/kvledger --by '^(tenant-[a-z]+)' --format csv",
 )
 def summary(
-    paths: TracePaths,
-    by: Annotated[
-        str,
-        typer.Option(
-            "--by",
-            metavar="engine|model|hour|outcome|REGEX",
-            show_default=False,
-            help="One row per group. REGEX searches request ids; its first group names the row.",
-        ),
-    ] = "",
-    format: Annotated[str, _format(*TABLE)] = "table",
-    since: Since = "",
-    until: Until = "",
-    jobs: Jobs = 0,
-    dask: Dask = "",
+    paths: opt.TracePaths,
+    by: opt.GroupBy = "",
+    format: opt.TableFormat = "table",
+    since: opt.Since = "",
+    until: opt.Until = "",
+    jobs: opt.Jobs = 0,
+    dask: opt.Dask = "",
 ) -> None:
     """Sum up hit rates, rework, preemptions and waiting."""
     from .audit.replay.windows import window
@@ -318,18 +173,14 @@ def summary(
     _print(format, rows, report.render, report.as_csv)
 
 
-@app.command(
-    cls=Command,
-    rich_help_panel=AUDIT,
-    epilog=_examples("why /var/lib/kvledger", "why /var/lib/kvledger --since 1h --format csv"),
-)
+@command(opt.AUDIT, "why /var/lib/kvledger", "why /var/lib/kvledger --since 1h --format csv")
 def why(
-    paths: JournalPaths,
-    format: Annotated[str, _format(*TABLE)] = "table",
-    since: Since = "",
-    until: Until = "",
-    jobs: Jobs = 0,
-    dask: Dask = "",
+    paths: opt.JournalPaths,
+    format: opt.TableFormat = "table",
+    since: opt.Since = "",
+    until: opt.Until = "",
+    jobs: opt.Jobs = 0,
+    dask: opt.Dask = "",
 ) -> None:
     """Explain prefix-cache misses with the causes the trace proves."""
     from .audit.replay.windows import window
@@ -341,25 +192,17 @@ def why(
     _print(format, result, report.render, report.as_csv)
 
 
-@app.command(
-    cls=Command,
-    rich_help_panel=AUDIT,
-    epilog=_examples("diff journals/before journals/after"),
-)
+@command(opt.AUDIT, "diff journals/before journals/after")
 def diff(
-    before: Annotated[
-        Path, typer.Argument(metavar="BEFORE", show_default=False, help="A journal, or a folder of journals.")
-    ],
-    after: Annotated[Path, typer.Argument(metavar="AFTER", show_default=False, help="The one to compare.")],
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Print figures that did not change too.")
-    ] = False,
-    format: Annotated[str, _format(*TABLE)] = "table",
-    json: JsonAlias = False,
-    since: Since = "",
-    until: Until = "",
-    jobs: Jobs = 0,
-    dask: Dask = "",
+    before: opt.Before,
+    after: opt.After,
+    verbose: opt.VerboseDiff = False,
+    format: opt.TableFormat = "table",
+    json: opt.JsonAlias = False,
+    since: opt.Since = "",
+    until: opt.Until = "",
+    jobs: opt.Jobs = 0,
+    dask: opt.Dask = "",
 ) -> None:
     """Compare two traces: figures, findings and their meaning.
 
@@ -376,20 +219,9 @@ def diff(
     _print(text, result, lambda result: report.render(result, verbose=verbose), report.as_csv)
 
 
-@app.command(
-    cls=Command,
-    rich_help_panel=AUDIT,
-    epilog=_examples("explain", "explain tokens/negative", "explain admission"),
-)
+@command(opt.AUDIT, "explain", "explain tokens/negative", "explain admission")
 def explain(
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="[NAME]",
-            show_default=False,
-            help="An invariant such as tokens/balance, or a term such as life. Without it: list both.",
-        ),
-    ] = "",
+    name: opt.ExplainedName = "",
 ) -> None:
     """Explain an invariant or a term that kvledger prints."""
     from .exporters.reports import explain as report
@@ -405,18 +237,14 @@ def explain(
 # --- write files ----------------------------------------------------------------------------------------
 
 
-@app.command(
-    cls=Command,
-    rich_help_panel=FILES,
-    epilog=_examples("report /var/lib/kvledger -o page.html", exit_codes=f"{AUDIT_CODES}."),
-)
+@command(opt.FILES, "report /var/lib/kvledger -o page.html", exit_codes=f"{opt.AUDIT_CODES}.")
 def report(
-    paths: JournalPaths,
-    output: OutputFile,
-    since: Since = "",
-    until: Until = "",
-    jobs: Jobs = 0,
-    dask: Dask = "",
+    paths: opt.JournalPaths,
+    output: opt.OutputFile,
+    since: opt.Since = "",
+    until: opt.Until = "",
+    jobs: opt.Jobs = 0,
+    dask: opt.Dask = "",
 ) -> None:
     """Write one HTML page: the audit, its findings and plots.
 
@@ -436,30 +264,17 @@ def report(
     raise typer.Exit(CODES[page.report.verdict])
 
 
-@app.command(
-    cls=Command,
-    rich_help_panel=FILES,
-    epilog=_examples(
-        "export /var/lib/kvledger -o tables",
-        "export /var/lib/kvledger -o tables --table requests --table lives",
-    ),
+@command(
+    opt.FILES,
+    "export /var/lib/kvledger -o tables",
+    "export /var/lib/kvledger -o tables --table requests --table lives",
 )
 def export(
-    paths: JournalPaths,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="DIR", show_default=False, help="The folder to write.")
-    ],
-    table: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--table",
-            metavar="NAME",
-            show_default=False,
-            help="Write only this table. Repeatable. The table of entries takes most time and space.",
-        ),
-    ] = None,
-    since: Since = "",
-    until: Until = "",
+    paths: opt.JournalPaths,
+    output: opt.OutputFolder,
+    table: opt.TableNames = None,
+    since: opt.Since = "",
+    until: opt.Until = "",
 ) -> None:
     """Write the tables of a trace as Parquet files.
 
@@ -477,16 +292,12 @@ def export(
         typer.echo(f"{output / name}.parquet: {count:,} rows", err=True)
 
 
-@app.command(
-    cls=Command,
-    rich_help_panel=FILES,
-    epilog=_examples("timeline /var/lib/kvledger --since 5m -o timeline.json"),
-)
+@command(opt.FILES, "timeline /var/lib/kvledger --since 5m -o timeline.json")
 def timeline(
-    paths: JournalPaths,
-    output: OutputFile,
-    since: Since = "",
-    until: Until = "",
+    paths: opt.JournalPaths,
+    output: opt.OutputFile,
+    since: opt.Since = "",
+    until: opt.Until = "",
 ) -> None:
     """Write a timeline for Perfetto or chrome://tracing.
 
@@ -508,22 +319,16 @@ def timeline(
 # --- live engines ---------------------------------------------------------------------------------------
 
 
-@app.command(
-    cls=Command,
-    rich_help_panel=LIVE,
-    epilog=_examples(
-        "doctor",
-        "doctor -v",
-        exit_codes="Exit codes: 0 an engine started here would be observed; 1 it would not.",
-    ),
+@command(
+    opt.LIVE,
+    "doctor",
+    "doctor -v",
+    exit_codes="Exit codes: 0 an engine started here would be observed; 1 it would not.",
 )
 def doctor(
-    verbose: Annotated[
-        bool,
-        typer.Option("--verbose", "-v", help="Print what figures mean, what is not checked, and connectors."),
-    ] = False,
-    format: Annotated[str, _format(*TEXT)] = "text",
-    json: JsonAlias = False,
+    verbose: opt.VerboseDoctor = False,
+    format: opt.TextFormat = "text",
+    json: opt.JsonAlias = False,
 ) -> None:
     """Check whether kvledger can observe the vLLM installed here.
 
@@ -541,13 +346,11 @@ def doctor(
     raise typer.Exit(0 if diagnosis.observed else 1)
 
 
-@app.command(cls=Command, rich_help_panel=LIVE, epilog=_examples("tail /var/lib/kvledger"))
+@command(opt.LIVE, "tail /var/lib/kvledger")
 def tail(
-    path: JournalPath,
-    wait: Annotated[
-        bool, typer.Option("--wait", help="Keep waiting for new engines after all engines have ended.")
-    ] = False,
-    format: Annotated[str, _format(*TEXT)] = "text",
+    path: opt.JournalPath,
+    wait: opt.Wait = False,
+    format: opt.TextFormat = "text",
 ) -> None:
     """Follow journals live: totals, rates and the newest findings.
 
@@ -559,47 +362,15 @@ def tail(
     follow(path, wait=wait, format=format)
 
 
-@app.command(
-    cls=Command,
-    rich_help_panel=LIVE,
-    epilog=_examples(
-        "serve /var/lib/kvledger",
-        "serve /var/lib/kvledger --engine-url http://localhost:8000/metrics",
-    ),
+@command(
+    opt.LIVE, "serve /var/lib/kvledger", "serve /var/lib/kvledger --engine-url http://localhost:8000/metrics"
 )
 def serve(
-    path: JournalPath,
-    address: Annotated[
-        str,
-        typer.Option("--web.listen-address", metavar="HOST:PORT", help="Where to listen."),
-    ] = "127.0.0.1:9464",
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            "--web.config.file",
-            metavar="FILE",
-            show_default=False,
-            help="TLS and users, in the format of Prometheus's exporter-toolkit. "
-            "Needs the web extra: pip install 'kvledger[web]'.",
-        ),
-    ] = None,
-    state: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            show_default=False,
-            help="The folder of the checkpoint. Default: .kvledger under PATH.",
-        ),
-    ] = None,
-    engine_url: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--engine-url",
-            metavar="URL",
-            show_default=False,
-            help="An engine's own /metrics, to compare with the ledger. Repeatable.",
-        ),
-    ] = None,
+    path: opt.JournalPath,
+    address: opt.ListenAddress = "127.0.0.1:9464",
+    config: opt.WebConfig = None,
+    state: opt.StateFolder = None,
+    engine_url: opt.EngineUrls = None,
 ) -> None:
     """Follow journals and serve /metrics for Prometheus.
 
@@ -616,25 +387,16 @@ def serve(
 
 dashboards = typer.Typer(
     name="dashboards",
-    cls=Commands,
+    cls=opt.Commands,
     no_args_is_help=True,
     help="Write or check Grafana boards and Prometheus rules.",
-    epilog=_examples("dashboards export boards --form sharing", "dashboards rules rules"),
+    epilog=opt.examples("dashboards export boards --form sharing", "dashboards rules rules"),
 )
-app.add_typer(dashboards, rich_help_panel=LIVE)
-Form = Annotated[
-    str,
-    typer.Option(
-        "--form",
-        metavar="provisioning|sharing",
-        help="For Grafana's provisioning, or to import by hand.",
-    ),
-]
-Folder = Annotated[Path, typer.Argument(metavar="DIR", show_default=False, help="The folder to write.")]
+app.add_typer(dashboards, rich_help_panel=opt.LIVE)
 
 
-@dashboards.command("export", cls=Command, epilog=_examples("dashboards export boards --form sharing"))
-def export_dashboards(folder: Folder, form: Form = "provisioning") -> None:
+@dashboards.command("export", cls=opt.Command, epilog=opt.examples("dashboards export boards --form sharing"))
+def export_dashboards(folder: opt.Folder, form: opt.Form = "provisioning") -> None:
     """Write the boards as Grafana JSON."""
     from .dashboards import boards
 
@@ -642,8 +404,8 @@ def export_dashboards(folder: Folder, form: Form = "provisioning") -> None:
         typer.echo(path)
 
 
-@dashboards.command("rules", cls=Command, epilog=_examples("dashboards rules rules"))
-def export_rules(folder: Folder) -> None:
+@dashboards.command("rules", cls=opt.Command, epilog=opt.examples("dashboards rules rules"))
+def export_rules(folder: opt.Folder) -> None:
     """Write the recording and alert rules for Prometheus."""
     from .dashboards import rules
 
@@ -652,24 +414,17 @@ def export_rules(folder: Folder) -> None:
 
 @dashboards.command(
     "check",
-    cls=Command,
-    epilog=_examples(
+    cls=opt.Command,
+    epilog=opt.examples(
         "dashboards check boards",
         "dashboards check --prometheus http://localhost:9090",
         exit_codes="Exit codes: 0 all checks pass; 1 a check fails; 2 bad usage or input.",
     ),
 )
 def check_dashboards(
-    folder: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="[DIR]", show_default=False, help="Exported files, to compare with those of this version."
-        ),
-    ] = None,
-    form: Form = "provisioning",
-    prometheus: Annotated[
-        str, typer.Option("--prometheus", metavar="URL", show_default=False, help="Run every query there.")
-    ] = "",
+    folder: opt.ExportedFolder = None,
+    form: opt.Form = "provisioning",
+    prometheus: opt.PrometheusUrl = "",
 ) -> None:
     """Check that panels and rules name only served metrics, and which return data."""
     from .dashboards import boards, check
@@ -683,32 +438,12 @@ def check_dashboards(
 # --- engines and connectors to try ----------------------------------------------------------------------
 
 
-@app.command(
-    cls=Command,
-    rich_help_panel=TRY,
-    epilog=_examples("demo", "demo --inject negative-local-hit --keep /tmp/tour", exit_codes=EXIT_CODES),
-)
+@command(opt.TRY, "demo", "demo --inject negative-local-hit --keep /tmp/tour", exit_codes=opt.EXIT_CODES)
 def demo(
-    inject: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|list",
-            show_default=False,
-            help="Put a defect of a released version back into the engine; list names the defects. The exit "
-            "code is then 0 if the audit finds the defect, and 1 if it does not.",
-        ),
-    ] = None,
-    verbose: Verbose = False,
-    json: Json = False,
-    keep: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            show_default=False,
-            help="An empty or new folder for journal, log and result. Default: a temporary folder, "
-            "which is not removed.",
-        ),
-    ] = None,
+    inject: opt.Injection = None,
+    verbose: opt.Verbose = False,
+    json: opt.Json = False,
+    keep: opt.KeptFolder = None,
 ) -> None:
     """Run a real vLLM engine on this CPU and audit it.
 
@@ -723,48 +458,19 @@ def demo(
     raise typer.Exit(report.run(inject, keep, as_json=json, verbose=verbose))
 
 
-@app.command(
-    cls=Command,
-    rich_help_panel=TRY,
-    epilog=_examples(
-        "conformance ExampleConnector",
-        "conformance MyConnector --module my_connector.py",
-        exit_codes="Exit codes: 0 clean; 1 violated, or a situation broke; 2 bad input; 3 unknown.",
-    ),
+@command(
+    opt.TRY,
+    "conformance ExampleConnector",
+    "conformance MyConnector --module my_connector.py",
+    exit_codes="Exit codes: 0 clean; 1 violated, or a situation broke; 2 bad input; 3 unknown.",
 )
 def conformance(
-    connector: Annotated[
-        str,
-        typer.Argument(metavar="CONNECTOR", show_default=False, help="The name, as in kv_connector."),
-    ],
-    module: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH", show_default=False, help="The Python file of a connector that is not vLLM's."
-        ),
-    ] = None,
-    options: Annotated[
-        str | None,
-        typer.Option(
-            metavar="JSON",
-            show_default=False,
-            help="Its kv_connector_extra_config. {folder} in it becomes an empty folder per situation.",
-        ),
-    ] = None,
-    disaggregated: Annotated[
-        bool,
-        typer.Option(
-            "--disaggregated",
-            help="The connector reads from another engine, not from a store: one prefills what it loads. "
-            "Implied for NixlConnector.",
-        ),
-    ] = False,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="List clean situations too, and print vLLM's log.")
-    ] = False,
-    format: Annotated[
-        str, typer.Option("--format", metavar="text|json|markdown", help="The output format.")
-    ] = "text",
+    connector: opt.ConnectorName,
+    module: opt.ConnectorModule = None,
+    options: opt.ConnectorOptions = None,
+    disaggregated: opt.Disaggregated = False,
+    verbose: opt.VerboseCard = False,
+    format: opt.CardFormat = "text",
 ) -> None:
     """Drive a KV connector through a fixed scenario and score it.
 
@@ -784,9 +490,9 @@ def conformance(
 # --- other ----------------------------------------------------------------------------------------------
 
 
-@app.command(cls=Command, rich_help_panel=OTHER, epilog=_examples("completion bash >> ~/.bashrc"))
+@command(opt.OTHER, "completion bash >> ~/.bashrc")
 def completion(
-    shell: Annotated[str, typer.Argument(metavar="bash|zsh|fish", show_default=False, help="Your shell.")],
+    shell: opt.Shell,
 ) -> None:
     """Print the completion script for your shell."""
     from typer.completion import get_completion_script  # type: ignore[attr-defined]
@@ -796,7 +502,7 @@ def completion(
     typer.echo(get_completion_script(prog_name="kvledger", complete_var=COMPLETE, shell=shell))
 
 
-@app.command(cls=Command, rich_help_panel=OTHER)
+@command(opt.OTHER)
 def version() -> None:
     """Print the version."""
     typer.echo(__version__)
@@ -813,7 +519,7 @@ def _reading(paths: list[Path], jobs: int = 0, dask: str = "", *, local: bool = 
 
 
 def _print(format: str, result: Any, render: Any, as_csv: Any) -> None:
-    """Print a result in one of the formats of :data:`TABLE` or :data:`TEXT`."""
+    """Print a result as text, JSON or CSV."""
     if format == "csv":
         typer.echo(as_csv(result))
     elif format == "json":

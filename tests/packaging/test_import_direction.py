@@ -51,7 +51,8 @@ OUTER = Rule(ours=("audit",))
 RULES = {
     TOP: Rule(libraries=NONE, ours=("audit.entry.attach",)),
     "__main__": Rule(libraries=NONE, ours=("cli",)),
-    "cli": Rule(ours=("attach", *FOLDERS), libraries=frozenset({"rich", "typer"})),
+    "cli": Rule(ours=("attach", "cli_options", *FOLDERS), libraries=frozenset({"rich", "typer"})),
+    "cli_options": Rule(libraries=frozenset({"typer"})),
     # the ground floor
     "audit": Rule(libraries=NONE, ours=("audit.errors",)),
     "audit.errors": Rule(libraries=NONE),
@@ -211,7 +212,9 @@ def circles(graph: Mapping[str, set[str]]) -> Iterator[list[str]]:
 
 def package_sources() -> dict[str, tuple[str, bool]]:
     """Every module of the package, by its name below kvledger: its text, and whether it is a package."""
-    sources = {name: ((ROOT / f"{name}.py").read_text(), False) for name in (TOP, "__main__", "cli")}
+    sources = {
+        name: ((ROOT / f"{name}.py").read_text(), False) for name in (TOP, "__main__", "cli", "cli_options")
+    }
     for folder in FOLDERS:
         for path in (ROOT / folder).rglob("*.py"):
             parts = path.relative_to(ROOT).with_suffix("").parts

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.packaging
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("audit", "exporters", "dashboards")
-FILES = ("__init__.py", "__main__.py", "cli.py", "py.typed")
+FILES = ("__init__.py", "__main__.py", "cli.py", "cli_options.py", "py.typed")
 
 Build = Callable[[str], str]
 
@@ -92,6 +92,7 @@ def test_entry_points(wheel: zipfile.ZipFile) -> None:
     parser.read_string(wheel.read(name).decode())
     assert {
         "console_scripts": {"kvledger": "kvledger.cli:main"},
+        "pytest11": {"kvledger": "kvledger.audit.entry.pytest_plugin"},
         "vllm.general_plugins": {"kvledger": "kvledger.audit.entry.plugin:install"},
     } == {section: dict(parser[section]) for section in parser.sections()}
 

@@ -1,0 +1,285 @@
+"""The arguments and options of the commands, and how help is laid out.
+
+Not here: the commands themselves, which are in ``cli.py``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+AUDIT_CODES = (
+    "Exit codes: 0 clean; 1 violated; 2 bad usage or input; 3 unknown (events are missing) and nothing "
+    "violated"
+)
+EXIT_CODES = f"{AUDIT_CODES}; 4 the demo's engine did not run; 70 a defect of kvledger."
+RENAMED_OPTIONS = {"scheduler": "dask"}
+"""Old names of options, which still work."""
+
+AUDIT = "Read journals"
+FILES = "Write files from journals"
+LIVE = "Observe and watch live engines"
+TRY = "Try engines and connectors"
+OTHER = "Other"
+
+
+class Command(TyperCommand):
+    """A command whose help names its arguments without their Python types."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments, then options."""
+        rows: dict[str, list[tuple[str, str]]] = {"argument": [], "option": []}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                kind = param.param_type_name
+                name = param.metavar if kind == "argument" and param.metavar else record[0]
+                rows[kind].append((name, record[1]))
+        for heading, kind in (("Arguments", "argument"), ("Options", "option")):
+            if rows[kind]:
+                with formatter.section(heading):
+                    formatter.write_dl(rows[kind])
+
+
+class Commands(TyperGroup):
+    """Commands listed by panel, each with the whole first sentence of its help."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write one section per panel, in the order in which panels first appear."""
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for name in self.list_commands(ctx):
+            command: Any = self.get_command(ctx, name)
+            sentence = " ".join((command.help or "").partition("\n\n")[0].split())
+            panels.setdefault(command.rich_help_panel or "Commands", []).append((name, sentence))
+        width = max(len(name) for rows in panels.values() for name, _ in rows)
+        for panel, rows in panels.items():
+            with formatter.section(panel):
+                formatter.write_dl([(name.ljust(width), sentence) for name, sentence in rows])
+
+
+def examples(*lines: str, exit_codes: str = "") -> str:
+    """The end of a command's help. ``\\b`` keeps the line breaks of the examples."""
+    if not lines:
+        return exit_codes
+    examples = "\n".join(("\b\nExamples:", *(f"  kvledger {line}" for line in lines)))
+    return f"{examples}\n\n{exit_codes}" if exit_codes else examples
+
+
+# --- arguments and options ------------------------------------------------------------------------------
+
+
+def _format_option(*formats: str) -> Any:
+    """The option --format; the first of ``formats`` is for a person."""
+
+    def check(value: str) -> str:
+        if value not in formats:
+            *others, last = formats
+            raise typer.BadParameter(f"{value!r} is none of {', '.join(others)} and {last}.")
+        return value
+
+    return typer.Option("--format", metavar="|".join(formats), callback=check, help="The output format.")
+
+
+TextFormat = Annotated[str, _format_option("text", "json", "csv")]
+TableFormat = Annotated[str, _format_option("table", "json", "csv")]
+JournalPaths = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="PATH", show_default=False, help="Journals, folders of journals, or single segments."
+    ),
+]
+JournalPath = Annotated[
+    Path, typer.Argument(metavar="PATH", show_default=False, help="A journal, or a folder of journals.")
+]
+TracePaths = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="PATH",
+        show_default=False,
+        help="Journals, folders of journals, patterns, or folders that export wrote.",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+JsonAlias = Annotated[bool, typer.Option("--json", hidden=True, help="The same as --format json.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print all tables and more findings.")]
+Since = Annotated[
+    str,
+    typer.Option(
+        "--since",
+        metavar="TIME",
+        show_default=False,
+        help="Only requests that ended at TIME or later: an ISO time, or an age such as 15m.",
+    ),
+]
+Until = Annotated[
+    str,
+    typer.Option("--until", metavar="TIME", show_default=False, help="Only requests that ended before TIME."),
+]
+Jobs = Annotated[
+    int,
+    typer.Option(
+        "--jobs", "-j", metavar="N", show_default=False, help="Number of processes. Default: one per core."
+    ),
+]
+Dask = Annotated[
+    str,
+    typer.Option(
+        "--dask",
+        metavar="ADDRESS",
+        show_default=False,
+        help="Read the journals on the workers of the Dask scheduler at ADDRESS.",
+    ),
+]
+OutputFile = Annotated[
+    Path,
+    typer.Option(
+        "--output", "-o", metavar="FILE", show_default=False, help="The file to write; - prints it."
+    ),
+]
+RequestId = Annotated[
+    str,
+    typer.Argument(metavar="REQUEST", show_default=False, help="A request id or a unique prefix."),
+]
+EveryEntry = Annotated[bool, typer.Option("--every", help="Print each entry; do not fold repeated entries.")]
+GroupBy = Annotated[
+    str,
+    typer.Option(
+        "--by",
+        metavar="engine|model|hour|outcome|REGEX",
+        show_default=False,
+        help="One row per group. REGEX searches request ids; its first group names the row.",
+    ),
+]
+Before = Annotated[
+    Path, typer.Argument(metavar="BEFORE", show_default=False, help="A journal, or a folder of journals.")
+]
+After = Annotated[Path, typer.Argument(metavar="AFTER", show_default=False, help="The one to compare.")]
+VerboseDiff = Annotated[bool, typer.Option("--verbose", "-v", help="Print figures that did not change too.")]
+ExplainedName = Annotated[
+    str,
+    typer.Argument(
+        metavar="[NAME]",
+        show_default=False,
+        help="An invariant such as tokens/balance, or a term such as life. Without it: list both.",
+    ),
+]
+OutputFolder = Annotated[
+    Path, typer.Option("--output", "-o", metavar="DIR", show_default=False, help="The folder to write.")
+]
+TableNames = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--table",
+        metavar="NAME",
+        show_default=False,
+        help="Write only this table. Repeatable. The table of entries takes most time and space.",
+    ),
+]
+VerboseDoctor = Annotated[
+    bool,
+    typer.Option("--verbose", "-v", help="Print what figures mean, what is not checked, and connectors."),
+]
+Wait = Annotated[
+    bool, typer.Option("--wait", help="Keep waiting for new engines after all engines have ended.")
+]
+ListenAddress = Annotated[
+    str,
+    typer.Option("--web.listen-address", metavar="HOST:PORT", help="Where to listen."),
+]
+WebConfig = Annotated[
+    Path | None,
+    typer.Option(
+        "--web.config.file",
+        metavar="FILE",
+        show_default=False,
+        help="TLS and users, in the format of Prometheus's exporter-toolkit. "
+        "Needs the web extra: pip install 'kvledger[web]'.",
+    ),
+]
+StateFolder = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        show_default=False,
+        help="The folder of the checkpoint. Default: .kvledger under PATH.",
+    ),
+]
+EngineUrls = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--engine-url",
+        metavar="URL",
+        show_default=False,
+        help="An engine's own /metrics, to compare with the ledger. Repeatable.",
+    ),
+]
+ExportedFolder = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[DIR]", show_default=False, help="Exported files, to compare with those of this version."
+    ),
+]
+PrometheusUrl = Annotated[
+    str, typer.Option("--prometheus", metavar="URL", show_default=False, help="Run every query there.")
+]
+Injection = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME|list",
+        show_default=False,
+        help="Put a defect of a released version back into the engine; list names the defects. The exit "
+        "code is then 0 if the audit finds the defect, and 1 if it does not.",
+    ),
+]
+KeptFolder = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        show_default=False,
+        help="An empty or new folder for journal, log and result. Default: a temporary folder, "
+        "which is not removed.",
+    ),
+]
+ConnectorName = Annotated[
+    str,
+    typer.Argument(metavar="CONNECTOR", show_default=False, help="The name, as in kv_connector."),
+]
+ConnectorModule = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="PATH", show_default=False, help="The Python file of a connector that is not vLLM's."
+    ),
+]
+ConnectorOptions = Annotated[
+    str | None,
+    typer.Option(
+        metavar="JSON",
+        show_default=False,
+        help="Its kv_connector_extra_config. {folder} in it becomes an empty folder per situation.",
+    ),
+]
+Disaggregated = Annotated[
+    bool,
+    typer.Option(
+        "--disaggregated",
+        help="The connector reads from another engine, not from a store: one prefills what it loads. "
+        "Implied for NixlConnector.",
+    ),
+]
+VerboseCard = Annotated[
+    bool, typer.Option("--verbose", "-v", help="List clean situations too, and print vLLM's log.")
+]
+CardFormat = Annotated[str, typer.Option("--format", metavar="text|json|markdown", help="The output format.")]
+Shell = Annotated[str, typer.Argument(metavar="bash|zsh|fish", show_default=False, help="Your shell.")]
+Form = Annotated[
+    str,
+    typer.Option(
+        "--form",
+        metavar="provisioning|sharing",
+        help="For Grafana's provisioning, or to import by hand.",
+    ),
+]
+Folder = Annotated[Path, typer.Argument(metavar="DIR", show_default=False, help="The folder to write.")]
