@@ -1,9 +1,8 @@
-"""Requests of a v0 scheduler: their look-ups, what became of these, and their ends.
+"""Requests of a v0 scheduler: their prefix-cache lookups, what became of these, and their ends.
 
-A waiting request is looked up by every attempt to admit it. Releases that keep the answer of one
-that failed are told by :class:`~kvledger.audit.events.LookupKept`: at the admission that uses it,
-or at the end of the request that leaves it behind. Like those of v1, look-ups are told when their
-step is over.
+Every attempt to admit a waiting request looks it up. A release that keeps the hit of a failed attempt is
+reported by :class:`~kvledger.audit.events.LookupKept`: at the admission that uses the hit, or at the end of
+the request that leaves it behind. As in v1, the events of a step's lookups are emitted when the step is over.
 """
 
 from __future__ import annotations
@@ -12,40 +11,45 @@ from typing import Any
 
 from ... import events as ev
 from ..observer import Observer
-from .sequence import Followed, held_now, is_accounted, memory_of
+from .sequence import ObservedSequence, cached_now, is_accounted, remembered_hit
 
 
 class LookupObserver(Observer):
-    """Watches arrivals, the tracker's answers and the allocations that follow them."""
+    """Handles arrivals, the tracker's answers and the allocations that follow them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._followed: dict[str, Followed] = {}
-        self._by_sequence: dict[int, Followed] = {}
-        self._attempts: dict[str, Followed] = {}
-        self._admissions: dict[str, Followed] = {}
+        self._sequences: dict[str, ObservedSequence] = {}
+        """The living requests, by request id."""
+        self._by_sequence_id: dict[int, ObservedSequence] = {}
+        """The same, by vLLM's sequence id."""
+        self._attempts: dict[str, ObservedSequence] = {}
+        """The requests looked up in this step, by request id."""
+        self._admissions: dict[str, ObservedSequence] = {}
+        """The requests for which blocks were allocated in this step, by request id."""
         self._failed_attempts: dict[str, ev.AdmissionFailed] = {}
+        """The failed attempts of each waiting request that are being counted, by request id."""
 
     def emit_failed_attempts(self) -> None:
         for failed in self._failed_attempts.values():
             self.log.emit(failed)
 
-    def _follow(self, group: Any) -> Followed:
+    def _observe(self, group: Any) -> ObservedSequence:
         running = group.first_seq.status.name != "WAITING"
-        known = Followed(group, running)
-        self._followed[known.request_id] = self._by_sequence[known.seq_id] = known
-        return known
+        sequence = ObservedSequence(group, running)
+        self._sequences[sequence.request_id] = self._by_sequence_id[sequence.seq_id] = sequence
+        return sequence
 
     def request_added(self, _: None, __: None, seq_group: Any) -> None:
         request_id = seq_group.request_id
-        if request_id in self._followed:
+        if request_id in self._sequences:
             return
         number, now = self.log.intern(request_id), self.log.now()
-        if not is_accounted(seq_group):  # an end without a beginning: an account that is not known
+        if not is_accounted(seq_group):  # an end without a beginning gives an unknown account
             self.log.emit(ev.Finished(now, number, "not_followed", 0, -1, -1, -1, -1))
             self.log.forget(request_id)
             return
-        self._follow(seq_group)
+        self._observe(seq_group)
         self.log.emit(
             ev.RequestAdded(
                 at=now,
@@ -59,99 +63,100 @@ class LookupObserver(Observer):
         )
 
     def look_up_begins(self, seq: Any) -> int | None:
-        return memory_of(self.scheduler, seq.seq_id)
+        """``get_num_cached_tokens`` is called: note the hit that the tracker keeps."""
+        return remembered_hit(self.scheduler, seq.seq_id)
 
-    def looked_up(self, kept: int | None, found: int, seq: Any) -> None:
-        """The tracker answers a prefill from memory if it can: then nothing was looked up."""
-        known = self._by_sequence.get(seq.seq_id)
-        if known is None or known.running:
+    def looked_up(self, kept: int | None, tokens: int, seq: Any) -> None:
+        """``get_num_cached_tokens`` returned; nothing was looked up if the tracker kept a hit."""
+        sequence = self._by_sequence_id.get(seq.seq_id)
+        if sequence is None or sequence.running:
             return  # a later chunk: its hit was settled with the first
-        if kept is None or known.looked_up_step < 0:
-            known.looked_up, known.looked_up_step = found, self.step
-        self._attempts[known.request_id] = known
+        if kept is None or sequence.looked_up_step < 0:
+            sequence.looked_up, sequence.looked_up_step = tokens, self.step
+        self._attempts[sequence.request_id] = sequence
 
     def allocated(self, seq_group: Any) -> None:
-        """Just before: what the cache holds now decides which blocks the table will share."""
-        known = self._followed.get(seq_group.request_id)
-        if known is not None:
-            known.cached = held_now(self.scheduler, known.seq_id)
-            self._admissions[known.request_id] = known
+        """``allocate`` is called: the tokens cached now decide which blocks the table will share."""
+        sequence = self._sequences.get(seq_group.request_id)
+        if sequence is not None:
+            sequence.cached = cached_now(self.scheduler, sequence.seq_id)
+            self._admissions[sequence.request_id] = sequence
 
     # --- what became of them ---------------------------------------------------------------------------
 
-    def _executed(self, row: Any, known: Followed) -> tuple[int, int]:
+    def _executed(self, row: Any, sequence: ObservedSequence) -> tuple[int, int]:
         """The hit that a prompt's chunk uses, and the tokens that are executed.
 
-        As ``ModelRunner._compute_for_prefix_cache_hit``: the hit is as many blocks as the step's
-        metadata calls computed; of a full hit the last token is executed.
+        As in ``ModelRunner._compute_for_prefix_cache_hit``, the hit is the blocks that the step's metadata
+        lists as computed, and the last token of a full hit is executed.
         """
         hit = len(row.computed_block_nums or ()) * self.scheduler.cache_config.block_size
         if self.scheduler.cache_config.sliding_window is not None:
             hit = 0
-        end = min(known.data.get_len(), known.then + known.chunk)
+        end = min(sequence.data.get_len(), sequence.then + sequence.chunk)
         hit = min(hit, end)
-        return hit, end - max(known.then, min(hit, end - 1))
+        return hit, end - max(sequence.then, min(hit, end - 1))
 
     def _admit(self, tokens: dict[str, int], hits: dict[str, int]) -> None:
-        """Say what became of this step's look-ups."""
-        for request_id, known in self._attempts.items():
+        """Emit what became of this step's lookups."""
+        for request_id, sequence in self._attempts.items():
             if request_id not in self._admissions:
-                self._not_admitted(known)
-        for request_id, known in self._admissions.items():
+                self._not_admitted(sequence)
+        for request_id, sequence in self._admissions.items():
             if request_id in tokens:
-                self._admitted(known, hits.get(request_id, 0), tokens[request_id])
+                self._admitted(sequence, hits.get(request_id, 0), tokens[request_id])
 
-    def _admitted(self, known: Followed, hit: int, executed: int) -> None:
-        emit, now, number = self.log.emit, self.log.now(), self.log.ids[known.request_id]
-        failed = self._failed_attempts.pop(known.request_id, None)
+    def _admitted(self, sequence: ObservedSequence, hit: int, executed: int) -> None:
+        emit, now, number = self.log.emit, self.log.now(), self.log.ids[sequence.request_id]
+        failed = self._failed_attempts.pop(sequence.request_id, None)
         if failed is not None:
             emit(failed)
-        asked = known.looked_up_step
+        asked = sequence.looked_up_step
         if asked >= 0:
-            emit(ev.LookedUp(now, number, asked, known.looked_up))
-            if asked != self.step or known.cached not in (-1, known.looked_up):
-                self._say_kept(known, known.looked_up, known.cached, ended=False)
-        computed = known.then + known.chunk - executed
-        given_back = int(hit == known.then + known.chunk)
+            emit(ev.LookedUp(now, number, asked, sequence.looked_up))
+            if asked != self.step or sequence.cached not in (-1, sequence.looked_up):
+                self._emit_kept(sequence, sequence.looked_up, sequence.cached, ended=False)
+        computed = sequence.then + sequence.chunk - executed
+        given_back = int(hit == sequence.then + sequence.chunk)
         before = computed + given_back
-        emit(ev.Admitted(now, number, self.step, known.preempted, hit, 0, False, before))
+        emit(ev.Admitted(now, number, self.step, sequence.preempted, hit, 0, False, before))
         if given_back:
             emit(ev.RolledBack(now, number, "full_hit", before, computed))
-        known.running, known.looked_up_step = True, -1
-        self.log.admitted(known.request_id, runs=True)
+        sequence.running, sequence.looked_up_step = True, -1
+        self.log.admitted(sequence.request_id, runs=True)
 
-    def _not_admitted(self, known: Followed) -> None:
-        """Equal failed attempts in a row are one event, told when they end."""
-        request_id, found = known.request_id, known.looked_up
+    def _not_admitted(self, sequence: ObservedSequence) -> None:
+        """Count an equal failed attempt of an earlier step, or begin to count this one."""
+        request_id, tokens = sequence.request_id, sequence.looked_up
         last = self._failed_attempts.get(request_id)
         attempts = 1
         if last is not None:
-            if last.local_tokens == found:
+            if last.local_tokens == tokens:
                 attempts = last.attempts + 1
             else:
                 self.log.emit(last)
         self._failed_attempts[request_id] = ev.AdmissionFailed(
-            self.log.now(), self.log.ids[request_id], self.step, "not_allocated", found, 0, attempts
+            self.log.now(), self.log.ids[request_id], self.step, "not_allocated", tokens, 0, attempts
         )
 
     # --- the end ----------------------------------------------------------------------------------------
 
-    def _end(self, known: Followed, finished: ev.Finished) -> None:
-        """Tell an end; before it a look-up that the engine will never forget."""
-        request_id, emit = known.request_id, self.log.emit
+    def _end(self, sequence: ObservedSequence, finished: ev.Finished) -> None:
+        """Emit ``Finished``, and before it ``LookupKept`` if the engine never forgets the lookup."""
+        request_id, emit = sequence.request_id, self.log.emit
         failed = self._failed_attempts.pop(request_id, None)
         if failed is not None:
             emit(failed)
-        kept = memory_of(self.scheduler, known.seq_id)
+        kept = remembered_hit(self.scheduler, sequence.seq_id)
         if kept is not None:
-            held = held_now(self.scheduler, known.seq_id)
-            self._say_kept(known, kept, held, ended=True)
+            held = cached_now(self.scheduler, sequence.seq_id)
+            self._emit_kept(sequence, kept, held, ended=True)
         emit(finished)
-        self._followed.pop(request_id, None)
-        self._by_sequence.pop(known.seq_id, None)
+        self._sequences.pop(request_id, None)
+        self._by_sequence_id.pop(sequence.seq_id, None)
         self.log.forget(request_id)
 
-    def _say_kept(self, known: Followed, answer: int, held: int, *, ended: bool) -> None:
-        number, asked = self.log.ids[known.request_id], known.looked_up_step
+    def _emit_kept(self, sequence: ObservedSequence, answer: int, held: int, *, ended: bool) -> None:
+        number, asked = self.log.ids[sequence.request_id], sequence.looked_up_step
         now = self.log.now()
         self.log.emit(ev.LookupKept(now, number, self.step, asked, answer, held, ended))

@@ -1,6 +1,6 @@
-"""One v0 sequence under observation, and what is asked of a v0 scheduler without leaving a trace.
+"""One v0 sequence under observation, and what kvledger reads from a v0 scheduler without changing it.
 
-Private names of vLLM 0.9.1 and 0.9.2 stand here and in ``v0.py``, nowhere else.
+Private names of vLLM 0.9.1 and 0.9.2 stand here and in ``observer``, nowhere else.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from ...hooks import EngineMismatch
 from ..observer import CENSUS_STEPS
 
 
-class Followed:
-    """A sequence group of one sequence, and what is known of its look-up and its step."""
+class ObservedSequence:
+    """A sequence group of one sequence, its last lookup and its current step."""
 
     __slots__ = (
         "cached",
@@ -33,46 +33,56 @@ class Followed:
 
     def __init__(self, group: Any, running: bool) -> None:
         self.group = group
+        """vLLM's sequence group."""
         self.request_id: str = group.request_id
+        """The request's id."""
         self.seq_id: int = group.first_seq.seq_id
+        """vLLM's number of the sequence."""
         self.data = group.first_seq.data
+        """vLLM's token counts of the sequence."""
         self.running = running
+        """Whether the sequence has been admitted."""
         self.preempted = False
-        # The answer that the engine has for its waiting request, and the step that asked (-1: none).
+        """Whether the sequence was preempted before."""
         self.looked_up = 0
+        """The hit that the engine keeps for the waiting request."""
         self.looked_up_step = -1
+        """The step of the lookup that returned it; -1: none."""
         self.cached = -1
-        # The chunk that is out, and count and output tokens when it was handed out.
+        """The tokens that the cache held at the allocation; -1: unknown."""
         self.chunk = 0
+        """The scheduled tokens whose output has not arrived."""
         self.then = 0
+        """The computed count when the chunk was scheduled."""
         self.outputs = 0
+        """The output tokens when the chunk was scheduled."""
 
     @property
     def moved(self) -> bool:
-        """Whether the engine has taken the output of the chunk that is out."""
+        """Whether the engine has processed the output of the scheduled chunk."""
         return bool(self.data.get_num_computed_tokens() != self.then)
 
     @property
     def num_computed_tokens(self) -> int:
-        """The engine's count, with the chunk that is out."""
+        """The engine's computed count plus the scheduled chunk."""
         count = int(self.data.get_num_computed_tokens())
         return count + self.chunk if count == self.then else count
 
 
 def tracker_of(scheduler: Any) -> Any:
-    """``ComputedBlocksTracker``, which remembers answers; None where no prefix is cached."""
+    """``ComputedBlocksTracker``, which keeps the hits of lookups; None without prefix caching."""
     manager = scheduler.block_manager
     return manager._computed_blocks_tracker if getattr(manager, "enable_caching", False) else None
 
 
-def memory_of(scheduler: Any, seq_id: int) -> int | None:
-    """The answer that the tracker would give a prefill from memory."""
+def remembered_hit(scheduler: Any, seq_id: int) -> int | None:
+    """The hit that the tracker keeps for a sequence and would return without a lookup; None: none."""
     tracker = tracker_of(scheduler)
     return None if tracker is None else tracker._seq_id_to_num_tokens_computed.get(seq_id)
 
 
-def held_now(scheduler: Any, seq_id: int) -> int:
-    """Tokens of a sequence that the cache holds now; -1: there is no cache, or it was never asked."""
+def cached_now(scheduler: Any, seq_id: int) -> int:
+    """Tokens of a sequence that the cache holds now; -1 without a cache or before the first lookup."""
     tracker = tracker_of(scheduler)
     hashes = None if tracker is None else tracker._seq_id_to_blocks_hashes.get(seq_id)
     if tracker is None or hashes is None:
@@ -81,13 +91,15 @@ def held_now(scheduler: Any, seq_id: int) -> int:
 
 
 def is_accounted(group: Any) -> bool:
+    """Whether kvledger keeps an account of this group: one sequence, no encoder."""
     return len(group.seqs) == 1 and group.encoder_seq is None
 
 
 _TRACKED = ("_seq_id_to_num_tokens_computed", "_seq_id_to_blocks_hashes", "_allocator", "_block_size")
 
 
-def refuse_what_is_not_accounted(scheduler: Any) -> None:
+def refuse_unsupported(scheduler: Any) -> None:
+    """Raise EngineMismatch for a tracker without the expected attributes, and for several tokens a step."""
     config, tracker = scheduler.scheduler_config, tracker_of(scheduler)
     missing = [name for name in _TRACKED if tracker is not None and not hasattr(tracker, name)]
     if missing:
