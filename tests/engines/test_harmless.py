@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
+from tests.engines.hiding import attributes_read, hidden, host_classes, optional_attributes
 from tests.engines.observed import audited, observe
 from tests.scenarios.corpus import SCENARIOS
 from tests.scenarios.driving import engine_setup, start
 
+from kvledger.audit import events as ev
 from kvledger.audit.conformance.driver import Driver
 from kvledger.audit.engines import choose, host_version
 from kvledger.audit.engines.v1 import V1Observer
@@ -21,6 +24,8 @@ from kvledger.audit.hooks import MAX_FAILURES, EngineMismatch
 from kvledger.audit.journal.recorder import MemoryRecorder
 
 SCENARIO = SCENARIOS["crowd_async_external"]
+RENAMED_IN = ("preempt_decode_async", "external_preempted_async", "hybrid_external")
+"""Scenarios in which attributes are hidden: a pool whose state is read, a connector, several groups."""
 OBSERVERS = sorted({name for hook in V1Observer.HOOKS for name in (hook.before, hook.after) if name})
 
 
@@ -62,6 +67,44 @@ def test_an_observer_that_raises_changes_nothing_and_is_told(
     assert len(failures) <= 2 * MAX_FAILURES
     if called and len(failures) >= MAX_FAILURES:
         assert any(failure.removed for failure in failures)  # type: ignore[attr-defined]
+
+
+def without(name: str, scenario: str) -> tuple[Driver, list[ev.Event], list[str]]:
+    """Run a scenario where ``name`` is hidden from the hooks; also the losses and the reads that failed."""
+    sink, reads = MemoryRecorder(), []
+    with ExitStack() as stack:
+
+        def watch(scheduler: Any) -> None:
+            choose(scheduler)(scheduler, sink, version=host_version(), level="blocks").start()
+            reads.append(stack.enter_context(hidden(name, host_classes(scheduler))))
+
+        driver = SCENARIOS[scenario](watch)
+    return driver, [event for event in sink.take() if isinstance(event, ev.HookFailed | ev.Gap)], reads[0]
+
+
+@pytest.fixture(scope="module")
+def bare_runs() -> dict[str, dict[str, list[Any]]]:
+    return {name: outputs(SCENARIOS[name]()) for name in RENAMED_IN}
+
+
+@pytest.mark.parametrize("name", attributes_read("*.py", "pool/*.py"))
+def test_an_attribute_that_the_engine_has_renamed_changes_nothing_and_is_reported(
+    name: str, bare_runs: dict[str, dict[str, list[Any]]]
+) -> None:
+    """Whatever attribute of the engine's objects a hook reads: where it is missing, the engine runs on."""
+    for scenario, bare_outputs in bare_runs.items():
+        driver, lost, reads = without(name, scenario)
+
+        assert bare_outputs == outputs(driver)
+        assert lost or not reads or name in optional_attributes("*.py", "pool/*.py")
+
+
+@pytest.mark.parametrize("name", ["_block_hash", "block_id", "num_computed_tokens", "num_scheduled_tokens"])
+def test_a_hidden_attribute_is_missed_by_the_hooks(name: str) -> None:
+    """Else the test above would prove nothing."""
+    _, lost, reads = without(name, "hybrid_external")
+
+    assert lost and reads
 
 
 def test_a_sink_that_raises_changes_nothing(bare: dict[str, list[Any]]) -> None:
