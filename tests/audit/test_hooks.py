@@ -1,4 +1,4 @@
-"""Wrapping and giving back, on plain Python objects: no engine is needed to break a hook."""
+"""Methods of plain Python objects, wrapped and given back: no engine is needed to break a hook."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ LOAD = Hook("part", "load", (("name",),), after="after")
 
 
 def hooks(table: tuple[Hook, ...], host: Host, watcher: Watcher, failed: list[Any] | None = None) -> Hooks:
-    heard = [] if failed is None else failed
-    return Hooks(table, host, watcher, lambda *what: heard.append(what))
+    failures = [] if failed is None else failed
+    return Hooks(table, host, watcher, lambda *failure: failures.append(failure))
 
 
-def test_an_observer_sees_arguments_and_result_and_the_caller_its_own_result() -> None:
+def test_the_observer_gets_arguments_and_result_and_the_caller_its_result() -> None:
     host, watcher = Host(), Watcher()
     hooks((RUN, LOAD), host, watcher)
 
@@ -68,7 +68,7 @@ def test_removing_leaves_no_trace() -> None:
     assert watcher.seen == []
 
 
-def test_an_attribute_that_the_instance_had_itself_is_put_back() -> None:
+def test_an_attribute_of_the_instance_itself_is_put_back() -> None:
     host = Host()
 
     def mine(tokens: int, fast: bool = False) -> int:
@@ -80,7 +80,7 @@ def test_an_attribute_that_the_instance_had_itself_is_put_back() -> None:
     assert vars(host)["run"] is mine
 
 
-def test_a_wrapper_put_over_ours_stays_and_ours_passes_through() -> None:
+def test_a_wrapper_around_ours_stays_and_ours_passes_calls_through() -> None:
     host, watcher = Host(), Watcher()
     ours = hooks((RUN,), host, watcher)
     inner = host.run
@@ -91,7 +91,7 @@ def test_a_wrapper_put_over_ours_stays_and_ours_passes_through() -> None:
     assert watcher.seen == []
 
 
-def test_wrappers_may_be_taken_off_in_any_order() -> None:
+def test_wrappers_may_be_removed_in_any_order() -> None:
     host, watcher = Host(), Watcher()
     first, second, third = (hooks((RUN,), host, watcher) for _ in range(3))
     first.remove()
@@ -103,7 +103,7 @@ def test_wrappers_may_be_taken_off_in_any_order() -> None:
     assert "run" not in vars(host)
 
 
-def test_what_the_caller_leaves_out_is_seen_as_it_is() -> None:
+def test_the_observer_gets_the_defaults_of_omitted_arguments() -> None:
     host, watcher = Host(), Watcher()
     hooks((RUN,), host, watcher)
     host.run(tokens=3)
@@ -112,7 +112,7 @@ def test_what_the_caller_leaves_out_is_seen_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("how", [{"tokens": 3, "fast": True}, {"tokens": 3}])
-def test_parameters_that_cant_be_written_out_are_handed_on(how: dict[str, Any]) -> None:
+def test_keyword_only_parameters_are_passed_on(how: dict[str, Any]) -> None:
     class Strict(Host):
         def run(self, *, tokens: int, fast: bool = False) -> int:  # type: ignore[override]
             return tokens + fast
@@ -136,7 +136,7 @@ def test_a_parameter_may_have_any_name(name: str) -> None:
     assert [("before (3,)", 6, (3,), {})] == watcher.seen
 
 
-def test_an_object_that_takes_no_attribute_is_refused() -> None:
+def test_an_object_that_takes_no_attributes_is_refused() -> None:
     class Closed:
         __slots__ = ()
 
@@ -161,7 +161,7 @@ def test_the_wrapper_keeps_name_doc_and_signature() -> None:
     )
 
 
-def test_a_failing_observer_never_reaches_the_caller_and_removes_itself() -> None:
+def test_a_failing_observer_never_reaches_the_caller_and_is_removed() -> None:
     host, failed = Host(), list[Any]()
     ours = hooks((RUN._replace(before="raises"), LOAD), host, Watcher(), failed)
 
@@ -173,7 +173,7 @@ def test_a_failing_observer_never_reaches_the_caller_and_removes_itself() -> Non
 
 
 @pytest.mark.parametrize("timed", [False, True])
-def test_an_observer_may_begin_or_end_the_timing_of_what_it_sees(timed: bool) -> None:
+def test_an_observer_may_start_or_stop_the_timing_of_its_own_call(timed: bool) -> None:
     class Timing(Watcher):
         def before(self, *args: Any, **kwargs: Any) -> str:
             ours.time(not timed)
@@ -188,7 +188,7 @@ def test_an_observer_may_begin_or_end_the_timing_of_what_it_sees(timed: bool) ->
 
 
 @pytest.mark.parametrize("timed", [False, True])
-def test_an_observer_that_fails_for_the_last_time_is_not_told_of_the_end(timed: bool) -> None:
+def test_after_is_not_called_when_before_failed_for_the_last_time(timed: bool) -> None:
     class Failing(Watcher):
         def before(self, *args: Any, **kwargs: Any) -> str:
             raise RuntimeError("a broken observer")
@@ -203,7 +203,7 @@ def test_an_observer_that_fails_for_the_last_time_is_not_told_of_the_end(timed: 
 
 
 @pytest.mark.parametrize("timed", [False, True])
-def test_what_an_observer_saw_begin_it_does_not_see_end_once_it_is_removed(timed: bool) -> None:
+def test_after_is_not_called_when_the_hook_was_removed_during_the_call(timed: bool) -> None:
     class Removing(Host):
         def run(self, tokens: int, fast: bool = False) -> int:
             ours.remove()
@@ -217,7 +217,7 @@ def test_what_an_observer_saw_begin_it_does_not_see_end_once_it_is_removed(timed
     assert [] == watcher.seen
 
 
-def test_a_failing_failure_handler_does_not_reach_the_caller_either() -> None:
+def test_a_failure_handler_that_raises_does_not_reach_the_caller() -> None:
     host = Host()
 
     def worse(*_: Any) -> None:
@@ -228,7 +228,7 @@ def test_a_failing_failure_handler_does_not_reach_the_caller_either() -> None:
     assert host.run(1) == 2
 
 
-def test_the_hosts_own_exception_passes_unchanged() -> None:
+def test_the_exception_of_the_host_passes_unchanged() -> None:
     class Failing(Host):
         def run(self, tokens: int, fast: bool = False) -> int:
             raise KeyError("the host's own")
@@ -249,13 +249,36 @@ def test_the_hosts_own_exception_passes_unchanged() -> None:
         (Hook("engine", "load", ((),)), "engine.load is missing"),
     ],
 )
-def test_a_host_that_differs_is_refused_whole(hook: Hook, says: str) -> None:
+def test_a_host_that_differs_is_refused_with_nothing_wrapped(hook: Hook, says: str) -> None:
     host = Host()
     with pytest.raises(EngineMismatch, match=says):
         hooks((RUN, LOAD, hook), host, Watcher())
 
     assert "run" not in vars(host)
     assert "load" not in vars(host.part)
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_a_listed_parameter_that_is_an_iterator_reaches_host_and_observer(timed: bool) -> None:
+    class Adding(Host):
+        def run(self, tokens: Any, fast: bool = False) -> int:  # type: ignore[override]
+            return sum(tokens)
+
+    host, watcher = Adding(), Watcher()
+    ours = hooks((RUN._replace(before="", listed="tokens"),), host, watcher)
+    ours.time(timed)
+
+    assert host.run(iter([1, 2])) == 3
+    assert [(None, 3, ([1, 2], False), {})] == watcher.seen
+
+
+def test_a_listed_parameter_that_cant_be_written_out_is_refused() -> None:
+    class Strict(Host):
+        def run(self, *, tokens: int, fast: bool = False) -> int:  # type: ignore[override]
+            return tokens
+
+    with pytest.raises(EngineMismatch, match="the parameter tokens of run can't be written out"):
+        hooks((RUN._replace(listed="tokens"),), Strict(), Watcher())
 
 
 def test_an_optional_hook_may_be_missing() -> None:
@@ -265,7 +288,7 @@ def test_an_optional_hook_may_be_missing() -> None:
     assert ["run"] == ours.live
 
 
-def test_a_hook_that_sleeps_is_put_on_when_it_is_woken() -> None:
+def test_a_deferred_hook_is_wrapped_when_it_is_activated() -> None:
     host, watcher = Host(), Watcher()
     ours = hooks((RUN._replace(deferred=True), LOAD), host, watcher)
     host.run(1)
@@ -277,7 +300,7 @@ def test_a_hook_that_sleeps_is_put_on_when_it_is_woken() -> None:
     assert 1 == len(watcher.seen)
 
 
-def test_a_hook_that_sleeps_is_checked_with_the_others_and_removed_with_them() -> None:
+def test_a_deferred_hook_is_checked_with_the_others_and_removed_with_them() -> None:
     host, watcher = Host(), Watcher()
     with pytest.raises(EngineMismatch, match="walk is missing"):
         hooks((Hook("", "walk", ((),), deferred=True),), host, watcher)
@@ -289,7 +312,7 @@ def test_a_hook_that_sleeps_is_checked_with_the_others_and_removed_with_them() -
     assert [] == watcher.seen
 
 
-def test_only_a_boundary_may_raise() -> None:
+def test_only_a_boundary_raises_into_the_host() -> None:
     host = Host()
 
     def boundary() -> None:
@@ -301,7 +324,7 @@ def test_only_a_boundary_may_raise() -> None:
         host.run(1)
 
 
-def test_only_the_observers_time_is_taken() -> None:
+def test_only_the_time_of_observers_is_measured() -> None:
     class Slow(Host):
         def run(self, tokens: int, fast: bool = False) -> int:
             time.sleep(0.05)

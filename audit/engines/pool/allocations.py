@@ -109,8 +109,8 @@ class Allocations:
         buffer = self._buffer
         since = buffer.allocated.copy()
         deferred, self.deferred = self.deferred, []
+        buffer.forget_allocated()
         for index, (step, named, allocated) in enumerate(deferred):
-            buffer.forget_allocated()
             buffer.step_follows(step)
             buffer.allocated += allocated
             if not self._from_output(step, named):
@@ -148,21 +148,21 @@ class Allocations:
 
     def _from_output(self, step: int, named: NamedBlocks) -> bool:
         """Write the allocations with the owners that an output names. False: it proves nothing."""
-        buffer = self._buffer
-        owners = attribute(buffer.allocated_ids(), named, buffer.hits)
+        ids = self._buffer.allocated_ids()
+        owners = attribute(ids, named, self._buffer.hits)
         if owners is not None:
-            self._write(step, owners)
+            self._write(step, owners, ids)
         return owners is not None
 
     def _from_tables(self, leaving: Run | None = None) -> None:
         """Write the allocations with the owners in whose tables the blocks stand now, or stood before."""
-        buffer = self._buffer
+        step, ids = self._buffer.step(), self._buffer.allocated_ids()
         self.named_later = False
-        self._stack_until = buffer.step() + STACK_STEPS
+        self._stack_until = step + STACK_STEPS
         tables = [leaving] if leaving is not None and leaving.blocks else []
-        tables += buffer.freed_tables()
-        tables += self._tables_ending_in(buffer.allocated_ids())
-        self._write(buffer.step(), owners_from_tables(buffer.allocated_ids(), tables))
+        tables += self._buffer.freed_tables()
+        tables += self._tables_ending_in(ids)
+        self._write(step, owners_from_tables(ids, tables), ids)
 
     def _tables_ending_in(self, allocated: list[int]) -> Iterator[Run]:
         last = set(allocated)
@@ -172,13 +172,13 @@ class Allocations:
                     number = self._buffer.request_nos[request_id]
                     yield Run(number, manager.kv_cache_group_id, block_ids(table[-len(allocated) :]))
 
-    def _write(self, step: int, owners: Owners) -> None:
-        buffer = self._buffer
+    def _write(self, step: int, owners: Owners, ids: list[int]) -> None:
+        """Write the allocations of the blocks with these ``ids``."""
         self.tables_known = owners.tables_known
         if self.expect is not None:
-            blocks, ids = buffer.allocated, buffer.allocated_ids()
+            blocks, still = self._buffer.allocated, ids
             if not owners.tables_known:  # some may have been freed since
                 blocks = [block for block in blocks if block.ref_cnt]
-                ids = block_ids(blocks)
-            self.expect(step, blocks, ids, len(owners.of_single_blocks))
-        buffer.set_owners(owners)
+                still = block_ids(blocks)
+            self.expect(step, blocks, still, len(owners.of_single_blocks))
+        self._buffer.set_owners(owners, ids)

@@ -165,32 +165,32 @@ class CallBuffer:
                 freed.append(Run(request_no, group, rows[start - count : start - count // 2][::-1]))
         return freed
 
-    def set_owners(self, owners: Owners) -> None:
-        """Write the allocations of the blocks in ``allocated``, each where it was made."""
-        rows, ids, operations = self.rows, self.allocated_ids(), self._operations
+    def set_owners(self, owners: Owners, ids: list[int]) -> None:
+        """Write the allocations of the blocks in ``allocated``, with these ``ids``, where each was made."""
+        rows, operations = self.rows, self._operations
         known = operations.setdefault(ALLOCATE, len(operations))
         places = iter((*self._places, (self._place, len(ids))))
         place, until = next(places)
-        written, begin = rows[:place], 0
-        while begin < (count := len(owners.of_single_blocks)):
-            if begin == until:
+        written, begin, singles = rows[:place], 0, owners.of_single_blocks
+        while begin < len(singles):
+            while begin == until:
                 start, (place, until) = place, next(places)
                 written += rows[start:place]
-                continue
-            end = min(count, until)
-            of = owners.of_single_blocks[begin:end]
-            written += (ALLOCATED_EACH, NO_REQUEST, 0, known, 2 * (end - begin), *ids[begin:end], *of)
+            end = min(len(singles), until)
+            written += (ALLOCATED_EACH, NO_REQUEST, 0, known, 2 * (end - begin))
+            written += ids[begin:end]
+            written += singles[begin:end]
             begin = end
         for request_no, group, blocks in owners.runs:
             by = known if request_no != NO_REQUEST else operations.setdefault("", len(operations))
             last = begin + len(blocks)
             while begin < last:
-                if begin == until:
+                while begin == until:
                     start, (place, until) = place, next(places)
                     written += rows[start:place]
-                    continue
                 end = min(last, until)
-                written += (ALLOCATED, request_no, group, by, end - begin, *ids[begin:end])
+                written += (ALLOCATED, request_no, group, by, end - begin)
+                written += ids[begin:end]
                 begin = end
         assert begin == len(ids)
         written += rows[place:]

@@ -8,14 +8,17 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from tests.engines.hiding import hidden
 from tests.engines.observed import audited, each
 from tests.scenarios.driving import start
 
 from kvledger.audit import events as ev
 from kvledger.audit import old_events
 from kvledger.audit.conformance.host import build_request
-from kvledger.audit.engines import host_version
+from kvledger.audit.engines import blocks_out_of_reach, host_version
 from kvledger.audit.engines.pool.manager_observer import ManagerObserver
+from kvledger.audit.engines.pool.signatures import BLOCK_ATTRIBUTES, MANAGER_ATTRIBUTES, POOL_ATTRIBUTES
+from kvledger.audit.hooks import EngineMismatch
 from kvledger.audit.journal.recorder import MemoryRecorder
 
 FULL, MAMBA = 0, 1
@@ -157,3 +160,48 @@ def test_what_a_connector_evicts_is_told(watched: Watched) -> None:
     watched.manager.free(request)
 
     assert [[evicted]] == [event.blocks for event in watched.seen(ev.BlocksEvicted)]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        *(("block", name) for name in BLOCK_ATTRIBUTES),
+        *(("pool", name) for name in POOL_ATTRIBUTES),
+        *(("manager", name) for name in MANAGER_ATTRIBUTES),
+    ],
+)
+def test_an_engine_that_lacks_an_attribute_is_refused_in_one_sentence(owner: str, name: str) -> None:
+    manager = start().scheduler.kv_cache_manager
+    single = manager.coordinator.single_type_managers[0]
+    owners = {"block": single.block_pool.blocks[0], "pool": single.block_pool, "manager": single}
+    class_ = type(owners[owner])
+    with hidden(name, [class_]), pytest.raises(EngineMismatch, match=f"a {class_.__name__} has no {name}"):
+        ManagerObserver(manager, MemoryRecorder(), version=host_version()).start()
+
+
+def test_an_engine_whose_blocks_lack_an_attribute_is_out_of_reach_at_level_blocks() -> None:
+    scheduler = start().scheduler
+    block = scheduler.kv_cache_manager.block_pool.blocks[0]
+    with hidden("_block_hash", [type(block)]):
+        assert "a KVCacheBlock has no _block_hash" == blocks_out_of_reach(scheduler)
+    assert "" == blocks_out_of_reach(scheduler)
+
+
+@pytest.mark.parametrize("name", ["_block_hash", "block_id", "ref_cnt", "cached_block_hashes_by_block"])
+def test_a_pool_whose_attribute_is_missing_serves_every_call_and_the_loss_is_reported(
+    watched: Watched, name: str
+) -> None:
+    """Also the calls that few engines make: partial hashes, moves, evictions."""
+    pool = watched.pool
+    with hidden(name, [type(pool), type(pool.blocks[0])]) as reads:
+        request = watched.begin("a", [0, 0, 1, 1, 2, 2, 3])
+        watched.go_on(request)
+        watched.copies_are_made()
+        pool.evict_blocks({watched.manager.get_block_ids("a")[FULL][0]})
+        watched.manager.free(request)
+    watched.observer.stop("detached")
+
+    failed = [event for event in watched.sink.take() if isinstance(event, ev.HookFailed)]
+    assert reads
+    assert [True] == [event.removed for event in failed]
+    assert pool.num_gpu_blocks - 1 == pool.get_num_free_blocks()
