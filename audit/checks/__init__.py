@@ -1,4 +1,8 @@
-"""The checks, one module a family; importing this fills the catalogue."""
+"""The checks, one module for each family of invariants.
+
+Importing this package, or any module in it, imports every check, which fills the catalogue of
+``registry.py``.
+"""
 
 from . import blocks, connector, tokens
 

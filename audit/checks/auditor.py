@@ -1,7 +1,7 @@
-"""Events in, violations out: the ledger and the checks that subscribe to its entries.
+"""The auditor: post events to a ledger, run the checks on its entries, collect the violations.
 
-Live or replayed is the same here. An auditor keeps the first findings of each invariant and counts
-the rest, so that its memory is bounded by what is open, not by how often an engine errs.
+Live and replayed events are handled alike. An auditor keeps the first findings of each invariant and counts
+the rest, so its memory is bounded by open requests and not by the number of violations.
 """
 
 from __future__ import annotations
@@ -22,29 +22,32 @@ from .registry import Check, Invariant, Violation, Witness, catalogue
 Verdict = Literal["clean", "violated", "unknown"]
 
 OnViolation = Callable[[str, int, Account | None], None]
-"""Told the invariant's id, the event's ``at`` and the account concerned."""
+"""Called with the invariant's id, the event's ``at`` and the account, if one is concerned."""
 
 FINDINGS_KEPT = 1_000
-"""Findings kept of one invariant; later requests that break it are only counted."""
+"""Most findings kept of one invariant; violations in later requests are only counted."""
 
 
 class KeptFinding:
-    """A violation as first seen, and how often since."""
+    """A violation as it was first found, and how often it was found again."""
 
     __slots__ = ("last_step", "repeats", "violation")
 
     def __init__(self, violation: Violation) -> None:
         self.violation = violation
+        """The violation as first found."""
         self.repeats = 0
+        """How often it was found again in the same request."""
         self.last_step = violation.step
+        """The step in which it was found last."""
 
 
 class Auditor:
-    """Feeds events to its ledger, and what they meant to the checks.
+    """Posts events to its ledger and runs the checks on the entries.
 
-    ``engine`` names the engine in violations (else its first event does). ``debug`` raises when a
-    check itself fails, which is counted otherwise; by default it is KVLEDGER_DEBUG. ``on_violation`` is
-    told of every sight of a broken invariant, repeats too.
+    ``engine`` is the engine's name in violations; without it, the first EngineStarted gives the name. With
+    ``debug``, an exception in a check is raised; otherwise it is counted. The default is the environment
+    variable KVLEDGER_DEBUG. ``on_violation`` is called for every violation found, repeated ones included.
     """
 
     def __init__(
@@ -57,18 +60,25 @@ class Auditor:
         on_violation: OnViolation | None = None,
     ) -> None:
         self.ledger = Ledger(keep_closed=keep_closed, watch=watch)
+        """The ledger that events are posted to."""
         self.engine = engine
+        """The engine's name in violations."""
         self.check_failures: dict[str, int] = {}
-        """Our own bugs: how often each check raised."""
+        """Defects of kvledger: how often each check raised an exception."""
         self.violating: set[int] = set()
-        """Requests that a violation was found in; whoever takes their accounts takes them out."""
+        """Numbers of the requests with a violation; the caller that takes an account removes its number."""
         self.not_kept: dict[str, int] = {}
-        """Sights beyond the first :data:`FINDINGS_KEPT` findings, by invariant."""
+        """How many violations were counted and not kept, by invariant."""
         self._debug = bool(os.environ.get("KVLEDGER_DEBUG")) if debug is None else debug
+        """Whether an exception in a check is raised."""
         self._on_violation = on_violation
+        """Called for every violation found."""
         self._findings: dict[tuple[str, int | None], KeptFinding] = {}
+        """The kept findings, by invariant and request number."""
         self._kept: dict[str, int] = {}
+        """How many findings of each invariant are kept."""
         self._subscribed: dict[type, tuple[tuple[Invariant, Check], ...]] = {}
+        """The checks to run for each type of subject."""
         for row in catalogue().values():
             for subject in row.on:
                 self._subscribed[subject] = (
@@ -77,10 +87,10 @@ class Auditor:
                 )
 
     def feed(self, event: Event, number: int | None = None) -> list[Violation]:
-        """Audit one event; the findings that are new, a repeat of a known one is counted."""
+        """Audit one event; returns the new findings. A finding made before is only counted."""
         if type(event) is EngineStarted and not self.engine:
             self.engine = f"{event.engine} {event.version} pid {event.process_id}"
-        found: list[Violation] = []
+        findings: list[Violation] = []
         subscribed = self._subscribed
         for entry in self.ledger.apply(event, number):
             rows = subscribed.get(type(entry.subject))
@@ -92,31 +102,32 @@ class Auditor:
             for row, check in rows:
                 try:
                     for witness in check(entry):
-                        violation = self._find(row, entry, witness)
+                        violation = self._record(row, entry, witness)
                         if violation is not None:
-                            found.append(violation)
+                            findings.append(violation)
                 except Exception:
-                    # Our own bug: it must not cost the other findings, nor be taken for clean.
+                    # A defect of kvledger: the other checks still run, and the verdict is not clean.
                     if self._debug:
                         raise
                     self.check_failures[row.id] = self.check_failures.get(row.id, 0) + 1
-        return found
+        return findings
 
     def feed_all(self, events: Iterable[Event]) -> list[Violation]:
-        """Audit events in order; the findings that are new."""
+        """Audit events in order; returns the new findings."""
         return [violation for event in events for violation in self.feed(event)]
 
-    def _find(self, row: Invariant, entry: Entry, witness: Witness) -> Violation | None:
+    def _record(self, row: Invariant, entry: Entry, witness: Witness) -> Violation | None:
+        """Keep or count one violation; returns it if it is a new finding."""
         account = entry.account
         if account is not None and row.severity == "violation":
             self.violating.add(account.request)
         if self._on_violation is not None:
             self._on_violation(row.id, entry.at, account)
         key = (row.id, None if account is None else account.request)
-        known = self._findings.get(key)
-        if known is not None:
-            known.repeats += 1
-            known.last_step = entry.step
+        earlier = self._findings.get(key)
+        if earlier is not None:
+            earlier.repeats += 1
+            earlier.last_step = entry.step
             return None
         if self._kept.get(row.id, 0) >= FINDINGS_KEPT:
             self.not_kept[row.id] = self.not_kept.get(row.id, 0) + 1
@@ -145,20 +156,20 @@ class Auditor:
         return violation
 
     def absorb(self, other: Auditor) -> None:
-        """Add what another auditor found, of an engine that is gone: of each invariant one finding stays."""
+        """Add the findings of another engine, which has ended; one finding of each invariant is kept."""
         self.engine = self.engine or other.engine
         self.ledger.absorb(other.ledger)
         for finding in other._findings.values():
-            known = self._findings.setdefault((finding.violation.id, None), KeptFinding(finding.violation))
-            known.repeats += finding.repeats + (known.violation is not finding.violation)
-            known.last_step = finding.last_step
+            kept = self._findings.setdefault((finding.violation.id, None), KeptFinding(finding.violation))
+            kept.repeats += finding.repeats + (kept.violation is not finding.violation)
+            kept.last_step = finding.last_step
         for table, more in ((self.not_kept, other.not_kept), (self.check_failures, other.check_failures)):
             for id, times in more.items():
                 table[id] = table.get(id, 0) + times
 
     @property
     def violations(self) -> list[Violation]:
-        """All findings kept, drifts too, by first sight, with their repeats up to now."""
+        """All kept findings, drifts included, in the order they were first found."""
         return [
             replace(finding.violation, repeats=finding.repeats, last_step=finding.last_step)
             for finding in self._findings.values()
@@ -166,11 +177,11 @@ class Auditor:
 
     @property
     def doubts(self) -> list[str]:
-        """Why the verdict can't be clean, a phrase each."""
+        """Why the verdict can't be clean, one phrase each."""
         return self.doubts_with(self.ledger.totals().unknown_requests)
 
     def doubts_with(self, unknown: int) -> list[str]:
-        """The same where ``unknown`` accounts are asked for."""
+        """The same, if ``unknown`` of the accounts that matter are unknown."""
         ledger = self.ledger
         counts = (
             (0 if ledger.engine else 1, "no engine was seen to start"),
@@ -183,7 +194,7 @@ class Auditor:
 
     @property
     def verdict(self) -> Verdict:
-        """``violated`` for a violation (not a drift), else ``unknown`` where there are doubts."""
+        """``violated`` if there is a violation (not a drift), else ``unknown`` if there are doubts."""
         if any(f.violation.severity == "violation" for f in self._findings.values()):
             return "violated"
         return "unknown" if self.doubts else "clean"

@@ -1,7 +1,7 @@
-"""Blocks: one owner for each reference, one content for each hash, and nothing in two places.
+"""Checks of blocks: who holds a block, what its hash stands for, and whether it is free.
 
-Subjects come from :mod:`kvledger.audit.ledger.blocks`, which keeps the blocks and gives what two sides say of
-one thing. A figure of -1 is not known, and nothing is claimed of it.
+Their subjects come from :mod:`kvledger.audit.ledger.blocks`, which compares the engine's pool with the
+ledger. A figure of -1 is not known and is not checked.
 """
 
 from __future__ import annotations
@@ -34,90 +34,87 @@ from .registry import (
 )
 
 _HOW = {
-    "taken": "was handed out as free to {second} while {first} held it",
-    "unhashed": "was taken by {second} for a block of the cache, but has no hash: {first} took it first",
-    "twice": "stands twice in the tables of one request: {first}, and {second}",
-    "unheld": "stands in a table of {second}, who holds no reference to it; {first} does",
+    "taken": "was allocated to {second} as a free block while {first} held it",
+    "unhashed": "was used by {second} as a cached block, but has no hash: {first} allocated it before",
+    "twice": "is twice in the block tables of one request: {first}, and {second}",
+    "unheld": "is in a block table of {second}, which holds no reference to it; {first} does",
 }
+"""For each kind of collision, the verb of its sentence."""
 
 
 @invariant(
     "blocks/double-allocation",
     on=(Collision,),
-    says="",
+    message="",
     references=(VLLM_44409, VLLM_33775, VLLM_43884, VLLM_42903),
     near_misses=(
-        "a shared prefix: many requests hold one block of one hash",
-        "two blocks of the same hash: vLLM does not merge what was computed twice",
-        "the null block, which stands in every table",
-        "a connector's pin on a block that a request holds",
+        "a shared prefix: many requests hold one cached block",
+        "two blocks of the same hash: vLLM does not merge blocks that were computed twice",
+        "the null block, which may be in every block table",
+        "a connector's own reference to a block that a request holds",
     ),
 )
 def double_allocation(entry: Entry) -> Iterator[Witness]:
-    """A block has one owner, unless it is a cached block that several share.
+    """A block has one owner, unless it is a cached block that several requests share.
 
-    A real block stands once in a request's tables, across all groups; a block that is handed out as
-    new has no holder; a block that is shared has a hash. Violated when one group's allocation takes
-    what another group of the same request has found in the cache and not yet touched: both then write
-    to the same memory, and attention reads what was written last.
+    A block is at most once in a request's block tables, across all KV cache groups. A newly allocated block
+    has no holder. A shared block has a hash. Violated, for example, when the allocation for one group takes
+    a block that another group of the same request has hit in the cache but not yet touched: both groups then
+    write to the same memory, and attention reads what was written last.
     """
-    said = entry.subject
-    assert isinstance(said, Collision)
-    first = said.first if said.first is not None else "somebody unseen"
-    how = _HOW[said.how].format(first=first, second=said.second)
+    subject = entry.subject
+    assert isinstance(subject, Collision)
+    first = subject.first if subject.first is not None else "an unknown holder"
+    how = _HOW[subject.how].format(first=first, second=subject.second)
     figures: dict[str, Figure] = {
-        "how": said.how,
-        "pool": said.pool,
-        "block": said.block,
-        "references": said.references,
+        "how": subject.how,
+        "pool": subject.pool,
+        "block": subject.block,
+        "references": subject.references,
         "first": str(first),
-        "second": str(said.second),
+        "second": str(subject.second),
     }
-    says = f"Block {said.block} {how}. Both write to it, and both read what was written last."
-    yield Witness(_plain(says), said.story, **figures)
+    sentence = f"Block {subject.block} {how}. Both write to it, and both read what was written last."
+    yield Witness(_plain(sentence), subject.story, **figures)
 
 
 @invariant(
     "blocks/double-free",
     on=(StrayFree,),
-    says="",
+    message="",
     references=(VLLM_42571,),
     near_misses=(
-        "frees that wait until no step in flight may write to the block (vLLM 0.24 and later)",
-        "both ends of a copy, each released once more when the copy is made",
-        "a connector that lets go of its own pins",
+        "a deferred free, which waits until no step in flight may write to the block (vLLM 0.24 and later)",
+        "source and target of a copy, each freed once more when the copy was made",
+        "a connector that releases its own references",
         "the null block, which is never freed",
     ),
 )
 def double_free(entry: Entry) -> Iterator[Witness]:
-    """Nobody gives back a block that they do not hold.
+    """Only a holder of a block frees it.
 
-    vLLM raises nothing: the count falls to -1, or another holder's reference is gone, and the block is
-    handed to somebody else while it is still read. The assertion that ends the engine, if any, comes
-    at a later and unrelated allocation.
+    vLLM raises no error: the reference count falls to -1, or another holder's reference is gone, and the
+    block can be allocated again while it is still read. If an assertion stops the engine, it fails at a
+    later, unrelated allocation.
     """
-    said = entry.subject
-    assert isinstance(said, StrayFree)
-    by, earlier = said.by, said.earlier
-    who = (
-        f"request {by.request_id}, life {by.life}, group {by.group}"
-        if by.request_id
-        else "nobody in particular"
-    )
-    before = "; nobody was seen to free it before"
+    subject = entry.subject
+    assert isinstance(subject, StrayFree)
+    by, earlier = subject.by, subject.earlier
+    who = f"request {by.request_id}, life {by.life}, group {by.group}" if by.request_id else "no request"
+    before = ", and no earlier free of it was recorded"
     if earlier is not None:
         freer = f"request {earlier.request_id}, life {earlier.life}" if earlier.request_id else earlier.by
         before = f"; {freer} freed it before, at step {earlier.step}"
-    says = (
-        f"Block {said.block} was freed at step {by.step} for {who}, who does not hold it{before}. It has "
-        f"{said.references} references now, and can be handed out while somebody reads it."
+    sentence = (
+        f"Block {subject.block} was freed at step {by.step} for {who}, which does not hold it{before}. It "
+        f"now has {subject.references} references, and can be allocated again while it is still read."
     )
     yield Witness(
-        _plain(says),
-        said.story,
-        pool=said.pool,
-        block=said.block,
-        references=said.references,
+        _plain(sentence),
+        subject.story,
+        pool=subject.pool,
+        block=subject.block,
+        references=subject.references,
         freed_by=by.by,
         first_freed_step=earlier.step if earlier is not None else -1,
     )
@@ -126,235 +123,241 @@ def double_free(entry: Entry) -> Iterator[Witness]:
 @invariant(
     "blocks/references",
     on=(BlockComparison,),
-    says="Block {block} has {references} references, but {ledger_references} holders are known: {holders}. "
-    "A reference too few frees it under a holder; one too many keeps it for ever.",
+    message="Block {block} has {references} references, but {ledger_references} known holders: {holders}. "
+    "With too few references it is freed while it is held; with too many it is never freed.",
     references=(VLLM_42571, VLLM_37076),
     near_misses=(
-        "the null block, whose count vLLM does not keep",
-        "a deferred free: the request is gone, its reference is not",
-        "both ends of a copy that is still to be made",
-        "a block that was held when the trace began, whose holders are not known",
+        "the null block, whose references vLLM does not count",
+        "a deferred free: the request has ended, but its reference remains",
+        "source and target of a copy that is still to be made",
+        "a block that was held when the journal began, whose holders are not known",
     ),
 )
 def references(entry: Entry) -> Iterator[Witness]:
     """A block's reference count is the number of its holders.
 
-    Holders are the places in requests' tables, deferred frees, the ends of pending copies, and pins of
-    connectors. The engine's count is stated with each touch and free, and by the sweep.
+    Holders are the entries of requests' block tables, deferred frees, source and target of pending copies,
+    and connectors' own references. The engine's count is recorded with each touch and free, and whenever
+    kvledger sweeps the pool. Violated when the two differ.
     """
-    said = entry.subject
-    assert isinstance(said, BlockComparison)
-    if said.ledger_references >= 0 and said.references != said.ledger_references:
+    subject = entry.subject
+    assert isinstance(subject, BlockComparison)
+    if subject.ledger_references >= 0 and subject.references != subject.ledger_references:
         yield Witness(
             None,
-            said.story,
-            pool=said.pool,
-            block=said.block,
-            references=said.references,
-            ledger_references=said.ledger_references,
-            holders="; ".join(said.holders) or "none",
+            subject.story,
+            pool=subject.pool,
+            block=subject.block,
+            references=subject.references,
+            ledger_references=subject.ledger_references,
+            holders="; ".join(subject.holders) or "none",
         )
 
 
 @invariant(
     "blocks/free-iff-unreferenced",
     on=(BlockComparison, PoolComparison),
-    says="Block {block} has {references} references and {where} in the free queue. It {meaning}.",
+    message="Block {block} has {references} references and {where} in the free queue. It {meaning}.",
     references=(VLLM_42571,),
     near_misses=(
-        "the null block, which is in no queue and has no count",
-        "a cached block that nobody holds: it is free, and hashed",
+        "the null block, which is never in the free queue and whose references are not counted",
+        "a cached block that nobody holds: it is free and has a hash",
     ),
 )
 def free_iff_unreferenced(entry: Entry) -> Iterator[Witness]:
-    """A block stands in the free queue exactly when nobody has a reference to it.
+    """A block is in the free queue exactly when nobody holds a reference to it.
 
-    And the queue is as long as its counter says: what was taken from it and given back to it, call by
-    call, leads to the same number.
+    Also, the engine's counter of free blocks agrees with the blocks allocated and freed call by call.
+    Violated when a free block is not in the queue, a held block is, or the counter differs.
     """
-    said = entry.subject
-    if isinstance(said, PoolComparison):
-        if said.free_blocks != said.ledger_free_blocks:
+    subject = entry.subject
+    if isinstance(subject, PoolComparison):
+        if subject.free_blocks != subject.ledger_free_blocks:
             yield Witness(
-                "The free queue of pool {pool} has {free_blocks} blocks by the engine's counter, but "
-                "{ledger_free_blocks} by what was taken and given back.",
-                pool=said.pool,
-                free_blocks=said.free_blocks,
-                ledger_free_blocks=said.ledger_free_blocks,
+                "The engine's counter says that pool {pool} has {free_blocks} free blocks, but by the blocks "
+                "allocated and freed it has {ledger_free_blocks}.",
+                pool=subject.pool,
+                free_blocks=subject.free_blocks,
+                ledger_free_blocks=subject.ledger_free_blocks,
             )
         return
-    assert isinstance(said, BlockComparison)
-    if said.references < 0 or (said.queued >= 0 and (said.references == 0) != bool(said.queued)):
-        handed = "can be handed out while it is held" if said.queued else "will never be handed out again"
+    assert isinstance(subject, BlockComparison)
+    if subject.references < 0 or (subject.queued >= 0 and (subject.references == 0) != bool(subject.queued)):
+        effect = "can be allocated while it is held" if subject.queued else "will never be allocated again"
         yield Witness(
             None,
-            said.story,
-            pool=said.pool,
-            block=said.block,
-            references=said.references,
-            where={1: "stands", 0: "does not stand"}.get(said.queued, "may or may not stand"),
-            meaning="was freed more often than it was held" if said.references < 0 else handed,
+            subject.story,
+            pool=subject.pool,
+            block=subject.block,
+            references=subject.references,
+            where={1: "is", 0: "is not"}.get(subject.queued, "may or may not be"),
+            meaning="was freed more often than it was held" if subject.references < 0 else effect,
         )
 
 
 @invariant(
     "blocks/hash-map",
     on=(BlockComparison, PoolComparison),
-    says="Block {block} {has} hash, but {what}: what the cache promises and what is there differ.",
+    message="Block {block} {has} hash, but {what}: the prefix cache and the block disagree.",
     near_misses=(
-        "two blocks of the same hash: the map leads to both",
-        "a block with a hash for its first tokens, and one more when it is full",
-        "a block evicted by the call that hands it out",
+        "two blocks of the same hash: the cache map has both",
+        "a block with a hash for its first tokens, and another once it is full",
+        "a block that is evicted by the call that allocates it",
     ),
 )
 def hash_map(entry: Entry) -> Iterator[Witness]:
-    """A block has a hash exactly when the cache map leads to it.
+    """A block has a hash exactly when the cache map has the block under that hash.
 
-    Violated when a hash stays on a block that the map has lost (it is never found, and never evicted),
-    when the map leads to a block that holds something else, or when a hash comes or goes and no call
-    of the pool did it.
+    Violated when a block keeps a hash that the map no longer has (it is never hit and never evicted), when
+    the map has a block without that hash, or when a block gains or loses a hash without a call of the pool.
     """
-    said = entry.subject
-    if isinstance(said, PoolComparison):
-        if said.ledger_hashes >= 0 and said.hashes != said.ledger_hashes:
+    subject = entry.subject
+    if isinstance(subject, PoolComparison):
+        if subject.ledger_hashes >= 0 and subject.hashes != subject.ledger_hashes:
             yield Witness(
-                "The cache map of pool {pool} has {hashes} hashes, but {ledger_hashes} were put there and "
-                "not evicted.",
-                pool=said.pool,
-                hashes=said.hashes,
-                ledger_hashes=said.ledger_hashes,
+                "The cache map of pool {pool} has {hashes} hashes, but {ledger_hashes} were added and not "
+                "evicted.",
+                pool=subject.pool,
+                hashes=subject.hashes,
+                ledger_hashes=subject.ledger_hashes,
             )
         return
-    assert isinstance(said, BlockComparison)
-    if said.has_hash < 0:
+    assert isinstance(subject, BlockComparison)
+    if subject.has_hash < 0:
         return
-    if said.has_hash != said.mapped:
-        what = "the cache map does not lead to it"
-    elif said.ledger_has_hash >= 0 and said.has_hash != said.ledger_has_hash:
-        what = "no call of the pool gave it one" if said.has_hash else "none took away the one it had"
+    if subject.has_hash != subject.mapped:
+        what = (
+            "the cache map does not have it under that hash" if subject.has_hash else "the cache map has it"
+        )
+    elif subject.ledger_has_hash >= 0 and subject.has_hash != subject.ledger_has_hash:
+        what = "no call of the pool gave it one" if subject.has_hash else "no call of the pool removed it"
     else:
         return
-    has = "has a" if said.has_hash else "has no"
-    yield Witness(None, said.story, pool=said.pool, block=said.block, has=has, what=what)
+    has = "has a" if subject.has_hash else "has no"
+    yield Witness(None, subject.story, pool=subject.pool, block=subject.block, has=has, what=what)
 
 
 @invariant(
     "blocks/hash-content",
     on=(CachedContent,),
-    says="",
+    message="",
     references=(VLLM_26813,),
     near_misses=(
-        "a hash given at scheduling, for what the step is about to compute",
-        "blocks that hold several hashes' worth of tokens, or a part of one",
-        "a load that failed above what is hashed",
-        "drafts: only finished tokens are hashed",
+        "a hash given at scheduling, for tokens that the step is about to compute",
+        "blocks that have several hashes, or a hash for a part of the block",
+        "a load that failed above the cached positions",
+        "draft tokens: only accepted tokens are cached",
     ),
 )
 def hash_content(entry: Entry) -> Iterator[Witness]:
-    """What a block is hashed for was computed or loaded, by position.
+    """A cached block holds the KV of every position that its hash stands for.
 
-    Violated when a block is hashed beyond its request's sequence, while an asynchronous load has not
-    finished, or still after a load failed: the next request with this prefix reads what is not there.
+    Violated when a block is cached for positions beyond its request's sequence, before an asynchronous load
+    has finished, or although the load failed: the next request with this prefix reads KV that does not
+    exist.
     """
-    said = entry.subject
-    assert isinstance(said, CachedContent)
+    subject = entry.subject
+    assert isinstance(subject, CachedContent)
     why = {
-        "sequence": f"has only {said.limit} tokens",
-        "pending": f"has KV up to {said.limit}: its load has not finished",
-        "failed": f"has none from {said.limit} up: its load failed, and nobody computed them instead",
-    }[said.why]
-    says = (
-        f"Block {said.block} is hashed for positions up to {said.end} of request {said.request_id}, which "
-        f"{why}. The next request with this prefix reads what is not there."
+        "sequence": f"has only {subject.limit} tokens",
+        "pending": f"has KV only up to position {subject.limit}, because its load has not finished",
+        "failed": f"has no KV from position {subject.limit} on, because its load failed",
+    }[subject.why]
+    sentence = (
+        f"Block {subject.block} is cached for positions up to {subject.end} of request {subject.request_id}, "
+        f"which {why}. The next request with this prefix reads KV that does not exist."
     )
     yield Witness(
-        _plain(says),
-        said.story,
-        pool=said.pool,
-        block=said.block,
-        end=said.end,
-        limit=said.limit,
-        why=said.why,
+        _plain(sentence),
+        subject.story,
+        pool=subject.pool,
+        block=subject.block,
+        end=subject.end,
+        limit=subject.limit,
+        why=subject.why,
     )
 
 
 @invariant(
     "blocks/write-shared",
     on=(SharedWrite,),
-    says="",
+    message="",
     references=(VLLM_39146,),
     near_misses=(
-        "a hit on a block in the very step that fills it: its hasher came first",
-        "the last token of a full external hit, computed again in the request's own block",
-        "a partial hit, which writes to a copy",
-        "the last positions of a hit, replayed with the same tokens",
+        "a hit on a block in the same step that fills it: another request was scheduled first and fills it",
+        "the last token of a full external hit, which is computed again in the request's own block",
+        "a partial hit, which writes to a copy of the block",
+        "the last positions of a hit, which are computed again with the same tokens",
     ),
 )
 def write_shared(entry: Entry) -> Iterator[Witness]:
-    """A request writes only to blocks that nobody held before it.
+    """A request writes only to blocks that nobody held before.
 
-    Blocks above the local hit are filled by the request, by computing or loading. Violated when one of
-    them had a holder already, whose KV is then overwritten.
+    The request itself fills the blocks above its local hit, by computing or loading. Violated when such a
+    block already had a holder, whose KV is then overwritten.
     """
-    said = entry.subject
-    assert isinstance(said, SharedWrite)
-    says = (
-        f"Block {said.block}, place {said.place} of the table of {said.second}, is filled by it, but was "
-        f"held before by {said.first}, who then reads another's KV."
+    subject = entry.subject
+    assert isinstance(subject, SharedWrite)
+    sentence = (
+        f"Block {subject.block} is filled by {subject.second} at place {subject.place} of its block table, "
+        f"but {subject.first} held it before and now reads the wrong KV."
     )
-    yield Witness(_plain(says), said.story, pool=said.pool, block=said.block, place=said.place)
+    yield Witness(
+        _plain(sentence), subject.story, pool=subject.pool, block=subject.block, place=subject.place
+    )
 
 
 @invariant(
     "blocks/coverage",
     on=(Uncovered,),
-    says="Request {request} has {computed_tokens} computed tokens, but its table in group {group} has "
-    "{blocks} blocks of {block_tokens} tokens: the rest was written nowhere, or to another's block.",
+    message="Request {request} has {computed_tokens} computed tokens, but its block table in group {group} "
+    "has {blocks} blocks of {block_tokens} tokens: the other tokens have no block of this request.",
     near_misses=(
-        "null blocks before a sliding window, which stand for their positions",
-        "Mamba states, cross-attention and rings, whose tables do not stand for positions",
+        "null blocks before a sliding window, which take the place of their positions",
+        "Mamba states, cross-attention and ring buffers, whose block tables do not follow positions",
     ),
 )
 def coverage(entry: Entry) -> Iterator[Witness]:
-    """A request's tables have a slot for each of its computed tokens.
+    """A request's block tables have a slot for each of its computed tokens.
 
-    Judged when tables are stated: at an admission, and in turn for all that runs.
+    Checked whenever block tables are recorded: at an admission, and in turn for all running requests.
+    Violated when a table is too short.
     """
-    said = entry.subject
-    assert isinstance(said, Uncovered)
+    subject = entry.subject
+    assert isinstance(subject, Uncovered)
     yield Witness(
-        group=said.group,
-        blocks=said.blocks,
-        block_tokens=said.block_tokens,
-        computed_tokens=said.computed_tokens,
+        group=subject.group,
+        blocks=subject.blocks,
+        block_tokens=subject.block_tokens,
+        computed_tokens=subject.computed_tokens,
     )
 
 
 @invariant(
     "blocks/leak",
     on=(Leak,),
-    says="",
+    message="",
     near_misses=(
-        "a connector that sends the blocks of a request that has ended, and then gives them up",
-        "a deferred free, whose step is still in flight",
+        "a connector that sends the blocks of a request that has ended, and then frees them",
+        "a deferred free, while a step that may write to the block is in flight",
     ),
 )
 def leak(entry: Entry) -> Iterator[Witness]:
-    """Nothing is held for a request that is gone.
+    """No block is held for a request that has ended.
 
-    Violated at once when the engine forgets a request whose blocks it did not give up, and after 15
-    minutes when a connector keeps them: the pool is smaller by these blocks until a restart.
+    Violated at once when the engine removes a request without freeing its blocks, and after 15 minutes
+    when a connector keeps them: the pool lacks these blocks until a restart.
     """
-    said = entry.subject
-    assert isinstance(said, Leak)
-    when = f"ended {said.seconds} seconds ago" if said.seconds else "is gone"
-    says = (
-        f"Request {said.holder.request_id} {when} and still holds {len(said.blocks)} blocks: the pool is "
-        "smaller by these until a restart."
+    subject = entry.subject
+    assert isinstance(subject, Leak)
+    when = f"ended {subject.seconds} seconds ago" if subject.seconds else "has ended"
+    sentence = (
+        f"Request {subject.holder.request_id} {when} and still holds {len(subject.blocks)} blocks, which the "
+        "pool lacks until a restart."
     )
-    yield Witness(_plain(says), said.story, blocks=said.blocks, seconds=said.seconds)
+    yield Witness(_plain(sentence), subject.story, blocks=subject.blocks, seconds=subject.seconds)
 
 
-def _plain(says: str) -> str:
-    """A sentence whose braces, in a request's id, are not for filling in."""
-    return says.replace("{", "{{").replace("}", "}}")
+def _plain(sentence: str) -> str:
+    """Escape the braces that a request's id may contain: figures are not filled in there."""
+    return sentence.replace("{", "{{").replace("}", "}}")

@@ -1,4 +1,4 @@
-"""The KV connector: what it promises is loaded, or is said to have failed."""
+"""Checks of the KV connector: what it promises, loads, saves and counts."""
 
 from __future__ import annotations
 
@@ -25,59 +25,62 @@ from .registry import (
 )
 
 _BLOCKS_NAMED = 8
+"""Most block ids named in a sentence."""
+
 _BY_WORKER = {
     "": "",
     "never_started": ": a worker never began the load",
-    "failure_unheard": ": a worker reported that they failed",
+    "failure_unheard": ": a worker reported that the load failed",
 }
+"""What the workers' journals add to the sentence."""
+
 _NOT_LOADED = (
-    "{tokens} external tokens promised to request {request} from position {start} up were never "
-    "loaded, yet it ran over them"
+    "The connector promised {tokens} external tokens to request {request} from position {start} on, but they "
+    "were not loaded before the request ran"
 )
 
 
 @invariant(
     "connector/promise-not-loaded",
     on=(ExternalTokensLost,),
-    says=_NOT_LOADED + ".",
+    message=_NOT_LOADED + ".",
     references=(LMCACHE_1969, LMCACHE_1361, LMCACHE_2007),
     near_misses=(
-        "a load that was reported failed: its tokens are rolled back and executed",
-        "a preemption or an end while the load was pending: nothing read it",
-        "a plan that can't be read, of which nothing is known",
-        "a worker that was not heard, or not yet, in the step that loads",
-        "blocks that a worker reported as failed, and the engine took for failed too",
+        "a load that was reported as failed: its tokens are rolled back and computed",
+        "a preemption or an end while the load was pending: nothing read its blocks",
+        "connector metadata that kvledger can't read: nothing is known about its loads",
+        "a worker whose journal has nothing, or nothing yet, about the step that loads",
+        "blocks that a worker reported as failed and that the engine treats as failed",
     ),
 )
 def promise_not_loaded(entry: Entry) -> Iterator[Witness]:
-    """External tokens are loaded, or reported failed, before the first step that reads them.
+    """External tokens are loaded, or reported as failed, before the first step that reads them.
 
-    Violated when the plan of the step leaves promised tokens out, when a request that waits for an
-    asynchronous load runs before it has finished, and, by the workers' own journals, when a worker never
-    begins a load that was planned or the engine does not heed that one failed: attention reads whatever
-    the blocks held.
+    Violated when the step's connector metadata omits promised tokens, or when a request runs before its
+    asynchronous load has finished. The workers' journals show two more cases: a worker never begins a
+    planned load, or the engine ignores that a load failed. Attention then reads whatever the blocks held.
     """
-    said = entry.subject
-    assert isinstance(said, ExternalTokensLost)
-    if said.cause in (NOT_PLANNED, NEVER_LOADED):
+    subject = entry.subject
+    assert isinstance(subject, ExternalTokensLost)
+    if subject.cause in (NOT_PLANNED, NEVER_LOADED):
         yield Witness(
-            f"{_NOT_LOADED}{_BY_WORKER[said.by_worker]}{_named(said.blocks)}.",
-            tokens=said.tokens,
-            cause=said.cause,
-            start=said.start,
-            blocks=said.blocks,
+            f"{_NOT_LOADED}{_BY_WORKER[subject.by_worker]}{_named(subject.blocks)}.",
+            tokens=subject.tokens,
+            cause=subject.cause,
+            start=subject.start,
+            blocks=subject.blocks,
         )
 
 
 def _named(blocks: list[int]) -> str:
-    """The ids, in words that may end a sentence."""
+    """The block ids, as the end of a sentence."""
     if not blocks:
         return ""
     return f" (blocks never filled: {_ids(blocks)})"
 
 
 def _ids(blocks: list[int]) -> str:
-    """The first few, and how many more there are."""
+    """The first few ids, and how many more there are."""
     more = len(blocks) - _BLOCKS_NAMED
     return ", ".join(map(str, blocks[:_BLOCKS_NAMED])) + (f" and {more} more" if more > 0 else "")
 
@@ -85,54 +88,55 @@ def _ids(blocks: list[int]) -> str:
 @invariant(
     "connector/load-unpromised",
     on=(Unpromised,),
-    says="Worker {worker} loads {count} blocks that no request was promised to have filled: {named}.",
+    message="Worker {worker} loads into {count} blocks that no request's external tokens were promised for: "
+    "{named}.",
     references=(LMCACHE_1361,),
     near_misses=(
-        "an asynchronous load that a later step's plan names",
-        "a load that begins within the local hit, at the boundary of a store's chunk",
+        "an asynchronous load that is in the connector metadata of a later step",
+        "a load that begins within the local hit, at the boundary of a chunk of the store",
         "a journal in which promises may be missing",
     ),
 )
 def load_unpromised(entry: Entry) -> Iterator[Witness]:
-    """A load writes into blocks that a request was promised to have filled.
+    """A worker loads only into blocks that the connector promised to fill for a request.
 
-    Violated when the plan that a worker was handed names none of them: whatever the blocks held, of
-    whichever request, is overwritten.
+    Violated when a worker's connector metadata names other blocks: their KV, which may belong to any
+    request, is overwritten.
     """
-    said = entry.subject
-    assert isinstance(said, Unpromised)
-    named = _ids(said.blocks)
-    yield Witness(worker=said.worker, count=len(said.blocks), named=named, blocks=said.blocks)
+    subject = entry.subject
+    assert isinstance(subject, Unpromised)
+    named = _ids(subject.blocks)
+    yield Witness(worker=subject.worker, count=len(subject.blocks), named=named, blocks=subject.blocks)
 
 
 @invariant(
     "connector/failed-load-counted",
     on=(Reported,),
     severity="drift",
-    says="The engine reported {external_tokens} external tokens for request {request}, but "
+    message="The engine reported {external_tokens} external tokens for request {request}, but "
     "{failed_tokens} of the {promised_tokens} promised failed to load.",
     references=(VLLM_37460, VLLM_30522, VLLM_36638, VLLM_49250),
     near_misses=(
         "a load that failed in a later life than the one reported",
-        "a load that failed wholly, after which the request was looked up anew",
+        "a load that failed completely, after which the request was admitted again",
     ),
 )
 def failed_load_counted(entry: Entry) -> Iterator[Witness]:
-    """Tokens that failed to load are not reported as external.
+    """External tokens that failed to load are not reported as external.
 
-    A drift, not a violation: vLLM reports the promise of the admission, on purpose, and its
-    counters stay too high by what failed.
+    This is a drift and not a violation: vLLM deliberately reports the external tokens promised at the
+    admission, so its counters are too high by the tokens that failed to load.
     """
-    said, account = entry.subject, entry.account
-    assert isinstance(said, Reported)
+    subject, account = entry.subject, entry.account
+    assert isinstance(subject, Reported)
     assert account is not None
     life = account.reporting
     if life is None:
         return
     failed = life.voided.get(FAILED, 0)
-    if failed and said.external_tokens > life.external - failed:
+    if failed and subject.external_tokens > life.external - failed:
         yield Witness(
-            external_tokens=said.external_tokens,
+            external_tokens=subject.external_tokens,
             promised_tokens=life.external,
             failed_tokens=failed,
         )
@@ -141,125 +145,125 @@ def failed_load_counted(entry: Entry) -> Iterator[Witness]:
 @invariant(
     "connector/negative-match",
     on=(Matched, Admitted),
-    says="The connector answered {external_tokens} tokens for request {request}, beyond the "
-    "{local_tokens} of the local hit: a match can't be negative.",
+    message="The connector answered that it has {external_tokens} tokens for request {request} beyond the "
+    "{local_tokens} tokens of the local hit; this number can't be negative.",
     references=(LMCACHE_2158, LMCACHE_3269),
     near_misses=(
-        "no answer yet: the connector is asked again later",
-        "nothing beyond the local hit",
+        "a connector that has no answer yet and is asked again later",
+        "a connector that has nothing beyond the local hit",
     ),
 )
 def negative_match(entry: Entry) -> Iterator[Witness]:
-    """What a connector holds beyond the local hit is never negative.
+    """The number of tokens that a connector has beyond the local hit is never negative.
 
-    Violated when it takes the local hit from a match that is shorter: the engine would count
-    fewer computed tokens than its own cache gave.
+    Violated when the connector subtracts the local hit from a match of its own that is shorter: the engine
+    would count fewer computed tokens than its own cache had.
     """
-    said = entry.subject
-    assert isinstance(said, Matched | Admitted)
-    if said.external_tokens is not None and said.external_tokens < 0:
-        yield Witness(external_tokens=said.external_tokens, local_tokens=said.local_tokens)
+    subject = entry.subject
+    assert isinstance(subject, Matched | Admitted)
+    if subject.external_tokens is not None and subject.external_tokens < 0:
+        yield Witness(external_tokens=subject.external_tokens, local_tokens=subject.local_tokens)
 
 
 @invariant(
     "connector/tracker-lag",
     on=(Tracked,),
-    says="The connector knows {tracked_tokens} of the {computed_tokens} tokens that request {request} has "
-    "computed: {lag_tokens} behind, where {recent_tokens} may be in flight.",
+    message="The connector knows {tracked_tokens} of the {computed_tokens} tokens that request {request} has "
+    "computed. It is {lag_tokens} tokens behind, and at most {recent_tokens} are in flight.",
     references=(LMCACHE_2821, LMCACHE_2929),
     near_misses=(
-        "tokens of steps in flight, which the connector could not know at its last plan",
-        "a connector ahead of the engine, after drafts were rejected or a life ended",
-        "a connector that keeps no count of its own",
+        "tokens of steps in flight, which the connector could not know when it last built its metadata",
+        "a connector ahead of the engine, after draft tokens were rejected or a life ended",
+        "a connector that does not count tokens itself",
     ),
 )
 def tracker_lag(entry: Entry) -> Iterator[Witness]:
-    """A connector's own count of a request keeps up with the engine's.
+    """A connector's own count of a request's tokens keeps up with the engine's.
 
-    Violated when it misses more tokens than are in flight: what it does not know, it never saves, and
-    what it saves later may stand under the wrong tokens.
+    Violated when the connector misses more tokens than are in flight: it never saves tokens that it does
+    not know, and it may save later KV under the wrong tokens.
     """
-    said = entry.subject
-    assert isinstance(said, Tracked)
-    lag = said.computed_tokens - said.tracked_tokens
-    if lag > said.recent_tokens:
+    subject = entry.subject
+    assert isinstance(subject, Tracked)
+    lag = subject.computed_tokens - subject.tracked_tokens
+    if lag > subject.recent_tokens:
         yield Witness(
-            tracked_tokens=said.tracked_tokens,
-            computed_tokens=said.computed_tokens,
+            tracked_tokens=subject.tracked_tokens,
+            computed_tokens=subject.computed_tokens,
             lag_tokens=lag,
-            recent_tokens=said.recent_tokens,
+            recent_tokens=subject.recent_tokens,
         )
 
 
 @invariant(
     "connector/save-gap",
     on=(Tracked, Unsaved),
-    says="The connector has saved {saved_tokens} tokens of request {request}; by its own rules "
-    "{due_tokens} were due.",
+    message="The connector has saved {saved_tokens} tokens of request {request}, but by its own rules it "
+    "should have saved {due_tokens}.",
     references=(LMCACHE_2821,),
     near_misses=(
-        "saving is switched off, for all or for this request, or the connector only consumes",
-        "less than a whole chunk beyond what is saved",
-        "tokens that were found in the store already, or saved in an earlier life",
-        "output tokens, where only prompts are saved",
-        "a worker's step whose plan orders nothing to be saved",
+        "saving is switched off, for all requests or this one, or the connector only loads",
+        "less than a whole chunk beyond the saved tokens",
+        "tokens that were in the store already, or saved in an earlier life",
+        "output tokens, if only prompts are saved",
+        "a worker's step whose connector metadata orders no save",
     ),
 )
 def save_gap(entry: Entry) -> Iterator[Witness]:
-    """What should have been saved at the boundaries passed so far has been ordered to be saved.
+    """The connector orders every save that its own rules require.
 
-    Violated when a request passed a boundary of the connector's chunks and no plan saved it, or a worker
-    was not made to wait for what its plan orders: a later request with the same tokens finds less than was
-    promised to it by configuration.
+    Violated when a request has filled a chunk of the connector and no connector metadata ordered the save,
+    or when a worker did not wait for a save that its metadata orders: a later request with the same tokens
+    finds fewer tokens in the store than the configuration promises.
     """
-    said = entry.subject
-    if isinstance(said, Unsaved):
+    subject = entry.subject
+    if isinstance(subject, Unsaved):
         yield Witness(
-            "Worker {worker} was handed {saves} orders to save in step {at_step}; nobody waited for them.",
-            worker=said.worker,
-            saves=said.saves,
-            at_step=said.step,
+            "Worker {worker} got {saves} orders to save in step {at_step}, but did not wait for the saves.",
+            worker=subject.worker,
+            saves=subject.saves,
+            at_step=subject.step,
         )
         return
-    assert isinstance(said, Tracked)
+    assert isinstance(subject, Tracked)
     assert entry.account is not None
-    saved_tokens = max(said.saved_tokens, entry.account.saved_tokens)
-    if saved_tokens < said.due_tokens:
-        yield Witness(saved_tokens=saved_tokens, due_tokens=said.due_tokens)
+    saved_tokens = max(subject.saved_tokens, entry.account.saved_tokens)
+    if saved_tokens < subject.due_tokens:
+        yield Witness(saved_tokens=saved_tokens, due_tokens=subject.due_tokens)
 
 
 _WAITED = (
-    "A load of {tokens} tokens for request {request} has been waited for since {seconds} seconds, and was "
-    "reported neither finished nor failed"
+    "Request {request} has waited {seconds} seconds for a load of {tokens} tokens, which was reported "
+    "neither finished nor failed"
 )
 
 
 @invariant(
     "connector/never-finished",
     on=(Overdue,),
-    says=_WAITED + ".",
+    message=_WAITED + ".",
     near_misses=(
-        f"anything that ends within {OVERDUE_SECONDS} seconds",
-        "blocks that a prefill side keeps for a decode side which never comes: its own deadline frees them",
+        f"a load or free that completes within {OVERDUE_SECONDS} seconds",
+        "blocks that a prefill engine keeps for a decode engine that never asks: its own deadline frees them",
         "a request that ends while its load is pending",
     ),
 )
 def never_finished(entry: Entry) -> Iterator[Witness]:
-    """Every load, and every free that a connector delays, completes or fails.
+    """Every load completes or fails, and so does every free that a connector delays.
 
-    Violated when one has not after ten minutes of the engine's own clock: a request waits for ever, or
-    its blocks are lost to the pool.
+    Violated when one has not after ten minutes of the engine's own clock: a request waits forever, or the
+    pool has lost its blocks.
     """
-    said = entry.subject
-    assert isinstance(said, Overdue)
-    done = ". The workers have reported it finished" if said.done else ""
-    if said.what == "load":
-        yield Witness(f"{_WAITED}{done}.", tokens=said.tokens, seconds=said.seconds)
+    subject = entry.subject
+    assert isinstance(subject, Overdue)
+    done = ". The workers have reported that it is finished" if subject.done else ""
+    if subject.what == "load":
+        yield Witness(f"{_WAITED}{done}.", tokens=subject.tokens, seconds=subject.seconds)
     else:
         yield Witness(
-            "The connector has kept {blocks} blocks of request {ended} since {seconds} seconds, "
-            f"which has ended{done}.",
-            blocks=said.blocks,
-            seconds=said.seconds,
-            ended=said.request_id,
+            "The connector has kept {blocks} blocks of request {ended}, which ended {seconds} seconds ago"
+            f"{done}.",
+            blocks=subject.blocks,
+            seconds=subject.seconds,
+            ended=subject.request_id,
         )

@@ -1,15 +1,15 @@
-"""What must hold: the invariants, how a broken one is told, and the pages made from them.
+"""The catalogue of invariants, the form of a violation, and the page ``docs/invariants.md``.
 
-An invariant is a small pure function, entry in, witnesses out. Its docstring is its definition: the
-first paragraph is the promise, the rest says when it is broken. Evidence (:class:`Witness`) is
-figures; words are rendered apart, from the template beside the check.
+An invariant is a small pure function that takes a ledger entry and yields a :class:`Witness` for each
+violation. Its docstring is its definition: the first paragraph says what must hold, the rest when it is
+violated. A witness holds figures; its sentence is rendered from the template beside the check.
 
-The checks live in ``invariants/``; this module never names them but to fill itself when asked.
+The checks are in ``tokens.py``, ``blocks.py`` and ``connector.py``, which register themselves here when
+they are imported. This module imports none of them.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -22,11 +22,11 @@ from ..errors import LedgerError
 from ..ledger.subjects import Entry
 
 Severity = Literal["violation", "drift"]
-"""``violation``: the engine is wrong. ``drift``: it counts by a rule that misleads, knowingly."""
+"""``violation``: the engine is wrong. ``drift``: it deliberately counts by a rule that misleads."""
 
 
 class Reference(NamedTuple):
-    """An upstream issue or pull request in which this was seen."""
+    """An upstream issue or pull request that reports such a violation."""
 
     name: str
     url: str
@@ -40,7 +40,7 @@ def _lmcache(number: int, kind: str = "issues") -> Reference:
     return Reference(f"LMCache#{number}", f"https://github.com/LMCache/LMCache/{kind}/{number}")
 
 
-# GitHub leads from /issues/ to /pull/ where a number is a pull request.
+# GitHub redirects from /issues/ to /pull/ if the number is a pull request.
 VLLM_18955 = _vllm(18955)
 VLLM_18957 = _vllm(18957, "pull")
 VLLM_25780 = _vllm(25780)
@@ -76,19 +76,20 @@ LMCACHE_3269 = _lmcache(3269)
 
 
 Figure = int | str | list[int]
-"""A count, a word, or ids."""
+"""A count, a word, or a list of block ids."""
 
 
 class Witness:
-    """That an invariant was broken: the figures, and other words than the usual where needed.
+    """Evidence of one violation.
 
-    ``story`` tells a person how it came to be, a line each: both sides of a collision.
+    ``message`` replaces the invariant's own sentence; None keeps it. ``story`` explains to a person how it
+    happened, one line each, for example both sides of a collision. ``figures`` fill the sentence's braces.
     """
 
-    __slots__ = ("figures", "says", "story")
+    __slots__ = ("figures", "message", "story")
 
-    def __init__(self, says: str | None = None, story: Sequence[str] = (), /, **figures: Figure) -> None:
-        self.says = says
+    def __init__(self, message: str | None = None, story: Sequence[str] = (), /, **figures: Figure) -> None:
+        self.message = message
         self.story = story
         self.figures = figures
 
@@ -97,34 +98,39 @@ Check = Callable[[Entry], Iterator[Witness]]
 
 
 class Invariant(msgspec.Struct, frozen=True):
-    """One thing that must hold. ``says`` is the sentence, with the witness's figures in braces."""
+    """One thing that must hold.
+
+    ``on``: the types of subjects that it checks. ``message``: the sentence of a violation, with figures in
+    braces. ``near_misses``: what looks like a violation and is not. ``must_hold`` and ``violated_when`` are
+    the two parts of its definition.
+    """
 
     id: str
     severity: Severity
     on: tuple[type, ...]
-    says: str
+    message: str
     references: tuple[Reference, ...]
     near_misses: tuple[str, ...]
-    promise: str
+    must_hold: str
     violated_when: str
     check: Check
 
     @property
     def family(self) -> str:
-        """What stands before the slash."""
+        """The part of the id before the slash."""
         return self.id.partition("/")[0]
 
     def render(self, witness: Witness, request: str | None) -> str:
         """The witness as one sentence."""
-        return (witness.says or self.says).format(request=request, **witness.figures)
+        return (witness.message or self.message).format(request=request, **witness.figures)
 
 
 class Violation(msgspec.Struct, frozen=True):
-    """A broken invariant: what, where, since when, and with which figures.
+    """One violation or drift: which invariant, in which request, and with which figures.
 
-    ``request`` and ``life`` are None where no single request is concerned. ``step`` and ``at``
-    (microseconds since the engine started) are of its first sight; ``repeats`` counts later sights
-    of the same invariant and request, the last of them at ``last_step``.
+    ``request`` and ``life`` are None if it concerns no single request. ``step`` and ``at`` (microseconds
+    since the engine started) are those of the first time it was row. ``repeats`` counts how often it was
+    found again in the same request, the last time at ``last_step``.
     """
 
     id: str
@@ -143,7 +149,7 @@ class Violation(msgspec.Struct, frozen=True):
 
 
 FAMILIES = ("tokens", "blocks", "connector", "metrics", "content")
-"""The families of invariants, as the page orders them."""
+"""The families of invariants, in the order of the page."""
 
 CATALOGUE: dict[str, Invariant] = {}
 """Every invariant by its id, in the order of definition; see :func:`catalogue`."""
@@ -153,25 +159,25 @@ def invariant(
     id: str,
     *,
     on: tuple[type, ...],
-    says: str,
+    message: str,
     severity: Severity = "violation",
     references: tuple[Reference, ...] = (),
     near_misses: tuple[str, ...] = (),
 ) -> Callable[[Check], Check]:
-    """Put a check into the catalogue; it sees entries whose subject is exactly one of ``on``."""
+    """Register a check. It is called with the entries whose subject has one of the types ``on``."""
 
     def register(check: Check) -> Check:
         assert id not in CATALOGUE, f"two invariants are called {id}"
-        promise, _, rest = inspect.cleandoc(check.__doc__ or "").partition("\n\n")
-        assert id.partition("/")[0] in FAMILIES, f"{id} is of no family"
+        must_hold, _, rest = inspect.cleandoc(check.__doc__ or "").partition("\n\n")
+        assert id.partition("/")[0] in FAMILIES, f"{id} has no known family"
         CATALOGUE[id] = Invariant(
             id=id,
             severity=severity,
             on=on,
-            says=says,
+            message=message,
             references=references,
             near_misses=near_misses,
-            promise=promise,
+            must_hold=must_hold,
             violated_when=rest.strip(),
             check=check,
         )
@@ -181,9 +187,7 @@ def invariant(
 
 
 def catalogue() -> dict[str, Invariant]:
-    """The catalogue with every family in it."""
-    # By name: the catalogue stands left of its checks, and only its readers need them all.
-    importlib.import_module("kvledger.audit.checks")
+    """All invariants by id."""
     return CATALOGUE
 
 
@@ -191,21 +195,20 @@ def catalogue() -> dict[str, Invariant]:
 
 
 def explain(id: str) -> str:
-    """What an invariant promises and when it is broken, for a terminal; LedgerError if unknown."""
-    known = catalogue()
-    found = known.get(id)
-    if found is None:
-        close = get_close_matches(id, known, n=3, cutoff=0.4)
+    """An invariant's definition, for a terminal. Raises :class:`LedgerError` for an unknown id."""
+    row = CATALOGUE.get(id)
+    if row is None:
+        close = get_close_matches(id, CATALOGUE, n=3, cutoff=0.4)
         hint = f"; did you mean {', '.join(close)}?" if close else ""
         raise LedgerError(f"no invariant is called {id!r}{hint}")
-    parts = [f"{found.id} ({found.severity})", *_wrapped(found.promise)]
-    parts += _wrapped(found.violated_when)
-    if found.near_misses:
-        parts.append("What looks like it and is not:")
-        parts[-1] += "".join(f"\n{_bullet(miss)}" for miss in found.near_misses)
-    if found.references:
+    parts = [f"{row.id} ({row.severity})", *_wrapped(row.must_hold)]
+    parts += _wrapped(row.violated_when)
+    if row.near_misses:
+        parts.append("What looks like a violation and is not:")
+        parts[-1] += "".join(f"\n{_bullet(miss)}" for miss in row.near_misses)
+    if row.references:
         parts.append("Seen in:")
-        parts[-1] += "".join(f"\n  {name}  {url}" for name, url in found.references)
+        parts[-1] += "".join(f"\n  {name}  {url}" for name, url in row.references)
     return "\n\n".join(parts)
 
 
@@ -226,20 +229,20 @@ def markdown() -> str:
         "",
         "Made by `python -m kvledger.audit.checks.registry`; do not edit.",
         "",
-        "A *violation* means that the engine is wrong. A *drift* means that it counts by a rule of",
-        "its own that misleads; it never makes a verdict. Accounts touched by lost events are not",
-        "judged.",
+        "A *violation* means that the engine is wrong. A *drift* means that the engine deliberately counts",
+        "by a rule that misleads; a drift never changes the verdict. Accounts that lost events are not",
+        "checked.",
     ]
     family = ""
     for row in sorted(catalogue().values(), key=_family):
         if row.family != family:
             family = row.family
             lines += ["", f"## {family.capitalize()}"]
-        lines += ["", f"### `{row.id}`", "", f"*{row.severity}.* {_flowed(row.promise)}"]
+        lines += ["", f"### `{row.id}`", "", f"*{row.severity}.* {_flowed(row.must_hold)}"]
         if row.violated_when:
             lines += ["", _flowed(row.violated_when)]
         if row.near_misses:
-            lines += ["", "What looks like it and is not:", ""]
+            lines += ["", "What looks like a violation and is not:", ""]
             lines += [f"- {miss}" for miss in row.near_misses]
         if row.references:
             named = ", ".join(f"[{name}]({url})" for name, url in row.references)
@@ -252,7 +255,7 @@ def _family(row: Invariant) -> int:
 
 
 def _flowed(text: str) -> str:
-    """One line a paragraph."""
+    """Each paragraph on one line."""
     paragraphs = (" ".join(p.split()) for p in text.replace("``", "`").split("\n\n"))
     return "\n\n".join(paragraphs)
 
@@ -263,5 +266,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Run as a script this module is __main__, and the checks fill the one that is imported.
-    importlib.import_module("kvledger.audit.checks.registry").main()
+    # This copy of the module is __main__; the checks have registered themselves in the imported one.
+    from . import registry
+
+    registry.main()

@@ -1,7 +1,7 @@
-"""Tokens of one request: what the engine says of them must agree with what was done.
+"""Checks of one request's tokens: the figures that the engine reports must agree with what it did.
 
-Checks see known accounts only. The account of an entry stands as it did after the whole event was
-posted; a :class:`~kvledger.audit.ledger.ledger.ReportedCounts` holds the figures of its own instant.
+A check is not called for an unknown account. An entry's account has the figures after the whole event was
+posted; a :class:`~kvledger.audit.ledger.ledger.ReportedCounts` has those of its own instant.
 """
 
 from __future__ import annotations
@@ -37,189 +37,216 @@ def _account(entry: Entry) -> Account:
     return entry.account
 
 
-def _corrected(said: Reported) -> bool:
-    """Up to 0.19 vLLM adds the one token that a full hit executes again back to the local hit."""
-    return said.cached_tokens + 1 == said.prompt_tokens and said.computed_tokens == 1
+def _corrected(subject: Reported) -> bool:
+    """Whether vLLM up to 0.19 has added the one token that a full hit computes again to the local hit."""
+    return subject.cached_tokens + 1 == subject.prompt_tokens and subject.computed_tokens == 1
 
 
 @invariant(
     "tokens/negative",
     on=(Reported, Admitted),
-    says="The engine reported {local_tokens} local, {external_tokens} external and "
+    message="The engine reported {local_tokens} local, {external_tokens} external and "
     "{computed_tokens} computed tokens for the {prompt_tokens}-token prompt of request {request}: "
-    "no such split can be.",
+    "this split is impossible.",
     references=(VLLM_36752, VLLM_36533, VLLM_36755, VLLM_34079, LMCACHE_2912),
     near_misses=(
-        "a prompt that is wholly a hit: local + external equal the prompt",
-        "the one token of a full hit that is executed again, added back to the local hit (vLLM up to 0.19)",
+        "a full hit: local + external tokens equal the prompt",
+        "a full hit on vLLM up to 0.19, which adds the one token that is computed again to the local hit",
     ),
 )
 def negative(entry: Entry) -> Iterator[Witness]:
-    """Local and external tokens are never negative, and together never more than there are.
+    """Local and external tokens are never negative, and their sum is never more than the prompt.
 
-    Violated when one figure is taken out of another of a different instant: after a preemption in
-    mid-prefill the whole hit was kept and its external part asked again.
+    Violated when the engine subtracts two figures from different admissions. For example, after a
+    preemption during prefill the engine kept the total hit of admission 1, asked the connector again, and
+    subtracted the external tokens of admission 2.
     """
-    said = entry.subject
-    if isinstance(said, Admitted):
+    subject = entry.subject
+    if isinstance(subject, Admitted):
         sequence = _account(entry).sequence_tokens
-        # A negative promise is the connector's: connector/negative-match.
-        if said.local_tokens < 0 or said.local_tokens + said.external_tokens > sequence:
+        # Negative external tokens are the connector's fault: connector/negative-match.
+        if subject.local_tokens < 0 or subject.local_tokens + subject.external_tokens > sequence:
             yield Witness(
                 "Request {request} was admitted with {local_tokens} local and {external_tokens} "
                 "external tokens, but its sequence has {sequence_tokens}.",
-                local_tokens=said.local_tokens,
-                external_tokens=said.external_tokens,
+                local_tokens=subject.local_tokens,
+                external_tokens=subject.external_tokens,
                 sequence_tokens=sequence,
             )
         return
-    assert isinstance(said, Reported)
-    least = min(said.local_tokens, said.external_tokens, said.computed_tokens)
-    if least < 0 or said.local_tokens + said.external_tokens > said.prompt_tokens:
+    assert isinstance(subject, Reported)
+    least = min(subject.local_tokens, subject.external_tokens, subject.computed_tokens)
+    if least < 0 or subject.local_tokens + subject.external_tokens > subject.prompt_tokens:
         yield Witness(
-            local_tokens=said.local_tokens,
-            external_tokens=said.external_tokens,
-            computed_tokens=said.computed_tokens,
-            prompt_tokens=said.prompt_tokens,
+            local_tokens=subject.local_tokens,
+            external_tokens=subject.external_tokens,
+            computed_tokens=subject.computed_tokens,
+            prompt_tokens=subject.prompt_tokens,
         )
 
 
 @invariant(
     "tokens/source-sum",
     on=(Reported, Settlement),
-    says="The engine reported {local_tokens} local + {external_tokens} external + "
+    message="The engine reported {local_tokens} local + {external_tokens} external + "
     "{computed_tokens} computed tokens for request {request}, but its prompt has {prompt_tokens}.",
     references=(VLLM_36752,),
     near_misses=(
         "a full hit on vLLM up to 0.19, where the sum is one more than the prompt",
-        "a session's later chunk, which settles its own tokens only",
+        "a later chunk of a session, which settles only its own tokens",
     ),
 )
 def source_sum(entry: Entry) -> Iterator[Witness]:
     """Local, external and computed tokens sum to the prompt.
 
-    Violated when the three were not taken together, or when a negative one was clamped to 0 and
-    the others were not. The ledger's own settlement is held to the same, by counting each part.
+    Violated when the three were not taken together, for example from different admissions, or when a
+    negative figure was clamped to 0 and the others were not corrected. The same must hold for the
+    settled tokens of kvledger's own account.
     """
-    said = entry.subject
-    if isinstance(said, Settlement):
-        total = said.local + said.external + said.computed + said.unattained
-        if total != said.prompt_tokens - said.carried:
+    subject = entry.subject
+    if isinstance(subject, Settlement):
+        total = subject.local + subject.external + subject.computed + subject.unattained
+        if total != subject.prompt_tokens - subject.carried:
             yield Witness(
-                "A fault of kvledger, not of the engine: the settlement of request {request} sums "
-                "to {total_tokens} tokens, but {prompt_tokens} were to be settled.",
+                "A defect of kvledger, not of the engine: the settled tokens of request {request} sum to "
+                "{total_tokens}, but its prompt has {prompt_tokens}.",
                 total_tokens=total,
-                prompt_tokens=said.prompt_tokens - said.carried,
+                prompt_tokens=subject.prompt_tokens - subject.carried,
             )
         return
-    assert isinstance(said, Reported)
-    total = said.local_tokens + said.external_tokens + said.computed_tokens
-    if total == said.prompt_tokens or (total == said.prompt_tokens + 1 and _corrected(said)):
+    assert isinstance(subject, Reported)
+    total = subject.local_tokens + subject.external_tokens + subject.computed_tokens
+    if total == subject.prompt_tokens or (total == subject.prompt_tokens + 1 and _corrected(subject)):
         return
     yield Witness(
-        local_tokens=said.local_tokens,
-        external_tokens=said.external_tokens,
-        computed_tokens=said.computed_tokens,
-        prompt_tokens=said.prompt_tokens,
+        local_tokens=subject.local_tokens,
+        external_tokens=subject.external_tokens,
+        computed_tokens=subject.computed_tokens,
+        prompt_tokens=subject.prompt_tokens,
     )
+
+
+_NOT_THIS_ADMISSION = (
+    "The engine reported {local_tokens} local and {external_tokens} external tokens for request {request}, "
+    "but admission {life} had {plan_local_tokens} local and {plan_external_tokens} external tokens"
+)
 
 
 @invariant(
     "tokens/set-once",
     on=(Reported,),
-    says="The engine reported {local_tokens} local and {external_tokens} external tokens for "
-    "request {request}, but its admission {life} found {plan_local_tokens} and was promised "
-    "{plan_external_tokens}: these figures are not of one admission.",
+    message=_NOT_THIS_ADMISSION + ".",
     references=(VLLM_36752, VLLM_37460),
     near_misses=(
-        "vLLM 0.20 to 0.25 report the last admission before the first output, 0.26 and later the "
-        "first that ran",
-        "a load that failed wholly: the request is looked up anew, and that admission counts",
-        "a part that failed to load, taken off the external figure again (vLLM up to 0.19)",
-        "a session reports once a chunk at most",
+        "vLLM 0.20 to 0.25 report the last admission before the first output, 0.26 and later the first "
+        "admission that ran",
+        "a load that failed completely: the request is admitted again, and the new admission counts",
+        "a load that failed in part: vLLM up to 0.19 subtracts the failed tokens from the external figure",
+        "a session, which reports at most once a chunk",
     ),
 )
 def set_once(entry: Entry) -> Iterator[Witness]:
-    """Where a prompt came from is reported once, and all of it is of one admission.
+    """The engine reports a prompt's sources once, and all figures are from the same admission.
 
-    Violated when the split is reported again, or when it is not what the admission that the
-    version means was given: a later attempt or a re-query has overwritten a part.
+    Violated when the engine reports them a second time, or when a figure differs from that of the
+    admission which this release reports: a later lookup has overwritten a part.
     """
-    said, account = entry.subject, _account(entry)
-    assert isinstance(said, Reported)
+    subject, account = entry.subject, _account(entry)
+    assert isinstance(subject, Reported)
     if account.reports > 1:
         yield Witness(
-            "The engine reported {reports} times where the prompt of request {request} came from.",
+            "The engine reported the sources of request {request}'s prompt {reports} times.",
             reports=account.reports,
         )
     life = account.reporting
     if life is None or account.carried:
         return
-    said_local = said.local_tokens
-    if said_local == life.local + 1 and _corrected(said):
-        said_local = life.local
+    reported_local = subject.local_tokens
+    if reported_local == life.local + 1 and _corrected(subject):
+        reported_local = life.local
     loaded = life.external - life.voided.get(FAILED, 0)
-    if said_local != life.local or said.external_tokens not in (life.external, loaded):
+    if reported_local != life.local or subject.external_tokens not in (life.external, loaded):
         yield Witness(
-            local_tokens=said.local_tokens,
-            external_tokens=said.external_tokens,
+            f"{_NOT_THIS_ADMISSION}{_admissions(account, subject)}.",
+            local_tokens=subject.local_tokens,
+            external_tokens=subject.external_tokens,
             plan_local_tokens=life.local,
             plan_external_tokens=life.external,
             life=life.number,
         )
 
 
+def _admissions(account: Account, reported: Reported) -> str:
+    """From which admissions the reported figures are, as the end of a sentence; "" if that is not clear."""
+    local, external = reported.local_tokens, reported.external_tokens
+    by_local = [life.number for life in account.lives if life.local == local]
+    by_external = [life.number for life in account.lives if life.external == external]
+    by_total = [life.number for life in account.lives if life.local + life.external == local + external]
+    match by_local, by_total, by_external:
+        case [one], _, [other] if one == other:
+            return f": both figures are from admission {one}"
+        case [one], _, [other]:
+            return (
+                f": the local figure is from admission {one} and the external figure from admission {other}"
+            )
+        case [], [one], [other] if one != other:
+            return f": their total is from admission {one} and the external figure from admission {other}"
+    return ""
+
+
 @invariant(
     "tokens/balance",
     on=(ReportedCounts,),
-    says="The engine counts {computed_tokens} computed tokens for request {request} "
-    "({instant}), but all that it was given sums to {ledger_tokens}.",
+    message="The engine counts {computed_tokens} computed tokens for request {request} "
+    "({instant}), but its hits, loads and scheduled tokens sum to {ledger_tokens}.",
     near_misses=(
-        "work is counted when it is scheduled, by the engine and here: an asynchronous step ahead "
-        "is no difference",
-        "an asynchronous load counts as soon as it is promised",
-        "rejections of a step from before a preemption roll nothing back",
+        "asynchronous scheduling, one step ahead: the engine and kvledger both count tokens when they are "
+        "scheduled",
+        "an asynchronous load, which the engine counts as soon as the connector promises it",
+        "draft tokens of a step before a preemption: rejecting them changes no count",
     ),
 )
 def balance(entry: Entry) -> Iterator[Witness]:
-    """The engine's computed tokens are never more than credits less debits.
+    """The engine's count of computed tokens is never more than the account's balance.
 
-    Violated when the count grew by more than hits, promises and scheduled work, or did not fall
-    when drafts were rejected or a load failed: KV is taken to be there that never came to be.
+    The balance is the sum of hits, external tokens and scheduled tokens, minus the tokens whose KV was
+    lost or discarded. Violated when the engine's count grew by more than that, or did not fall when draft
+    tokens were rejected or a load failed: the engine then uses KV that does not exist.
     """
-    said = entry.subject
-    assert isinstance(said, ReportedCounts)
-    if said.computed > said.ledger_computed:
+    subject = entry.subject
+    assert isinstance(subject, ReportedCounts)
+    if subject.computed > subject.ledger_computed:
         yield Witness(
-            computed_tokens=said.computed,
-            ledger_tokens=said.ledger_computed,
-            instant=said.instant,
+            computed_tokens=subject.computed,
+            ledger_tokens=subject.ledger_computed,
+            instant=subject.instant,
         )
 
 
 @invariant(
     "tokens/unexplained-drop",
     on=(ReportedCounts,),
-    says="The engine's computed tokens for request {request} are down to {computed_tokens} "
-    "({instant}) from {ledger_tokens}, and nothing that was seen explains it.",
+    message="The engine's count of computed tokens for request {request} fell from {ledger_tokens} to "
+    "{computed_tokens} ({instant}), and no recorded event explains it.",
     near_misses=(
-        "preemption, rejected drafts, a failed load, a session's edit",
-        "a full hit gives back its last token, and a replayed window is executed again",
+        "a preemption, rejected draft tokens, a failed load, or an edit of a session's prompt",
+        "the last token of a full hit, and a replayed window, which are computed again",
     ),
 )
 def unexplained_drop(entry: Entry) -> Iterator[Witness]:
-    """Computed tokens fall only for a cause.
+    """The engine's count of computed tokens falls only for a known cause.
 
-    Causes are preemption, rejected drafts, a failed load, the last token of a full hit, a replayed
-    window and a session's edit. Violated when the engine's count is less than the ledger's.
+    Causes are a preemption, rejected draft tokens, a failed load, the last token of a full hit, a replayed
+    window, and an edit of a session's prompt. Violated when the engine's count is less than the account's
+    balance.
     """
-    said = entry.subject
-    assert isinstance(said, ReportedCounts)
-    if said.computed < said.ledger_computed:
+    subject = entry.subject
+    assert isinstance(subject, ReportedCounts)
+    if subject.computed < subject.ledger_computed:
         yield Witness(
-            computed_tokens=said.computed,
-            ledger_tokens=said.ledger_computed,
-            instant=said.instant,
+            computed_tokens=subject.computed,
+            ledger_tokens=subject.ledger_computed,
+            instant=subject.instant,
         )
 
 
@@ -229,217 +256,221 @@ _RAN_TO_ITS_END = frozenset(("stopped", "length"))
 @invariant(
     "tokens/beyond-sequence",
     on=(ReportedCounts,),
-    says="Request {request} has {computed_tokens} computed tokens, {in_flight_tokens} of them in "
-    "flight ({instant}), but its sequence allows no more than {limit_tokens} executed ones.",
+    message="Request {request} has {computed_tokens} computed tokens, {in_flight_tokens} of them in "
+    "flight ({instant}), but its sequence allows at most {limit_tokens} that are executed.",
     references=(VLLM_48245,),
     near_misses=(
-        "drafts and asynchronous steps in flight stand past the sequence until they are answered",
-        "drafts that were accepted past the stop",
-        "a pooling or encoder-only request executes its whole sequence: it has no last token to feed",
+        "draft tokens and asynchronous steps in flight, which lie past the sequence until their output comes",
+        "draft tokens that were accepted past the stop",
+        "a pooling or encoder-only request, which executes its whole sequence because no token follows",
     ),
 )
 def beyond_sequence(entry: Entry) -> Iterator[Witness]:
-    """What has been executed lies within the sequence, at the end without its last token.
+    """A request has executed no more tokens than its sequence has.
 
-    Judged at rest and at the end, without what is in flight. Violated when the count runs ahead of
-    the tokens that there are, for instance when rejected drafts stay counted.
+    At its end it has executed at least one token less, because the last output token is never fed back.
+    Checked between steps and at the end, without the tokens in flight. Violated when the engine's count
+    runs ahead of the sequence, for example because rejected draft tokens stay counted.
     """
-    said, account = entry.subject, _account(entry)
-    assert isinstance(said, ReportedCounts)
-    if said.instant not in ("census", "finished"):
+    subject, account = entry.subject, _account(entry)
+    assert isinstance(subject, ReportedCounts)
+    if subject.instant not in ("census", "finished"):
         return
-    limit = said.sequence if said.sequence >= 0 else said.ledger_sequence
-    if said.instant == "finished":
-        # What was accepted past the stop was executed, though the sequence was cut.
-        limit = max(limit, said.ledger_sequence)
+    limit = subject.sequence if subject.sequence >= 0 else subject.ledger_sequence
+    if subject.instant == "finished":
+        # Draft tokens accepted past the stop were executed, though the sequence was cut.
+        limit = max(limit, subject.ledger_sequence)
         generated = limit > account.prompt_tokens and not (account.pooling or account.resumable)
         limit -= generated and account.outcome in _RAN_TO_ITS_END
-    in_flight = max(said.placeholders, said.in_flight, said.ledger_in_flight, 0)
-    if said.computed - in_flight > limit:
+    in_flight = max(subject.placeholders, subject.in_flight, subject.ledger_in_flight, 0)
+    if subject.computed - in_flight > limit:
         yield Witness(
-            computed_tokens=said.computed,
+            computed_tokens=subject.computed,
             in_flight_tokens=in_flight,
             limit_tokens=limit,
-            instant=said.instant,
+            instant=subject.instant,
         )
 
 
 @invariant(
     "tokens/in-flight",
     on=(ReportedCounts,),
-    says="The engine counts {in_flight_tokens} tokens in flight for request {request} "
-    "({instant}), but {ledger_tokens} are scheduled and unanswered.",
+    message="The engine counts {in_flight_tokens} tokens in flight for request {request} "
+    "({instant}), but {ledger_tokens} are scheduled and have no output yet.",
     references=(VLLM_57562,),
     near_misses=(
-        "output that is still in flight after a preemption stays counted until it is answered",
-        "placeholders of drafts that were accepted past the stop, left over at the end",
-        "an engine without such counts",
+        "a step in flight at a preemption, whose tokens stay counted until its output comes",
+        "placeholders of draft tokens that were accepted past the stop, left over at the end",
+        "an engine that has no such counts",
     ),
 )
 def in_flight(entry: Entry) -> Iterator[Witness]:
-    """Tokens in flight are those scheduled and unanswered, and cover the output placeholders.
+    """Tokens in flight are those scheduled without output yet, and cover the output placeholders.
 
-    Violated when an answer is not drained or drained twice, or when a placeholder is left behind
-    by output that never came; vLLM 0.32 does so after a synchronous load failure under
-    asynchronous scheduling.
+    Violated when the engine does not subtract a step's tokens once its output came, subtracts them twice,
+    or keeps a placeholder for output that never comes. vLLM 0.32 keeps one after a synchronous load
+    failure under asynchronous scheduling.
     """
-    said, account = entry.subject, _account(entry)
-    assert isinstance(said, ReportedCounts)
-    ledger = said.ledger_in_flight
-    if said.in_flight not in (-1, ledger):
-        yield Witness(in_flight_tokens=said.in_flight, ledger_tokens=ledger, instant=said.instant)
+    subject, account = entry.subject, _account(entry)
+    assert isinstance(subject, ReportedCounts)
+    ledger = subject.ledger_in_flight
+    if subject.in_flight not in (-1, ledger):
+        yield Witness(in_flight_tokens=subject.in_flight, ledger_tokens=ledger, instant=subject.instant)
     left_over = 0
-    if said.instant == "finished" and account.drafted:
-        if said.sequence < 0:
+    if subject.instant == "finished" and account.drafted:
+        if subject.sequence < 0:
             return
-        left_over = max(0, said.ledger_sequence - said.sequence)
-    if said.placeholders < -1 or said.placeholders > max(said.in_flight, ledger) + left_over:
+        left_over = max(0, subject.ledger_sequence - subject.sequence)
+    if subject.placeholders < -1 or subject.placeholders > max(subject.in_flight, ledger) + left_over:
         yield Witness(
             "Request {request} has {placeholder_tokens} output placeholders ({instant}), but "
             "{ledger_tokens} tokens in flight that could fill them.",
-            placeholder_tokens=said.placeholders,
+            placeholder_tokens=subject.placeholders,
             ledger_tokens=ledger,
-            instant=said.instant,
+            instant=subject.instant,
         )
 
 
 @invariant(
     "tokens/reset-on-preemption",
     on=(Preempted,),
-    says="Request {request} was preempted, but kept {computed_tokens} computed tokens and "
+    message="Request {request} was preempted, but kept {computed_tokens} computed tokens and "
     "{held_blocks} blocks.",
     references=(VLLM_36752,),
     near_misses=(
-        "a resumed request whose asynchronous load finished waits as preempted, with tokens and "
-        "blocks: no preemption took place",
-        "blocks whose freeing is deferred are out of its table",
+        "a resumed request whose asynchronous load has finished: it waits in state PREEMPTED, with tokens "
+        "and blocks, but was not preempted",
+        "blocks that are freed later, which are no longer in the request's table",
     ),
 )
 def reset_on_preemption(entry: Entry) -> Iterator[Witness]:
     """A preempted request has no computed tokens and no blocks.
 
-    Violated when a count or a block outlives the KV that was given up, to be believed when the
-    request resumes.
+    Violated when a count or a block remains although the KV was discarded: the engine would use it when
+    the request resumes.
     """
-    said = entry.subject
-    assert isinstance(said, Preempted)
-    if said.computed_tokens != 0 or said.held_blocks > 0:
-        yield Witness(computed_tokens=said.computed_tokens, held_blocks=said.held_blocks)
+    subject = entry.subject
+    assert isinstance(subject, Preempted)
+    if subject.computed_tokens != 0 or subject.held_blocks > 0:
+        yield Witness(computed_tokens=subject.computed_tokens, held_blocks=subject.held_blocks)
 
 
 @invariant(
     "tokens/stale-lookup",
     on=(Admitted, LookupKept),
-    says="Request {request} was admitted in step {step} with {local_tokens} local tokens, but "
-    "step {looked_up_step} found {looked_up_tokens}: the hit is not that of the cache as it is.",
+    message="Request {request} was admitted in step {step} with {local_tokens} local tokens, but its last "
+    "prefix-cache lookup, in step {looked_up_step}, found {looked_up_tokens}.",
     references=(VLLM_18955, VLLM_18957),
     near_misses=(
-        "the tail of a hit, less than a block, given up for a longer external one",
-        "a hit no longer than the replayed window, given up whole",
-        "a failed attempt before, in the same step or an earlier one, when the cache was asked again",
-        "a later chunk of a prompt, which goes by the hit of the first (vLLM v0)",
-        "an answer of none that is kept while the cache still has none: nothing is taken for a hit",
+        "the last part of a hit, less than a block, which is dropped for a longer external hit",
+        "a hit no longer than the replayed window, which is dropped completely",
+        "an earlier attempt to admit the request that failed, if the cache was looked up again",
+        "a later chunk of a prompt, which uses the hit of the first chunk (vLLM v0)",
+        "a kept cache miss while the cache still has nothing: no block is wrongly taken for a hit",
     ),
 )
 def stale_lookup(entry: Entry) -> Iterator[Witness]:
-    """The local hit used at an admission is the answer of a look-up in the same step.
+    """The local hit used at an admission is the result of a prefix-cache lookup in the same step.
 
-    Violated when an answer is kept from an attempt that failed: the cache may have changed since,
-    and blocks are taken for hits that hold something else now. Violated too when a request ends and
-    its answer stays behind, for nobody and for ever.
+    Violated when the engine keeps the result of a failed attempt to admit the request. The cache may have
+    changed since, so blocks with other content are used as hits. Also violated when a request ends and the
+    engine never releases its result.
     """
-    said, account = entry.subject, _account(entry)
-    if isinstance(said, LookupKept):
-        yield from _kept(said)
+    subject, account = entry.subject, _account(entry)
+    if isinstance(subject, LookupKept):
+        yield from _kept(subject)
         return
-    assert isinstance(said, Admitted)
-    local, found = said.local_tokens, account.looked_up_local
-    if account.looked_up_step == said.step:
-        given_up_for_external = local < found < local + said.external_tokens
-        if local == found or given_up_for_external or local == said.external_tokens == 0:
+    assert isinstance(subject, Admitted)
+    local, looked_up = subject.local_tokens, account.looked_up_local
+    if account.looked_up_step == subject.step:
+        dropped_for_external = local < looked_up < local + subject.external_tokens
+        if local == looked_up or dropped_for_external or local == subject.external_tokens == 0:
             return
     elif local == 0:
         return
     if account.looked_up_step < 0:
         yield Witness(
             "Request {request} was admitted in step {step} with {local_tokens} local tokens, but "
-            "the cache was never asked.",
-            step=said.step,
+            "the prefix cache was never looked up.",
+            step=subject.step,
             local_tokens=local,
         )
         return
     yield Witness(
-        step=said.step,
+        step=subject.step,
         local_tokens=local,
         looked_up_step=account.looked_up_step,
-        looked_up_tokens=found,
+        looked_up_tokens=looked_up,
     )
 
 
-def _kept(said: LookupKept) -> Iterator[Witness]:
-    figures = {"step": said.step, "local_tokens": said.local_tokens, "looked_up_step": said.looked_up_step}
-    if said.ended:
+def _kept(subject: LookupKept) -> Iterator[Witness]:
+    figures = {
+        "step": subject.step,
+        "local_tokens": subject.local_tokens,
+        "looked_up_step": subject.looked_up_step,
+    }
+    if subject.ended:
         yield Witness(
-            "Request {request} has ended, but the answer to its look-up of step {looked_up_step} "
-            "({local_tokens} tokens) is still kept: nothing will ever release it.",
+            "Request {request} has ended, but the engine still keeps the result of its lookup in step "
+            "{looked_up_step} ({local_tokens} tokens), and nothing will release it.",
             **figures,
         )
-    elif said.local_tokens or said.cached_tokens > 0:
+    elif subject.local_tokens or subject.cached_tokens > 0:
         yield Witness(
-            "Request {request} was admitted in step {step} with the {local_tokens} local tokens "
-            "that step {looked_up_step} had found for an attempt that failed; for it the cache holds "
-            "{cached_tokens} now.",
+            "Request {request} was admitted in step {step} with the {local_tokens} local tokens that a "
+            "failed attempt had found in step {looked_up_step}; the cache now holds {cached_tokens}.",
             **figures,
-            cached_tokens=said.cached_tokens,
+            cached_tokens=subject.cached_tokens,
         )
 
 
 @invariant(
     "tokens/lookup-counted-once",
     on=(ReportedLookups,),
-    says="The engine counted {requests} {source} cache look-ups ({query_tokens} tokens asked, "
-    "{hit_tokens} found) in one step, but its admissions made {ledger_requests} "
-    "({ledger_query_tokens} asked, {ledger_hit_tokens} found).",
+    message="The engine counted {requests} lookups of the {source} cache in one step ({query_tokens} tokens "
+    "queried, {hit_tokens} hit), but its admissions made {ledger_requests} ({ledger_query_tokens} queried, "
+    "{ledger_hit_tokens} hit).",
     references=(VLLM_43736, VLLM_28585, VLLM_25780),
     near_misses=(
-        "a connector that has no answer yet was not asked",
-        "a request that may not read the cache is not counted",
-        "a whole local hit leaves nothing to ask the connector for",
+        "a connector that has no answer yet: this is not a lookup",
+        "a request that may not read the cache, which is not counted",
+        "a full local hit, after which the connector is not asked",
     ),
 )
 def lookup_counted_once(entry: Entry) -> Iterator[Witness]:
-    """An admission counts one local and one external look-up, with its own figures.
+    """Each admission counts as one local and one external lookup, with that admission's figures.
 
-    Violated when attempts that led to no admission are counted too (vLLM up to 0.26 counts
-    at the look-up), or an admission is not: the hit rate is wrong.
+    Violated when the engine also counts attempts that failed (vLLM up to 0.26 counts each lookup), or does
+    not count an admission: the hit rate is wrong.
     """
-    said = entry.subject
-    assert isinstance(said, ReportedLookups)
-    counted = (said.requests, said.queries, said.hits)
-    if counted != (said.ledger_requests, said.ledger_queries, said.ledger_hits):
+    subject = entry.subject
+    assert isinstance(subject, ReportedLookups)
+    counted = (subject.requests, subject.queries, subject.hits)
+    if counted != (subject.ledger_requests, subject.ledger_queries, subject.ledger_hits):
         yield Witness(
-            source=said.source,
-            requests=said.requests,
-            query_tokens=said.queries,
-            hit_tokens=said.hits,
-            ledger_requests=said.ledger_requests,
-            ledger_query_tokens=said.ledger_queries,
-            ledger_hit_tokens=said.ledger_hits,
+            source=subject.source,
+            requests=subject.requests,
+            query_tokens=subject.queries,
+            hit_tokens=subject.hits,
+            ledger_requests=subject.ledger_requests,
+            ledger_query_tokens=subject.ledger_queries,
+            ledger_hit_tokens=subject.ledger_hits,
         )
 
 
 @invariant(
     "tokens/suspense",
     on=(Settlement, Preempted, Finished),
-    says="{suspense_tokens} tokens of request {request} were executed again, and nothing that was "
-    "seen says why their KV had been lost.",
-    near_misses=("work done again after a known loss is rework, with its cause",),
+    message="{suspense_tokens} tokens of request {request} were computed again, and no recorded event says "
+    "why their KV was lost.",
+    near_misses=("tokens computed again after a known loss, which are rework with its cause",),
 )
 def suspense(entry: Entry) -> Iterator[Witness]:
-    """Every token's origin is known.
+    """Every token that is computed again has a known cause.
 
-    Violated when KV that had come to be is executed again though it was not preempted, rolled
-    back or failed: the engine does work twice, or something happened that no hook sees.
+    Violated when the engine computes tokens whose KV it already had, without a preemption, a rollback or a
+    failed load: the engine does work twice, or something happened that no hook sees.
     """
     tokens = _account(entry).suspense
     if tokens:

@@ -58,7 +58,7 @@ def _names(rows: tuple[glossary.Term, ...]) -> str:
 
 
 def _promise(row: registry.Invariant) -> str:
-    promise = " ".join(row.promise.replace("``", "").split())
+    promise = " ".join(row.must_hold.replace("``", "").split())
     return promise if row.severity == "violation" else f"{promise} (drift)"
 
 

@@ -155,7 +155,7 @@ def _group(id: str, findings: list[FindingData]) -> FindingGroup:
         size=counted(len(findings), "request"),
         shown=findings[:SHOWN_FINDINGS],
         more=max(0, len(findings) - SHOWN_FINDINGS),
-        meaning=f"{invariant.promise}\n\n{invariant.violated_when}".replace("``", "").split("\n\n"),
+        meaning=f"{invariant.must_hold}\n\n{invariant.violated_when}".replace("``", "").split("\n\n"),
         references=invariant.references,
     )
 

@@ -40,8 +40,8 @@ def test_a_second_group_takes_what_the_first_has_taken(watched):
 
     finding = watched.finding("blocks/double-allocation")
 
-    assert "stands twice in the tables of one request" in finding.message
-    assert "    step 1: allocated, request a, life 1, group 0, by allocate_new_blocks" in finding.story
+    assert "is twice in the block tables of one request" in finding.message
+    assert "    step 1: taken, request a, life 1, group 0, by allocate_new_blocks" in finding.story
 
 
 @violates("blocks/double-allocation")
@@ -49,7 +49,7 @@ def test_a_hit_on_a_block_that_has_no_hash(watched):
     driver = running(watched, "a")
     manager(driver).add_local_computed_blocks("b", table(driver, "a")[-1:], 16, 0)
 
-    assert "has no hash: request a, life 1, group 0 took it first" in (
+    assert "has no hash: request a, life 1, group 0 allocated it before" in (
         watched.finding("blocks/double-allocation").message
     )
 
@@ -67,7 +67,7 @@ def test_a_held_block_is_handed_out_as_free(watched):
     finding = watched.finding("blocks/double-allocation")
 
     assert (
-        f"Block {held.block_id} was handed out as free to request b, life 1, group 0 while request a, "
+        f"Block {held.block_id} was allocated to request b, life 1, group 0 as a free block while request a, "
         "life 1, group 0 held it." in finding.message
     )
     assert "  held by request a, life 1, group 0" in finding.story
@@ -116,7 +116,7 @@ def test_a_table_is_freed_twice(watched):
 
     finding = watched.finding("blocks/double-free")
 
-    assert "was freed at step 1 for request a, life 1, group 0, who does not hold it" in finding.message
+    assert "was freed at step 1 for request a, life 1, group 0, which does not hold it" in finding.message
     assert "request a, life 1 freed it before, at step 1. It has -1 references now" in finding.message
 
 
@@ -157,7 +157,7 @@ def test_a_count_that_is_changed_by_hand_is_found_by_the_sweep(watched):
 
     finding = watched.finding("blocks/references")
 
-    assert "has 2 references, but 1 holders are known: request a, life 1, group 0" in finding.message
+    assert "has 2 references, but 1 known holders: request a, life 1, group 0" in finding.message
 
 
 @violates("blocks/references")
@@ -202,7 +202,10 @@ def test_a_queue_that_miscounts_itself(watched):
 
     message = watched.finding("blocks/free-iff-unreferenced").message
 
-    assert "The free queue of pool 0 has 61 blocks by the engine's counter, but 60" in message
+    assert (
+        "The engine's counter says that pool 0 has 61 free blocks, but by the blocks allocated and freed it has 60"
+        in message
+    )
 
 
 @near_miss("blocks/free-iff-unreferenced")
@@ -233,7 +236,7 @@ def test_a_hash_that_went_without_an_eviction(watched):
 
     finding = watched.finding("blocks/hash-map")
 
-    assert "has no hash, but none took away the one it had" in finding.message
+    assert "has no hash, but no call of the pool removed it" in finding.message
 
 
 @near_miss("blocks/hash-map")
@@ -261,7 +264,7 @@ def test_hashed_while_its_load_has_not_finished(watched):
 
     finding = watched.finding("blocks/hash-content")
 
-    assert "which has KV up to 0: its load has not finished" in finding.message
+    assert "which has KV only up to position 0, because its load has not finished" in finding.message
 
 
 @violates("blocks/hash-content")
@@ -277,7 +280,7 @@ def test_preempted_before_a_failed_load_was_computed_again(watched):
 
     finding = watched.finding("blocks/hash-content")
 
-    assert "which has none from" in finding.message
+    assert "which has no KV from" in finding.message
 
 
 @violates("blocks/hash-content")
@@ -292,7 +295,7 @@ def test_aborted_before_a_failed_load_was_computed_again(watched):
 
     finding = watched.finding("blocks/hash-content")
 
-    assert "of request r, which has none from 64 up: its load failed" in finding.message
+    assert "of request r, which has no KV from position 64 on, because its load failed" in finding.message
 
 
 @near_miss("blocks/hash-content")
@@ -325,7 +328,7 @@ def test_a_hit_that_is_counted_shorter_than_its_blocks(watched, monkeypatch):
 
     finding = watched.finding("blocks/write-shared")
 
-    assert "place 3 of the table of request b, life 1, group 0, is filled by it" in finding.message
+    assert "is filled by request b, life 1, group 0 at place 3 of its block table" in finding.message
     assert "held before by request a, life 1, group 0" in finding.message
 
 
@@ -351,7 +354,7 @@ def test_a_request_that_gets_no_block_for_its_tokens(watched, monkeypatch):
 
     finding = watched.finding("blocks/coverage")
 
-    assert "its table in group 0 has 3 blocks of 16 tokens" in finding.message
+    assert "its block table in group 0 has 3 blocks of 16 tokens" in finding.message
 
 
 @near_miss("blocks/coverage")
@@ -374,7 +377,7 @@ def test_a_block_that_is_in_no_table_when_its_request_goes(watched):
     finding = watched.finding("blocks/leak")
 
     assert [lost.block_id] == finding.figures["blocks"]
-    assert "Request a is gone and still holds 1 blocks" in finding.message
+    assert "Request a has ended and still holds 1 blocks" in finding.message
 
 
 @near_miss("blocks/leak")

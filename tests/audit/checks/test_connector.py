@@ -41,8 +41,8 @@ def test_a_resumed_request_whose_load_is_not_planned():
 
     assert ("connector/promise-not-loaded", 2) == (violation.id, violation.life)
     assert (
-        "18 external tokens promised to request request-0 from position 16 up were never loaded, "
-        "yet it ran over them (blocks never filled: 1000, 1001)."
+        "The connector promised 18 external tokens to request request-0 from position 16 on, but they "
+        "were not loaded before the request ran (blocks never filled: 1000, 1001)."
     ) == violation.message
     assert [1000, 1001] == violation.figures["blocks"]
 
@@ -165,8 +165,8 @@ def test_a_connector_that_stopped_counting_at_the_prompt():
 
     assert "connector/tracker-lag" == violation.id
     assert (
-        "The connector knows 64 of the 84 tokens that request request-0 has computed: 20 behind, "
-        "where 2 may be in flight."
+        "The connector knows 64 of the 84 tokens that request request-0 has computed. It is 20 tokens behind, "
+        "and at most 2 are in flight."
     ) == violation.message
 
 
@@ -223,7 +223,7 @@ def test_blocks_of_an_ended_request_that_are_never_given_back():
     (violation,) = audited([*stream, later(OVERDUE_SECONDS + 1)]).violations
 
     assert (
-        "The connector has kept 13 blocks of request request-0 since 600 seconds, which has ended."
+        "The connector has kept 13 blocks of request request-0, which ended 600 seconds ago."
     ) == violation.message
 
 
@@ -294,8 +294,9 @@ def test_a_worker_that_never_begins_a_planned_load(after: type[Event]):
 
     (violation,) = auditor.violations
     (account,) = auditor.ledger.accounts()
-    assert "yet it ran over them: a worker never began the load (blocks never filled: 100, " in (
-        violation.message
+    assert (
+        "but they were not loaded before the request ran: a worker never began the load (blocks never filled: 100, "
+        in (violation.message)
     )
     assert (160, 0, {"never_loaded": 160}) == (account.promised, account.loaded, account.voided)
 
@@ -324,7 +325,7 @@ def test_a_failure_that_the_engine_does_not_heed(after: type[Event]):
 
     (violation,) = auditor.violations
     (account,) = auditor.ledger.accounts()
-    assert "a worker reported that they failed (blocks never filled: 104, 105)" in violation.message
+    assert "a worker reported that the load failed (blocks never filled: 104, 105)" in violation.message
     assert (64, {"never_loaded": 96}) == (account.loaded, account.voided)
 
 
@@ -367,7 +368,10 @@ def test_a_load_into_blocks_that_nobody_was_promised():
 
     (violation,) = audited(stream, groups=1, deferred_loads=False).violations
 
-    assert "Worker 0 loads 2 blocks that no request was promised to have filled: 7, 8." == violation.message
+    assert (
+        "Worker 0 loads into 2 blocks that no request's external tokens were promised for: 7, 8."
+        == violation.message
+    )
 
 
 @near_miss("connector/load-unpromised")
@@ -405,4 +409,4 @@ def test_a_load_that_workers_reported_and_the_engine_still_waits_for():
 
     (violation,) = audited([*stream, late]).violations
 
-    assert violation.message.endswith("The workers have reported it finished.")
+    assert violation.message.endswith("The workers have reported that it is finished.")

@@ -59,7 +59,7 @@ def test_a_table_that_has_lost_its_null_blocks(watched: Watched) -> None:
 
     finding = watched.finding("blocks/coverage")
 
-    assert f"its table in group 1 has {len(blocks)} blocks of 16 tokens" in finding.message
+    assert f"its block table in group 1 has {len(blocks)} blocks of 16 tokens" in finding.message
 
 
 @violates("blocks/double-allocation")
@@ -210,6 +210,6 @@ def test_a_cross_attention_table_is_freed_twice(encoders: WatchedEncoders) -> No
         manager(driver, CROSS).req_to_blocks["a"] = list(blocks)
         manager(driver, CROSS).free("a")
 
-    assert "request a, life 1, group 1, who does not hold it" in (
+    assert "request a, life 1, group 1, which does not hold it" in (
         encoders.finding("blocks/double-free").message
     )

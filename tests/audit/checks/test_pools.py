@@ -117,7 +117,7 @@ def test_a_table_of_the_second_pool_is_freed_twice(pools: Watched) -> None:
     finding = pools.finding("blocks/double-free")
 
     assert 1 == finding.figures["pool"]
-    assert "for request a, life 1, group 1, who does not hold it" in finding.message
+    assert "for request a, life 1, group 1, which does not hold it" in finding.message
 
 
 @near_miss("blocks/double-allocation")

@@ -41,7 +41,7 @@ def test_every_invariant_is_shown_from_both_sides(marker: str):
 
 @pytest.mark.parametrize("row", ALL, ids=IDS)
 def test_every_invariant_says_what_it_promises_and_what_only_looks_broken(row):
-    assert row.promise.endswith(".")
+    assert row.must_hold.endswith(".")
     assert row.violated_when
     assert row.near_misses
     assert row.on
@@ -93,4 +93,4 @@ def test_nothing_close_names_nothing():
 
 def test_two_invariants_never_share_an_id():
     with pytest.raises(AssertionError, match="two invariants"):
-        invariant("tokens/negative", on=(), says="")(ALL[0].check)
+        invariant("tokens/negative", on=(), message="")(ALL[0].check)

@@ -341,8 +341,8 @@ def test_a_hit_kept_from_a_failed_attempt():
 
     assert "tokens/stale-lookup" == violation.id
     assert (
-        "Request request-0 was admitted in step 1 with 64 local tokens, but step 0 found 64: "
-        "the hit is not that of the cache as it is."
+        "Request request-0 was admitted in step 1 with 64 local tokens, but its last "
+        "prefix-cache lookup, in step 0, found 64."
     ) == violation.message
 
 
@@ -392,8 +392,8 @@ def test_an_answer_that_outlives_its_request():
     (violation,) = audited(stream).violations
 
     assert (
-        "Request request-0 has ended, but the answer to its look-up of step 0 (0 tokens) is still "
-        "kept: nothing will ever release it."
+        "Request request-0 has ended, but the engine still keeps the result of its lookup in step 0 "
+        "(0 tokens), and nothing will release it."
     ) == violation.message
 
 

@@ -136,7 +136,7 @@ def test_a_manager_without_a_scheduler_is_watched(pytester: pytest.Pytester) -> 
     )
 
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines("blocks/references: Block 1 has 0 references, but 1 holders are known*")
+    result.stdout.fnmatch_lines("blocks/references: Block 1 has 0 references, but 1 known holders*")
 
 
 def test_a_connector_that_a_test_gives_its_scheduler_later_is_watched(pytester: pytest.Pytester) -> None:
