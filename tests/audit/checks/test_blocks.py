@@ -117,7 +117,7 @@ def test_a_table_is_freed_twice(watched):
     finding = watched.finding("blocks/double-free")
 
     assert "was freed at step 1 for request a, life 1, group 0, which does not hold it" in finding.message
-    assert "request a, life 1 freed it before, at step 1. It has -1 references now" in finding.message
+    assert "request a, life 1 freed it before, at step 1. It now has -1 references" in finding.message
 
 
 @near_miss("blocks/double-free")
@@ -203,8 +203,8 @@ def test_a_queue_that_miscounts_itself(watched):
     message = watched.finding("blocks/free-iff-unreferenced").message
 
     assert (
-        "The engine's counter says that pool 0 has 61 free blocks, but by the blocks allocated and freed it has 60"
-        in message
+        "The engine's counter says that pool 0 has 61 free blocks, "
+        "but by the blocks allocated and freed it has 60" in message
     )
 
 
@@ -329,7 +329,7 @@ def test_a_hit_that_is_counted_shorter_than_its_blocks(watched, monkeypatch):
     finding = watched.finding("blocks/write-shared")
 
     assert "is filled by request b, life 1, group 0 at place 3 of its block table" in finding.message
-    assert "held before by request a, life 1, group 0" in finding.message
+    assert "request a, life 1, group 0 held it before" in finding.message
 
 
 @near_miss("blocks/write-shared")

@@ -165,8 +165,8 @@ def test_a_connector_that_stopped_counting_at_the_prompt():
 
     assert "connector/tracker-lag" == violation.id
     assert (
-        "The connector knows 64 of the 84 tokens that request request-0 has computed. It is 20 tokens behind, "
-        "and at most 2 are in flight."
+        "The connector knows 64 of the 84 tokens that request request-0 has computed. It is 20 tokens "
+        "behind, and at most 2 are in flight."
     ) == violation.message
 
 
@@ -295,8 +295,8 @@ def test_a_worker_that_never_begins_a_planned_load(after: type[Event]):
     (violation,) = auditor.violations
     (account,) = auditor.ledger.accounts()
     assert (
-        "but they were not loaded before the request ran: a worker never began the load (blocks never filled: 100, "
-        in (violation.message)
+        "but they were not loaded before the request ran: "
+        "a worker never began the load (blocks never filled: 100, " in (violation.message)
     )
     assert (160, 0, {"never_loaded": 160}) == (account.promised, account.loaded, account.voided)
 

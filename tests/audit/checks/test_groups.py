@@ -74,7 +74,9 @@ def test_a_block_that_left_the_window_and_still_stands_in_the_table(watched: Wat
 
     finding = watched.finding("blocks/double-allocation")
 
-    assert "stands in a table of request a, life 1, group 1, who holds no reference to it" in finding.message
+    assert (
+        "is in a block table of request a, life 1, group 1, which holds no reference to it" in finding.message
+    )
 
 
 @near_miss("blocks/double-allocation")

@@ -73,7 +73,7 @@ def test_a_violation_fails_the_test_with_the_report(pytester: pytest.Pytester) -
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
         [
-            "blocks/double-free: Block * was freed at step 1 for request a, life 1, group 0, who does not *",
+            "blocks/double-free: Block * was freed at step 1 for request a, life 1, group 0, which does no*",
             "block * of pool 0, *; the engine counts -1 references",
             "    step 1: allocated, request a, life 1, group 0, by allocate_new_blocks",
             "    step 1: freed, request a, life 1, group 0, by free",
