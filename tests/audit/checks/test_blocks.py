@@ -41,7 +41,7 @@ def test_a_second_group_takes_what_the_first_has_taken(watched):
     finding = watched.finding("blocks/double-allocation")
 
     assert "is twice in the block tables of one request" in finding.message
-    assert "    step 1: taken, request a, life 1, group 0, by allocate_new_blocks" in finding.story
+    assert "    step 1: allocated, request a, life 1, group 0, by allocate_new_blocks" in finding.story
 
 
 @violates("blocks/double-allocation")
