@@ -1,7 +1,7 @@
-"""How long a trace of many requests takes to be analysed: `python benchmarks/analysis.py [--requests N]`.
+"""How long it takes to analyse a trace of many requests: `python benchmarks/analysis.py [--requests N]`.
 
-Makes the traces (``trace.py``), runs the command line on them as a person would, and prints one table:
-wall time, the most memory of one process, ratios. Runs on a small and a large trace take turns.
+Writes the traces (``trace.py``), runs the command line on them as a user would, and prints one table with
+wall times, the peak memory of a process, and ratios. Runs on a small and a large trace take turns.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SQL = (
 
 
 class Timed(NamedTuple):
-    """One run: wall and CPU seconds, and the most memory that one process of it held."""
+    """One run: wall and CPU seconds, the peak memory of a process, and the output."""
 
     wall_seconds: float
     cpu_seconds: float
@@ -43,7 +43,7 @@ class Timed(NamedTuple):
 
 
 def kvledger(*words: str | Path) -> Timed:
-    """The command line in a process of its own."""
+    """Run the command line in its own process."""
     command = [sys.executable, "-m", "kvledger", *map(str, words)]
     began = time.monotonic()
     with tempfile.TemporaryFile("w+") as out:
@@ -60,26 +60,26 @@ def _peak(usage: resource.struct_rusage) -> int:
 
 
 def startup(verb: str, nearly_none: Path, rounds: int) -> float:
-    """CPU seconds that a command takes before it reads: it imports the same and reads next to nothing."""
+    """CPU seconds of a command on an almost empty trace: mostly its imports."""
     return median(kvledger(verb, nearly_none, "--format", "json").cpu_seconds for _ in range(rounds))
 
 
 def duckdb_totals(parquet: Path) -> tuple[float, dict[str, int]]:
-    """The same sums by SQL, and the seconds that took."""
+    """The seconds that the same sums take in SQL, and the sums."""
     import duckdb
 
     began = time.monotonic()
-    (found,) = duckdb.sql(SQL.format(parquet)).fetchall()
+    (sums,) = duckdb.sql(SQL.format(parquet)).fetchall()
     names = ("requests", "preemptions", *SUMS[1:-1])
-    return time.monotonic() - began, dict(zip(names, found, strict=True))
+    return time.monotonic() - began, dict(zip(names, sums, strict=True))
 
 
 def rows(folder: Path, requests: int, rounds: int) -> Iterator[tuple[str, str, str]]:
-    """What was measured, the figure, and what it is held against."""
+    """Rows of the table: what was measured, the figure, and its target."""
     few, many, fleet = folder / "few", folder / "many", folder / "fleet"
     began = time.monotonic()
     write_trace(many, requests)
-    yield f"making {requests:,} requests", f"{time.monotonic() - began:.1f} s", ""
+    yield f"writing {requests:,} requests", f"{time.monotonic() - began:.1f} s", ""
     write_trace(few, min(FEW, requests))
     write_trace(folder / "nearly-none", 10)
     write_trace(fleet, requests, engines=ENGINES, jobs=2)
@@ -87,7 +87,7 @@ def rows(folder: Path, requests: int, rounds: int) -> Iterator[tuple[str, str, s
         small: list[float] = []
         large: list[Timed] = []
         for _ in range(rounds):
-            # Small ones before and after: the machine's speed drifts.
+            # Small traces run before and after, because the machine's speed drifts.
             small += (kvledger(verb, few, "--format", "json").cpu_seconds for _ in range(5))
             large.append(kvledger(verb, many, "--format", "json"))
             small += (kvledger(verb, few, "--format", "json").cpu_seconds for _ in range(5))
@@ -122,8 +122,8 @@ def _tables(folder: Path, many: Path, rounds: int) -> Iterator[tuple[str, str, s
     yield "sums of DuckDB and of summary", _same(sums == {name: row[name] for name in sums}), "the same"
 
 
-def _first(found: tuple[float, dict[str, int]]) -> float:
-    return found[0]
+def _first(timed: tuple[float, dict[str, int]]) -> float:
+    return timed[0]
 
 
 def _same(same: bool) -> str:
@@ -131,14 +131,14 @@ def _same(same: bool) -> str:
 
 
 def main() -> int:
-    """Measures and prints; 0, whatever the figures are."""
+    """Measure and print. Returns 0 whatever the figures are."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=3)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     print(f"{'what':<62} {'figure':>10}  target")
     with tempfile.TemporaryDirectory(prefix="kvledger-bench-") as name:
-        for what, figure, target in rows(Path(name), asked.requests, asked.rounds):
+        for what, figure, target in rows(Path(name), arguments.requests, arguments.rounds):
             print(f"{what:<62} {figure:>10}  {target}", flush=True)
     return 0
 

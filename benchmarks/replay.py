@@ -1,7 +1,7 @@
 """How fast a journal is audited, and in how much memory.
 
-Read, decode, ledger and every check, by one thread. The journals have no step that repeats the one
-before: repeats cost next to nothing and would flatter the figure.
+One thread reads and decodes the journal, posts its events, and runs every check. No step of the journals
+repeats the step before, because repeats cost almost nothing and would flatter the figure.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from kvledger.audit.journal.reader import Reader
 from kvledger.audit.journal.writer import JournalWriter
 
 OPEN = 8
-"""Requests open at any time in the journals that memory is measured with."""
+"""Open requests at any time in the journals for the memory measurement."""
 
 PROMPT_TOKENS = 100
 
 
 def request_steps_per_second(workload: Workload, steps: int, rounds: int, folder: Path) -> Estimate:
-    """Scheduled request-steps audited per CPU second, of a journal of ``workload``."""
+    """Request-steps audited per CPU second, from a journal of ``workload``."""
     lane = ObservedLane(workload, Effort(1, steps), folder)
     for _ in range(steps):
         lane.step()
@@ -56,14 +56,14 @@ def audit(journal: Path) -> Auditor:
 
 
 def repeated_steps(journal: Path) -> int:
-    """Steps that a journal only counts."""
+    """Steps that the journal only counts, because they repeat the step before."""
     with Reader(journal) as reader:
         events = (event for batch in reader.poll() for event in batch.events)
         return sum(event.times for event in events if isinstance(event, ev.Repeated))
 
 
 def peak_bytes(requests: int, folder: Path) -> int:
-    """The most that Python held while it audited a journal of ``requests`` that came and ended."""
+    """The peak memory that Python allocated while auditing a journal of ``requests`` ended requests."""
     writer = JournalWriter(folder / f"{requests}-requests")
     writer.rotate()
     writer.write(_beginning())
@@ -90,7 +90,7 @@ def _beginning() -> list[ev.Event]:
 
 
 def _step(number: int, requests: int) -> Iterator[ev.Event]:
-    """A step in which request ``number`` comes and request ``number - OPEN`` is no more."""
+    """A step in which request ``number`` arrives and request ``number - OPEN`` has ended."""
     at, step, ended = number, number + 1, number - OPEN + 1
     changed: list[int] = []
     sampled: list[int] = []

@@ -1,12 +1,12 @@
-"""What the sidecar costs beside a fleet: its share of a core, its lag, and its memory.
+"""What the sidecar costs beside many engines: its share of a core, its lag, and its memory.
 
-`make bench ARGS=sidecar`, or alone with ``python benchmarks/sidecar.py``, which takes ``--requests
-1000000`` for the long form of the memory row. Rules of this file:
+Run it with `make bench ARGS=sidecar`, or alone with ``python benchmarks/sidecar.py``, which takes
+``--requests 1000000`` for the long form of the memory row. How it is measured:
 
-- Engines are made up, and their journals are real: written in real time by the real writer, by another
-  process, as the recorder writes them (a batch every 0.25 s, equal steps only counted).
+- The engines are simulated. Another process writes their journals in real time with the real writer, as
+  the recorder does: a batch every 0.25 s, and unchanged steps only counted.
 - The sidecar is `kvledger serve` itself, with its checkpoint, scraped every 5 s.
-- Lag is the age of the last event that a scrape tells of, so all that lies between is in it.
+- Lag is the age of the last event in a scrape, so it includes every delay in between.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PROMPT_TOKENS = 1_000
 
 
 class Load(NamedTuple):
-    """What was measured beside the engines. Seconds; ``cpu_share`` of one core."""
+    """The sidecar's load beside the engines. Lags are in seconds; ``cpu_share`` is of one core."""
 
     engines: int
     cpu_share: float
@@ -54,7 +54,7 @@ class Load(NamedTuple):
 
 
 class Engine:
-    """A made-up engine of :data:`RUNNING` requests, of which one ends and one comes at times."""
+    """A simulated engine of :data:`RUNNING` requests; at times one ends and one arrives."""
 
     def __init__(self, folder: Path, number: int) -> None:
         self._writer = JournalWriter(folder)
@@ -67,7 +67,7 @@ class Engine:
         self._computed = dict.fromkeys(range(RUNNING), 0)
         self._fresh: int | None = None
         self._gone = -1
-        self._same = 0
+        self._repeats = 0
         self._flushed_at = 0
         self._events: list[ev.Event] = []
         self._writer.rotate()
@@ -78,59 +78,58 @@ class Engine:
         return int((time.monotonic() - self._began) * 1e6)
 
     def _begin(self) -> None:
-        tell = self._events.append
+        emit = self._events.append
         settings: dict[str, ev.Setting] = {"figures": "first", "asynchronous": True}
-        tell(
+        emit(
             ev.EngineStarted(0, self._wall, "vllm", "0.32.0", "made up", "tokens", self._process_id, settings)
         )
-        tell(ev.Snapshot(0, 0, [], 0))
+        emit(ev.Snapshot(0, 0, [], 0))
         for request in self._running:
             self._arrive(request)
         self._schedule(dict.fromkeys(self._running, PROMPT_TOKENS), [])
         self._schedule(dict.fromkeys(self._running, 1), [])
-        tell(ev.Delivered(self.at, [n for r in self._running for n in (r, 1)], []))
-        self._alike(2)
+        emit(ev.Delivered(self.at, [n for r in self._running for n in (r, 1)], []))
+        self._repeat(2)
 
     def _arrive(self, request: int) -> None:
-        at, tell = self.at, self._events.append
+        at, emit = self.at, self._events.append
         self._computed[request] = 0
-        tell(ev.RequestAdded(at, request, f"cmpl-{self._process_id}-{request:012d}", PROMPT_TOKENS))
-        tell(ev.LookedUp(at, request, self._step + 1, 0))
-        tell(ev.Admitted(at, request, self._step + 1, False, 0, 0, False, 0))
+        emit(ev.RequestAdded(at, request, f"cmpl-{self._process_id}-{request:012d}", PROMPT_TOKENS))
+        emit(ev.LookedUp(at, request, self._step + 1, 0))
+        emit(ev.Admitted(at, request, self._step + 1, False, 0, 0, False, 0))
 
     def _schedule(self, changed: dict[int, int], dropped: list[int]) -> None:
-        """A step; its output comes after the next one is scheduled."""
+        """A step; its output arrives after the next step is scheduled."""
         self._step += 1
         for request in self._running:
             self._computed[request] += changed.get(request, 1)
         rows = [n for r, tokens in changed.items() for n in (r, tokens, 0, self._computed[r])]
         self._events.append(ev.Stepped(self.at, self._step, rows, dropped))
 
-    def _alike(self, steps: int) -> None:
+    def _repeat(self, steps: int) -> None:
         self._step += steps
-        self._same += steps
+        self._repeats += steps
         for request in self._running:
             self._computed[request] += steps
 
     def step(self) -> None:
-        """One comes and one stops; the next step is without the one that stopped; most are alike."""
+        """One step. Most steps are unchanged; in some, a request arrives and one stops."""
         if self._fresh is not None:
-            self._say_same()
+            self._flush_repeats()
             self._schedule({self._fresh: 1}, [self._gone])
             self._events.append(ev.Delivered(self.at, [self._fresh, 1], []))
-            told = ev.Reported(self.at, self._fresh, PROMPT_TOKENS, 0, 0, PROMPT_TOKENS, 0)
-            self._events.append(told)
+            self._events.append(ev.Reported(self.at, self._fresh, PROMPT_TOKENS, 0, 0, PROMPT_TOKENS, 0))
             self._fresh = None
         elif self._step % (STEPS_A_SECOND // REQUESTS_A_SECOND) == self._process_id % 7:
-            self._say_same()
+            self._flush_repeats()
             self._come_and_go()
         else:
-            self._alike(1)
+            self._repeat(1)
             if self.at - self._flushed_at > FLUSH_SECONDS * 1e6:
-                self._say_same()
+                self._flush_repeats()
 
     def _come_and_go(self) -> None:
-        """The output that comes stops the oldest, while it is in the next step already."""
+        """A request arrives, and an output stops the oldest request, which the next step already contains."""
         self._fresh, self._gone = self._next, self._running[0]
         self._next += 1
         self._arrive(self._fresh)
@@ -142,31 +141,31 @@ class Engine:
         output = tokens - PROMPT_TOKENS
         self._events.append(ev.Finished(self.at, self._gone, "length", tokens, 1, 1, tokens, output))
 
-    def _say_same(self) -> None:
+    def _flush_repeats(self) -> None:
         self._flushed_at = self.at
-        if self._same:
-            self._events.append(ev.Repeated(self._flushed_at, self._same))
-            self._same = 0
+        if self._repeats:
+            self._events.append(ev.Repeated(self._flushed_at, self._repeats))
+            self._repeats = 0
 
     def write(self) -> None:
-        """What the recorder's thread does."""
+        """Write the collected events, as the recorder's thread does."""
         events, self._events = self._events, []
         self._writer.write(events)
 
     def close(self) -> None:
-        self._say_same()
+        self._flush_repeats()
         self._events.append(ev.EngineStopped(self.at, "shutdown"))
         self.write()
         self._writer.close()
 
 
 def generate(folder: Path, engines: int) -> None:
-    """Write the journals of a fleet in real time, until standard input ends."""
+    """Write the journals of ``engines`` engines in real time, until standard input ends."""
     fleet = [Engine(folder / f"engine-{number:02d}", number) for number in range(engines)]
     writes = STEPS_A_SECOND * WRITE_SECONDS
     began, tick = time.monotonic(), 0
     print("writing", flush=True)
-    while not _asked_to_stop():
+    while not _stop_requested():
         tick += 1
         for number, engine in enumerate(fleet):
             engine.step()
@@ -177,12 +176,12 @@ def generate(folder: Path, engines: int) -> None:
         engine.close()
 
 
-def _asked_to_stop() -> bool:
+def _stop_requested() -> bool:
     return bool(select.select([sys.stdin], [], [], 0)[0])
 
 
 def measure(seconds: float, folder: Path, engines: int = ENGINES) -> Load:
-    """The sidecar beside a fleet, for so long."""
+    """Run the sidecar beside ``engines`` engines for ``seconds``."""
     root = folder / "fleet"
     root.mkdir()
     words = [sys.executable, __file__, "--generate", str(root), "--engines", str(engines)]
@@ -225,7 +224,7 @@ REQUESTS = 200_000
 
 
 def resident_bytes(requests: int, folder: Path) -> tuple[int, int]:
-    """Bytes resident when a tenth of ``requests`` had come and gone, and when all had."""
+    """Resident bytes after a tenth of ``requests`` have ended, and after all of them."""
     from benchmarks.replay import _step
 
     journal = folder / "many" / "engine"
@@ -235,7 +234,7 @@ def resident_bytes(requests: int, folder: Path) -> tuple[int, int]:
     writer.write([started, ev.Snapshot(0, 0, [], 0)])
     follower = Follower(journal.parent, journal.parent / ".kvledger")
     follower.catch_up()
-    seen = []
+    resident = []
     for part in range(1, 11):
         for number in range(requests * (part - 1) // 10, requests * part // 10):
             writer.write(list(_step(number, requests)))
@@ -244,31 +243,35 @@ def resident_bytes(requests: int, folder: Path) -> tuple[int, int]:
         follower.poll()
         follower.save()
         gc.collect()
-        seen.append(psutil.Process().memory_info().rss)
+        resident.append(psutil.Process().memory_info().rss)
     follower.close()
     writer.close()
-    return seen[0], seen[-1]
+    return resident[0], resident[-1]
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--generate", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--engines", type=int, default=ENGINES)
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long the fleet is followed")
-    parser.add_argument("--requests", type=int, default=REQUESTS, help="how many the memory row has")
-    asked = parser.parse_args()
-    if asked.generate:
-        generate(asked.generate, asked.engines)
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="how long the sidecar follows the engines"
+    )
+    parser.add_argument(
+        "--requests", type=int, default=REQUESTS, help="number of requests for the memory row"
+    )
+    arguments = parser.parse_args()
+    if arguments.generate:
+        generate(arguments.generate, arguments.engines)
         return
     with tempfile.TemporaryDirectory(prefix="kvledger-bench-") as name:
-        load = measure(asked.seconds, Path(name), asked.engines)
-        few, many = resident_bytes(asked.requests, Path(name))
+        load = measure(arguments.seconds, Path(name), arguments.engines)
+        few, many = resident_bytes(arguments.requests, Path(name))
     for what, figure in (
         (f"share of a core beside {load.engines} engines", f"{load.cpu_share:.2f}"),
         ("lag in seconds, median and worst", f"{load.lag_median:.2f}, {load.lag_worst:.2f}"),
-        (f"MiB resident after {asked.requests // 10:,} requests", f"{few / 2**20:.1f}"),
-        (f"MiB resident after {asked.requests:,} requests", f"{many / 2**20:.1f}"),
+        (f"MiB resident after {arguments.requests // 10:,} requests", f"{few / 2**20:.1f}"),
+        (f"MiB resident after {arguments.requests:,} requests", f"{many / 2**20:.1f}"),
     ):
         print(f"| {what:50} | {figure:>12} |")
 

@@ -1,8 +1,8 @@
-"""An engine made up: it decides by dice what happens, and writes what an adapter would record of it.
+"""A simulated engine: it decides at random what happens, and emits the events that an observer would.
 
-For traces of a million requests, which no scheduler on a CPU gives in minutes. It keeps the counters
-that vLLM 0.32's scheduler would have and states them as the hooks do, so an audit of its journal is
-clean. Everything follows from the seed. Cost is by event: a request that only decodes is not touched.
+It serves traces of a million requests, for which a real scheduler on a CPU would need hours. It keeps the
+counters of vLLM 0.32's scheduler and emits them as the hooks do, so an audit of its journal is clean.
+Everything follows from the seed. The cost is per event: a request that only decodes is not touched.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TENANTS = ("chat", "chat", "chat", "rag", "agent", "batch")
 
 
 class Mix(NamedTuple):
-    """Shares are of requests, but ``preempted`` and ``reset``, which are chances of a step."""
+    """Shares are shares of requests; ``preempted`` and ``reset`` are probabilities per step."""
 
     running: int = 128
     waiting: int = 16
@@ -43,7 +43,7 @@ class Mix(NamedTuple):
 
 
 class Request:
-    """One request's counters, in vLLM's words. While it decodes, ``computed`` is as of ``since``."""
+    """One request's counters, named as in vLLM. While it decodes, ``computed`` is as of step ``since``."""
 
     __slots__ = (
         "bound",
@@ -107,14 +107,14 @@ class Simulated:
 
     @property
     def living(self) -> Iterator[Request]:
-        """Everybody that has come and not ended."""
+        """All requests that have arrived and not ended."""
         yield from self._waiting
         yield from (request for _, _, request in self._loading)
         for running in (self._prefilling, self._decoding, self._speculating):
             yield from running.values()
 
     def events(self) -> Iterator[list[ev.Event]]:
-        """The events of a step, or of several where most were alike; never empty."""
+        """The events of a step, or of several steps if most are unchanged; never empty."""
         while self._to_come or self._waiting or self._loading or self._running():
             self._one_step()
             if len(self._out) >= 256:
@@ -124,7 +124,7 @@ class Simulated:
             yield self._take()
 
     def snapshot(self) -> ev.Snapshot:
-        """All that live, between two steps; the next step names everyone."""
+        """A snapshot of all living requests between two steps; the next step names all of them."""
         rows = []
         for one in self.living:
             self._catch_up(one)
@@ -148,7 +148,7 @@ class Simulated:
         return ev.Snapshot(self.at, self.step, rows, 0)
 
     def flush(self) -> list[ev.Event]:
-        """What is still held back, before a snapshot."""
+        """The events still held back, to be written before a snapshot."""
         self._say_repeats()
         return self._take()
 
@@ -168,7 +168,7 @@ class Simulated:
         if self._loading and self._loading[0][0] <= self.step:
             self._loaded(heapq.heappop(self._loading)[2])
         if dice.random() < mix.preempted and self._decoding:
-            # The one that was admitted last gives way, as in vLLM.
+            # The request admitted last is preempted, as in vLLM.
             pool = self._prefilling if self._prefilling and dice.random() < 0.3 else self._decoding
             self._preempt(next(reversed(pool.values())), "blocks")
         elif dice.random() < mix.reset:
@@ -197,14 +197,14 @@ class Simulated:
         return budget - tokens
 
     def _advance(self, rows: list[tuple[Request, int, int]], tokens: int) -> None:
-        """Schedule, run, and take the output of one step."""
+        """Schedule and run one step, and deliver its output."""
         self.at += 8_000 + 40 * tokens
         for request in self._entered:
             rows.append((request, 1, 0))
         self._entered = []
         rows += ((request, 1 + DRAFTS, DRAFTS) for request in self._speculating.values())
         if not rows and not self._decoding and not self._speculating and not self._dropped:
-            self.step += 1  # everybody waits for remote KV
+            self.step += 1  # all requests wait for remote KV
             return
         self.step += 1
         changed: list[int] = []
@@ -269,7 +269,7 @@ class Simulated:
         if self.step % CENSUS_STEPS == 0:
             self._census()
 
-    # --- a request's way ----------------------------------------------------------------------------
+    # --- the life of a request ------------------------------------------------------------------------
 
     def _arrive(self) -> None:
         mix, dice = self.mix, self._dice
@@ -291,7 +291,7 @@ class Simulated:
             self._waiting.append(request)
 
     def _admit(self, request: Request) -> bool:
-        """Look it up and begin a life; False: it waits, for remote KV or for its next turn."""
+        """Look up the prefix cache and begin a life; False if the request still waits."""
         mix, dice, step = self.mix, self._dice, self.step + 1
         most = (request.sequence - 1) // BLOCK * BLOCK
         known = request.sequence if request.resumed and dice.random() < 0.7 else request.prefix
@@ -340,7 +340,7 @@ class Simulated:
         return True
 
     def _loaded(self, request: Request) -> None:
-        """An asynchronous load came to its end."""
+        """An asynchronous load has ended."""
         if request.fails >= 0:
             before, request.computed = request.computed, request.fails
             self._emit(ev.LoadFailed(self.at, request.number, before, request.computed, True))
@@ -357,7 +357,7 @@ class Simulated:
         self._prefilling[request.number] = request
 
     def _first_output(self, request: Request) -> None:
-        """The prompt is computed; from here on it decodes."""
+        """The prompt is computed; from now on the request decodes."""
         request.sequence += 1
         request.output += 1
         request.left -= 1
@@ -391,7 +391,7 @@ class Simulated:
         return request.computed + self.step - request.since
 
     def _catch_up(self, request: Request) -> None:
-        """What decoding has done since: a token a step."""
+        """Update the counters of a decoding request: one token a step."""
         if request.since >= 0:
             tokens = self.step - request.since
             request.computed += tokens
@@ -401,7 +401,7 @@ class Simulated:
             request.since = self.step
 
     def _leave(self, request: Request) -> None:
-        """Out of the running ones, and of the next step."""
+        """Remove the request from the running ones and from the next step."""
         self._catch_up(request)
         for running in (self._prefilling, self._decoding, self._speculating):
             running.pop(request.number, None)
@@ -439,12 +439,12 @@ class Simulated:
         self._waiting.appendleft(request)
 
     def _fail(self, request: Request) -> None:
-        """A synchronous load failed: what it should have given, and this step's tokens, are void."""
+        """A synchronous load failed: its external tokens and this step's tokens are lost."""
         before, request.computed = request.computed, request.fails
         self._emit(ev.LoadFailed(self.at, request.number, before, request.computed, False))
         request.fails = -1
 
-    # --- what an engine states ------------------------------------------------------------------------
+    # --- what an engine reports ------------------------------------------------------------------------
 
     def _look_up_counts(self, tokens: int, local: int, external: int) -> None:
         counts = self._looked_up

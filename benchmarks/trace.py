@@ -1,7 +1,7 @@
-"""A trace of many requests, made up by dice: `python benchmarks/trace.py 1000000 -o DIR`.
+"""Writes a random trace of many requests: `python benchmarks/trace.py 1000000 -o DIR`.
 
-One journal an engine, written by the real writer in segments as a recorder would, and the same to the
-byte for the same seed. What the engines do is in ``simulated.py``.
+Each engine has one journal, written in segments by the real writer, as a recorder would. The same seed
+gives the same bytes. ``simulated.py`` decides what the engines do.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from kvledger.audit import events as ev
 from kvledger.audit.journal.writer import JournalWriter, Limits
 
 WALL_SECONDS = 1_767_225_600.0
-"""When every engine of the trace started: the beginning of 2026."""
+"""Start of every engine of the trace: the beginning of 2026."""
 
 EVERYTHING = Limits(folder_bytes=1 << 40)
 
 
 def started(at: int, engine: int) -> ev.EngineStarted:
-    """What an engine says of itself, at the head of each segment."""
+    """The event that describes the engine at the head of each segment."""
     configuration: dict[str, ev.Setting] = {
         "model": ("small-8b", "large-70b")[engine % 2],
         "block_size": BLOCK,
@@ -41,7 +41,7 @@ def started(at: int, engine: int) -> ev.EngineStarted:
 
 
 def write_journal(folder: Path, requests: int, seed: int, engine: int = 0, mix: Mix | None = None) -> int:
-    """One engine's journal in ``folder``; how many events it has."""
+    """Write one engine's journal into ``folder``; returns its number of events."""
     simulated = Simulated(requests, seed + engine, mix)
     writer = JournalWriter(folder, EVERYTHING)
     writer.rotate()
@@ -59,7 +59,7 @@ def write_journal(folder: Path, requests: int, seed: int, engine: int = 0, mix: 
 
 
 def write_trace(folder: Path, requests: int, *, engines: int = 1, seed: int = 0, jobs: int = 1) -> list[int]:
-    """``requests`` over ``engines`` journals below ``folder``; the events of each."""
+    """Write ``requests`` into ``engines`` journals below ``folder``; returns the events of each."""
     shares = [requests // engines + (engine < requests % engines) for engine in range(engines)]
     folders = [folder / f"engine-{engine:02d}" for engine in range(engines)]
     write = partial(_write_share, seed=seed)
@@ -74,21 +74,27 @@ def _write_share(folder: Path, requests: int, engine: int, seed: int) -> int:
 
 
 def main(words: Iterable[str] | None = None) -> int:
-    """Makes the trace and says how long that took."""
+    """Write the trace and print how long it took."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("requests", type=int)
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--engines", type=int, default=1, help="journals to share them out over")
+    parser.add_argument(
+        "--engines", type=int, default=1, help="number of journals to divide the requests among"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=1, help="processes that write")
-    asked = parser.parse_args(None if words is None else list(words))
+    parser.add_argument("--jobs", type=int, default=1, help="number of processes that write")
+    arguments = parser.parse_args(None if words is None else list(words))
     began = time.monotonic()
     events = write_trace(
-        asked.output, asked.requests, engines=asked.engines, seed=asked.seed, jobs=asked.jobs
+        arguments.output,
+        arguments.requests,
+        engines=arguments.engines,
+        seed=arguments.seed,
+        jobs=arguments.jobs,
     )
-    size = sum(path.stat().st_size for path in asked.output.rglob("*.kvl"))
+    size = sum(path.stat().st_size for path in arguments.output.rglob("*.kvl"))
     took = time.monotonic() - began
-    print(f"{asked.requests:,} requests, {sum(events):,} events, {size:,} bytes in {took:.1f} s")
+    print(f"{arguments.requests:,} requests, {sum(events):,} events, {size:,} bytes in {took:.1f} s")
     return 0
 
 

@@ -1,10 +1,10 @@
-"""The score cards of docs/connectors.md, made anew.
+"""Writes the score cards of docs/connectors.md.
 
 Usage: python3 scripts/cards.py
 
-Runs `kvledger conformance` for every connector that can be had on this CPU and writes what it prints below
-the heading "Score cards". LMCache's is made against its own server on the loopback, NIXL's between two
-engines; scripts/releases.py puts both beside .venv. Exits with 1 where a card could not be made.
+Runs `kvledger conformance` for every connector that runs on this CPU, and writes its output below the
+heading "Score cards". LMCache's connector uses its own server on the loopback, NIXL's connects two engines;
+scripts/releases.py builds both. Exits with 1 if a card can't be made.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ COPIED = ["--module", "tests/conformance/cpu_lmcache.py", "--options"]
 OLD_LMCACHE = "lmcache-0.3.9"
 EVERYWHERE = {key.upper().replace(".", "_"): json.dumps(value) for key, value in COPYING.items()}
 EVERYWHERE |= {"LMCACHE_TRACK_USAGE": "false", "PYTHONHASHSEED": "0"}
-"""By variables: the bundled adapter's look-ups know nothing of its options."""
+"""The bundled adapter's lookups ignore its options, so LMCache is configured by variables."""
 BUNDLED = {
     f"{ADAPTER}, bundled, as released": {"use_native": True},
     f"{ADAPTER}, bundled, mended": {"use_native": True, "mended": True},
@@ -75,7 +75,7 @@ LMCache is configured by variables, for the adapter's look-ups know nothing of i
 
 
 def card(name: str, options: list[str], variables: Mapping[str, str] = PLAIN, title: str = "") -> str:
-    """One connector's card, as markdown."""
+    """One connector's card in Markdown."""
     done = subprocess.run(
         [ROOT / ".venv/bin/kvledger", "conformance", name, "--format", "markdown", *options],
         cwd=ROOT,
@@ -90,14 +90,14 @@ def card(name: str, options: list[str], variables: Mapping[str, str] = PLAIN, ti
 
 
 def within(release: str) -> dict[str, str]:
-    """Variables for a command in what scripts/releases.py builds, which is built if it is not there."""
+    """Environment variables for a command in a release, which is built first if it is missing."""
     releases.build([release])
     variables = releases.environ(release)
     return variables | {"PYTHONPATH": os.pathsep.join([variables["PYTHONPATH"], OURS])}
 
 
 def main() -> None:
-    """Write the page."""
+    """Write the cards into the page."""
     kept, _, _ = PAGE.read_text().partition(HEADING)
     cards = [card(name, options) for name, options in CONNECTORS.items()]
     cards.append(card("NixlConnector", [], within(releases.NIXL)))

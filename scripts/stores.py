@@ -1,4 +1,4 @@
-"""LMCache's own servers, started on the loopback from its release of scripts/releases.py.
+"""Starts LMCache's servers on the loopback, from the release that scripts/releases.py builds.
 
 Standard library only.
 """
@@ -30,7 +30,7 @@ READY = {"multiprocess": "cache server is running", "server": "Server started at
 
 @dataclass(frozen=True)
 class Store:
-    """A server that runs: its process, its port and the file that it logs to."""
+    """A running server: its process, its port and its log file."""
 
     process_id: int
     port: int
@@ -38,7 +38,7 @@ class Store:
 
 
 def environ(more: str = "") -> dict[str, str]:
-    """Variables for whoever uses LMCache; ``more`` goes on its path before."""
+    """Environment variables for a process that uses LMCache; ``more`` comes first on its path."""
     path = [*filter(None, [more]), str(folder(LMCACHE))]
     quiet = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1", "PYTHONHASHSEED": "0"}
     return os.environ | quiet | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(path)}
@@ -46,9 +46,9 @@ def environ(more: str = "") -> dict[str, str]:
 
 @contextlib.contextmanager
 def store(kind: str) -> Iterator[Store]:
-    """A server of LMCache's: ``multiprocess`` for LMCacheMPConnector, ``server`` for LMCacheConnectorV1.
+    """A server of LMCache: ``multiprocess`` for LMCacheMPConnector, ``server`` for LMCacheConnectorV1.
 
-    LMCache is put beside .venv first, if it is not there. Exits with one sentence if it can't be.
+    Builds LMCache's release first if it is missing. Exits with one sentence if that fails.
     """
     build([LMCACHE])
     with socket.socket() as free:

@@ -1,6 +1,6 @@
 r"""vLLM PR 36752 on the whole engine of vLLM 0.17.0, on a CPU: its own counters beside kvledger's account.
 
-The environment has a place of its own, outside this repository; about 8 GB, of which torch is most:
+It needs its own environment outside this repository, about 8 GB, most of it torch:
 
     uv venv --python 3.11 v17
     printf '%s\n' torch==2.10.0 torch{vision,audio,codec}'; sys_platform == "never"' > v17/overrides.txt
@@ -9,14 +9,14 @@ The environment has a place of its own, outside this repository; about 8 GB, of 
 
     PYTHONPATH=src v17/bin/python scripts/whole_engine_017.py
 
-Here: the engine, its connector, eight requests and a table. Nothing of vLLM's accounting is touched. The
-connector is vLLM's own ExampleConnector; of its worker only the two copies between file and paged KV are
-replaced, for they expect the memory layout of a GPU.
+This file has the engine, its connector, eight requests and a table. It leaves vLLM's accounting untouched.
+The connector is vLLM's own ExampleConnector. Only the two copies between file and paged KV in its worker
+are replaced, because they expect the memory layout of a GPU.
 
-"overtaken" comes first, finds 32 tokens in the local cache and none in the connector's folder, and is
-preempted in mid-prefill. By then "saver", which has its first 96 tokens, is saved there. Asked again, the
-connector finds 96 of them. The release keeps the 32 of the first admission, takes the 96 of the last,
-and reports the difference as the local hit.
+The request "overtaken" arrives first, hits 32 tokens in the local cache and none in the connector's folder,
+and is preempted during prefill. Meanwhile "saver", which has the same first 96 tokens, is saved in the
+folder, so at the second admission the connector hits 96 tokens. The release keeps the 32 tokens of the
+first admission, takes the 96 tokens of the last, and reports the difference as the local hit.
 """
 
 # mypy: disallow-subclassing-any=False
@@ -70,8 +70,8 @@ WAVES = (
         )
     ),
 )
-"""The second wave's first step fills nine of the ten blocks. In the next one the four that grow want a
-block each: "saver" and "overtaken" lose theirs, and what these held goes from the local cache too."""
+"""The first step of the second wave fills nine of the ten blocks. In the next step the four growing requests
+need a block each, so "saver" and "overtaken" are preempted, and their blocks leave the local cache."""
 
 
 class CpuExampleConnector(ExampleConnector):
@@ -100,8 +100,8 @@ class CpuExampleConnector(ExampleConnector):
                 safetensors.torch.save_file({"kv_cache": saved}, path)
 
 
-class Heard(StatLoggerBase):
-    """A stat logger that keeps what each iteration reported of prompt tokens; vLLM calls it first."""
+class PromptTokenLogger(StatLoggerBase):
+    """A stat logger that keeps the prompt tokens of each iteration; vLLM calls it before its own."""
 
     iterations: list[dict[str, int]] = []  # noqa: RUF012
 
@@ -114,12 +114,12 @@ class Heard(StatLoggerBase):
     def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
         prompts = iteration_stats.prompt_token_stats if iteration_stats else None
         if prompts and prompts.total:
-            told = {ours: prompts.get_by_source(theirs) for ours, theirs in SOURCES.items()}
-            self.iterations.append({"prompt": prompts.total, **told})
+            by_source = {ours: prompts.get_by_source(theirs) for ours, theirs in SOURCES.items()}
+            self.iterations.append({"prompt": prompts.total, **by_source})
 
 
 def start_engine(folder: Path) -> Any:
-    """The whole engine, with the demo's model and ten blocks for use."""
+    """The whole engine, with the demo's model and ten usable blocks."""
     connector = KVTransferConfig(
         kv_connector=CpuExampleConnector.__name__,
         kv_connector_module_path=Path(__file__).stem,
@@ -144,11 +144,11 @@ def start_engine(folder: Path) -> Any:
         long_prefill_token_threshold=32,
         kv_transfer_config=connector,
     )
-    return LLMEngine.from_engine_args(arguments, stat_loggers=[Heard])
+    return LLMEngine.from_engine_args(arguments, stat_loggers=[PromptTokenLogger])
 
 
 def drive(engine: Any) -> list[str]:
-    """Runs the waves to their end; what `LLMEngine.step` raised on the way."""
+    """Run the waves to their end; returns the errors that `LLMEngine.step` raised."""
     raised: list[str] = []
     for wave in WAVES:
         for request in wave.requests:
@@ -165,17 +165,17 @@ def drive(engine: Any) -> list[str]:
 
 
 def counters(engine: Any) -> dict[str, int]:
-    """The engine's Prometheus counters at the end: prompt tokens in all, and by source."""
+    """The engine's Prometheus counters at the end: all prompt tokens, and by source."""
     counted = [metric for metric in engine.get_metrics() if isinstance(metric, Counter)]
     by_source = {
         c.labels["source"]: int(c.value) for c in counted if c.name == "vllm:prompt_tokens_by_source"
     }
-    in_all = sum(int(c.value) for c in counted if c.name == "vllm:prompt_tokens")
-    return {"prompt": in_all, **{ours: by_source[theirs] for ours, theirs in SOURCES.items()}}
+    prompt = sum(int(c.value) for c in counted if c.name == "vllm:prompt_tokens")
+    return {"prompt": prompt, **{ours: by_source[theirs] for ours, theirs in SOURCES.items()}}
 
 
 def settled(audit: Any, request_id: str) -> dict[str, int]:
-    """What kvledger says that the tokens of a request's prompt came from."""
+    """The sources of a request's prompt tokens, as kvledger settled them."""
     settlement = audit.account(request_id).settled
     return {"prompt": settlement.prompt_tokens, **{name: getattr(settlement, name) for name in SOURCES}}
 
@@ -191,7 +191,7 @@ def line(name: str, figures: dict[str, int]) -> str:
 
 
 def main() -> None:
-    """Runs it in silence and prints what vLLM and kvledger say of it."""
+    """Run the engine without output, then print the figures of vLLM and kvledger."""
     with tempfile.TemporaryDirectory() as folder, output_to(Path(os.devnull)):
         engine = start_engine(Path(folder))
         with kvledger.attach(engine) as audit:
@@ -202,9 +202,9 @@ def main() -> None:
 
     print(f"vLLM {vllm.__version__}, whole engine{head.rjust(60 - len(vllm.__version__))}")
     print("vLLM's figures, by iteration with first outputs, as its stat loggers got them")
-    for iteration, told in enumerate(Heard.iterations, 1):
-        print(line(str(iteration), told))
-    print(line("total", total(Heard.iterations)))
+    for iteration, figures in enumerate(PromptTokenLogger.iterations, 1):
+        print(line(str(iteration), figures))
+    print(line("total", total(PromptTokenLogger.iterations)))
     print("vLLM's Prometheus counters at the end")
     print(line("prompt_tokens, by source", counted))
     print("What LLMEngine.step() raised")
