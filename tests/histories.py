@@ -1,8 +1,8 @@
 """Histories written as words, the events an adapter would record for them, and the golden table.
 
-Here belong: the words (:func:`parse`), a small correct engine that states its own counters
+This file has the words (:func:`parse`), a small correct engine that reports its own counters
 (:class:`Engine`), the delta encoding of steps and outputs (:class:`Encoder`), and :data:`GOLDEN`.
-No accounting: nothing in this file knows what a token's origin is.
+No accounting is done here: this file does not know the origin of a token.
 
 The words of ``histories.md``, and what is added here (marked +):
 
@@ -88,13 +88,13 @@ _REPEAT = re.compile(r"\(([^()]*)\)x(\d+)")
 
 
 def parse(prompt_tokens: int, words: str) -> list[Word]:
-    """The words of one history, or of several woven together. A word that is none is a ValueError.
+    """The words of one history, or of several woven together. Raises ValueError for an unknown word.
 
-    ``prompt_tokens`` is only held against the first admission: a hit is no longer than the prompt.
+    ``prompt_tokens`` only limits the hit of the first admission.
     """
-    while found := _REPEAT.search(words):
-        many = " ".join([found[1]] * int(found[2]))
-        words = words[: found.start()] + many + words[found.end() :]
+    while match := _REPEAT.search(words):
+        many = " ".join([match[1]] * int(match[2]))
+        words = words[: match.start()] + many + words[match.end() :]
     parsed: list[Word] = []
     for group in words.split():
         for place, text in enumerate(group.split("&")):
@@ -113,8 +113,8 @@ def _word(text: str, *, joined: bool) -> Word:
     if re.match(r"[a-z]\.", text):
         request, body = ord(text[0]) - ord("a"), text[2:]
     for kind, pattern in _GRAMMAR:
-        if found := pattern.fullmatch(body):
-            first, second, mark = found.groups()
+        if match := pattern.fullmatch(body):
+            first, second, mark = match.groups()
             return Word(
                 kind,
                 request,
@@ -130,7 +130,7 @@ def _word(text: str, *, joined: bool) -> Word:
 
 
 class Encoder:
-    """Turns full steps and outputs into what differs from the one before."""
+    """Encodes full steps and outputs as differences from the one before."""
 
     def __init__(self) -> None:
         self._scheduled: dict[int, tuple[int, int]] = {}
@@ -143,7 +143,7 @@ class Encoder:
         rows: Iterable[tuple[int, int, int, int]],
         restated: Collection[int] = (),
     ) -> Stepped:
-        """``rows``: request, scheduled, drafts, computed after. ``restated``: written anyway."""
+        """``rows``: request, scheduled, drafts, computed after. ``restated``: always written."""
         changed: list[int] = []
         scheduled: dict[int, tuple[int, int]] = {}
         for request, tokens, drafts, computed in rows:
@@ -155,7 +155,7 @@ class Encoder:
         return Stepped(at, step, changed, dropped)
 
     def delivered(self, at: int, rows: Iterable[tuple[int, int]], ignored: Sequence[int] = ()) -> Delivered:
-        """``rows``: request, sampled. An ignored request may have a row; it is always written."""
+        """``rows``: request, sampled. An ignored request is always written, and may have a row."""
         changed: list[int] = []
         sampled: dict[int, int] = {}
         for request, tokens in rows:
@@ -198,8 +198,8 @@ def _unchanged(pair: Sequence[Event]) -> bool:
     return False
 
 
-def told_whole(events: Iterable[Event]) -> list[Event]:
-    """The same stream with every output that threw nothing away as :class:`DeliveredWhole`."""
+def whole_outputs(events: Iterable[Event]) -> list[Event]:
+    """The same stream, with every output that ignored no request as :class:`DeliveredWhole`."""
     result: list[Event] = []
     sampled: dict[int, int] = {}
     named: list[int] = []
@@ -239,7 +239,7 @@ class Counters:
     local: int = 0
     external: int = 0
     waits: bool = False
-    """A promise made to this life's admission is neither loaded nor failed yet."""
+    """The external tokens promised to this life are neither loaded nor failed yet."""
     asynchronous: bool = False
 
 
@@ -354,7 +354,7 @@ class Engine:
         self.events.append(LoadFailed(self._at(), request, before, computed, one.asynchronous))
 
     def release(self, request: int) -> None:
-        """After a load of which nothing is left: the request is looked up anew."""
+        """After a load that failed wholly: the request is looked up again."""
         self.events.append(RolledBack(self._at(), request, "released", 0, 0))
 
     def roll_back(self, request: int, cause: str, tokens: int) -> None:
@@ -434,7 +434,7 @@ class Engine:
                 part.fate = "stale" if delivered else "dropped"
 
     def reset(self, running: bool) -> None:
-        """The local prefix cache is emptied; who runs is preempted by the caller."""
+        """The prefix cache is reset; the caller preempts the running requests."""
         self.events.append(CacheReset(self._at(), True, running))
 
     def _cut(self, one: Counters, tokens: int) -> None:
@@ -442,7 +442,7 @@ class Engine:
         one.output_tokens -= tokens
 
     def stop_chunk(self, request: int, beyond: int = 0, *, silent: bool = False) -> None:
-        """A session's chunk stops; ``silent``: nothing is said when nothing falls."""
+        """A session's chunk stops; ``silent``: no event if the count does not fall."""
         one = self.requests[request]
         self._cut(one, beyond)
         before, one.computed = one.computed, one.sequence_tokens - 1
@@ -548,7 +548,7 @@ def weave(
 
 
 def _look_ahead(words: Sequence[Word]) -> tuple[dict[int, int], bool]:
-    """The drafts of each ``s`` word, known from the output that answers it; do steps overlap?"""
+    """The drafts of each ``s`` word, taken from its output word, and whether steps overlap."""
     drafts = {place: word.second for place, word in enumerate(words) if word.second is not None}
     drafts = {place: number for place, number in drafts.items() if words[place].kind == "s"}
     steps: deque[list[int]] = deque()
@@ -602,7 +602,7 @@ def _play(engine: Engine, request: int, word: Word, rest: Sequence[Word]) -> Non
 
 
 def _waits(admission: Word, rest: Sequence[Word]) -> bool:
-    """Does the request wait for its remote KV: is it loaded, or over, before it runs?"""
+    """Whether the request waits for its remote KV: the load ends, or the request does, before it runs."""
     for word in rest:
         if word.request == admission.request and word.kind in "LsPpF":
             return word.kind != "s"
@@ -824,7 +824,7 @@ FURTHER = (
            "A32+0 s16 o s32 o F",
            48, 48, 0, 0, 0, 0, (32, 0, 48, 0), (32, 0), 0, 0, pooling=True),
 )
-"""Computed by hand, position by position, and held against :mod:`tests.naive`."""
+"""Computed by hand, position by position, and compared with :mod:`tests.naive`."""
 
 GOLDEN = (*DOCUMENTED, *FURTHER)
 

@@ -1,12 +1,12 @@
-"""A second opinion on the accounts: one record a position, one list of steps, no cleverness.
+"""A second implementation of the accounts: one record per position, a list of steps, no optimisation.
 
-It reads the same events as ``kvledger.audit.ledger.ledger`` and knows nothing of it: no intervals, no
-high-water mark, no fast path for repeats. Slow on purpose; the longest prompts here have a few
-hundred tokens. Only streams that begin at the beginning: no :class:`Snapshot`, no :class:`Gap`.
+It reads the same events as ``kvledger.audit.ledger`` and shares no code with it: no ranges and no fast path
+for repeats. It is slow on purpose; the longest prompts in the tests have a few hundred tokens. Streams must
+start with the engine: no :class:`Snapshot`, no :class:`Gap`.
 
-Statements never steer it, except those that say where something happened (a truncation, a session's
-new chunk, the length of the sequence at the end). Those that could have are compared, and what
-differs is kept in :attr:`Naive.differences`.
+It does not use the engine's own counts, except for the position of a truncation, the start of a session's
+new chunk and the length of the sequence at the end. It compares the other counts, and keeps differences in
+:attr:`Naive.differences`.
 """
 
 from __future__ import annotations
@@ -35,50 +35,50 @@ from kvledger.audit.events import (
 )
 
 LOAD_AFTER_DEATH = True
-"""Is a synchronous load, in flight when its life ends by preemption, loaded by the late output?
+"""Whether a synchronous load in flight at a preemption counts as loaded.
 
-The device did load it (it is taken as loaded at the preemption itself).
+The device does load the tokens. They count as loaded at the preemption itself.
 """
 
 CAUSE_OF_PROMISES = True
-"""Does a promise that came to nothing, discarded with its life, give the cause of later rework?
+"""Whether a promise that is discarded unloaded with its life gives the cause of later rework.
 
-False: the position keeps the cause for which its KV truly ceased to be, in an earlier life.
+False: the position keeps the cause for which it lost its KV in an earlier life.
 """
 
 SESSION_FORGETS = True
-"""Does a session's new chunk stand on fresh positions, where output was cut away before?
+"""Whether a session's new chunk starts with fresh positions where output was cut off.
 
-True: its tokens are new, and their first execution is first prompt. False: the position was reached
-before, and it is rework with the cause ``session``.
+True: computing the chunk's tokens is first prompt. False: the positions had KV before, so it is rework with
+the cause ``session``.
 """
 
 
 @dataclass
 class Position:
-    """All that ever happened at one index of a request's sequence."""
+    """Everything that happened at one position of a request's sequence."""
 
     origin: str | None = None
     origin_life: int = 0
     executed: set[int] = field(default_factory=set)
-    """The lives whose steps computed it."""
+    """The lives whose steps computed the position."""
     came: set[int] = field(default_factory=set)
-    """The lives in which a hit or a load truly gave its KV (not by execution)."""
+    """The lives in which a hit or a load gave the position its KV."""
     alive: int = 0
-    """The life that holds its KV now; 0: none."""
+    """The life that holds the KV now; 0: none."""
     lost: str = "unexplained"
-    """The cause for which its KV last ceased to be."""
+    """The cause for which the KV was last lost."""
     first_output: int = 0
 
     @property
     def reached(self) -> bool:
-        """Its KV has come to be before."""
+        """Whether the position ever had KV."""
         return bool(self.executed or self.came)
 
 
 @dataclass
 class Life:
-    """From an admission to the next preemption, total load failure, or the end."""
+    """A life: from an admission to the next preemption, a load failure that frees the blocks, or the end."""
 
     number: int
     local: int
@@ -89,7 +89,7 @@ class Life:
     over: str | None = None
     steps_scheduled: int = 0
     again: set[int] = field(default_factory=set)
-    """Rolled back while they were still promised: loaded or not, they are to be executed."""
+    """Positions rolled back while promised: they are computed, whether loaded or not."""
 
 
 @dataclass
@@ -103,9 +103,9 @@ class Work:
     first_of_life: bool
     reads_pending: bool
     void_from: int | None = None
-    """A failed load: what is executed from here up has no valid KV below it."""
+    """After a failed load: tokens computed from here up have no valid KV below them."""
     closed: bool = False
-    """Already counted as overrun."""
+    """Whether these tokens are counted as overrun."""
 
 
 @dataclass
@@ -128,23 +128,23 @@ class Request:
     discarded: Counter[str] = field(default_factory=Counter)
 
     def at(self, position: int) -> Position:
-        """The record of one position, made when first asked for."""
+        """The record of one position, created on first use."""
         assert position >= 0
         return self.positions.setdefault(position, Position())
 
     @property
     def life(self) -> Life | None:
-        """The life that goes on, if one does."""
+        """The present life, if any."""
         if self.lives and self.lives[-1].over is None:
             return self.lives[-1]
         return None
 
     @property
     def undelivered(self) -> int:
-        """The engine's in-flight tokens: it does not know yet that some are overrun."""
+        """The engine's count of tokens in flight, overrun ones included."""
         return sum(work.tokens for work in self.works)
 
-    # KV comes to be.
+    # Positions get KV.
 
     def come(self, life: Life, position: int, source: str) -> None:
         """A hit or a load gives one position its KV."""
@@ -158,7 +158,7 @@ class Request:
             one.origin, one.origin_life = source, life.number
 
     def load(self, life: Life, position: int) -> None:
-        """A promised position was truly loaded."""
+        """A promised position was loaded."""
         life.pending.discard(position)
         self.counts["loaded"] += 1
         self.come(life, position, "external")
@@ -190,17 +190,17 @@ class Request:
         elif not one.alive:
             one.lost = work.life.over
 
-    # KV ceases to be.
+    # Positions lose KV.
 
     def lose(self, position: int, cause: str) -> None:
-        """The KV of one position, if it is there, ceases to be."""
+        """One position loses its KV, if it has any."""
         one = self.at(position)
         if one.alive:
             one.alive = 0
             one.lost = cause
 
     def end_life(self, life: Life, cause: str, void_cause: str) -> None:
-        """Everything in the life is discarded."""
+        """Discard everything of the life."""
         for position in sorted(life.pending):
             self.void(life, position, void_cause)
         own = [work for work in self.works if work.life is life and not work.closed]
@@ -215,14 +215,14 @@ class Request:
         life.over = cause
 
     def overrun(self) -> None:
-        """What is in flight will be executed for nothing."""
+        """Count the tokens in flight as overrun."""
         for work in self.works:
             if not work.closed:
                 self.counts["overrun"] += work.tokens
                 work.closed = True
 
     def past_the_end(self, end: int) -> None:
-        """What was executed as output from position ``end`` up was executed for nothing."""
+        """Count output computed from position ``end`` up as overrun."""
         for number, position in self.positions.items():
             if number >= end and position.first_output:
                 self.counts["first_output"] -= position.first_output
@@ -232,7 +232,7 @@ class Request:
     # The figures.
 
     def settle(self) -> None:
-        """Attribute every position of the present chunk, once."""
+        """Attribute every position of the present prompt or chunk, once."""
         origins: Counter[str] = Counter()
         for position in range(self.carried, self.prompt_tokens):
             origins[self.at(position).origin or "unattained"] += 1
@@ -279,7 +279,7 @@ class Request:
 
 
 class Naive:
-    """All requests of one engine. Feed it events, ask for :meth:`result`."""
+    """All requests of one engine: post events with :meth:`apply`, read :meth:`result`."""
 
     def __init__(self) -> None:
         self.requests: dict[int, Request] = {}
@@ -294,10 +294,10 @@ class Naive:
         """Every request's figures."""
         return {number: one.result() for number, one in self.requests.items()}
 
-    def state(self, event: Event, what: str, stated: int, ours: int) -> None:
-        """Hold one of the engine's figures against ours."""
-        if stated != ours:
-            self.differences.append(f"{what}: the engine says {stated}, we {ours}, at {event}")
+    def compare(self, event: Event, count: str, reported: int, ours: int) -> None:
+        """Compare an engine-reported count with the model's."""
+        if reported != ours:
+            self.differences.append(f"{count}: the engine says {reported}, we {ours}, at {event}")
 
     def apply(self, event: Event) -> None:
         """Post one event."""
@@ -357,7 +357,7 @@ class Naive:
         for position in range(local + external, local):
             one.lose(position, "negative_external")
         one.counts["promised"] += max(0, external)
-        self.state(event, "admitted", event.computed_tokens, life.count)
+        self.compare(event, "admitted", event.computed_tokens, life.count)
 
     def _load_planned(self, event: LoadPlanned) -> None:
         one = self.requests[event.request]
@@ -384,7 +384,7 @@ class Naive:
         life = one.life
         if life is None:
             return
-        self.state(event, "before the failed load", event.before_tokens, life.count)
+        self.compare(event, "before the failed load", event.before_tokens, life.count)
         valid = event.computed_tokens
         for position in sorted(life.pending):
             if position >= valid:
@@ -413,7 +413,7 @@ class Naive:
             one.overrun()
         if life is None:
             return
-        self.state(event, "before the roll back", event.before_tokens, life.count)
+        self.compare(event, "before the roll back", event.before_tokens, life.count)
         if event.cause in ("session", "past_stop"):
             one.past_the_end(event.computed_tokens)
         if event.cause == "released":
@@ -456,7 +456,7 @@ class Naive:
             one.works.append(work)
             step[request] = work
             if request in stated:
-                self.state(event, "after scheduling", stated[request], life.count)
+                self.compare(event, "after scheduling", stated[request], life.count)
         self._flight.append(step)
 
     def _delivered(self, changed: list[int], ignored: list[int]) -> None:
@@ -505,11 +505,11 @@ class Naive:
     def _preempted(self, event: Preempted) -> None:
         one = self.requests[event.request]
         one.counts["preemptions"] += 1
-        self.state(event, "in flight at preemption", event.in_flight_tokens, one.undelivered)
+        self.compare(event, "in flight at preemption", event.in_flight_tokens, one.undelivered)
         life = one.life
         if life is None:
             return
-        self.state(event, "before the preemption", event.before_tokens, life.count)
+        self.compare(event, "before the preemption", event.before_tokens, life.count)
         if LOAD_AFTER_DEATH and not life.asynchronous:
             for work in one.works:
                 if work.life is life and work.first_of_life:
@@ -529,16 +529,16 @@ class Naive:
                     position.first_output = 0
                     position.executed.clear()
                     position.came.clear()
-        self.state(event, "extended", event.computed_tokens, one.life.count if one.life else 0)
+        self.compare(event, "extended", event.computed_tokens, one.life.count if one.life else 0)
 
     def _finished(self, event: Finished) -> None:
         one = self.requests[event.request]
         if one.finished:
             return
         life = one.life
-        self.state(event, "computed at the end", event.computed_tokens, life.count if life else 0)
+        self.compare(event, "computed at the end", event.computed_tokens, life.count if life else 0)
         if event.in_flight_tokens >= 0:
-            self.state(event, "in flight at the end", event.in_flight_tokens, one.undelivered)
+            self.compare(event, "in flight at the end", event.in_flight_tokens, one.undelivered)
         one.overrun()
         if event.sequence_tokens >= 0:
             one.past_the_end(event.sequence_tokens)
@@ -551,9 +551,9 @@ class Naive:
     def _census(self, event: Census) -> None:
         for request, computed, in_flight, _, _ in zip(*[iter(event.rows)] * 5, strict=True):
             one = self.requests[request]
-            self.state(event, f"request {request}", computed, one.life.count if one.life else 0)
+            self.compare(event, f"request {request}", computed, one.life.count if one.life else 0)
             if in_flight >= 0:
-                self.state(event, f"request {request} in flight", in_flight, one.undelivered)
+                self.compare(event, f"request {request} in flight", in_flight, one.undelivered)
 
 
 def account(events: Iterable[Event]) -> dict[int, dict[str, Any]]:
@@ -565,7 +565,7 @@ def account(events: Iterable[Event]) -> dict[int, dict[str, Any]]:
 
 
 def check(figures: dict[str, Any]) -> None:
-    """What must hold of any account, at any moment."""
+    """Check the identities that hold for any account after any event."""
     executed = figures["first_prompt"] + figures["first_output"] + sum(figures["rework"].values())
     rest = figures["rejected"] + figures["overrun"] + figures["unclassified"]
     assert figures["scheduled"] == executed + rest, figures

@@ -1,12 +1,12 @@
 """Random event streams that a small, correct engine could have produced.
 
-One draw a stream: a string of bytes that the simulated engine consumes as its choices. Zero is
-always the dullest choice, and a string that has run out goes on with zeros, so that hypothesis
-shrinks to short streams in which little happens. What the engine does is drawn here; what it then
-counts and states is :class:`tests.histories.Engine`'s.
+Hypothesis draws one string of bytes for each stream, and the simulated engine reads its choices from it. Zero
+is always the least eventful choice, and after the last byte all choices are zero, so Hypothesis shrinks to
+short streams in which little happens. This file chooses what the engine does;
+:class:`tests.histories.Engine` counts and reports it.
 
-Two things that are bugs upstream happen too, because the ledger exists for them: a promise whose
-load is not planned, and one that is never loaded. The engine's own counters stay right in both.
+Two upstream bugs happen as well, because the ledger must find them: a promise whose load is not planned, and
+one that is never loaded. The engine's own counters stay right in both.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROUNDS = 80
 
 @dataclass(frozen=True, repr=False)
 class Story:
-    """One stream. Its repr is an event a line, for the report of a failing example."""
+    """One stream. Its repr has one event per line, for the report of a failing example."""
 
     events: list[Event]
 
@@ -40,7 +40,7 @@ def random_histories(*, repeats: bool = True) -> st.SearchStrategy[Story]:
 
 
 def story(choices: bytes, *, repeats: bool = True) -> Story:
-    """The stream that these choices lead to."""
+    """The stream that these choices give."""
     simulation = Simulation(Choices(choices))
     simulation.run()
     stream = simulation.engine.events
@@ -48,7 +48,7 @@ def story(choices: bytes, *, repeats: bool = True) -> Story:
 
 
 class Choices:
-    """A string of bytes, read as choices; zeros when it has run out."""
+    """Choices read from bytes; all zero after the last byte."""
 
     def __init__(self, choices: bytes) -> None:
         self._rest = iter(choices)
@@ -58,13 +58,13 @@ class Choices:
         return next(self._rest, 0) % bound
 
     def chance(self, of_256: int) -> bool:
-        """True about so many times out of 256; False when in doubt."""
+        """True about ``of_256`` times out of 256; False after the last byte."""
         return next(self._rest, 0) >= 256 - of_256
 
 
 @dataclass
 class Actor:
-    """What the scheduler knows of a request beyond its counters."""
+    """What the scheduler knows of a request besides its counters."""
 
     request: int
     prompt_tokens: int
@@ -96,7 +96,7 @@ class Simulation:
         self.depth = below(3)
         self.engine = Engine(asynchronous=self.depth > 0)
         self.spice = (0, 6, 20, 50)[below(4)]
-        """How often rare things happen, of 256."""
+        """How often rare things happen, out of 256."""
         self.connector = below(3)
         self.drafts = below(4)
         self.budget = (64, 5, 11, 1)[below(4)]
@@ -117,7 +117,7 @@ class Simulation:
     # Small helpers.
 
     def rare(self) -> bool:
-        """Does something rare happen now?"""
+        """Whether something rare happens now."""
         return self.spice > 0 and self.choices.chance(self.spice)
 
     def counters(self, actor: Actor) -> Counters:
@@ -172,12 +172,12 @@ class Simulation:
                 self.preempt(actor, "reset", delivered=False)
 
     def overdue(self, actor: Actor) -> bool:
-        """It runs over an asynchronous promise that nobody reported as finished."""
+        """Whether the request runs although its asynchronous load was never reported as finished."""
         one = self.counters(actor)
         return one.waits and one.asynchronous
 
     def abort(self, actor: Actor) -> None:
-        """The client goes away, at whatever moment."""
+        """The client aborts the request, at any moment."""
         if actor.state == "remote" and self.choices.chance(128):
             self.late.append(actor.request)
         self.engine.finish(actor.request, "aborted")
@@ -190,7 +190,7 @@ class Simulation:
         actor.state = "running"
 
     def remote(self, actor: Actor) -> None:
-        """What became of an asynchronous load?"""
+        """An asynchronous load finishes, fails, or goes on."""
         one = self.counters(actor)
         if self.rare():
             return  # Still under way.
@@ -213,7 +213,7 @@ class Simulation:
         actor.state = "running"
 
     def replay(self, actor: Actor) -> bool:
-        """A sliding window that the hit did not bring is executed again."""
+        """A sliding window before the hit's end is computed again."""
         computed = self.counters(actor).computed
         if computed == 0 or not self.rare():
             return False
@@ -221,7 +221,7 @@ class Simulation:
         return True
 
     def preempt(self, actor: Actor, cause: str, delivered: bool) -> None:
-        """Its life ends; steps in flight stay."""
+        """The request's life ends; its steps in flight stay."""
         one = self.counters(actor)
         live = [part for part in self.engine.parts(actor.request) if part.fate == "live"]
         sure = one.computed - sum(part.tokens for part in live)
@@ -295,7 +295,7 @@ class Simulation:
     # Output.
 
     def deliver(self) -> None:
-        """The oldest step's output, and what follows from it."""
+        """The output of the oldest step, and its consequences."""
         step = list(self.engine.flight[0])
         failed = self.failures(step)
         sampled = {part.request: self.sampled(part) for part in step}
@@ -343,7 +343,7 @@ class Simulation:
         return failed
 
     def after(self, actor: Actor, part: Part, sampled: int) -> None:
-        """Does the request stop with this output?"""
+        """Stop the request with this output, perhaps."""
         one = self.counters(actor)
         if one.finished:
             return

@@ -1,4 +1,4 @@
-"""The naive model gives the golden figures, and the histories language says what it should."""
+"""The naive model gives the golden figures, and the words of the histories are parsed rightly."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvledger.audit.events import Delivered, Event, Repeated, Stepped
 
 
 def by_title(row: Golden | Woven) -> str:
-    """A test's name is its row's title."""
+    """The title of a row, as the name of its test."""
     return row.title
 
 
@@ -63,8 +63,8 @@ def expect(row: Golden, figures: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("row", GOLDEN, ids=by_title)
-def test_golden_row(row: Golden) -> None:
-    """Every row holds, the row itself adds up, and no engine statement differs from the model."""
+def test_golden_history(row: Golden) -> None:
+    """The model gives the row's figures, the row adds up, and every engine-reported count agrees."""
     assert row.scheduled == (row.first_prompt + row.first_output + row.rework + row.rejected + row.overrun)
     model = Naive()
     for event in row.events():
@@ -77,7 +77,7 @@ def test_golden_row(row: Golden) -> None:
 
 
 @pytest.mark.parametrize("woven", WOVEN, ids=by_title)
-def test_golden_row_of_several_requests(woven: Woven) -> None:
+def test_requests_that_share_steps_have_separate_accounts(woven: Woven) -> None:
     """Each request has the figures of its own row."""
     model = Naive()
     for event in woven.events():
@@ -92,19 +92,19 @@ def test_golden_row_of_several_requests(woven: Woven) -> None:
 
 @pytest.mark.parametrize("row", GOLDEN, ids=by_title)
 def test_compression_changes_nothing(row: Golden) -> None:
-    """Repeats written as such give the same figures."""
+    """Unchanged steps written as ``Repeated`` give the same figures."""
     assert account(row.events()) == account(compressed(row.events()))
 
 
-def test_the_documented_table_is_whole() -> None:
-    """Eighteen rows in ``histories.md``, each title once."""
+def test_the_documented_table_has_all_rows() -> None:
+    """``histories.md`` has eighteen rows, and no title occurs twice."""
     assert 18 == len(DOCUMENTED)
     titles = [row.title for row in (*GOLDEN, *WOVEN)]
     assert len(titles) == len(set(titles))
 
 
 def test_parse_reads_every_word() -> None:
-    """The numbers and marks of each kind of word."""
+    """Each kind of word is parsed with its numbers and marks."""
     assert [
         Word("A", 0, 32, 128),
         Word("L", 0, 64),
@@ -123,14 +123,14 @@ def test_parse_repeats_and_joins() -> None:
 
 
 @pytest.mark.parametrize("words", ["Z", "A5", "s", "o+/3", "A64+0"])
-def test_parse_refuses(words: str) -> None:
-    """What is no word, and a first hit longer than the prompt."""
+def test_parse_refuses_wrong_words(words: str) -> None:
+    """An unknown word and a first hit longer than the prompt are refused."""
     with pytest.raises(ValueError, match=r"not a word|longer"):
         parse(50, words)
 
 
 def test_steady_decode_becomes_one_repeat() -> None:
-    """Twenty equal steps are one step, one output, one :class:`Repeated`."""
+    """Twenty equal steps become one step, one output and one :class:`Repeated`."""
     stream = compressed(events(8, "A0+0 s8 o+ (s1 o+)x20 F"))
 
     # The first s1 differs from s8; its output is that of s8.
@@ -138,7 +138,7 @@ def test_steady_decode_becomes_one_repeat() -> None:
 
 
 def test_steps_are_written_as_differences() -> None:
-    """Only what changed is named, and who left."""
+    """Only changed and dropped requests are written."""
     stream: list[Event] = weave(
         {0: 8, 1: 8}, "a.A0+0 b.A0+0 a.s8&b.s8 a.o+&b.o+ a.s1&b.s1 a.o+&b.o+ b.F a.s1 a.o+ a.F"
     )
@@ -152,8 +152,8 @@ def test_steps_are_written_as_differences() -> None:
 
 @examples(1000)
 @given(random_histories())
-def test_any_history_adds_up(story: Story) -> None:
-    """Identities hold at every moment, and the simulated engine states what the model counts."""
+def test_figures_of_any_history_add_up(story: Story) -> None:
+    """The identities hold after every event, and the simulated engine reports the model's counts."""
     model = Naive()
     for event in story.events:
         model.apply(event)
@@ -165,5 +165,5 @@ def test_any_history_adds_up(story: Story) -> None:
 @examples(200)
 @given(random_histories(repeats=False))
 def test_compressing_any_history_changes_nothing(story: Story) -> None:
-    """``compressed`` loses nothing."""
+    """``compressed`` changes no figure."""
     assert account(story.events) == account(compressed(story.events))

@@ -1,4 +1,7 @@
-"""Postings of a request's course: added, looked up, admitted, preempted, reported, extended, finished."""
+"""Postings of a request from its arrival to its end: admissions, roll-backs, preemptions, reports.
+
+External tokens are posted in ``loads.py``, scheduled steps and outputs in ``steps.py``.
+"""
 
 from __future__ import annotations
 
@@ -82,6 +85,7 @@ def _admitted(state: LedgerState, event: ev.Admitted) -> None:
 
 
 def _local_hit(state: LedgerState, account: Account, life: Life) -> None:
+    """Post the local hit of a new life."""
     gaps = account.positions.fill(0, life.local, LOCAL, life.number)
     again = max(0, life.local) - sum(end - start for start, end in gaps)
     account.hit_again += again
@@ -91,6 +95,7 @@ def _local_hit(state: LedgerState, account: Account, life: Life) -> None:
 
 
 def _expect_lookup(state: LedgerState, account: Account, event: ev.Admitted) -> None:
+    """Count the lookups that the engine's statistics should show for this admission."""
     if account.unknown is not None:
         state.lookups_unsure = True
     local, external = state.expected_local, state.expected_external
@@ -155,11 +160,12 @@ def _preempted(state: LedgerState, event: ev.Preempted) -> None:
 
 
 def end_life(state: LedgerState, account: Account, cause: str) -> None:
+    """End the present life: its pending external tokens are lost and its computed tokens discarded."""
     life = account.life
     if life is None:
         return
     if life.pending and life.ran and not life.asynchronous and cause in causes.PREEMPTIONS:
-        # The step in flight still loads the tokens, and the engine is told of no failure any more.
+        # The step in flight still loads the tokens; the engine receives no failure report any more.
         load(state, account, life, life.pending_end, causes.FAILED)
     if life.pending:
         lost_by = causes.EXTERNAL_LOSS_AT_END[cause]

@@ -83,9 +83,9 @@ def _blocks_promised(state: LedgerState, event: ev.BlocksPromised) -> None:
 
 
 def _worker_stepped(state: LedgerState, event: ev.WorkerStepped) -> None:
-    anew = event.step > state.transfers.steps.get(event.worker, -1)
+    is_new = event.step > state.transfers.steps.get(event.worker, -1)
     _take_back(state, state.transfers.worked(event))
-    if anew:
+    if is_new:
         _compare_work(state, event)
     enter(state, event)
 
@@ -95,8 +95,8 @@ def _compare_work(state: LedgerState, event: ev.WorkerStepped) -> None:
     state.finished_transfers.update(dict.fromkeys((*event.received, *event.sent)))
     while len(state.finished_transfers) > FINISHED_TRANSFERS_KEPT:
         del state.finished_transfers[next(iter(state.finished_transfers))]
-    midst = any(account.unknown is not None for account in state.living.values())
-    blocks = [] if midst or not _promises_reported(state) else state.transfers.unpromised(event)
+    some_unknown = any(account.unknown is not None for account in state.living.values())
+    blocks = [] if some_unknown or not _promises_reported(state) else state.transfers.unpromised(event)
     subjects: list[Unpromised | Unsaved] = []
     if blocks:
         subjects.append(Unpromised(event.worker, event.step, blocks))

@@ -35,7 +35,7 @@ def _gap(state: LedgerState, event: ev.Gap) -> None:
 
 def _hook_failed(state: LedgerState, event: ev.HookFailed) -> None:
     state.hook_failures += 1
-    _forget(state, f"the observer {event.hook} failed")
+    _forget(state, f"the hook {event.hook} failed")
     enter(state, event)
 
 
@@ -88,7 +88,7 @@ def _snapshot(state: LedgerState, event: ev.Snapshot) -> None:
             account = open_account(state, row.request, row.request_id, row.prompt_tokens)
             account.transferred = row.transferred
             if not row.fresh:
-                make_unknown(account, "the trace begins in its midst")
+                make_unknown(account, "the trace begins while the request runs")
                 account.preemptions = row.preemptions
         if account.unknown is not None and not row.fresh:
             _take_counts(state, account, row)

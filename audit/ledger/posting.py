@@ -43,7 +43,7 @@ def account_of(state: LedgerState, request: int) -> Account:
             activate(state, account)
     else:
         account = open_account(state, request, f"#{request}", 0)
-        make_unknown(account, "its arrival was not seen")
+        make_unknown(account, "its arrival was not observed")
     return account
 
 
@@ -59,7 +59,7 @@ def close_account(state: LedgerState, request: int, account: Account) -> None:
 def close_unseen(state: LedgerState, request: int) -> None:
     """Close the account of a request whose end was not observed."""
     account = account_of(state, request)
-    make_unknown(account, "its end was not seen")
+    make_unknown(account, "its end was not observed")
     account.outcome = causes.UNKNOWN
     account.closed_at = state.at
     close_account(state, request, account)

@@ -46,6 +46,7 @@ def _stepped(state: LedgerState, event: ev.Stepped) -> None:
 
 
 def _schedule(state: LedgerState) -> None:
+    """Post one scheduled step: its tokens are in flight."""
     scheduled = state.last_step
     state.undelivered.append(scheduled)
     state.scheduled_steps += 1
@@ -74,7 +75,7 @@ def _begin_unseen_life(state: LedgerState, account: Account, tokens: int) -> Lif
     """Begin a life for a scheduled request whose admission was not observed."""
     if account.unknown is None:
         account.suspense += tokens
-        make_unknown(account, "it ran without having been admitted")
+        make_unknown(account, "it ran without an admission")
     return begin_life(state, account, 0, 0)
 
 
@@ -107,6 +108,7 @@ def _delivered_whole(state: LedgerState, event: ev.DeliveredWhole) -> None:
 
 
 def _deliver(state: LedgerState, ignored: frozenset[int]) -> None:
+    """Post the output of the oldest undelivered step. The output of ``ignored`` requests was dropped."""
     if state.skip_deliveries:
         state.skip_deliveries -= 1
         return
@@ -147,6 +149,7 @@ def _deliver(state: LedgerState, ignored: frozenset[int]) -> None:
 
 
 def _reject(state: LedgerState, account: Account, flight: InFlight, rejected: int, accepted: bool) -> int:
+    """Post rejected draft tokens; return how many."""
     account.drafted = True
     if rejected <= 0:
         return 0
@@ -233,6 +236,7 @@ def _repeated(state: LedgerState, event: ev.Repeated) -> None:
 
 
 def _repeat(state: LedgerState, account: Account, tokens: int, drafts: int, times: int) -> None:
+    """Post ``times`` unchanged steps and outputs of one request."""
     life = account.life
     if life is None:
         life = _begin_unseen_life(state, account, tokens * times)

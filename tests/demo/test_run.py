@@ -220,7 +220,7 @@ def test_the_counters_hold_what_is_unknown_here(tmp_path: Path) -> None:
     step = demo.between_reported_and_counters(audit.reconciliation, Figures(computed=10), book.accounts)
 
     assert ["unknown_here"] == list(step.differences)
-    assert "in 1 of them: the observer hook failed" in audit.notes
+    assert "in 1 of them: the hook hook failed" in audit.notes
 
 
 @pytest.mark.whole_engine

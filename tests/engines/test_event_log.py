@@ -42,7 +42,7 @@ def test_an_output_of_which_little_differs_is_told_by_its_differences() -> None:
     assert [Delivered(0, [1, 3], [])] == Log().delivered([1, 3, *CALM[2:]])
 
 
-def test_an_output_of_which_much_differs_is_told_whole_and_its_order_once() -> None:
+def test_an_output_of_which_much_differs_is_whole_outputs_and_its_order_once() -> None:
     log = Log()
 
     assert [DeliveredWhole(0, list(range(32)), bytes(MIXED))] == log.delivered(MIXED)

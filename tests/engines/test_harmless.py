@@ -201,7 +201,7 @@ def test_attaching_late_is_unknown_for_what_ran_and_clean_for_what_comes() -> No
 
     assert "unknown" == audit.verdict
     assert [] == audit.violations
-    assert "the trace begins in its midst" == audit.account("early").unknown
+    assert "the trace begins while the request runs" == audit.account("early").unknown
     assert audit.account("late").unknown is None
 
 

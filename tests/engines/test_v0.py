@@ -272,7 +272,7 @@ def test_attaching_late_is_unknown_for_what_ran_and_clean_for_what_comes() -> No
     auditor = audited(sink.take())
 
     assert [] == auditor.violations
-    assert "the trace begins in its midst" == auditor.ledger.closed["early"].unknown
+    assert "the trace begins while the request runs" == auditor.ledger.closed["early"].unknown
     assert auditor.ledger.closed["late"].unknown is None
 
 

@@ -1,16 +1,16 @@
-"""Intervals of positions, where a history would say it at length."""
+"""Ranges of positions, where a whole history would be long-winded."""
 
 from __future__ import annotations
 
 from kvledger.audit.ledger.positions import COMPUTED, EXTERNAL, PositionRanges
 
 
-def test_what_one_life_had_from_outside_is_withdrawn_by_position():
-    """Tokens of another life, and what was computed, stay: the count is of what had been first."""
-    spans = PositionRanges()
-    spans.fill(0, 32, EXTERNAL, 1)
-    spans.fill(0, 96, EXTERNAL, 2)
-    spans.fill(96, 120, COMPUTED, 2)
+def test_external_tokens_of_one_life_are_withdrawn_by_position():
+    """Tokens of another life and computed tokens stay; only tokens whose first origin it was are counted."""
+    positions = PositionRanges()
+    positions.fill(0, 32, EXTERNAL, 1)
+    positions.fill(0, 96, EXTERNAL, 2)
+    positions.fill(96, 120, COMPUTED, 2)
 
-    assert 48 == spans.withdraw(16, 80, 2)
-    assert {"local": 0, "external": 48, "computed": 24, "unattained": 48} == spans.tally(0, 120)
+    assert 48 == positions.withdraw(16, 80, 2)
+    assert {"local": 0, "external": 48, "computed": 24, "unattained": 48} == positions.tally(0, 120)

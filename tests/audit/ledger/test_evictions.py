@@ -1,4 +1,4 @@
-"""What ``why`` calls evicted: on the real scheduler, and histories that come close to it."""
+"""Cache misses that ``why`` attributes to eviction: on the real scheduler, and histories near the limit."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ class Watched:
 
 
 def causes(account: Account) -> dict[str, int]:
-    found: dict[str, int] = {}
+    tokens: dict[str, int] = {}
     for start_, end, cause in misses(account, BLOCK):
-        found[cause] = found.get(cause, 0) + end - start_
-    return found
+        tokens[cause] = tokens.get(cause, 0) + end - start_
+    return tokens
 
 
 # --- the real scheduler ---------------------------------------------------------------------------
 
 
-def test_what_others_took_the_place_of_was_evicted() -> None:
-    """Eleven blocks: b takes nine, and of the three of a's the last two."""
+def test_blocks_replaced_by_another_request_were_evicted() -> None:
+    """Of eleven blocks b allocates nine, among them the last two of a's three."""
     engine = Watched()
     engine.run("a", 50)
     engine.run("b", 150)
@@ -72,7 +72,7 @@ def test_what_others_took_the_place_of_was_evicted() -> None:
     assert {"evicted": 32, "below_block": 2} == engine.causes("c")
 
 
-def test_what_was_never_there_is_not_evicted() -> None:
+def test_tokens_never_cached_were_not_evicted() -> None:
     engine = Watched()
     engine.run("a", 50)
     engine.run("b", 150)
@@ -81,7 +81,7 @@ def test_what_was_never_there_is_not_evicted() -> None:
     assert {"not_knowable": 48, "below_block": 2} == engine.causes("c")
 
 
-def test_level_tokens_can_not_tell() -> None:
+def test_level_tokens_does_not_know_evictions() -> None:
     engine = Watched(level="tokens")
     engine.run("a", 50)
     engine.run("b", 150)
@@ -90,8 +90,8 @@ def test_level_tokens_can_not_tell() -> None:
     assert {"not_knowable": 32, "below_block": 2} == engine.causes("c")
 
 
-def test_of_two_that_ask_again_only_the_first_was_late() -> None:
-    """The first brings it back, so that the second hits it."""
+def test_second_request_after_an_eviction_hits_again() -> None:
+    """The first request caches the blocks again, so the second one hits them."""
     engine = Watched()
     engine.run("a", 50)
     engine.run("b", 150)
@@ -101,7 +101,7 @@ def test_of_two_that_ask_again_only_the_first_was_late() -> None:
     assert {"below_block": 2} == engine.causes("d")
 
 
-def test_what_a_reset_emptied_was_not_evicted() -> None:
+def test_blocks_removed_by_a_reset_were_not_evicted() -> None:
     engine = Watched()
     engine.run("a", 50)
     assert engine.driver.reset_prefix_cache()
@@ -110,8 +110,8 @@ def test_what_a_reset_emptied_was_not_evicted() -> None:
     assert {"cache_reset": 48, "below_block": 2} == engine.causes("c")
 
 
-def test_what_was_lost_to_preemption_stays_that() -> None:
-    """Its blocks were evicted too, but it is the preemption that took them from it."""
+def test_tokens_lost_to_preemption_were_not_evicted() -> None:
+    """The blocks were evicted as well, but the preemption is the cause."""
     engine = Watched()
     engine.driver.add("a", 50, 8)
     engine.driver.step()
@@ -122,8 +122,8 @@ def test_what_was_lost_to_preemption_stays_that() -> None:
     assert "evicted" not in engine.causes("a")
 
 
-def test_a_sliding_window_needs_not_every_block_below() -> None:
-    """So nothing is claimed of its blocks; of a model's group of full attention it is."""
+def test_sliding_window_blocks_prove_no_eviction() -> None:
+    """A hit in a sliding window does not need every block below; a full-attention group does."""
     engine = Watched(groups=HYBRID, blocks=24)
     engine.run("a", 50)
     engine.run("b", 150)
@@ -135,7 +135,7 @@ def test_a_sliding_window_needs_not_every_block_below() -> None:
     assert causes(account)["evicted"] == BLOCK * len(account.lost)
 
 
-def test_the_causes_still_sum_to_all_that_was_no_hit() -> None:
+def test_causes_sum_to_all_misses() -> None:
     engine = Watched()
     engine.run("a", 50)
     engine.run("b", 150)
@@ -157,14 +157,14 @@ def test_the_causes_still_sum_to_all_that_was_no_hit() -> None:
 ADMITTED = 10
 
 
-def history(*, taken_at: int, back_at: int = -1, whole: int = 2, resumable: bool = False) -> Account:
-    """Block 1 is hashed h0 for request 0 in step 1, and taken from it by request 1.
+def history(*, taken_at: int, back_at: int = -1, group_kind: int = 2, resumable: bool = False) -> Account:
+    """Block 1 is cached as h0 for request 0 in step 1, and allocated to request 1 in step ``taken_at``.
 
-    Perhaps request 3 fills another for h0. Request 2, of 20 tokens, is admitted in step 10 with no hit,
-    and fills one more in step 20. A step of number n is at n microseconds.
+    Request 3 caches another block as h0 in step ``back_at``, if any. Request 2, of 20 tokens, is admitted in
+    step 10 without a hit, and caches one more in step 20. Step n is at n microseconds.
     """
     seen: list[Event] = [
-        PoolSeen(0, 0, 0, 8, 0, 7, 0, [0, BLOCK, whole]),
+        PoolSeen(0, 0, 0, 8, 0, 7, 0, [0, BLOCK, group_kind]),
         BlocksAllocated(1, 1, 0, "allocate", [0, 0, 1, 1]),
         BlocksCached(1, 1, 0, [0, 0, 20, 1, 1, 0, 16]),
         BlocksAllocated(taken_at, taken_at, 0, "allocate", [1, 0, 1, 1]),
@@ -188,31 +188,31 @@ EVICTED = {"evicted": 16, "below_block": 4}
 NOT_KNOWN = {"not_knowable": 16, "below_block": 4}
 
 
-def test_taken_before_the_admission() -> None:
+def test_block_allocated_before_the_admission_was_evicted() -> None:
     assert EVICTED == causes(history(taken_at=5))
 
 
-def test_taken_after_the_admission() -> None:
-    """It was in the cache then, and why it was no hit is not told."""
+def test_block_allocated_after_the_admission_does_not_explain_the_miss() -> None:
+    """The block was cached at the admission, so the cause of the miss is not known."""
     assert NOT_KNOWN == causes(history(taken_at=15))
 
 
-def test_taken_in_the_step_of_the_admission() -> None:
-    """Before the look-up or after it: the events of one step do not tell."""
+def test_block_allocated_in_the_step_of_the_admission_does_not_explain_the_miss() -> None:
+    """The events of one step do not show whether the allocation came before the lookup."""
     assert NOT_KNOWN == causes(history(taken_at=ADMITTED))
 
 
-def test_back_before_the_admission() -> None:
+def test_hash_back_before_the_admission_does_not_explain_the_miss() -> None:
     assert NOT_KNOWN == causes(history(taken_at=5, back_at=7))
 
 
-def test_back_after_the_admission() -> None:
+def test_hash_back_after_the_admission_was_evicted() -> None:
     assert EVICTED == causes(history(taken_at=5, back_at=15))
 
 
-def test_a_group_that_needs_not_every_block() -> None:
-    assert NOT_KNOWN == causes(history(taken_at=5, whole=1))
+def test_group_that_does_not_need_every_block_proves_no_eviction() -> None:
+    assert NOT_KNOWN == causes(history(taken_at=5, group_kind=1))
 
 
-def test_a_session_whose_later_chunks_nobody_looks_up() -> None:
+def test_later_chunks_of_a_session_are_never_looked_up() -> None:
     assert NOT_KNOWN == causes(history(taken_at=5, resumable=True))

@@ -1,7 +1,7 @@
 """The ledger gives the golden figures, and on any history those of the naive model.
 
 The model (:mod:`tests.naive`) was written from the rules alone, position by position; the ledger
-uses intervals. Where the two differ, one of them is wrong, and the smallest stream is printed.
+uses ranges. If the two differ, one of them is wrong, and the smallest such stream is printed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from tests.examples import examples
-from tests.histories import GOLDEN, WOVEN, Golden, Woven, compressed, request_id, told_whole, weave
+from tests.histories import GOLDEN, WOVEN, Golden, Woven, compressed, request_id, weave, whole_outputs
 from tests.naive import Naive
 from tests.strategies import Story, random_histories
 
@@ -55,12 +55,12 @@ SETTLED = ("local", "external", "computed", "unattained", "carried", "prompt_tok
 
 
 def by_title(row: Golden | Woven) -> str:
-    """A test's name is its row's title."""
+    """The title of a row, as the name of its test."""
     return row.title
 
 
 def post(ledger: Any, event: Event) -> None:
-    """Apply one event to the end; what it yields is not our concern here."""
+    """Post one event and ignore its entries."""
     entries = ledger.apply(event)
     if entries is not None:
         for _ in entries:
@@ -68,7 +68,7 @@ def post(ledger: Any, event: Event) -> None:
 
 
 def ledger_of(events: Iterable[Event]) -> Any:
-    """A ledger that has seen it all and forgot nothing."""
+    """A ledger after all events, with closed accounts kept."""
     ledger = Ledger(keep_closed=True)
     for event in events:
         post(ledger, event)
@@ -81,7 +81,7 @@ def causes(figure: Any) -> dict[str, int]:
 
 
 def figures_of(ledger: Any, request: int) -> dict[str, Any]:
-    """One account in the naive model's words."""
+    """The figures of one account, named as in the naive model."""
     statement = ledger.account(request_id(request))
     assert statement is not None
     figures = {name: getattr(statement, name) for name in FIGURES}
@@ -97,7 +97,7 @@ def figures_of(ledger: Any, request: int) -> dict[str, Any]:
 
 
 def figures_expected(model: Naive, request: int) -> dict[str, Any]:
-    """The same from the naive model, which is never in doubt."""
+    """The same figures from the naive model, in which no account is unknown."""
     result = model.result()[request]
     figures = {name: result[name] for name in (*FIGURES, "settlements")}
     figures["unknown"] = None
@@ -140,26 +140,26 @@ def expect(row: Golden, figures: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("row", GOLDEN, ids=by_title)
-def test_golden_row(row: Golden) -> None:
-    """One history, to the token."""
+def test_golden_history(row: Golden) -> None:
+    """The figures are right to the token."""
     expect(row, figures_of(ledger_of(row.events()), 0))
 
 
 @pytest.mark.parametrize("row", GOLDEN, ids=by_title)
-def test_golden_row_with_repeats(row: Golden) -> None:
-    """The same where unchanged steps are written as one ``Repeated``."""
+def test_golden_history_with_repeated_steps(row: Golden) -> None:
+    """The same figures when unchanged steps are written as one ``Repeated``."""
     expect(row, figures_of(ledger_of(compressed(row.events())), 0))
 
 
 @pytest.mark.parametrize("row", GOLDEN, ids=by_title)
-def test_golden_row_told_whole(row: Golden) -> None:
-    """The same where outputs are written whole."""
-    expect(row, figures_of(ledger_of(told_whole(row.events())), 0))
+def test_golden_history_with_whole_outputs(row: Golden) -> None:
+    """The same figures when outputs are written as ``DeliveredWhole``."""
+    expect(row, figures_of(ledger_of(whole_outputs(row.events())), 0))
 
 
 @pytest.mark.parametrize("woven", WOVEN, ids=by_title)
-def test_golden_row_of_several_requests(woven: Woven) -> None:
-    """Requests that share steps do not share accounts."""
+def test_requests_that_share_steps_have_separate_accounts(woven: Woven) -> None:
+    """Each request has the figures of its own row."""
     ledger = ledger_of(woven.events())
 
     for number, row in enumerate(woven.rows):
@@ -168,8 +168,8 @@ def test_golden_row_of_several_requests(woven: Woven) -> None:
 
 @examples(2000)
 @given(random_histories())
-def test_any_history_as_the_naive_model_has_it(story: Story) -> None:
-    """Every figure of every account at the end of any stream, cut off or not."""
+def test_ledger_agrees_with_the_naive_model(story: Story) -> None:
+    """Every figure of every account agrees at the end of any stream, cut off or not."""
     model = Naive()
     for event in story.events:
         model.apply(event)
@@ -181,8 +181,8 @@ def test_any_history_as_the_naive_model_has_it(story: Story) -> None:
 
 @examples(200)
 @given(random_histories())
-def test_any_history_at_every_moment(story: Story) -> None:
-    """The same after each single event."""
+def test_ledger_agrees_with_the_naive_model_after_every_event(story: Story) -> None:
+    """Every figure of every account agrees after each event."""
     model = Naive()
     ledger = Ledger(keep_closed=True)
     for event in story.events:
@@ -194,9 +194,9 @@ def test_any_history_at_every_moment(story: Story) -> None:
 
 @examples(500)
 @given(random_histories())
-def test_any_history_told_whole(story: Story) -> None:
-    """Outputs written whole, among repeats and others, are the same fact to ledger and model."""
-    events = told_whole(story.events)
+def test_whole_outputs_give_the_same_figures(story: Story) -> None:
+    """``DeliveredWhole`` among repeats and other outputs changes no figure, in ledger or model."""
+    events = whole_outputs(story.events)
     model, of_whole = Naive(), Naive()
     for event in story.events:
         model.apply(event)
@@ -212,7 +212,7 @@ def test_any_history_told_whole(story: Story) -> None:
 @examples(200)
 @given(random_histories())
 def test_totals_are_the_sum_of_the_accounts(story: Story) -> None:
-    """Nothing is counted twice and nothing is forgotten, whoever has ended."""
+    """Every account is counted once, open or closed."""
     model = Naive()
     for event in story.events:
         model.apply(event)
@@ -233,7 +233,7 @@ def test_totals_are_the_sum_of_the_accounts(story: Story) -> None:
 
 
 def posted_at_once(events: Iterable[Event]) -> Any:
-    """A ledger of which somebody reads every account after every event, so that none lags behind."""
+    """A ledger whose accounts are read after every event, so that none lags behind."""
     ledger = Ledger(keep_closed=True)
     for event in events:
         post(ledger, event)
@@ -251,7 +251,7 @@ LONG = (
 
 @pytest.mark.parametrize("words", LONG)
 @pytest.mark.parametrize("repeats", [False, True])
-def test_a_steady_account_is_that_of_one_posted_at_once(words: str, repeats: bool) -> None:
+def test_steady_accounts_equal_accounts_posted_at_once(words: str, repeats: bool) -> None:
     stream = weave({0: 40, 1: 24}, words)
     stream = compressed(stream) if repeats else stream
     lazy, eager = ledger_of(stream), posted_at_once(stream)
@@ -260,7 +260,7 @@ def test_a_steady_account_is_that_of_one_posted_at_once(words: str, repeats: boo
     assert eager.totals() == lazy.totals()
 
 
-def test_most_of_a_long_decode_is_posted_when_somebody_asks() -> None:
+def test_steady_decode_is_posted_when_the_account_is_read() -> None:
     ledger = Ledger()
     for event in weave({0: 40}, "A0+0 s40 o+ (s1 o+)x50"):
         post(ledger, event)

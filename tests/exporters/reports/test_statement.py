@@ -68,4 +68,4 @@ def test_an_unknown_account_says_so(tmp_path: Path) -> None:
     stream = [event for event in events(10, "A0+0 s10 o+ F") if not isinstance(event, RequestAdded)]
     account = statement([journals.write(tmp_path / "one", stream)], "#0")
 
-    assert "Unknown: its arrival was not seen." in text(render(account))
+    assert "Unknown: its arrival was not observed." in text(render(account))
