@@ -1,7 +1,7 @@
-"""Adapters: one module a family of engine releases, the only place that knows a host's names.
+"""Observers of vLLM's releases: the only rooms that know vLLM's names.
 
-An adapter is chosen by what the host *has* (signatures) and reported by what it *is* (version).
-``choose`` gives the observer class for a scheduler; constructing one wraps nothing yet.
+An adapter is the observer class of a family of releases. ``choose`` picks it by the signatures that a
+scheduler has, not by its version. Creating an observer wraps nothing yet.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 Adapter = type[V1Observer] | type[V0Observer]
 
 LEVELS = ("tokens", "blocks")
-"""What is observed: accounts of tokens, or of blocks as well."""
+"""What kvledger observes: tokens only, or the block pool as well."""
 
 ADAPTERS: tuple[Adapter, ...] = (
     V1Observer,
@@ -49,21 +49,21 @@ ADAPTERS: tuple[Adapter, ...] = (
     V1Observer009,
     V0Observer,
 )
-"""Newest first: what an older family needs is often there still."""
+"""Newest first, since a newer release often still has everything that an older adapter needs."""
 
 
 def choose(scheduler: Any) -> Adapter:
-    """The adapter whose whole table fits ``scheduler``.
+    """The adapter whose hooks all fit ``scheduler``.
 
-    Raises :class:`EngineMismatch`, naming what differs from the nearest adapter.
+    Raises :class:`EngineMismatch`, which names the differences from the nearest adapter.
     """
     nearest, least = ADAPTERS[0], None
     for adapter in ADAPTERS:
-        found = differences(adapter, scheduler)
-        if not found:
+        differing = differences(adapter, scheduler)
+        if not differing:
             return adapter
-        if least is None or len(found) < len(least):
-            nearest, least = adapter, found
+        if least is None or len(differing) < len(least):
+            nearest, least = adapter, differing
     raise EngineMismatch(
         f"{type(scheduler).__name__} is not as {nearest.NAME}, the nearest adapter, expects: "
         + "; ".join(least or ())
@@ -71,24 +71,24 @@ def choose(scheduler: Any) -> Adapter:
 
 
 def differences(adapter: Adapter, scheduler: Any) -> list[str]:
-    """What ``scheduler`` lacks, or has otherwise, of all that ``adapter`` relies on."""
-    found = []
+    """Phrases for what ``adapter`` needs and ``scheduler`` lacks or declares otherwise."""
+    phrases = []
     for hook in adapter.HOOKS:
         try:
             check((hook,), scheduler)
         except EngineMismatch as mismatch:
-            found.append(str(mismatch).partition(": ")[2])
+            phrases.append(str(mismatch).partition(": ")[2])
     needed = getattr(adapter, "HAS", ())
-    found += [f"{name} is missing" for name in needed if not _has(scheduler, name)]
+    phrases += [f"{name} is missing" for name in needed if not _has(scheduler, name)]
     fields = getattr(adapter, "OUTPUT", ())
-    if fields and not found:
-        had = output_fields()
-        found += [f"EngineCoreOutput has no {name}" for name in fields if name not in had]
-    return found
+    if fields and not phrases:
+        present = output_fields()
+        phrases += [f"EngineCoreOutput has no {name}" for name in fields if name not in present]
+    return phrases
 
 
 def blocks_out_of_reach(scheduler: Any) -> str:
-    """Why this scheduler can't be watched at level ``blocks``, in a phrase; "" if it can."""
+    """Why kvledger can't observe this scheduler at level ``blocks``, in a phrase; "" if it can."""
     return "; ".join(pool_differences(scheduler))
 
 
@@ -101,7 +101,7 @@ def _has(scheduler: Any, path: str) -> bool:
 
 
 def output_fields() -> tuple[str, ...]:
-    """The fields of what a v1 engine tells its front end of a request."""
+    """The fields of the output that a v1 engine sends its front end for a request."""
     from vllm.v1.engine import EngineCoreOutput
 
     return tuple(EngineCoreOutput.__struct_fields__)
@@ -113,21 +113,21 @@ def read_connectors() -> dict[str, tuple[str, ...]]:
 
 
 def host_version() -> str:
-    """The version vLLM says it is; the import is the host's own and long done by now."""
+    """vLLM's version. An engine has imported vLLM long before this runs."""
     import vllm
 
     return str(vllm.__version__)
 
 
 def scheduler_config() -> Any:
-    """vLLM's class whose ``get_scheduler_cls`` an EngineCore calls before it makes its scheduler."""
+    """vLLM's class whose ``get_scheduler_cls`` an EngineCore calls before it creates its scheduler."""
     from vllm.config.scheduler import SchedulerConfig
 
     return SchedulerConfig
 
 
 def out_of_reach(adapter: Adapter) -> str:
-    """Why the plugin can't get at an engine's scheduler here, in one sentence; "" if it can."""
+    """Why the plugin can't reach an engine's scheduler here, in one sentence; "" if it can."""
     version = host_version()
     if adapter is V0Observer:
         return f"The plugin does not reach the v0 scheduler of vLLM {version}."

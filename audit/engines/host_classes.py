@@ -1,4 +1,4 @@
-"""The host's classes as far as their signatures go: nothing is constructed, no engine is started."""
+"""Instances of vLLM's classes for comparing signatures: no ``__init__`` runs, no engine starts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def bare_scheduler() -> Any:
-    """What a scheduler of this host would have, with cache manager and connector; of no use but that."""
+    """A scheduler with cache manager and connector, fit only for comparing signatures."""
     if os.environ.get("VLLM_USE_V1") == "0" and find_spec("vllm.core.scheduler") is not None:
         return _bare_v0()
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -26,9 +26,9 @@ def _bare_v0() -> Any:
 
 
 def _bare(owner: type[Any], **attributes: Any) -> Any:
-    """An instance that no ``__init__`` has seen; of an abstract class too."""
+    """An instance without a call of ``__init__``; abstract classes allowed."""
     concrete = type(owner.__name__, (owner,), {"__del__": lambda self: None})
     concrete.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
-    made: Any = object.__new__(concrete)
-    vars(made).update(attributes)
-    return made
+    instance: Any = object.__new__(concrete)
+    vars(instance).update(attributes)
+    return instance

@@ -78,7 +78,7 @@ class V1Observer(Observer):
                 self.log,
                 self._hook_failed,
                 block_size=int(self.scheduler.block_size),
-                beside_scheduler=True,
+                in_scheduler_process=True,
             )
 
     def emit_failed_attempts(self) -> None:

@@ -1,10 +1,8 @@
-"""The live connector, scheduler side, beyond what each admission shows of it.
+"""The scheduler side of a live KV connector, apart from what each admission shows.
 
-Here: what it counts itself, what it keeps of requests that have ended, and what the children of a
-``MultiConnector`` answer. What it matches, promises and plans is observed with the admissions
-(``admissions``); how a plan is read, by the readers (``plans``).
-
-Nothing here runs in a step of decodes: a connector's own count is asked for when a life ends and at a
+Here: the connector's own token counts, the blocks it keeps of ended requests, and the answers of a
+``MultiConnector``'s children. Its matches, promises and metadata are handled with the admissions
+(``admissions``). Nothing here runs in a step of decodes: the counts are read when a life ends and at a
 census.
 """
 
@@ -29,17 +27,25 @@ Failed = Callable[[str, Exception, bool], None]
 
 
 class ConnectorWatch:
-    """Watches one scheduler's connector, and its children where it has any."""
+    """Observes one scheduler's connector, and its children if it has any."""
 
     def __init__(self, scheduler: Any, log: StepLog, step: Callable[[], int], failed: Failed) -> None:
         self.reader: MetadataReader | None = reader_of(scheduler.connector)
+        """Reads the connector's metadata; None if kvledger has no reader for it."""
         self._scheduler = scheduler
+        """vLLM's scheduler."""
         self._log = log
+        """Receives the events."""
         self._step = step
+        """Returns the number of the current step."""
         self._tracks = self.reader is not None and "tracker" in self.reader.READS
+        """Whether the connector keeps token counts that the reader can read."""
         self._recent = _steps_ahead(scheduler) * (1 + max(0, int(getattr(scheduler, "num_spec_tokens", 0))))
+        """The most tokens of a request that the connector may not have seen yet."""
         self._ended: dict[str, int] = {}
+        """Id and number of the request that is ending."""
         self._delayed: dict[str, int] = {}
+        """Numbers of the ended requests whose blocks the connector keeps, by request id."""
         self._hooks = [Hooks(TABLE, scheduler.connector, self, failed)]
         children = getattr(scheduler.connector, "_connectors", ())
         for place, child in enumerate(children if isinstance(children, list | tuple) else ()):
@@ -47,7 +53,7 @@ class ConnectorWatch:
             self._hooks.append(Hooks(CHILD_TABLE, child, watch, failed))
 
     def remove(self) -> None:
-        """Give the connector back."""
+        """Restore the connector."""
         for hooks in self._hooks:
             hooks.remove()
 
@@ -58,7 +64,7 @@ class ConnectorWatch:
             self._ended = {request_id: number}
 
     def track(self, request: Any, computed_tokens: int, waits: bool) -> None:
-        """State what the connector counts of ``request``. While a load holds it back, that is nothing."""
+        """Emit ``Tracked``: the connector's counts for a request, but not while it waits for a load."""
         if not self._tracks or waits or computed_tokens <= 0:
             return
         assert self.reader is not None
@@ -81,6 +87,7 @@ class ConnectorWatch:
         )
 
     def request_finished(self, _: None, result: Any, request: Any, block_ids: Any) -> None:
+        """``request_finished`` returned. Emits ``FreeDelayed`` if the connector keeps the blocks."""
         request_id = request.request_id
         number = self._ended.pop(request_id, None)
         if number is None or not result[0]:
@@ -91,35 +98,38 @@ class ConnectorWatch:
         self._log.emit(ev.FreeDelayed(self._log.now(), number, self._step(), request_id, blocks))
 
     def at_rest(self) -> None:
-        """Say which of the requests whose blocks were kept are gone from the scheduler."""
-        for request_id in [name for name in self._delayed if name not in self._scheduler.requests]:
+        """Emit ``FreeCompleted`` for each kept request that the scheduler has dropped since."""
+        requests = self._scheduler.requests
+        for request_id in [each for each in self._delayed if each not in requests]:
             number = self._delayed.pop(request_id)
             self._log.emit(ev.FreeCompleted(self._log.now(), number, self._step()))
 
 
 def _steps_ahead(scheduler: Any) -> int:
-    """So many steps may have been planned before the output of the first of them was known."""
+    """How many steps may be scheduled before the output of the first one has arrived."""
     config = scheduler.vllm_config
     asynchronous = bool(getattr(config.scheduler_config, "async_scheduling", False))
     return int(getattr(config.parallel_config, "pipeline_parallel_size", 1)) + asynchronous
 
 
 class _Child:
-    """What one child answered last, by request."""
+    """Observes the matches of one child of a ``MultiConnector``."""
 
     def __init__(self, name: str, log: StepLog, step: Callable[[], int]) -> None:
         self._name = name
         self._log = log
         self._step = step
         self._last: dict[str, tuple[Any, ...]] = {}
+        """The last query and answer, by request id."""
 
     def matched(self, _: None, result: Any, request: Any, num_computed_tokens: int) -> None:
+        """``get_num_new_matched_tokens`` answered. Emits ``ChildMatched`` unless the answer is unchanged."""
         number = self._log.ids.get(request.request_id)
-        said = (num_computed_tokens, *result)
-        if number is None or self._last.get(request.request_id) == said:
+        answer = (num_computed_tokens, *result)
+        if number is None or self._last.get(request.request_id) == answer:
             return
         if len(self._last) > len(self._log.ids):
-            self._last = {name: last for name, last in self._last.items() if name in self._log.ids}
-        self._last[request.request_id] = said
+            self._last = {each: last for each, last in self._last.items() if each in self._log.ids}
+        self._last[request.request_id] = answer
         step, now = self._step(), self._log.now()
         self._log.emit(ev.ChildMatched(now, number, step, self._name, num_computed_tokens, *result))

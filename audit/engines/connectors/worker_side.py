@@ -1,11 +1,11 @@
-"""The live connector, worker side: what it loads, waits for, saves and reports, a step at a time.
+"""The worker side of a live KV connector: what it loads, waits for, saves and reports in each step.
 
-A worker is handed a plan, begins its loads, runs the model, waits for what is saved and says what has
-arrived or failed. All of that is one event, told where the plan is taken away again, and only of steps
-in which the connector did anything. In a process of its own a worker counts the plans that it is handed,
-from 1, as the scheduler counts its steps.
+A worker receives connector metadata, starts its loads, runs the model, waits for its saves and reports what
+arrived or failed. ``WorkerStepped`` carries all of that; it is emitted when the metadata is cleared, and only
+for steps in which the connector did something. A worker in its own process counts the metadata that it
+receives, from 1, as the scheduler counts its steps.
 
-A layer's wait is watched only in a step that loads: there are as many calls as layers.
+The waits for single layers are observed only in a step that loads, since there is a call for each layer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..readers import reader_of
 from .metadata_reader import MetadataReader
 
 TABLE: tuple[Hook, ...] = (
-    Hook("", "bind_connector_metadata", (), after="handed"),
+    Hook("", "bind_connector_metadata", (), after="bound"),
     Hook("", "start_load_kv", (), after="load_started"),
     Hook("", "wait_for_save", (), after="save_waited"),
     Hook("", "get_finished", (), after="finished", optional=True),
@@ -35,15 +35,15 @@ LAYERS: tuple[Hook, ...] = (Hook("", "wait_for_layer_load", (), after="layer_wai
 
 Failed = Callable[[str, Exception, bool], None]
 
-PLANS_KEPT = 8
-"""Steps are planned ahead of a worker in the same process by fewer than so many."""
+METADATA_KEPT = 8
+"""More than the steps that a scheduler runs ahead of a worker in its process."""
 
 
 class WorkerWatch:
-    """Watches the worker side of one connector. ``rank`` names the worker.
+    """Observes the worker side of one connector. ``rank`` is the worker's number.
 
-    ``beside_scheduler``: it is in the same process, and each plan is :meth:`planned` before it is handed
-    over; else plans are counted.
+    ``in_scheduler_process``: the scheduler runs in the same process, and reports its metadata by
+    :meth:`planned` before the worker receives it. Otherwise the metadata received is counted.
     """
 
     def __init__(
@@ -54,53 +54,73 @@ class WorkerWatch:
         *,
         block_size: int,
         rank: int = 0,
-        beside_scheduler: bool = False,
+        in_scheduler_process: bool = False,
     ) -> None:
         self.reader: MetadataReader | None = reader_of(connector)
-        self.steps = 0
+        """Reads the connector's metadata; None if kvledger has no reader for it."""
+        self.step = 0
+        """The current step; -1 if the metadata belongs to no recent one."""
         self._connector = connector
+        """vLLM's connector."""
         self._log = log
+        """Receives the events."""
         self._failed = failed
+        """Is called when a hook fails."""
         self._block_size = block_size
+        """Tokens a block."""
         self._rank = rank
-        self._plans: deque[tuple[Any, int]] | None = deque(maxlen=PLANS_KEPT) if beside_scheduler else None
+        """The worker's number."""
+        self._planned: deque[tuple[Any, int]] | None = (
+            deque(maxlen=METADATA_KEPT) if in_scheduler_process else None
+        )
+        """The scheduler's last metadata with their steps; None in a worker's own process."""
         self._layers: Hooks | None = None
+        """The hooks on single layers, in a step that loads."""
         self._clear()
         self._hooks = Hooks(TABLE, connector, self, failed)
 
     def remove(self) -> None:
-        """Give the connector back."""
+        """Restore the connector."""
         self._hooks.remove()
-        self._let_layers_go()
+        self._unhook_layers()
 
     def _clear(self) -> None:
-        self._handed = self._started = self._saved = False
+        self._bound = self._started = self._saved = False
+        """Whether metadata was received, loads were started, and saves were waited for in this step."""
         self._loads: list[int] | None = None
+        """The blocks that the metadata orders to be loaded; None if unknown."""
         self._saves = -1
+        """The number of saves that the metadata orders; -1 if unknown."""
         self._layers_waited = 0
+        """Calls of ``wait_for_layer_load``."""
         self._failed_blocks: set[int] = set()
+        """Blocks reported as failed to load."""
         self._received: set[str] = set()
+        """Ids of the requests whose loads are reported finished."""
         self._failed_requests: set[str] = set()
+        """Ids of the requests whose loads are reported failed."""
         self._sent: set[str] = set()
+        """Ids of the requests whose saves are reported finished."""
 
     # --- a step ---------------------------------------------------------------------------------------
 
-    def planned(self, plan: Any, step: int) -> None:
-        """The scheduler has made a plan."""
-        if self._plans is not None:
-            self._plans.append((plan, step))
+    def planned(self, metadata: Any, step: int) -> None:
+        """The scheduler has built the metadata of a step."""
+        if self._planned is not None:
+            self._planned.append((metadata, step))
 
-    def _step_of(self, plan: Any) -> int:
-        """The step that a plan is for; -1: none of the last few."""
-        if self._plans is None:
-            return self.steps + 1
-        return next((step for known, step in self._plans if known is plan), -1)
+    def _step_of(self, metadata: Any) -> int:
+        """The step that the metadata was built for; -1: none of the last few."""
+        if self._planned is None:
+            return self.step + 1
+        return next((step for planned, step in self._planned if planned is metadata), -1)
 
-    def handed(self, _: None, __: None, connector_metadata: Any) -> None:
-        if self._handed:
-            self._tell()
-        self.steps = self._step_of(connector_metadata)
-        self._handed = True
+    def bound(self, _: None, __: None, connector_metadata: Any) -> None:
+        """``bind_connector_metadata``: the worker received a step's metadata."""
+        if self._bound:
+            self._emit_step()
+        self.step = self._step_of(connector_metadata)
+        self._bound = True
         reader = self.reader
         if reader is None:
             return
@@ -111,38 +131,46 @@ class WorkerWatch:
             self._layers = Hooks(LAYERS, self._connector, self, self._failed)
 
     def load_started(self, *_: Any, **__: Any) -> None:
+        """``start_load_kv`` returned."""
         self._started = True
 
     def layer_waited(self, *_: Any, **__: Any) -> None:
+        """``wait_for_layer_load`` returned."""
         self._layers_waited += 1
 
     def save_waited(self, *_: Any, **__: Any) -> None:
+        """``wait_for_save`` returned."""
         self._saved = True
 
     def finished(self, _: None, result: Any, *__: Any, **___: Any) -> None:
+        """``get_finished`` returned the requests whose transfers are complete."""
         sent, received = result
         self._sent.update(sent or ())
         self._received.update(received or ())
 
     def results(self, _: None, result: Any, *__: Any, **___: Any) -> None:
+        """``get_transfer_results`` returned, since 0.30 with the failed loads."""
         self._sent.update(result.finished_sending or ())
         self._received.update(result.finished_recving or ())
         self._failed_requests.update(getattr(result, "failed_recving", None) or ())
 
     def load_errors(self, _: None, result: Any) -> None:
+        """``get_block_ids_with_load_errors`` returned."""
         self._failed_blocks.update(result or ())
 
     def step_ends(self) -> None:
-        self._tell()
+        """``clear_connector_metadata`` is called. Emits ``WorkerStepped``."""
+        self._emit_step()
 
-    def _tell(self) -> None:
-        self._let_layers_go()
-        answered = self._failed_blocks or self._received or self._failed_requests or self._sent
-        if self.steps >= 0 and (self._loads or self._saves > 0 or answered):
+    def _emit_step(self) -> None:
+        """Emit ``WorkerStepped`` if the connector did something in this step."""
+        self._unhook_layers()
+        reported = self._failed_blocks or self._received or self._failed_requests or self._sent
+        if self.step >= 0 and (self._loads or self._saves > 0 or reported):
             self._log.emit(
                 ev.WorkerStepped(
                     at=self._log.now(),
-                    step=self.steps,
+                    step=self.step,
                     worker=self._rank,
                     started=self._started,
                     loaded_blocks=self._loads,
@@ -157,14 +185,14 @@ class WorkerWatch:
             )
         self._clear()
 
-    def _let_layers_go(self) -> None:
+    def _unhook_layers(self) -> None:
         if self._layers is not None:
             self._layers.remove()
             self._layers = None
 
 
 class WorkerObserver:
-    """Watches a worker in a process of its own, into a journal of its own."""
+    """Observes a worker in its own process, into its own journal."""
 
     def __init__(self, connector: Any, config: Any, sink: Sink, version: str) -> None:
         self._sink = sink
@@ -185,12 +213,12 @@ class WorkerObserver:
         self._restart()
 
     def at_rest(self, *_: Any, **__: Any) -> None:
-        """Between two steps."""
+        """``clear_connector_metadata`` returned: emit a snapshot if the sink wants one."""
         if self._sink.wants_snapshot:
             self._restart()
 
     def stop(self, reason: str) -> None:
-        """Give the connector back. Idempotent."""
+        """Restore the connector and emit ``EngineStopped``. Idempotent."""
         if self._stopped:
             return
         self._stopped = True
@@ -216,24 +244,24 @@ class WorkerObserver:
                 process_id=os.getpid(),
                 configuration=self._configuration,
             ),
-            ev.Snapshot(now, self._watch.steps, [], 0),
+            ev.Snapshot(now, self._watch.step, [], 0),
         )
 
 
 def identity(config: Any) -> dict[str, ev.Setting]:
-    """Whose worker it is: what the engine and its workers call the one transfer between them."""
+    """Which engine the worker belongs to: the transfer id that both share, and the worker's rank."""
     return {"transfer": transfer_of(config), "rank": int(config.parallel_config.rank)}
 
 
 def transfer_of(config: Any) -> str | None:
-    """A name that an engine's scheduler and workers share and no other engine has; None without."""
+    """The id that an engine's scheduler and workers share with no other engine; None without a connector."""
     transfer = getattr(config, "kv_transfer_config", None)
     name = getattr(transfer, "engine_id", None)
     return None if name is None else str(name)
 
 
 def worker_in_this_process(config: Any) -> Any:
-    """The worker side of an engine's connector, where its worker runs in this process; else None."""
+    """The worker side of an engine's connector, if the worker runs in this process; else None."""
     try:
         from vllm.distributed import kv_transfer
     except ImportError:
@@ -247,15 +275,16 @@ def worker_in_this_process(config: Any) -> Any:
 
 
 def connector_factory() -> Any:
-    """vLLM's class that makes both sides of a connector, and the role of a worker; None before 0.10."""
+    """vLLM's class that creates both sides of a connector, and the role of a worker; None before 0.10."""
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     except ImportError:
         return None
-    found = KVConnectorFactory, KVConnectorRole.WORKER
-    return found if hasattr(KVConnectorFactory, "create_connector") else None
+    if not hasattr(KVConnectorFactory, "create_connector"):
+        return None
+    return KVConnectorFactory, KVConnectorRole.WORKER
 
 
 def _ignore(*_: Any) -> None:
-    """What fails is told elsewhere."""
+    """The watch's own hooks report failures."""
