@@ -55,7 +55,7 @@ SECTIONS: dict[str, tuple[Term, ...]] = {
             "preemption",
             "The scheduler takes a running request's blocks away and puts the request back into the "
             "waiting queue. The KV that the request had is lost unless a cache still holds it.",
-            "Entry `discarded: preempted for want of blocks`, debit 32.",
+            "Entry `discarded: preempted, no free blocks`, debit 32.",
             ("preempted",),
         ),
         Term(
@@ -182,7 +182,7 @@ SECTIONS: dict[str, tuple[Term, ...]] = {
         Term(
             "rework",
             "Scheduled tokens whose KV existed before and was lost, so the engine computes them again.",
-            "69 tokens of rework after preemptions for want of blocks.",
+            "69 tokens of rework after preemptions.",
         ),
         Term(
             "rejected",
@@ -211,7 +211,7 @@ SECTIONS: dict[str, tuple[Term, ...]] = {
         Term(
             "promise",
             "External tokens that the connector said it would load for an admission.",
-            "`external, promised`, credit 32.",
+            "`external tokens promised`, credit 32.",
             ("promised", "promised tokens"),
         ),
         Term(
@@ -224,13 +224,13 @@ SECTIONS: dict[str, tuple[Term, ...]] = {
         Term(
             "repeat hit",
             "Local hits over tokens whose KV the request had in an earlier life.",
-            "A preempted request finds its own 288 tokens in the prefix cache: 288 tokens of repeat hit.",
+            "Entry `local hit (repeat hit: 16)`: 16 tokens that the request had before.",
             ("hit again", "hit_again"),
         ),
         Term(
             "repeat load",
             "External tokens loaded over tokens whose KV the request had in an earlier life.",
-            "`loaded 32 of the promise (32 again)`",
+            "`loaded 32 external tokens (repeat load: 32)`",
             ("loaded again", "loaded_again"),
         ),
         Term(

@@ -49,10 +49,10 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
     def call(*words: str | Path) -> Outcome:
         monkeypatch.setattr(sys, "argv", ["kvledger", *map(str, words)])
-        with pytest.raises(SystemExit) as left:
+        with pytest.raises(SystemExit) as exited:
             cli.main()
-        told = capsys.readouterr()
-        return Outcome(left.value.code, told.out, told.err)
+        printed = capsys.readouterr()
+        return Outcome(exited.value.code, printed.out, printed.err)
 
     return call
 
@@ -79,25 +79,25 @@ def segment(folder: Path) -> Path:
 # --- audit ----------------------------------------------------------------------------------------
 
 
-def test_clean_is_0(run: Any, clean: Path) -> None:
-    told = run("audit", clean)
+def test_a_clean_audit_exits_with_0(run: Any, clean: Path) -> None:
+    outcome = run("audit", clean)
 
-    assert (0, "") == (told.code, told.err)
-    assert told.out.startswith("clean: 1 request, 0 violations, 1 preemption\n")
-
-
-def test_violated_is_1(run: Any, violated: Path) -> None:
-    told = run("audit", violated)
-
-    assert 1 == told.code
-    assert "tokens/negative" in told.out
+    assert (0, "") == (outcome.code, outcome.err)
+    assert outcome.out.startswith("clean: 1 request, 0 violations, 1 preemption\n")
 
 
-def test_unknown_is_3(run: Any, unknown: Path) -> None:
-    told = run("audit", unknown)
+def test_a_violated_audit_exits_with_1(run: Any, violated: Path) -> None:
+    outcome = run("audit", violated)
 
-    assert 3 == told.code
-    assert "events were lost" in told.out
+    assert 1 == outcome.code
+    assert "tokens/negative" in outcome.out
+
+
+def test_an_unknown_audit_exits_with_3(run: Any, unknown: Path) -> None:
+    outcome = run("audit", unknown)
+
+    assert 3 == outcome.code
+    assert "events were lost" in outcome.out
 
 
 def test_violated_outweighs_unknown(run: Any, clean: Path, unknown: Path, violated: Path) -> None:
@@ -105,36 +105,36 @@ def test_violated_outweighs_unknown(run: Any, clean: Path, unknown: Path, violat
     assert 3 == run("audit", clean, unknown).code
 
 
-def test_the_json_is_one_object(run: Any, violated: Path) -> None:
-    told = run("audit", violated, "--format", "json")
-    found = json.loads(told.out)
+def test_audit_as_json_is_one_object(run: Any, violated: Path) -> None:
+    outcome = run("audit", violated, "--format", "json")
+    data = json.loads(outcome.out)
 
-    assert 1 == told.code
-    assert ("violated", 1, 0, 0) == tuple(found[k] for k in ("verdict", "requests", "unknown", "drift"))
+    assert 1 == outcome.code
+    assert ("violated", 1, 0, 0) == tuple(data[k] for k in ("verdict", "requests", "unknown", "drift"))
     assert {
         "prompt_tokens": 200,
         "local": 0,
         "external": 104,
         "computed": 96,
         "unattained": 0,
-    } == found["totals"]
-    assert (0, 32, 168) == tuple(found["plan"][k] for k in ("local", "external", "computed"))
-    work = found["work"]
+    } == data["totals"]
+    assert (0, 32, 168) == tuple(data["plan"][k] for k in ("local", "external", "computed"))
+    work = data["work"]
     kinds = ("first_prompt", "first_output", "rework", "rejected", "overrun", "in_flight")
     assert work["scheduled"] == sum(work[kind] for kind in kinds)
-    first = found["violations"][0]
+    first = data["violations"][0]
     assert {"id", "severity", "engine", "request", "step", "message", "figures"} <= first.keys()
     assert ("tokens/negative", "violation", "request-0") == (first["id"], first["severity"], first["request"])
     assert -128 == first["figures"]["local_tokens"]
 
 
-def test_several_paths_are_one_audit(run: Any, clean: Path, violated: Path) -> None:
-    found = json.loads(run("audit", clean, violated, "--format", "json").out)
+def test_several_paths_make_one_audit(run: Any, clean: Path, violated: Path) -> None:
+    data = json.loads(run("audit", clean, violated, "--format", "json").out)
 
-    assert 2 == found["requests"] == len(found["journals"])
+    assert 2 == data["requests"] == len(data["journals"])
 
 
-def test_a_single_segment(run: Any, clean: Path) -> None:
+def test_a_single_segment_can_be_audited(run: Any, clean: Path) -> None:
     assert 0 == run("audit", segment(clean)).code
 
 
@@ -142,73 +142,73 @@ def test_a_single_segment(run: Any, clean: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [("audit",), ("show", "x"), ("serve",)])
-def test_a_missing_path(run: Any, tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_a_missing_path_is_one_sentence(run: Any, tmp_path: Path, words: tuple[str, ...]) -> None:
     verb, *rest = words
-    told = run(verb, tmp_path / "nowhere", *rest)
+    outcome = run(verb, tmp_path / "nowhere", *rest)
 
-    assert 2 == told.code
-    assert f"There is no {tmp_path / 'nowhere'}." == told.sentence
-
-
-def test_an_empty_folder(run: Any, tmp_path: Path) -> None:
-    told = run("audit", tmp_path)
-
-    assert 2 == told.code
-    assert "is empty" in told.sentence
+    assert 2 == outcome.code
+    assert f"There is no {tmp_path / 'nowhere'}." == outcome.sentence
 
 
-def test_a_folder_without_journals(run: Any, tmp_path: Path) -> None:
+def test_an_empty_folder_is_bad_input(run: Any, tmp_path: Path) -> None:
+    outcome = run("audit", tmp_path)
+
+    assert 2 == outcome.code
+    assert "is empty" in outcome.sentence
+
+
+def test_a_folder_without_journals_is_bad_input(run: Any, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
-    told = run("audit", tmp_path)
+    outcome = run("audit", tmp_path)
 
-    assert 2 == told.code
-    assert "holds no kvledger journal" in told.sentence
+    assert 2 == outcome.code
+    assert "holds no kvledger journal" in outcome.sentence
 
 
-def test_a_file_that_is_no_journal(run: Any, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_journal_is_bad_input(run: Any, tmp_path: Path) -> None:
     other = tmp_path / "other.bin"
     other.write_bytes(os.urandom(1_000))
-    told = run("audit", other)
+    outcome = run("audit", other)
 
-    assert 2 == told.code
-    assert f"{other} is not a kvledger journal." == told.sentence
+    assert 2 == outcome.code
+    assert f"{other} is not a kvledger journal." == outcome.sentence
 
 
-def test_a_newer_schema(run: Any, clean: Path) -> None:
+def test_a_newer_schema_is_bad_input(run: Any, clean: Path) -> None:
     path = segment(clean)
     data = path.read_bytes()
     path.write_bytes(data.replace(header(SCHEMA), header(SCHEMA + 8), 1))
-    told = run("audit", clean)
+    outcome = run("audit", clean)
 
-    assert 2 == told.code
-    assert f"schema {SCHEMA + 8}" in told.sentence
+    assert 2 == outcome.code
+    assert f"schema {SCHEMA + 8}" in outcome.sentence
 
 
-def test_a_torn_tail_is_read_up_to_the_tear(run: Any, tmp_path: Path) -> None:
-    """And said so: what was lost is not known, so the verdict is unknown."""
+def test_a_torn_tail_is_read_up_to_the_tear_and_makes_the_verdict_unknown(run: Any, tmp_path: Path) -> None:
+    """What the tail held is not known."""
     folder = journals.write(tmp_path / "torn", events(200, journals.CLEAN))
     path = segment(folder)
     path.write_bytes(path.read_bytes()[:-3])
-    told = run("audit", folder)
+    outcome = run("audit", folder)
 
-    assert 3 == told.code
-    assert f"torn tail at {path.name} byte " in told.out
-    assert "clean: 1 request" not in told.out
+    assert 3 == outcome.code
+    assert f"torn tail at {path.name} byte " in outcome.out
+    assert "clean: 1 request" not in outcome.out
 
 
-def test_a_corrupted_segment_is_said(run: Any, clean: Path) -> None:
+def test_a_corrupted_segment_is_named_and_makes_the_verdict_unknown(run: Any, clean: Path) -> None:
     path = segment(clean)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 0xFF
     path.write_bytes(data)
-    told = run("audit", clean)
+    outcome = run("audit", clean)
 
-    assert 3 == told.code
-    assert path.name in told.out
+    assert 3 == outcome.code
+    assert path.name in outcome.out
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (("audit",), "Missing argument"),
         (("audit", "x", "--format", "xml"), "'xml' is none of text, json and csv"),
@@ -221,14 +221,14 @@ def test_a_corrupted_segment_is_said(run: Any, clean: Path) -> None:
         (("serve", "x", "--engine-url", "here"), "'here' is no URL of an engine's metrics"),
     ],
 )
-def test_bad_usage_is_one_sentence(run: Any, words: tuple[str, ...], said: str) -> None:
-    told = run(*words)
+def test_bad_usage_is_one_sentence(run: Any, words: tuple[str, ...], expected: str) -> None:
+    outcome = run(*words)
 
-    assert 2 == told.code
-    assert said in told.sentence
+    assert 2 == outcome.code
+    assert expected in outcome.sentence
 
 
-def test_a_folder_that_nobody_may_look_into(
+def test_a_folder_without_read_permission_is_one_sentence(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def forbidden(path: Path) -> Iterator[Path]:
@@ -238,51 +238,55 @@ def test_a_folder_that_nobody_may_look_into(
     monkeypatch.setattr(Path, "is_file", forbidden)
 
     for verb in ("audit", "summary"):
-        told = run(verb, tmp_path)
-        assert 2 == told.code
-        assert f"{tmp_path} can't be read: Permission denied." == told.sentence
+        outcome = run(verb, tmp_path)
+        assert 2 == outcome.code
+        assert f"{tmp_path} can't be read: Permission denied." == outcome.sentence
 
 
-def test_no_command_prints_help(run: Any) -> None:
-    told = run()
+def test_without_a_command_help_is_printed(run: Any) -> None:
+    outcome = run()
 
-    assert 2 == told.code
-    assert "Usage: kvledger" in told.out
-    assert "" == told.err
+    assert 2 == outcome.code
+    assert "Usage: kvledger" in outcome.out
+    assert "" == outcome.err
 
 
 # --- our own failures -------------------------------------------------------------------------------
 
 
-def test_our_own_bug_is_one_sentence_too(run: Any, clean: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_defect_of_kvledger_is_one_sentence_and_70(
+    run: Any, clean: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*args: object) -> None:
         raise RuntimeError("the sky\nfell")
 
     monkeypatch.setattr("kvledger.audit.replay.find.find_journals", broken)
-    told = run("audit", clean)
+    outcome = run("audit", clean)
 
-    assert 70 == told.code
-    assert "Kvledger itself failed (RuntimeError: the sky fell); --debug shows where." == told.sentence
+    assert 70 == outcome.code
+    assert "Kvledger itself failed (RuntimeError: the sky fell); --debug shows where." == outcome.sentence
 
 
-def test_debug_shows_the_traceback_wherever_it_stands(run: Any, tmp_path: Path) -> None:
+def test_debug_prints_the_traceback_before_or_after_the_command(run: Any, tmp_path: Path) -> None:
     for words in (("--debug", "audit", tmp_path), ("audit", tmp_path, "--debug")):
-        told = run(*words)
-        assert 2 == told.code
-        assert "Traceback" in told.err
+        outcome = run(*words)
+        assert 2 == outcome.code
+        assert "Traceback" in outcome.err
 
 
-def test_interrupted_quietly(run: Any, clean: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_prints_nothing_and_exits_with_130(
+    run: Any, clean: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("kvledger.audit.replay.find.find_journals", interrupted)
-    told = run("audit", clean)
+    outcome = run("audit", clean)
 
-    assert (130, "", "") == (told.code, told.out, told.err)
+    assert (130, "", "") == (outcome.code, outcome.out, outcome.err)
 
 
-def test_a_reader_that_leaves_early(tmp_path: Path) -> None:
+def test_a_closed_pipe_prints_nothing_and_exits_with_141(tmp_path: Path) -> None:
     """kvledger audit ... | head -1"""
     for number in range(200):
         journals.clean(tmp_path / f"engine-{number}")
@@ -302,23 +306,23 @@ def test_a_reader_that_leaves_early(tmp_path: Path) -> None:
 # --- the other verbs ----------------------------------------------------------------------------------
 
 
-def test_version(run: Any) -> None:
+def test_version_is_printed(run: Any) -> None:
     assert f"{__version__}\n" == run("version").out == run("--version").out
 
 
-def test_show(run: Any, violated: Path) -> None:
-    told = run("show", violated, "request-0")
+def test_show_prints_entries_and_findings(run: Any, violated: Path) -> None:
+    outcome = run("show", violated, "request-0")
 
-    assert 0 == told.code
-    assert "loaded 160 external tokens (repeat load: 88)" in told.out
-    assert "tokens/negative" in told.out
+    assert 0 == outcome.code
+    assert "loaded 160 external tokens (repeat load: 88)" in outcome.out
+    assert "tokens/negative" in outcome.out
 
 
 def test_show_as_json(run: Any, violated: Path) -> None:
-    found = json.loads(run("show", violated, "request-0", "--json").out)
+    data = json.loads(run("show", violated, "request-0", "--json").out)
 
-    assert {"account", "lines", "findings", "engine", "journal"} == found.keys()
-    assert "request-0" == found["account"]["request_id"]
+    assert {"account", "lines", "findings", "engine", "journal"} == data.keys()
+    assert "request-0" == data["account"]["request_id"]
 
 
 def test_show_as_csv(run: Any, violated: Path) -> None:
@@ -328,26 +332,28 @@ def test_show_as_csv(run: Any, violated: Path) -> None:
     assert any("loaded 160 external tokens" in line["text"] for line in lines)
 
 
-def test_show_takes_several_paths(run: Any, clean: Path, violated: Path) -> None:
+def test_show_searches_several_paths(run: Any, clean: Path, violated: Path) -> None:
     assert "request-0" in run("show", clean, violated, "request-0").out
 
 
-def test_show_looks_in_the_window_alone(run: Any, clean: Path) -> None:
-    told = run("show", clean, "request-0", "--until", "2001-01-01")
+def test_show_searches_only_the_window(run: Any, clean: Path) -> None:
+    outcome = run("show", clean, "request-0", "--until", "2001-01-01")
 
-    assert 2 == told.code
-    assert "is called 'request-0'" in told.sentence
+    assert 2 == outcome.code
+    assert "is called 'request-0'" in outcome.sentence
 
 
-def test_audit_as_csv_is_a_line_a_finding(run: Any, violated: Path) -> None:
-    told = run("audit", violated, "--format", "csv")
-    lines = list(csv.DictReader(told.out.splitlines()))
+def test_audit_as_csv_has_one_line_per_finding(run: Any, violated: Path) -> None:
+    outcome = run("audit", violated, "--format", "csv")
+    lines = list(csv.DictReader(outcome.out.splitlines()))
 
-    assert 1 == told.code
+    assert 1 == outcome.code
     assert {"tokens/negative", "tokens/set-once"} <= {line["id"] for line in lines}
 
 
-def test_a_path_is_named_as_it_was_given(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_names_a_path_as_it_was_given(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No capital letter where a sentence begins with it."""
     (tmp_path / "void").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -357,11 +363,11 @@ def test_a_path_is_named_as_it_was_given(run: Any, tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("verb", ["report", "timeline"])
 @pytest.mark.parametrize("output", ["", ".", "/"])
-def test_no_file_to_write(run: Any, clean: Path, verb: str, output: str) -> None:
-    told = run(verb, clean, "--output", output)
+def test_an_output_that_is_a_folder_is_bad_input(run: Any, clean: Path, verb: str, output: str) -> None:
+    outcome = run(verb, clean, "--output", output)
 
-    assert 2 == told.code
-    assert told.err.endswith("can't be written: it is a folder.\n")
+    assert 2 == outcome.code
+    assert outcome.err.endswith("can't be written: it is a folder.\n")
 
 
 @pytest.mark.parametrize("verb", ["report", "timeline"])
@@ -378,56 +384,56 @@ def test_a_device_is_written_to_and_not_replaced(run: Any, clean: Path, tmp_path
 
 
 @pytest.mark.parametrize("verb", ["report", "timeline"])
-def test_a_full_disk_is_one_sentence(run: Any, clean: Path, verb: str) -> None:
-    told = run(verb, clean, "-o", "/dev/full")
+def test_a_full_disk_is_one_sentence_that_names_the_file(run: Any, clean: Path, verb: str) -> None:
+    outcome = run(verb, clean, "-o", "/dev/full")
 
-    assert 2 == told.code
-    assert "/dev/full can't be written: No space left on device." == told.err.strip()
+    assert 2 == outcome.code
+    assert "/dev/full can't be written: No space left on device." == outcome.err.strip()
 
 
-def test_an_id_that_the_locale_has_no_letters_for(tmp_path: Path) -> None:
+def test_a_request_id_outside_the_locale_is_escaped(tmp_path: Path) -> None:
     added = RequestAdded(0, 0, "b\u00fccher", 10)
-    told = subprocess.run(
+    outcome = subprocess.run(
         [sys.executable, "-m", "kvledger", "show", journals.write(tmp_path / "one", [added]), "b"],
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
         capture_output=True,
         text=True,
     )
 
-    assert (0, "") == (told.returncode, told.stderr)
-    assert "Account of b\\xfccher" in told.stdout
+    assert (0, "") == (outcome.returncode, outcome.stderr)
+    assert "Account of b\\xfccher" in outcome.stdout
 
 
 def test_output_to_a_full_disk_is_one_sentence(clean: Path) -> None:
     with open("/dev/full", "w") as full:
-        told = subprocess.run(
+        outcome = subprocess.run(
             [sys.executable, "-m", "kvledger", "audit", clean], stdout=full, stderr=subprocess.PIPE, text=True
         )
 
-    assert 2 == told.returncode
-    assert "The output can't be written: No space left on device.\n" == told.stderr
+    assert 2 == outcome.returncode
+    assert "The output can't be written: No space left on device.\n" == outcome.stderr
 
 
-def test_without_an_output_the_exit_code_is_left(violated: Path) -> None:
+def test_with_standard_output_closed_the_exit_code_remains(violated: Path) -> None:
     command = f"exec {sys.executable} -m kvledger audit {violated} >&-"
-    told = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, text=True)
+    outcome = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, text=True)
 
-    assert (1, "") == (told.returncode, told.stderr)
-
-
-def test_explain(run: Any) -> None:
-    told = run("explain", "tokens/negative")
-
-    assert 0 == told.code
-    assert told.out.startswith("tokens/negative (violation)\n")
+    assert (1, "") == (outcome.returncode, outcome.stderr)
 
 
-def test_explain_lists_them_all(run: Any) -> None:
+def test_explain_prints_an_invariant(run: Any) -> None:
+    outcome = run("explain", "tokens/negative")
+
+    assert 0 == outcome.code
+    assert outcome.out.startswith("tokens/negative (violation)\n")
+
+
+def test_explain_lists_every_invariant(run: Any) -> None:
     from kvledger.audit.checks.registry import catalogue
 
-    told = run("explain")
+    outcome = run("explain")
 
-    assert all(id in told.out for id in catalogue())
+    assert all(id in outcome.out for id in catalogue())
 
 
 def test_explain_lists_the_terms_too(run: Any) -> None:
@@ -484,8 +490,8 @@ def test_help_of_a_command_starts_with_a_sentence_and_has_an_example(
 
 def test_the_old_name_of_dask_still_works_and_is_not_listed(run: Any, clean: Path) -> None:
     for words in (("--dask", "127.0.0.1:1"), ("--scheduler", "127.0.0.1:1"), ("--scheduler=127.0.0.1:1",)):
-        told = run("audit", clean, *words)
-        assert (2, "No Dask scheduler answers at 127.0.0.1:1.") == (told.code, told.sentence)
+        outcome = run("audit", clean, *words)
+        assert (2, "No Dask scheduler answers at 127.0.0.1:1.") == (outcome.code, outcome.sentence)
     assert "--scheduler" not in run("audit", "--help").out
 
 
@@ -493,41 +499,41 @@ def test_the_demo_without_vllm_says_what_to_install(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    told = run("demo", "--keep", tmp_path / "demo")
+    outcome = run("demo", "--keep", tmp_path / "demo")
 
-    assert 2 == told.code
-    assert "pip install 'kvledger[vllm]'" in told.sentence
+    assert 2 == outcome.code
+    assert "pip install 'kvledger[vllm]'" in outcome.sentence
     assert not (tmp_path / "demo").exists()
 
 
 def test_injections_are_listed_without_vllm(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    told = run("demo", "--inject", "list")
+    outcome = run("demo", "--inject", "list")
 
-    assert 0 == told.code
-    assert "negative-local-hit" in told.out and "promise-not-loaded" in told.out
+    assert 0 == outcome.code
+    assert "negative-local-hit" in outcome.out and "promise-not-loaded" in outcome.out
 
 
 @pytest.mark.parametrize("format", ["table", "json", "csv"])
-def test_summary_in_three_forms(run: Any, clean: Path, format: str) -> None:
-    told = run("summary", clean, "--by", "outcome", "--format", format)
+def test_summary_has_three_formats(run: Any, clean: Path, format: str) -> None:
+    outcome = run("summary", clean, "--by", "outcome", "--format", format)
 
-    assert (0, "") == (told.code, told.err)
-    assert "all requests" in told.out
-
-
-def test_summary_refuses_another_form(run: Any, clean: Path) -> None:
-    told = run("summary", clean, "--format", "xml")
-
-    assert 2 == told.code
-    assert "'xml' is none of table, json and csv" in told.sentence
+    assert (0, "") == (outcome.code, outcome.err)
+    assert "all requests" in outcome.out
 
 
-def test_export_says_what_it_wrote(run: Any, clean: Path, tmp_path: Path) -> None:
-    told = run("export", clean, "-o", tmp_path / "tables")
+def test_summary_rejects_another_format(run: Any, clean: Path) -> None:
+    outcome = run("summary", clean, "--format", "xml")
 
-    assert (0, "") == (told.code, told.out)
-    assert f"{tmp_path}/tables/requests.parquet: 1 rows" in told.err.splitlines()
+    assert 2 == outcome.code
+    assert "'xml' is none of table, json and csv" in outcome.sentence
+
+
+def test_export_prints_the_rows_of_each_file(run: Any, clean: Path, tmp_path: Path) -> None:
+    outcome = run("export", clean, "-o", tmp_path / "tables")
+
+    assert (0, "") == (outcome.code, outcome.out)
+    assert f"{tmp_path}/tables/requests.parquet: 1 rows" in outcome.err.splitlines()
 
 
 def test_a_missing_extra_is_named(
@@ -536,31 +542,31 @@ def test_a_missing_extra_is_named(
     monkeypatch.delitem(sys.modules, "kvledger.exporters.trace.parquet", raising=False)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
 
-    told = run("export", clean, "-o", tmp_path / "tables")
+    outcome = run("export", clean, "-o", tmp_path / "tables")
 
-    assert 2 == told.code
-    assert told.sentence.endswith("pip install 'kvledger[analysis]'.")
+    assert 2 == outcome.code
+    assert outcome.sentence.endswith("pip install 'kvledger[analysis]'.")
 
 
-def test_diff_in_words_and_json(run: Any, clean: Path, violated: Path) -> None:
+def test_diff_has_text_and_json(run: Any, clean: Path, violated: Path) -> None:
     assert "tokens/negative" in run("diff", clean, violated).out
     assert json.loads(run("diff", clean, violated, "--json").out)["verdicts"] == ["clean", "violated"]
 
 
-def test_a_timeline_in_a_file(run: Any, clean: Path, tmp_path: Path) -> None:
-    told = run("timeline", clean, "-o", tmp_path / "t.json")
+def test_timeline_writes_a_file(run: Any, clean: Path, tmp_path: Path) -> None:
+    outcome = run("timeline", clean, "-o", tmp_path / "t.json")
 
-    assert (0, "") == (told.code, told.out)
-    assert "trace events" in told.err
+    assert (0, "") == (outcome.code, outcome.out)
+    assert "trace events" in outcome.err
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
 
 
-def test_a_timeline_printed(run: Any, clean: Path) -> None:
+def test_timeline_prints_to_standard_output(run: Any, clean: Path) -> None:
     assert json.loads(run("timeline", clean, "-o", "-").out)["traceEvents"]
 
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
-def test_serve_answers_scrapes_until_told_to_stop(clean: Path, ending: signal.Signals) -> None:
+def test_serve_answers_scrapes_until_a_signal_stops_it(clean: Path, ending: signal.Signals) -> None:
     """Then it saves once more, says nothing, and ends with 0."""
     command = [sys.executable, "-m", "kvledger", "serve", str(clean)]
     process = subprocess.Popen(
@@ -587,54 +593,56 @@ def test_serve_answers_scrapes_until_told_to_stop(clean: Path, ending: signal.Si
     assert (clean / ".kvledger" / "checkpoint").exists()
 
 
-def test_serve_with_a_state_that_is_no_folder(run: Any, clean: Path, tmp_path: Path) -> None:
+def test_serve_rejects_a_state_that_is_a_file(run: Any, clean: Path, tmp_path: Path) -> None:
     (tmp_path / "state").write_text("x")
-    told = run("serve", clean, "--web.listen-address", ":0", "--state", tmp_path / "state")
+    outcome = run("serve", clean, "--web.listen-address", ":0", "--state", tmp_path / "state")
 
-    assert (2, f"{tmp_path / 'state'} can't be written: File exists.") == (told.code, told.sentence)
+    assert (2, f"{tmp_path / 'state'} can't be written: File exists.") == (outcome.code, outcome.sentence)
 
 
-def test_serve_with_a_state_that_another_has(run: Any, clean: Path, tmp_path: Path) -> None:
+def test_serve_rejects_a_state_that_another_serve_uses(run: Any, clean: Path, tmp_path: Path) -> None:
     held = checkpoint.take(tmp_path / "state")
-    told = run("serve", clean, "--web.listen-address", ":0", "--state", tmp_path / "state")
+    outcome = run("serve", clean, "--web.listen-address", ":0", "--state", tmp_path / "state")
     os.close(held)
 
-    assert 2 == told.code
-    assert told.sentence.startswith(f"Another kvledger serve keeps its state in {tmp_path / 'state'};")
+    assert 2 == outcome.code
+    assert outcome.sentence.startswith(f"Another kvledger serve keeps its state in {tmp_path / 'state'};")
 
 
-def test_serve_with_a_configuration_that_is_not_right(run: Any, clean: Path, tmp_path: Path) -> None:
+def test_serve_rejects_a_wrong_web_configuration(run: Any, clean: Path, tmp_path: Path) -> None:
     (tmp_path / "web.yml").write_text("tls_config: {}")
-    told = run("serve", clean, "--web.config.file", tmp_path / "web.yml")
+    outcome = run("serve", clean, "--web.config.file", tmp_path / "web.yml")
 
-    assert 2 == told.code
-    assert "contains unknown field `tls_config`" in told.sentence
+    assert 2 == outcome.code
+    assert "contains unknown field `tls_config`" in outcome.sentence
 
 
 @pytest.mark.parametrize("library", ["yaml", "bcrypt"])
-def test_serve_without_the_web_extra(
+def test_serve_names_the_missing_web_extra(
     run: Any, clean: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str
 ) -> None:
     """Only a configuration asks for it."""
     for name in ("web_config", "web_users"):
-        monkeypatch.delitem(sys.modules, f"kvledger.exporters.{name}", raising=False)
+        monkeypatch.delitem(sys.modules, f"kvledger.exporters.sidecar.{name}", raising=False)
     monkeypatch.setitem(sys.modules, library, None)
     (tmp_path / "web.yml").write_text("basic_auth_users: {a: b}")
-    told = run("serve", clean, "--web.config.file", tmp_path / "web.yml")
+    outcome = run("serve", clean, "--web.config.file", tmp_path / "web.yml")
 
-    assert 2 == told.code
-    assert f"needs {library}, which is not installed" in told.sentence
-    assert "pip install 'kvledger[web]'" in told.sentence
+    assert 2 == outcome.code
+    assert f"needs {library}, which is not installed" in outcome.sentence
+    assert "pip install 'kvledger[web]'" in outcome.sentence
 
 
 def test_a_folder_that_cannot_be_written_keeps_no_checkpoint(
     clean: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[str] = []
+    sentences: list[str] = []
     monkeypatch.setattr(os, "access", lambda *_: False)
 
-    assert state_folder(clean, told.append) is None
-    assert [f"No checkpoint is kept, because {clean} can't be written. Name a folder with --state."] == told
+    assert state_folder(clean, sentences.append) is None
+    assert [
+        f"No checkpoint is kept, because {clean} can't be written. Name a folder with --state."
+    ] == sentences
 
 
 # --- the first lines ------------------------------------------------------------------------------------
@@ -670,10 +678,10 @@ def test_the_first_line_is_the_answer(
 # --- analysis -------------------------------------------------------------------------------------------
 
 
-def test_why_in_three_forms(run: Any, clean: Path) -> None:
-    found = json.loads(run("why", clean, "--format", "json").out)
+def test_why_has_three_formats(run: Any, clean: Path) -> None:
+    data = json.loads(run("why", clean, "--format", "json").out)
 
-    assert found["no_hit"] == sum(row["tokens"] for row in found["causes"])
+    assert data["no_hit"] == sum(row["tokens"] for row in data["causes"])
     assert run("why", clean, "--format", "csv").out.startswith("cause,text,tokens,share,requests\n")
     assert "Why prompt tokens missed the caches" in run("why", clean).out
 
@@ -684,30 +692,30 @@ def test_diff_as_csv(run: Any, clean: Path, violated: Path) -> None:
     )
 
 
-def test_report_has_the_audits_exit_code(run: Any, violated: Path, tmp_path: Path) -> None:
-    told = run("report", violated, "-o", tmp_path / "page.html")
+def test_report_exits_with_the_code_of_the_audit(run: Any, violated: Path, tmp_path: Path) -> None:
+    outcome = run("report", violated, "-o", tmp_path / "page.html")
 
-    assert (1, "") == (told.code, told.out)
-    assert told.err.startswith("violated: 1 request, ")
-    assert f"Wrote{tmp_path / 'page.html'};openitinabrowser." in "".join(told.err.split())
+    assert (1, "") == (outcome.code, outcome.out)
+    assert outcome.err.startswith("violated: 1 request, ")
+    assert f"Wrote{tmp_path / 'page.html'};openitinabrowser." in "".join(outcome.err.split())
     assert "<!doctype html>" in run("report", violated, "-o", "-").out
 
 
-def test_tail_of_what_has_ended(run: Any, clean: Path) -> None:
-    told = run("tail", clean)
+def test_tail_of_ended_engines_prints_totals_and_ends(run: Any, clean: Path) -> None:
+    outcome = run("tail", clean)
 
-    assert (0, "") == (told.code, told.err)
-    assert told.out.startswith("clean: 1 request, 0 running")
+    assert (0, "") == (outcome.code, outcome.err)
+    assert outcome.out.startswith("clean: 1 request, 0 running")
 
 
 @pytest.mark.parametrize("verb", ["audit", "summary", "why"])
-def test_a_window_that_is_empty(run: Any, clean: Path, verb: str) -> None:
-    found = json.loads(run(verb, clean, "--until", "2001-01-01", "--format", "json").out)
+def test_an_empty_window_has_no_requests(run: Any, clean: Path, verb: str) -> None:
+    data = json.loads(run(verb, clean, "--until", "2001-01-01", "--format", "json").out)
 
-    assert 0 == (found[0] if isinstance(found, list) else found)["requests"]
+    assert 0 == (data[0] if isinstance(data, list) else data)["requests"]
 
 
-def test_a_pattern_in_quotes(run: Any, clean: Path) -> None:
+def test_a_quoted_pattern_is_expanded(run: Any, clean: Path) -> None:
     assert 0 == run("audit", f"{clean.parent}/cl*").code
     assert "No path matches" in run("audit", f"{clean.parent}/no*").sentence
 
@@ -721,25 +729,25 @@ def test_a_pattern_in_quotes(run: Any, clean: Path) -> None:
         (("completion", "tcsh"), "'tcsh' is none of bash, zsh, fish"),
     ],
 )
-def test_bad_words_of_analysis(run: Any, words: tuple[str, ...], sentence: str) -> None:
-    told = run(*words)
+def test_a_bad_option_value_is_one_sentence(run: Any, words: tuple[str, ...], sentence: str) -> None:
+    outcome = run(*words)
 
-    assert 2 == told.code
-    assert sentence in told.sentence
+    assert 2 == outcome.code
+    assert sentence in outcome.sentence
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_for_each_shell(run: Any, shell: str) -> None:
+def test_completion_prints_a_script_for_each_shell(run: Any, shell: str) -> None:
     assert "_KVLEDGER_COMPLETE" in run("completion", shell).out
 
 
-def test_words_are_completed() -> None:
+def test_the_completion_script_completes_commands() -> None:
     environ = {"_KVLEDGER_COMPLETE": "complete_bash", "COMP_WORDS": "kvledger summ", "COMP_CWORD": "1"}
-    told = subprocess.run(
+    outcome = subprocess.run(
         [sys.executable, "-m", "kvledger"], env={**os.environ, **environ}, capture_output=True, text=True
     )
 
-    assert "summary" == told.stdout.strip()
+    assert "summary" == outcome.stdout.strip()
 
 
 def test_the_command_line_imports_nothing_heavy() -> None:
@@ -749,9 +757,9 @@ def test_the_command_line_imports_nothing_heavy() -> None:
         "heavy = {'vllm', 'torch', 'pandas', 'numpy', 'rich.progress', 'prometheus_client', 'msgspec'}\n"
         "print(sorted(heavy & sys.modules.keys()))"
     )
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    outcome = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
 
-    assert "[]\n" == told.stdout
+    assert "[]\n" == outcome.stdout
 
 
 def test_reading_a_journal_imports_no_engine(clean: Path) -> None:
@@ -761,8 +769,8 @@ def test_reading_a_journal_imports_no_engine(clean: Path) -> None:
         "from kvledger.cli import main\n"
         "main()"
     )
-    told = subprocess.run(
+    outcome = subprocess.run(
         [sys.executable, "-c", program, "audit", str(clean)], capture_output=True, text=True
     )
 
-    assert (0, "") == (told.returncode, told.stderr)
+    assert (0, "") == (outcome.returncode, outcome.stderr)

@@ -1,4 +1,4 @@
-"""``kvledger doctor``: what it says of an environment, on stand-ins for vLLM and on the real one."""
+"""``kvledger doctor``: its diagnosis of an environment, with stand-ins for vLLM and with the real one."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
     def call(*words: str) -> tuple[object, str]:
         monkeypatch.setattr(sys, "argv", ["kvledger", "doctor", *words])
-        with pytest.raises(SystemExit) as left:
+        with pytest.raises(SystemExit) as exited:
             cli.main()
-        return left.value.code, capsys.readouterr().out
+        return exited.value.code, capsys.readouterr().out
 
     return call
 
@@ -45,99 +45,99 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return seam
 
 
-def test_an_engine_that_would_be_observed_is_0(run: Any, host: Any) -> None:
-    code, told = run()
+def test_doctor_exits_with_0_where_an_engine_would_be_observed(run: Any, host: Any) -> None:
+    code, out = run()
 
     assert 0 == code
-    assert "v1-0.12" in told
-    assert told.startswith("An engine started here would be observed.\n")
+    assert "v1-0.12" in out
+    assert out.startswith("An engine started here would be observed.\n")
 
 
-def test_the_json_holds_every_invariant_once_or_with_a_reason(run: Any, host: Any) -> None:
-    code, told = run("--json")
-    found = json.loads(told)
+def test_the_json_has_every_invariant_as_checked_or_with_a_reason(run: Any, host: Any) -> None:
+    code, out = run("--json")
+    data = json.loads(out)
 
     assert 0 == code
-    assert found["observed"] is True
-    assert set(catalogue()) == {*found["checked"], *found["not_checked"]}
-    assert "tokens/set-once" in found["not_checked"]
-    assert set(found["checked_in_part"]) < set(found["checked"])
-    assert all(found["not_checked"].values())
+    assert data["observed"] is True
+    assert set(catalogue()) == {*data["checked"], *data["not_checked"]}
+    assert "tokens/set-once" in data["not_checked"]
+    assert set(data["checked_in_part"]) < set(data["checked"])
+    assert all(data["not_checked"].values())
 
 
-def test_the_csv_has_a_line_an_invariant(run: Any, host: Any) -> None:
-    code, told = run("--format", "csv")
-    lines = list(csv.DictReader(told.splitlines()))
+def test_the_csv_has_one_line_per_invariant(run: Any, host: Any) -> None:
+    code, out = run("--format", "csv")
+    lines = list(csv.DictReader(out.splitlines()))
 
     assert 0 == code
     assert set(catalogue()) == {line["name"] for line in lines if line["topic"] in ("checked", "not_checked")}
     assert all(line["says"] for line in lines if line["topic"] == "not_checked")
 
 
-def test_without_a_folder_nothing_would_be_observed(
+def test_without_kvledger_dir_nothing_would_be_observed(
     run: Any, host: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("KVLEDGER_DIR")
-    code, told = run()
+    code, out = run()
 
     assert 1 == code
-    assert "KVLEDGER_DIR is not set" in told
+    assert "KVLEDGER_DIR is not set" in out
 
 
-def test_a_folder_that_cannot_be_made_is_told(
+def test_a_folder_that_can_not_be_created_is_a_problem(
     run: Any, host: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("KVLEDGER_DIR", str(tmp_path / "file" / "journals"))
-    code, told = run("--json")
+    code, out = run("--json")
 
     assert 1 == code
-    assert "no folder" in json.loads(told)["problems"][0]
+    assert "no folder" in json.loads(out)["problems"][0]
 
 
-def test_a_plugin_that_vllm_is_told_to_leave_out_is_told(
+def test_a_plugin_that_vllm_plugins_leaves_out_is_a_problem(
     run: Any, host: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "others,than_ours")
-    code, told = run()
+    code, out = run()
 
     assert 1 == code
-    assert "leaves kvledger out" in told
+    assert "leaves kvledger out" in out
 
 
-def test_an_unknown_release_is_told_with_what_differs(
+def test_an_unknown_release_is_a_problem_that_names_the_difference(
     run: Any, host: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheduler = stand_in(V1Observer012)
     del type(scheduler).add_request
     monkeypatch.setattr(engines, "bare_scheduler", lambda: scheduler)
-    code, told = run("--json")
-    found = json.loads(told)
+    code, out = run("--json")
+    data = json.loads(out)
 
     assert 1 == code
-    assert found["adapter"] is None
-    assert "add_request is missing" in found["problems"][0]
+    assert data["adapter"] is None
+    assert "add_request is missing" in data["problems"][0]
 
 
-def test_a_release_whose_scheduler_is_out_of_reach_is_told(run: Any, host: Any) -> None:
+def test_a_release_whose_scheduler_the_plugin_cannot_reach_is_a_problem(run: Any, host: Any) -> None:
     del host.get_scheduler_cls
-    code, told = run("--json")
+    code, out = run("--json")
 
     assert 1 == code
-    assert "kvledger.attach" in json.loads(told)["problems"][0]
+    assert "kvledger.attach" in json.loads(out)["problems"][0]
 
 
-def test_without_vllm_it_says_so(run: Any, host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_vllm_is_a_problem(run: Any, host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def absent() -> str:
         raise ModuleNotFoundError("No module named 'vllm'")
 
     monkeypatch.setattr(engines, "host_version", absent)
-    code, told = run("--json")
-    found = json.loads(told)
+    code, out = run("--json")
+    data = json.loads(out)
 
     assert 1 == code
-    assert [None, [], []] == [found["versions"]["vllm"], found["hooks"], found["checked"]]
-    assert "vLLM can't be imported" in found["problems"][0]
+    assert [None, [], []] == [data["versions"]["vllm"], data["hooks"], data["checked"]]
+    assert "vLLM can't be imported" in data["problems"][0]
 
 
 def test_no_engine_is_started(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,11 +152,11 @@ def test_no_engine_is_started(host: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
-def test_on_the_vllm_that_is_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_installed_vllm_has_no_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KVLEDGER_DIR", str(tmp_path))
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    found = doctor.diagnose()
+    data = doctor.diagnose()
 
-    assert [] == found.problems
-    assert engines.host_version() == found.versions["vllm"]
-    assert "connector.get_num_new_matched_tokens" in found.hooks
+    assert [] == data.problems
+    assert engines.host_version() == data.versions["vllm"]
+    assert "connector.get_num_new_matched_tokens" in data.hooks

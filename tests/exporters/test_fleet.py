@@ -42,10 +42,10 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _told(process: subprocess.Popen[str], pattern: str) -> str:
     assert process.stderr is not None
     for line in process.stderr:
-        found = re.search(pattern, line)
-        if found:
+        result = re.search(pattern, line)
+        if result:
             threading.Thread(target=process.stderr.read, daemon=True).start()
-            return found[1]
+            return result[1]
     raise AssertionError("it ended before it said so")
 
 
@@ -90,9 +90,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def figures(paths: Sequence[Path], scheduler: str = "", run: Any = None) -> tuple[Any, Any]:
     """An audit's report without where it was read, and a summary by outcome."""
     with reading(paths, dask=scheduler) as (places, usual):
-        found = report(audit_paths(places, run=run or usual))
+        result = report(audit_paths(places, run=run or usual))
         rows = summarize(places, "outcome", run=run or usual)
-    return [getattr(found, name) for name in found.__struct_fields__ if name != "journals"], rows
+    return [getattr(result, name) for name in result.__struct_fields__ if name != "journals"], rows
 
 
 def test_a_fleet_gives_the_figures_of_one_process(golden: Path, cluster: Cluster) -> None:
@@ -103,7 +103,7 @@ def test_an_address_elsewhere_gives_the_same_on_a_fleet(golden: Path, cluster: C
     assert figures([golden]) == figures([Path(f"file://{golden}")], cluster.address)
 
 
-def test_causes_pages_and_differences_are_the_same_too(golden: Path, cluster: Cluster) -> None:
+def test_a_fleet_gives_the_same_causes_pages_and_comparisons(golden: Path, cluster: Cluster) -> None:
     with reading([golden], dask=cluster.address) as (places, run):
         assert why([golden]) == why(places, run=run)
         assert gather([golden]) == gather(places, run=run)
@@ -117,9 +117,7 @@ def slow(work: Callable[[Path], Any], began: Path, path: Path) -> Any:
     return work(path)
 
 
-def test_a_worker_that_is_killed_on_the_way_changes_nothing(
-    golden: Path, cluster: Cluster, tmp_path: Path
-) -> None:
+def test_a_killed_worker_changes_no_figure(golden: Path, cluster: Cluster, tmp_path: Path) -> None:
     began = tmp_path / "began"
     began.mkdir()
     victim = cluster.processes[1]
@@ -136,14 +134,14 @@ def test_a_worker_that_is_killed_on_the_way_changes_nothing(
 
         killer = threading.Thread(target=kill, daemon=True)
         killer.start()
-        found = figures([golden], run=run)
+        result = figures([golden], run=run)
 
     killer.join(5)
     assert -signal.SIGKILL == victim.wait(5)
-    assert figures([golden]) == found
+    assert figures([golden]) == result
 
 
-def test_nobody_answers() -> None:
+def test_an_address_without_a_scheduler_is_refused() -> None:
     from kvledger.exporters.fleet import Fleet
 
     with pytest.raises(LedgerError, match=r"No Dask scheduler answers at tcp://127\.0\.0\.1:9"):
@@ -151,21 +149,21 @@ def test_nobody_answers() -> None:
 
 
 @pytest.mark.parametrize("address", ["nowhere", "tcp://nowhere", "foo://x:1", ""])
-def test_what_is_no_address(address: str) -> None:
+def test_a_malformed_address_is_refused(address: str) -> None:
     from kvledger.exporters.fleet import Fleet
 
     with pytest.raises(LedgerError, match="No Dask scheduler answers at"):
         Fleet(address)
 
 
-def test_who_reads_by_itself_gets_copies(golden: Path) -> None:
+def test_a_local_reader_gets_copies(golden: Path) -> None:
     with reading([Path(f"file://{golden}")], local=True) as (places, _):
         assert all(place.is_dir() for place in places)
         assert audit_paths([golden]).totals == audit_paths(places).totals
     assert not any(place.exists() for place in places)
 
 
-def test_frames_of_an_address(golden: Path) -> None:
+def test_data_frames_are_made_from_an_address(golden: Path) -> None:
     frames = pytest.importorskip("kvledger.exporters.trace.frames")
 
     assert frames.requests(golden).equals(frames.requests(f"file://{golden}"))
@@ -185,7 +183,7 @@ def test_a_journal_keeps_its_address(golden: Path) -> None:
     assert f"file:{golden}/engine-00" == str(book.path)
 
 
-def test_an_address_without_a_journal() -> None:
+def test_an_address_without_a_journal_is_refused() -> None:
     with (
         pytest.raises(LedgerError, match="memory://nothing holds no kvledger journal"),
         reading([Path("memory://nothing")]),
@@ -193,6 +191,6 @@ def test_an_address_without_a_journal() -> None:
         pass
 
 
-def test_an_address_of_no_known_kind() -> None:
+def test_an_unknown_kind_of_address_is_refused() -> None:
     with pytest.raises(LedgerError, match="can't be read"), reading([Path("nowhere://x")]):
         pass

@@ -54,12 +54,12 @@ Reported by the engine                      -128       160       168           0
 def test_no_figure_is_cut_and_no_line_is_too_long(tmp_path: Path, width: int, verbose: bool) -> None:
     for number, row in enumerate(GOLDEN):
         journals.write(tmp_path / f"engine-{number}", row.events())
-    found = report(audit_paths([tmp_path]))
-    shown = text(audit_text.render(found, verbose=verbose), width)
+    result = report(audit_paths([tmp_path]))
+    shown = text(audit_text.render(result, verbose=verbose), width)
 
     assert "…" not in shown
     assert max(map(len, shown.splitlines())) <= width
-    for tokens in (found.totals.computed, found.plan.external, found.work.scheduled):
+    for tokens in (result.totals.computed, result.plan.external, result.work.scheduled):
         assert f"{tokens:,}" in shown
 
 
@@ -140,8 +140,8 @@ def test_verbose_adds_work_connector_and_journals(tmp_path: Path) -> None:
 
 def test_the_work_table_adds_up(tmp_path: Path) -> None:
     row = journals.titled("speculative: 3 drafts, 1 accepted")
-    found = report(audit_paths([journals.write(tmp_path / "one", row.events())]))
-    table = audit_text.work(found.work)
+    result = report(audit_paths([journals.write(tmp_path / "one", row.events())]))
+    table = audit_text.work(result.work)
     assert table is not None
     shown = text(table)
 
@@ -187,10 +187,10 @@ def test_no_findings_print_nothing() -> None:
 def test_no_figure_is_cut_on_a_narrow_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: str
 ) -> None:
-    found = report(audit_paths([journals.violated(tmp_path / "one")]))
+    result = report(audit_paths([journals.violated(tmp_path / "one")]))
     monkeypatch.setenv("COLUMNS", width)
 
-    terminal.show(audit_text.render(found, verbose=True))
+    terminal.show(audit_text.render(result, verbose=True))
 
     out = capsys.readouterr().out
     assert "\u2026" not in out

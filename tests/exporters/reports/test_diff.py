@@ -1,4 +1,4 @@
-"""Two traces beside each other."""
+"""Two traces compared: figures, findings, and meanings that differ."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from kvledger.exporters.reports.diff import compare, render
 def test_a_trace_does_not_differ_from_itself(tmp_path: Path) -> None:
     path = journals.clean(tmp_path / "one")
 
-    found = compare([path], [path])
+    comparison = compare([path], [path])
 
-    assert all(row.before == row.after for row in found.figures)
-    assert ({}, [], ("clean", "clean")) == (found.findings, found.meanings, found.verdicts)
+    assert all(row.before == row.after for row in comparison.figures)
+    assert ({}, [], ("clean", "clean")) == (comparison.findings, comparison.meanings, comparison.verdicts)
 
 
-def test_shares_and_findings(tmp_path: Path) -> None:
+def test_shares_verdicts_and_findings_are_compared(tmp_path: Path) -> None:
     before = journals.write(tmp_path / "before", events(200, "A100+0 s100 o+ F"))
     after = journals.violated(tmp_path / "after")
 
-    found = compare([before], [after])
+    comparison = compare([before], [after])
 
-    shares = {row.label: (row.before, row.after) for row in found.figures}
+    shares = {row.label: (row.before, row.after) for row in comparison.figures}
     assert (0.5, 0.0) == shares["local, of prompt tokens"]
-    assert (0, 1) == found.findings["tokens/negative"]
-    assert ("clean", "violated") == found.verdicts
+    assert (0, 1) == comparison.findings["tokens/negative"]
+    assert ("clean", "violated") == comparison.verdicts
 
 
-def test_what_two_releases_mean_by_a_figure(tmp_path: Path) -> None:
+def test_meanings_that_differ_between_releases_are_listed(tmp_path: Path) -> None:
     stream = events(10, "A0+0 s10 o+ F")
     old = journals.write(tmp_path / "old", stream, version="0.19.1")
     new = journals.write(tmp_path / "new", stream, version="0.32.0")

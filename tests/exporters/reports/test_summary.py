@@ -23,7 +23,7 @@ def golden(tmp_path: Path) -> Path:
     return tmp_path / "golden"
 
 
-def test_sums_are_those_of_an_audit(golden: Path) -> None:
+def test_sums_equal_those_of_an_audit(golden: Path) -> None:
     (row,) = summarize([golden])
 
     totals = audit_paths([golden]).totals
@@ -56,7 +56,7 @@ def test_a_pattern_names_its_groups(tmp_path: Path) -> None:
     assert [NO_MATCH, ALL] == [row.group for row in summarize([tmp_path], "^nobody$")]
 
 
-def test_unknown_requests_are_counted_and_nothing_else(tmp_path: Path) -> None:
+def test_unknown_requests_are_counted_and_in_no_other_figure(tmp_path: Path) -> None:
     path = journals.write(tmp_path / "unknown", [*events(10, "A0+0 s10 o+"), Gap(900, 5, "full")])
 
     (row,) = summarize([path])
@@ -70,22 +70,22 @@ def test_unknown_requests_are_counted_and_nothing_else(tmp_path: Path) -> None:
     )
 
 
-def test_what_is_open_waits_until_now(tmp_path: Path) -> None:
+def test_an_open_request_waits_until_the_last_event(tmp_path: Path) -> None:
     (row,) = summarize([journals.write(tmp_path / "open", events(10, "A0+0 s10 o+"), stopped=False)])
 
     assert (1, 0) == (row.requests, row.unknown)
     assert row.wait_seconds >= 0
 
 
-def test_neither_key_nor_pattern(golden: Path) -> None:
+def test_a_group_that_is_no_key_and_no_pattern_is_refused(golden: Path) -> None:
     with pytest.raises(LedgerError, match="none of engine, model, hour, outcome"):
         summarize([golden], "(")
 
 
-def test_csv_is_all_figures(golden: Path) -> None:
+def test_csv_has_every_figure(golden: Path) -> None:
     rows = summarize([golden], "outcome")
 
-    read = list(csv.DictReader(io.StringIO(as_csv(rows))))
+    lines = list(csv.DictReader(io.StringIO(as_csv(rows))))
 
-    assert [row.group for row in rows] == [line["group"] for line in read]
-    assert [str(row.local) for row in rows] == [line["local"] for line in read]
+    assert [row.group for row in rows] == [line["group"] for line in lines]
+    assert [str(row.local) for row in rows] == [line["local"] for line in lines]

@@ -1,4 +1,4 @@
-"""A summary of exported tables is that of the journals, to the last digit."""
+"""A summary of exported tables equals the summary of their journals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def trace(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("by", ["", "engine", "model", "hour", "outcome", r"request-(\d)", "nobody"])
-def test_the_same_rows(trace: Path, tmp_path: Path, by: str) -> None:
+def test_tables_and_journals_give_the_same_rows(trace: Path, tmp_path: Path, by: str) -> None:
     export([trace], tmp_path / "out", ("requests",))
 
     assert summarize([trace], by) == summarize([tmp_path / "out"], by)
@@ -41,7 +41,9 @@ def test_the_same_rows(trace: Path, tmp_path: Path, by: str) -> None:
     "window",
     [Window(BEGAN + 100e-6, None), Window(None, BEGAN + 100e-6), Window(BEGAN + 80e-6, BEGAN + 120e-6)],
 )
-def test_the_same_in_a_window(trace: Path, tmp_path: Path, window: Window) -> None:
+def test_tables_and_journals_give_the_same_rows_in_a_window(
+    trace: Path, tmp_path: Path, window: Window
+) -> None:
     export([trace], tmp_path / "out", ("requests",))
 
     of_tables = summarize([tmp_path / "out"], "outcome", window=window)
@@ -56,7 +58,7 @@ def test_a_window_is_the_same_before_and_after_the_export(trace: Path, tmp_path:
     assert summarize([trace], window=window) == summarize([tmp_path / "out"])
 
 
-def test_tables_and_journals_together(trace: Path, tmp_path: Path) -> None:
+def test_tables_and_journals_are_summed_together(trace: Path, tmp_path: Path) -> None:
     export([trace], tmp_path / "out", ("requests",))
 
     (both,) = summarize([trace, tmp_path / "out"])
@@ -64,12 +66,12 @@ def test_tables_and_journals_together(trace: Path, tmp_path: Path) -> None:
     assert 2 * summarize([trace])[0].requests == both.requests
 
 
-def test_no_such_table(trace: Path, tmp_path: Path) -> None:
+def test_an_unknown_table_is_refused(trace: Path, tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match="'wishes' is no table: there are requests, lives"):
         export([trace], tmp_path / "out", ("wishes",))
 
 
-def test_tables_that_are_none(tmp_path: Path) -> None:
+def test_a_file_that_is_not_parquet_is_refused(tmp_path: Path) -> None:
     (tmp_path / "requests.parquet").write_text("no")
 
     with pytest.raises(LedgerError, match="can't be read"):

@@ -1,4 +1,4 @@
-"""``why``: the causes over whole journals, their sum, and what would tell more."""
+"""``why``: the causes of misses over whole journals, their sum, and notes on what a trace can't prove."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ def golden(tmp_path: Path) -> Path:
     return tmp_path / "golden"
 
 
-def test_the_causes_sum_to_all_that_was_no_hit(golden: Path) -> None:
-    found = why([golden])
+def test_the_causes_sum_to_all_misses(golden: Path) -> None:
+    result = why([golden])
 
-    assert found.no_hit == sum(row.tokens for row in found.causes)
-    assert sum(row.share or 0 for row in found.causes) == pytest.approx(1)
-    assert audit_paths([golden]).totals.first_prompt <= found.no_hit
-
-
-def test_hits_stand_beside_them(golden: Path) -> None:
-    found, totals = why([golden]), audit_paths([golden]).totals
-
-    assert (totals.prompt_tokens, totals.local + totals.external) == (found.prompt_tokens, found.hit)
+    assert result.no_hit == sum(row.tokens for row in result.causes)
+    assert sum(row.share or 0 for row in result.causes) == pytest.approx(1)
+    assert audit_paths([golden]).totals.first_prompt <= result.no_hit
 
 
-def test_several_processes_find_the_same(golden: Path) -> None:
+def test_hits_equal_those_of_an_audit(golden: Path) -> None:
+    result, totals = why([golden]), audit_paths([golden]).totals
+
+    assert (totals.prompt_tokens, totals.local + totals.external) == (result.prompt_tokens, result.hit)
+
+
+def test_several_processes_give_the_same_result(golden: Path) -> None:
     assert why([golden]) == why([golden], run=Processes(2))
 
 
-def test_it_says_which_recording_would_tell_more(golden: Path) -> None:
+def test_a_note_names_the_level_that_proves_more(golden: Path) -> None:
     (note,) = why([golden]).notes
 
     assert note.startswith("Recorded at level tokens, which has no block events")
 
 
-def test_of_what_was_recorded_with_blocks_it_says_nothing_more(tmp_path: Path) -> None:
+def test_level_blocks_has_no_note(tmp_path: Path) -> None:
     path = journals.write(
         tmp_path / "one", events(10, "A0+0 s10 o+ F"), configuration={"block_size": 16}, level="blocks"
     )
@@ -57,32 +57,32 @@ def test_of_what_was_recorded_with_blocks_it_says_nothing_more(tmp_path: Path) -
     assert [] == why([path]).notes
 
 
-def test_without_a_block_size_it_says_so(tmp_path: Path) -> None:
+def test_a_missing_block_size_is_noted(tmp_path: Path) -> None:
     path = journals.write(tmp_path / "one", events(10, "A0+0 s10 o+ F"))
 
-    found = why([path])
+    result = why([path])
 
-    assert ["not_knowable"] == [row.cause for row in found.causes]
-    assert any("reported no block size" in note for note in found.notes)
+    assert ["not_knowable"] == [row.cause for row in result.causes]
+    assert any("reported no block size" in note for note in result.notes)
 
 
 def test_unknown_requests_are_in_no_figure(tmp_path: Path) -> None:
     path = journals.write(tmp_path / "unknown", [*events(10, "A0+0 s10 o+"), Gap(900, 5, "full")])
 
-    found = why([path])
+    result = why([path])
 
-    assert (1, 1, 0, []) == (found.requests, found.unknown, found.no_hit, found.causes)
-
-
-def test_csv_is_a_line_a_cause(golden: Path) -> None:
-    found = why([golden])
-
-    read = list(csv.DictReader(io.StringIO(as_csv(found))))
-
-    assert [row.cause for row in found.causes] == [line["cause"] for line in read]
-    assert [str(row.tokens) for row in found.causes] == [line["tokens"] for line in read]
+    assert (1, 1, 0, []) == (result.requests, result.unknown, result.no_hit, result.causes)
 
 
-def test_what_does_not_add_up_is_our_own_fault() -> None:
+def test_csv_has_one_line_per_cause(golden: Path) -> None:
+    result = why([golden])
+
+    lines = list(csv.DictReader(io.StringIO(as_csv(result))))
+
+    assert [row.cause for row in result.causes] == [line["cause"] for line in lines]
+    assert [str(row.tokens) for row in result.causes] == [line["tokens"] for line in lines]
+
+
+def test_causes_that_do_not_add_up_are_a_defect_of_kvledger() -> None:
     with pytest.raises(AssertionError, match="do not add up"):
         explained(Tally(no_hit=1))
