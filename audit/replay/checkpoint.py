@@ -33,7 +33,7 @@ _LINE = re.compile(rb"kvledger checkpoint (\S{1,40}) ([0-9a-f]{8})\n")
 
 
 class JournalState(msgspec.Struct):
-    """One journal: its name under the folder that is followed, where to go on, and its book.
+    """One journal: its name under the folder that is followed, where to continue, and its audit.
 
     ``beginning`` are the first bytes of the segment that ``position`` is in, by which the same
     journal is known from another one of its name. ``ended``: everything was read.
@@ -46,7 +46,7 @@ class JournalState(msgspec.Struct):
     ended: bool
     stopped: bool
     damage: int
-    book: msgspec.Raw
+    engine_audit: msgspec.Raw = msgspec.field(name="book")
 
 
 class Checkpoint(msgspec.Struct):

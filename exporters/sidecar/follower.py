@@ -264,7 +264,9 @@ class Follower:
         for raw in loaded.past:
             self._restore(raw, Path(), self._keep_sums)
         for state in loaded.journals:
-            self._restore(state.book, self._finder.path(state.name), partial(self._resume_journal, state))
+            self._restore(
+                state.engine_audit, self._finder.path(state.name), partial(self._resume_journal, state)
+            )
 
     def _restore(self, data: msgspec.Raw, path: Path, use: Callable[[EngineAudit], None]) -> None:
         try:

@@ -507,5 +507,5 @@ def test_it_stops_between_batches_and_saves(tmp_path: Path) -> None:
         assert not thread.is_alive()
     saved = checkpoint.load(tmp_path / checkpoint.HIDDEN)
     assert saved is not None
-    assert 2 == serialize.restore(bytes(saved.journals[0].book), tmp_path).closed.requests
+    assert 2 == serialize.restore(bytes(saved.journals[0].engine_audit), tmp_path).closed.requests
     engine.stop()
