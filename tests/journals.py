@@ -1,4 +1,4 @@
-"""Journals on disk, made of histories, for tests of what reads them."""
+"""Writes histories to journals on disk, for tests that read journals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvledger.audit.journal.writer import JournalWriter
 
 STARTED = EngineStarted(0, 1.7e9, "vllm", "0.32.0", "v1", "tokens", 4000, {})
 CLEAN = "A0+32 L s56 o P A0+160 L s40 o+ s1 o+ F"
-"""Prompt 200: preempted in mid-prefill, asked again (vLLM#36752)."""
+"""A prompt of 200 tokens, preempted during prefill and admitted again (vLLM#36752)."""
 
 
 def write(
@@ -26,11 +26,11 @@ def write(
     wall_seconds: float = STARTED.wall_seconds,
     level: str = STARTED.level,
 ) -> Path:
-    """A journal of one engine that saw ``stream``; returns its folder."""
+    """Write a journal of one engine with the events of ``stream``; returns its folder."""
     writer = JournalWriter(folder)
     writer.rotate()
-    said = {"version": version, "wall_seconds": wall_seconds, "level": level}
-    started = replace(STARTED, configuration=configuration or {}, **said)
+    fields = {"version": version, "wall_seconds": wall_seconds, "level": level}
+    started = replace(STARTED, configuration=configuration or {}, **fields)
     writer.write([started, Snapshot(0, 0, [], 0), *stream])
     if stopped:
         writer.write([EngineStopped(1_000_000, "shutdown")])
@@ -39,23 +39,23 @@ def write(
 
 
 def clean(folder: Path) -> Path:
-    """One request, two lives, nothing wrong."""
+    """A journal of one request with two lives and no finding."""
     return write(folder, events(200, CLEAN))
 
 
 def violated(folder: Path, wall_seconds: float = STARTED.wall_seconds) -> Path:
-    """The same, and the engine reports its sources from two instants."""
-    lies = reported(events(200, CLEAN), local=-128, external=160, computed=168)
-    return write(folder, lies, wall_seconds=wall_seconds)
+    """The same, but the engine reports local and external tokens of different admissions."""
+    stream = reported(events(200, CLEAN), local=-128, external=160, computed=168)
+    return write(folder, stream, wall_seconds=wall_seconds)
 
 
 def reported(stream: list[Event], *, local: int, external: int, computed: int) -> list[Event]:
-    """The same stream with the engine's report just before the end."""
+    """The stream with the engine's report inserted before the last event."""
     prompt = local + external + computed
     report = Reported(stream[-1].at, 0, prompt, local, external, computed, local + external)
     return [*stream[:-1], report, stream[-1]]
 
 
 def titled(beginning: str) -> Golden:
-    """The first golden history whose title begins so."""
+    """The first golden history whose title starts with ``beginning``."""
     return next(row for row in GOLDEN if row.title.startswith(beginning))

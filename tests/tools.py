@@ -1,7 +1,7 @@
-"""Programs from outside Python that tests need: found on the machine, or fetched into ``.tools``.
+"""Programs from outside Python that tests need: installed on the machine, or downloaded into ``.tools``.
 
-Nothing is installed into the system and no service is started. Where a program can't be had the test
-is skipped with the reason; under CI, which is to run everything, it fails.
+Nothing is installed into the system, and no service is started. If a program can't be downloaded, the
+test is skipped with the reason; under CI, which must run every test, it fails.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ FOLDER = ROOT / ".tools"
 
 
 def debian(package: str, program: str) -> Path:
-    """A program of a Debian package; from the archive, unpacked, where the machine has none."""
-    found = shutil.which(program)
-    if found:
-        return Path(found)
+    """A program of a Debian package, unpacked from the archive if the machine has none."""
+    installed = shutil.which(program)
+    if installed:
+        return Path(installed)
     unpacked = FOLDER / package
     path = unpacked / "usr" / "bin" / program
     with _alone(package):
@@ -39,22 +39,22 @@ def debian(package: str, program: str) -> Path:
 def _fetch(package: str, unpacked: Path) -> None:
     download = ["apt-get", "download", "--quiet", "-o", "APT::Sandbox::User=root", package]
     try:
-        if _failed(download, unpacked):  # the lists may be missing, or old
+        if _failed(download, unpacked):  # the package lists may be missing or old
             _run(["apt-get", "update", "--quiet"], unpacked)
             _run(download, unpacked)
         for archive in unpacked.glob("*.deb"):
             _run(["dpkg-deb", "--extract", archive.name, "."], unpacked)
             archive.unlink()
     except (OSError, subprocess.CalledProcessError) as error:
-        missing(f"Debian's package {package} can't be had: {error}")
+        missing(f"Debian's package {package} can't be downloaded: {error}")
 
 
 def npm(pins: Path) -> Path:
-    """The ``node_modules`` that the package.json ``pins`` asks for."""
+    """The ``node_modules`` with the packages of ``pins``, a package.json."""
     folder = FOLDER / pins.stem
     with _alone(pins.stem):
-        stated = folder / "package.json"
-        if not stated.exists() or stated.read_text() != pins.read_text():
+        installed = folder / "package.json"
+        if not installed.exists() or installed.read_text() != pins.read_text():
             folder.mkdir(parents=True, exist_ok=True)
             draft = folder / "package.json"
             draft.write_text(pins.read_text())
@@ -62,12 +62,12 @@ def npm(pins: Path) -> Path:
                 _run(["npm", "install", "--no-audit", "--no-fund", "--no-package-lock"], folder)
             except (OSError, subprocess.CalledProcessError) as error:
                 draft.unlink()
-                missing(f"npm's packages of {pins.name} can't be had: {error}")
+                missing(f"npm's packages of {pins.name} can't be downloaded: {error}")
     return folder / "node_modules"
 
 
 def wheel(name: str, version: str) -> zipfile.ZipFile:
-    """A released package of PyPI, to read what is in it; nothing of it is installed."""
+    """A released package of PyPI, to read its files; it is not installed."""
     folder = FOLDER / f"{name}-{version}"
     with _alone(folder.name):
         if not folder.exists():
@@ -77,12 +77,12 @@ def wheel(name: str, version: str) -> zipfile.ZipFile:
                 _run([*pip, f"{name}=={version}"], FOLDER)
                 draft.rename(folder)
             except (OSError, subprocess.CalledProcessError) as error:
-                missing(f"{name} {version} can't be had from PyPI: {error}")
+                missing(f"{name} {version} can't be downloaded from PyPI: {error}")
     return zipfile.ZipFile(next(folder.glob("*.whl")))
 
 
 def missing(reason: str) -> None:
-    """Skip this test; or fail, under CI."""
+    """Skip this test, or fail it under CI."""
     if os.environ.get("CI"):
         pytest.fail(reason)
     pytest.skip(reason)

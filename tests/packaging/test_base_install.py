@@ -1,4 +1,4 @@
-"""What the base install asks of an environment that already holds an engine: nothing."""
+"""The base install adds nothing to an environment that already has an engine, and changes nothing."""
 
 import subprocess
 import sys
@@ -34,7 +34,7 @@ HEAVY = (
 
 
 def needed(requirements: list[Requirement]) -> Iterator[Requirement]:
-    """These requirements and, through installed distributions, all that they lead to, extras included."""
+    """These requirements and, through installed distributions, all that they require, extras included."""
     waiting, seen = list(requirements), set()
     while waiting:
         requirement = waiting.pop()
@@ -42,7 +42,7 @@ def needed(requirements: list[Requirement]) -> Iterator[Requirement]:
         try:
             texts = metadata.requires(requirement.name) or []
         except metadata.PackageNotFoundError:
-            continue  # left out of this environment on purpose, as torchvision is
+            continue  # deliberately not in this environment, such as torchvision
         for extra in {"", *requirement.extras}:
             if (key := (canonicalize_name(requirement.name), extra)) not in seen:
                 seen.add(key)
@@ -51,7 +51,7 @@ def needed(requirements: list[Requirement]) -> Iterator[Requirement]:
 
 
 def test_needed_follows_extras_and_markers() -> None:
-    """Of pytest's own: `exceptiongroup` is for old Pythons, `attrs` for its extra `dev`."""
+    """In pytest's metadata, `exceptiongroup` is for old Pythons and `attrs` for the extra `dev`."""
     plain = {requirement.name for requirement in needed([Requirement("pytest")])}
     assert {"pytest", "pluggy", "packaging"} <= plain
     assert "attrs" not in plain
@@ -60,20 +60,20 @@ def test_needed_follows_extras_and_markers() -> None:
 
 @pytest.fixture(scope="module")
 def engine() -> set[str]:
-    """The names of every distribution that the installed engine requires, by its own metadata."""
+    """The names of all distributions that the metadata of the installed engine requires."""
     try:
         metadata.version(ENGINE)
     except metadata.PackageNotFoundError:
-        pytest.skip(f"{ENGINE} is not installed, so there is no engine's environment to compare with")
+        pytest.skip(f"{ENGINE} is not installed, so there is no environment to compare with")
     return {canonicalize_name(requirement.name) for requirement in needed([Requirement(ENGINE)])}
 
 
-def test_it_adds_no_distribution_to_the_engines(engine: set[str]) -> None:
-    ours = {canonicalize_name(requirement.name) for requirement in needed(BASE)}
-    assert set() == ours - engine
+def test_the_base_install_adds_no_distribution(engine: set[str]) -> None:
+    required = {canonicalize_name(requirement.name) for requirement in needed(BASE)}
+    assert set() == required - engine
 
 
-def test_it_changes_no_version_of_the_engines(engine: set[str]) -> None:
+def test_the_base_install_changes_no_version(engine: set[str]) -> None:
     refused = [
         f"{requirement} but {metadata.version(requirement.name)} is installed"
         for requirement in needed(BASE)
@@ -82,11 +82,11 @@ def test_it_changes_no_version_of_the_engines(engine: set[str]) -> None:
     assert [] == refused
 
 
-def test_every_bound_is_a_lower_one() -> None:
+def test_every_version_bound_is_a_lower_bound() -> None:
     extras = [text for texts in CORE.optional_dependencies.values() for text in texts]
-    asked = [*BASE, *map(Requirement, extras)]
-    assert {">="} == {bound.operator for requirement in asked for bound in requirement.specifier}
-    assert [] == [str(requirement) for requirement in asked if not requirement.specifier]
+    requirements = [*BASE, *map(Requirement, extras)]
+    assert {">="} == {bound.operator for requirement in requirements for bound in requirement.specifier}
+    assert [] == [str(requirement) for requirement in requirements if not requirement.specifier]
 
 
 BLOCKER = f"""if True:
@@ -102,12 +102,12 @@ BLOCKER = f"""if True:
 
 
 def without_heavy(script: str) -> subprocess.CompletedProcess[str]:
-    """Run a script in an interpreter where only the base install can be imported."""
+    """Run a script in an interpreter that can import only the base install."""
     command = [sys.executable, "-c", f"{BLOCKER}\n{script}"]
     return subprocess.run(command, cwd=ROOT / "tests", capture_output=True, text=True, check=False)
 
 
-def test_the_blocker_blocks() -> None:
+def test_blocked_packages_can_not_be_imported() -> None:
     assert "torch is blocked" in without_heavy("import torch").stderr
 
 
@@ -121,7 +121,7 @@ def test_the_blocker_blocks() -> None:
         "import kvledger.exporters.sidecar.serve",
     ],
 )
-def test_it_works_with_nothing_but_the_base(script: str) -> None:
+def test_the_base_install_is_enough(script: str) -> None:
     ran = without_heavy(script)
     assert (0, "") == (ran.returncode, ran.stderr)
 

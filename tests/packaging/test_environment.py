@@ -1,4 +1,4 @@
-"""The set-up: pip's configuration in uv's words, and files that say names and versions, not places."""
+"""The set-up of .venv, and the files that pin versions."""
 
 import importlib.util
 import re
@@ -18,7 +18,7 @@ def pins(path: Path) -> list[str]:
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
-    """scripts/environment.py, working on an empty folder instead of the checkout."""
+    """scripts/environment.py, applied to an empty folder instead of the checkout."""
     spec = importlib.util.spec_from_file_location("environment", ROOT / "scripts/environment.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -28,7 +28,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     return module
 
 
-def test_pip_options_become_uvs(environment: ModuleType) -> None:
+def test_pip_options_become_variables_of_uv(environment: ModuleType) -> None:
     listed = """\
 global.extra-index-url='file:///one file:///two'
 global.find-links='/wheels\\n/more wheels'
@@ -49,39 +49,41 @@ install.index-url='mirror'
         (":env:.index-url='c'\nglobal.index-url='a'\ninstall.index-url='b'", "c"),
     ],
 )
-def test_the_nearer_scope_wins(environment: ModuleType, listed: str, expected: str) -> None:
+def test_a_narrower_scope_takes_precedence(environment: ModuleType, listed: str, expected: str) -> None:
     assert {"UV_INDEX_URL": expected} == environment.from_pip(listed)
 
 
-def test_other_options_are_no_matter(environment: ModuleType) -> None:
+def test_other_options_are_ignored(environment: ModuleType) -> None:
     assert {} == environment.from_pip("global.require-virtualenv='true'\nfreeze.find-links='x'\n")
 
 
-def test_the_first_route_that_can_is_taken(
+def test_the_first_route_that_works_is_used(
     environment: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A script plays uv: it writes down what it is asked, and can do it only from PyTorch's index."""
+    """A script takes the place of uv: it logs its arguments, and succeeds only with PyTorch's index."""
     uv = tmp_path / "uv"
-    uv.write_text('#!/bin/sh\necho "$@" >> asked; case "$*" in *--torch-backend*) ;; *) exit 1; esac\n')
+    uv.write_text('#!/bin/sh\necho "$@" >> calls; case "$*" in *--torch-backend*) ;; *) exit 1; esac\n')
     uv.chmod(0o755)
     monkeypatch.setattr(environment, "PYTHON", uv)
     monkeypatch.setattr(environment, "ROOT", tmp_path)
     environment.uv_install(["torch"], [([], {}), (["--torch-backend", "cpu"], {}), ([], {})])
 
-    asked = [line.partition(f"{uv} ")[2] for line in (tmp_path / "asked").read_text().splitlines()]
+    calls = [line.partition(f"{uv} ")[2] for line in (tmp_path / "calls").read_text().splitlines()]
     cpu = "--torch-backend cpu torch"
-    assert ["torch --dry-run", f"{cpu} --dry-run", cpu] == asked
+    assert ["torch --dry-run", f"{cpu} --dry-run", cpu] == calls
 
 
-def test_every_refusal_is_shown_once(environment: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here uv says the same, nothing, of both routes."""
+def test_equal_messages_of_uv_are_shown_once(
+    environment: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here uv prints the same for both routes: nothing."""
     monkeypatch.setattr(environment, "PYTHON", "/bin/false")
-    with pytest.raises(SystemExit, match=r"uv can't install x") as refused:
+    with pytest.raises(SystemExit, match=r"uv can't install x") as exit:
         environment.uv_install(["x"], [([], {}), (["--torch-backend", "cpu"], {})])
-    assert 2 == len(str(refused.value).split("\n\n"))
+    assert 2 == len(str(exit.value).split("\n\n"))
 
 
-def test_a_venv_that_was_copied_here_is_not_ours(environment: ModuleType) -> None:
+def test_a_venv_copied_from_elsewhere_is_not_whole(environment: ModuleType) -> None:
     environment.WHOLE.write_text("/elsewhere/.venv")
     assert not environment.is_whole()
 
@@ -107,11 +109,11 @@ def test_no_name_is_pinned_twice() -> None:
 
 
 def test_no_file_names_a_package_registry() -> None:
-    """Where packages come from is the machine's business; the names are split so that this file may pass."""
+    """The machine's configuration names the registries. The patterns are split so that this file passes."""
     hosts = "|".join(("pypi" r"\.org", "python" r"hosted\.org", "download\\.pytorch"))
     git = ["git", "-c", "safe.directory=*", "grep", "--untracked", "-lE", hosts]
-    found = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (1, "") == (found.returncode, found.stdout)  # 1 is git's word for: nothing found
+    ran = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (1, "") == (ran.returncode, ran.stdout)  # git returns 1 if nothing matches
 
 
 def test_ci_runs_the_whole_check() -> None:
