@@ -175,7 +175,7 @@ def report(audit: Audit) -> AuditReport:
             loaded_again=totals.loaded_again,
         ),
         violations=[finding(violation) for violation in violations],
-        journals=[_journal(book) for book in audit.engines],
+        journals=[_journal(engine_audit) for engine_audit in audit.engines],
         notes=audit.notes,
     )
 
@@ -249,18 +249,18 @@ def _work(totals: Totals) -> WorkData:
     )
 
 
-def _journal(book: EngineAudit) -> JournalData:
-    engine = book.engine
+def _journal(engine_audit: EngineAudit) -> JournalData:
+    engine = engine_audit.engine
     return JournalData(
-        path=str(book.path),
+        path=str(engine_audit.path),
         engine=engine.engine if engine else "",
         version=engine.version if engine else "",
         adapter=engine.adapter if engine else "",
         process_id=engine.process_id if engine else -1,
-        stopped=book.auditor.ledger.stopped,
-        events=book.events,
-        verdict=book.verdict,
-        notes=book.all_notes,
+        stopped=engine_audit.auditor.ledger.stopped,
+        events=engine_audit.events,
+        verdict=engine_audit.verdict,
+        notes=engine_audit.all_notes,
     )
 
 

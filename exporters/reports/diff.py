@@ -109,7 +109,7 @@ def _figure(name: str, figure: float | None, of: str = "", per: str = "") -> Fig
 
 
 def _engines(audit: Audit) -> list[str]:
-    started = [book.engine for book in audit.engines]
+    started = [engine_audit.engine for engine_audit in audit.engines]
     names = [f"{each.engine} {each.version}" if each else "unknown" for each in started]
     return sorted(dict.fromkeys(names))
 
@@ -131,8 +131,8 @@ def _meanings(one: Audit, other: Audit) -> list[MeaningChange]:
 def _meanings_of(audit: Audit) -> dict[str, str]:
     """By figure, what it means in the trace's releases."""
     meanings: dict[str, list[str]] = {}
-    for book in audit.engines:
-        for figure, meaning in book.meanings.items():
+    for engine_audit in audit.engines:
+        for figure, meaning in engine_audit.meanings.items():
             of_figure = meanings.setdefault(figure, [])
             if meaning not in of_figure:
                 of_figure.append(meaning)

@@ -148,11 +148,11 @@ def summarize(
 
 
 def _of_journal(path: Path, by: str, window: Window) -> Groups:
-    book = EngineAudit(path, keep=True, window=window, with_metrics=False)
-    key = _key(by, book)
+    engine_audit = EngineAudit(path, keep=True, window=window, with_metrics=False)
+    key = _key(by, engine_audit)
     groups: Groups = {}
-    for account in each_account(book):
-        groups.setdefault(key(account), Sums.none()).add(account, book.last_at)
+    for account in each_account(engine_audit):
+        groups.setdefault(key(account), Sums.none()).add(account, engine_audit.last_at)
     return groups
 
 
@@ -205,17 +205,17 @@ def _named_by(by: str) -> Callable[[str], str]:
     return name
 
 
-def _key(by: str, book: EngineAudit) -> Key:
+def _key(by: str, engine_audit: EngineAudit) -> Key:
     def of_hour(account: Account) -> str:
-        return hour_name(floor(((book.began_seconds or 0.0) + account.added_at / 1e6) / 3600))
+        return hour_name(floor(((engine_audit.began_seconds or 0.0) + account.added_at / 1e6) / 3600))
 
     def of_outcome(account: Account) -> str:
         return account.outcome or ("open" if account.closed_at < 0 else "unknown")
 
     keys: dict[str, Key] = {
         "": lambda _: "",
-        "engine": lambda _: book.name,
-        "model": lambda _: book.model,
+        "engine": lambda _: engine_audit.name,
+        "model": lambda _: engine_audit.model,
         "hour": of_hour,
         "outcome": of_outcome,
     }

@@ -139,26 +139,26 @@ def explained(tally: Tally) -> Why:
     )
 
 
-def block_size(book: EngineAudit) -> int:
+def block_size(engine_audit: EngineAudit) -> int:
     """Tokens per block of the engine's cache; 0 where the engine did not report it."""
-    size = book.engine.configuration.get("block_size") if book.engine else None
+    size = engine_audit.engine.configuration.get("block_size") if engine_audit.engine else None
     return size if isinstance(size, int) and size > 0 else 0
 
 
 def _of_journal(path: Path, window: Window) -> Tally:
-    book, tally = EngineAudit(path, keep=True, window=window, with_metrics=False), Tally()
-    for account in each_account(book):
-        tally.add(account, block_size(book))
-    remark(tally, book)
+    engine_audit, tally = EngineAudit(path, keep=True, window=window, with_metrics=False), Tally()
+    for account in each_account(engine_audit):
+        tally.add(account, block_size(engine_audit))
+    remark(tally, engine_audit)
     return tally
 
 
-def remark(tally: Tally, book: EngineAudit) -> None:
+def remark(tally: Tally, engine_audit: EngineAudit) -> None:
     """Note what this journal's recording can't prove."""
-    if book.engine is not None and book.engine.level != BLOCKS:
-        tally.levels = [book.engine.level]
-    if not block_size(book):
-        tally.notes.append(NO_BLOCK_SIZE.format(path=book.path))
+    if engine_audit.engine is not None and engine_audit.engine.level != BLOCKS:
+        tally.levels = [engine_audit.engine.level]
+    if not block_size(engine_audit):
+        tally.notes.append(NO_BLOCK_SIZE.format(path=engine_audit.path))
 
 
 def render(result: Why) -> Group:
