@@ -1,8 +1,8 @@
-"""What the engine's figures mean, release by release, and what can't be checked because of it.
+"""What the engine-reported figures mean in each release, and which invariants can't be checked there.
 
-One row a meaning, in force from release ``since`` up to, not with, ``until``. Adapters are chosen by
-what a host has, never by this table; it puts into words what they found in the releases, and
-``kvledger doctor`` prints it. A release between two that were read is taken to be like the older.
+One row is one meaning, valid from release ``since`` until before ``until``. Adapters are chosen by
+signatures, never by this table. It describes what the releases do, and ``kvledger doctor`` prints it. A
+release between two that were examined is assumed to be like the older one.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ Release = tuple[int, ...]
 
 
 class Meaning(NamedTuple):
-    """``word`` is for machines, ``says`` for people.
+    """What one figure means. ``word`` is for machines, ``says`` for people.
 
-    ``unchecked``: invariants that have nothing to go by then; ``in_part``: those that see less.
+    ``unchecked``: invariants that can't be checked then; ``in_part``: invariants that are checked in part.
     """
 
     figure: str
@@ -29,7 +29,7 @@ class Meaning(NamedTuple):
 
 
 REPORTED = ("tokens/set-once", "connector/failed-load-counted")
-"""Invariants of reported figures alone."""
+"""Invariants that check only engine-reported figures."""
 
 MEANINGS: tuple[Meaning, ...] = (
     Meaning(
@@ -37,7 +37,7 @@ MEANINGS: tuple[Meaning, ...] = (
         (0, 9),
         (0, 16),
         "none",
-        "The engine does not tell local from external prompt tokens.",
+        "The engine does not distinguish local from external prompt tokens.",
         unchecked=REPORTED,
         in_part=("tokens/negative", "tokens/source-sum"),
     ),
@@ -46,8 +46,8 @@ MEANINGS: tuple[Meaning, ...] = (
         (0, 16),
         (0, 20),
         "mixed",
-        "The cached tokens are of the first admission that ran, the external ones of the last time "
-        "the connector was asked; local is the difference.",
+        "The cached tokens are from the first admission that ran, the external ones from the last "
+        "connector match; local is the difference.",
         in_part=("tokens/set-once",),
     ),
     Meaning(
@@ -55,21 +55,21 @@ MEANINGS: tuple[Meaning, ...] = (
         (0, 20),
         (0, 26),
         "last",
-        "All prompt figures are of the last admission before the first output.",
+        "All prompt figures are from the last admission before the first output.",
     ),
     Meaning(
         "prompt figures",
         (0, 26),
         None,
         "first",
-        "All prompt figures are of the first admission that ran.",
+        "All prompt figures are from the first admission that ran.",
     ),
     Meaning(
         "a negative figure",
         (0, 16),
         (0, 19),
         "kept",
-        "A local figure below zero is counted as it is; a Prometheus counter refuses it.",
+        "A local figure below zero is counted as it is; a Prometheus counter rejects it.",
     ),
     Meaning(
         "a negative figure",
@@ -83,15 +83,15 @@ MEANINGS: tuple[Meaning, ...] = (
         (0, 16),
         (0, 20),
         "added back",
-        "The token of a full hit that is executed again is counted as computed and as a local hit.",
+        "The recomputed last token of a full hit counts as computed and as a local hit.",
     ),
     Meaning(
         "failed loads",
         (0, 16),
         (0, 20),
         "taken off",
-        "Tokens that failed to load are taken off the external figure; of a synchronous load they "
-        "then count as local hits.",
+        "Tokens that failed to load are subtracted from the external figure; after a synchronous load "
+        "they then count as local hits.",
         unchecked=("connector/failed-load-counted",),
     ),
     Meaning(
@@ -102,16 +102,16 @@ MEANINGS: tuple[Meaning, ...] = (
         "Tokens that failed to load stay in the external figure.",
     ),
     Meaning(
-        "local look-ups",
+        "local lookups",
         (0, 9),
         (0, 27),
         "attempts",
-        "Counted at the look-up: an attempt that leads to no admission counts too.",
+        "Counted at the lookup, so an attempt that leads to no admission counts too.",
         in_part=("tokens/lookup-counted-once",),
     ),
-    Meaning("local look-ups", (0, 27), None, "admissions", "Counted once an admission."),
+    Meaning("local lookups", (0, 27), None, "admissions", "Counted once an admission."),
     Meaning(
-        "external look-ups",
+        "external lookups",
         (0, 9),
         (0, 11),
         "none",
@@ -119,21 +119,21 @@ MEANINGS: tuple[Meaning, ...] = (
         unchecked=("tokens/lookup-counted-once",),
     ),
     Meaning(
-        "external look-ups",
+        "external lookups",
         (0, 11),
         (0, 16),
         "runs",
-        "Counted when a request begins to run, over its whole sequence.",
+        "Counted when a request begins to run, with its whole sequence.",
         unchecked=("tokens/lookup-counted-once",),
     ),
-    Meaning("external look-ups", (0, 16), None, "admissions", "Counted once an admission."),
+    Meaning("external lookups", (0, 16), None, "admissions", "Counted once an admission."),
     Meaning("load failure policy", (0, 9), (0, 11), "none", "A load can't be reported failed."),
     Meaning(
         "load failure policy",
         (0, 11),
         (0, 17),
         "recompute",
-        "What failed to load is executed; since 0.13 unless configured otherwise.",
+        "Tokens that failed to load are recomputed; since 0.13 unless configured otherwise.",
     ),
     Meaning(
         "load failure policy",
@@ -147,7 +147,7 @@ MEANINGS: tuple[Meaning, ...] = (
         (0, 9),
         (0, 18),
         "uncounted",
-        "A request that waits for remote KV states no computed tokens.",
+        "A request that waits for remote KV has no computed tokens.",
         in_part=("tokens/balance", "tokens/unexplained-drop"),
     ),
     Meaning(
@@ -155,7 +155,7 @@ MEANINGS: tuple[Meaning, ...] = (
         (0, 18),
         None,
         "promised",
-        "A request that waits for remote KV counts what it was promised.",
+        "A request that waits for remote KV counts its promised tokens as computed.",
     ),
     Meaning(
         "tokens in flight",
@@ -179,23 +179,29 @@ MEANINGS: tuple[Meaning, ...] = (
         (0, 9),
         (0, 27),
         "delivered",
-        "Delivered; thrown away only after a reset of the cache under running requests (since 0.12).",
+        "Delivered; dropped only after a reset of the prefix cache under running requests (since 0.12).",
     ),
     Meaning(
         "output in flight at a preemption",
         (0, 27),
         None,
         "asked",
-        "Delivered, or dropped where the connector has to deliver the KV.",
+        "Delivered, or dropped if the connector must deliver the KV.",
     ),
     Meaning(
         "drafts accepted past a stop",
         (0, 9),
         (0, 33),
         "kept",
-        "They stay in the count of a request that ends.",
+        "They stay in the computed count of the request.",
     ),
-    Meaning("drafts accepted past a stop", (0, 33), None, "trimmed", "They are taken off the count."),
+    Meaning(
+        "drafts accepted past a stop",
+        (0, 33),
+        None,
+        "trimmed",
+        "They are subtracted from the computed count.",
+    ),
 )
 
 
@@ -205,7 +211,7 @@ V0: tuple[Meaning, ...] = (
         (0, 9),
         (0, 10),
         "none",
-        "The v0 scheduler reports none, counts no look-ups by request, and knows no connector.",
+        "The v0 scheduler reports none, counts no lookups by request, and has no connector.",
         unchecked=(
             *REPORTED,
             "tokens/lookup-counted-once",
@@ -226,13 +232,13 @@ V0: tuple[Meaning, ...] = (
         unchecked=("tokens/in-flight",),
     ),
 )
-"""For the v0 scheduler, which 0.9 still has."""
+"""The meanings for the v0 scheduler, which 0.9 still has."""
 
 
 def release(version: str) -> Release:
     """``(0, 12, 0)`` for ``0.12.0.post2+cpu``; () where there is no number."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, found[0].split("."))) if found else ()
+    number = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, number[0].split("."))) if number else ()
 
 
 def meanings(version: str, *, v0: bool = False) -> dict[str, Meaning]:
@@ -245,11 +251,11 @@ def meanings(version: str, *, v0: bool = False) -> dict[str, Meaning]:
     }
 
 
-def limits(meant: dict[str, Meaning]) -> tuple[dict[str, str], dict[str, str]]:
-    """Invariants that can't be checked by these, and those that see less, each with the reason."""
+def limits(by_figure: dict[str, Meaning]) -> tuple[dict[str, str], dict[str, str]]:
+    """Invariants that can't be checked with these meanings, and those checked in part, with the reason."""
     unchecked: dict[str, str] = {}
     in_part: dict[str, str] = {}
-    for figure, row in meant.items():
+    for figure, row in by_figure.items():
         reason = f"{figure}: {row.says}"
         unchecked.update(dict.fromkeys(row.unchecked, reason))
         in_part.update(dict.fromkeys(row.in_part, reason))

@@ -109,8 +109,8 @@ def test_the_table_says_what_the_adapter_says(adapter: type[V1Observer], version
 
     assert adapter.FIGURES == meant["prompt figures"].word
     counted = adapter.PARTS.admissions.COUNTED
-    assert ("local" in counted) == (meant["local look-ups"].word == "admissions")
-    assert ("external" in counted) == (meant["external look-ups"].word == "admissions")
+    assert ("local" in counted) == (meant["local lookups"].word == "admissions")
+    assert ("external" in counted) == (meant["external lookups"].word == "admissions")
 
 
 @pytest.mark.parametrize("version", [version for all_of in RELEASES.values() for version in all_of])
