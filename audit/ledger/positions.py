@@ -67,18 +67,18 @@ class PositionRanges:
             return [(start, end)]
         gaps: list[tuple[int, int]] = []
         kept: list[PositionRange] = []
-        at = start
+        position = start
         for row in ranges:
             if row.end <= start or row.start >= end:
-                if row.start >= end and at < end:
-                    gaps.append((at, end))
-                    kept.append(PositionRange(at, end, source, life))
-                    at = end
+                if row.start >= end and position < end:
+                    gaps.append((position, end))
+                    kept.append(PositionRange(position, end, source, life))
+                    position = end
                 kept.append(row)
                 continue
-            if at < row.start:
-                gaps.append((at, row.start))
-                kept.append(PositionRange(at, row.start, source, life))
+            if position < row.start:
+                gaps.append((position, row.start))
+                kept.append(PositionRange(position, row.start, source, life))
             if row.source is REVOKED:
                 low, high = max(start, row.start), min(end, row.end)
                 for piece in ((row.start, low), (high, row.end)):
@@ -88,10 +88,10 @@ class PositionRanges:
                 kept.sort(key=_start)
             else:
                 kept.append(row)
-            at = max(at, row.end)
-        if at < end:
-            gaps.append((at, end))
-            kept.append(PositionRange(at, end, source, life))
+            position = max(position, row.end)
+        if position < end:
+            gaps.append((position, end))
+            kept.append(PositionRange(position, end, source, life))
         self.ranges = _joined(kept)
         return gaps
 
@@ -137,15 +137,15 @@ class PositionRanges:
     def tally(self, start: int, end: int) -> dict[str, int]:
         """Count tokens of [start, end) by origin; ``unattained`` are those without a valid origin."""
         tokens = {LOCAL: 0, EXTERNAL: 0, COMPUTED: 0, "unattained": 0}
-        at = start
+        position = start
         for row in self.ranges:
-            low, high = max(at, row.start), min(end, row.end)
+            low, high = max(position, row.start), min(end, row.end)
             if low >= high:
                 continue
-            tokens["unattained"] += low - at
+            tokens["unattained"] += low - position
             tokens["unattained" if row.source is REVOKED else row.source] += high - low
-            at = high
-        tokens["unattained"] += max(0, end - at)
+            position = high
+        tokens["unattained"] += max(0, end - position)
         return tokens
 
     @property

@@ -56,12 +56,12 @@ def _compare_pool(holdings: Holdings, number: int, free_blocks: int, hashes: int
 
 
 def _tables(holdings: Holdings, event: old_events.TablesReported) -> None:
-    rows, at = event.rows, 0
+    rows, index = event.rows, 0
     places: dict[tuple[int, int, int], int] = {}
-    while at < len(rows):
-        request, group, computed, length = rows[at : at + 4]
-        table = rows[at + 4 : at + 4 + length]
-        at += 4 + length
+    while index < len(rows):
+        request, group, computed, length = rows[index : index + 4]
+        table = rows[index + 4 : index + 4 + length]
+        index += 4 + length
         number = next((n for n, pool in holdings.pools.items() if group in pool.groups), None)
         if number is not None:
             _table(holdings, number, request, group, table, places)
@@ -90,7 +90,7 @@ def _table(
             holdings.report_collision("twice", number, block, other, holder)
         places[number, request, block] = group
         if not any(h.kind == TABLE and h.request == request and h.group == group for h in record.holders):
-            if record.known:
+            if record.holders_known:
                 holdings.report_collision("unheld", number, block, next(iter(record.holders), None), holder)
             record.reported = True
             holdings.add_holder(number, block, record, holder)
@@ -120,7 +120,7 @@ def _block_states(holdings: Holdings, event: ev.BlockStatesReported) -> None:
 def _compare_block(holdings: Holdings, number: int, pool: Pool, block: int, state: int) -> None:
     record = holdings.record(pool, block)
     references, queued, hashed, mapped = state >> 3, state & 1, state >> 1 & 1, state >> 2 & 1
-    own = len(record.holders) if record.known else UNKNOWN
+    own = len(record.holders) if record.holders_known else UNKNOWN
     if (
         (references == 0) != bool(queued)
         or references < 0
@@ -134,10 +134,10 @@ def _compare_block(holdings: Holdings, number: int, pool: Pool, block: int, stat
             number, block, references, own, queued, hashed, record.has_hash, mapped, holders, story
         )
         holdings.report(comparison, record.holders[0].request if record.holders else UNKNOWN)
-    if record.known and own != references:
-        record.known = False
-    elif not record.known and references == len(record.holders):
-        record.known = True
+    if record.holders_known and own != references:
+        record.holders_known = False
+    elif not record.holders_known and references == len(record.holders):
+        record.holders_known = True
     if record.has_hash != hashed:
         if not hashed:
             holdings.drop_hashes(pool, record)
@@ -146,8 +146,8 @@ def _compare_block(holdings: Holdings, number: int, pool: Pool, block: int, stat
 
 def compare_references(holdings: Holdings, number: int, block: int, record: Block, references: int) -> None:
     """Compare the reference count that the engine reported with an operation."""
-    if not record.known:
-        record.known = references == len(record.holders)
+    if not record.holders_known:
+        record.holders_known = references == len(record.holders)
         return
     if references != len(record.holders):
         holders = [str(holder) for holder in record.holders]
@@ -156,7 +156,7 @@ def compare_references(holdings: Holdings, number: int, block: int, record: Bloc
             number, block, references, len(holders), UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, holders, story
         )
         holdings.report(comparison, record.holders[0].request if record.holders else UNKNOWN)
-        record.known = False
+        record.holders_known = False
 
 
 def _tables_removed(holdings: Holdings, event: old_events.TablesRemoved) -> None:

@@ -17,15 +17,15 @@ from .subjects import CachedContent
 
 def _hashed(holdings: Holdings, event: ev.BlocksCached) -> None:
     pool = holdings.pools.get(event.pool)
-    rows, at = event.rows, 0
-    while pool is not None and at < len(rows):
-        named, group, tokens, count = rows[at : at + 4]
-        at += 4
+    rows, index = event.rows, 0
+    while pool is not None and index < len(rows):
+        named, group, tokens, count = rows[index : index + 4]
+        index += 4
         if not count:
             _unread(holdings, pool)
         for _ in range(count):
-            block, hash_id, end = rows[at : at + 3]
-            at += 3
+            block, hash_id, end = rows[index : index + 3]
+            index += 3
             request, sequence_tokens = named, tokens
             if named < 0:
                 request = _sole_writer(holdings, pool, block)

@@ -1,7 +1,7 @@
 """The ledger of blocks, kept from the events of level ``blocks`` alone.
 
-A block of which nothing is known has no record. If not all holders of a block are known, the block is not
-``known`` and nothing is claimed of its count. What the engine reports of a block
+A block of which nothing is known has no record. If not all holders of a block are known, ``holders_known``
+is false and nothing is claimed of its count. What the engine reports of a block
 (:class:`~kvledger.audit.events.BlockStatesReported`, the counts that come with a touch or a free) is compared
 and then taken over, so that one fault is reported once.
 

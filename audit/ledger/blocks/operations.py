@@ -22,11 +22,11 @@ from .subjects import StrayFree
 
 def _allocated(holdings: Holdings, event: old_events.BlocksAllocated) -> None:
     pool = holdings.pools.get(event.pool)
-    rows, at = event.rows, 0
-    while pool is not None and at < len(rows):
-        request, group, count = rows[at : at + 3]
-        _allocate(holdings, event, pool, request, group, rows[at + 3 : at + 3 + count])
-        at += 3 + count
+    rows, index = event.rows, 0
+    while pool is not None and index < len(rows):
+        request, group, count = rows[index : index + 3]
+        _allocate(holdings, event, pool, request, group, rows[index + 3 : index + 3 + count])
+        index += 3 + count
 
 
 def _allocate(
@@ -50,7 +50,7 @@ def _allocate(
         if record.holders:
             holdings.report_collision("taken", event.pool, block, record.holders[0], holder)
         else:
-            record.known, record.reported = True, False
+            record.holders_known, record.reported = True, False
         holdings.add_holder(event.pool, block, record, holder)
         pool.free_blocks -= 1
 
@@ -94,10 +94,10 @@ def _freed(holdings: Holdings, event: old_events.BlocksFreed) -> None:
         record = holdings.record(pool, block)
         earlier = next((o for o in reversed(record.operations) if o.what == "freed"), None)
         remember(record, done)
-        if not _release(holdings, event, block, record) and record.known:
+        if not _release(holdings, event, block, record) and record.holders_known:
             stray = StrayFree(event.pool, block, done, earlier, references, holdings.story(event.pool, block))
             holdings.report(stray, event.request)
-            record.known = False  # until the engine reports the block's count
+            record.holders_known = False  # until the engine reports the block's count
         counts[block] = references
         if holdings.failed.get((event.pool, block), (UNKNOWN,))[0] == event.request >= 0:
             if record.has_hash == 1 and record.cached_for == event.request:

@@ -56,7 +56,7 @@ class Block(msgspec.Struct):
 
     holders: list[Holder]
     """The known references to the block, oldest first."""
-    known: bool
+    holders_known: bool
     """Whether all references are known."""
     has_hash: int
     """1: the block has a hash; 0: it has none; -1: not known."""
