@@ -14,7 +14,7 @@ from ...audit.hooks import TIMED_STEPS
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.metrics_state import REWORK, SHARES, TIMES, VERDICTS, WAIT_SECONDS, Distribution
 from . import values as read
-from .values import Reader, Sample
+from .values import MetricReader, Sample
 
 Kind = Literal["counter", "gauge", "histogram", "info"]
 
@@ -33,7 +33,7 @@ class Metric(NamedTuple):
     kind: Kind
     help: str
     labels: tuple[str, ...]
-    read: Reader
+    read: MetricReader
     words: Mapping[str, Sequence[str]] = {}
     bounds: tuple[float, ...] = ()
 

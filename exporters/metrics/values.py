@@ -59,14 +59,14 @@ class Sample(NamedTuple):
     exemplar: Exemplar | None = None
 
 
-Reader = Callable[[Sequence[EngineAudit]], Iterable[Sample]]
+MetricReader = Callable[[Sequence[EngineAudit]], Iterable[Sample]]
 Values = Iterable[tuple[tuple[str, ...], "float | Distribution"]]
 
 
 # --- shapes -------------------------------------------------------------------------------------------
 
 
-def engines(of: Callable[[EngineAudit], Values]) -> Reader:
+def engines(of: Callable[[EngineAudit], Values]) -> MetricReader:
     """Make a reader that reads one engine at a time and puts the engine's name before the labels.
 
     A journal whose engine has not emitted its name has no series: the name would change later.
@@ -81,12 +81,12 @@ def engines(of: Callable[[EngineAudit], Values]) -> Reader:
     return read
 
 
-def value(of: Callable[[EngineAudit], float | Distribution]) -> Reader:
+def value(of: Callable[[EngineAudit], float | Distribution]) -> MetricReader:
     """One value per engine."""
     return engines(lambda engine_audit: [((), of(engine_audit))])
 
 
-def values(words: tuple[str, ...], of: Callable[[EngineAudit], Mapping[str, int]]) -> Reader:
+def values(words: tuple[str, ...], of: Callable[[EngineAudit], Mapping[str, int]]) -> MetricReader:
     """One value per word, each of ``words`` from the start."""
     return engines(
         lambda engine_audit: [((word,), n) for word, n in bounded(words, of(engine_audit)).items()]
@@ -118,7 +118,7 @@ def work(engine_audit: EngineAudit) -> dict[str, int]:
     }
 
 
-def lookups(of: Callable[[LookupCounts], int]) -> Reader:
+def lookups(of: Callable[[LookupCounts], int]) -> MetricReader:
     """A figure of the lookups that the engine counted, by cache."""
     return values(
         CACHES, lambda engine_audit: {cache: of(engine_audit.metrics.lookups[cache]) for cache in CACHES}
@@ -246,7 +246,7 @@ class Health(msgspec.Struct):
     """Time that the first reading of all journals took."""
 
 
-def health(of: str) -> Reader:
+def health(of: str) -> MetricReader:
     """A figure of the follower; no sample if the audits are not followed."""
     return lambda audits: [Sample((), getattr(audits.health, of))] if isinstance(audits, EngineAudits) else []
 
@@ -307,7 +307,7 @@ def build(audits: Sequence[EngineAudit]) -> Iterator[Sample]:
 # --- reconciliation -----------------------------------------------------------------------------------
 
 
-def engine_counters(of: str) -> Reader:
+def engine_counters(of: str) -> MetricReader:
     """The engine's own counters (``counted``) or the ledger's figures (``ledger``), by figure."""
     return engines(
         lambda engine_audit: (
@@ -325,7 +325,7 @@ def drift(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
             yield (row.figure, cause), amount
 
 
-def reconciled(of: str) -> Reader:
+def reconciled(of: str) -> MetricReader:
     """A property of the engine's reconciliation, if there is one."""
     return engines(
         lambda engine_audit: (

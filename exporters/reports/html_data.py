@@ -34,7 +34,7 @@ class MostPreempted(msgspec.Struct, frozen=True, order=True):
 
     preemptions: int
     rework: int
-    request: str
+    request_id: str
     engine: str
     prompt_tokens: int
     waited_seconds: float
@@ -50,7 +50,7 @@ class PageData(msgspec.Struct, frozen=True, kw_only=True):
     preempted: list[MostPreempted]
 
 
-class _JournalData:
+class JournalPageData:
     """The data of one journal."""
 
     def __init__(self, path: Path, window: Window) -> None:
@@ -95,7 +95,7 @@ class _JournalData:
             row = MostPreempted(
                 preemptions=account.preemptions,
                 rework=sum(account.rework.values()),
-                request=account.request_id,
+                request_id=account.request_id,
                 engine=self.engine_audit.name,
                 prompt_tokens=account.prompt_tokens,
                 waited_seconds=waited,
@@ -120,7 +120,7 @@ def gather(paths: Sequence[Path], *, window: Window = EVERYTHING, run: Run = her
     )
 
 
-def _of_journal(path: Path, window: Window) -> _JournalData:
-    part = _JournalData(path, window)
+def _of_journal(path: Path, window: Window) -> JournalPageData:
+    part = JournalPageData(path, window)
     part.read()
     return part

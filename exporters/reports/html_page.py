@@ -249,7 +249,7 @@ def _work(report: AuditReport) -> list[tuple[str, str, str]]:
 def _preempted(data: PageData) -> list[tuple[str, ...]]:
     return [
         (
-            row.request,
+            row.request_id,
             f"{row.preemptions:,}",
             f"{row.rework:,}",
             f"{row.prompt_tokens:,}",

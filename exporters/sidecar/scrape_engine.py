@@ -45,7 +45,7 @@ COUNTERS = {
 ENDED = "vllm:request_success_total"
 
 
-class Engine(NamedTuple):
+class ScrapedEngine(NamedTuple):
     """One engine as its metrics name it."""
 
     url: str
@@ -53,9 +53,9 @@ class Engine(NamedTuple):
     model: str
 
 
-def counters(text: str, url: str = "") -> dict[Engine, dict[str, float]]:
+def counters(text: str, url: str = "") -> dict[ScrapedEngine, dict[str, float]]:
     """The counters of every engine in a scrape, by figure. Raises ValueError if ``text`` can't be parsed."""
-    by_engine: dict[Engine, dict[str, float]] = {}
+    by_engine: dict[ScrapedEngine, dict[str, float]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             labels = sample.labels
@@ -63,7 +63,7 @@ def counters(text: str, url: str = "") -> dict[Engine, dict[str, float]]:
             if sample.name == ENDED:
                 figure = "requests"
             if figure is not None:
-                engine = Engine(url, labels.get("engine", "0"), labels.get("model_name", ""))
+                engine = ScrapedEngine(url, labels.get("engine", "0"), labels.get("model_name", ""))
                 figures = by_engine.setdefault(engine, {})
                 figures[figure] = figures.get(figure, 0.0) + sample.value
     return by_engine
@@ -87,14 +87,16 @@ def check_url(url: str) -> None:
         )
 
 
-def match(engines: Iterable[Engine], audits: Sequence[EngineAudit]) -> dict[Engine, EngineAudit]:
+def match(
+    engines: Iterable[ScrapedEngine], audits: Sequence[EngineAudit]
+) -> dict[ScrapedEngine, EngineAudit]:
     """The audit of each scraped engine, if exactly one live audit fits and it fits no other engine."""
     live = [
         engine_audit
         for engine_audit in audits
         if engine_audit.metrics.begun and state(engine_audit) == "live"
     ]
-    matches: dict[Engine, EngineAudit] = {}
+    matches: dict[ScrapedEngine, EngineAudit] = {}
     for engine in engines:
         candidates = [engine_audit for engine_audit in live if _index(engine_audit) == engine.number]
         if len(candidates) > 1:
@@ -148,7 +150,7 @@ class Reconciler:
         self._ask = ask
         self._clock = clock
         self._comparisons: dict[int, CounterComparison] = {}
-        self._unmatched: set[Engine] = set()
+        self._unmatched: set[ScrapedEngine] = set()
         self._scraped = 0.0
 
     def turn(self) -> None:
@@ -167,7 +169,7 @@ class Reconciler:
             self.turn()
 
     def _scrape(self) -> None:
-        scrapes: dict[Engine, Scrape] = {}
+        scrapes: dict[ScrapedEngine, Scrape] = {}
         for url in self._urls:
             began = self._clock()
             try:
@@ -180,7 +182,7 @@ class Reconciler:
         with self._lock:
             self._compare(scrapes, self._audits())
 
-    def _compare(self, scrapes: dict[Engine, Scrape], audits: Sequence[EngineAudit]) -> None:
+    def _compare(self, scrapes: dict[ScrapedEngine, Scrape], audits: Sequence[EngineAudit]) -> None:
         matched = match(scrapes, audits)
         answered = {id(engine_audit): scrapes[engine] for engine, engine_audit in matched.items()}
         for engine_audit in audits:

@@ -23,7 +23,7 @@ from kvledger.audit.journal.writer import JournalWriter
 from kvledger.audit.replay.engine_audit import EngineAudit
 from kvledger.exporters.sidecar import scrape_engine
 from kvledger.exporters.sidecar.reconcile import SETTLE_SECONDS, WINDOW_SECONDS, CounterComparison, Scrape
-from kvledger.exporters.sidecar.scrape_engine import Engine, Reconciler, counters, match
+from kvledger.exporters.sidecar.scrape_engine import Reconciler, ScrapedEngine, counters, match
 
 ROOT = Path(__file__).parents[3]
 URL = "http://127.0.0.1:8000/metrics"
@@ -46,8 +46,8 @@ process_open_fds 7.0
 
 def test_counters_are_read_by_engine() -> None:
     assert {
-        Engine(URL, "0", "m"): {"prompt_tokens": 100.0, "local_tokens": 64.0, "requests": 7.0},
-        Engine(URL, "1", "m"): {"prompt_tokens": 7.0},
+        ScrapedEngine(URL, "0", "m"): {"prompt_tokens": 100.0, "local_tokens": 64.0, "requests": 7.0},
+        ScrapedEngine(URL, "1", "m"): {"prompt_tokens": 7.0},
     } == counters(TEXT, URL)
 
 
@@ -71,7 +71,7 @@ def live(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., Engine
 
 def test_an_engine_is_matched_by_its_index(live: Callable[..., EngineAudit]) -> None:
     audits = [live(0), live(1)]
-    first, second = Engine(URL, "0", "/models/m"), Engine(URL, "1", "/models/m")
+    first, second = ScrapedEngine(URL, "0", "/models/m"), ScrapedEngine(URL, "1", "/models/m")
 
     assert {first: audits[0], second: audits[1]} == match([first, second], audits)
 
@@ -80,21 +80,26 @@ def test_engines_with_one_index_are_matched_by_model(live: Callable[..., EngineA
     """vLLM names a model that was given as a path by the whole path."""
     audits = [live(0, "one"), live(0, "two")]
 
-    assert audits[1] is match([Engine(URL, "0", "/models/two/")], audits)[Engine(URL, "0", "/models/two/")]
+    assert (
+        audits[1]
+        is match([ScrapedEngine(URL, "0", "/models/two/")], audits)[ScrapedEngine(URL, "0", "/models/two/")]
+    )
 
 
 def test_an_ambiguous_match_is_not_compared(live: Callable[..., EngineAudit]) -> None:
     audits = [live(0), live(0)]
-    assert {} == match([Engine(URL, "0", "m")], audits)
-    assert {} == match([Engine(URL, "0", "m"), Engine("http://other/metrics", "0", "m")], audits[:1])
-    assert {} == match([Engine(URL, "5", "m")], audits)
+    assert {} == match([ScrapedEngine(URL, "0", "m")], audits)
+    assert {} == match(
+        [ScrapedEngine(URL, "0", "m"), ScrapedEngine("http://other/metrics", "0", "m")], audits[:1]
+    )
+    assert {} == match([ScrapedEngine(URL, "5", "m")], audits)
 
 
 def test_an_ended_engine_is_not_compared(tmp_path: Path) -> None:
     engine_audit = EngineAudit(tmp_path)
     engine_audit.feed(0, journals.STARTED)
 
-    assert {} == match([Engine(URL, "0", "m")], [engine_audit])
+    assert {} == match([ScrapedEngine(URL, "0", "m")], [engine_audit])
 
 
 def test_an_engine_is_scraped_and_compared(live: Callable[..., EngineAudit]) -> None:
