@@ -49,6 +49,7 @@ class Request:
         "bound",
         "computed",
         "drafts",
+        "emitted",
         "fails",
         "fresh",
         "id",
@@ -66,7 +67,6 @@ class Request:
         "sampled",
         "sequence",
         "since",
-        "told",
     )
 
     def __init__(self, number: int, name: str, prompt: int, output: int) -> None:
@@ -78,7 +78,7 @@ class Request:
         self.promise = (0, 0)
         self.plan: tuple[int, int] | None = None
         self.fails = self.since = self.sampled = -1
-        self.told: tuple[int, int] | None = None
+        self.emitted: tuple[int, int] | None = None
 
 
 class Simulated:
@@ -119,7 +119,7 @@ class Simulated:
             self._one_step()
             if len(self._out) >= 256:
                 yield self._take()
-        self._say_repeats()
+        self._flush_repeats()
         if self._out:
             yield self._take()
 
@@ -128,7 +128,7 @@ class Simulated:
         rows = []
         for one in self.living:
             self._catch_up(one)
-            one.told, one.sampled = None, -1
+            one.emitted, one.sampled = None, -1
             rows.append(
                 ev.SnapshotRow(
                     one.number,
@@ -149,7 +149,7 @@ class Simulated:
 
     def flush(self) -> list[ev.Event]:
         """The events still held back, to be written before a snapshot."""
-        self._say_repeats()
+        self._flush_repeats()
         return self._take()
 
     def _take(self) -> list[ev.Event]:
@@ -211,10 +211,10 @@ class Simulated:
         for request, count, drafts in rows:
             if request.since < 0:
                 request.computed += count
-            if request.told != (count, drafts):
+            if request.emitted != (count, drafts):
                 computed = request.computed if request.since < 0 else self._computed(request)
                 changed += (request.number, count, drafts, computed)
-                request.told = (count, drafts)
+                request.emitted = (count, drafts)
         ending = []
         while self._ends and self._ends[0][0] <= self.step:
             _, _, bound, request = heapq.heappop(self._ends)
@@ -406,9 +406,9 @@ class Simulated:
         for running in (self._prefilling, self._decoding, self._speculating):
             running.pop(request.number, None)
         self._entered = [one for one in self._entered if one is not request]
-        if request.told is not None:
+        if request.emitted is not None:
             self._dropped.append(request.number)
-        request.since, request.told, request.sampled = -1, None, -1
+        request.since, request.emitted, request.sampled = -1, None, -1
 
     def _end(self, request: Request) -> None:
         self._leave(request)
@@ -473,12 +473,12 @@ class Simulated:
         free = blocks - tokens // BLOCK
         self._emit(ev.Census(self.at, self.step, rows, len(self._waiting), free, blocks))
 
-    def _say_repeats(self) -> None:
+    def _flush_repeats(self) -> None:
         if self._repeats:
             times, self._repeats = self._repeats, 0
             self._out.append(ev.Repeated(self.at, times))
 
     def _emit(self, event: ev.Event) -> None:
         if self._repeats:
-            self._say_repeats()
+            self._flush_repeats()
         self._out.append(event)
