@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 from rich.console import Group
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from ...audit.conformance.scorecard import ScoreCard, SituationResult, score
 from ...audit.errors import LedgerError
+from .terminal import blocks, counted, indented, show
 
 WRONG_SHOWN = 5
 """Failures on a Markdown page; text and JSON have all."""
@@ -33,15 +33,13 @@ def run(
     verbose: bool = False,
 ) -> str:
     """Make a score card, print it, and return its verdict."""
-    from . import terminal
-
     card = score(connector, module, _options(options), disaggregated=disaggregated)
     if format == "json":
         print(msgspec.json.encode({"verdict": card.verdict, **msgspec.to_builtins(card)}).decode())
     elif format == "markdown":
         print(markdown(card), end="")
     else:
-        terminal.show(render(card, verbose=verbose))
+        show(render(card, verbose=verbose))
     return card.verdict
 
 
@@ -75,13 +73,11 @@ def _pairs(card: ScoreCard) -> list[tuple[str, list[SituationResult]]]:
 
 def render(card: ScoreCard, *, verbose: bool = False) -> Group:
     """The verdict, then what failed and why, then the situations; ``verbose`` lists the clean ones too."""
-    from .terminal import blocks
-
     answer = Group(
         Text(f"{card.verdict}: {_count(card)}", style=STYLES[card.verdict]), Text(f"{_head(card)}.")
     )
     failures = [
-        Group(Text(", ".join(names), style="bold"), Padding(Text(message), (0, 0, 0, 2)))
+        Group(Text(", ".join(names), style="bold"), indented(Text(message)))
         for message, names in _wrong(card).items()
     ]
     return blocks(answer, *failures, _situations(card, verbose), _hint(card, verbose))
@@ -109,10 +105,11 @@ def _situations(card: ScoreCard, verbose: bool) -> Table | None:
 
 
 def _hint(card: ScoreCard, verbose: bool) -> Text | None:
+    """How many situations are not listed because they are clean."""
     clean = sum(all(row.outcome == "clean" for row in rows) for _, rows in _pairs(card))
     if verbose or not clean:
         return None
-    return Text(f"{clean} more situations are clean: -v lists them.", style="dim")
+    return Text(f"Clean under both schedulers: {counted(clean, 'situation')}; -v lists them.", style="dim")
 
 
 def _wrong(card: ScoreCard) -> dict[str, list[str]]:
@@ -129,8 +126,8 @@ def _wrong(card: ScoreCard) -> dict[str, list[str]]:
 
 def _count(card: ScoreCard) -> str:
     outcomes: list[str] = [row.outcome for row in card.rows]
-    counted = {word: outcomes.count(word) for word in STYLES}
-    return ", ".join(f"{count} {word}" for word, count in counted.items() if count)
+    counts = {word: outcomes.count(word) for word in STYLES}
+    return ", ".join(f"{count} {word}" for word, count in counts.items() if count)
 
 
 def markdown(card: ScoreCard) -> str:

@@ -204,7 +204,8 @@ def test_a_person_is_told_what_to_run_next(
     shown = capsys.readouterr().out
     journal = tmp_path / "demo" / "journal"
 
-    assert "The injected defect negative-local-hit was found: tokens/negative" in shown
+    assert shown.startswith("The injected defect negative-local-hit was found: tokens/negative\n")
+    assert shown.splitlines()[2].startswith("violated: 1 request, ")
     told = "".join(shown.split())
     for command in (f"audit {journal}", f"show {journal} request-0", "explain tokens/negative"):
         assert f"kvledger {command}".replace(" ", "") in told

@@ -1,0 +1,41 @@
+"""The text of a connector's score card: the verdict first, then what failed, then situations not clean."""
+
+from __future__ import annotations
+
+from tests.exporters.reports.printed import text
+
+from kvledger.audit.conformance.scorecard import Outcome, ScoreCard, SituationResult
+from kvledger.exporters.reports.conformance import render
+
+
+def result(situation: str, scheduler: str, outcome: Outcome, *problems: str) -> SituationResult:
+    return SituationResult(situation, scheduler, outcome, 96, 96, list(problems))
+
+
+CARD = ScoreCard(
+    "ExampleConnector",
+    "vllm 0.32.0",
+    "read",
+    [
+        result("a part of a prompt", "sync", "clean"),
+        result("a part of a prompt", "async", "clean"),
+        result("preempted after its load", "sync", "broke", "KeyError in load."),
+        result("preempted after its load", "async", "clean"),
+    ],
+)
+
+
+def test_a_score_card_starts_with_its_verdict_and_failures() -> None:
+    assert [
+        "violated: 3 clean, 1 broke",
+        "ExampleConnector on vllm 0.32.0; its connector metadata is read.",
+        "",
+        "preempted after its load (sync)",
+        "  KeyError in load.",
+    ] == text(render(CARD)).splitlines()[:5]
+
+
+def test_clean_situations_are_listed_with_verbose_only() -> None:
+    assert "a part of a prompt" not in text(render(CARD))
+    assert "Clean under both schedulers: 1 situation; -v lists them." in text(render(CARD))
+    assert "a part of a prompt        clean  clean" in text(render(CARD, verbose=True))
