@@ -260,7 +260,8 @@ def report(
         typer.echo(html_page.html(page))
     else:
         html_page.save(page, output)
-        terminal.show(audit_text.answer(page.report), f"Wrote {output}; open it in a browser.", stderr=True)
+        terminal.show(audit_text.answer(page.report), stderr=True)
+        typer.echo(f"Wrote {output}; open it in a browser.", err=True)
     raise typer.Exit(CODES[page.report.verdict])
 
 

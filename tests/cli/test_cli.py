@@ -697,7 +697,7 @@ def test_report_exits_with_the_code_of_the_audit(run: Any, violated: Path, tmp_p
 
     assert (1, "") == (outcome.code, outcome.out)
     assert outcome.err.startswith("violated: 1 request, ")
-    assert f"Wrote{tmp_path / 'page.html'};openitinabrowser." in "".join(outcome.err.split())
+    assert outcome.err.endswith(f"Wrote {tmp_path / 'page.html'}; open it in a browser.\n")
     assert "<!doctype html>" in run("report", violated, "-o", "-").out
 
 
