@@ -49,7 +49,7 @@ def test_observed_outputs_are_those_of_a_bare_engine(bare: dict[str, list[Any]])
 
 
 @pytest.mark.parametrize("name", OBSERVERS)
-def test_an_observer_that_raises_changes_nothing_and_is_told(
+def test_an_observer_that_raises_changes_nothing_and_is_reported(
     name: str, bare: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any, **__: Any) -> None:
@@ -119,8 +119,8 @@ def test_a_sink_that_raises_changes_nothing(bare: dict[str, list[Any]]) -> None:
 
 
 @pytest.mark.parametrize("level", ["tokens", "blocks"])
-def test_attributes_of_an_observer_stand_in_it(level: str) -> None:
-    """Of an object with more attributes than that CPython 3.11 specialises no call of a method."""
+def test_long_lived_parts_have_fewer_than_thirty_attributes(level: str) -> None:
+    """CPython 3.11 specialises no method call on an object with more attributes."""
     observers = []
 
     def watch(scheduler: Any) -> None:
@@ -173,7 +173,7 @@ def test_detaching_leaves_no_trace() -> None:
         audit.account("later")
 
 
-def test_two_observers_of_one_scheduler_part_in_any_order() -> None:
+def test_two_observers_of_one_scheduler_detach_in_any_order() -> None:
     driver = start()
     before = set(vars(driver.scheduler))
     first, second = attach(driver.scheduler), attach(driver.scheduler)
@@ -190,7 +190,7 @@ def test_two_observers_of_one_scheduler_part_in_any_order() -> None:
     assert all(hasattr(getattr(driver.scheduler, name), "__wrapped__") for name in left)
 
 
-def test_attaching_late_is_unknown_for_what_ran_and_clean_for_what_comes() -> None:
+def test_after_a_late_attach_running_requests_are_unknown_and_new_ones_clean() -> None:
     driver = start()
     driver.add("early", 100, 6)
     driver.step()
@@ -220,6 +220,6 @@ def test_strict_raises_at_the_step_that_violates() -> None:
     assert audit.violations
 
 
-def test_what_is_no_engine_is_refused_in_one_sentence() -> None:
+def test_an_object_that_is_no_engine_is_refused_in_one_sentence() -> None:
     with pytest.raises(LedgerError, match="No scheduler is reachable from this int"):
         attach(3)

@@ -122,7 +122,7 @@ class Allocations:
                 break
         buffer.step_follows(buffer.step())
         buffer.allocated += since
-        self.tables_known = False  # so far that was said of the deferred steps
+        self.tables_known = False  # it was set for a deferred step
 
     def clear(self) -> None:
         """Drop everything: an observer has failed."""

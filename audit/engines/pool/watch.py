@@ -56,7 +56,7 @@ class PoolWatch:
         self._scheduler = scheduler
         """The scheduler, or None where a KV cache manager is observed alone."""
         self._failed = failed
-        """Is told that an observer raised."""
+        """Called when an observer raises."""
         self._stacks = stacks
         """The Python stack of each call is recorded."""
         self._log = log

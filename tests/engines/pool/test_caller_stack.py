@@ -1,4 +1,4 @@
-"""Who calls a pool: read off the stack, of stand-ins for the engine's classes."""
+"""The caller of a pool, read off the stack of stand-ins for the engine's classes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Asked = Callable[[], Caller]
 
 
 def asking(callers: Callers) -> Asked:
-    """The wrapper of a pool's method, which asks who called it."""
+    """The wrapper of a pool's method, which returns its caller."""
 
     def get_new_blocks() -> Caller:
         return callers.caller()
@@ -58,22 +58,22 @@ def test_the_manager_of_a_group_calls_for_a_request() -> None:
     assert Caller("s", 2, "allocate_new_blocks") == manager.allocate_new_blocks("s")
 
 
-def test_what_stands_further_up_is_not_asked() -> None:
-    """A request's id there may be of any time: what the helper takes is a pin."""
+def test_frames_further_up_are_not_read() -> None:
+    """A request's id there may be another request's: what the helper allocates is a pin."""
     assert Caller(None, -1, "_help") == Manager(asking(Callers())).allocate_by_a_helper("r")
 
 
-def test_one_who_has_no_group_calls_for_nobody() -> None:
+def test_a_manager_without_a_group_calls_for_no_request() -> None:
     assert Caller(None, -1, "free") == Coordinator(asking(Callers())).free("r")
 
 
-def test_until_0_12_hits_are_touched_where_slots_are_allocated() -> None:
+def test_up_to_0_12_allocate_slots_touches_the_hits_of_its_request() -> None:
     allocated = Coordinator(asking(Callers())).allocate_slots(SimpleNamespace(request_id="r"))
 
     assert Caller("r", -1, "allocate_slots") == allocated
 
 
-def test_a_pool_that_hands_on_is_looked_past() -> None:
+def test_a_pool_that_passes_a_call_on_is_skipped() -> None:
     pool = asking(Callers())
 
     def free_blocks() -> Caller:
@@ -82,7 +82,7 @@ def test_a_pool_that_hands_on_is_looked_past() -> None:
     assert Caller("r", 2, "allocate_new_blocks") == Manager(free_blocks).allocate_new_blocks("r")
 
 
-def test_what_is_ours_is_looked_past() -> None:
+def test_our_own_frames_are_skipped() -> None:
     nobody = Callers(__name__)
 
     assert Manager(asking(nobody)).allocate_new_blocks("r").by not in ("allocate_new_blocks", "_help")

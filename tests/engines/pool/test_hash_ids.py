@@ -1,4 +1,4 @@
-"""Numbers that stand for block hashes."""
+"""Hash ids: numbers that stand for block hashes."""
 
 import subprocess
 import sys
@@ -10,21 +10,21 @@ from kvledger.audit.engines.pool.hash_ids import hash_ids
 SAY = "print(hash_ids(only_bytes=True)(b'a'))"
 
 
-def test_a_hash_has_one_number_and_another_hash_another() -> None:
+def test_equal_hashes_have_one_id_and_other_hashes_another() -> None:
     name = hash_ids()
 
     assert name(b"a") == name(b"a") != name(b"b")
     assert name((7, (1, 2))) == name((7, (1, 2))) != name((7, (1, 3)))  # as vLLM 0.9 has them
 
 
-def test_a_number_does_not_tell_of_the_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_id_does_not_reveal_the_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hash_ids()(b"a") != hash_ids()(b"a")
 
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     assert hash_ids(only_bytes=True)(b"a") != hash_ids(only_bytes=True)(b"a") != hash(b"a")
 
 
-def test_bytes_are_named_by_the_secret_that_python_hashes_them_by(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_id_of_bytes_is_their_python_hash_where_that_is_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     told = [sys.executable, "-c", "from kvledger.audit.engines.pool.hash_ids import hash_ids\n" + SAY]
 
@@ -32,7 +32,7 @@ def test_bytes_are_named_by_the_secret_that_python_hashes_them_by(monkeypatch: p
     assert subprocess.check_output(told) != subprocess.check_output(told)
 
 
-def test_numbers_are_no_word_for_nobody() -> None:
+def test_no_hash_has_the_id_minus_one() -> None:
     assert -1 not in [
         name(b"%d" % n) for name in (hash_ids(), hash_ids(only_bytes=True)) for n in range(1000)
     ]

@@ -1,4 +1,4 @@
-"""How late a divergence that no call shows is found: the bounds that docs/blocks.md states."""
+"""How late a change that no call shows is found: the bounds in docs/blocks.md."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def steps_until_found(driver: Driver, audit: LiveAudit, id: str, at_most: int) -
 
 @pytest.mark.parametrize("before", [2, 9, 20])
 @pytest.mark.parametrize("block", [60, 130, POOL_BLOCKS - 1])
-def test_a_wrong_block_within_one_turn_of_the_pool(block: int, before: int) -> None:
+def test_a_wrong_block_is_found_within_one_turn_of_the_pool(block: int, before: int) -> None:
     driver, audit, pool = running(before)
     assert [] == audit.violations
     pool.blocks[block].ref_cnt += 1
@@ -56,7 +56,7 @@ def test_a_wrong_block_within_one_turn_of_the_pool(block: int, before: int) -> N
 
 
 @pytest.mark.parametrize("before", [2, 9, 20])
-def test_a_wrong_length_of_the_queue_within_eight_steps(before: int) -> None:
+def test_a_wrong_length_of_the_free_queue_is_found_within_two_rests(before: int) -> None:
     driver, audit, pool = running(before)
     pool.free_block_queue.num_free_blocks -= 1
 
@@ -64,7 +64,7 @@ def test_a_wrong_length_of_the_queue_within_eight_steps(before: int) -> None:
 
 
 @pytest.mark.parametrize("request_id", ["r0", f"r{REQUESTS - 1}"])
-def test_a_wrong_table_within_one_turn_of_the_running(request_id: str) -> None:
+def test_a_wrong_table_is_found_within_one_turn_of_the_running_requests(request_id: str) -> None:
     driver, audit, _ = running(3)
     tables = driver.scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
     tables[request_id].append(tables["r2"][0])
@@ -74,7 +74,7 @@ def test_a_wrong_table_within_one_turn_of_the_running(request_id: str) -> None:
     assert 0 < steps_until_found(driver, audit, "blocks/double-allocation", bound)
 
 
-def test_a_larger_pool_costs_a_sweep_no_more() -> None:
+def test_a_sweep_of_a_larger_pool_reports_as_many_blocks() -> None:
     def stated(blocks: int) -> set[int]:
         def scenario(attach: Any) -> Driver:
             driver = start(attach, blocks=blocks)
@@ -88,7 +88,7 @@ def test_a_larger_pool_costs_a_sweep_no_more() -> None:
     assert {SWEEP_BLOCKS} == stated(2_048) == stated(4_096)
 
 
-def test_long_tables_are_stated_one_at_a_time_and_all_in_turn() -> None:
+def test_long_tables_are_reported_one_at_a_time_and_all_in_turn() -> None:
     blocks = SWEEP_BLOCKS // 2 + 1
 
     def scenario(attach: Any) -> Driver:

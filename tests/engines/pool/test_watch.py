@@ -1,4 +1,4 @@
-"""What a pool is called for, beyond taking and giving back: copies, moves, pins, resets; on real managers."""
+"""Calls of a pool besides allocating and freeing: copies, moves, pins, resets; on real managers."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def watched() -> Watched:
     return Watched()
 
 
-def test_who_goes_on_over_its_own_cached_part_moves_the_hashes_to_a_copy(watched: Watched) -> None:
+def test_writing_over_a_cached_part_of_the_own_block_moves_its_hashes_to_a_copy(watched: Watched) -> None:
     request = watched.begin("a", [0, 0, 1, 1, 2, 2, 3])
     watched.go_on(request)
     watched.copies_are_made()
@@ -105,7 +105,7 @@ def test_who_goes_on_over_its_own_cached_part_moves_the_hashes_to_a_copy(watched
     assert MAMBA == copied.group
 
 
-def test_who_hits_a_part_of_a_block_gets_a_copy_in_its_place(watched: Watched) -> None:
+def test_a_hit_of_a_part_of_a_block_puts_a_copy_in_its_place(watched: Watched) -> None:
     first = watched.begin("a", [0, 0, 1, 1, 2, 2, 3])
     watched.manager.free(first)
     second = watched.begin("b", [0, 0, 1, 1, 2, 2, 3, 3])
@@ -119,7 +119,7 @@ def test_who_hits_a_part_of_a_block_gets_a_copy_in_its_place(watched: Watched) -
     assert copied[0].blocks[1] in table[MAMBA]
 
 
-def test_a_pin_from_outside_is_held_by_nobody_in_particular(watched: Watched) -> None:
+def test_a_block_pinned_from_outside_is_held_by_no_request(watched: Watched) -> None:
     request = watched.begin("a", [0, 0, 1, 1, 2, 2])
     block = watched.pool.blocks[watched.manager.get_block_ids("a")[FULL][0]]
     watched.pool.touch([block])
@@ -132,7 +132,7 @@ def test_a_pin_from_outside_is_held_by_nobody_in_particular(watched: Watched) ->
     assert [2] == pinned.references
 
 
-def test_a_pin_outlives_its_request_and_is_given_up_by_unpinning(watched: Watched) -> None:
+def test_a_pin_outlives_its_request_until_it_is_unpinned(watched: Watched) -> None:
     request = watched.begin("a", [0, 0, 1, 1, 2, 2])
     block = watched.pool.blocks[watched.manager.get_block_ids("a")[FULL][0]]
     watched.pool.touch([block])
@@ -144,7 +144,7 @@ def test_a_pin_outlives_its_request_and_is_given_up_by_unpinning(watched: Watche
     assert [([block.block_id], [0])] == [(event.blocks, event.references) for event in freed]
 
 
-def test_a_reset_is_told_with_what_came_of_it(watched: Watched) -> None:
+def test_a_reset_is_recorded_with_its_success(watched: Watched) -> None:
     request = watched.begin("a", [0, 0, 1, 1, 2, 2])
     watched.pool.reset_prefix_cache()
     watched.manager.free(request)
@@ -153,7 +153,7 @@ def test_a_reset_is_told_with_what_came_of_it(watched: Watched) -> None:
     assert [False, True] == [event.succeeded for event in watched.seen(ev.PoolReset)]
 
 
-def test_what_a_connector_evicts_is_told(watched: Watched) -> None:
+def test_an_eviction_by_a_connector_is_recorded(watched: Watched) -> None:
     request = watched.begin("a", [0, 0, 1, 1, 2, 2])
     evicted = watched.manager.get_block_ids("a")[FULL][0]
     watched.pool.evict_blocks({evicted})
