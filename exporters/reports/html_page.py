@@ -35,8 +35,8 @@ VERDICTS = {
     "unknown": "No violation was found, but events are missing: see the notes at the end.",
 }
 DRIFT = (
-    "{drifts}: the engine counts by a rule that is deliberate but misleading. A drift does not change the "
-    "verdict."
+    "A drift is a figure that the engine counts by a deliberate but misleading rule. A drift does not change "
+    "the verdict."
 )
 
 
@@ -56,6 +56,7 @@ def html(data: PageData) -> str:
         .render(
             report=report,
             verdict=VERDICTS[report.verdict],
+            drifts=counted(report.drift, "drift") if report.drift else "",
             facts=_facts(report),
             tiles=_tiles(report),
             findings=_groups(report.violations),
@@ -101,7 +102,7 @@ def _facts(report: AuditReport) -> list[str]:
             f"ledger settled {settled}."
         )
     if report.drift:
-        facts.append(DRIFT.format(drifts=counted(report.drift, "drift")))
+        facts.append(DRIFT)
     return facts
 
 

@@ -60,16 +60,16 @@ OPEN = Security()
 class _Connection:
     """An open connection: its start, its socket, and whether its request is still awaited."""
 
-    __slots__ = ("asking", "cut_off", "since", "socket")
+    __slots__ = ("awaits_request", "cut_off", "since", "socket")
 
     def __init__(self, opened: socket.socket) -> None:
         self.since = time.monotonic()
         self.socket = opened
-        self.asking = True
+        self.awaits_request = True
         self.cut_off = False
 
     def cut(self) -> None:
-        """Close the plain socket below TLS, so that the connection's thread reads an end of file."""
+        """Shut down the plain socket below TLS, so that the connection's thread reads an end of file."""
         self.cut_off = True
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
@@ -120,10 +120,12 @@ class Server(ThreadingMixIn, WSGIServer):
         """Close the oldest connection without a request, else the oldest that is slow to read its answer."""
         long_ago = time.monotonic() - ANSWER_SECONDS
         connections = self._connections.values()
-        slow = [one for one in connections if not one.cut_off and (one.asking or one.since < long_ago)]
+        slow = [
+            one for one in connections if not one.cut_off and (one.awaits_request or one.since < long_ago)
+        ]
         if not slow or len(connections) >= 2 * CONNECTIONS:
             return False
-        min(slow, key=lambda one: (not one.asking, one.since)).cut()
+        min(slow, key=lambda one: (not one.awaits_request, one.since)).cut()
         return True
 
     def _forget(self, request: Any) -> None:
@@ -175,7 +177,7 @@ class _Handler(WSGIRequestHandler):
     def parse_request(self) -> bool:
         """Parse, and note that the request has been received."""
         parsed = super().parse_request()
-        self._connection.asking = False
+        self._connection.awaits_request = False
         return parsed
 
     def address_string(self) -> str:

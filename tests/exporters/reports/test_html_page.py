@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.trace import write_trace
+from msgspec.structs import replace
 from tests import journals
 from tests.exporters.reports.browser import Visit
 from tests.histories import events
@@ -76,6 +77,16 @@ def test_request_ids_are_escaped(tmp_path: Path) -> None:
 @pytest.mark.parametrize("words", ["A0+0 s10 o+", "F"])
 def test_a_trace_with_one_short_request_or_none(tmp_path: Path, words: str) -> None:
     assert "Trace audit" in html(gather([journals.write(tmp_path / "little", events(10, words))]))
+
+
+def test_a_clean_trace_with_drifts_says_so_first(tmp_path: Path) -> None:
+    data = gather([journals.clean(tmp_path / "clean")])
+
+    page = html(replace(data, report=replace(data.report, drift=2)))
+
+    assert "<title>kvledger: clean, 2 drifts</title>" in page
+    assert "<b>clean</b> with 2 drifts." in page
+    assert "A drift is a figure that the engine counts by a deliberate but misleading rule." in page
 
 
 def test_empty_tables_and_plots_are_left_out(tmp_path: Path) -> None:
