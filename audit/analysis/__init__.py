@@ -1,1 +1,1 @@
-"""Why figures differ, and why prompt tokens missed the prefix cache."""
+"""Explanations made from accounts: why figures differ, and why prompt tokens missed the prefix cache."""

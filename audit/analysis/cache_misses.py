@@ -1,9 +1,9 @@
-"""Why prompt tokens were not hits: each goes to the one cause that the recorded events prove.
+"""Explain prefix-cache misses: each missed prompt token has the one cause that the recorded events prove.
 
-A prompt position is *no hit* as often as it was executed, first or again, and once more if its KV never
-came to be. Each of these is given to one cause by position; nothing is a remainder of a subtraction. What
-the events do not prove is called not knowable: who was never in a cache and who was evicted from one look
-alike where no block was watched.
+A prompt position is missed each time it is computed, and once more if it has no KV when the request ends.
+Causes are found position by position; none is the remainder of a subtraction. If the events prove no cause,
+the cause is *not knowable*: without block events, tokens that were never cached and tokens that were evicted
+look alike. The causes and their words are in ``causes.py``.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _BY_EXTERNAL_LOSS = {
 Piece = tuple[int, int, str]
 
 
-def misses(account: Account, block_size: int) -> Iterator[Piece]:
-    """Stretches [start, end) of the prompt that were no hit, with their cause; one a time it was none.
+def missed_ranges(account: Account, block_size: int) -> Iterator[Piece]:
+    """Yield missed ranges [start, end) of the prompt with their cause, once for each time they were missed.
 
-    ``block_size`` 0: not known. Of an unknown account there are none.
+    ``block_size`` 0 means that it is not known. An unknown account yields nothing.
     """
     if account.unknown is not None:
         return
@@ -42,19 +42,19 @@ def misses(account: Account, block_size: int) -> Iterator[Piece]:
         yield start, end, _BY_LOSS.get(cause, causes.NOT_KNOWABLE)
     for start, end, number in account.executed_first:
         lives = account.lives[:number]
-        for low, high, cause in _by_promise(start, end, lives):
+        for low, high, cause in _by_broken_hit(start, end, lives):
             if cause:
                 yield low, high, cause
             else:
                 yield from _by_block(low, high, account, lives[-1], block_size)
     if account.closed_at >= 0:
         for start, end in never_came(account):
-            for low, high, cause in _by_promise(start, end, account.lives):
+            for low, high, cause in _by_broken_hit(start, end, account.lives):
                 yield low, high, cause or causes.ENDED_FIRST
 
 
 def never_came(account: Account) -> Iterator[tuple[int, int]]:
-    """Stretches of the prompt, of a session all chunks, whose KV never came to be."""
+    """Yield the ranges of the prompt, all chunks of a session included, that never had KV."""
     for start, prompt in chunks(account):
         for row in account.positions.ranges:
             if row.end <= start or row.start >= prompt:
@@ -67,18 +67,18 @@ def never_came(account: Account) -> Iterator[tuple[int, int]]:
 
 
 def chunks(account: Account) -> Iterator[tuple[int, int]]:
-    """Where each chunk of a prompt stands; what is not settled yet counts as it is."""
+    """Yield the range of each chunk of the prompt. A chunk that is not settled yet counts as it stands."""
     for settlement in account.settlements:
         yield settlement.carried, settlement.prompt_tokens
     if not account.settled:
         yield account.carried, account.prompt_tokens
 
 
-def _by_promise(start: int, end: int, lives: list[Life]) -> Iterator[Piece]:
-    """[start, end) by what became of a hit or a promise of it, the latest first; "" for neither."""
+def _by_broken_hit(start: int, end: int, lives: list[Life]) -> Iterator[Piece]:
+    """Split [start, end) by the cause that broke a hit or promise there, last life first; "": none."""
     pieces = [(start, end)]
     for life in reversed(lives):
-        for low, high, cause in _broken(life):
+        for low, high, cause in _broken_hits(life):
             rest: list[tuple[int, int]] = []
             for first, last in pieces:
                 begin, stop = max(first, low), min(last, high)
@@ -92,8 +92,8 @@ def _by_promise(start: int, end: int, lives: list[Life]) -> Iterator[Piece]:
         yield first, last, ""
 
 
-def _broken(life: Life) -> Iterator[Piece]:
-    """Where a life's hits and promises came to nothing, and why. One cut short by the end has no say."""
+def _broken_hits(life: Life) -> Iterator[Piece]:
+    """Yield where a life's hits or promised tokens were lost, and why. The end of a request is no cause."""
     if life.invalid_from >= 0:
         yield life.invalid_from, life.local + max(0, life.external), causes.LOAD_FAILED
     for start, end, cause in life.voids:
@@ -104,25 +104,25 @@ def _broken(life: Life) -> Iterator[Piece]:
 
 
 def _by_block(start: int, end: int, account: Account, life: Life, block_size: int) -> Iterator[Piece]:
-    """What a hit could not have covered, at the end of its chunk; below it nothing is proved."""
+    """Split [start, end) at the end of what a hit could cover in its chunk, which has whole blocks only."""
     prompt = next((prompt for carried, prompt in chunks(account) if carried <= start < prompt), 0)
     if not block_size or not prompt:
-        yield from _by_loss(start, end, account, life)
+        yield from _by_removal(start, end, account, life)
         return
     whole = prompt // block_size * block_size
     cause = causes.BELOW_BLOCK
     if whole == prompt:
-        # The longest hit leaves the last token out, and so its block.
+        # The longest possible hit leaves out the last token, and with it the last block.
         whole = prompt - block_size
         cause = causes.LAST_TOKEN if life.local + life.external == whole else causes.NOT_KNOWABLE
     middle = min(max(start, whole), end)
-    yield from _by_loss(start, middle, account, life)
+    yield from _by_removal(start, middle, account, life)
     if middle < end:
         yield middle, end, cause
 
 
-def _by_loss(start: int, end: int, account: Account, life: Life) -> Iterator[Piece]:
-    """What was in the cache, and left it before the step in which the life was admitted."""
+def _by_removal(start: int, end: int, account: Account, life: Life) -> Iterator[Piece]:
+    """Split [start, end) by the tokens that had left the cache before the life was admitted."""
     for lost in sorted(account.lost):
         first, last = max(start, lost.start), min(end, lost.end)
         back = lost.came_back < 0 or lost.came_back >= life.began_step

@@ -1,12 +1,12 @@
-"""Why the figures differ: from what was settled to the plan, and on to what the engine reports.
+"""Explain why the settled tokens, the planned split and the engine-reported tokens differ.
 
-A bank reconciliation. Every step from one row of figures to the next is made of named differences,
-each found in one request by comparing position by position what the plan gave a source with the
-origin that the ledger holds. Nothing is a remainder made to fit: what no rule names is called
-``unexplained``.
+This is a bank reconciliation with three rows of figures. Each step from one row to the next is a list of
+differences with causes. A difference is found in one request, by comparing position by position the source
+that was planned with the source that the ledger settled. No difference is made up to fit: what no rule
+explains is called ``unexplained``.
 
-A difference is signed towards the engine: settled + differences = plan, plan + differences =
-reported. Accounts that are unknown take no part.
+Signs lead towards the engine: settled + differences = plan, plan + differences = reported. Unknown accounts
+are left out.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ class Figures(msgspec.Struct):
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Prompt tokens of all sources."""
         return self.local + self.external + self.computed + self.unattained
 
     def add(self, other: Figures, sign: int = 1) -> None:
-        """Add ``other``, or with ``sign`` -1 take it away."""
+        """Add ``other``, or subtract it with ``sign`` -1."""
         self.local += sign * other.local
         self.external += sign * other.external
         self.computed += sign * other.computed
         self.unattained += sign * other.unattained
 
     def move(self, source: str, to: str, tokens: int) -> None:
-        """Take ``tokens`` from one source and give them to another."""
+        """Move ``tokens`` from one source to another."""
         setattr(self, source, getattr(self, source) - tokens)
         setattr(self, to, getattr(self, to) + tokens)
 
@@ -61,47 +61,48 @@ class Figures(msgspec.Struct):
 
 
 class Difference(msgspec.Struct):
-    """One cause of a difference, over all the requests that it touched."""
+    """The differences of one cause, summed over its requests."""
 
     cause: str
     requests: int
     figures: Figures
 
 
-class Step:
+class ReconciliationStep:
     """The differences between two rows of figures, by cause."""
 
     def __init__(self) -> None:
         self.differences: dict[str, Difference] = {}
+        """One difference for each cause."""
 
     def add(self, cause: str, figures: Figures, requests: int = 1) -> None:
-        """Note a difference."""
-        known = self.differences.get(cause)
-        if known is None:
-            known = self.differences[cause] = Difference(cause, 0, Figures())
-        known.requests += requests
-        known.figures.add(figures)
+        """Add a difference."""
+        difference = self.differences.setdefault(cause, Difference(cause, 0, Figures()))
+        difference.requests += requests
+        difference.figures.add(figures)
 
-    def merge(self, other: Step) -> None:
-        """Note all that ``other`` noted."""
+    def merge(self, other: ReconciliationStep) -> None:
+        """Add all differences of ``other``."""
         for cause, difference in other.differences.items():
             self.add(cause, difference.figures, difference.requests)
 
 
 class Reconciliation:
-    """Settled figures, plan and reports of many requests, and what lies between them.
-
-    ``reports`` counts the requests that the engine reported; an engine that never does has nothing
-    to reconcile there.
-    """
+    """Settled, planned and engine-reported prompt tokens of many requests, and their differences."""
 
     def __init__(self) -> None:
         self.settled = Figures()
+        """Prompt tokens as the ledger settled them."""
         self.plan = Figures()
+        """Prompt tokens as planned at the first admission that ran."""
         self.reported = Figures()
+        """Prompt tokens as the engine reported them."""
         self.reports = 0
-        self.to_plan = Step()
-        self.to_reported = Step()
+        """How many requests the engine reported; an engine that reports none is not reconciled."""
+        self.to_plan = ReconciliationStep()
+        """Why the planned tokens differ from the settled ones."""
+        self.to_reported = ReconciliationStep()
+        """Why the reported tokens differ from the planned ones."""
 
     def add(self, account: Account) -> None:
         """Reconcile one request."""
@@ -130,7 +131,7 @@ class Reconciliation:
             self.to_reported.add(cause, moved)
 
     def merge(self, other: Reconciliation) -> None:
-        """Take in another engine's."""
+        """Add the reconciliation of another engine."""
         self.settled.add(other.settled)
         self.plan.add(other.plan)
         self.reported.add(other.reported)
@@ -140,7 +141,7 @@ class Reconciliation:
 
 
 def planned(account: Account) -> Figures | None:
-    """The promise of the first admission that ran; the rest of the prompt was to be computed."""
+    """The planned split: hits of the first admission that ran; the rest of the prompt was to be computed."""
     if account.plan is None:
         return None
     local, external = account.plan
@@ -148,7 +149,7 @@ def planned(account: Account) -> Figures | None:
 
 
 def _first_prompt_tokens(account: Account) -> int:
-    """The prompt that was planned: a session's first chunk."""
+    """The length of the prompt that was planned: of a session, its first chunk."""
     return account.settlements[0].prompt_tokens if account.settlements else account.prompt_tokens
 
 
@@ -165,13 +166,13 @@ FIGURES = (
     "preemptions",
     "requests",
 )
-"""Figures that an engine's own counters can be compared in."""
+"""Figures in which the engine's own counters are compared with the ledger."""
 
 
-class Compared(msgspec.Struct, frozen=True):
-    """One of the engine's own counters beside the ledger's figure, both since a common baseline.
+class ComparedCounter(msgspec.Struct, frozen=True):
+    """One of the engine's own counters and the ledger's figure, both since a common baseline.
 
-    ``drift`` is counted less ledger, by cause; what no cause covers is ``unexplained``.
+    ``drift`` is counter minus ledger, by cause; the part without a cause is ``unexplained``.
     """
 
     figure: str
@@ -181,12 +182,12 @@ class Compared(msgspec.Struct, frozen=True):
 
 
 class EngineCounters(msgspec.Struct, frozen=True):
-    """An engine's own counters beside the ledger's figures. Times are Unix seconds, 0.0 for never.
+    """An engine's own counters and the ledger's figures. Times are Unix seconds; 0.0 means never.
 
     ``answered``: whether the last scrape of the engine succeeded.
     """
 
-    rows: tuple[Compared, ...] = ()
+    rows: tuple[ComparedCounter, ...] = ()
     answered: bool = False
     scraped_seconds: float = 0.0
     baseline_seconds: float = 0.0
@@ -215,7 +216,7 @@ def between_settled_and_plan(account: Account, plan: Figures | None) -> dict[str
 
 
 def _compare(account: Account, plan: Figures, settled: Figures, differences: dict[str, Figures]) -> None:
-    """Position by position: what the plan gave one source, and another gave first."""
+    """Find, position by position, where the settled source is not the planned one."""
     prompt = _first_prompt_tokens(account)
     left = Figures()
     left.add(plan)
@@ -247,7 +248,7 @@ def _difference(differences: dict[str, Figures], cause: str) -> Figures:
 
 
 def _origins(account: Account, low: int, high: int) -> Iterator[tuple[str, int, int]]:
-    """Source, life and length of each stretch of [low, high); ``unattained`` has life 0."""
+    """Yield source, life and length of each range in [low, high); ``unattained`` has life 0."""
     at = low
     for row in account.positions.ranges:
         start, end = max(at, row.start), min(high, row.end)
@@ -262,7 +263,7 @@ def _origins(account: Account, low: int, high: int) -> Iterator[tuple[str, int, 
 
 
 def _why(account: Account, source: str, origin: str, number: int) -> str:
-    """Why positions planned from ``source`` have ``origin``, in life ``number``."""
+    """The cause for positions planned from ``source`` that came from ``origin`` in life ``number``."""
     first = next(life for life in account.lives if life.ran)
     if origin == UNATTAINED:
         return "ended_early" if account.closed_at >= 0 else UNEXPLAINED
@@ -276,7 +277,7 @@ def _why(account: Account, source: str, origin: str, number: int) -> str:
 
 
 def _why_void(life: Life) -> str:
-    """Why this life's promise was not kept. A life with several reasons has no single answer."""
+    """Why this life's external tokens were not loaded; unexplained if there are several causes."""
     reasons = {_BY_EXTERNAL_LOSS.get(cause, UNEXPLAINED) for cause in life.voided}
     if causes.LOAD_FAILED in life.rolled_back:
         reasons.add(causes.LOAD_FAILED)
@@ -287,14 +288,14 @@ def _why_void(life: Life) -> str:
 
 
 def ended_early(account: Account) -> bool:
-    """Whether a request ended before any output: its prompt was settled only by its end."""
+    """Whether a request ended before any output, so that its prompt was settled at its end."""
     if account.closed_at < 0 or account.sampled or account.reports:
         return False
     return any(s.at == account.closed_at for s in account.settlements[:1])
 
 
 def why_reported(account: Account, plan: Figures | None, reported: Figures | None) -> str:
-    """Why the engine's report of a request is not its plan."""
+    """Why the engine's report of a request differs from its planned split."""
     if plan is None:
         return UNEXPLAINED
     if reported is None:

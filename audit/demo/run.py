@@ -22,7 +22,7 @@ from typing import Any
 from ..analysis.reconciliation import (
     Figures,
     Reconciliation,
-    Step,
+    ReconciliationStep,
     between_settled_and_plan,
     ended_early,
     planned,
@@ -77,7 +77,7 @@ class Demo:
         exported: dict[str, float] = result.get("counters", {})
         self.counters = engine_counters(exported)
         """The engine's own counters of prompt tokens by source; None where it exported none."""
-        self.to_counters = Step()
+        self.to_counters = ReconciliationStep()
         """The named differences from what the engine reported to :attr:`counters`."""
         if self.counters is not None:
             self.to_counters = between_reported_and_counters(
@@ -244,14 +244,14 @@ def engine_counters(exported: dict[str, float]) -> Figures | None:
 
 def between_reported_and_counters(
     reconciliation: Reconciliation, counters: Figures, accounts: list[Account]
-) -> Step:
+) -> ReconciliationStep:
     """The named differences between what the engine reported and what its counters show.
 
     The front end sums up the reports of one iteration and increments computed, local and external, in
     this order. A counter refuses a negative sum with an error, and the sums after it are not counted.
     The counters include requests whose accounts are unknown; the ledger's totals leave these out.
     """
-    step = Step()
+    step = ReconciliationStep()
     iterations: dict[int, Figures] = {}
     requests: dict[int, int] = {}
     for account in accounts:

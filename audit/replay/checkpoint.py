@@ -1,8 +1,8 @@
-"""The checkpoint: where a follower was in each journal, and what it knew, in one file.
+"""The checkpoint file: a follower's position in each journal, and the audit up to there.
 
-One file for all journals, so that sums taken over from one book to another are never in both or in
-neither. It is written whole under another name, forced to the disk, and renamed: a crash at any
-instant leaves the old one or the new one. Nothing in it is ever executed (``state.py``).
+One file holds all journals, so that sums moved from one audit to another are never in both or in neither.
+It is written whole under another name, synced to disk, and renamed: after a crash at any time either the
+old or the new file is there. Nothing in it is ever executed (``serialize.py``).
 
     kvledger checkpoint <layout> <CRC32 of the rest, eight hexadecimal digits>\\n
     msgpack of Checkpoint
@@ -27,17 +27,17 @@ from .serialize import OtherLayout, layout
 NAME = "checkpoint"
 LOCK = "lock"
 HIDDEN = ".kvledger"
-"""The folder beside the journals that holds these two, unless another is named."""
+"""The folder beside the journals that holds the checkpoint and its lock, unless ``--state`` names another."""
 
 _LINE = re.compile(rb"kvledger checkpoint (\S{1,40}) ([0-9a-f]{8})\n")
 
 
 class JournalState(msgspec.Struct):
-    """One journal: its name under the folder that is followed, where to continue, and its audit.
+    """One journal: its name in the followed folder, the position to continue at, and its audit.
 
-    ``beginning`` are the first bytes of the segment that ``position`` is in, by which the same
-    journal is known from another one of its name. ``ended``: everything was read.
-    ``damage``: how often something was found missing.
+    ``beginning`` has the first bytes of the segment at ``position``, which tell this journal from another
+    with the same name. ``ended``: everything was read. ``damage``: how many damaged places were found.
+    ``engine_audit``: the :class:`EngineAudit`, serialized.
     """
 
     name: str
@@ -50,10 +50,11 @@ class JournalState(msgspec.Struct):
 
 
 class Checkpoint(msgspec.Struct):
-    """What a follower knows.
+    """The state of a follower.
 
-    ``past`` are the sums of engines whose journals are gone, by name. ``lost`` counts, by reason, how
-    often what had been known before was not there. ``version`` wrote it, ``at`` is Unix time.
+    ``past``: the audits of engines whose journals have been removed, one for each name. ``lost``: how often
+    a checkpoint or a journal's position could not be used, by reason. ``version``: the kvledger that wrote
+    it. ``at``: when, in Unix time.
     """
 
     version: str
@@ -64,7 +65,7 @@ class Checkpoint(msgspec.Struct):
 
 
 def save(folder: Path, checkpoint: Checkpoint) -> int:
-    """Replace the checkpoint in ``folder``; its bytes. OSError if it can't be written."""
+    """Replace the checkpoint in ``folder``; returns its size in bytes. Raises OSError."""
     payload = msgspec.msgpack.encode(checkpoint)
     data = b"kvledger checkpoint %s %08x\n" % (layout().encode(), crc32(payload)) + payload
     draft = folder / f"{NAME}.new"
@@ -80,7 +81,7 @@ def save(folder: Path, checkpoint: Checkpoint) -> int:
 def load(folder: Path) -> Checkpoint | None:
     """The checkpoint in ``folder``; None if there is none.
 
-    Raises :class:`~kvledger.audit.replay.serialize.OtherLayout` if another version wrote it, and
+    Raises :class:`~kvledger.audit.replay.serialize.OtherLayout` if its layout is that of another version, and
     :class:`LedgerError` if it is damaged or can't be read.
     """
     path = folder / NAME
@@ -103,7 +104,7 @@ def load(folder: Path) -> Checkpoint | None:
 
 
 def take(folder: Path) -> int:
-    """Make ``folder`` and lock it for one follower, as long as the returned descriptor is open.
+    """Make ``folder`` and lock it for one follower while the returned descriptor is open.
 
     Raises :class:`LedgerError` if another follower has it, OSError if it can't be made or written.
     """
@@ -123,9 +124,9 @@ def take(folder: Path) -> int:
 
 
 def beginning(journal: Path, segment: int) -> bytes:
-    """The header of a segment, and length and checksum of its first frame; b"" if it is not there.
+    """The header of a segment and the length and checksum of its first frame; b"" if it does not exist.
 
-    The first frame holds the engine's start and its clock: no two journals have the same.
+    The first frame holds the engine's start time, so it differs between any two journals.
     """
     path = journal / segment_name(segment) if journal.is_dir() else journal
     try:
@@ -136,7 +137,7 @@ def beginning(journal: Path, segment: int) -> bytes:
 
 
 def _sync(folder: Path) -> None:
-    """Force a rename to the disk, where the file system can do that for a folder."""
+    """Sync a rename to disk, if the file system can sync a folder."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
         try:

@@ -1,8 +1,8 @@
-"""What metrics need beyond totals: counted as it happens, or when an account closes.
+"""What metrics need beyond the ledger's totals, counted at rare events and when an account closes.
 
-One struct a book, of plain numbers, dicts and lists, so that a checkpoint carries it whole. Nothing
-here is fed by a step or an output: the events in :data:`METRICS_HANDLERS` are rare, and accounts close once.
-Tokens are what their names say; ``*_seconds`` are seconds, of points in time since 1970.
+There is one :class:`MetricsState` for each engine. It consists of plain numbers, dicts and lists, so that a
+checkpoint holds all of it. Steps and outputs are not counted here: the events in :data:`METRICS_HANDLERS`
+are rare, and an account closes once. ``*_seconds`` are seconds; points in time are Unix time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TRACEPARENT = re.compile(r"00-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([
 VERDICTS = ("clean", "violated", "unknown")
 
 SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
-"""Upper bounds for parts of one: none at all and nearly all are told apart from some."""
+"""Bounds for a share from 0 to 1, which separate none at all and nearly all from the rest."""
 
 REWORK = (0.0, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75)
 TIMES = (0, 1, 2, 3, 5, 8, 13, 21)
@@ -33,13 +33,13 @@ WAIT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5,
 
 PLANNED = (LOCAL, EXTERNAL, COMPUTED)
 ENDED_WITH_OUTPUT = ("stopped", "length", "length_capped", "repetition")
-"""Outcomes that come with an output, and so after the front end has heard all that was before."""
+"""Outcomes that come with an output, after which the front end has every earlier report."""
 
 Open = Mapping[int, Account]
 
 
 class Exemplar(msgspec.Struct, frozen=True):
-    """One request that stands for others: its id, the caller's trace id ("" if none), its figure."""
+    """One request as an example of a bucket: its id, the caller's trace id ("" if none) and its value."""
 
     request_id: str
     trace_id: str
@@ -48,11 +48,11 @@ class Exemplar(msgspec.Struct, frozen=True):
 
 
 class Distribution(msgspec.Struct):
-    """How often a figure was at most each of ``bounds`` and above the one before.
+    """A histogram: how often a value was at most each of ``bounds`` and above the bound before.
 
-    ``counts`` has one more item than ``bounds``, for what is above all. ``exemplars`` holds the
-    latest request of each item that had one. The sum is kept in whole ``millionths``: in floats it would
-    depend on the order in which journals are added, and fall by a hair.
+    ``counts`` has one more item than ``bounds``, for values above all of them. ``exemplars`` holds the
+    latest request of each bucket that has one. The sum is kept in whole ``millionths``, because a sum of
+    floats would depend on the order in which journals are added, and might even fall slightly.
     """
 
     bounds: tuple[float, ...]
@@ -62,11 +62,11 @@ class Distribution(msgspec.Struct):
 
     @classmethod
     def over(cls, bounds: tuple[float, ...]) -> Distribution:
-        """Nothing observed yet."""
+        """An empty histogram."""
         return cls(bounds, [0] * (len(bounds) + 1))
 
     def observe(self, value: float, exemplar: Exemplar | None = None) -> None:
-        """Count one figure."""
+        """Count one value."""
         place = bisect_left(self.bounds, value)
         self.counts[place] += 1
         self.millionths += round(value * 1e6)
@@ -74,38 +74,38 @@ class Distribution(msgspec.Struct):
             self.exemplars[place] = exemplar
 
     def merge(self, other: Distribution) -> None:
-        """Add what another observed."""
+        """Add the counts of another histogram."""
         self.counts = [mine + more for mine, more in zip(self.counts, other.counts, strict=True)]
         self.millionths += other.millionths
         self.exemplars = self.exemplars | other.exemplars
 
     @property
     def sum(self) -> float:
-        """Of all figures, each to the millionth."""
+        """The sum of all values, each rounded to a millionth."""
         return self.millionths / 1e6
 
     @property
     def observed(self) -> int:
-        """How many figures were counted."""
+        """How many values were counted."""
         return sum(self.counts)
 
 
 class LookupCounts(msgspec.Struct):
-    """Look-ups of one cache: how many, the tokens they asked for, and the tokens it had."""
+    """Lookups of one cache: how many, the tokens they queried, and the tokens that hit."""
 
     lookups: int = 0
     queried: int = 0
     hit: int = 0
 
     def add(self, lookups: int, queried: int, hit: int) -> None:
-        """Count some more."""
+        """Add some lookups."""
         self.lookups += lookups
         self.queried += queried
         self.hit += hit
 
 
 class ViolationCount(msgspec.Struct):
-    """How often an invariant was seen broken, when last, and in which request ("" in none)."""
+    """How often an invariant was violated, when last, and in which request ("" if in none)."""
 
     times: int = 0
     last_seconds: float = 0.0
@@ -118,46 +118,54 @@ def _no_lookups() -> dict[str, LookupCounts]:
 
 
 class MetricsState(msgspec.Struct):
-    """One engine's tallies, from its first event on.
-
-    ``clock_seconds``: Unix time of the engine's microsecond 0, as its latest start or segment says;
-    ``created_seconds``: when it came under observation. ``lookups`` is what the engine counted.
-    ``transferred_tokens``: settled external ones that a prefill engine handed over.
-    ``planned`` and ``planned_negative`` keep what was planned above and below zero apart.
-    ``sequence_tokens``: prompt and output of ended requests, by verdict. ``hook_us``: microseconds in
-    hooks in the ``hook_steps`` steps in which they were timed.
-
-    For comparing with the engine's own counters, as they happen: what it ``reported`` to its front
-    end, in all and of requests that ended unknown here; the look-ups of admissions (``admitted``),
-    of them those after a preemption (``resumed``); ``preemptions_with_output`` of requests that ended by
-    themselves, and so had output after each, and the ``most_preemptions`` of one; the
-    ``largest_prompt`` reported.
-    ``from_start``: nothing had run when it came under observation.
-    """
+    """What metrics need of one engine, from its first event on."""
 
     clock_seconds: float = 0.0
+    """Unix time of the engine's microsecond 0, by its latest EngineStarted."""
     created_seconds: float = 0.0
+    """Unix time at which observation of the engine began."""
     lookups: dict[str, LookupCounts] = msgspec.field(default_factory=_no_lookups)
+    """Lookups as the engine counted them, by cache."""
     preemptions: dict[str, int] = {}
+    """Preemptions by cause."""
     hook_us: int = 0
+    """Microseconds spent in hooks during the timed steps."""
     hook_steps: int = 0
+    """How many steps were timed."""
     gaps_of_known_size: int = 0
+    """Gaps whose number of lost events is known."""
     gaps_of_unknown_size: int = 0
+    """Gaps whose number of lost events is not known."""
     lost_events: int = 0
+    """Events lost in gaps of known size."""
     transferred_tokens: int = 0
+    """Settled external tokens that a prefill engine transferred."""
     planned: dict[str, int] = {}
+    """Planned tokens by source, where the figure is not negative."""
     planned_negative: dict[str, int] = {}
+    """Planned tokens by source, where the figure is negative; without the sign."""
     sequence_tokens: dict[str, int] = {}
+    """Prompt and output tokens of ended requests, by verdict."""
     violations: dict[str, ViolationCount] = {}
+    """Violations by invariant, repeated ones included."""
     begun: bool = False
+    """Whether a snapshot was read."""
     from_start: bool = False
+    """Whether the engine had run nothing when observation began."""
     reported: dict[str, int] = {}
+    """Prompt tokens by source, as the engine reported them to its front end."""
     reported_unknown: dict[str, int] = {}
+    """The part of ``reported`` that belongs to requests with unknown accounts."""
     admitted: dict[str, LookupCounts] = msgspec.field(default_factory=_no_lookups)
+    """Lookups of admissions, by cache, as the engine should count them."""
     resumed: dict[str, LookupCounts] = msgspec.field(default_factory=_no_lookups)
+    """The part of ``admitted`` that came after a preemption."""
     preemptions_with_output: int = 0
+    """Preemptions of requests that ended with an output, so that the front end knows of them."""
     most_preemptions: int = 0
+    """Most preemptions of one such request."""
     largest_prompt: int = 0
+    """Tokens of the largest prompt that the engine reported."""
     cached_share: Distribution = msgspec.field(default_factory=lambda: Distribution.over(SHARES))
     rework_share: Distribution = msgspec.field(default_factory=lambda: Distribution.over(REWORK))
     preempted: Distribution = msgspec.field(default_factory=lambda: Distribution.over(TIMES))
@@ -170,30 +178,30 @@ class MetricsState(msgspec.Struct):
     # --- while it runs --------------------------------------------------------------------------------
 
     def started(self, event: ev.EngineStarted, _: Open) -> None:
-        """The engine, or a segment of its journal, begins."""
+        """Take the engine's clock; an EngineStarted begins every segment."""
         self.clock_seconds = event.wall_seconds - event.at / 1e6
         if not self.created_seconds:
             self.created_seconds = event.wall_seconds
 
     def began(self, event: ev.Snapshot, _: Open) -> None:
-        """A segment says who lives; the first says whether anything was before it."""
+        """Note, at the first snapshot, whether anything had run before."""
         if not self.begun:
             self.begun = True
             self.from_start = event.step == 0 and not event.rows
 
     def looked_up(self, event: ev.LookupsCounted, _: Open) -> None:
-        """The engine counted look-ups; -1 stands for what it does not count."""
+        """Add the lookups that the engine counted; -1: it does not count them."""
         if event.local_requests >= 0:
             self.lookups["local"].add(event.local_requests, event.local_queries, event.local_hits)
         if event.external_requests >= 0:
             self.lookups["external"].add(event.external_requests, event.external_queries, event.external_hits)
 
     def preempt(self, event: ev.Preempted, _: Open) -> None:
-        """A request was preempted."""
+        """Count a preemption."""
         _add(self.preemptions, event.cause, 1)
 
     def admit(self, event: ev.Admitted, open: Open) -> None:
-        """A life began: its look-ups, as the engine should count them."""
+        """Count the lookups of an admission, as the engine should count them."""
         account = open.get(event.request)
         if account is None:
             return
@@ -207,7 +215,7 @@ class MetricsState(msgspec.Struct):
                 self.resumed[cache].add(*figures)
 
     def report(self, event: ev.Reported, _: Open) -> None:
-        """The engine told its front end where a prompt came from."""
+        """Add the sources of a prompt, as the engine reported them."""
         for source, tokens in zip(
             PLANNED, (event.local_tokens, event.external_tokens, event.computed_tokens), strict=True
         ):
@@ -215,13 +223,13 @@ class MetricsState(msgspec.Struct):
         self.largest_prompt = max(self.largest_prompt, event.prompt_tokens)
 
     def census(self, event: ev.Census, _: Open) -> None:
-        """The hooks were timed in some steps."""
+        """Add the time spent in hooks."""
         if event.hook_us >= 0:
             self.hook_us += event.hook_us
             self.hook_steps += event.hook_steps
 
     def gap(self, event: ev.Gap, _: Open) -> None:
-        """Events were lost."""
+        """Count a gap."""
         if event.lost_events < 0:
             self.gaps_of_unknown_size += 1
         else:
@@ -229,17 +237,17 @@ class MetricsState(msgspec.Struct):
             self.lost_events += event.lost_events
 
     def count_violation(self, id: str, at: int, account: Account | None) -> None:
-        """An invariant was seen broken, be it the first time or again."""
-        sights = self.violations.get(id)
-        if sights is None:
-            sights = self.violations[id] = ViolationCount()
-        sights.times += 1
-        sights.last_seconds = self.seconds(at)
-        sights.request_id = "" if account is None else account.request_id
-        sights.trace_id = "" if account is None else trace_id(account)
+        """Count one violation of an invariant, repeated or not."""
+        count = self.violations.get(id)
+        if count is None:
+            count = self.violations[id] = ViolationCount()
+        count.times += 1
+        count.last_seconds = self.seconds(at)
+        count.request_id = "" if account is None else account.request_id
+        count.trace_id = "" if account is None else trace_id(account)
 
     def merge(self, other: MetricsState) -> None:
-        """Add those of another engine of the same name, which ran later."""
+        """Add the state of another engine with the same name, which ran later."""
         if self.created_seconds and other.created_seconds:
             self.created_seconds = min(self.created_seconds, other.created_seconds)
         self.created_seconds = self.created_seconds or other.created_seconds
@@ -258,22 +266,21 @@ class MetricsState(msgspec.Struct):
                 _add(getattr(self, name), key, more)
         for cache, asked in other.lookups.items():
             self.lookups[cache].add(asked.lookups, asked.queried, asked.hit)
-        for id, sights in other.violations.items():
-            known = self.violations.get(id)
-            times = known.times if known else 0
-            self.violations[id] = msgspec.structs.replace(sights, times=times + sights.times)
+        for id, count in other.violations.items():
+            times = self.violations[id].times if id in self.violations else 0
+            self.violations[id] = msgspec.structs.replace(count, times=times + count.times)
         for name in ("cached_share", "rework_share", "preempted", "remote_wait"):
             getattr(self, name).merge(getattr(other, name))
 
     # --- when an account closes -------------------------------------------------------------------------
 
     def close(self, account: Account, verdict: str, event: ev.Event | None) -> None:
-        """A request has ended, with ``event`` if it is known; of an unknown one only its size counts."""
+        """Add an account that closed with ``event``; of an unknown account only its size is added."""
         sequence = account.sequence_tokens
         if account.unknown is not None:
-            # What the engine says of its length is all there may be, where the arrival was not seen.
-            said = event.sequence_tokens if type(event) is ev.Finished else -1
-            _add(self.sequence_tokens, verdict, max(sequence, said))
+            # If the request's arrival was not seen, its length is known only from the engine.
+            reported_tokens = event.sequence_tokens if type(event) is ev.Finished else -1
+            _add(self.sequence_tokens, verdict, max(sequence, reported_tokens))
             for source, tokens in zip(PLANNED, account.reported or (), strict=False):
                 _add(self.reported_unknown, source, tokens)
             return
@@ -327,14 +334,14 @@ METRICS_HANDLERS: dict[type[ev.Event], Callable[[MetricsState, Any, Open], None]
     ev.Gap: MetricsState.gap,
     ev.Census: MetricsState.census,
 }
-"""What is told of which event, after the ledger has posted it, with the accounts that are open."""
+"""The method called for each type of event, after the ledger has posted it, with the open accounts."""
 
 
 def remote_wait(account: Account) -> int | None:
-    """Microseconds in which it waited for loads, in all; None if it never did.
+    """Microseconds that a request waited for asynchronous loads; None if it never did.
 
-    A wait lasts until its load is reported finished or failed, or its life ends before it ran. A life
-    that ran without having heard of its load has no wait that is known.
+    A wait lasts until the load is reported finished or failed, or until the life ends before it ran. If a
+    life ran without a report about its load, the length of its wait is not known.
     """
     waits = []
     for life in account.lives:
@@ -349,7 +356,7 @@ def remote_wait(account: Account) -> int | None:
 
 
 def trace_id(account: Account) -> str:
-    """The caller's trace id, 32 hexadecimal digits; "" where none is known."""
+    """The caller's trace id, 32 hexadecimal digits; "" if it is not known."""
     context = TRACEPARENT.fullmatch(account.traceparent or "")
     return context[1] if context else ""
 

@@ -1,7 +1,7 @@
-"""Several journals at once. One is replayed in order, so a journal is never shared out.
+"""Replay several journals in parallel, one journal per task.
 
-What comes back is put together in the order of the journals, whoever was done first: figures are the
-same to the last digit however many processes there were.
+A journal is replayed in order, so it is never divided. Results are merged in the order of the journals,
+whichever is done first, so figures do not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 from ..errors import LedgerError
 
 WORTH_BYTES = 8 << 20
-"""Less than this altogether is read sooner than processes start."""
+"""Below this total size, reading takes less time than starting processes."""
 
 Result = TypeVar("Result")
 
@@ -28,29 +28,29 @@ _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+:/")
 
 
 def is_remote(path: Path) -> bool:
-    """Whether this is an address such as ``s3://bucket/folder`` and no file here."""
+    """Whether this is an address such as ``s3://bucket/folder`` and not a local path."""
     return _ADDRESS.match(str(path)) is not None and not path.exists()
 
 
 class Run(Protocol):
-    """A way to do some work for each of several journals; gives the results in their order."""
+    """Does some work for each of several journals and yields the results in the journals' order."""
 
     def __call__(self, work: Callable[[Path], Result], journals: Sequence[Path], /) -> Iterator[Result]:
-        """``work`` and what it returns must be picklable but for :func:`here`."""
+        """Except with :func:`here`, ``work`` and its results must be picklable."""
 
 
 def here(work: Callable[[Path], Result], journals: Sequence[Path]) -> Iterator[Result]:
-    """One after the other, in this process."""
+    """Replay one journal after the other, in this process."""
     return map(work, journals)
 
 
 def cores() -> int:
-    """CPUs that this process may use."""
+    """How many CPUs this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def size_bytes(journal: Path) -> int:
-    """What there is to read of a journal, or of a segment, by now."""
+    """The present size of a journal, or of a segment."""
     try:
         files = journal.glob("*.kvl") if journal.is_dir() else [journal]
         return sum(file.stat().st_size for file in files)
@@ -67,13 +67,13 @@ class Processes:
         self.jobs = jobs
 
     def __call__(self, work: Callable[[Path], Result], journals: Sequence[Path]) -> Iterator[Result]:
-        """As :class:`Run` has it. A few small journals are read here."""
+        """See :class:`Run`. Small journals are read in this process."""
         sizes = [size_bytes(journal) for journal in journals]
         jobs = min(self.jobs or cores(), len(journals))
         if jobs < 2 or (not self.jobs and sum(sizes) < WORTH_BYTES):
             yield from map(work, journals)
             return
-        # A fork would take along the threads' locks of whoever calls.
+        # A fork would copy locks that the caller's threads hold.
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(jobs, mp_context=context, initializer=_end_quietly) as pool:
             largest = sorted(range(len(journals)), key=lambda place: -sizes[place])
@@ -89,5 +89,5 @@ class Processes:
 
 
 def _end_quietly() -> None:
-    """Ctrl-C ends a worker without a word: the command line speaks for all."""
+    """Let Ctrl-C end a worker process silently: the command line prints the message."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,17 +1,17 @@
-"""A book as plain data and back: what a checkpoint holds of one engine.
+"""Turn an :class:`EngineAudit` into plain data and back, for a checkpoint.
 
-:func:`capture` at any event and :func:`restore` give a book that goes on exactly as the first would
-have. Not pickle: the data lies where an engine's container may write, so nothing in it names code.
-Rules of this file:
+After :func:`capture` at any event, :func:`restore` gives an audit that continues exactly as the first would
+have. Pickle is not used: an engine's container may be able to write the file, so nothing in it may name
+code. Rules of this file:
 
-- Only the classes of :data:`OBJECTS` and :data:`STRUCTS` are written, each by its place there. An
-  attribute that holds anything else fails :func:`capture`, so none is forgotten silently.
-- All of an object's attributes are carried but those of :data:`REBUILT`, which its constructor makes.
-- A struct that a book, an auditor or a ledger holds itself needs no place: its type is the one that
-  the constructor put there.
-- An object met twice is written once: accounts and lives are the same ones afterwards.
-- Every class is written with the same attributes, so their names are part of the format: where they
-  differ (:func:`layout`) nothing is restored, for an attribute that begins late would tell lies.
+- Only the classes in :data:`OBJECTS` and :data:`STRUCTS` are written, each by its index there. An
+  attribute with any other value makes :func:`capture` fail, so no class is left out silently.
+- All attributes of an object are written, except those in :data:`REBUILT`, which its constructor makes.
+- A struct in an attribute of an object that :data:`REBUILT` lists needs no index: the constructor has put a
+  struct of the same type there.
+- An object that is referenced twice is written once, so accounts and lives keep their identity.
+- The names of all classes and attributes are part of the layout (:func:`layout`). Data of another layout is
+  not restored, because a new attribute would have no right value; the journals are read again instead.
 
 A value is a scalar as it is, or a list whose first item is one of the codes below.
 """
@@ -29,7 +29,7 @@ from zlib import crc32
 
 import msgspec
 
-from ..analysis.reconciliation import Difference, Figures, Reconciliation, Step
+from ..analysis.reconciliation import Difference, Figures, Reconciliation, ReconciliationStep
 from ..checks.auditor import Auditor, KeptFinding
 from ..checks.registry import Violation
 from ..errors import LedgerError
@@ -45,7 +45,7 @@ from ..ledger.transfers import Promise, WorkerTransfers
 from .engine_audit import EngineAudit
 
 SCHEMA = 1
-"""Version of the codes below, and of what the attributes mean."""
+"""Version of the codes below, and of the meaning of the attributes."""
 
 OBJECTS: tuple[type, ...] = (
     EngineAudit,
@@ -62,9 +62,9 @@ OBJECTS: tuple[type, ...] = (
     Losses,
     KeptFinding,
     Reconciliation,
-    Step,
+    ReconciliationStep,
 )
-"""Classes with attributes or slots, written attribute by attribute, with their identity."""
+"""Classes written attribute by attribute, with their identity."""
 
 STRUCTS: tuple[type, ...] = (
     Totals,
@@ -77,7 +77,7 @@ STRUCTS: tuple[type, ...] = (
     Difference,
     Pool,
 )
-"""msgspec structs and named tuples: written and checked by their types."""
+"""msgspec structs and named tuples, written and checked by their types."""
 
 REBUILT: dict[type, frozenset[str]] = {
     EngineAudit: frozenset(
@@ -97,9 +97,9 @@ REBUILT: dict[type, frozenset[str]] = {
     BlockLedger: frozenset({"findings", "accounts", "refilled"}),
     WorkerTransfers: frozenset(),
 }
-"""What a constructor makes anew, and what lasts for one event only."""
+"""Attributes that are not written: constructors make them, or they last for one event only."""
 
-_OBJECT, _AGAIN, _STRUCT, _LIST, _TUPLE, _SET, _DEQUE, _DICT, _HELD = range(9)
+_OBJECT, _REFERENCE, _STRUCT, _LIST, _TUPLE, _SET, _DEQUE, _DICT, _TYPED_BY_OWNER = range(9)
 _SCALARS = frozenset({type(None), bool, int, float, str})
 _ITEMS: dict[type, int] = {list: _LIST, tuple: _TUPLE, set: _SET, deque: _DEQUE}
 _MAKERS: dict[int, Callable[[Any], Any]] = {code: kind for kind, code in _ITEMS.items()}
@@ -110,45 +110,45 @@ class _Captured(msgspec.Struct, array_like=True):
     value: Any
 
 
-def capture(book: EngineAudit) -> bytes:
-    """All that ``book`` knows. It must keep no accounts (``keep``, ``watch``): a live one does not.
+def capture(audit: EngineAudit) -> bytes:
+    """The state of ``audit``, which must keep no accounts (``keep``, ``watch``).
 
-    Raises TypeError for an attribute of a class that this module does not know: our own bug.
+    Raises TypeError for a value of an unknown class, which is a defect of kvledger.
     """
-    assert not book.accounts, "a book that keeps accounts has no bound and no checkpoint"
-    return msgspec.msgpack.encode(_Captured(layout(), _Writer().value(book)))
+    assert not audit.accounts, "an audit that keeps accounts is unbounded and has no checkpoint"
+    return msgspec.msgpack.encode(_Captured(layout(), _Writer().value(audit)))
 
 
 def restore(data: bytes, path: Path) -> EngineAudit:
-    """The book that ``data`` was captured of, for the journal at ``path``.
+    """The audit that :func:`capture` turned into ``data``, for the journal at ``path``.
 
-    Raises :class:`LedgerError` for another schema and for what :func:`capture` never wrote.
+    Raises :class:`OtherLayout` for data of another version, and :class:`LedgerError` for damaged data.
     """
     try:
         captured = msgspec.msgpack.decode(data, type=_Captured)
         if captured.layout == layout():
-            book = EngineAudit(path)
-            _Reader().fill(book, captured.value)
-            return book
+            audit = EngineAudit(path)
+            _Reader().fill(audit, captured.value)
+            return audit
     except (msgspec.MsgspecError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-        raise LedgerError("The state of a book is damaged.") from None
-    raise OtherLayout("The state of a book was written by another version of kvledger.")
+        raise LedgerError("The saved audit of an engine is damaged.") from None
+    raise OtherLayout("The saved audit of an engine was written by another version of kvledger.")
 
 
 class OtherLayout(LedgerError):
-    """Nothing is damaged, but what was captured is not what this version holds."""
+    """The data is not damaged, but another version of kvledger with another layout wrote it."""
 
 
 @cache
 def layout() -> str:
-    """The schema, and a checksum over the names of all that is carried."""
+    """The schema, and a checksum over the names of all classes and attributes that are written."""
     names = [(kind.__name__, attributes(kind)) for kind in OBJECTS], [kind.__name__ for kind in STRUCTS]
     return f"{SCHEMA}.{crc32(repr(names).encode()):08x}"
 
 
 @cache
 def attributes(kind: type) -> tuple[str, ...]:
-    """What is carried of an instance of ``kind``, by name and in the order that it is written."""
+    """The names of the attributes of ``kind`` that are written, in their order."""
     every = getattr(kind, "__slots__", None) or vars(_BLANK[kind]())
     return tuple(sorted(set(every) - REBUILT.get(kind, frozenset())))
 
@@ -160,17 +160,17 @@ _BLANK: dict[type, Callable[[], Any]] = {
     BlockLedger: BlockLedger,
     WorkerTransfers: WorkerTransfers,
     Reconciliation: Reconciliation,
-    Step: Step,
+    ReconciliationStep: ReconciliationStep,
 }
 
 
 class _Writer:
-    """Objects to lists, each object once."""
+    """Turns objects into lists, each object once."""
 
     def __init__(self) -> None:
         self._seen: dict[int, int] = {}
-        self._ways: dict[type, Callable[[Any], Any]] = dict.fromkeys(_ITEMS, self._items)
-        self._ways[dict] = self._dict
+        self._writers: dict[type, Callable[[Any], Any]] = dict.fromkeys(_ITEMS, self._items)
+        self._writers[dict] = self._dict
         self._getters: dict[type, tuple[int, Callable[[Any], Any]]] = {}
         for place, kind in enumerate(OBJECTS):
             names = attributes(kind)
@@ -178,37 +178,39 @@ class _Writer:
             if len(names) == 1:
                 getter = _alone(getter)
             self._getters[kind] = (place, getter)
-            self._ways[kind] = self._object
+            self._writers[kind] = self._object
         for kind in STRUCTS:
-            self._ways[kind] = self._struct
+            self._writers[kind] = self._struct
 
     def value(self, value: Any) -> Any:
-        """``value`` as scalars and lists. Raises TypeError for what has no place in them."""
+        """``value`` as scalars and lists. Raises TypeError for a value of another class."""
         kind = type(value)
         if kind in _SCALARS:
             return value
-        way = self._ways.get(kind)
-        if way is None:
+        write = self._writers.get(kind)
+        if write is None:
             raise TypeError(f"a checkpoint can't hold a {kind.__module__}.{kind.__qualname__}")
-        return way(value)
+        return write(value)
 
     def _object(self, value: Any) -> list[Any]:
-        known = self._seen.get(id(value))
-        if known is not None:
-            return [_AGAIN, known]
+        index = self._seen.get(id(value))
+        if index is not None:
+            return [_REFERENCE, index]
         self._seen[id(value)] = len(self._seen)
         place, getter = self._getters[type(value)]
-        scalars, ways = _SCALARS, self._ways
+        scalars, writers = _SCALARS, self._writers
         made = type(value) in REBUILT
         row: list[Any] = [_OBJECT, place]
         for one in getter(value):
             kind = type(one)
             if kind in scalars:
                 row.append(one)
-            elif kind in ways:
-                row.append(ways[kind](one))
+            elif kind in writers:
+                row.append(writers[kind](one))
             else:
-                row.append([_HELD, one] if made and isinstance(one, msgspec.Struct) else self.value(one))
+                row.append(
+                    [_TYPED_BY_OWNER, one] if made and isinstance(one, msgspec.Struct) else self.value(one)
+                )
         return row
 
     def _struct(self, value: Any) -> list[Any]:
@@ -225,18 +227,18 @@ class _Writer:
 
 
 def _alone(getter: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """attrgetter of a single name gives no tuple."""
+    """Wrap an attrgetter of a single name, which returns no tuple."""
     return lambda value: (getter(value),)
 
 
 class _Reader:
-    """Lists back to objects."""
+    """Turns lists back into objects."""
 
     def __init__(self) -> None:
         self._seen: list[Any] = []
 
     def fill(self, into: Any, row: list[Any]) -> Any:
-        """Give ``into`` the attributes of the object that ``row`` is of."""
+        """Set the attributes of ``into`` to those in ``row``."""
         code, place, *values = row
         kind = OBJECTS[place]
         if code != _OBJECT or not isinstance(into, kind):
@@ -248,23 +250,23 @@ class _Reader:
         return into
 
     def _part(self, made: Any, value: Any) -> Any:
-        """An attribute, where its owner's constructor has ``made`` one of its own."""
+        """The value of an attribute for which the constructor has ``made`` an object or struct."""
         if type(made) in REBUILT:
             return self.fill(made, value)
-        if type(value) is list and value[0] == _HELD:
+        if type(value) is list and value[0] == _TYPED_BY_OWNER:
             if not isinstance(made, msgspec.Struct):
                 raise ValueError("a struct of no known type")
             return msgspec.convert(value[1], type(made))
         return self.value(value)
 
     def value(self, value: Any) -> Any:
-        """What was written as ``value``."""
+        """The object that was written as ``value``."""
         if type(value) is str:
-            return sys.intern(value)  # the accounts compare sources by identity
+            return sys.intern(value)  # accounts compare sources by identity
         if type(value) is not list:
             return value
         code = value[0]
-        if code == _AGAIN:
+        if code == _REFERENCE:
             return self._seen[value[1]]
         if code == _OBJECT:
             return self._object(value)

@@ -1,8 +1,8 @@
-"""A window of wall-clock time: which requests of a trace are meant.
+"""Time windows: which requests of a journal a report includes.
 
-A request belongs to the window in which it ended, with its whole account: never a half one. One that
-is still open belongs to windows without an end. A trace is replayed from its beginning all the same,
-since a ledger that begins midway knows nothing of what came before.
+A request belongs to the window in which it ended, with its whole account. A request that is still open
+belongs to windows without an end. The journal is always replayed from its beginning, because a ledger that
+starts in the middle knows nothing of earlier events.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ _RELATIVE = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 
 
 class Window(msgspec.Struct, frozen=True):
-    """From ``since`` up to, not with, ``until``, in Unix seconds; None: no bound."""
+    """From ``since`` up to and excluding ``until``, in Unix seconds; None: no bound."""
 
     since: float | None = None
     until: float | None = None
 
     @property
     def bounded(self) -> bool:
-        """Whether it leaves anything out."""
+        """Whether the window has a bound."""
         return self.since is not None or self.until is not None
 
     def holds(self, wall_seconds: float) -> bool:
-        """Whether this instant lies in it."""
+        """Whether this time is in the window."""
         return (self.since is None or self.since <= wall_seconds) and (
             self.until is None or wall_seconds < self.until
         )
 
     def has(self, account: Account, began_seconds: float | None) -> bool:
-        """Whether a request is in it. ``began_seconds``: Unix time of the engine's 0; None: not known."""
+        """Whether a request is in the window. ``began_seconds``: when the engine started; None: not known."""
         if not self.bounded:
             return True
         if account.closed_at < 0:
@@ -50,15 +50,15 @@ EVERYTHING = Window()
 
 
 def window(since: str = "", until: str = "", now: float | None = None) -> Window:
-    """The window that a user's words mean; ISO times, or ``15m`` for 15 minutes before now.
+    """Parse the window that a user typed: ISO times, or ``15m`` for 15 minutes before now.
 
-    A time without a zone is of this machine's. Raises :class:`LedgerError`.
+    A time without a zone is in this machine's zone. Raises :class:`LedgerError`.
     """
     now = time.time() if now is None else now
-    found = Window(_instant(since, now), _instant(until, now))
-    if found.since is not None and found.until is not None and found.since >= found.until:
+    parsed = Window(_instant(since, now), _instant(until, now))
+    if parsed.since is not None and parsed.until is not None and parsed.since >= parsed.until:
         raise LedgerError(f"Nothing lies between --since {since} and --until {until}.")
-    return found
+    return parsed
 
 
 def _instant(words: str, now: float) -> float | None:

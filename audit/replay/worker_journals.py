@@ -1,10 +1,8 @@
-"""The journals of an engine's workers, read along with the engine's own.
+"""Read the journals of an engine's workers together with the engine's own journal.
 
-They lie beside it, and are known by the transfer that both name (``engines/workers.py``). A worker's step
-is told when the engine's own events have got past the planning of that step, and before its output: so
-no clock is compared. What comes late, because a worker writes when it likes, is told late.
-
-The outer ring: this module reads files.
+Workers' journals are in the same folder; both have the same ``transfer`` in their configuration. A worker's
+step is audited after the engine's events have planned that step and before its output, so no clocks are
+compared. If a worker writes its step later than that, the step is audited late.
 """
 
 from __future__ import annotations
@@ -31,66 +29,67 @@ from ..journal.folder import is_workers
 from ..journal.reader import Reader
 
 AFTER_PLANNING: tuple[type[Event], ...] = (Delivered, DeliveredWhole, LoadFailed, Repeated, Census)
-"""An engine tells these between two calls of its scheduler, never while it plans a step."""
+"""Events that an engine emits between two calls of its scheduler, never while it plans a step."""
 
 
 class WorkerJournals:
-    """The workers' journals beside the engine's at ``path``.
-
-    ``next_step`` is the step that is to be told next; -1: there is none.
-    """
+    """The workers' journals in the same folder as the engine's journal at ``path``."""
 
     def __init__(self, path: Path) -> None:
         self.next_step = -1
+        """The first step that is read and not yet returned by :meth:`upto`; -1 if there is none."""
         self._folder = path.parent if path.is_dir() else None
+        """Where workers' journals are; None if a single segment is read."""
         self._readers: dict[Path, Reader | None] = {}
+        """A reader for each worker's journal; None once it is no longer read."""
         self._steps: deque[WorkerStepped] = deque()
+        """Workers' steps that are read and not yet returned, in the order of steps."""
 
     def poll(self, transfer: object) -> None:
-        """Read what workers of this transfer have written by now."""
+        """Read what the workers with this ``transfer`` have written by now."""
         if self._folder is None or transfer is None:
             return
-        came: list[WorkerStepped] = []
+        new_steps: list[WorkerStepped] = []
         with contextlib.suppress(OSError):
             for path in sorted(filter(is_workers, self._folder.iterdir())):
-                came += self._read(path, transfer)
-        if came:
-            self._steps = deque(sorted([*self._steps, *came], key=_step))
+                new_steps += self._read(path, transfer)
+        if new_steps:
+            self._steps = deque(sorted([*self._steps, *new_steps], key=_step))
             self.next_step = self._steps[0].step
 
     def upto(self, step: int) -> Iterator[WorkerStepped]:
-        """Workers' steps up to ``step``, each once."""
+        """Yield workers' steps up to ``step``, each once."""
         while self._steps and self._steps[0].step <= step:
             yield self._steps.popleft()
         self.next_step = self._steps[0].step if self._steps else -1
 
     def _read(self, path: Path, transfer: object) -> Iterator[WorkerStepped]:
-        """Nothing more of a worker whose events were lost: what is missing might have been done."""
+        """Yield a worker's new steps. A journal that lost events is not read on: it may lack a step."""
         try:
             reader = self._readers.setdefault(path, Reader(path))
             for batch in reader.poll() if reader is not None else ():
                 for event in batch.events:
                     if isinstance(event, WorkerStepped):
                         yield event
-                    elif isinstance(event, Gap | HookFailed) or _is_anothers(event, transfer):
-                        self._let_go(path)
+                    elif isinstance(event, Gap | HookFailed) or _is_of_another_engine(event, transfer):
+                        self._stop_reading(path)
                         return
         except LedgerError:
-            self._let_go(path)
+            self._stop_reading(path)
 
-    def _let_go(self, path: Path) -> None:
+    def _stop_reading(self, path: Path) -> None:
         reader = self._readers.get(path)
         if reader is not None:
             reader.close()
         self._readers[path] = None
 
     def close(self) -> None:
-        """Let the files go."""
+        """Close the files."""
         for path in self._readers:
-            self._let_go(path)
+            self._stop_reading(path)
 
 
-def _is_anothers(event: Event, transfer: object) -> bool:
+def _is_of_another_engine(event: Event, transfer: object) -> bool:
     return isinstance(event, EngineStarted) and event.configuration.get("transfer") != transfer
 
 

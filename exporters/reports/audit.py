@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from ...audit.analysis.reconciliation import Figures, Reconciliation, Step
+from ...audit.analysis.reconciliation import Figures, Reconciliation, ReconciliationStep
 from ...audit.causes import DIFFERENCES
 from ...audit.checks.registry import Figure, Violation
 from ...audit.ledger.frozen import Line
@@ -198,7 +198,7 @@ def reported(reconciliation: Reconciliation) -> PlannedSplit | None:
     return plan(reconciliation.reported, reconciliation.reports)
 
 
-def differences(step: Step, from_: str, to: str) -> list[DifferenceData]:
+def differences(step: ReconciliationStep, from_: str, to: str) -> list[DifferenceData]:
     """The named differences between two rows, most requests first."""
     rows = [
         DifferenceData(

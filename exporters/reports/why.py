@@ -15,7 +15,7 @@ import msgspec
 from rich.console import Group
 from rich.text import Text
 
-from ...audit.analysis.cache_misses import misses, never_came
+from ...audit.analysis.cache_misses import missed_ranges, never_came
 from ...audit.causes import MISSES
 from ...audit.ledger.account import Account
 from ...audit.replay.engine_audit import EngineAudit
@@ -89,7 +89,7 @@ class Tally(msgspec.Struct):
         if account.closed_at >= 0:
             self.no_hit += sum(end - start for start, end in never_came(account))
         causes = set()
-        for start, end, cause in misses(account, block_size):
+        for start, end, cause in missed_ranges(account, block_size):
             self.tokens[cause] += end - start
             causes.add(cause)
         self.requests.update(causes)

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from math import inf
 from typing import NamedTuple
 
-from ...audit.analysis.reconciliation import Compared, EngineCounters, Figures, Step
+from ...audit.analysis.reconciliation import ComparedCounter, EngineCounters, Figures, ReconciliationStep
 from ...audit.causes import UNEXPLAINED
 from ...audit.ledger.positions import COMPUTED, EXTERNAL, LOCAL
 from ...audit.replay.engine_audit import EngineAudit
@@ -120,7 +120,7 @@ def _figures(table: Mapping[str, int]) -> Figures:
     return Figures(table.get(LOCAL, 0), table.get(EXTERNAL, 0), table.get(COMPUTED, 0))
 
 
-def _by_cause(step: Step) -> Iterator[tuple[str, Figures]]:
+def _by_cause(step: ReconciliationStep) -> Iterator[tuple[str, Figures]]:
     for cause, difference in step.differences.items():
         yield cause, difference.figures
 
@@ -254,7 +254,7 @@ class CounterComparison:
                     most[figure] = max(most[figure], side.most)
         return least, most
 
-    def _row(self, figure: str, base: Base, scrape: Scrape, least: float, most: float) -> Compared:
+    def _row(self, figure: str, base: Base, scrape: Scrape, least: float, most: float) -> ComparedCounter:
         side = self._history[-1].sides[figure]
         before = base.sides.get(figure, NOTHING)
         counted = scrape.counters[figure] - base.counters.get(figure, 0)
@@ -270,7 +270,7 @@ class CounterComparison:
         ledger = side.ledger - before.ledger
         rest = counted - ledger - sum(drift.values())
         _add(drift, _cause_of_rest(figure, rest, idle=least == most), rest)
-        return Compared(figure, counted, ledger, drift)
+        return ComparedCounter(figure, counted, ledger, drift)
 
     def _slack(self, figure: str, base: Base, scrape: Scrape) -> float:
         """How much of a figure the front end may have dropped because clients had gone."""

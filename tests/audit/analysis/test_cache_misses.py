@@ -8,7 +8,7 @@ from tests.examples import examples
 from tests.histories import GOLDEN, events
 from tests.strategies import Story, random_histories
 
-from kvledger.audit.analysis.cache_misses import misses, never_came
+from kvledger.audit.analysis.cache_misses import missed_ranges, never_came
 from kvledger.audit.causes import MISSES
 from kvledger.audit.checks.auditor import Auditor
 from kvledger.audit.events import Event
@@ -92,7 +92,7 @@ def accounts(stream: list[Event]) -> list[Account]:
 
 def tokens_by_cause(account: Account, block_size: int = BLOCK) -> dict[str, int]:
     found: dict[str, int] = {}
-    for start, end, cause in misses(account, block_size):
+    for start, end, cause in missed_ranges(account, block_size):
         assert 0 <= start < end
         found[cause] = found.get(cause, 0) + end - start
     return found

@@ -8,7 +8,7 @@ from tests.scenarios.driving import start
 from tests.scenarios.registry import HYBRID
 
 import kvledger
-from kvledger.audit.analysis.cache_misses import misses
+from kvledger.audit.analysis.cache_misses import missed_ranges
 from kvledger.audit.checks.auditor import Auditor
 from kvledger.audit.conformance.driver import Driver
 from kvledger.audit.events import (
@@ -54,7 +54,7 @@ class Watched:
 
 def causes(account: Account) -> dict[str, int]:
     tokens: dict[str, int] = {}
-    for start_, end, cause in misses(account, BLOCK):
+    for start_, end, cause in missed_ranges(account, BLOCK):
         tokens[cause] = tokens.get(cause, 0) + end - start_
     return tokens
 

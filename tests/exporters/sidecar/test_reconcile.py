@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from tests import journals
 from tests.examples import examples
 
-from kvledger.audit.analysis.reconciliation import FIGURES, Compared
+from kvledger.audit.analysis.reconciliation import FIGURES, ComparedCounter
 from kvledger.audit.causes import UNEXPLAINED
 from kvledger.audit.events import (
     Admitted,
@@ -56,7 +56,7 @@ class World:
     counters: dict[str, float] = field(default_factory=lambda: dict.fromkeys(FIGURES, 0.0))
     to_read: list[tuple[float, Event]] = field(default_factory=list)
     to_count: list[tuple[float, dict[str, float]]] = field(default_factory=list)
-    rows: list[tuple[float, Compared]] = field(default_factory=list)
+    rows: list[tuple[float, ComparedCounter]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.engine_audit = EngineAudit(Path("nowhere"))
@@ -151,7 +151,7 @@ class World:
         return [(at, row.figure, row.drift[UNEXPLAINED]) for at, row in self.rows if row.drift[UNEXPLAINED]]
 
     @property
-    def last(self) -> dict[str, Compared]:
+    def last(self) -> dict[str, ComparedCounter]:
         assert self.engine_audit.engine_counters is not None
         return {row.figure: row for row in self.engine_audit.engine_counters.rows}
 

@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 from tests import journals
 
-from kvledger.audit.analysis.reconciliation import Compared
+from kvledger.audit.analysis.reconciliation import ComparedCounter
 from kvledger.audit.causes import UNEXPLAINED
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import Event, Snapshot
@@ -115,7 +115,7 @@ def test_an_engine_is_scraped_and_compared(live: Callable[..., EngineAudit]) -> 
         clock[0] = engine_audit.read_seconds = float(second)
         reconciler.turn()
     assert engine_audit.engine_counters is not None and engine_audit.engine_counters.answered
-    assert (Compared("requests", 0.0, 0.0, {UNEXPLAINED: 0.0}),) == engine_audit.engine_counters.rows
+    assert (ComparedCounter("requests", 0.0, 0.0, {UNEXPLAINED: 0.0}),) == engine_audit.engine_counters.rows
 
     answers.pop(0)
     for second in range(1_030, 1_050):
@@ -169,7 +169,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[int, Event
 
 def replayed(
     events: list[tuple[int, Event]], scrapes: list[Scrape], tamper: dict[str, float]
-) -> tuple[EngineAudit, list[Compared]]:
+) -> tuple[EngineAudit, list[ComparedCounter]]:
     """Replay journal and scrapes by the wall clock, then some idle time."""
     engine_audit = EngineAudit(Path("nowhere"))
     started, snapshot, *rest = events
