@@ -82,7 +82,7 @@ def point(engine_audit: EngineAudit, noted: float) -> Point:
     if words.get("prompt figures") in ("first", "last") and "a negative figure" not in words:
         sides |= _prompts(engine_audit)
     for cache in ("local", "external"):
-        if words.get(f"{cache} look-ups") == "admissions" and engine_audit.metrics.lookups[cache].lookups:
+        if words.get(f"{cache} lookups") == "admissions" and engine_audit.metrics.lookups[cache].lookups:
             sides |= _lookups(engine_audit, cache)
     ledger = engine_audit.auditor.ledger
     return Point(engine_audit.read_seconds, noted, sides, ledger.gaps + ledger.hook_failures)
