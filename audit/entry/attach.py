@@ -20,6 +20,7 @@ from ..errors import LedgerError
 from ..hooks import EngineMismatch
 from ..journal.recorder import MemoryRecorder
 from ..ledger.frozen import AccountStatement
+from ..ledger.ledger import Ledger
 from ..ledger.totals import Totals
 from ..replay.find import pick_request
 
@@ -54,10 +55,15 @@ class LiveAudit:
         return self._auditor.violations
 
     @property
+    def ledger(self) -> Ledger:
+        """The ledger after all events so far."""
+        self._catch_up()
+        return self._auditor.ledger
+
+    @property
     def totals(self) -> Totals:
         """Sums over all accounts so far."""
-        self._catch_up()
-        return self._auditor.ledger.totals()
+        return self.ledger.totals()
 
     @property
     def verdict(self) -> str:
@@ -71,8 +77,7 @@ class LiveAudit:
         vLLM appends ``-`` and eight digits to the client's id. Raises LedgerError if no observed request
         has that name, or several have.
         """
-        self._catch_up()
-        ledger = self._auditor.ledger
+        ledger = self.ledger
         request_ids = [account.request_id for account in ledger.accounts()]
         statement = ledger.account(pick_request(request_id, set(request_ids), request_ids, "this audit"))
         assert statement is not None

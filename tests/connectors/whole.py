@@ -213,14 +213,14 @@ def run(folder: Path, name: str) -> int:
     with kvledger.attach(llm) as audit:
         serve(llm, outage_of(name))
     llm.llm_engine.engine_core.shutdown()
-    statements = [account.freeze() for account in audit._auditor.ledger.accounts()]
+    statements = [account.freeze() for account in audit.ledger.accounts()]
     told = {
         "verdict": audit.verdict,
         "violations": [violation.message for violation in audit.violations],
         "totals": msgspec.to_builtins(audit.totals),
         "settled": [msgspec.to_builtins(statement.settled) for statement in statements],
         "given": given.tokens,
-        "heard": list(audit._auditor.ledger.transfers.aligned.values()),
+        "heard": list(audit.ledger.transfers.aligned.values()),
         "preempted": [msgspec.to_builtins(statement) for statement in statements if statement.preemptions],
     }
     (folder / f"{name}.json").write_text(json.dumps(told, indent=1))

@@ -46,7 +46,7 @@ class Watched:
         (audit,) = self.audits
         audit.detach()
         assert "clean" == audit.verdict
-        return {account.request_id: account for account in audit._auditor.ledger.accounts()}
+        return {account.request_id: account for account in audit.ledger.accounts()}
 
     def causes(self, name: str) -> dict[str, int]:
         return causes(self.accounts()[name])
