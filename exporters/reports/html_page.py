@@ -90,8 +90,8 @@ def _facts(report: AuditReport) -> list[str]:
     if work.rework:
         cause = max(work.rework_by_cause, key=lambda name: work.rework_by_cause[name])
         facts.append(
-            f"{percent(work.rework / work.scheduled)} of the scheduled tokens were computed again, "
-            f"most of them for this cause: {loss(cause)}."
+            f"{percent(work.rework / work.scheduled)} of the scheduled tokens were computed again. "
+            f"Main cause: {loss(cause)}."
         )
     reported = report.reported
     if reported is not None:
