@@ -1,4 +1,4 @@
-"""What is asked of an admission, and where."""
+"""Which hook reads the local hit of an admission."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ USED = "kv_cache_manager.record_prefix_cache_stats"
 
 
 @pytest.mark.parametrize(("setup", "asked"), [({}, False), ({"connector": "scripted"}, True)])
-def test_the_hit_that_is_used_is_asked_for_where_it_may_be_another(
+def test_the_hit_used_is_read_only_where_it_may_differ_from_the_lookup(
     setup: dict[str, Any], asked: bool
 ) -> None:
-    """Without a connector it is the look-up's answer, and a hook a request less."""
+    """Without a connector it is the lookup's answer, which saves a hook for each request."""
     live: list[str] = []
 
     def attach(scheduler: Any) -> None:

@@ -1,4 +1,4 @@
-"""An output is told by its differences or whole, whichever is shorter, and means the same."""
+"""An output is emitted as differences or whole, whichever is shorter, with the same meaning."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIXED = [2, 3, 4, 1] * 8
 
 
 class Log:
-    """A step log with its sink, which has told of one output of every request."""
+    """A step log with its sink, which has emitted one output of every request."""
 
     def __init__(self) -> None:
         self.sink = MemoryRecorder()
@@ -32,17 +32,17 @@ class Log:
         self.log.restart(STARTED, Snapshot(0, 0, [], 0))
 
     def delivered(self, lengths: list[int], order: list[str] = ORDER) -> list[Event]:
-        """What is told of this output."""
+        """The events emitted for this output."""
         self.sink.take()
         self.log.delivered(0, lengths, order, order, [])
         return self.sink.take()
 
 
-def test_an_output_of_which_little_differs_is_told_by_its_differences() -> None:
+def test_an_output_with_few_changes_is_emitted_as_differences() -> None:
     assert [Delivered(0, [1, 3], [])] == Log().delivered([1, 3, *CALM[2:]])
 
 
-def test_an_output_of_which_much_differs_is_whole_outputs_and_its_order_once() -> None:
+def test_an_output_with_many_changes_is_emitted_whole_and_its_order_once() -> None:
     log = Log()
 
     assert [DeliveredWhole(0, list(range(32)), bytes(MIXED))] == log.delivered(MIXED)
@@ -50,13 +50,13 @@ def test_an_output_of_which_much_differs_is_whole_outputs_and_its_order_once() -
     assert [Delivered(0, [31, 5], [])] == log.delivered([*MIXED[:0:-1], 5])
 
 
-def test_a_length_that_no_byte_holds_is_told_by_differences() -> None:
+def test_a_length_over_255_is_emitted_as_a_difference() -> None:
     (told,) = Log().delivered([256] * 32)
 
     assert isinstance(told, Delivered)
 
 
-def test_another_order_is_told_again() -> None:
+def test_a_changed_order_is_emitted_again() -> None:
     log, turned = Log(), ORDER[::-1]
     log.delivered(MIXED)
     log.delivered(MIXED, turned)
@@ -66,7 +66,7 @@ def test_another_order_is_told_again() -> None:
     assert DeliveredWhole(0, list(range(32))[::-1], bytes(MIXED[::-1])) == told
 
 
-def test_a_new_segment_is_told_the_order_again() -> None:
+def test_a_new_segment_gets_the_order_again() -> None:
     log = Log()
     log.delivered(MIXED)
     log.restart()
@@ -77,7 +77,7 @@ def test_a_new_segment_is_told_the_order_again() -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("seed", range(2))
-def test_a_scenario_with_drafts_has_the_same_accounts_told_both_ways(
+def test_whole_outputs_and_differences_give_the_same_accounts(
     asynchronous: bool, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("vllm")

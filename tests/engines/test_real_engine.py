@@ -66,11 +66,11 @@ def test_an_observed_engine_is_clean(folder: Path, name: str) -> None:
     assert audit.totals.requests >= 24
 
 
-def test_a_broken_observer_is_told_and_the_verdict_is_unknown(folder: Path) -> None:
+def test_a_failing_hook_makes_the_verdict_unknown(folder: Path) -> None:
     assert "unknown" == audit_paths([folder / "broken.journal"]).verdict
 
 
-def test_of_what_is_refused_or_not_asked_for_no_engine_writes_anything(folder: Path) -> None:
+def test_a_refused_or_unobserved_engine_writes_no_journal(folder: Path) -> None:
     """A worker is made before its scheduler, which is refused then."""
     assert not [path for path in (folder / "mismatched.journal").iterdir() if not is_workers(path)]
     assert not (folder / "bare.journal").exists()

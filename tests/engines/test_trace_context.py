@@ -1,4 +1,4 @@
-"""What the adapter notes of a request's origin and an engine's: trace context, hand-over, index."""
+"""What is recorded about the origin of a request and an engine: trace context, hand-over, engine index."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def noted(headers: dict[str, str] | None) -> str | None:
     return arrival(trace_headers=headers).traceparent
 
 
-def test_the_callers_trace_context_is_noted_and_no_other_header() -> None:
+def test_the_trace_context_is_recorded_and_no_other_header() -> None:
     assert CONTEXT == noted({"traceparent": CONTEXT, "tracestate": "secret=1", "authorization": "secret"})
 
 
 @pytest.mark.parametrize(
     "said", ["", "the prompt itself", CONTEXT.upper(), CONTEXT + "\n", CONTEXT + "-more"]
 )
-def test_what_is_no_trace_context_is_not_noted(said: str) -> None:
+def test_a_malformed_trace_context_is_not_recorded(said: str) -> None:
     assert noted({"traceparent": said}) is None
 
 

@@ -222,7 +222,7 @@ def test_observed_outputs_are_those_of_a_bare_engine(bare: dict[str, list[int]])
 
 
 @pytest.mark.parametrize("name", OBSERVERS)
-def test_an_observer_that_raises_changes_nothing_and_is_told(
+def test_a_hook_that_raises_changes_nothing_and_is_reported(
     name: str, bare: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(self: V0Observer, *_: Any, **__: Any) -> None:

@@ -47,7 +47,7 @@ TWICE = """
 
 @pytest.fixture(scope="module", autouse=True)
 def everything_is_imported() -> None:
-    """The runs within this one forget what they import, and vLLM can't be imported twice."""
+    """The inner runs forget what they import, and vLLM can't be imported twice."""
     driver = start(lambda scheduler: attach(scheduler, level="blocks"), connector="scripted")
     driver.add("a", 40, 4)
     driver.run()
@@ -81,27 +81,27 @@ def test_a_violation_fails_the_test_with_the_report(pytester: pytest.Pytester) -
     )
 
 
-def test_a_test_that_fails_by_itself_says_why_and_has_the_report_beside(pytester: pytest.Pytester) -> None:
+def test_a_test_that_fails_anyway_also_gets_the_report(pytester: pytest.Pytester) -> None:
     result = run(pytester, TWICE, holds="blocks == 7")
 
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["E * == 7*", "*- Captured kvledger call -*", "blocks/double-free: *"])
 
 
-def test_what_is_allowed_fails_nothing(pytester: pytest.Pytester) -> None:
+def test_an_allowed_violation_fails_no_test(pytester: pytest.Pytester) -> None:
     ids = ("blocks/double-free", "blocks/free-iff-unreferenced", "blocks/references", "tokens/balance")
     allowed = [f"--kvledger-allow={each}" for each in ids]
 
     run(pytester, TWICE, *allowed, holds=True).assert_outcomes(passed=1)
 
 
-def test_one_that_is_allowed_does_not_allow_another(pytester: pytest.Pytester) -> None:
+def test_allowing_one_invariant_does_not_allow_another(pytester: pytest.Pytester) -> None:
     result = run(pytester, TWICE, "--kvledger-allow=tokens/balance", holds=True)
 
     result.assert_outcomes(failed=1)
 
 
-def test_at_level_tokens_no_block_is_watched(pytester: pytest.Pytester) -> None:
+def test_level_tokens_observes_no_blocks(pytester: pytest.Pytester) -> None:
     result = run(pytester, TWICE, "--kvledger=tokens", holds=True)
 
     result.assert_outcomes(passed=1)
@@ -119,7 +119,7 @@ def test_with_stacks_each_operation_has_the_line_that_led_to_it(pytester: pytest
     )
 
 
-def test_a_manager_without_a_scheduler_is_watched(pytester: pytest.Pytester) -> None:
+def test_a_manager_without_a_scheduler_is_observed(pytester: pytest.Pytester) -> None:
     result = run(
         pytester,
         """
@@ -139,8 +139,8 @@ def test_a_manager_without_a_scheduler_is_watched(pytester: pytest.Pytester) -> 
     result.stdout.fnmatch_lines("blocks/references: Block 1 has 0 references, but 1 known holders*")
 
 
-def test_a_connector_that_a_test_gives_its_scheduler_later_is_watched(pytester: pytest.Pytester) -> None:
-    """Also where requests were added before; and a mock may be asked how often it was called."""
+def test_a_connector_replaced_before_the_first_step_is_observed(pytester: pytest.Pytester) -> None:
+    """Also after requests were added; and the mock still counts its calls."""
     result = run(
         pytester,
         """
@@ -165,7 +165,7 @@ def test_a_connector_that_a_test_gives_its_scheduler_later_is_watched(pytester: 
     result.stdout.fnmatch_lines("kvledger: 1 engines observed *, 0 left alone, 0 violations")
 
 
-def test_what_does_not_fit_is_left_alone_and_said(
+def test_an_engine_that_no_adapter_fits_runs_unobserved_and_is_counted(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none_fits(*_: Any) -> Any:
@@ -178,7 +178,7 @@ def test_what_does_not_fit_is_left_alone_and_said(
     result.stdout.fnmatch_lines("kvledger: 1 left alone: RuntimeError: no adapter for this")
 
 
-def test_classes_are_as_before_when_the_run_is_over(pytester: pytest.Pytester) -> None:
+def test_the_classes_are_restored_when_the_run_ends(pytester: pytest.Pytester) -> None:
     before = Scheduler.__init__, Scheduler.schedule
     run(pytester, CLEAN)
 

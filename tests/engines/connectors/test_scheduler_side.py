@@ -1,4 +1,4 @@
-"""What is seen of a live connector beyond its admissions: kept blocks, children, plans, its own count."""
+"""What a live connector shows beyond its admissions: kept blocks, children, metadata, its own counts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvledger.audit.events import ChildMatched, FreeCompleted, FreeDelayed
 ROOT = Path(__file__).parents[3]
 
 
-def test_blocks_kept_for_a_transfer_are_told_when_kept_and_when_seen_free(
+def test_blocks_kept_for_a_transfer_are_reported_when_kept_and_when_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(observer, "CENSUS_STEPS", 1)
@@ -47,7 +47,7 @@ def test_blocks_kept_for_a_transfer_are_told_when_kept_and_when_seen_free(
     }
 
 
-def test_each_child_of_a_connector_of_connectors_is_heard(tmp_path: Path) -> None:
+def test_each_child_of_a_multi_connector_is_observed(tmp_path: Path) -> None:
     child = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
     children = [
         {**child, "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / place)}}
@@ -67,7 +67,7 @@ def test_each_child_of_a_connector_of_connectors_is_heard(tmp_path: Path) -> Non
     ]
 
 
-def test_a_connector_of_connectors_is_read_only_where_every_child_is() -> None:
+def test_a_multi_connector_has_a_reader_only_if_every_child_has_one() -> None:
     known = type("ExampleConnector", (), {})()
     opaque = type("Opaque", (), {})()
     multi = type("MultiConnector", (), {"_connectors": [known, opaque]})()
@@ -76,7 +76,7 @@ def test_a_connector_of_connectors_is_read_only_where_every_child_is() -> None:
     assert reader_of(opaque) is None
 
 
-def test_a_connector_otherwise_built_is_opaque() -> None:
+def test_a_connector_with_other_attributes_has_no_reader() -> None:
     assert reader_of(type("LMCacheConnectorV1", (), {})()) is None
 
 
@@ -101,7 +101,7 @@ def test_a_connector_otherwise_built_is_opaque() -> None:
         ("OffloadingConnector", {"reqs_to_load": {"r": (None, SimpleNamespace(block_ids=[3, 4]))}}),
     ],
 )
-def test_the_blocks_that_a_plan_will_fill(name: str, plan: dict[str, Any]) -> None:
+def test_the_blocks_that_the_loads_in_metadata_will_fill(name: str, plan: dict[str, Any]) -> None:
     """Metadata in the shapes that releases give it; the other readers are tested on live connectors."""
     assert {3, 4} == metadata_readers()[name](SimpleNamespace()).filled(SimpleNamespace(**plan), 16)
 
@@ -138,12 +138,12 @@ def test_real_lmcache_of_the_matrix(release: str, scenario: str, found: set[str]
     ],
     ids=["0.20", "0.23", "0.32"],
 )
-def test_the_three_shapes_of_an_offloading_plan(plan: Any) -> None:
+def test_the_three_shapes_of_offloading_metadata(plan: Any) -> None:
     assert {4, 5} == OffloadingReader(None).filled(plan, 16)
 
 
-def test_a_prompt_that_the_connector_cuts_as_it_is_asked() -> None:
-    """NIXL does, for a Mamba prefill: what is counted and settled is the prompt that is left."""
+def test_a_prompt_that_the_connector_shortens_during_its_match() -> None:
+    """NIXL does so for a Mamba prefill; the shorter prompt is counted and settled."""
 
     def scenario(attach: Any) -> Driver:
         driver = start(attach, connector="scripted")

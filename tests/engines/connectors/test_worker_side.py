@@ -1,4 +1,4 @@
-"""The worker side of live connectors, beside the real scheduler: what it does is told, a step at a time."""
+"""The worker side of live connectors with the real scheduler: what a worker does in each step."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def steps(events: list[Event]) -> list[WorkerStepped]:
     return [event for event in events if isinstance(event, WorkerStepped)]
 
 
-def test_a_load_is_told_in_the_step_that_promised_it(watched: Watched):
+def test_a_load_is_reported_for_the_step_that_promised_it(watched: Watched):
     driver, sink, _ = watched
     load_again(driver)
     events = sink.take()
@@ -77,8 +77,8 @@ def test_both_sides_of_a_clean_run_are_clean(watched: Watched):
     assert 96 == auditor.ledger.totals().loaded
 
 
-def test_blocks_reported_as_failed_are_told(monkeypatch: pytest.MonkeyPatch):
-    """The plans of this connector can't be read, and what the worker reports is told all the same."""
+def test_blocks_that_failed_to_load_are_reported(monkeypatch: pytest.MonkeyPatch):
+    """This connector has no metadata reader, and its worker's reports are observed all the same."""
     module = "tests.conformance.connectors"
     setup = EngineSetup(
         connector="FailingConnector", connector_module=module, connector_options=(("store", "w"),)
@@ -96,7 +96,7 @@ def test_blocks_reported_as_failed_are_told(monkeypatch: pytest.MonkeyPatch):
     assert 6 == len(worked.failed_blocks)
 
 
-def test_the_connector_is_given_back(watched: Watched):
+def test_the_connector_is_restored(watched: Watched):
     driver, _, observer = watched
     observer.stop("detached")
 
@@ -108,7 +108,7 @@ def test_a_worker_in_another_process_is_out_of_reach(watched: Watched):
     assert worker_in_this_process(watched[0].scheduler.vllm_config) is None
 
 
-def test_a_workers_own_journal_begins_with_whose_worker_it_is(tmp_path: Path):
+def test_a_workers_own_journal_begins_with_its_engine_and_rank(tmp_path: Path):
     options = (("shared_storage_path", str(tmp_path)),)
     driver, sink = (
         DriverWithWorker(EngineSetup(connector="ExampleConnector", connector_options=options)),
