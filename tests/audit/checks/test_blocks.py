@@ -31,7 +31,7 @@ def watched() -> Watched:
 
 
 @violates("blocks/double-allocation")
-def test_a_second_group_takes_what_the_first_has_taken(watched):
+def test_a_second_group_allocates_a_block_of_the_first(watched):
     """vLLM#44409: both sides are named, with group and life, and what was done to the block."""
     driver = running(watched, "a", groups=HYBRID)
     blocks = list(table(driver, "a", 0))[:1]
@@ -55,7 +55,7 @@ def test_a_hit_on_a_block_that_has_no_hash(watched):
 
 
 @violates("blocks/double-allocation")
-def test_a_held_block_is_handed_out_as_free(watched):
+def test_a_held_block_is_allocated_as_free(watched):
     driver = running(watched, "a")
     held = table(driver, "a")[0]
     held.ref_cnt = 0
@@ -229,7 +229,7 @@ def test_a_hash_that_the_map_has_lost(watched):
 
 
 @violates("blocks/hash-map")
-def test_a_hash_that_went_without_an_eviction(watched):
+def test_a_hash_removed_without_an_eviction(watched):
     driver = running(watched, "a")
     assert [] == watched.audits[0].violations  # by now its hash has been told
     table(driver, "a")[0].reset_hash()
@@ -253,7 +253,7 @@ def test_duplicates_resets_and_evictions(watched, scenario):
 
 
 @violates("blocks/hash-content")
-def test_hashed_while_its_load_has_not_finished(watched):
+def test_cached_before_its_load_has_finished(watched):
     driver = watched.start(connector="scripted")
     driver.connector.say("r", (96, True))
     request = driver.add("r", 200, 2)

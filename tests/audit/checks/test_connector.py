@@ -217,7 +217,7 @@ def test_a_load_that_nobody_ends():
 
 
 @violates("connector/never-finished")
-def test_blocks_of_an_ended_request_that_are_never_given_back():
+def test_blocks_of_an_ended_request_that_are_never_freed():
     stream = [*events(200, "A0+0 s200 o+ F"), FreeDelayed(9_000, 0, 1, "request-0", 13)]
 
     (violation,) = audited([*stream, later(OVERDUE_SECONDS + 1)]).violations
@@ -320,7 +320,7 @@ def test_a_worker_that_passes_over_a_load(later: int, loaded_blocks: list[int], 
 
 @violates("connector/promise-not-loaded")
 @LATE
-def test_a_failure_that_the_engine_does_not_heed(after: type[Event]):
+def test_a_failed_load_that_the_engine_ignores(after: type[Event]):
     auditor = audited(with_worker("A0+160 s40 o+ F", worked(STEP, failed_blocks=[104, 105]), after=after))
 
     (violation,) = auditor.violations
@@ -340,7 +340,7 @@ def test_a_failure_that_the_engine_does_not_heed(after: type[Event]):
     ],
     ids=["as planned", "opaque", "heeded", "preempted"],
 )
-def test_a_worker_that_did_as_it_was_told(words: str, how: dict[str, Any]):
+def test_a_worker_that_carried_out_its_metadata(words: str, how: dict[str, Any]):
     assert [] == found(with_worker(words, worked(STEP, **how)))
 
 
@@ -362,7 +362,7 @@ def test_a_worker_of_whom_nothing_was_heard_since():
 
 
 @violates("connector/load-unpromised")
-def test_a_load_into_blocks_that_nobody_was_promised():
+def test_a_load_into_blocks_without_promised_tokens():
     astray = worked(STEP + 1, loaded_blocks=[7, 8])
     stream = with_worker("A0+160 s40 o+ s1 o+ F", worked(STEP), astray, after=Delivered)
 

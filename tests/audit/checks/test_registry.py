@@ -40,7 +40,7 @@ def test_every_invariant_is_shown_from_both_sides(marker: str):
 
 
 @pytest.mark.parametrize("row", ALL, ids=IDS)
-def test_every_invariant_says_what_it_promises_and_what_only_looks_broken(row):
+def test_every_invariant_defines_what_must_hold_and_what_only_looks_violated(row):
     assert row.must_hold.endswith(".")
     assert row.violated_when
     assert row.near_misses

@@ -385,7 +385,7 @@ def test_an_answer_that_was_kept_is_used(local: int, cached: int):
 
 
 @violates("tokens/stale-lookup")
-def test_an_answer_that_outlives_its_request():
+def test_a_lookup_result_that_outlives_its_request():
     """vLLM#18957: of a request that was ignored, or aborted after an attempt that failed."""
     stream = kept(events(100, "F:ignored"), 0, 0, ended=True)
 

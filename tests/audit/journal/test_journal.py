@@ -425,7 +425,7 @@ def make_foreign_segments(path: Path) -> None:
         (make_foreign_segments, "{} is not a kvledger journal: no segment in it has a journal's header."),
     ],
 )
-def test_what_is_no_journal_is_said_in_one_sentence(
+def test_a_path_without_a_journal_gives_one_clear_sentence(
     tmp_path: Path, make: Callable[[Path], None], said: str
 ) -> None:
     path = tmp_path / "it"
@@ -954,7 +954,7 @@ def test_segments_removed_under_a_slow_reader_are_a_gap(tmp_path: Path) -> None:
     assert 1 == len(gaps(found))
 
 
-def test_following_stops_when_told(tmp_path: Path) -> None:
+def test_following_ends_when_stop_is_set(tmp_path: Path) -> None:
     journal = JournalWriter(tmp_path)
     journal.write([started(), snapshot()])
     stop = threading.Event()

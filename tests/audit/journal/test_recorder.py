@@ -93,7 +93,7 @@ def test_what_was_recorded_is_read_in_order_with_an_end(tmp_path: Path) -> None:
     assert recorder.writer_seconds > 0
 
 
-def test_numbers_that_wait_are_no_list_and_are_read_as_one(tmp_path: Path) -> None:
+def test_queued_numbers_are_encoded_and_read_back_as_a_list(tmp_path: Path) -> None:
     """A list that waits would be walked by each collection of garbage in the engine's process."""
     recorder = Recorder(tmp_path / "engine", flush_seconds=60)
     recorder.restart(started(), snapshot())

@@ -38,7 +38,7 @@ def test_a_distribution_puts_a_figure_at_a_bound_below_it() -> None:
     assert (4, 1.4) == (spread.observed, spread.sum)
 
 
-def test_look_ups_that_are_not_counted_add_nothing() -> None:
+def test_lookups_that_the_engine_does_not_count_add_nothing() -> None:
     told = tallies(LookupsCounted(1, 1, 2, 30, 16, -1, -1, -1), LookupsCounted(2, 2, 1, 10, 0, 1, 10, 5))
 
     assert (3, 40, 16) == msgspec.structs.astuple(told.lookups["local"])
@@ -57,7 +57,7 @@ def test_preemptions_are_counted_as_they_happen() -> None:
     ).preemptions
 
 
-def test_the_share_cached_is_of_what_was_settled() -> None:
+def test_the_cached_share_is_a_share_of_settled_tokens() -> None:
     """160 of 200 in the second life, of which the first 32 and 56 had come to be before."""
     spread = tallies(*events(200, journals.CLEAN)).cached_share
 
@@ -73,7 +73,7 @@ def test_a_wait_ends_when_the_load_does() -> None:
 
 
 @pytest.mark.parametrize("words", ["A0+160 s40 o+ F", "A160+0 s40 o+ F"])
-def test_who_loads_at_once_or_not_at_all_has_not_waited(words: str) -> None:
+def test_a_synchronous_load_or_none_is_no_wait(words: str) -> None:
     assert 0 == tallies(*events(200, words)).remote_wait.observed
 
 
@@ -86,7 +86,7 @@ def test_an_unknown_request_is_in_no_distribution() -> None:
     assert {"unknown": 201} == told.sequence_tokens
 
 
-def test_a_repeated_sight_is_counted_and_dated() -> None:
+def test_a_repeated_violation_is_counted_and_dated() -> None:
     told = book(*journals.reported(events(200, journals.CLEAN), local=-128, external=160, computed=168))
     sights = told.metrics.violations
 
@@ -113,7 +113,7 @@ def test_a_segments_clock_holds_from_then_on() -> None:
         (None, ""),
     ],
 )
-def test_an_exemplar_bears_the_callers_trace(traceparent: str | None, known: str) -> None:
+def test_an_exemplar_has_the_callers_trace_id(traceparent: str | None, known: str) -> None:
     added, *rest = events(200, "A0+0 s200 o+ F")
     assert isinstance(added, RequestAdded)
     spread = tallies(replace(added, traceparent=traceparent), *rest).cached_share
@@ -122,7 +122,7 @@ def test_an_exemplar_bears_the_callers_trace(traceparent: str | None, known: str
 
 
 @pytest.mark.parametrize(("transferred", "tokens"), [(True, 160), (False, 0)])
-def test_what_a_prefill_engine_hands_over_is_kept_apart(transferred: bool, tokens: int) -> None:
+def test_tokens_transferred_by_a_prefill_engine_are_kept_apart(transferred: bool, tokens: int) -> None:
     added, *rest = events(200, "A0+160 L s40 o+ F")
     assert isinstance(added, RequestAdded)
     told = book(replace(added, transferred=transferred), *rest)
@@ -131,7 +131,7 @@ def test_what_a_prefill_engine_hands_over_is_kept_apart(transferred: bool, token
     assert tokens == told.metrics.transferred_tokens
 
 
-def test_what_was_promised_below_zero_is_kept_apart() -> None:
+def test_negative_planned_tokens_are_kept_apart() -> None:
     told = tallies(*events(200, "A40+-8 s168 o+ F"))
 
     assert ({"external": 8}, {"local": 40, "computed": 168}) == (told.planned_negative, told.planned)

@@ -7,10 +7,10 @@
 - ``scheduler-0.9.2-v0``: the same with vLLM's v0 scheduler
 - ``scheduler-0.32.0-schema-1``: written with the first schema, whose block events no engine emits any more
 
-In the one of 0.20.0 a segment was removed, in that of 0.32.0 at level tokens the last frame is torn.
-``journals/NAME.json`` is what the version before the layout of folders printed for it with ``audit``,
-``summary`` and ``why`` and ``--format json``, without sentences and paths: sentences may change, figures,
-ids and verdicts may not. ``python tests/audit/replay/test_old_journals.py NAME...`` prints such JSON.
+One journal of ``scheduler-0.20.0-blocks`` lacks a segment, and one of ``scheduler-0.32.0-tokens`` has a torn
+tail. ``journals/NAME.json`` has what ``audit``, ``summary`` and ``why`` printed with ``--format json`` in the
+version before the folders were laid out by layer, without sentences and paths. Sentences may change; figures,
+ids and verdicts may not.
 """
 
 from __future__ import annotations
