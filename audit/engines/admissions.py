@@ -50,10 +50,15 @@ class Admissions:
 
     def __init__(self, observer: Observer, counts: EngineCounts, reports: PromptReports) -> None:
         self._observer = observer
+        """Has the step number, and the pools, connector and worker if they are observed."""
         self._scheduler = observer.scheduler
+        """vLLM's scheduler."""
         self._log = observer.log
+        """Receives the events."""
         self._counts = counts
+        """Reads the engine's own counts of a request."""
         self._reports = reports
+        """Reads the prompt figures that the engine reports."""
         self.attempts: dict[str, Attempt] = {}
         """This step's attempts, by request id."""
         self.failed: dict[str, ev.AdmissionFailed] = {}

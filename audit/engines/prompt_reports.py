@@ -17,6 +17,7 @@ class PromptReports:
 
     def __init__(self, log: StepLog) -> None:
         self._log = log
+        """Has the numbers of the requests."""
         self.due: dict[str, int] = {}
         """Prompt tokens of each request whose figures the engine has still to report, by request id."""
 

@@ -41,13 +41,21 @@ class Steps:
         lives: Lives,
     ) -> None:
         self._observer = observer
+        """Has the step number, and the pools, connector and worker if they are observed."""
         self._scheduler = observer.scheduler
+        """vLLM's scheduler."""
         self._log = observer.log
+        """Receives the events."""
         self._counts = counts
+        """Reads the engine's own counts of a request."""
         self._reports = reports
+        """Reads the prompt figures that the engine reports."""
         self._admissions = admissions
+        """Has the attempts, planned loads and failed attempts."""
         self._loads = loads
+        """Has the failed loads, and emits rollbacks."""
         self._lives = lives
+        """Has the current output and the requests that ended in it."""
         diffuses = getattr(self._scheduler.vllm_config, "diffusion_config", None) is not None
         self._one_at_most = getattr(self._scheduler, "num_spec_tokens", -1) == 0 and not diffuses
         """Without drafts and diffusion a request samples at most one token a step."""

@@ -56,7 +56,7 @@ class Counts009(PolledCounts):
 
 
 class Loads009(PolledLoads):
-    """The scheduler polls, and its outputs have no field that would say what arrived."""
+    """The scheduler polls, and its outputs do not name the loads that arrived."""
 
     def received(self, model_output: Any) -> Any:
         return None

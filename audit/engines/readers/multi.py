@@ -1,7 +1,7 @@
 """``MultiConnector``: the metadata of each child, in the order of the children.
 
 The first child that holds tokens of a request loads them. Each child saves and counts by its own rules, so
-saves and trackers are not read: they could not be told apart.
+saves and trackers are not read: they could not be assigned to a child.
 """
 
 from __future__ import annotations
