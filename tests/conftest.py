@@ -2,9 +2,8 @@
 
 import os
 
-from hypothesis import settings
-
 import tests.examples  # noqa: F401  registers the profiles
+from hypothesis import settings
 
 settings.load_profile("thorough")
 
