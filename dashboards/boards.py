@@ -18,13 +18,13 @@ from types import ModuleType
 from typing import Any, Literal, get_args
 
 from ..audit.errors import LedgerError
-from . import compare, tokens, trust
+from . import compare_board, tokens_board, trust_board
 from .panels import DATASOURCE, SIDECAR, laid_out, panel_types
 
 Form = Literal["provisioning", "sharing"]
 FORMS: tuple[Form, ...] = get_args(Form)
 
-BOARDS: tuple[ModuleType, ...] = (trust, tokens, compare)
+BOARDS: tuple[ModuleType, ...] = (trust_board, tokens_board, compare_board)
 
 OLDEST_GRAFANA = "10.0.0"
 SCHEMA_VERSION = 38

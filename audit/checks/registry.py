@@ -227,7 +227,7 @@ def markdown() -> str:
     lines = [
         "# What must hold",
         "",
-        "Made by `python -m kvledger.audit.checks.registry`; do not edit.",
+        "Made by `python -m kvledger.audit.checks`; do not edit.",
         "",
         "A *violation* means that the engine is wrong. A *drift* means that the engine deliberately counts",
         "by a rule that misleads; a drift never changes the verdict. Accounts that lost events are not",
@@ -258,15 +258,3 @@ def _flowed(text: str) -> str:
     """Each paragraph on one line."""
     paragraphs = (" ".join(p.split()) for p in text.replace("``", "`").split("\n\n"))
     return "\n\n".join(paragraphs)
-
-
-def main() -> None:
-    """Print docs/invariants.md."""
-    print(markdown(), end="")
-
-
-if __name__ == "__main__":
-    # This copy of the module is __main__; the checks have registered themselves in the imported one.
-    from . import registry
-
-    registry.main()
