@@ -75,7 +75,7 @@ def watch(drive: Callable[..., Any], level: str = "tokens") -> Seen:
     """Drive a scheduler observed at ``level``; an error that the engine raises is part of the result."""
     from kvledger.audit.checks.auditor import Auditor
     from kvledger.audit.engines import choose, host_version
-    from kvledger.audit.journal.recorder import MemoryRecorder
+    from kvledger.audit.journal.memory_recorder import MemoryRecorder
 
     sink, observers, schedulers, raised = MemoryRecorder(), [], [], ""
 

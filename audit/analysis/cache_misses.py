@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .. import causes
-from ..ledger.account import Account, Life
+from ..ledger.account import Account
+from ..ledger.life import Life
 
 _BY_LOSS = {
     causes.BLOCKS: causes.PREEMPTED,

@@ -17,7 +17,8 @@ import msgspec
 
 from .. import causes
 from ..causes import UNEXPLAINED
-from ..ledger.account import Account, Life
+from ..ledger.account import Account
+from ..ledger.life import Life
 from ..ledger.positions import COMPUTED, EXTERNAL, LOCAL, REVOKED
 
 UNATTAINED = "unattained"

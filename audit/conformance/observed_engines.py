@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..journal.recorder import MemoryRecorder
+from ..journal.memory_recorder import MemoryRecorder
 
 
 class ObservedEngines:

@@ -15,8 +15,8 @@ from .. import events as ev
 from ..hooks import Hook, Hooks
 from .connectors.scheduler_side import ConnectorWatch
 from .connectors.worker_side import WorkerWatch
-from .event_log import Sink, StepLog
 from .pool.watch import PoolWatch
+from .step_log import Sink, StepLog
 
 CENSUS_STEPS = 512
 CENSUS_SECONDS = 30.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from .. import events as ev
-from .event_log import StepLog
+from .step_log import StepLog
 
 
 class PromptReports:

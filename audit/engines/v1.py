@@ -17,11 +17,11 @@ from .admissions import Admissions
 from .configuration import configuration_of
 from .connectors.worker_side import WorkerWatch, worker_in_this_process
 from .engine_counts import EngineCounts
-from .event_log import Sink
 from .lives import Lives
 from .loads import Loads
 from .observer import CENSUS_STEPS, Observer
 from .prompt_reports import PromptReports
+from .step_log import Sink
 from .steps import Steps
 
 

@@ -18,7 +18,7 @@ from ..engines import LEVELS, choose, host_version
 from ..engines.v1 import V1Observer
 from ..errors import LedgerError
 from ..hooks import EngineMismatch
-from ..journal.recorder import MemoryRecorder
+from ..journal.memory_recorder import MemoryRecorder
 from ..ledger.frozen import AccountStatement
 from ..ledger.ledger import Ledger
 from ..ledger.totals import Totals

@@ -22,7 +22,7 @@ from ..checks.registry import Violation
 from ..engines import choose, host_version
 from ..engines.pool.manager_observer import ManagerObserver
 from ..events import HookFailed
-from ..journal.recorder import MemoryRecorder
+from ..journal.memory_recorder import MemoryRecorder
 
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 MANAGER = "vllm.v1.core.kv_cache_manager"

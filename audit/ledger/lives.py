@@ -10,7 +10,8 @@ from typing import Any
 
 from .. import causes
 from .. import events as ev
-from .account import Account, Life
+from .account import Account
+from .life import Life
 from .loads import load, lose_external
 from .positions import LOCAL
 from .posting import (

@@ -10,7 +10,8 @@ from typing import Any
 
 from .. import causes
 from .. import events as ev
-from .account import Account, Life
+from .account import Account
+from .life import Life
 from .positions import EXTERNAL
 from .posting import account_of, add_line, enter, enter_reported, find_account, roll_back
 from .state import LedgerState

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from .. import causes
 from .. import events as ev
-from .account import Account, Life
+from .account import Account
 from .blocks.subjects import BlockFinding
 from .frozen import Line, Settlement
+from .life import Life
 from .positions import COMPUTED, EXTERNAL, LOCAL
 from .state import LedgerState
 from .steady import activate, open_accounts

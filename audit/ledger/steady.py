@@ -7,7 +7,8 @@ account is posted when an event names its request or somebody reads the account.
 
 from __future__ import annotations
 
-from .account import Account, InFlight
+from .account import Account
+from .life import InFlight
 from .positions import COMPUTED
 from .state import LedgerState, ScheduledRow
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from .. import causes
 from .. import events as ev
-from .account import Account, InFlight, Life
+from .account import Account
+from .life import InFlight, Life
 from .loads import resolve
 from .positions import COMPUTED
 from .posting import account_of, add_line, begin_life, enter_reported, find_account, make_unknown, settle

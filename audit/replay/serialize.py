@@ -34,11 +34,12 @@ from ..checks.auditor import Auditor, KeptFinding
 from ..checks.registry import Violation
 from ..errors import LedgerError
 from ..events import EngineStarted
-from ..ledger.account import Account, InFlight, Life
+from ..ledger.account import Account
 from ..ledger.blocks.ledger import BlockLedger
 from ..ledger.blocks.records import Pool
 from ..ledger.frozen import Line, RemovedRange, Settlement
 from ..ledger.ledger import Ledger
+from ..ledger.life import InFlight, Life
 from ..ledger.positions import Losses, PositionRange, PositionRanges
 from ..ledger.totals import Totals
 from ..ledger.transfers import Promise, WorkerTransfers

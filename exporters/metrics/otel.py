@@ -29,8 +29,8 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from ... import __version__
 from ...audit.errors import LedgerError
 from ...audit.ledger.account import Account
+from ...audit.replay.distribution import Distribution
 from ...audit.replay.engine_audit import EngineAudit
-from ...audit.replay.metrics_state import Distribution
 from .spans import Ids, RequestSpans
 from .table import Metric, collect
 from .values import Sample

@@ -11,8 +11,9 @@ from typing import Literal, NamedTuple
 
 from ...audit.checks.registry import catalogue
 from ...audit.hooks import TIMED_STEPS
+from ...audit.replay.distribution import Distribution
 from ...audit.replay.engine_audit import EngineAudit
-from ...audit.replay.metrics_state import REWORK, SHARES, TIMES, VERDICTS, WAIT_SECONDS, Distribution
+from ...audit.replay.metrics_state import REWORK, SHARES, TIMES, VERDICTS, WAIT_SECONDS
 from . import values as read
 from .values import MetricReader, Sample
 

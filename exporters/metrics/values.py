@@ -22,8 +22,9 @@ from ...audit import causes
 from ...audit.checks.registry import catalogue
 from ...audit.errors import LedgerError
 from ...audit.journal.format import is_live
+from ...audit.replay.distribution import Distribution, Exemplar
 from ...audit.replay.engine_audit import EngineAudit
-from ...audit.replay.metrics_state import VERDICTS, Distribution, Exemplar, LookupCounts, ViolationCount
+from ...audit.replay.metrics_state import VERDICTS, LookupCounts, ViolationCount
 
 OTHER = "other"
 SOURCES = ("local", "external", "computed", "unattained")

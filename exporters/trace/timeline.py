@@ -19,7 +19,8 @@ from typing import IO, Any
 from ...audit import events as ev
 from ...audit.checks.registry import Violation
 from ...audit.journal.folder import read
-from ...audit.ledger.account import Account, Life
+from ...audit.ledger.account import Account
+from ...audit.ledger.life import Life
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.find import journals_at
 from ...audit.replay.journals import each_batch

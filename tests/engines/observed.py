@@ -8,7 +8,7 @@ from typing import Any
 from kvledger.audit.checks.auditor import Auditor
 from kvledger.audit.engines import choose, host_version
 from kvledger.audit.events import Event, PoolCalls
-from kvledger.audit.journal.recorder import MemoryRecorder
+from kvledger.audit.journal.memory_recorder import MemoryRecorder
 from kvledger.audit.ledger.blocks.decode import calls
 
 Drive = Callable[..., Any]

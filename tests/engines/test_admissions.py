@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 from tests.scenarios.driving import start
 
 from kvledger.audit.engines import choose, host_version
-from kvledger.audit.journal.recorder import MemoryRecorder
+from kvledger.audit.journal.memory_recorder import MemoryRecorder
 
 USED = "kv_cache_manager.record_prefix_cache_stats"
 

@@ -21,7 +21,7 @@ from kvledger.audit.engines.v1 import V1Observer
 from kvledger.audit.entry.attach import AuditError, attach
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.hooks import MAX_FAILURES, EngineMismatch
-from kvledger.audit.journal.recorder import MemoryRecorder
+from kvledger.audit.journal.memory_recorder import MemoryRecorder
 
 SCENARIO = SCENARIOS["crowd_async_external"]
 RENAMED_IN = ("preempt_decode_async", "external_preempted_async", "hybrid_external")

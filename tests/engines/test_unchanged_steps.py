@@ -9,8 +9,8 @@ pytest.importorskip("vllm")
 from tests.engines.observed import observe
 from tests.scenarios.corpus import SCENARIOS
 
-from kvledger.audit.engines.event_log import StepLog
 from kvledger.audit.engines.observer import Observer
+from kvledger.audit.engines.step_log import StepLog
 
 
 class NeverSteady(StepLog):

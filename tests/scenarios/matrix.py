@@ -14,7 +14,7 @@ from typing import Any
 
 from kvledger.audit.checks.auditor import Auditor
 from kvledger.audit.engines import blocks_out_of_reach, choose, host_version
-from kvledger.audit.journal.recorder import MemoryRecorder
+from kvledger.audit.journal.memory_recorder import MemoryRecorder
 from kvledger.audit.ledger.frozen import AccountStatement, Settlement
 
 

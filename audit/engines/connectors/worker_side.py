@@ -18,8 +18,8 @@ from typing import Any
 
 from ... import events as ev
 from ...hooks import Hook, Hooks
-from ..event_log import Sink, StepLog
 from ..readers import reader_of
+from ..step_log import Sink, StepLog
 from .metadata_reader import MetadataReader
 
 TABLE: tuple[Hook, ...] = (

@@ -24,7 +24,7 @@ from ...events import (
     TABLES_REPORTED,
     TOUCHED,
 )
-from ..event_log import StepLog
+from ..step_log import StepLog
 from .attribution import NO_REQUEST, Owners, Run
 
 POOL_FACTOR = 8

@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from ... import events as ev
-from ..event_log import Sink, StepLog
+from ..step_log import Sink, StepLog
 from .watch import PoolWatch
 
 

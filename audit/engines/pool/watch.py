@@ -18,7 +18,7 @@ from typing import Any
 
 from ... import events as ev
 from ...hooks import EngineMismatch, Hook, Hooks
-from ..event_log import StepLog
+from ..step_log import StepLog
 from .allocations import Allocations
 from .attribution import Run
 from .call_buffer import CallBuffer, block_ids

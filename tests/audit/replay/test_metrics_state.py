@@ -12,8 +12,9 @@ from tests import journals
 from tests.histories import GOLDEN, events
 
 from kvledger.audit.events import EngineStarted, Event, Gap, LookupsCounted, RequestAdded
+from kvledger.audit.replay.distribution import Distribution
 from kvledger.audit.replay.engine_audit import EngineAudit
-from kvledger.audit.replay.metrics_state import Distribution, MetricsState
+from kvledger.audit.replay.metrics_state import MetricsState
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 

@@ -19,7 +19,7 @@ from kvledger.audit.engines import choose, host_version
 from kvledger.audit.engines.connectors.worker_side import WorkerObserver, worker_in_this_process
 from kvledger.audit.engines.v1 import V1Observer
 from kvledger.audit.events import BlocksPromised, EngineStarted, Event, WorkerStepped
-from kvledger.audit.journal.recorder import MemoryRecorder
+from kvledger.audit.journal.memory_recorder import MemoryRecorder
 
 Watched = tuple[DriverWithWorker, MemoryRecorder, Any]
 

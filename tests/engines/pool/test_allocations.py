@@ -24,7 +24,7 @@ from kvledger.audit.engines.pool import watch
 from kvledger.audit.engines.pool.allocations import Allocations
 from kvledger.audit.engines.pool.attribution import Run
 from kvledger.audit.engines.pool.call_buffer import CallBuffer
-from kvledger.audit.journal.recorder import MemoryRecorder
+from kvledger.audit.journal.memory_recorder import MemoryRecorder
 from kvledger.audit.ledger.blocks.decode import calls
 
 Allocation = tuple[int, int, int, str, list[int]]

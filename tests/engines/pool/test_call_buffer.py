@@ -7,10 +7,10 @@ from typing import Any
 
 from kvledger.audit import events as ev
 from kvledger.audit import old_events
-from kvledger.audit.engines.event_log import StepLog
 from kvledger.audit.engines.pool.attribution import NO_REQUEST, Owners, Run
 from kvledger.audit.engines.pool.call_buffer import CallBuffer
-from kvledger.audit.journal.recorder import MemoryRecorder
+from kvledger.audit.engines.step_log import StepLog
+from kvledger.audit.journal.memory_recorder import MemoryRecorder
 from kvledger.audit.ledger.blocks.decode import calls
 
 

@@ -19,7 +19,7 @@ from kvledger.audit.engines import blocks_out_of_reach, host_version
 from kvledger.audit.engines.pool.manager_observer import ManagerObserver
 from kvledger.audit.engines.pool.signatures import BLOCK_ATTRIBUTES, MANAGER_ATTRIBUTES, POOL_ATTRIBUTES
 from kvledger.audit.hooks import EngineMismatch
-from kvledger.audit.journal.recorder import MemoryRecorder
+from kvledger.audit.journal.memory_recorder import MemoryRecorder
 
 FULL, MAMBA = 0, 1
 HASHED_TOKENS = 2

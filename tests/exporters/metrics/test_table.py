@@ -18,9 +18,9 @@ from kvledger.audit.checks.registry import catalogue
 from kvledger.audit.events import EngineStopped, Event, Gap, Snapshot
 from kvledger.audit.journal.reader import Reader
 from kvledger.audit.journal.writer import JournalWriter
+from kvledger.audit.replay.distribution import Exemplar
 from kvledger.audit.replay.engine_audit import EngineAudit
 from kvledger.audit.replay.journals import audit_paths
-from kvledger.audit.replay.metrics_state import Exemplar
 from kvledger.exporters.metrics import prometheus, table
 from kvledger.exporters.metrics.table import METRICS
 from kvledger.exporters.metrics.values import OTHER, STATES, EngineAudits, Health

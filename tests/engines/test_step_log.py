@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from kvledger.audit.engines import event_log
-from kvledger.audit.engines.event_log import StepLog
+from kvledger.audit.engines import step_log
+from kvledger.audit.engines.step_log import StepLog
 from kvledger.audit.events import Delivered, DeliveredWhole, EngineStarted, Event, Snapshot
-from kvledger.audit.journal.recorder import MemoryRecorder
+from kvledger.audit.journal.memory_recorder import MemoryRecorder
 
 STARTED = EngineStarted(0, 0.0, "vllm", "0.32.0", "made up", "tokens", 1, {})
 ORDER = [f"r{number}" for number in range(32)]
@@ -85,7 +85,7 @@ def test_whole_outputs_and_differences_give_the_same_accounts(
     from tests.scenarios.workloads import crowd
 
     def scenario(whole: float) -> tuple[set[type[Event]], list[Any]]:
-        monkeypatch.setattr(event_log, "WHOLE_SHARE", whole)
+        monkeypatch.setattr(step_log, "WHOLE_SHARE", whole)
         _, events = observe(crowd, seed=seed, requests=40, asynchronous=asynchronous, drafts=3)
         auditor = audited(events)
         assert "clean" == auditor.verdict
