@@ -1,7 +1,7 @@
-"""Connectors for the score card: one that keeps its word in every row, and some that do not.
+"""Connectors for the score card: two that load what they promise, and some that do not.
 
-The store is a table in this process, of whole blocks by all tokens up to their end. vLLM imports this
-module by its name, or finds it by ``--module``.
+The store is a table in this process. It holds whole blocks, each by all tokens up to the end of the block.
+vLLM imports this module by its name, or ``--module`` gives its path.
 """
 
 # mypy: disallow-subclassing-any=False
@@ -16,8 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 
 @dataclass
-class Move:
-    """One block, by the tokens up to its end."""
+class BlockTransfer:
+    """A load or save of one block; ``key`` is all tokens up to the end of the block."""
 
     request_id: str
     block: int
@@ -25,27 +25,27 @@ class Move:
 
 
 @dataclass
-class Plan(KVConnectorMetadata):
-    loads: list[Move] = field(default_factory=list)
-    saves: list[Move] = field(default_factory=list)
+class StoreMetadata(KVConnectorMetadata):
+    loads: list[BlockTransfer] = field(default_factory=list)
+    saves: list[BlockTransfer] = field(default_factory=list)
 
 
 class HonestConnector(KVConnectorBase_V1):
-    """Loads what it promised, within the step; has no answer the first time it is asked."""
+    """Loads what it promised, synchronously; defers the first lookup of each request."""
 
     STORES: ClassVar[dict[str, dict[tuple[int, ...], dict[str, Any]]]] = {}
-    LATER: ClassVar[bool] = False
+    ASYNCHRONOUS: ClassVar[bool] = False
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         options = vllm_config.kv_transfer_config.kv_connector_extra_config
         self.store = self.STORES.setdefault(options.get("store", ""), {})
-        self.size = vllm_config.cache_config.block_size
+        self.block_size = vllm_config.cache_config.block_size
         self.caches: dict[str, Any] = {}
-        self._asked: set[str] = set()
+        self._looked_up: set[str] = set()
         self._local: dict[str, int] = {}
         self._requests: dict[str, Any] = {}
-        self._loads: dict[str, list[Move]] = {}
+        self._loads: dict[str, list[BlockTransfer]] = {}
         self._saved: dict[str, int] = {}
         self._blocks: dict[str, list[int]] = {}
         self._received: set[str] = set()
@@ -55,49 +55,52 @@ class HonestConnector(KVConnectorBase_V1):
 
     def _keys(self, request: Any) -> list[tuple[int, ...]]:
         tokens = tuple(request.all_token_ids)
-        return [tokens[:end] for end in range(self.size, len(tokens) + 1, self.size)]
+        return [tokens[:end] for end in range(self.block_size, len(tokens) + 1, self.block_size)]
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if request.request_id not in self._asked:
-            self._asked.add(request.request_id)
+        if request.request_id not in self._looked_up:
+            self._looked_up.add(request.request_id)
             return None, False
         self._local[request.request_id] = num_computed_tokens
-        held = 0
+        stored_tokens = 0
         for key in self._keys(request):
             if key not in self.store:
                 break
-            held += self.size
-        most = request.num_tokens - (0 if self.LATER else 1)
-        external = max(0, min(held, most) - num_computed_tokens)
-        return external, self.LATER and external > 0
+            stored_tokens += self.block_size
+        limit = request.num_tokens - (0 if self.ASYNCHRONOUS else 1)
+        external = max(0, min(stored_tokens, limit) - num_computed_tokens)
+        return external, self.ASYNCHRONOUS and external > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        name, ids = request.request_id, list(blocks.get_block_ids()[0])
-        self._requests[name], self._blocks[name], self._saved[name] = request, ids, 0
+        request_id, block_ids = request.request_id, list(blocks.get_block_ids()[0])
+        self._requests[request_id] = request
+        self._blocks[request_id], self._saved[request_id] = block_ids, 0
         if num_external_tokens:
             keys = self._keys(request)
-            last = -(-(self._local[name] + num_external_tokens) // self.size)
-            self._loads[name] = [Move(name, ids[n], keys[n]) for n in range(min(last, len(keys)))]
+            last = -(-(self._local[request_id] + num_external_tokens) // self.block_size)
+            self._loads[request_id] = [
+                BlockTransfer(request_id, block_ids[n], keys[n]) for n in range(min(last, len(keys)))
+            ]
 
-    def build_connector_meta(self, scheduler_output: Any) -> Plan:
-        plan = Plan([move for moves in self._loads.values() for move in moves])
+    def build_connector_meta(self, scheduler_output: Any) -> StoreMetadata:
+        metadata = StoreMetadata([load for loads in self._loads.values() for load in loads])
         self._loads = {}
         cached = scheduler_output.scheduled_cached_reqs
         starts = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
         starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        for name, more in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if more and name not in cached.resumed_req_ids:
-                self._blocks[name] += more[0]
-        for name, count in scheduler_output.num_scheduled_tokens.items():
-            self._save(name, starts[name] + count, plan)
-        return plan
+        for request_id, new_blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if new_blocks and request_id not in cached.resumed_req_ids:
+                self._blocks[request_id] += new_blocks[0]
+        for request_id, count in scheduler_output.num_scheduled_tokens.items():
+            self._save(request_id, starts[request_id] + count, metadata)
+        return metadata
 
-    def _save(self, name: str, tokens: int, plan: Plan) -> None:
-        """Blocks that this step completes, of tokens that are known."""
-        keys = self._keys(self._requests[name])
-        for place in range(self._saved[name], min(tokens // self.size, len(keys))):
-            plan.saves.append(Move(name, self._blocks[name][place], keys[place]))
-            self._saved[name] = place + 1
+    def _save(self, request_id: str, tokens: int, metadata: StoreMetadata) -> None:
+        """Add the saves of the blocks that this step fills and whose tokens are known."""
+        keys = self._keys(self._requests[request_id])
+        for index in range(self._saved[request_id], min(tokens // self.block_size, len(keys))):
+            metadata.saves.append(BlockTransfer(request_id, self._blocks[request_id][index], keys[index]))
+            self._saved[request_id] = index + 1
 
     # The worker's side.
 
@@ -105,29 +108,29 @@ class HonestConnector(KVConnectorBase_V1):
         self.caches = kv_caches
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        plan = self._get_connector_metadata()
-        assert isinstance(plan, Plan)
-        for move in plan.loads:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StoreMetadata)
+        for load in metadata.loads:
             for layer, cache in self.caches.items():
-                cache[move.block] = self.stored(move)[layer]
-            if self.LATER:
-                self._received.add(move.request_id)
+                cache[load.block] = self.stored_block(load)[layer]
+            if self.ASYNCHRONOUS:
+                self._received.add(load.request_id)
 
-    def stored(self, move: Move) -> dict[str, Any]:
-        """What is stored of a block."""
-        return self.store[move.key]
+    def stored_block(self, load: BlockTransfer) -> dict[str, Any]:
+        """The KV that a load copies, by layer."""
+        return self.store[load.key]
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """It came in :meth:`start_load_kv`."""
+        """Nothing to wait for: :meth:`start_load_kv` has copied everything."""
 
     def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
-        """In :meth:`wait_for_save`."""
+        """Nothing is saved here: :meth:`wait_for_save` saves whole blocks."""
 
     def wait_for_save(self) -> None:
-        plan = self._get_connector_metadata()
-        assert isinstance(plan, Plan)
-        for move in plan.saves:
-            self.store[move.key] = {name: cache[move.block].clone() for name, cache in self.caches.items()}
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StoreMetadata)
+        for save in metadata.saves:
+            self.store[save.key] = {name: cache[save.block].clone() for name, cache in self.caches.items()}
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         received, self._received = self._received, set()
@@ -135,31 +138,31 @@ class HonestConnector(KVConnectorBase_V1):
 
 
 class LaterConnector(HonestConnector):
-    """Loads asynchronously, and may cover the whole prompt."""
+    """Loads asynchronously; a load may cover the whole prompt."""
 
-    LATER = True
+    ASYNCHRONOUS = True
 
 
 class ForgetfulConnector(HonestConnector):
-    """Promises to a request that resumes, and never loads (LMCache#1969)."""
+    """Promises external tokens to a resumed request and never loads them (LMCache#1969)."""
 
-    def build_connector_meta(self, scheduler_output: Any) -> Plan:
-        for name in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
-            self._loads.pop(name, None)
+    def build_connector_meta(self, scheduler_output: Any) -> StoreMetadata:
+        for request_id in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
+            self._loads.pop(request_id, None)
         return super().build_connector_meta(scheduler_output)
 
 
 class FailingConnector(HonestConnector):
-    """Once its store is down, promises as before and reports every block of a load as failed."""
+    """Promises as before while its store is down, and reports every block of a load as failed."""
 
     down: ClassVar[bool] = False
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        plan = self._get_connector_metadata()
-        assert isinstance(plan, Plan)
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StoreMetadata)
         if self.down:
-            self._failed |= {move.block for move in plan.loads}
-            plan.loads = []
+            self._failed |= {load.block for load in metadata.loads}
+            metadata.loads = []
         super().start_load_kv(forward_context, **kwargs)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -168,7 +171,7 @@ class FailingConnector(HonestConnector):
 
 
 class MuddledConnector(HonestConnector):
-    """Loads, for any block, the one that was stored first."""
+    """Loads the block that was stored first in place of every block."""
 
-    def stored(self, move: Move) -> dict[str, Any]:
+    def stored_block(self, load: BlockTransfer) -> dict[str, Any]:
         return next(iter(self.store.values()))

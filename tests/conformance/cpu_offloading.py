@@ -1,6 +1,7 @@
-"""An offloading spec for ``OffloadingConnector`` on a machine without a GPU: vLLM's own refuses one.
+"""An offloading spec for ``OffloadingConnector`` on a machine without a GPU; vLLM's own spec needs one.
 
-Transfers are copies between tensors, done at once and reported in the next step. One block a chunk.
+Transfers are copies between tensors. A copy runs at once and is reported in the next step. A chunk is one
+block.
 vLLM imports this module by its name (``spec_module_path``).
 """
 
@@ -16,7 +17,7 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 
 class CopyingWorker(OffloadingWorker):
-    """Copies whole blocks between the engine's cache and a store of as many chunks."""
+    """Copies whole blocks between the engine's cache and a store of ``chunks`` blocks."""
 
     def __init__(self, caches: Any, chunks: int) -> None:
         self._caches = [canonical.tensor for canonical in caches.tensors]
@@ -43,11 +44,11 @@ class CopyingWorker(OffloadingWorker):
         return done
 
     def wait(self, job_ids: set[int]) -> None:
-        """Nothing is ever under way."""
+        """Nothing to wait for: every copy runs at once."""
 
 
 class CopyingSpec(CPUOffloadingSpec):
-    """vLLM's manager of chunks, and a worker that needs no GPU."""
+    """vLLM's chunk manager with a worker that needs no GPU."""
 
     def get_worker(self, kv_caches: Any) -> Any:
         return CopyingWorker(kv_caches, self.num_chunks)

@@ -1,4 +1,4 @@
-"""Two engines: a connector that reads what it promised passes, and what others break is found."""
+"""The score card of two engines: a connector that reads what it promised is clean, faulty ones are not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvledger.exporters.reports.conformance import markdown
 
 MODULE = Path(__file__).with_name("paired.py")
 NOT_REACHED = {"hit after a deferred lookup", "hit on part of the prompt", "resumed after saving more"}
-"""The other engine gives the whole prompt, in one answer and without deferring."""
+"""The other engine always offers the whole prompt and never defers a lookup."""
 
 
 def paired(name: str) -> ScoreCard:
@@ -36,30 +36,30 @@ def test_a_connector_that_reads_what_it_promised_is_clean(honest: ScoreCard):
     assert "clean" == honest.verdict, [row for row in honest.rows if row.problems]
 
 
-def test_a_situation_that_two_engines_do_not_come_into_is_not_passed(honest: ScoreCard):
+def test_three_situations_are_not_reached_with_two_engines(honest: ScoreCard):
     assert NOT_REACHED == outcomes(honest, "not reached")
 
 
-def test_what_the_ledger_takes_for_loaded_is_what_the_other_engine_prefilled(honest: ScoreCard):
+def test_external_tokens_equal_the_tokens_that_the_other_engine_prefilled(honest: ScoreCard):
     (row, _) = (row for row in honest.rows if row.situation == "new engine on the same store")
 
     assert 100 == row.external_tokens
 
 
-def test_a_card_says_that_it_is_of_two_engines(honest: ScoreCard):
+def test_the_score_card_states_that_it_is_between_two_engines(honest: ScoreCard):
     assert ", between two engines; its connector metadata is opaque" in markdown(honest)
 
 
 @pytest.mark.parametrize("name", ["HastyConnector", "SwappedConnector"])
-def test_kv_that_did_not_come_is_seen_in_the_cache(name: str):
+def test_kv_that_was_not_read_correctly_is_a_violation(name: str):
     card = paired(name)
 
     assert "hit on the whole prompt" in outcomes(card, "violated")
     assert "nothing in the store" in outcomes(card, "clean")
 
 
-def test_blocks_that_the_other_engine_never_lets_go_are_found(monkeypatch: pytest.MonkeyPatch):
-    """It would turn for ever."""
+def test_a_situation_broke_when_the_other_engine_never_frees_its_blocks(monkeypatch: pytest.MonkeyPatch):
+    """Without the limit on idle time the engines would step forever."""
     monkeypatch.setattr("kvledger.audit.conformance.worker.IDLE_SECONDS", 0)
     monkeypatch.setattr("kvledger.audit.conformance.scorecard.SITUATIONS", SITUATIONS[:5])
 
@@ -79,5 +79,5 @@ def test_both_engines_are_observed():
     assert engines.drivers[0] is engines.prefiller
 
 
-def test_nixl_is_known_to_read_from_an_engine():
+def test_nixl_is_listed_as_disaggregated():
     assert "NixlConnector" in DISAGGREGATED

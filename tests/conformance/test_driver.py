@@ -1,4 +1,4 @@
-"""The driver reaches the states that it is built to reach, by the engine's own figures."""
+"""The driver puts a real scheduler into each state that scenarios need, by the engine's own figures."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from vllm.v1.request import RequestStatus
 from kvledger.audit.conformance.driver import Driver, tokens
 
 
-def calls(driver: Driver, kind: str) -> list[Any]:
+def connector_calls(driver: Driver, kind: str) -> list[Any]:
     return [call for call in driver.connector.script.calls if type(call).__name__ == kind]
 
 
-def prefill(driver: Driver, request_id: str) -> tuple[int, int, int]:
-    """What the engine reports of a prompt: local, external, computed."""
+def prefill_split(driver: Driver, request_id: str) -> tuple[int, int, int]:
+    """The engine-reported split of a prompt: local, external and computed tokens."""
     stats = driver.prefill_stats(request_id)
     return (stats.num_local_cached_tokens, stats.num_external_cached_tokens, stats.num_computed_tokens)
 
@@ -47,18 +47,18 @@ def test_a_longer_prompt_of_a_family_continues_the_shorter() -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_prefill_and_decode(asynchronous: bool) -> None:
+def test_a_request_computes_its_whole_prompt_and_stops_at_its_length(asynchronous: bool) -> None:
     driver = start(asynchronous=asynchronous)
     r = driver.add("r", 100, 5)
     driver.run()
 
-    assert prefill(driver, "r") == (0, 0, 100)
+    assert prefill_split(driver, "r") == (0, 0, 100)
     assert r.num_output_tokens == 5
     assert r.num_computed_tokens == 104
     assert finish_reason(driver, "r") is FinishReason.LENGTH
 
 
-def test_stop_token() -> None:
+def test_a_request_stops_at_its_stop_token() -> None:
     driver = start()
     r = driver.add("r", 10, 50, stop_at=3)
     driver.run()
@@ -68,26 +68,26 @@ def test_stop_token() -> None:
 
 
 def test_the_same_seed_gives_the_same_run() -> None:
-    def accepted() -> list[int]:
+    def output_lengths() -> list[int]:
         driver = start(drafts=3)
         driver.add("r", 40, 30)
         driver.run()
         return [len(output.new_token_ids) for output in driver.delivered["r"]]
 
-    assert accepted() == accepted()
+    assert output_lengths() == output_lengths()
 
 
-def test_shared_prefix() -> None:
+def test_a_shared_prefix_hits_in_whole_blocks() -> None:
     driver = start()
     driver.add("a", 100, 1)
     driver.run()
     driver.add("b", 100, 1, shares=("a", 70))
     driver.run()
 
-    assert prefill(driver, "b") == (64, 0, 36)
+    assert prefill_split(driver, "b") == (64, 0, 36)
 
 
-def test_prefill_chunks_sample_nothing() -> None:
+def test_only_the_last_prefill_chunk_samples() -> None:
     driver = start(max_batched_tokens=64)
     r = driver.add("r", 150, 2)
 
@@ -96,7 +96,7 @@ def test_prefill_chunks_sample_nothing() -> None:
         assert (r.num_computed_tokens, r.num_output_tokens) == (computed, sampled)
 
 
-def test_preempted_for_want_of_blocks_in_prefill() -> None:
+def test_a_request_is_preempted_in_prefill_when_blocks_run_out() -> None:
     driver = start(blocks=12, max_batched_tokens=64)
     driver.add("early", 96, 30)
     late = driver.add("late", 96, 4)
@@ -107,12 +107,12 @@ def test_preempted_for_want_of_blocks_in_prefill() -> None:
     assert late.num_output_tokens == 0
     driver.run()
 
-    assert prefill(driver, "late") == (0, 0, 96)
+    assert prefill_split(driver, "late") == (0, 0, 96)
     assert finish_reason(driver, "late") is FinishReason.LENGTH
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_preempted_for_want_of_blocks_in_decode(asynchronous: bool) -> None:
+def test_a_request_is_preempted_in_decode_when_blocks_run_out(asynchronous: bool) -> None:
     driver = start(blocks=13, asynchronous=asynchronous)
     driver.add("early", 64, 60)
     late = driver.add("late", 64, 60)
@@ -126,7 +126,7 @@ def test_preempted_for_want_of_blocks_in_decode(asynchronous: bool) -> None:
 
 
 @pytest.mark.parametrize(("drop", "tokens_out"), [(False, 2), (True, 1)])
-def test_forced_preemption_with_a_step_in_flight(drop: bool, tokens_out: int) -> None:
+def test_a_forced_preemption_delivers_or_drops_the_output_in_flight(drop: bool, tokens_out: int) -> None:
     driver = start(asynchronous=True)
     r = driver.add("r", 40, 8)
     driver.schedule()
@@ -143,7 +143,7 @@ def test_forced_preemption_with_a_step_in_flight(drop: bool, tokens_out: int) ->
 
 
 @pytest.mark.parametrize("kv_role", ["kv_both", "kv_consumer"])
-def test_a_producer_loses_output_in_flight_on_preemption(kv_role: str) -> None:
+def test_only_a_producer_drops_the_output_in_flight_on_preemption(kv_role: str) -> None:
     driver = start(asynchronous=True, connector="scripted", kv_role=kv_role)
     r = driver.add("r", 40, 8)
     driver.schedule()
@@ -152,7 +152,7 @@ def test_a_producer_loses_output_in_flight_on_preemption(kv_role: str) -> None:
     assert r.drop_stale_output == (kv_role == "kv_both")
 
 
-def test_abort_while_waiting() -> None:
+def test_a_request_aborted_while_waiting_computes_nothing() -> None:
     driver = start()
     r = driver.add("r", 40)
     driver.abort("r")
@@ -161,7 +161,7 @@ def test_abort_while_waiting() -> None:
     assert r.num_computed_tokens == 0
 
 
-def test_abort_in_prefill() -> None:
+def test_a_request_aborted_in_prefill_has_no_output() -> None:
     driver = start(max_batched_tokens=64)
     r = driver.add("r", 100)
     driver.step()
@@ -170,7 +170,7 @@ def test_abort_in_prefill() -> None:
     assert (r.num_computed_tokens, r.num_output_tokens) == (64, 0)
 
 
-def test_abort_with_a_step_in_flight() -> None:
+def test_output_in_flight_at_an_abort_is_discarded() -> None:
     driver = start(asynchronous=True)
     r = driver.add("r", 40)
     driver.step()
@@ -181,8 +181,7 @@ def test_abort_with_a_step_in_flight() -> None:
     assert r.num_output_tokens == 1
 
 
-def test_abort_while_waiting_for_remote_kv() -> None:
-    """The blocks stay held until the transfer has ended."""
+def test_blocks_of_an_aborted_request_stay_allocated_until_its_load_ends() -> None:
     driver = start(connector="scripted")
     pool = driver.scheduler.kv_cache_manager.block_pool
     free = pool.get_num_free_blocks()
@@ -209,7 +208,7 @@ def test_async_scheduling_runs_one_step_ahead() -> None:
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "eagle"])
-def test_rejected_drafts_are_taken_back(drafter: str) -> None:
+def test_rejected_drafts_are_rolled_back(drafter: str) -> None:
     driver = start(drafts=3, drafter=drafter)
     r = driver.add("r", 50, 40)
     driver.step()
@@ -219,7 +218,7 @@ def test_rejected_drafts_are_taken_back(drafter: str) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "eagle"])
-def test_rejected_drafts_are_taken_back_under_async_scheduling(drafter: str) -> None:
+def test_rejected_drafts_are_rolled_back_under_async_scheduling(drafter: str) -> None:
     driver = start(drafts=3, drafter=drafter, asynchronous=True)
     r = driver.add("r", 50, 40)
     driver.step()
@@ -227,22 +226,22 @@ def test_rejected_drafts_are_taken_back_under_async_scheduling(drafter: str) -> 
     assert (r.num_computed_tokens, r.num_output_placeholders) == (54, 4)
     driver.step(accepted=1)
 
-    # Two steps of four; of the first two are confirmed and two rejected.
+    # Two steps of four tokens each. Of the first step, two tokens are confirmed and two rejected.
     assert (r.num_computed_tokens, r.num_output_placeholders, r.num_output_tokens) == (56, 4, 3)
 
 
-def test_external_hit_synchronous() -> None:
+def test_a_synchronous_external_hit_covers_whole_blocks() -> None:
     driver = start(connector="scripted")
     driver.connector.store("r", 170)
     driver.add("r", 200, 1)
     driver.run()
 
-    assert prefill(driver, "r") == (0, 160, 40)
-    (metadata,) = calls(driver, "ScriptedMetadata")
+    assert prefill_split(driver, "r") == (0, 160, 40)
+    (metadata,) = connector_calls(driver, "ScriptedMetadata")
     assert [(load.request_id, load.external_tokens) for load in metadata.loads] == [("r", 160)]
 
 
-def test_external_hit_asynchronous_waits_for_remote_kv() -> None:
+def test_an_asynchronous_external_hit_waits_for_remote_kv() -> None:
     driver = start(connector="scripted")
     driver.connector.say("r", (160, True))
     r = driver.add("r", 200, 2)
@@ -257,7 +256,7 @@ def test_external_hit_asynchronous_waits_for_remote_kv() -> None:
     assert r.num_computed_tokens == 200
 
 
-def test_a_worker_cannot_finish_what_it_was_not_told_to_load() -> None:
+def test_the_runner_rejects_a_finished_load_that_no_step_ordered() -> None:
     driver = start(connector="scripted")
     driver.add("r", 50)
     driver.schedule()
@@ -266,16 +265,16 @@ def test_a_worker_cannot_finish_what_it_was_not_told_to_load() -> None:
         driver.output(finished_recving=["r"])
 
 
-def test_deferred_lookup_is_asked_again() -> None:
+def test_a_deferred_lookup_is_repeated() -> None:
     driver = start(connector="scripted")
     driver.connector.say("r", None, None, 32)
     driver.add("r", 50, 1)
     driver.run()
 
-    assert [None, None, 32] == [lookup.answer[0] for lookup in calls(driver, "LookupCall")]
+    assert [None, None, 32] == [lookup.answer[0] for lookup in connector_calls(driver, "LookupCall")]
 
 
-def test_full_external_hit_computes_the_last_token_again() -> None:
+def test_a_full_external_hit_recomputes_the_last_token() -> None:
     driver = start(connector="scripted")
     driver.connector.store("r", 96, asynchronous=True)
     driver.add("r", 96, 1)
@@ -285,7 +284,7 @@ def test_full_external_hit_computes_the_last_token_again() -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_synchronous_load_fails_and_is_recomputed(asynchronous: bool) -> None:
+def test_tokens_of_a_failed_synchronous_load_are_recomputed(asynchronous: bool) -> None:
     driver = start(connector="scripted", asynchronous=asynchronous)
     driver.connector.say("r", 160)
     r = driver.add("r", 200, 2)
@@ -295,12 +294,12 @@ def test_synchronous_load_fails_and_is_recomputed(asynchronous: bool) -> None:
     assert r.num_computed_tokens == 64
     assert r.num_output_tokens == 0
     # In 0.32 and 0.33 the async scheduler keeps the failed step's output placeholder.
-    left = r.num_output_placeholders
-    assert {"r": 136 + left} == driver.schedule().num_scheduled_tokens
+    leaked = r.num_output_placeholders
+    assert {"r": 136 + leaked} == driver.schedule().num_scheduled_tokens
 
 
 @pytest.mark.parametrize(("first_bad", "scheduled"), [(4, 136), (0, 200)])
-def test_asynchronous_load_fails_and_is_recomputed(first_bad: int, scheduled: int) -> None:
+def test_tokens_of_a_failed_asynchronous_load_are_recomputed(first_bad: int, scheduled: int) -> None:
     driver = start(connector="scripted")
     driver.connector.say("r", (160, True))
     driver.add("r", 200, 2)
@@ -311,7 +310,7 @@ def test_asynchronous_load_fails_and_is_recomputed(first_bad: int, scheduled: in
 
 
 @pytest.mark.parametrize("load", [160, (160, True)], ids=["synchronous", "asynchronous"])
-def test_failed_load_fails_the_request(load: Any) -> None:
+def test_a_failed_load_fails_the_request_under_the_fail_policy(load: Any) -> None:
     driver = start(connector="scripted", load_failure_policy="fail")
     driver.connector.say("r", load)
     r = driver.add("r", 200, 2)
@@ -322,7 +321,7 @@ def test_failed_load_fails_the_request(load: Any) -> None:
     assert r.status == RequestStatus.FINISHED_ERROR
 
 
-def test_receive_fails_as_a_whole() -> None:
+def test_a_load_that_fails_as_a_whole_is_recomputed() -> None:
     driver = start(connector="scripted", groups=("full", "sliding"), blocks=128)
     driver.connector.say("r", (160, True))
     driver.add("r", 200, 2)
@@ -333,7 +332,7 @@ def test_receive_fails_as_a_whole() -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_prefix_cache_reset_under_a_running_request(asynchronous: bool) -> None:
+def test_a_prefix_cache_reset_preempts_a_running_request(asynchronous: bool) -> None:
     driver = start(asynchronous=asynchronous)
     r = driver.add("r", 50, 8)
     for _ in range(3):
@@ -347,7 +346,7 @@ def test_prefix_cache_reset_under_a_running_request(asynchronous: bool) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_session_keeps_its_kv_between_chunks(asynchronous: bool) -> None:
+def test_a_session_keeps_its_kv_between_chunks(asynchronous: bool) -> None:
     driver = start(asynchronous=asynchronous)
     s = driver.add("s", 40, 4, resumable=True)
     driver.run()
@@ -355,7 +354,7 @@ def test_session_keeps_its_kv_between_chunks(asynchronous: bool) -> None:
     assert s.num_computed_tokens == 43
 
     driver.add("s", 30, 4, resumable=True)
-    assert s.num_prompt_tokens == 73  # the last output token is given up
+    assert s.num_prompt_tokens == 73  # the last output token is discarded
     assert {"s": 30} == driver.schedule().num_scheduled_tokens
     driver.drain()
     driver.run()
@@ -363,7 +362,7 @@ def test_session_keeps_its_kv_between_chunks(asynchronous: bool) -> None:
     assert s.is_finished()
 
 
-def test_pooling() -> None:
+def test_a_pooling_request_computes_its_prompt_and_samples_nothing() -> None:
     driver = start(pooling=True, max_batched_tokens=64)
     r = driver.add("r", 100)
     driver.run()
@@ -373,7 +372,7 @@ def test_pooling() -> None:
     assert driver.delivered["r"][-1].pooling_output is not None
 
 
-def test_priority_preempts_the_lowest() -> None:
+def test_the_request_of_lowest_priority_is_preempted() -> None:
     driver = start(policy="priority", blocks=13)
     low = driver.add("low", 64, 60, priority=9)
     driver.step()
@@ -383,7 +382,7 @@ def test_priority_preempts_the_lowest() -> None:
     assert (low.num_preemptions, high.num_preemptions) == (1, 0)
 
 
-def test_hybrid_groups_give_blocks_out_of_the_window_back() -> None:
+def test_blocks_outside_the_sliding_window_are_freed() -> None:
     driver = start(groups=("full", "sliding"), blocks=64, sliding_window=32, max_batched_tokens=64)
     driver.add("r", 200, 2)
     for _ in range(4):
@@ -392,10 +391,10 @@ def test_hybrid_groups_give_blocks_out_of_the_window_back() -> None:
     full, sliding = driver.blocks("r", 0), driver.blocks("r", 1)
     assert len(full) == len(sliding) == 13
     assert 0 not in full
-    assert sliding.count(0) >= 8  # the null block stands where one was given back
+    assert sliding.count(0) >= 8  # the null block replaces each freed block
 
 
-def test_blocks_of_a_finished_request_stay_held_until_sent() -> None:
+def test_blocks_of_a_finished_request_stay_allocated_until_sent() -> None:
     driver = start(connector="scripted")
     driver.connector.script.delay_free.add("r")
     driver.add("r", 40, 1)
@@ -407,8 +406,8 @@ def test_blocks_of_a_finished_request_stay_held_until_sent() -> None:
     assert not driver.scheduler.requests
 
 
-def test_drafts_for_a_request_without_any_are_padding() -> None:
-    """A request that starts with one token to compute gets drafts of -1; none is accepted."""
+def test_a_request_without_drafts_gets_padding_drafts() -> None:
+    """A request whose first step computes one token gets drafts of -1, and none is accepted."""
     driver = start(drafts=3, connector="scripted")
     driver.connector.store("r", 96, asynchronous=True)
     r = driver.add("r", 96, 5)

@@ -1,4 +1,4 @@
-"""The real scheduler reaches the golden histories, to the token."""
+"""The scenarios drive the real scheduler through the golden histories, token by token."""
 
 import re
 
@@ -9,7 +9,7 @@ pytest.importorskip("vllm")
 from tests.conformance.tape import Tape
 from tests.scenarios.corpus import HISTORIES
 
-# Name, words of request `r`, positions scheduled in all.
+# Name of the history, words of request `r`, total of scheduled positions.
 ROWS = [
     ("cold prompt, three tokens out", "A0+0 s100 o+ s1 o+ s1 o+ F", 102),
     ("local prefix hit", "A64+0 s36 o+ s1 o+ F", 37),
@@ -53,7 +53,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("name", "words", "scheduled"), ROWS, ids=[row[0] for row in ROWS])
-def test_scenario_is_the_history(name: str, words: str, scheduled: int) -> None:
+def test_each_scenario_reproduces_its_history(name: str, words: str, scheduled: int) -> None:
     tape = Tape()
 
     driver = HISTORIES[name](tape.attach)
@@ -63,5 +63,5 @@ def test_scenario_is_the_history(name: str, words: str, scheduled: int) -> None:
     assert not driver.scheduler.requests
 
 
-def test_every_history_is_a_row() -> None:
+def test_every_history_has_a_row() -> None:
     assert [row[0] for row in ROWS] == list(HISTORIES)

@@ -1,7 +1,7 @@
-"""Rows of connectors whose packages scripts/releases.py puts beside .venv; skipped where it has not.
+"""Score card rows of released connectors, from the environments that scripts/releases.py builds.
 
-Each connector runs in a process of its own: NIXL takes a core for itself, and of LMCache a process has one
-release.
+A test is skipped where its environment is not built. Each connector runs in its own process: NIXL keeps one
+core busy, and a process can import only one release of LMCache.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from kvledger.audit.conformance import scorecard
 titles, name, module, options = json.loads(sys.argv[1])
 scorecard.SITUATIONS = [each for each in scorecard.SITUATIONS if each.title in titles]
 card = scorecard.score(name, Path(module) if module else None, options)
-said = [[row.situation, row.outcome, row.problems] for row in card.rows]
-print(json.dumps([card.engine, said]), flush=True)
-os._exit(0)  # whatever threads the connector has left
+results = [[row.situation, row.outcome, row.problems] for row in card.rows]
+print(json.dumps([card.engine, results]), flush=True)
+os._exit(0)  # the connector may have left threads
 """
 
 
-class Told(NamedTuple):
-    """What a card is of, and of each of its rows, sync and async, the outcome and its words."""
+class ReleasedCard(NamedTuple):
+    """The engine of a score card; situation, outcome and problems of each row, sync and async."""
 
     engine: str
     rows: list[tuple[str, str, list[str]]]
 
-    def of(self, title: str) -> list[tuple[str, list[str]]]:
-        return [(outcome, broke) for situation, outcome, broke in self.rows if situation == title]
+    def situation(self, title: str) -> list[tuple[str, list[str]]]:
+        return [(outcome, problems) for situation, outcome, problems in self.rows if situation == title]
 
 
-def told(release: str, titles: list[str], name: str, module: str = "", **options: Any) -> Told:
+def run_card(release: str, titles: list[str], name: str, module: str = "", **options: Any) -> ReleasedCard:
     with pytest.MonkeyPatch.context() as patched:
         patched.syspath_prepend(ROOT / "scripts")
         cards, releases = importlib.import_module("cards"), importlib.import_module("releases")
     if not releases.is_built(release):
         pytest.skip(f"not here: python3 scripts/releases.py build {release}")
-    done = subprocess.run(
+    completed = subprocess.run(
         [releases.BIN / "python", "-c", ROWS, json.dumps([titles, name, module, options])],
         env=cards.within(release) | cards.EVERYWHERE,
         cwd=ROOT,
@@ -56,46 +56,46 @@ def told(release: str, titles: list[str], name: str, module: str = "", **options
         text=True,
         timeout=300,
     )
-    assert 0 == done.returncode, done.stderr[-2000:]
-    engine, rows = json.loads(done.stdout.splitlines()[-1])
-    return Told(engine, [tuple(row) for row in rows])
+    assert 0 == completed.returncode, completed.stderr[-2000:]
+    engine, rows = json.loads(completed.stdout.splitlines()[-1])
+    return ReleasedCard(engine, [tuple(row) for row in rows])
 
 
-def bundled(*titles: str, mended: bool) -> Told:
+def bundled(*titles: str, mended: bool) -> ReleasedCard:
     options = {"use_native": True, "mended": mended}
     module = "tests/conformance/cpu_lmcache.py"
-    return told("lmcache-0.3.9", list(titles), "LMCacheConnectorV1", module, **options)
+    return run_card("lmcache-0.3.9", list(titles), "LMCacheConnectorV1", module, **options)
 
 
 @pytest.fixture(scope="module")
-def mended() -> Told:
+def mended_card() -> ReleasedCard:
     return bundled("hit on part of the prompt", "preempted after its load", mended=True)
 
 
 def test_nixl_reads_what_the_other_engine_prefilled():
     title = "hit beyond the local hit"
-    card = told("nixl-1.5.1", [title], "NixlConnector")
+    card = run_card("nixl-1.5.1", [title], "NixlConnector")
 
     assert card.engine.endswith("nixl 1.5.1")
-    assert [("clean", [])] * 2 == card.of(title)
+    assert [("clean", [])] * 2 == card.situation(title)
 
 
-def test_the_bundled_adapter_ends_no_step_with_the_lmcache_that_it_imports():
+def test_the_bundled_adapter_raises_in_every_step_with_the_lmcache_that_it_imports():
     card = bundled("nothing in the store", mended=False)
 
     assert card.engine.endswith("lmcache 0.3.9.post2")
-    for outcome, (said,) in card.of("nothing in the store"):
+    for outcome, (problem,) in card.situation("nothing in the store"):
         assert "broke" == outcome
-        assert said.startswith("TypeError in lookup_unpin")
+        assert problem.startswith("TypeError in lookup_unpin")
 
 
-def test_the_bundled_adapter_loads_what_it_promised_to_whoever_is_new(mended: Told):
-    assert [("clean", [])] * 2 == mended.of("hit on part of the prompt")
+def test_the_bundled_adapter_loads_what_it_promised_to_a_new_request(mended_card: ReleasedCard):
+    assert [("clean", [])] * 2 == mended_card.situation("hit on part of the prompt")
 
 
-def test_the_bundled_adapter_never_loads_what_it_promised_to_whoever_resumes(mended: Told):
-    """LMCache#1969: the ledger says so of its plans, and the cache of what the request ran over."""
-    for outcome, (planned, ran) in mended.of("preempted after its load"):
+def test_the_bundled_adapter_never_loads_what_it_promised_to_a_resumed_request(mended_card: ReleasedCard):
+    """LMCache#1969: the connector metadata lacks the load, and the request runs over KV of other tokens."""
+    for outcome, (missing_load, wrong_kv) in mended_card.situation("preempted after its load"):
         assert "violated" == outcome
-        assert planned.startswith("connector/promise-not-loaded: 96 external tokens")
-        assert ran.startswith("Request r ran over 96 tokens of KV that is not its own")
+        assert missing_load.startswith("connector/promise-not-loaded: 96 external tokens")
+        assert wrong_kv.startswith("Request r ran over 96 tokens of KV that is not its own")

@@ -1,4 +1,4 @@
-"""The score card: a connector that keeps its word passes every row, and others are told what broke."""
+"""The score card: a connector that loads what it promised is clean, and the card shows what others break."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvledger.exporters.reports.conformance import markdown
 
 MODULE = Path(__file__).with_name("connectors.py")
 STORE = {"store": "{folder}"}
-NEVER = {"LaterConnector": set(), "HonestConnector": {"aborted while it waits for its load"}}
+NOT_REACHED = {"LaterConnector": set(), "HonestConnector": {"aborted while it waits for its load"}}
 
 
 @pytest.fixture(scope="module")
@@ -27,22 +27,22 @@ def outcomes(card: ScoreCard, outcome: str) -> set[str]:
     return {row.situation for row in card.rows if row.outcome == outcome}
 
 
-@pytest.mark.parametrize("name", NEVER)
-def test_an_honest_connector_is_clean_wherever_it_can_be_driven(cards: dict[str, ScoreCard], name: str):
+@pytest.mark.parametrize("name", NOT_REACHED)
+def test_an_honest_connector_is_clean_in_every_situation_it_reaches(cards: dict[str, ScoreCard], name: str):
     card = cards[name]
 
     assert "clean" == card.verdict, [row for row in card.rows if row.problems]
-    assert NEVER[name] >= outcomes(card, "not reached")
+    assert NOT_REACHED[name] >= outcomes(card, "not reached")
 
 
-def test_what_the_ledger_takes_for_loaded_is_what_the_store_gave(cards: dict[str, ScoreCard]):
+def test_external_tokens_equal_the_tokens_that_the_store_served(cards: dict[str, ScoreCard]):
     (row, _) = (r for r in cards["LaterConnector"].rows if r.situation == "new engine on the same store")
 
     assert (96, 96) == (row.external_tokens, row.served_tokens)
 
 
-def test_a_promise_forgotten_at_a_resumption_is_seen_in_the_cache(cards: dict[str, ScoreCard]):
-    """Its plans are opaque: the ledger alone can't know."""
+def test_a_load_that_is_missing_after_a_resumption_is_a_violation(cards: dict[str, ScoreCard]):
+    """The check of the cache finds it: the connector's metadata is opaque to the ledger."""
     card = cards["ForgetfulConnector"]
 
     assert "violated" == card.verdict
@@ -50,11 +50,11 @@ def test_a_promise_forgotten_at_a_resumption_is_seen_in_the_cache(cards: dict[st
     assert "hit on part of the prompt" in outcomes(card, "clean")
 
 
-def test_kv_of_other_tokens_is_seen_in_the_cache(cards: dict[str, ScoreCard]):
+def test_kv_of_other_tokens_in_the_cache_is_a_violation(cards: dict[str, ScoreCard]):
     assert "hit on part of the prompt" in outcomes(cards["MuddledConnector"], "violated")
 
 
-def test_what_the_local_cache_gave_is_not_the_stores():
+def test_a_card_without_external_tokens_is_unknown():
     row = SituationResult(
         "hit on part of the prompt", "sync", "clean", external_tokens=0, served_tokens=96, problems=[]
     )
@@ -63,8 +63,8 @@ def test_what_the_local_cache_gave_is_not_the_stores():
 
 
 @pytest.mark.parametrize(("external_tokens", "reached"), [(64, True), (98, True), (99, False), (100, False)])
-def test_all_of_a_prompt_is_no_part_of_it(external_tokens: int, reached: bool):
-    """Nobody is spared its last token; it counts as part of a load that covers it."""
+def test_a_hit_that_leaves_one_token_is_not_a_hit_on_part_of_the_prompt(external_tokens: int, reached: bool):
+    """Every request computes its last prompt token, so a hit on all others counts as a hit on the whole."""
     (part,) = (s for s in SITUATIONS if s.title == "hit on part of the prompt")
     events = [
         ev.RequestAdded(0, 1, "r", 100),
@@ -74,14 +74,14 @@ def test_all_of_a_prompt_is_no_part_of_it(external_tokens: int, reached: bool):
     assert reached == part.reached(events)
 
 
-def test_what_broke_in_many_rows_is_said_once(cards: dict[str, ScoreCard]):
+def test_the_page_has_one_row_for_a_situation_under_both_schedulers(cards: dict[str, ScoreCard]):
     page = markdown(cards["HonestConnector"])
 
     assert "| hit on part of the prompt | clean | clean |" in page
 
 
-def test_the_released_example_connector_loses_a_resumed_requests_output(tmp_path: Path):
-    """0.32.0: it matches the prompt, and then loads by all tokens so far, which nobody saved."""
+def test_the_released_example_connector_breaks_in_two_situations(tmp_path: Path):
+    """In 0.32.0 it matches by the prompt, and then loads by all tokens so far, which it never saved."""
     broke = {row.situation for row in score("ExampleConnector").rows if row.outcome == "broke"}
 
     assert {"resumed after saving more", "chunked save aborted midway"} == broke
@@ -95,6 +95,8 @@ def test_the_released_example_connector_loses_a_resumed_requests_output(tmp_path
         ("Nonsense", MODULE, "can't be started here"),
     ],
 )
-def test_a_connector_that_can_not_be_had_is_one_sentence(name: str, module: Path | None, words: str):
+def test_a_connector_that_cannot_start_is_an_error_of_one_sentence(
+    name: str, module: Path | None, words: str
+):
     with pytest.raises(LedgerError, match=words):
         score(name, module)

@@ -1,6 +1,6 @@
-"""Whole engines with real LMCache, and its real servers on the loopback.
+"""Whole engines with the real LMCache and its real servers on the loopback interface.
 
-LMCache stands in .releases, where scripts/releases.py puts it; the first time it is downloaded.
+scripts/releases.py installs LMCache in .releases, and downloads it the first time.
 """
 
 from __future__ import annotations
@@ -26,75 +26,81 @@ RUNS = [name + engine for name in SERVERS for engine in ENGINES]
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What engines, one after the other, have left; those of a connector ask one server, which is killed."""
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The results of all runs.
+
+    The engines of one connector run one after another against one server; the outage run kills the server.
+    """
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.syspath_prepend(ROOT / "scripts")
     stores = importlib.import_module("stores")
     monkeypatch.undo()
-    made: Path = tmp_path_factory.mktemp("lmcache")
+    folder: Path = tmp_path_factory.mktemp("lmcache")
     for name, kind in SERVERS.items():
         with stores.store(kind) as server:
-            how = stores.environ(os.pathsep.join([str(ROOT / "src"), str(ROOT)])) | {
+            environment = stores.environ(os.pathsep.join([str(ROOT / "src"), str(ROOT)])) | {
                 "LMCACHE_SERVER": str(server.process_id),
                 "LMCACHE_SERVER_PORT": str(server.port),
                 "LMCACHE_SERVER_LOG": str(server.log),
             }
-            python("-m", "tests.connectors.whole", made, *(name + engine for engine in ENGINES), **how)
-    return {name: json.loads((made / f"{name}.json").read_text()) for name in RUNS}
+            runs = [name + engine for engine in ENGINES]
+            python("-m", "tests.connectors.whole", folder, *runs, **environment)
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in RUNS}
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_an_engine_with_lmcache_is_clean(told: dict[str, Any], name: str):
-    assert ("clean", 0) == (told[name]["verdict"], told[name]["totals"]["unknown_requests"])
+def test_an_engine_with_lmcache_is_clean(results: dict[str, Any], name: str):
+    assert ("clean", 0) == (results[name]["verdict"], results[name]["totals"]["unknown_requests"])
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_external_tokens_are_those_that_the_store_served(told: dict[str, Any], name: str):
-    totals = told[name]["totals"]
+def test_external_tokens_equal_the_tokens_that_the_store_served(results: dict[str, Any], name: str):
+    totals = results[name]["totals"]
 
-    assert 0 < totals["loaded"] == told[name]["given"] == totals["external"] + totals["loaded_again"]
+    assert 0 < totals["loaded"] == results[name]["given"] == totals["external"] + totals["loaded_again"]
 
 
 @pytest.mark.parametrize("name", SERVERS)
-def test_a_new_engine_loads_what_the_server_has_of_the_first(told: dict[str, Any], name: str):
-    """Of each engine's first two, in either order: how much the later ones load depends on how quickly
-    LMCache saves. The longer one has 128 tokens in whole chunks, of which the shorter one's are a part."""
-    first, again = (
-        sum(settled["external"] for settled in told[name + engine]["settled"][:2])
+def test_a_new_engine_loads_what_the_first_engine_saved(results: dict[str, Any], name: str):
+    """Only the first two requests of each engine count, in either order: how much later requests load
+    depends on how quickly LMCache saves. The longer prompt has 128 tokens in whole chunks, and the shorter
+    prompt's chunks are among them."""
+    first, second = (
+        sum(settled["external"] for settled in results[name + engine]["settled"][:2])
         for engine in ("", "-again")
     )
 
     assert 0 == first
-    assert 128 <= again
+    assert 128 <= second
 
 
 @pytest.mark.parametrize("name", SERVERS)
-def test_a_preempted_request_is_loaded_again_from_the_store(told: dict[str, Any], name: str):
-    lives = [life for account in told[name]["preempted"] for life in account["lives"][1:]]
+def test_a_preempted_request_loads_from_the_store_again(results: dict[str, Any], name: str):
+    lives = [life for account in results[name]["preempted"] for life in account["lives"][1:]]
 
     assert any(life["loaded"] > 0 for life in lives)
 
 
 @pytest.mark.parametrize("name", SERVERS)
-def test_an_outage_voids_promises_and_ends_no_request(told: dict[str, Any], name: str):
-    totals = told[f"{name}-outage"]["totals"]
+def test_promises_fail_in_an_outage_and_every_request_finishes(results: dict[str, Any], name: str):
+    totals = results[f"{name}-outage"]["totals"]
 
     assert totals["voided"]["failed"] > 0
     assert (10, 0) == (totals["requests"], totals["unattained"])
 
 
-def test_the_audit_says_what_the_engine_counted_of_the_outage(told: dict[str, Any]):
-    """LMCacheMPConnector's loads are not waited for in a step: what fails wholly is looked up anew."""
-    assert [] == told["lmcache-outage"]["violations"]
-    (found,) = told["lmcache-v1-outage"]["violations"]
-    assert "promised failed to load" in found
+def test_failed_loads_that_the_engine_counts_are_found_with_lmcache_v1_only(results: dict[str, Any]):
+    """LMCacheMPConnector loads asynchronously: the scheduler repeats the lookup of a load that fails
+    wholly."""
+    assert [] == results["lmcache-outage"]["violations"]
+    (message,) = results["lmcache-v1-outage"]["violations"]
+    assert "promised failed to load" in message
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_accounts_of_preempted_requests_balance(told: dict[str, Any], name: str):
-    assert told[name]["preempted"]
-    for account in told[name]["preempted"]:
+def test_accounts_of_preempted_requests_balance(results: dict[str, Any], name: str):
+    assert results[name]["preempted"]
+    for account in results[name]["preempted"]:
         work = account["first_prompt"] + account["first_output"] + sum(account["rework"].values())
         assert account["scheduled"] == work + account["rejected"] + account["overrun"]
         assert account["promised"] == account["loaded"] + sum(account["voided"].values())

@@ -1,4 +1,4 @@
-"""Whole engines with real connectors: what the ledger holds as external is what the store gave."""
+"""Whole engines with real connectors: the ledger's external tokens equal the tokens that the store served."""
 
 from __future__ import annotations
 
@@ -18,49 +18,49 @@ RUNS = ("example", "multi", "multi-again", "offloading", "outage")
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What each run has left."""
-    made: Path = tmp_path_factory.mktemp("connectors")
-    python("-m", "tests.connectors.whole", made, *RUNS, "process")
-    return {name: json.loads((made / f"{name}.json").read_text()) for name in (*RUNS, "process")}
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The results of each run."""
+    folder: Path = tmp_path_factory.mktemp("connectors")
+    python("-m", "tests.connectors.whole", folder, *RUNS, "process")
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in (*RUNS, "process")}
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_an_engine_with_a_connector_is_clean_over_resets_and_a_preemption(told: dict[str, Any], name: str):
-    assert ("clean", 0) == (told[name]["verdict"], told[name]["totals"]["unknown_requests"])
-    assert told[name]["totals"]["preemptions"] >= 1
+def test_an_engine_with_a_connector_is_clean_after_resets_and_preemption(results: dict[str, Any], name: str):
+    assert ("clean", 0) == (results[name]["verdict"], results[name]["totals"]["unknown_requests"])
+    assert results[name]["totals"]["preemptions"] >= 1
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_every_promise_is_loaded_or_void(told: dict[str, Any], name: str):
-    totals = told[name]["totals"]
+def test_every_promise_is_loaded_failed_or_cancelled(results: dict[str, Any], name: str):
+    totals = results[name]["totals"]
 
     assert totals["promised"] == totals["loaded"] + sum(totals["voided"].values())
     assert totals["promised"] > 0
 
 
-def test_external_tokens_are_those_that_the_store_gave(told: dict[str, Any]):
-    assert 0 < told["offloading"]["totals"]["loaded"] == told["offloading"]["given"]
+def test_external_tokens_equal_the_tokens_that_the_store_served(results: dict[str, Any]):
+    assert 0 < results["offloading"]["totals"]["loaded"] == results["offloading"]["given"]
 
 
-def test_a_new_engine_finds_what_the_first_has_saved(told: dict[str, Any]):
-    assert told["multi-again"]["totals"]["external"] > told["multi"]["totals"]["external"]
+def test_a_new_engine_loads_what_the_first_engine_saved(results: dict[str, Any]):
+    assert results["multi-again"]["totals"]["external"] > results["multi"]["totals"]["external"]
 
 
-def test_an_outage_voids_promises_and_ends_no_request(told: dict[str, Any]):
-    totals = told["outage"]["totals"]
+def test_promises_fail_in_an_outage_and_every_request_finishes(results: dict[str, Any]):
+    totals = results["outage"]["totals"]
 
     assert totals["voided"]["failed"] > 0
     assert (10, 0) == (totals["requests"], totals["unattained"])
 
 
 @pytest.mark.parametrize("name", ["example", "multi", "multi-again"])
-def test_a_worker_in_the_same_process_is_heard_in_the_step_that_it_takes(told: dict[str, Any], name: str):
-    assert [True] == told[name]["heard"]
+def test_an_in_process_worker_reports_in_the_step_that_ordered_the_load(results: dict[str, Any], name: str):
+    assert [True] == results[name]["heard"]
 
 
-def test_a_worker_in_a_process_of_its_own_has_a_journal_that_is_read_along(told: dict[str, Any]):
-    run = told["process"]
+def test_a_worker_process_has_a_journal_that_is_audited_with_the_engines(results: dict[str, Any]):
+    run = results["process"]
 
     assert ["engine", "worker"] == run["journals"]
     assert 2 == len(set(run["processes"]))

@@ -1,9 +1,9 @@
-"""Whole engines with a connector, each in a fork of one import of vLLM, audited as they run.
+"""Whole engines with a connector, audited while they run. vLLM is imported once; each run is a fork.
 
-`python -m tests.connectors.whole FOLDER RUN...` leaves RUN.json: the verdict, findings and doubts, the
-ledger's totals, what the store itself gave, and the statement of a preempted request. Runs that end
-in `-again` are new engines on the store that the run of that name has left, those in `-outage` too: it is
-taken down in their midst.
+`python -m tests.connectors.whole FOLDER RUN...` writes RUN.json for each run: the verdict, the findings, the
+ledger's totals, the tokens that the store served by its own count, and the account statements of the
+preempted requests. A run whose name ends in `-again` or `-outage` starts a new engine on the store that the
+run without this ending has filled. `outage` and every `-outage` run take the store down midway.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHILD = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 
 
 def options(name: str, folder: Path) -> tuple[str, dict[str, Any]]:
-    """A connector and its configuration; its store, where it is one, is under ``folder``."""
+    """The name of a run's connector, and its options; a store on disk is under ``folder``."""
     if name == "offloading":
         spec = {"spec_name": "CopyingSpec", "spec_module_path": "tests.conformance.cpu_offloading"}
         return "OffloadingConnector", {**spec, "cpu_bytes_to_use": 1 << 26}
@@ -50,7 +50,7 @@ def options(name: str, folder: Path) -> tuple[str, dict[str, Any]]:
             "lmcache.mp.mq_timeout": 5,
             "lmcache.mp.heartbeat_interval": 1,
         }
-    stores = [str(folder / name / place) for place in ("first", "second")]
+    stores = [str(folder / name / part) for part in ("first", "second")]
     if name == "multi":
         children = [{**CHILD, "kv_connector_extra_config": {"shared_storage_path": s}} for s in stores]
         return "MultiConnector", {"connectors": children}
@@ -58,7 +58,7 @@ def options(name: str, folder: Path) -> tuple[str, dict[str, Any]]:
 
 
 def start(folder: Path, name: str, executor: str = EXECUTOR) -> Any:
-    """A real engine with too few blocks for what it is asked."""
+    """Start a real engine with too few blocks for its requests, so that it preempts."""
     from vllm import LLM, ModelRegistry
     from vllm.config import KVTransferConfig
     from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
@@ -88,35 +88,39 @@ def start(folder: Path, name: str, executor: str = EXECUTOR) -> Any:
 
 
 def serve(llm: Any, outage: Callable[[Any], None]) -> None:
-    """Shared prefixes and preemptions, the local cache emptied in between; the store may go down."""
+    """Run prompts that share prefixes and preempt each other; empty the local cache in between.
+
+    ``outage`` may take the store down.
+    """
     from vllm import SamplingParams
 
     def prompts(*tokens: int) -> list[Any]:
         return [{"prompt_token_ids": [(7 * n + 3) % 500 for n in range(count)]} for count in tokens]
 
-    def ask(count: int, *tokens: int) -> None:
-        how = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
-        llm.generate(prompts(*tokens), how, use_tqdm=False)
+    def generate(count: int, *tokens: int) -> None:
+        sampling = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
+        llm.generate(prompts(*tokens), sampling, use_tqdm=False)
 
-    ask(2, 100, 131)
+    generate(2, 100, 131)
     reset(llm)
-    ask(24, 100, 131, 66)
+    generate(24, 100, 131, 66)
     outage(llm)
     reset(llm)
-    ask(60, 100, 70, 66)
+    generate(60, 100, 70, 66)
     reset(llm)
-    if type(connector_of(llm)).__name__ != "OffloadingConnector":  # it breaks, as its score card says
+    # A reset under running requests breaks OffloadingConnector, as its score card shows.
+    if type(connector_of(llm)).__name__ != "OffloadingConnector":
         reset_midway(llm, 10)
-    ask(40, 100, 70)
+    generate(40, 100, 70)
 
 
 def connector_of(llm: Any) -> Any:
-    """The scheduler's side of it."""
+    """The scheduler side of the engine's connector."""
     return llm.llm_engine.engine_core.engine_core.scheduler.connector
 
 
 def reset(llm: Any) -> None:
-    """Empty the local cache. LMCache may keep blocks that it still saves: then it is refused."""
+    """Empty the local cache. vLLM refuses while LMCache holds blocks that it still saves, so try again."""
     for _ in range(200):
         if llm.reset_prefix_cache():
             return
@@ -126,22 +130,22 @@ def reset(llm: Any) -> None:
 
 
 def reset_midway(llm: Any, output_tokens: int) -> None:
-    """Empty the local cache, and preempt all, when all that runs has so many tokens of output."""
+    """Empty the local cache and preempt all requests once each has ``output_tokens`` tokens of output."""
     engine = llm.llm_engine
     step, requests = engine.step, engine.engine_core.engine_core.scheduler.requests
 
-    def stepping() -> Any:
+    def step_and_reset() -> Any:
         outputs = step()
         midway = requests and all(r.num_output_tokens >= output_tokens for r in requests.values())
         if midway and llm.reset_prefix_cache(reset_running_requests=True):
             engine.step = step
         return outputs
 
-    engine.step = stepping
+    engine.step = step_and_reset
 
 
 def outage_of(name: str) -> Callable[[Any], None]:
-    """What takes the store of a run down, in its midst."""
+    """The function that takes a run's store down midway; without an outage it does nothing."""
     if name == "outage":
         from tests.conformance.connectors import FailingConnector
 
@@ -150,41 +154,42 @@ def outage_of(name: str) -> Callable[[Any], None]:
 
 
 def kill_at_promise(llm: Any) -> None:
-    """Kill the server when it has been taken at its word, and before it was asked to keep it."""
+    """Kill the server after the connector has promised external tokens, and before it loads them."""
     connector = connector_of(llm)
-    promised = connector.update_state_after_alloc
+    update_state_after_alloc = connector.update_state_after_alloc
 
-    def killing(request: Any, blocks: Any, num_external_tokens: int) -> None:
-        promised(request, blocks, num_external_tokens)
+    def update_and_kill(request: Any, blocks: Any, num_external_tokens: int) -> None:
+        update_state_after_alloc(request, blocks, num_external_tokens)
         if num_external_tokens > 0:
-            connector.update_state_after_alloc = promised  # not ``del``: an observer's wrapper is there
+            # Assign, don't delete: the attribute may be an observer's wrapper.
+            connector.update_state_after_alloc = update_state_after_alloc
             os.kill(int(os.environ["LMCACHE_SERVER"]), signal.SIGKILL)
 
-    connector.update_state_after_alloc = killing
+    connector.update_state_after_alloc = update_and_kill
 
 
-class Given:
-    """Counts the tokens that the store gives, beneath the connector or in the store's own words."""
+class ServedTokens:
+    """Counts the tokens that the store serves, from its log or from the copies below the connector."""
 
     def __init__(self, name: str) -> None:
         self._tokens = 0
         self._log = Path(os.environ["LMCACHE_SERVER_LOG"]) if name == "lmcache" else None
-        self._before = self._said()
+        self._logged_before = self._logged_by_server()
         if name == "offloading":
             self._count_copies()
         elif name == "lmcache-v1":
-            logging.getLogger("lmcache.v1.cache_engine").addFilter(self._listen)
+            logging.getLogger("lmcache.v1.cache_engine").addFilter(self._count_logged)
 
     @property
     def tokens(self) -> int:
-        return self._tokens + self._said() - self._before
+        return self._tokens + self._logged_by_server() - self._logged_before
 
-    def _said(self) -> int:
-        """Of each load LMCache's server logs "Retrieved 96 tokens in 0.002 seconds"."""
+    def _logged_by_server(self) -> int:
+        """LMCache's server logs each load as "Retrieved 96 tokens in 0.002 seconds"."""
         return sum(map(int, _RETRIEVED.findall(self._log.read_text()))) if self._log is not None else 0
 
-    def _listen(self, record: logging.LogRecord) -> bool:
-        """Without such a server it is LMCache itself, in the worker: "Retrieved 96 out of 96 required"."""
+    def _count_logged(self, record: logging.LogRecord) -> bool:
+        """Without that server, LMCache in the worker logs each load: "Retrieved 96 out of 96 required"."""
         self._tokens += sum(map(int, _RETRIEVED.findall(record.getMessage())))
         return True
 
@@ -193,11 +198,11 @@ class Given:
 
         submit_load = CopyingWorker.submit_load
 
-        def counting(worker: Any, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        def count_and_submit(worker: Any, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
             self._tokens += len(dst_spec.block_ids) * BLOCK_TOKENS
             return submit_load(worker, job_id, src_spec, dst_spec)
 
-        CopyingWorker.submit_load = counting  # type: ignore[method-assign]
+        CopyingWorker.submit_load = count_and_submit  # type: ignore[method-assign]
 
 
 def run(folder: Path, name: str) -> int:
@@ -207,28 +212,28 @@ def run(folder: Path, name: str) -> int:
         return run_process(folder)
     store = name.removesuffix("-again").removesuffix("-outage")
     if store.startswith("lmcache"):
-        settle_lmcache(store)
-    given = Given(store)
+        prepare_lmcache(store)
+    served = ServedTokens(store)
     llm = start(folder, store)
     with kvledger.attach(llm) as audit:
         serve(llm, outage_of(name))
     llm.llm_engine.engine_core.shutdown()
     statements = [account.freeze() for account in audit.ledger.accounts()]
-    told = {
+    results = {
         "verdict": audit.verdict,
         "violations": [violation.message for violation in audit.violations],
         "totals": msgspec.to_builtins(audit.totals),
         "settled": [msgspec.to_builtins(statement.settled) for statement in statements],
-        "given": given.tokens,
+        "given": served.tokens,
         "heard": list(audit.ledger.transfers.aligned.values()),
         "preempted": [msgspec.to_builtins(statement) for statement in statements if statement.preemptions],
     }
-    (folder / f"{name}.json").write_text(json.dumps(told, indent=1))
+    (folder / f"{name}.json").write_text(json.dumps(results, indent=1))
     return 0
 
 
 def run_process(folder: Path) -> int:
-    """With a worker in a process of its own, observed by the plugin: two journals, audited together."""
+    """Run a worker in its own process, observed by the plugin: two journals, audited together."""
     from kvledger.audit.journal.folder import read
     from kvledger.audit.replay.journals import audit_paths
 
@@ -238,23 +243,23 @@ def run_process(folder: Path) -> int:
     llm.llm_engine.engine_core.shutdown()
     audit = audit_paths([folder / "journals"])
     journals = sorted((folder / "journals").iterdir())
-    begun = [next(read(journal))[1] for journal in journals]
-    told = {
+    starts = [next(read(journal))[1] for journal in journals]
+    results = {
         "verdict": audit.verdict,
         "totals": msgspec.to_builtins(audit.totals),
         "journals": [journal.name.partition("-")[0] for journal in journals],
-        "processes": [event.process_id for event in begun if isinstance(event, EngineStarted)],
+        "processes": [event.process_id for event in starts if isinstance(event, EngineStarted)],
         "heard": list(audit.engines[0].auditor.ledger.transfers.aligned.values()),
     }
-    (folder / "process.json").write_text(json.dumps(told, indent=1))
+    (folder / "process.json").write_text(json.dumps(results, indent=1))
     return 0
 
 
-def settle_lmcache(name: str) -> None:
-    """What real LMCache asks of a machine without a GPU."""
+def prepare_lmcache(name: str) -> None:
+    """Make the real LMCache run on a machine without a GPU."""
     from vllm.triton_utils import dispatcher
 
-    # It looks into every module that is there, and LMCache's do not all bear it.
+    # The dispatcher inspects every imported module, and some of LMCache's modules raise when inspected.
     dispatcher._rebind_kernels = lambda *_, **__: None
     if name == "lmcache-v1":
         from tests.conformance.cpu_lmcache import install
