@@ -1,4 +1,4 @@
-"""What a user may have done wrong, said in one sentence, with an exit code."""
+"""The error for a user's mistake: one sentence and an exit code."""
 
 from __future__ import annotations
 

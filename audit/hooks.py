@@ -1,13 +1,13 @@
-"""Wraps methods of a live object, and gives them back exactly as they were.
+"""Wraps methods of a live object, and restores them exactly as they were.
 
-Knows nothing of any engine. A :class:`Hook` is one row of an adapter's table. Before anything is wrapped, the
-signature of every row is compared; a host that differs is refused whole (:class:`EngineMismatch`) and runs on
-unobserved.
+Nothing here is specific to an engine; the object is called the host. A :class:`Hook` is one row of an
+adapter's table. Before anything is wrapped, the signatures of all rows are compared with the host's. If one
+differs, nothing is wrapped (:class:`EngineMismatch`) and the host runs on unobserved.
 
-There is one shape of wrapper (:data:`WRAPPER`): *before*, the host's own method, *after*. Whatever ``before``
-or ``after`` raises stays in the wrapper and is counted, and a hook that has failed ``MAX_FAILURES`` times is
-removed. The host's method is called exactly once, and what it raises passes through unchanged. Only
-``boundary``, which strict mode sets, may raise.
+Every wrapper (:data:`WRAPPER`) calls ``before``, the host's own method, and ``after``. It catches and counts
+what ``before`` or ``after`` raises; a hook that has failed ``MAX_FAILURES`` times is removed. The host's
+method is called exactly once, and its exceptions pass through unchanged. Only ``boundary``, which strict mode
+sets, may raise.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 MAX_FAILURES = 5
-"""A hook that has failed so often is removed."""
+"""A hook that has failed this many times is removed."""
 
 TIMED_STEPS = 128
-"""In so many steps the observers are timed once, for a few steps."""
+"""Steps from one timing of the observers, which lasts a few steps, to the next."""
 
 Observer = Callable[..., Any]
 
@@ -37,12 +37,12 @@ class Hook(NamedTuple):
     """One wrapped method, and what the observer does with a call.
 
     ``owner``: dotted path from the root object, "" for the root itself. ``parameters``: the signatures that
-    fit, as parameter names without ``self``; () when any does. ``before`` and ``after`` name methods of the
-    observer: ``before`` gets the call's arguments; ``after`` gets what ``before`` returned (None where it
+    fit, as parameter names without ``self``; () if any signature fits. ``before`` and ``after`` name methods
+    of the observer: ``before`` gets the call's arguments; ``after`` gets what ``before`` returned (None if it
     raised), the call's result and the arguments. ``optional``: a host without the owner or the method is no
     mismatch. ``boundary``: the boundary function runs after the call. ``deferred``: the method is checked
-    with the others, and wrapped when :meth:`Hooks.activate` is called. ``listed``: a parameter that may be an
-    iterator, which can be walked once; the host and the observer get a list in its place.
+    with the others, but wrapped only when :meth:`Hooks.activate` is called. ``listed``: a parameter that may
+    be an iterator, which can be read only once; the host and the observer get a list instead.
     """
 
     owner: str
@@ -59,8 +59,9 @@ class Hook(NamedTuple):
 class Wrapping:
     """One method of one live object, replaced by an attribute of the object itself until :meth:`undo`.
 
-    The object's ``__dict__`` is not touched: CPython would give up the object's inline attributes then, and
-    an engine step reads thousands. Raises :class:`EngineMismatch` where the object takes no attribute.
+    The object's ``__dict__`` is not accessed, because CPython would then give up the object's inline
+    attributes, of which an engine step reads thousands. Raises :class:`EngineMismatch` if the attribute
+    can't be set.
     """
 
     def __init__(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Any]) -> None:
@@ -74,21 +75,21 @@ class Wrapping:
             raise EngineMismatch(f"{type(owner).__name__} can't be given a {name}") from error
 
     def undo(self) -> bool:
-        """Take the wrapper off; False if somebody has wrapped it since (it passes calls through then)."""
+        """Remove the wrapper; False if the method was wrapped again since (then it passes calls through)."""
         if getattr(self.owner, self.name, None) is not self.wrapper:
             _removed_below[self.wrapper] = self._covered
             return False
         covered = self._covered
-        while covered in _removed_below:  # another wrapper of ours, which was to be taken off before this one
+        while covered in _removed_below:  # another wrapper of kvledger, removed before this one
             covered = _removed_below.pop(covered)
         delattr(self.owner, self.name)
-        if getattr(self.owner, self.name, None) != covered:  # it was the object's own, not its class's
+        if getattr(self.owner, self.name, None) != covered:  # an attribute of the object, not of its class
             setattr(self.owner, self.name, covered)
         return True
 
 
 _removed_below: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""Removed wrappers that another wrapper still calls, and what each covers."""
+"""Removed wrappers that another wrapper still calls, and the method that each of them wraps."""
 
 
 WRAPPER = """
@@ -107,9 +108,9 @@ def make(original, before, after, boundary, slow, failed):
 
     return {name}, set_slow
 """
-"""A wrapper that has the parameters of the method it wraps: gathering them anew costs more than all the rest.
+"""A wrapper with the same parameters as its method: ``*args, **kwargs`` would cost more than all the rest.
 
-``slow`` takes over while observers are timed, and once the hook is removed."""
+``slow`` is called instead while observers are timed, and once the hook is removed."""
 
 LISTED = """
         {listed} = list({listed})"""
@@ -137,10 +138,10 @@ WRAPPER_NAMES = frozenset(
         *("error", "is_slow", "removed", "result", "token"),
     )
 )
-"""Names that a wrapper uses itself, so that no parameter of it may have one of them."""
+"""Names that a wrapper uses itself; a parameter with such a name can't be written out."""
 
 ANY = "*args, **kwargs"
-"""Parameters of a wrapper where those of the host's method can't be written out."""
+"""Parameters of a wrapper if those of the host's method can't be written out."""
 
 
 @functools.cache
@@ -174,7 +175,7 @@ class Hooks:
     """The hooks of one observed object.
 
     ``observer`` has the methods that the table names. ``failed(hook, error, removed)`` is called for every
-    failure. ``boundary()``, if given, runs after each hook marked so, unguarded.
+    failure. ``boundary()``, if given, runs after each hook with ``boundary``; what it raises is not caught.
     """
 
     def __init__(
@@ -188,7 +189,7 @@ class Hooks:
         self.failures: dict[str, int] = {}
         """How often each hook has failed."""
         self.timed = False
-        """The observers are timed now."""
+        """Whether the observers are being timed."""
         self.nanoseconds = 0
         """Time that observers took while they were timed, without the host's own."""
         self.live: list[str] = []
@@ -196,21 +197,21 @@ class Hooks:
         self._timed_from = 0
         """The step in which timing began."""
         self._timed_steps = 0
-        """Steps in which observers were timed, since the time was last asked for."""
+        """Timed steps since the last call of ``time_taken``."""
         self._failed = failed
-        """Is called for every failure."""
+        """Called for every failure."""
         self._boundary = boundary
-        """Runs after the hooks that are boundaries."""
+        """Called after each hook with ``boundary``."""
         self._observer = observer
         """Has the methods that the table names."""
         self._wrappings: dict[str, Wrapping] = {}
-        """What is wrapped now, by hook."""
+        """The present wrappings, by hook."""
         self._silenced: list[Wrapping] = []
         """Wrappers that pass calls through, because handling a failure has failed."""
         self._deferred: dict[str, tuple[Hook, Any]] = {}
         """Hooks that are not wrapped yet, with their owners."""
         self._set_slow: dict[str, Callable[..., None]] = {}
-        """By hook, the switch of its wrapper between the fast and the slow way."""
+        """By hook, the function that switches its wrapper between fast and slow."""
         rows = check(table, root)
         try:
             for hook, owner in rows:
@@ -224,7 +225,7 @@ class Hooks:
             raise
 
     def activate(self, name: str) -> None:
-        """Wrap a deferred hook; nothing happens where it is wrapped, was removed, or the host lacks it."""
+        """Wrap a deferred hook. Does nothing if it is wrapped, was removed, or is not in the host."""
         if name in self._deferred:
             self._wrap(name, *self._deferred.pop(name))
 
@@ -235,12 +236,12 @@ class Hooks:
         self._set_slow[name](self.timed)
 
     def _unwrap(self, name: str) -> None:
-        """A caller that still has the wrapper reaches the host's method and no observer."""
+        """Remove a hook. A caller that still holds the wrapper calls the host's method and no observer."""
         self._set_slow.pop(name)(True, for_good=True)
         self._wrappings.pop(name).undo()
 
     def time_some(self, step: int) -> None:
-        """At rest after a ``step``: time the observers until the next call, once in a while."""
+        """Called at rest after a ``step``: at times, begin to time the observers, until the next call."""
         if self.timed:
             self._timed_steps += step - self._timed_from
             self.time(False)
@@ -249,7 +250,7 @@ class Hooks:
             self.time(True)
 
     def time_taken(self) -> tuple[int, int]:
-        """Microseconds in observers, -1 if none were timed, and in how many steps, since the last call."""
+        """Microseconds in observers since the last call, -1 if no step was timed, and the timed steps."""
         if not self._timed_steps:
             return -1, 0
         taken = self.nanoseconds // 1000, self._timed_steps
@@ -263,7 +264,7 @@ class Hooks:
             set_slow(whether)
 
     def remove(self) -> None:
-        """Put every wrapped attribute back. A wrapper that cannot be put back passes calls through."""
+        """Restore every wrapped attribute. A wrapper that can't be removed passes calls through."""
         self._deferred.clear()
         for name in list(self._wrappings):
             self._unwrap(name)
@@ -285,7 +286,7 @@ class Hooks:
         failed = functools.partial(self._count_failure, name)
 
         def slow(*args: Any, **kwargs: Any) -> Any:
-            """The same with the observers timed; only the host's method where this hook was removed."""
+            """The wrapper with the observers timed; only the host's method if this hook was removed."""
             if name not in self._wrappings:
                 return original(*args, **kwargs)
             began, token = time.perf_counter_ns(), None
@@ -321,7 +322,7 @@ class Hooks:
                 self._unwrap(name)
                 self.live.remove(name)
             self._failed(name, error, removed)
-        except Exception:  # nothing leaves a hook, not even this
+        except Exception:  # no exception leaves a hook, not even one of ``failed``
             self._silenced += self._wrappings.values()
             self._wrappings.clear()
             for set_slow in self._set_slow.values():

@@ -14,7 +14,7 @@ Release = tuple[int, ...]
 
 
 class Meaning(NamedTuple):
-    """What one figure means. ``word`` is for machines, ``says`` for people.
+    """What one figure means: ``word`` for programs, ``says`` for people.
 
     ``unchecked``: invariants that can't be checked then; ``in_part``: invariants that are checked in part.
     """

@@ -58,7 +58,7 @@ class Serving:
         self._unwritten = 0.0
 
     def end(self) -> None:
-        """Stop observing; raises :class:`InvalidRound` unless the journal is complete."""
+        """Stop observing; raises InvalidRound unless the journal is complete."""
         if self._observed is not None:
             observer, recorder = self._observed
             self._observed = None

@@ -325,7 +325,7 @@ class ObservedLane(Lane):
         )
 
     def close(self) -> None:
-        """End observation and journal; raises :class:`InvalidRound` unless the journal is complete."""
+        """End observation and journal; raises InvalidRound unless the journal is complete."""
         self.observer.stop("detached")
         self.recorder.close()
         self._unwritten = -math.inf
@@ -371,7 +371,7 @@ PAIRS = (("observed", "bare"), ("bare", "off"), ("again", "on"))
 
 
 def measure(workload: Workload, effort: Effort, folder: Path, progress: Progress) -> Measured:
-    """Run ``workload`` in all lanes, round after round. Raises :class:`InvalidRound`."""
+    """Run ``workload`` in all lanes, round after round. Raises InvalidRound."""
     measured = Measured({pair: [] for pair in PAIRS}, {pair: [] for pair in PAIRS})
     dice = random.Random(3)
     for number in range(effort.rounds):

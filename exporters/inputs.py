@@ -22,7 +22,7 @@ def reading(
     """The paths to read, and a :class:`Run`: ``jobs`` processes, or the workers of the ``dask`` scheduler.
 
     An address such as ``s3://...`` becomes the addresses of its journals; with ``local`` it becomes copies of
-    them. On a terminal, a bar on standard error counts journals. Raises :class:`LedgerError`.
+    them. On a terminal, a bar on standard error counts journals. Raises LedgerError.
     """
     with ExitStack() as stack:
         run: Run = Processes(jobs)
@@ -49,7 +49,7 @@ def reading(
 
 
 def journals(paths: Sequence[Path]) -> list[Path]:
-    """The paths, each address replaced by those of its journals. Raises :class:`LedgerError`."""
+    """The paths, each address replaced by those of its journals. Raises LedgerError."""
     if not any(map(is_remote, paths)):
         return list(paths)
     from . import remote

@@ -129,7 +129,7 @@ class Violation(msgspec.Struct, frozen=True):
     """One violation or drift: which invariant, in which request, and with which figures.
 
     ``request`` and ``life`` are None if it concerns no single request. ``step`` and ``at`` (microseconds
-    since the engine started) are those of the first time it was row. ``repeats`` counts how often it was
+    since the engine started) are those of the first time it was found. ``repeats`` counts how often it was
     found again in the same request, the last time at ``last_step``.
     """
 

@@ -1,7 +1,7 @@
 """Checks of one request's tokens: the figures that the engine reports must agree with what it did.
 
 A check is not called for an unknown account. An entry's account has the figures after the whole event was
-posted; a :class:`~kvledger.audit.ledger.ledger.ReportedCounts` has those of its own instant.
+posted; a :class:`~kvledger.audit.ledger.subjects.ReportedCounts` has those of its own instant.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def build_scheduler(setup: EngineSetup) -> Any:
     if (begin_hashing := getattr(kv_cache_utils, "init_none_hash", None)) is not None:
         begin_hashing(_hash_function(config))
     arguments = _accepted(
-        Scheduler,  # its subclasses take the same arguments by **kwargs
+        Scheduler,  # subclasses take the same arguments as **kwargs
         vllm_config=config,
         kv_cache_config=_kv_cache_config(setup),
         structured_output_manager=StructuredOutputManager(config),

@@ -1,4 +1,4 @@
-"""The score card of a connector: fixed situations, which of them came about, and what went wrong in each.
+"""The score card of a connector: fixed situations, whether each came about, and what went wrong in each.
 
 Every situation has engines of its own: the real scheduler, the connector's scheduler side and its
 worker side (`worker`), and a store that earlier requests of the situation filled through the connector
@@ -59,7 +59,7 @@ the titles of the situations that show them."""
 
 
 class SituationResult(msgspec.Struct, frozen=True):
-    """What came of one situation under one scheduler.
+    """The result of one situation under one scheduler.
 
     ``external_tokens`` is what the ledger counts as loaded from the store, ``served_tokens`` what the cache
     really held when a request began to run over it. ``problems`` has one sentence for each thing that

@@ -1,4 +1,4 @@
-"""The situations of a score card: how a connector is driven into each, and how one knows that it was.
+"""The situations of a score card: how a connector is driven into each, and how the events show that it was.
 
 Each situation fills the store through the connector itself: a request runs to its end, and then the
 local prefix cache is emptied. Whether the situation came about is read from the events, never from the

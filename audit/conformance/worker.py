@@ -38,7 +38,7 @@ class WrongKV:
 
     @property
     def sentence(self) -> str:
-        """What the score card says of it."""
+        """The sentence on the score card."""
         return (
             f"Request {self.request_id} ran over {self.tokens} tokens of KV that is not its own, from "
             f"position {self.position} up."

@@ -43,8 +43,8 @@ def _external_updated_alone(local: Callable[[int], int]) -> None:
 def negative_local_hit(refusals: Refusals) -> None:
     """The negative difference is reported as the local hit, and the engine's counter refuses it.
 
-    Upstream the refusal raised into the server's step; here the error is caught. The figures that the
-    counters had not yet taken of that iteration are lost, as they were upstream.
+    Upstream, the counter's error ended the server's step; here the error is caught. Counters that come after
+    it in the same iteration are not incremented, as upstream.
     """
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 

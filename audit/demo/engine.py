@@ -58,7 +58,7 @@ def start_engine(folder: Path, seed: int) -> Any:
         enable_chunked_prefill=True,
         max_num_batched_tokens=workload.STEP_TOKENS,
         long_prefill_token_threshold=workload.CHUNK_TOKENS,
-        scheduler_reserve_full_isl=False,  # else no request is preempted during prefill
+        scheduler_reserve_full_isl=False,  # True would prevent preemption during prefill
         kv_transfer_config=KVTransferConfig(
             kv_connector="ExampleConnector",
             kv_role="kv_both",

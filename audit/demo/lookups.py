@@ -1,12 +1,12 @@
-"""Prefix-cache lookups of a run: those of every admission, beside the engine's counters of them.
+"""The prefix-cache lookups of every admission of a run, beside the engine's own counters of lookups.
 
 Here: the totals and the named differences, from the journal's events and the engine's counters. Not
 here: prompt tokens by source (run.py), nor anything printed.
 
-A lookup queries the engine's own prefix cache with the whole sequence, and the KV connector with what
-the cache missed. The engine counts the lookups of first admissions (``vllm:prefix_cache_queries``,
-``vllm:external_prefix_cache_queries`` and the two ``_hits``). It counts the lookups of resumed requests
-as well, and does not export them.
+A lookup queries the engine's own prefix cache with the whole sequence, and the KV connector with the
+tokens that the cache missed. The engine exports its counts for the lookups of first admissions
+(``vllm:prefix_cache_queries``, ``vllm:external_prefix_cache_queries`` and the two ``_hits``). It also counts
+the lookups of resumed requests, but does not export them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COUNTERS = {
 
 
 class LookupTotals(msgspec.Struct):
-    """Tokens that both caches were queried for and hit; ``lookups`` is how often (-1: not counted)."""
+    """Tokens queried and hit in both caches; ``lookups`` is the number of lookups (-1: not counted)."""
 
     lookups: int = 0
     local_queries: int = 0
@@ -39,11 +39,11 @@ class LookupTotals(msgspec.Struct):
     external_hits: int = 0
 
     def __add__(self, other: LookupTotals) -> LookupTotals:
-        """Both together."""
+        """The sum of both."""
         return LookupTotals(*(a + b for a, b in zip(self._values(), other._values(), strict=True)))
 
     def __sub__(self, other: LookupTotals) -> LookupTotals:
-        """What this has beyond ``other``; may be negative."""
+        """The difference; figures may be negative."""
         return LookupTotals(*(a - b for a, b in zip(self._values(), other._values(), strict=True)))
 
     def __bool__(self) -> bool:
@@ -59,7 +59,7 @@ Differences = dict[str, LookupTotals]
 
 
 class LookupReport:
-    """Lookups as admitted, as counted and as reported, and the differences between these."""
+    """Lookups of admissions, of the engine's counters and of its reports, and the differences."""
 
     def __init__(self, events: Iterable[tuple[int, Event]], counters: dict[str, float]) -> None:
         self.admitted = LookupTotals()
@@ -67,11 +67,11 @@ class LookupReport:
         self.counters: LookupTotals | None = None
         """The engine's own counters; None where they are not known."""
         self.reported: LookupTotals | None = None
-        """What the engine's reports amount to, one lookup a request; None where it never reports."""
+        """The engine-reported prompt figures, taken as one lookup per request; None if it never reports."""
         self.to_counters: Differences = {}
-        """From :attr:`admitted` to :attr:`counters`."""
+        """The differences that lead from :attr:`admitted` to :attr:`counters`."""
         self.to_reported: Differences = {}
-        """From :attr:`counters` to :attr:`reported`."""
+        """The differences that lead from :attr:`counters` to :attr:`reported`."""
         self._resumed = LookupTotals()
         self._failed = LookupTotals()
         self._first: dict[int, LookupTotals] = {}
@@ -112,7 +112,7 @@ class LookupReport:
             self._first[account.request] = self._first.get(account.request, LookupTotals()) + lookup
 
     def _explain_counters(self, counters: LookupTotals, events_lost: bool) -> Differences:
-        """From admissions to counters: what the engine does not export, or counts more than once."""
+        """Name the lookups that the engine does not export, or counts more than once."""
         named: Differences = {}
         if self._resumed:
             named["resumed"] = LookupTotals() - self._resumed

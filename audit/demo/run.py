@@ -78,7 +78,7 @@ class Demo:
         self.counters = engine_counters(exported)
         """The engine's own counters of prompt tokens by source; None where it exported none."""
         self.to_counters = ReconciliationStep()
-        """The named differences from what the engine reported to :attr:`counters`."""
+        """The named differences that lead from the engine's reports to :attr:`counters`."""
         if self.counters is not None:
             self.to_counters = between_reported_and_counters(
                 self.audit.reconciliation, self.counters, self.accounts
@@ -91,7 +91,7 @@ class Demo:
         self.unreported_preemptions = sum(a.preemptions for a in self.accounts if ended_early(a))
         """Preemptions of requests that ended before any output; the engine's front end counts none."""
         self.statement = self._statement()
-        """The account statement of the request that shows most."""
+        """The account statement of one request, chosen by ``_statement``."""
 
     @property
     def defect_found(self) -> bool:
@@ -104,7 +104,7 @@ class Demo:
         return {violation.request for violation in self.audit.violations if violation.id == expected}
 
     def _statement(self) -> RequestStatement | None:
-        """The statement of the request that shows most.
+        """The statement of the most instructive request.
 
         First choice is a request with the injected defect, then the most preempted one, then one that
         was settled otherwise than planned, then the one with the most tokens of rework and repeats.
@@ -222,7 +222,7 @@ def _stop(process: subprocess.Popen[str]) -> None:
 
 
 def _last_line(*logs: Path) -> str:
-    """The last line of the first log that has any, and the log's path. Tracebacks end in the error."""
+    """The last line of the first log that is not empty, where a traceback has its error, and its path."""
     for log in logs:
         lines = log.read_text(errors="replace").splitlines() if log.exists() else []
         messages = [line.strip() for line in lines if line.strip() and not line.startswith(" ")]

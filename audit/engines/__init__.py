@@ -1,4 +1,4 @@
-"""Observers of vLLM's releases: the only rooms that know vLLM's names.
+"""Observers of vLLM's releases: the only folder that knows vLLM's names.
 
 An adapter is the observer class of a family of releases. ``choose`` picks it by the signatures that a
 scheduler has, not by its version. Creating an observer wraps nothing yet.
@@ -108,7 +108,7 @@ def output_fields() -> tuple[str, ...]:
 
 
 def read_connectors() -> dict[str, tuple[str, ...]]:
-    """What is read of each known connector's metadata: ``loads``, ``saves``, ``tracker``."""
+    """For each known connector, what is read from its metadata: ``loads``, ``saves``, ``tracker``."""
     return {name: reader.READS for name, reader in metadata_readers().items()}
 
 

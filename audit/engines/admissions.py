@@ -1,7 +1,7 @@
-"""Admissions: prefix-cache lookups of waiting requests, connector matches, and what became of them.
+"""Admissions: the prefix-cache lookups and connector matches of waiting requests, and which were admitted.
 
-The events of a step's lookups are emitted when the step is over: then it is decided whether each request was
-admitted. Equal failed attempts in consecutive steps are counted and emitted as one event.
+The events of a step's lookups are emitted when the step is over, because only then it is known which requests
+were admitted. Equal failed attempts in consecutive steps are counted and emitted as one event.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Attempt(msgspec.Struct, gc=False):
 
 
 class Admissions:
-    """Handles the prefix-cache lookup, the connector's match and the load plan of each step."""
+    """Handles the prefix-cache lookups, the connector's matches and the planned loads of each step."""
 
     COUNTED: ClassVar[tuple[str, ...]] = ("local", "external")
     """The lookup statistics that this release counts once an admission."""
@@ -205,7 +205,7 @@ class Admissions:
     # --- the end of a step --------------------------------------------------------------------------
 
     def admit(self, scheduled: dict[str, int]) -> None:
-        """Emit what became of the attempts of this step, its planned loads and saves, and the statistics."""
+        """Emit this step's admissions and failed attempts, planned loads and saves, and statistics."""
         events: list[ev.Event] = []
         now = self._log.now()
         admitted = False

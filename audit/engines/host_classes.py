@@ -8,7 +8,7 @@ from typing import Any
 
 
 def bare_scheduler() -> Any:
-    """A scheduler with cache manager and connector, fit only for comparing signatures."""
+    """A scheduler with cache manager and connector, of use only for comparing signatures."""
     if os.environ.get("VLLM_USE_V1") == "0" and find_spec("vllm.core.scheduler") is not None:
         return _bare_v0()
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1

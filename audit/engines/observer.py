@@ -1,8 +1,8 @@
 """What the observers of all releases share: begin, end, segment starts and the times of a census.
 
 An observer has one scheduler, one event log and parts that handle the hooks of its release. A subclass
-says which parts (``v1.V1Observer``, ``v0.observer.V0Observer``); the parts read what stands here and know
-nothing of each other's releases.
+chooses the parts (``v1.V1Observer``, ``v0.observer.V0Observer``). The parts read the observer's attributes
+and know nothing of other releases.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where each prompt came from by the engine's own count: the figures that go to vLLM's front end.
+"""The engine's own count of where each prompt came from: the figures that it sends to vLLM's front end.
 
 The engine reports them once a request, with the first output. Here: 0.20 and later, whose outputs carry
 ``prefill_stats``.

@@ -18,13 +18,13 @@ from typing import Any, Protocol
 from .. import events as ev
 
 FLUSH_SECONDS = 1.0
-"""The longest that unchanged steps are only counted before ``Repeated`` is emitted."""
+"""The longest time that unchanged steps are only counted before ``Repeated`` is emitted."""
 
 COMPARED_EVERY = 8
 """One request in so many is compared, to estimate how much of an output changed."""
 
 WHOLE_SHARE = 0.125
-"""``DeliveredWhole`` is emitted where more than this share changed: one byte a request, not about five."""
+"""``DeliveredWhole`` is emitted if more than this share changed: 1 byte per request, not 5 per change."""
 
 NONE: list[int] = []
 """The empty list of all events: a list each would be one more for the garbage collector to visit."""
@@ -75,7 +75,7 @@ class StepLog:
         self._began = time.monotonic_ns()
         """The zero of the log's clock."""
         self.steady = False
-        """The last step was one token for each of ``request_ids``, so was its output, and nothing came since.
+        """Whether the last step and its output were one token for each request, with no event since.
 
         An equal step and an output of ``ones`` are then unchanged."""
         self.request_ids: list[str] = []

@@ -1,8 +1,8 @@
 """vLLM v1, releases 0.9.2 to 0.11: where they differ from 0.12.
 
-``schedule()`` preempts without a method of its own: the only seam is that a running request's blocks are
-freed. The preemption is examined when the step is over, and emitted before the step's admissions. Before 0.11
-the engine does not count preemptions, so they are counted here, and no load can fail.
+``schedule()`` preempts without calling a method for it: a preemption shows only in that a running request's
+blocks are freed. The preemption is examined when the step is over, and emitted before the step's admissions.
+Before 0.11 the engine does not count preemptions, so they are counted here, and no load can fail.
 """
 
 from __future__ import annotations

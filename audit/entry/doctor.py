@@ -33,7 +33,7 @@ class FigureMeaning(msgspec.Struct, frozen=True):
 
 
 class Diagnosis(msgspec.Struct, frozen=True):
-    """What the doctor learned; ``problems`` are the reasons why an engine would not be observed."""
+    """The doctor's result; ``problems`` are the reasons why an engine would not be observed."""
 
     versions: dict[str, str | None]
     adapter: str | None

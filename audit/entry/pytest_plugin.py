@@ -15,7 +15,7 @@ import argparse
 import pytest
 
 NAME = "kvledger"
-"""The entry point, the option and the ini option are all called so."""
+"""The name of the entry point, of the option and of the ini option."""
 LEVELS = ("tokens", "blocks")
 """As ``audit.engines.LEVELS``, which cannot be imported here."""
 

@@ -94,7 +94,7 @@ class Account:
         self.outcome = ""
         """Why the request ended; empty while the account is open."""
         self.unknown: str | None = None
-        """Why nothing is claimed of this account; None: it is known."""
+        """Why the account is unknown; None if it is known."""
         self.pooling = False
         """Whether the request is for a pooling model."""
         self.resumable = False
@@ -170,7 +170,7 @@ class Account:
         self.discarded: dict[str, int] = {}
         """Computed tokens at the end of each life, by the cause of the end."""
         self.saved_tokens = 0
-        """End of the last position that the connector was seen to order saved."""
+        """End of the last positions that an observed order of the connector saves."""
 
         self.admissions = 0
         """Lives begun."""

@@ -32,7 +32,7 @@ def _block(state: LedgerState, event: ev.Event) -> None:
     enter_subjects(state, subjects, getattr(event, "step", state.step))
     for request, lost in state.blocks.refilled:
         account = state.living.get(request)
-        # The later chunks of a session are never looked up.
+        # The later chunks of a session get no prefix-cache lookup.
         if account is not None and not account.resumable and lost.start < account.prompt_tokens:
             account.lost.append(lost)
 

@@ -80,7 +80,7 @@ class Life:
         self.voided: dict[str, int] = {}
         """External tokens that failed or were cancelled, by cause."""
         self.voids: list[tuple[int, int, str]] = []
-        """The same by position: start, end, cause."""
+        """The failed or cancelled external tokens by position: start, end, cause."""
         self.invalid_from = -1
         """First position that a failed load left without valid KV; -1: no load failed."""
         self.scheduled = 0

@@ -114,7 +114,7 @@ def _promises_reported(state: LedgerState) -> bool:
 
 
 def _take_back(state: LedgerState, unkept: Iterator[UnkeptPromise]) -> None:
-    """Post the tokens that a worker did not load, also where the engine took them as loaded."""
+    """Post the tokens that a worker did not load as lost, even if they were posted as loaded."""
     for account, life, start, by_worker, blocks in unkept:
         find_account(state, account.request)
         end = life.pending_end

@@ -67,7 +67,7 @@ def close_unseen(state: LedgerState, request: int) -> None:
 
 
 def make_unknown(account: Account, reason: str) -> None:
-    """Claim nothing of an account any more. The first reason stays."""
+    """Mark an account as unknown, so that nothing is checked or claimed about it. The first reason stays."""
     if account.unknown is None:
         account.unknown = reason
 

@@ -55,7 +55,7 @@ class LedgerState:
         self.ended = Totals()
         """Sums over the accounts of ended requests; they only rise."""
         self.lost_track: str | None = None
-        """Why the running requests are unknown until the next snapshot; None if they are known."""
+        """Why running requests become unknown until the next snapshot; None if they are known."""
 
         self.last_step: dict[int, ScheduledRow] = {}
         """What the last step scheduled, by request number, without the steady accounts."""
@@ -77,7 +77,7 @@ class LedgerState:
         self.expected_local = [0, 0, 0]
         """Local cache lookups, queried tokens and hit tokens that the engine should count for this step."""
         self.expected_external = [0, 0, 0]
-        """The same for lookups in the connector."""
+        """Connector lookups, queried and hit tokens that the engine should count for this step."""
         self.lookups_unsure = False
         """Whether the expected lookup counts of this step may be incomplete."""
         self.reported_admission = "first"

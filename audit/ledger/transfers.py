@@ -2,9 +2,9 @@
 
 The scheduler side reports which blocks a promise will fill (``BlocksPromised``). The worker side reports
 which blocks its connector metadata loads, whether it started the loads, and which blocks failed
-(``WorkerStepped``). A worker counts the metadata that it receives, the scheduler counts its steps. Both
-counts need not agree, so nothing is claimed of a worker before a promise and its load met in the same step,
-nor after they met in different steps.
+(``WorkerStepped``). A worker counts the metadata that it receives, the scheduler counts its steps. These
+counts may disagree. So a worker is checked only after a promise and its load had the same step number, and
+no longer once their step numbers differed.
 
 ``WorkerTransfers`` judges and posts nothing: it reports from which position on a promise was not kept, late
 if the worker's events come late.
@@ -69,7 +69,7 @@ class Promise:
         return max(self.start, place * self.block_tokens)
 
     def unkept(self, blocks: list[int], by_worker: str) -> UnkeptPromise:
-        """The promise as not kept from the first of ``blocks`` on; these are in the promise's order."""
+        """The promise, not kept from the first of ``blocks`` on; ``blocks`` are in the promise's order."""
         return UnkeptPromise(self.account, self.life, self.position(blocks[0]), by_worker, blocks)
 
     @property

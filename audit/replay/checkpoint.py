@@ -37,7 +37,7 @@ class JournalState(msgspec.Struct):
 
     ``beginning`` has the first bytes of the segment at ``position``, which tell this journal from another
     with the same name. ``ended``: everything was read. ``damage``: how many damaged places were found.
-    ``engine_audit``: the :class:`EngineAudit`, serialized.
+    ``engine_audit``: the :class:`~kvledger.audit.replay.engine_audit.EngineAudit`, serialized.
     """
 
     name: str
@@ -82,7 +82,7 @@ def load(folder: Path) -> Checkpoint | None:
     """The checkpoint in ``folder``; None if there is none.
 
     Raises :class:`~kvledger.audit.replay.serialize.OtherLayout` if its layout is that of another version, and
-    :class:`LedgerError` if it is damaged or can't be read.
+    LedgerError if it is damaged or can't be read.
     """
     path = folder / NAME
     try:
@@ -106,7 +106,7 @@ def load(folder: Path) -> Checkpoint | None:
 def take(folder: Path) -> int:
     """Make ``folder`` and lock it for one follower while the returned descriptor is open.
 
-    Raises :class:`LedgerError` if another follower has it, OSError if it can't be made or written.
+    Raises LedgerError if another follower has it, OSError if it can't be made or written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

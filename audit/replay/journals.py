@@ -114,7 +114,7 @@ def audit_paths(
     with_metrics: bool = True,
     run: Run = here,
 ) -> Audit:
-    """Replay every journal at or under ``paths``. Raises :class:`LedgerError` if there is none.
+    """Replay every journal at or under ``paths``. Raises LedgerError if there is none.
 
     ``run`` decides which processes replay the journals; with ``watch`` it must be :func:`here`.
     """
@@ -157,7 +157,7 @@ def statement(
     """Replay ``paths`` for one request: by its id, its client's id, or the first characters of its id.
 
     vLLM appends ``-`` and eight digits to the id that its client chose. If several requests have the same
-    id, the last one is taken. ``run`` must be :func:`here`. Raises :class:`LedgerError` if no request or
+    id, the last one is taken. ``run`` must be :func:`here`. Raises LedgerError if no request or
     more than one matches.
     """
     seen: list[str] = []

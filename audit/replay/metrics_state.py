@@ -33,7 +33,7 @@ WAIT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5,
 
 PLANNED = (LOCAL, EXTERNAL, COMPUTED)
 ENDED_WITH_OUTPUT = ("stopped", "length", "length_capped", "repetition")
-"""Outcomes that come with an output, after which the front end has every earlier report."""
+"""Outcomes of requests that end with an output; the front end then has every earlier report of them."""
 
 Open = Mapping[int, Account]
 

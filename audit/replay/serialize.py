@@ -251,7 +251,7 @@ class _Reader:
         return into
 
     def _part(self, made: Any, value: Any) -> Any:
-        """The value of an attribute for which the constructor has ``made`` an object or struct."""
+        """The value of an attribute in which the constructor has put the object or struct ``made``."""
         if type(made) in REBUILT:
             return self.fill(made, value)
         if type(value) is list and value[0] == _TYPED_BY_OWNER:

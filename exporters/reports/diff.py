@@ -64,7 +64,7 @@ class TraceComparison(msgspec.Struct, frozen=True, kw_only=True):
 def compare(
     before: Sequence[Path], after: Sequence[Path], *, window: Window = EVERYTHING, run: Run = here
 ) -> TraceComparison:
-    """Audit both. Raises :class:`LedgerError` for a path that holds no journal."""
+    """Audit both. Raises LedgerError for a path that holds no journal."""
     one, other = (audit_paths(paths, window=window, with_metrics=False, run=run) for paths in (before, after))
     figures = [
         msgspec.structs.replace(was, after=now.before)

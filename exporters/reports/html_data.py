@@ -106,7 +106,7 @@ class JournalPageData:
 
 
 def gather(paths: Sequence[Path], *, window: Window = EVERYTHING, run: Run = here) -> PageData:
-    """Read all journals at ``paths``. Raises :class:`LedgerError` for one that holds none."""
+    """Read all journals at ``paths``. Raises LedgerError for one that holds none."""
     parts = list(run(partial(_of_journal, window=window), journals_at(paths)))
     tally = Tally()
     for part in parts:

@@ -41,7 +41,7 @@ DRIFT = (
 
 
 def save(data: PageData, output: Path) -> None:
-    """Write the page, whole or not at all. Raises :class:`LedgerError`."""
+    """Write the page, whole or not at all. Raises LedgerError."""
     with whole(output) as draft:
         draft.write_text(html(data), encoding="utf-8")
 

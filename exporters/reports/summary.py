@@ -2,7 +2,7 @@
 
 Journals are streamed: an account is added to its group when it closes and then dropped, so memory is
 bounded by the open requests and the number of groups. The sums are those of the ledger
-(:class:`~kvledger.audit.ledger.ledger.Totals`). Per-request figures are in ``statement.py``.
+(:class:`~kvledger.audit.ledger.totals.Totals`). Per-request figures are in ``statement.py``.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class Tally(msgspec.Struct):
 
 
 def why(paths: Sequence[Path], *, window: Window = EVERYTHING, run: Run = here) -> Why:
-    """The causes, most tokens first. Raises :class:`LedgerError` for a path that holds no journal."""
+    """The causes, most tokens first. Raises LedgerError for a path that holds no journal."""
     everything = Tally()
     for tally in run(partial(_of_journal, window=window), journals_at(paths)):
         everything.merge(tally)

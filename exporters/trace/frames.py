@@ -52,7 +52,7 @@ def steps(paths: Paths) -> pd.DataFrame:
 def table(name: str, paths: Paths) -> pd.DataFrame:
     """One of :data:`~kvledger.exporters.trace.tables.TABLES`.
 
-    Raises :class:`LedgerError` for a path that holds no journal.
+    Raises LedgerError for a path that holds no journal.
     """
     given = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
     data: Rows = []

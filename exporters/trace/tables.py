@@ -146,7 +146,7 @@ def rows(
     """Yield table names with some rows each, for the ``wanted`` tables of all journals at ``paths``.
 
     The ``window`` selects requests, with their lives and entries, by their end, and steps by their time.
-    Raises :class:`LedgerError` for a path that holds no journal.
+    Raises LedgerError for a path that holds no journal.
     """
     for path in journals_at(paths):
         yield from _Trace(path, wanted, window).rows()

@@ -35,7 +35,7 @@ def write_timeline(paths: Sequence[Path], out: IO[str], window: Window = EVERYTH
     """Write the trace events of all journals at ``paths`` as one JSON object; return their number.
 
     The ``window`` selects requests; counters cover the whole trace. Memory is bounded by open requests.
-    Raises :class:`LedgerError` for a path that holds no journal.
+    Raises LedgerError for a path that holds no journal.
     """
     journals = [_Track(number, path, window) for number, path in enumerate(journals_at(paths), 1)]
     began = min((track.began for track in journals), default=0.0)
@@ -50,7 +50,7 @@ def write_timeline(paths: Sequence[Path], out: IO[str], window: Window = EVERYTH
 
 
 def save(paths: Sequence[Path], output: Path, window: Window = EVERYTHING) -> int:
-    """Write the timeline to a file, whole or not at all. Raises :class:`LedgerError`."""
+    """Write the timeline to a file, whole or not at all. Raises LedgerError."""
     with whole(output) as draft, draft.open("w") as out:
         return write_timeline(paths, out, window)
 

@@ -51,5 +51,5 @@ class MetadataReader:
         return ()
 
     def tracking(self, request: Any, tokens: int) -> Tracking | None:
-        """The connector's counts for a request of at least ``tokens`` tokens; None: it has no counts."""
+        """The connector's counts for a request of at least ``tokens`` tokens; None if it has none."""
         return None

@@ -65,9 +65,9 @@ class WorkerWatch:
         self._log = log
         """Receives the events."""
         self._failed = failed
-        """Is called when a hook fails."""
+        """Called when a hook fails."""
         self._block_size = block_size
-        """Tokens a block."""
+        """Tokens per block."""
         self._rank = rank
         """The worker's number."""
         self._planned: deque[tuple[Any, int]] | None = (

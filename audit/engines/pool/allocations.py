@@ -1,13 +1,14 @@
-"""Finds the owners of allocated blocks without asking at each allocation who calls.
+"""Finds the owners of allocated blocks without reading the stack at each allocation.
 
-Reading the caller off the stack costs more than the allocation. Where each request that gets blocks is named
-by the scheduler's output, owners are read from that output when the step has been scheduled, and proved by
-:func:`~kvledger.audit.engines.pool.attribution.attribute`. Where an output proves nothing, the block tables
-are asked, and for the next :data:`STACK_STEPS` steps the stack.
+Reading the caller off the stack costs more than the allocation. A scheduler output lists the new blocks of
+each request, so owners are read from the output once the step is scheduled.
+:func:`~kvledger.audit.engines.pool.attribution.attribute` checks that the output accounts for every allocated
+block. If it does not, the owners are read from the block tables, and in the next :data:`STACK_STEPS` steps
+from the stack.
 
-A step in which every request ran as in the step before is *deferred*: what its output names is kept, and
-owners are found when the engine is at rest or before anything else happens to a block. Finding them for eight
-steps together costs less than for each alone.
+A step in which every request ran as in the step before is *deferred*: the blocks that its output lists are
+kept, and their owners are found when the engine is at rest, or before anything else happens to a block.
+Finding the owners of eight steps together costs less than of each step alone.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from .attribution import NamedBlocks, Owners, Run, attribute, owners_from_tables
 from .call_buffer import CallBuffer, block_ids
 
 STACK_STEPS = 64
-"""For so many steps callers are read off the stack, after an output that proved nothing."""
+"""Steps in which callers are read off the stack after an output did not account for every block."""
 
 DEFERRED_STEPS = 16
-"""At most so many steps are deferred, where the engine is not at rest before."""
+"""The most steps that are deferred. Usually the engine is at rest earlier."""
 
 Expect = Callable[[int, list[Any], list[int], int], None]
-"""Is given a step, the blocks allocated in it, their ids, and how many first ones decoding requests got."""
+"""Called with a step, the blocks allocated in it, their ids, and how many of them, which come first, went to
+decoding requests."""
 
 
 class DeferredStep(NamedTuple):
@@ -49,33 +51,33 @@ class Allocations:
         connector: bool,
     ) -> None:
         self.named_later = False
-        """The output of the present step will name the owners of the blocks allocated now."""
+        """Whether the output of the present step will list the owners of the blocks allocated now."""
         self.tables_known = False
-        """Tables of the requests admitted in this step follow from their hits and allocations."""
+        """Whether the tables of the requests admitted in this step follow from their hits and allocations."""
         self.deferred: list[DeferredStep] = []
         """Steps whose owners have not been found."""
         self.expect: Expect | None = None
-        """Is given the blocks that may be cached next. None where each caching is a wrapped call."""
+        """Called with the blocks that may be cached next. None if ``cache_full_blocks`` is wrapped."""
         self._buffer = buffer
         """Holds the allocated blocks, and the calls between them."""
         self._managers = managers
         """The managers of single KV cache groups, which hold the block tables."""
         self._outputs_name_owners = outputs_name_owners
-        """Outputs name owners at all: one pool, a scheduler, and no stacks to be recorded."""
+        """Whether owners are read from outputs: with a scheduler, one pool, and no recording of stacks."""
         self._connector = connector
-        """A connector may have blocks allocated for requests that the step's output does not name."""
+        """Whether there is a connector: it may need blocks that the step's output does not list."""
         self._stack_until = 0
-        """The first step whose output is believed again."""
+        """The first step in which owners are read from the output again."""
 
     def begin_step(self, nobody_waits: bool) -> None:
-        """The scheduler begins a step; ``nobody_waits`` to be admitted."""
+        """The scheduler begins a step. ``nobody_waits``: no request waits to be admitted."""
         self._buffer.hits.clear()
         self.tables_known = False
         known = nobody_waits or not self._connector
         self.named_later = self._outputs_name_owners and known and self._buffer.step() >= self._stack_until
 
     def defer(self, output: Any, request_nos: list[int] | None) -> bool:
-        """Defer a step in which each request ran as in the last one. False: find its owners now."""
+        """Defer a step in which each request ran as in the last one. False: it can't be deferred."""
         buffer = self._buffer
         full = len(self.deferred) == DEFERRED_STEPS
         if self.expect is None or full or buffer.rows or not self.named_later:
@@ -88,7 +90,7 @@ class Allocations:
         return True
 
     def scheduled(self, output: Any, request_nos: list[int] | None) -> None:
-        """Find owners from the scheduler's output; ``request_nos`` of the requests that ran before."""
+        """Find owners from the scheduler's output. ``request_nos``: of the requests that ran before."""
         self.named_later = False
         self.write_deferred()
         if self._buffer.allocated:
@@ -103,7 +105,7 @@ class Allocations:
             self._from_tables(leaving)
 
     def write_deferred(self) -> None:
-        """Write the deferred steps; no other call was made since."""
+        """Write the allocations of the deferred steps. No other pool call may have been made since."""
         if not self.deferred:
             return
         buffer = self._buffer
@@ -130,11 +132,11 @@ class Allocations:
         self._buffer.clear()
 
     def _named_by(self, output: Any, request_nos: list[int] | None) -> NamedBlocks:
-        """What an output names; ``request_nos`` of the requests that ran before, where these are at hand."""
+        """The blocks that an output lists. ``request_nos``: of the requests that ran before, if known."""
         numbers = self._buffer.request_nos
         cached = output.scheduled_cached_reqs
         new_block_ids = getattr(cached, "new_block_ids", ())
-        # Most requests got no block: their ids are not touched.
+        # Most requests got no block, so their ids are not read.
         places = list(compress(range(len(new_block_ids)), new_block_ids))
         if request_nos is None:
             running = [numbers[cached.req_ids[place]] for place in places]
@@ -147,7 +149,7 @@ class Allocations:
         )
 
     def _from_output(self, step: int, named: NamedBlocks) -> bool:
-        """Write the allocations with the owners that an output names. False: it proves nothing."""
+        """Write the allocations with their owners from an output. False: it does not list every block."""
         ids = self._buffer.allocated_ids()
         owners = attribute(ids, named, self._buffer.hits)
         if owners is not None:
@@ -155,7 +157,7 @@ class Allocations:
         return owners is not None
 
     def _from_tables(self, leaving: Run | None = None) -> None:
-        """Write the allocations with the owners in whose tables the blocks stand now, or stood before."""
+        """Write the allocations with their owners from the present block tables and those given up since."""
         step, ids = self._buffer.step(), self._buffer.allocated_ids()
         self.named_later = False
         self._stack_until = step + STACK_STEPS

@@ -1,7 +1,7 @@
-"""Which request each allocated block belongs to, found from what a step's output names or from block tables.
+"""Which request each allocated block belongs to, found from a scheduler output or from block tables.
 
-Pure functions over block ids and request numbers: nothing of vLLM is needed here. ``allocations`` decides
-when they are asked, and ``call_buffer`` writes the answer.
+Pure functions over block ids and request numbers, without any object of vLLM. ``allocations`` calls them, and
+``call_buffer`` writes the result.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 NO_REQUEST = -1
-"""The owner of a block that stands in no request's table."""
+"""The owner of a block that is in no request's table."""
 
 FIRST = itemgetter(0)
 
@@ -26,12 +26,12 @@ class Run(NamedTuple):
 
 
 class NamedBlocks(NamedTuple):
-    """What a scheduler output names: the new blocks of running requests, and tables of admitted ones."""
+    """The blocks that a scheduler output lists: new blocks of running requests, tables of admitted ones."""
 
     running: list[int]
     """Numbers of the requests that ran before and got blocks."""
     running_blocks: list[Sequence[Sequence[int]]]
-    """The new blocks of each of these, by KV cache group."""
+    """The new blocks of each request in ``running``, by KV cache group."""
     admitted: list[tuple[int, Sequence[list[int]]]]
     """Numbers of the admitted requests and the whole table of each, by KV cache group."""
 
@@ -40,26 +40,27 @@ class Owners(NamedTuple):
     """Who owns the allocated blocks, in the order of allocation."""
 
     runs: list[Run]
-    """The blocks behind the single ones."""
+    """Runs of all blocks after those in ``of_single_blocks``."""
     of_single_blocks: Sequence[int] = ()
-    """Owners of the first blocks, one block each, all of group 0."""
+    """Owners of the first blocks: each got one block, for group 0."""
     tables_known: bool = False
-    """The table of each admitted request is its hits, and then the blocks allocated for it."""
+    """Whether the table of each admitted request is its hits and then the blocks allocated for it."""
 
 
 def attribute(allocated: list[int], named: NamedBlocks, hits: Mapping[int, list[int]]) -> Owners | None:
-    """Find the owners of the ``allocated`` blocks from what an output names.
+    """Find the owners of the ``allocated`` blocks from a scheduler output.
 
-    ``hits`` are the blocks that were touched for the admitted requests. None: the output does not name a
-    table or new blocks for each allocated block.
+    ``hits`` are the blocks that were touched for the admitted requests. None: some allocated block is not in
+    the output.
     """
     return _in_order(allocated, named, hits) or _by_last_blocks(allocated, _by_last(_runs(named)))
 
 
 def owners_from_tables(allocated: list[int], tables: Iterable[Run]) -> Owners:
-    """Find the owners of the ``allocated`` blocks from the ends of tables, of which the last has precedence.
+    """Find the owners of the ``allocated`` blocks by matching these with the ends of tables.
 
-    A block that no table ends with belongs to no request.
+    If several tables end with the same block, the last of these tables counts. A block that matches no table
+    belongs to no request.
     """
     of_nobody = {block: Run(NO_REQUEST, -1, [block]) for block in allocated}
     owners = _by_last_blocks(allocated, of_nobody | _by_last(tables))
@@ -101,9 +102,9 @@ def _by_last(tables: Iterable[Run]) -> dict[int, Run]:
 
 
 def _by_last_blocks(allocated: list[int], tables: dict[int, Run]) -> Owners | None:
-    """Cut ``allocated`` into runs, each the end of a table. None: a block is at the end of no table.
+    """Cut ``allocated`` into runs, from its end, each the end of a table. None: a block ends no table.
 
-    ``tables`` are by their last blocks. What is left of a table after a run may end an earlier run.
+    ``tables`` has each table by its last block. A table without its matched run may match an earlier run.
     """
     left = allocated.copy()
     runs: list[Run] = []
@@ -121,7 +122,7 @@ def _by_last_blocks(allocated: list[int], tables: dict[int, Run]) -> Owners | No
 
 
 def _common_end(left: list[int], right: list[int]) -> int:
-    """With how many equal blocks both lists end."""
+    """The number of equal blocks at the ends of both lists."""
     count = 0
     for ours, theirs in zip(reversed(left), reversed(right), strict=False):
         if ours != theirs:

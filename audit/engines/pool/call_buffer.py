@@ -35,9 +35,9 @@ ALLOCATE = "allocate_new_blocks"
 
 
 class RequestNumbers(dict[str | None, int]):
-    """Request numbers by request id. A request stays here until its tables have been reported gone.
+    """Request numbers by request id. A request stays here until its tables are reported as removed.
 
-    The log may have forgotten the request before that. No request has the number -1.
+    The log may have forgotten the request before that. The number of None, for no request, is -1.
     """
 
     def __init__(self, intern: Callable[[str], int]) -> None:
@@ -58,23 +58,23 @@ class CallBuffer:
         self.log = log
         """The event log of the engine."""
         self.step = step
-        """Gives the number of the present step."""
+        """Returns the number of the present step."""
         self.rows: list[int] = log.pool_calls
         """The encoded calls. The log holds the same list, and has them emitted before any other event."""
         self.request_nos = RequestNumbers(log.intern)
-        """The numbers of requests whose tables have not been reported gone."""
+        """The numbers of requests whose tables have not been reported as removed."""
         self.allocated: list[Any] = []
         """Allocated blocks whose owners are not known yet."""
         self.hits: dict[int, list[int]] = {}
         """Ids of the blocks touched in this step, by request number: the prefix-cache hits of admissions."""
         self.call_added: Callable[[], None] | None = None
-        """Called after each call, where each is emitted by itself because its stack is recorded."""
+        """Runs after each pool call if stacks are recorded: then every call is emitted by itself."""
         self._allocated_ids: list[int] = []
         """Ids of the first blocks in ``allocated``, as many as have been read."""
         self._place = 0
-        """Where the rows of ``allocated`` belong: behind the last touch or free."""
+        """The index in ``rows`` at which the blocks in ``allocated`` belong: after the last touch or free."""
         self._places: list[tuple[int, int]] = []
-        """Earlier places of allocations: the index in ``rows``, and the blocks allocated by then."""
+        """Earlier such indices, each with the number of blocks in ``allocated`` by then."""
         self._operations: dict[str, int] = {}
         """The names of the engine's operations in the rows, and the number of each."""
 
@@ -111,15 +111,15 @@ class CallBuffer:
             self.call_added()
 
     def table_blocks_cached(self, group: int, blocks: Sequence[int]) -> None:
-        """Blocks were found cached, for the request in whose table they stand.
+        """Blocks were found cached, each for the request whose table holds it.
 
-        No ``blocks``: some were cached, and which ones is not known.
+        Empty ``blocks``: some blocks were cached, and it is not known which.
         """
         length = -1 if not blocks else -1 - self.log.unreported_outputs()
         self.rows += (CACHED, NO_REQUEST, group, 2 * length, len(blocks), *blocks)
 
     def tables_reported(self, rows: Sequence[int]) -> None:
-        """Block tables as they stand now, as the rows of :class:`~kvledger.audit.events.TablesReported`."""
+        """The present block tables, as rows of :class:`~kvledger.audit.old_events.TablesReported`."""
         self.rows += (TABLES_REPORTED, NO_REQUEST, -1, 0, len(rows), *rows)
 
     def tables_removed(self, request_id: str) -> None:
@@ -156,7 +156,7 @@ class CallBuffer:
         return ids
 
     def freed_tables(self) -> list[Run]:
-        """The blocks of each buffered ``free_blocks`` call in table order: tables are freed end first."""
+        """The blocks of each buffered ``free_blocks`` call in table order; a table is freed from its end."""
         rows, freed, start = self.rows, [], 0
         while start < len(rows):
             kind, request_no, group, _, count = rows[start : start + HEAD]
@@ -166,7 +166,7 @@ class CallBuffer:
         return freed
 
     def set_owners(self, owners: Owners, ids: list[int]) -> None:
-        """Write the allocations of the blocks in ``allocated``, with these ``ids``, where each was made."""
+        """Insert the allocations of the blocks in ``allocated``, with these ``ids``, where each was made."""
         rows, operations = self.rows, self._operations
         known = operations.setdefault(ALLOCATE, len(operations))
         places = iter((*self._places, (self._place, len(ids))))
@@ -207,7 +207,7 @@ class CallBuffer:
     # --- emitting -----------------------------------------------------------------------------------
 
     def take(self, step: int, stack: list[str] | None) -> ev.PoolCalls | None:
-        """Everything buffered, as one event of ``step``; None where nothing is."""
+        """Everything buffered, as one event of ``step``; None if nothing is buffered."""
         if not self.rows:
             return None
         rows = self.log.sink.keep(self.rows)
@@ -226,7 +226,7 @@ class CallBuffer:
 
 @functools.lru_cache(64)
 def _same_tuple(*operations: str) -> tuple[str, ...]:
-    """One tuple for equal operations, which are the same in most steps."""
+    """The same tuple object for equal operations, which most steps have."""
     return operations
 
 

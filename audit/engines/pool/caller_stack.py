@@ -1,9 +1,9 @@
 """Who calls a block pool: the request, the KV cache group and the engine's operation, read off the stack.
 
-A pool's methods are given blocks and no request. Hooking the methods around them, ``allocate_slots`` and its
-like, would cost more than everything else together: each runs once a request and step, and most of these
-calls do not reach the pool. So the caller is read off the stack where the pool is called: the manager of a
-single group has its group number, and ``request_id`` is a parameter of the manager's method.
+A pool's methods receive blocks and no request. Hooking the methods that call them, such as
+``allocate_slots``, would cost more than all other hooks together: each runs once per request and step, and
+most of these calls do not reach the pool. So the caller is read off the stack when the pool is called: the
+manager of a single group has its group number, and ``request_id`` is a parameter of the manager's method.
 
 Only the direct caller is read, and only its parameters: a frame further up may be about another request.
 """
@@ -24,7 +24,7 @@ that passes the call on; any other."""
 
 
 class Caller(NamedTuple):
-    """``request_id`` None: the call is for no request's table. ``group`` -1: the caller has no group."""
+    """Who called a pool. ``request_id`` None: for no request. ``group`` -1: the caller has no group."""
 
     request_id: str | None
     group: int
@@ -39,11 +39,11 @@ class Callers:
 
     def __init__(self, *ours: str) -> None:
         self._ours = ours
-        """Beginnings of the names of our own modules."""
+        """Beginnings of the names of kvledger's modules."""
         self._kinds: dict[int, str] = {}
         """The kind of each code object, by its id: hashing the object itself would hash all its constants."""
         self._codes: list[CodeType] = []
-        """The same code objects, held so that no other gets the id of one."""
+        """The same code objects, kept alive so that their ids are not reused."""
 
     def caller(self) -> Caller:
         """The caller of the wrapped pool method, for the function that records the call."""
@@ -69,7 +69,7 @@ class Callers:
         code = frame.f_code
         parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         if self._is_ours(frame) or code.co_name == "free_blocks":
-            kind = PASSED_ON  # our own, or a pool that passes on another pool's blocks
+            kind = PASSED_ON  # kvledger's own, or a pool that passes on another pool's blocks
         elif "self" in parameters and "request_id" in parameters:
             kind = MANAGER
         elif code.co_name == "allocate_slots":  # up to 0.12 it touches the hits itself
@@ -84,7 +84,7 @@ class Callers:
         return str(frame.f_globals.get("__name__")).startswith(self._ours)
 
     def stack(self) -> list[str]:
-        """The Python stack without our own modules, innermost last: a line for each frame."""
+        """The Python stack without kvledger's modules, innermost last: a line for each frame."""
         frames: list[Any] = []
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and len(frames) < STACK_LINES:

@@ -11,14 +11,14 @@ HashId = Callable[[Any], int]
 
 
 def hash_ids(*, only_bytes: bool = False) -> HashId:
-    """A function from a block's hash to its id, which is the same whenever the hash comes again; never -1.
+    """A function from a block's hash to its id. Equal hashes have equal ids; no id is -1.
 
-    The id depends on a secret of this process, so that nobody can try out which tokens it stands for. Two
-    hashes share an id by chance of 1 in 2**64. No hash is remembered, however many come.
+    The id depends on a secret of this process, so nobody can guess tokens and compare ids. Two hashes share
+    an id by chance of 1 in 2**64. No hash is remembered, so memory does not grow.
 
-    ``only_bytes``: each hash is bytes. Python itself hashes bytes by a secret of the process (PEP 456) and
-    keeps the result with the object, so that Python's own hash is the id, except where ``PYTHONHASHSEED`` is
-    set and makes the secret known.
+    ``only_bytes``: each hash is bytes. Python hashes bytes with a secret of the process (PEP 456) and keeps
+    the result in the object, so Python's own hash is the id. If ``PYTHONHASHSEED`` is set, that secret is
+    known, and the id is the hash of the block's hash with a secret made here.
     """
     if only_bytes and os.environ.get("PYTHONHASHSEED", "") in ("", "random"):
         return hash

@@ -2,10 +2,10 @@
 calls.
 
 ``get_new_blocks`` and ``cache_full_blocks`` are most of a pool's calls, and even a wrapper that does nothing
-costs about a microsecond in a running step. Neither is wrapped where one pool serves one group of full
-attention and no connector promises tokens (:func:`can_track`). A pool reports each block that it allocates to
-its metrics collector; where it has none, :class:`AllocationCollector` takes that place. A cached block holds
-its hash, and :class:`HashTracker` knows when to look at the block.
+costs about a microsecond in a running step. Neither is wrapped if one pool serves one group of full attention
+and there is no connector (:func:`can_track`). A pool reports each block that it allocates to its metrics
+collector; such a pool has none, so an :class:`AllocationCollector` is set. A cached block holds its hash, and
+:class:`HashTracker` knows when to look at the block.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NOT_DUE = 0
 """The due byte of a block that need not be looked at."""
 
 WHEN_SEEN = 1
-"""The due byte of a block that is looked at when it is touched or freed; a step may have this byte too."""
+"""The due byte of a block that is looked at when it is touched or freed; also the byte of some steps."""
 
 
 class AllocationCollector:
@@ -47,9 +47,9 @@ class HashTracker:
     """Finds out which blocks of one pool have been cached.
 
     A block into which a request decodes is full a fixed number of steps after its allocation; any other block
-    may be full at once. Each is looked at when that step is over and the engine is at rest, or earlier where
-    it is touched or freed. The manager counts its cached blocks too: the sums show whether a block was
-    missed.
+    may be full at once. A block is *due* in that step. It is looked at when the engine is at rest after the
+    step, or earlier when it is touched or freed. The manager counts its cached blocks too; if its sum differs
+    from the tracker's, a block was missed.
     """
 
     def __init__(
@@ -70,13 +70,13 @@ class HashTracker:
         self._buffer = buffer
         """Keeps the calls until they are emitted."""
         self._callers = callers
-        """Reads off the stack for whom the pool is called, where it is not known otherwise."""
+        """Reads off the stack who calls the pool, if that is not known otherwise."""
         self._hash_id = hash_id
-        """Gives the number that stands for a block hash."""
+        """Returns the number that stands for a block hash."""
         self._write_deferred = write_deferred
-        """Has the deferred steps written, before a call that came after them."""
+        """Writes the deferred steps; called before a later pool call is written."""
         self._decode_steps = _decode_steps(type(scheduler), manager.block_size)
-        """A block into which a request decodes is full after so many steps."""
+        """The number of steps after which a block is full into which a request decodes."""
         self._cached_blocks = sum(manager.num_cached_block.values())
         """How many blocks in present tables are known to be cached."""
         self._looked_up: str | None = None
@@ -86,34 +86,34 @@ class HashTracker:
         self._leaving: str | None = None
         """The request that is about to free its blocks."""
         self._left: dict[str, int] = {}
-        """Requests that have freed their blocks and are still counted by the manager, with those counts."""
+        """Requests that have freed their blocks but are still counted by the manager, with that count."""
         self._due_bytes = bytearray(len(self._pool.blocks))
-        """For each block a byte for the step in which it is due (:func:`_byte`): they fit the caches."""
+        """For each block the byte of the step in which it is due (:func:`_byte`): they fit the CPU caches."""
         self._due: dict[int, list[Any]] = {}
-        """The blocks that are due, by step. A block whose byte is another is not due there any more."""
+        """The blocks that are due, by step. A block with another byte than the step's is no longer due."""
         self._cached_unowned: set[int] = set()
         """Blocks that were found cached before their owners were known."""
         self.collector = AllocationCollector(buffer.allocated.append)
-        """Gives allocated blocks to the buffer."""
+        """Adds allocated blocks to the buffer."""
         for table in manager.req_to_blocks.values():
             blocks = [block for block in table if block._block_hash is None]
             self._expect(buffer.step() + 1, blocks, block_ids(blocks))
         self._pool.metrics_collector = self.collector
 
     def close(self) -> None:
-        """Take the collector away from the pool, which had none."""
+        """Remove the collector; the pool had none before."""
         if self._pool.metrics_collector is self.collector:
             self._pool.metrics_collector = None
 
     def check(self) -> None:
-        """Raises where the pool does not report its allocations here any more."""
+        """Raise an exception if the pool no longer reports its allocations here."""
         if self._pool.metrics_collector is not self.collector:
             raise RuntimeError("the pool was given another collector of metrics")
 
     # --- what the engine is about to do ----------------------------------------------------------
 
     def looked_up(self, request_id: str | None) -> None:
-        """A request's prefix-cache hits are known and touched next if it is admitted; None: no request."""
+        """A request was looked up. If it is admitted, its hits are touched next. None: no request."""
         if self._left:
             self._forget_left()
         self._looked_up = request_id
@@ -126,7 +126,7 @@ class HashTracker:
         self._leaving = request_id if request_id in self._manager.req_to_blocks else None
 
     def expect(self, step: int, blocks: list[Any], ids: list[int], decoding: int) -> None:
-        """The pool allocated these blocks in ``step``, the first ``decoding`` for requests that decode."""
+        """The pool allocated these blocks in ``step``, the first ``decoding`` to decoding requests."""
         self._expect(step + self._decode_steps, blocks[:decoding], ids[:decoding])
         self._expect(step, blocks[decoding:], ids[decoding:])
         for block_id in self._cached_unowned:
@@ -136,7 +136,7 @@ class HashTracker:
     # --- wrapped calls -----------------------------------------------------------------------------
 
     def touched(self, _: None, __: None, blocks: list[Any]) -> None:
-        """``touch``: the hits of the request that was looked up last, or blocks that somebody pins.
+        """``touch``: the hits of the request that was looked up last, or blocks that another caller pins.
 
         Reading the stack costs more than the rest of a touch, so the operation is read once.
         """
@@ -158,7 +158,7 @@ class HashTracker:
         buffer.blocks_touched(0, number, group, by, ids, reference_counts(blocks))
 
     def freed(self, _: None, __: None, ordered_blocks: list[Any], prepend: bool = False) -> None:
-        """``free_blocks``: the table of the request that is leaving, or other blocks."""
+        """``free_blocks``: the table of the request in ``leaves``, or other blocks."""
         blocks = ordered_blocks
         if not blocks:
             return
@@ -179,12 +179,12 @@ class HashTracker:
         buffer.blocks_freed(0, number, group, by, ids, reference_counts(blocks))
 
     def frees_deferred(self, blocks: list[Any]) -> None:
-        """``pop_blocks_for_free``: the request that is leaving keeps its blocks for a while."""
+        """``pop_blocks_for_free``: the blocks of the request in ``leaves`` are freed later."""
         self._leaving = None
         self._look_at(self._before_call(blocks), blocks, last=True)
 
     def _before_call(self, blocks: list[Any]) -> list[int]:
-        """The ids of a call's blocks, with all that came before the call written."""
+        """Write everything that came before a call; return the ids of the call's blocks."""
         self._write_deferred()
         ids = block_ids(blocks)
         if self._buffer.allocated:
@@ -194,7 +194,7 @@ class HashTracker:
         return ids
 
     def _look_at(self, ids: list[int], blocks: list[Any], *, last: bool) -> None:
-        """Record which of these blocks have been cached. ``last``: the others will not be."""
+        """Record which of these blocks have been cached. ``last``: do not look at the others again."""
         due = self._due_bytes
         cached: list[int] = []
         for block_id, block in zip(ids, blocks, strict=False):
@@ -212,7 +212,7 @@ class HashTracker:
     # --- at rest -----------------------------------------------------------------------------------
 
     def record_due(self) -> None:
-        """Record which of the due blocks have been cached, or that a cached block was missed."""
+        """Record which of the due blocks have been cached, and whether a cached block was missed."""
         step = self._buffer.step()
         cached: list[int] = []
         not_cached: list[Any] = []
@@ -228,12 +228,12 @@ class HashTracker:
                 self._due[due] = self._look_at_due(cached, blocks, due)
         if cached:
             self._record(cached)
-        if counted != self._cached_blocks:  # a block was cached in a way not known here
+        if counted != self._cached_blocks:  # a block was cached that was not due
             self._cached_blocks = counted
             self._buffer.table_blocks_cached(self._group, ())
 
     def _look_at_due(self, cached: list[int], blocks: list[Any], step: int) -> list[Any]:
-        """Add those of the blocks due in ``step`` that have been cached; returns the others."""
+        """Add the cached ones of the blocks due in ``step`` to ``cached``; return the others."""
         due, hash_id, byte = self._due_bytes, self._hash_id, _byte(step)
         not_cached: list[Any] = []
         for block in blocks:
@@ -257,7 +257,7 @@ class HashTracker:
             self._cached_blocks -= self._left.pop(request_id)
 
     def _expect(self, step: int, blocks: list[Any], ids: list[int]) -> None:
-        """The blocks with these ids are due in ``step``."""
+        """Make the blocks with these ids due in ``step``."""
         due, byte = self._due_bytes, _byte(step)
         for block_id in ids:
             due[block_id] = byte
@@ -272,8 +272,8 @@ def _byte(step: int) -> int:
 def _decode_steps(scheduler: type[Any], block_size: int) -> int:
     """How many steps after its allocation a block is full into which a request decodes.
 
-    Where the scheduler caches blocks when it takes an output, or a scheduler of another project may, one
-    more.
+    One step more if the scheduler caches blocks when it takes an output, and for every scheduler that is not
+    vLLM's, because that one may.
     """
     codes = method_codes(scheduler, TAKING_OUTPUT)
     late = not scheduler.__module__.startswith("vllm.") or any("cache_blocks" in c.co_names for c in codes)

@@ -27,7 +27,7 @@ class _Log(StepLog):
 
 
 class ManagerObserver:
-    """Observes one manager. ``start`` wraps its pools; ``stop`` reports and gives them back."""
+    """Observes one manager. ``start`` wraps its pools; ``stop`` reports all blocks and restores the pools."""
 
     NAME = "kv-cache-manager"
 
@@ -40,7 +40,7 @@ class ManagerObserver:
         self.pools: PoolWatch | None = None
 
     def start(self, boundary: Any = None) -> None:
-        """Wrap the pools. Raises :class:`~kvledger.audit.hooks.EngineMismatch` untouched."""
+        """Wrap the pools. Raises :class:`~kvledger.audit.hooks.EngineMismatch` with nothing wrapped."""
         self.pools = PoolWatch(
             None, self.manager, self.log, lambda: self._step, self._failed, stacks=self._stacks
         )
@@ -59,7 +59,7 @@ class ManagerObserver:
         self.pools.report_all()
 
     def stop(self, reason: str) -> None:
-        """Report every block and give the pools back. Idempotent."""
+        """Report every block and restore the pools. Idempotent."""
         if self.pools is not None:
             self.pools.report_all()
             self.pools.remove()

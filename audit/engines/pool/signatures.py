@@ -35,10 +35,10 @@ OCCASIONAL: tuple[Hook, ...] = (
     ),
     Hook("", "reset_prefix_cache", ((),), "hashes_may_go", "reset"),
 )
-"""Methods of a pool that are called seldom."""
+"""Methods of a pool that are called rarely; these are always wrapped."""
 
 TRACKED: tuple[Hook, ...] = (TOUCH, FREE)
-"""What is wrapped besides :data:`OCCASIONAL` where a ``HashTracker`` reads the pool's state."""
+"""Methods that are also wrapped if a ``HashTracker`` reads the pool's state."""
 
 POOL: tuple[Hook, ...] = (
     Hook("", "get_new_blocks", (("num_blocks",),), after="allocated"),
@@ -46,12 +46,12 @@ POOL: tuple[Hook, ...] = (
     FREE,
     Hook("", "cache_full_blocks", (_FULL, (*_FULL, "block_mask")), "caching_begins", "cached"),
 )
-"""What is wrapped besides :data:`OCCASIONAL` elsewhere."""
+"""Methods that are also wrapped if no ``HashTracker`` does."""
 
 EVICTING: tuple[Hook, ...] = (
     Hook("", "_maybe_evict_cached_block", (("block",),), "single_eviction_begins", "single_evicted"),
 )
-"""Of the pool of a manager that evicts by itself: see :func:`evicts`."""
+"""The method that is also wrapped in the pool of a manager that evicts by itself: see :func:`evicts`."""
 
 MANAGER: tuple[Hook, ...] = (
     Hook(
@@ -62,21 +62,21 @@ MANAGER: tuple[Hook, ...] = (
         optional=True,
     ),
 )
-"""Of the manager of a single KV cache group."""
+"""Methods of the manager of a single KV cache group."""
 
 ALL_GROUPS: tuple[Hook, ...] = (
     Hook("", "pop_blocks_for_free", (("request",),), after="frees_deferred", optional=True),  # since 0.24
 )
-"""Of the KV cache manager of all groups."""
+"""Methods of the KV cache manager of all groups."""
 
 BLOCK_ATTRIBUTES = ("block_id", "ref_cnt", "_block_hash", "next_free_block")
-"""What is read of each block."""
+"""Attributes that are read from each block."""
 
 POOL_ATTRIBUTES = ("blocks", "num_gpu_blocks", "get_num_free_blocks", "cached_block_hash_to_block")
-"""What is read of each pool."""
+"""Attributes that are read from each pool."""
 
 MANAGER_ATTRIBUTES = ("req_to_blocks", "kv_cache_group_id", "block_size")
-"""What is read of the manager of each group."""
+"""Attributes that are read from the manager of each group."""
 
 
 def refusal(managers: Iterable[Any]) -> list[str]:
@@ -119,12 +119,12 @@ def differences(scheduler: Any) -> list[str]:
 
 
 def evicts(manager: Any) -> bool:
-    """Whether a manager has its pool evict a block's hash by itself, as Mamba's does since 0.30."""
+    """Whether a manager itself tells its pool to evict a block's hash, as Mamba's does since 0.30."""
     return any("_maybe_evict_cached_block" in code.co_names for code in method_codes(type(manager)))
 
 
 def method_codes(class_: type[Any], names: tuple[str, ...] = ()) -> Iterator[CodeType]:
-    """The code of a class's methods, inherited ones included: of all, or of those with these ``names``."""
+    """The code of a class's methods, inherited ones included; with ``names``, of these methods only."""
     for owner in class_.__mro__:
         for name, method in vars(owner).items():
             code = getattr(method, "__code__", None)

@@ -1,8 +1,7 @@
-"""Reports the blocks of the pools and the block tables as they are, a part of them at each rest.
+"""Reports the present state of the pools' blocks and of the block tables, a part each time the engine rests.
 
-No call of a pool shows a reference count that was changed by hand or a broken free queue; the sweep does.
-When the engine is at rest it reports ``SWEEP_BLOCKS`` blocks of each pool, and the next time the tables of
-``SWEEP_TABLES`` requests.
+No call of a pool shows a reference count that was changed by hand or a broken free queue; the sweep does. By
+turns it reports ``SWEEP_BLOCKS`` blocks of each pool and the tables of ``SWEEP_TABLES`` requests.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ from .call_buffer import CallBuffer, block_ids
 from .hash_ids import cache_map
 
 SWEEP_BLOCKS = 64
-"""Blocks of each pool that are reported every other time that the engine is at rest."""
+"""How many blocks of each pool are reported in a turn of blocks."""
 
 SWEEP_TABLES = 4
-"""Requests whose tables are reported the times between: fewer where these hold more than ``SWEEP_BLOCKS``."""
+"""How many requests' tables are reported in a turn; fewer if these have more than ``SWEEP_BLOCKS`` blocks."""
 
 WHOLE = 2
-"""Of a group: a hit needs every block below it."""
+"""A kind of tables (``PoolSeen.groups``): an index is a position, and a hit needs every block below it."""
 
 POSITIONAL = frozenset(
     ("ChunkedLocalAttentionManager", "FullAttentionManager", "RSWAManager", "SlidingWindowManager")
 )
-"""Managers in whose tables a block's place is that of its positions."""
+"""Managers in whose tables a block's index gives its positions."""
 
 
 class Sweep:
@@ -48,20 +47,20 @@ class Sweep:
         self._pools = pools
         """The engine's pools, in the order of their numbers."""
         self._buffer = buffer
-        """Gets the reported tables, and knows the present step."""
+        """Receives the reported tables, and has the present step."""
         self._emit = emit
         """Emits one event, after the buffered calls."""
         self._has_several_hashes = has_several_hashes
         """For each pool, whether a block of the pool may have several hashes."""
         self._next_block = [0] * len(pools)
-        """For each pool the block that is reported next."""
+        """For each pool, the id of the block that is reported next."""
         self._next_table = 0
-        """The place among the running requests whose table is reported next."""
+        """The index of the running request whose table is reported next."""
         self._tables_next = False
-        """Tables are reported next, and not blocks."""
+        """Whether the next turn reports tables, not blocks."""
 
     def describe_pools(self) -> None:
-        """Say which pools there are, where a segment begins; blocks and tables follow in turn."""
+        """Emit ``PoolSeen`` for each pool where a segment begins; blocks and tables follow by turns."""
         buffer = self._buffer
         for number, pool in enumerate(self._pools):
             null = getattr(pool, "null_block", None)
@@ -86,7 +85,7 @@ class Sweep:
         self._next_table = 0
 
     def report_next(self) -> None:
-        """Report some blocks, or some tables, in turn."""
+        """Report some blocks or some tables, by turns."""
         self._tables_next = not self._tables_next
         if not self._tables_next:
             self.report_tables(self._next_requests(self._scheduler.running))

@@ -1,12 +1,11 @@
 """The observation of a v1 engine's block pools, at level ``blocks``: :class:`PoolWatch` wires its parts.
 
 The parts do not know the watch. A wrapped call goes through three files: ``hooks`` calls the observer of the
-pool (``wrappers``, or ``hash_tracker`` where the pool's state is read), which adds the call to
+pool (``wrappers``, or ``hash_tracker`` if the pool's state is read), and the observer adds the call to
 ``call_buffer``. When a step has been scheduled, ``allocations`` finds the owners of allocated blocks
-(``attribution``), and the buffered calls are emitted as one event. What no call shows is reported by
-``sweep``.
+(``attribution``), and the buffered calls are emitted as one event. ``sweep`` reports what no call shows.
 
-Events of blocks do not end the counting of equal steps: they go to the sink directly.
+Block events go to the sink directly, so they do not end a series of unchanged steps.
 """
 
 from __future__ import annotations
@@ -36,8 +35,9 @@ OURS = (__package__, Hooks.__module__)
 class PoolWatch:
     """Observes the pools of one scheduler, or of a KV cache manager alone.
 
-    ``step()`` is the number of the present step. ``failed(hook, error, removed)`` is called when an observer
-    raises, which ends the watch. Raises :class:`~kvledger.audit.hooks.EngineMismatch` with nothing wrapped.
+    ``step()`` returns the number of the present step. When an observer raises, the watch ends and calls
+    ``failed(hook, error, removed)``. Raises :class:`~kvledger.audit.hooks.EngineMismatch` with nothing
+    wrapped.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class PoolWatch:
         self._failed = failed
         """Called when an observer raises."""
         self._stacks = stacks
-        """The Python stack of each call is recorded."""
+        """Whether the Python stack of each call is recorded."""
         self._log = log
         """The event log of the engine."""
         self._step = step
-        """Gives the number of the present step."""
+        """Returns the number of the present step."""
         self._pools: list[Any] = list(dict.fromkeys(each.block_pool for each in managers))
         """The pools, in the order of their numbers."""
         self._callers = Callers(*OURS)
@@ -72,7 +72,7 @@ class PoolWatch:
         self._hooks: list[Hooks] = []
         """The hooks of all pools and managers."""
         self._active = True
-        """Events are recorded: the watch has not ended."""
+        """Whether events are recorded, because the watch has not ended."""
         self._buffer = CallBuffer(log, step)
         """Calls that have not been emitted."""
         self._allocations = Allocations(
@@ -91,12 +91,12 @@ class PoolWatch:
             PoolObserver(pool, number, *parts, shares_frees=several)
             for number, pool in enumerate(self._pools)
         ]
-        """Record the wrapped calls, one for each pool."""
+        """One observer for each pool, which records the wrapped calls."""
         several_hashes = [observer.has_several_hashes for observer in self._observers]
         self._sweep = Sweep(scheduler, managers, self._pools, self._buffer, self.emit, several_hashes)
-        """Reports blocks and tables as they are."""
+        """Reports the present state of blocks and tables."""
         self._hashes: HashTracker | None = None
-        """Reads the pool's state instead of its busiest calls, where that can be done."""
+        """Reads the pool's state instead of wrapping its busiest methods; None if ``can_track`` is false."""
         if stacks:
             self._buffer.call_added = self.emit_calls
         log.emit_pool_calls = self.emit_calls
@@ -130,7 +130,7 @@ class PoolWatch:
         self._hooks.append(Hooks(table, owner, observer, self._hook_failed))
 
     def remove(self) -> None:
-        """Emit the last calls and give everything back. Idempotent."""
+        """Emit the last calls and restore everything. Idempotent."""
         self.emit_all_calls()
         self._active = False
         while self._hooks:
@@ -139,7 +139,7 @@ class PoolWatch:
             self._hashes.close()
 
     def fail(self, hook: str, error: Exception) -> None:
-        """An observer raised: what it did not record is lost, and nothing after it can be believed."""
+        """End the watch: an observer raised, so a record is missing and later ones would be wrong."""
         self._allocations.clear()
         if self._hashes is not None:
             self._hashes.close()
@@ -193,7 +193,7 @@ class PoolWatch:
     # --- a step -------------------------------------------------------------------------------------
 
     def begin_step(self, nobody_waits: bool) -> None:
-        """The scheduler begins a step; ``nobody_waits`` to be admitted."""
+        """The scheduler begins a step. ``nobody_waits``: no request waits to be admitted."""
         try:
             buffer = self._buffer
             if buffer.rows or buffer.allocated or self._ending:  # from before the step
@@ -210,8 +210,8 @@ class PoolWatch:
     def scheduled(self, output: Any, request_nos: list[int] | None, *, unchanged: bool) -> None:
         """A step has been scheduled; its own event has not been emitted.
 
-        ``request_nos`` are those of the requests that ran before, in the output's order, where the caller has
-        them. ``unchanged``: each request runs as in the last step.
+        ``request_nos`` are the numbers of the requests that ran before, in the output's order, if the caller
+        has them. ``unchanged``: each request runs as in the last step.
         """
         try:
             if unchanged and self._allocations.defer(output, request_nos):
@@ -247,13 +247,13 @@ class PoolWatch:
                 self.fail("free_blocks", error)
 
     def ends(self, request: Any) -> None:
-        """A request has ended, and is about to free its blocks, unless a connector still wants them."""
+        """A request has ended and is about to free its blocks, unless a connector keeps them."""
         self._buffer.request_nos[request.request_id]
         self._ending.append(request)
         self.leaves(request.request_id)
 
     def frees_deferred(self, _: None, blocks: list[Any], request: Any) -> None:
-        """``pop_blocks_for_free``: a request gives up its table, and its blocks are freed later."""
+        """``pop_blocks_for_free``: a request gives up its table; its blocks are freed later."""
         caller = Caller(request.request_id, -1, "pop_blocks_for_free")
         if self._hashes is not None:
             self._hashes.frees_deferred(blocks)
@@ -275,7 +275,7 @@ class PoolWatch:
     # --- at rest --------------------------------------------------------------------------------------
 
     def begin_segment(self) -> None:
-        """A new segment of the journal begins: say which pools there are."""
+        """A new segment of the journal begins: describe the pools."""
         self._sweep.describe_pools()
 
     def at_rest(self) -> None:

@@ -1,8 +1,8 @@
 """What is recorded of each wrapped method of a block pool.
 
 :class:`~kvledger.audit.hooks.Hooks` wraps the methods listed in ``signatures`` and calls the methods of
-:class:`PoolObserver` before and after the engine's own. Whatever these raise stays in that wrapper. Nothing
-here is called for what ``hash_tracker`` reads from the pool's state.
+:class:`PoolObserver` before and after the engine's own. The wrapper catches whatever they raise. Calls that
+``hash_tracker`` replaces by reading the pool's state do not come here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .hash_ids import HashId
 
 
 class Emitter(NamedTuple):
-    """How an observer emits an event of its own."""
+    """The functions with which an observer emits an event that is not buffered."""
 
     emit: Callable[[ev.Event], None]
     """Emits one event, after all calls that were made before it."""
@@ -50,17 +50,17 @@ class PoolObserver:
         self._buffer = buffer
         """Keeps the calls until they are emitted."""
         self._allocations = allocations
-        """Says whether the owners of allocated blocks will be known later."""
+        """Knows whether the owners of allocated blocks will be found later."""
         self._callers = callers
-        """Reads off the stack for whom the pool is called."""
+        """Reads off the stack who calls the pool."""
         self._hash_id = hash_id
-        """Gives the number that stands for a block hash."""
+        """Returns the number that stands for a block hash."""
         self._emitter = emitter
         """Emits the events that are not buffered."""
         self._shares_frees = shares_frees
-        """The engine has several pools, and a pool that is given another's block passes it on."""
+        """Whether the engine has several pools; a pool passes another pool's block on to that pool."""
         self._several_hashes = False
-        """A block got a hash for a part of its tokens, so that blocks may have several hashes."""
+        """Whether a block got a hash for a part of its tokens; then blocks may have several hashes."""
 
     def has_several_hashes(self) -> bool:
         """Whether a block of the pool may have several hashes."""
@@ -69,7 +69,7 @@ class PoolObserver:
     # --- allocating, touching, freeing ----------------------------------------------------------------
 
     def allocated(self, _: None, blocks: list[Any], num_blocks: int) -> None:
-        """``get_new_blocks``. The hashes that it evicts follow from the allocation."""
+        """``get_new_blocks``. The ledger derives the evicted hashes from the allocation."""
         if self._allocations.named_later:
             self._buffer.allocated.extend(blocks)
         elif blocks:
@@ -100,7 +100,7 @@ class PoolObserver:
             self._buffer.blocks_freed(self._pool_no, number, group, by, ids, counts)
 
     def unpinned(self, _: None, __: None, blocks: list[Any], on_reuse: Any) -> None:
-        """``unpin_blocks``: the blocks are freed, and still read until they are allocated again."""
+        """``unpin_blocks``: the blocks are freed, but still read until they are allocated again."""
         ids, counts = block_ids(blocks), reference_counts(blocks)
         self._buffer.blocks_freed(self._pool_no, -1, -1, "unpin_blocks", ids, counts)
 
@@ -120,7 +120,7 @@ class PoolObserver:
     def caching_begins(
         self, request: Any, blocks: Any, num_cached_blocks: int, num_full_blocks: int, *_: Any
     ) -> list[Any]:
-        """``cache_full_blocks``: the hashes that its blocks had before."""
+        """``cache_full_blocks`` is called: return the hashes that the blocks have before the call."""
         return [block._block_hash for block in blocks[num_cached_blocks:num_full_blocks]]
 
     def cached(
@@ -135,7 +135,7 @@ class PoolObserver:
         kv_cache_group_id: int,
         block_mask: Any = None,
     ) -> None:
-        """``cache_full_blocks``: those of its blocks that have another hash when it is over."""
+        """``cache_full_blocks`` returned: record the blocks whose hash has changed."""
         fresh: list[int] = []
         replaced: list[int] = []
         end = num_cached_blocks * block_size
@@ -153,7 +153,7 @@ class PoolObserver:
                 self._buffer.blocks_cached(*head, True, replaced)
 
     def part_caching_begins(self, request: Any, block: Any, *_: Any) -> tuple[Any, tuple[Any, ...]]:
-        """``cache_partial_block``: the first hash that the block had before, and its further hashes."""
+        """``cache_partial_block`` is called: return the block's first hash and its further hashes."""
         self._emitter.emit_calls()
         further = self._pool.cached_block_hashes_by_block.get(block.block_id, ())
         return block._block_hash, tuple(further)
@@ -168,7 +168,7 @@ class PoolObserver:
         kv_cache_group_id: int,
         *_: Any,
     ) -> None:
-        """``cache_partial_block``: a block got a hash for its first tokens, perhaps one hash more."""
+        """``cache_partial_block`` returned: the block got a hash for its first tokens, perhaps one more."""
         self._several_hashes = True
         first, further = before
         replaced = first is not None and block._block_hash != first
@@ -183,24 +183,24 @@ class PoolObserver:
     # --- evicting and moving hashes -------------------------------------------------------------------
 
     def eviction_begins(self, ids: list[int]) -> list[Any]:
-        """``evict_blocks``: those of the blocks that have a hash."""
+        """``evict_blocks`` is called: return the blocks that have a hash."""
         self._emitter.emit_calls()
         blocks = self._pool.blocks
         return [blocks[each] for each in ids if blocks[each]._block_hash is not None]
 
     def evicted(self, cached: list[Any], _: None, __: list[int]) -> None:
-        """``evict_blocks``: those of the cached blocks that have no hash when it is over."""
+        """``evict_blocks`` returned: emit the cached blocks that have lost their hash."""
         self._emit_evicted([block for block in cached if block._block_hash is None])
 
     def single_eviction_begins(self, block: Any) -> bool:
-        """``_maybe_evict_cached_block``: whether an operation called it that is not recorded itself."""
+        """``_maybe_evict_cached_block`` is called: return whether its caller is not itself recorded."""
         alone = self._callers.caller().by not in ("get_new_blocks", "evict_blocks")
         if alone:
             self._emitter.emit_calls()
         return alone
 
     def single_evicted(self, alone: bool, evicted: bool, block: Any) -> None:
-        """``_maybe_evict_cached_block``."""
+        """``_maybe_evict_cached_block`` returned: emit the eviction unless the caller's record implies it."""
         if alone and evicted:
             self._emit_evicted([block])
 
@@ -210,11 +210,11 @@ class PoolObserver:
             self._emitter.emit(ev.BlocksEvicted(*head, block_ids(blocks), self._emitter.stack()))
 
     def hashes_may_go(self, *_: Any) -> None:
-        """Blocks are about to lose hashes of which the caching has not been emitted."""
+        """Blocks are about to lose hashes: first emit the calls that cached them."""
         self._emitter.emit_calls()
 
     def hashes_moved(self, _: None, __: None, src_block: Any, dst_block: Any) -> None:
-        """``move_block_hashes``: the source stays in its table, and will be written to."""
+        """``move_block_hashes``: the source stays in its table and will be written to."""
         head, ids = self._head(self._callers.caller()), block_ids((src_block, dst_block))
         self._emitter.emit(ev.BlockCopied(*head, ids, True, self._emitter.stack()))
 
@@ -228,7 +228,7 @@ class PoolObserver:
         source_block: Any,
         cow_block: Any,
     ) -> None:
-        """``_apply_cow`` of a group's manager: the copy stands in the table in place of the source."""
+        """``_apply_cow`` of a group's manager: the copy replaces the source in the table."""
         head, ids = self._head(Caller(request_id, group, "_apply_cow")), block_ids((source_block, cow_block))
         self._emitter.emit(ev.BlockCopied(*head, ids, False, self._emitter.stack()))
 

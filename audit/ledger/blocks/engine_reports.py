@@ -1,7 +1,7 @@
-"""Postings of what the engine reports of its pools, blocks and tables.
+"""Postings of the states of pools, blocks and tables that the engine reports.
 
-A report is compared with the ledger and then taken over, so that one fault is reported once. Reports also
-reveal the holders of blocks that were held before the trace began.
+A report is compared with the ledger, and then the ledger adopts it, so that one fault is reported once.
+Reports also reveal the holders of blocks that were held before the trace began.
 """
 
 from __future__ import annotations

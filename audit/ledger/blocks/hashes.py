@@ -89,7 +89,7 @@ def _hash(
 def _back(
     holdings: Holdings, step: int, pool: Pool, hash_id: int, group: int, request: int, end: int
 ) -> None:
-    """Note that a hash returns to the cache: the request computes KV that had been cached before."""
+    """Note that a hash returned to the cache: the request computed KV that had been cached before."""
     left, came_back, how = pool.removed[hash_id]
     if group in pool.prefix_groups:
         size, _ = pool.groups[group]

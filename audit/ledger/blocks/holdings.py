@@ -39,7 +39,7 @@ class Holdings:
         self.failed_hits: list[tuple[int, int]] = []
         """Blocks of ``failed`` that were hit since the last step."""
         self.refilled: list[tuple[int, RemovedRange]] = []
-        """Requests that, by this event, fill positions again whose KV had been in the cache."""
+        """Requests that this event makes fill positions again whose KV had been in the cache."""
         self.findings: list[BlockFinding] = []
         """Subjects of this event, for the checks."""
         self.accounts: Accounts = {}
@@ -57,7 +57,7 @@ class Holdings:
     # --- references and hashes -----------------------------------------------------------------
 
     def record(self, pool: Pool, block: int) -> Block:
-        """What is known of a block; a new record if there is none."""
+        """The record of a block; a new one if there is none."""
         record = pool.records.get(block)
         if record is None:
             record = pool.records[block] = Block([], pool.idle, pool.has_hash, [], operations=[])
@@ -107,7 +107,7 @@ class Holdings:
         return Holder(kind, request, account.request_id, life, group)
 
     def actor(self, kind: str, request: int, group: int) -> Holder:
-        """The same; a table of no request is a pin."""
+        """Like ``holder``, but a pin instead of a table if there is no request."""
         if request < 0 and kind == TABLE:
             return Holder(PIN, UNKNOWN, "", 0, UNKNOWN)
         return self.holder(kind, request, group)

@@ -1,9 +1,9 @@
 """The ledger of blocks, kept from the events of level ``blocks`` alone.
 
-A block of which nothing is known has no record. If not all holders of a block are known, ``holders_known``
-is false and nothing is claimed of its count. What the engine reports of a block
-(:class:`~kvledger.audit.events.BlockStatesReported`, the counts that come with a touch or a free) is compared
-and then taken over, so that one fault is reported once.
+A block about which nothing is known has no record. If not all holders of a block are known, ``holders_known``
+is false and its reference count is not checked. The engine reports a block's state
+(:class:`~kvledger.audit.events.BlockStatesReported`) and, with a touch or a free, its count. The ledger
+compares both with its own and then adopts them, so that one fault is reported once.
 
 ``BlockLedger`` judges nothing: it passes subjects to ``checks/blocks.py``.
 """
@@ -53,7 +53,7 @@ class BlockLedger(Holdings):
         return self.findings
 
     def after(self, event: ev.Event, accounts: Accounts) -> list[BlockFinding]:
-        """After another event is posted: return what it means for blocks."""
+        """Called after any other event is posted; return the subjects about blocks that follow from it."""
         self.findings = []
         self.accounts = accounts
         if self.newly_cached and type(event) not in _SCHEDULING:

@@ -12,7 +12,7 @@ from .records import Holder, Operation
 
 
 class Collision(NamedTuple):
-    """A block got a second holder where it must not have one.
+    """A block got a second holder that it must not have.
 
     ``how``: ``taken`` (allocated as free while held), ``unhashed`` (touched as a cached block, but it has no
     hash), ``twice`` (two places in the tables of one request), ``unheld`` (in a table without a reference).
