@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # as `python -m benchmarks.analysis` has it
+sys.path.insert(0, str(Path(__file__).parents[1]))  # `python -m benchmarks.analysis` adds this itself
 
 from benchmarks.trace import write_trace
 

@@ -80,7 +80,7 @@ class Serving:
         return seconds
 
     def written(self, seconds: float) -> float:
-        """Count ``seconds`` of this engine; the seconds spent waiting for the journal, if a write was due."""
+        """Count ``seconds`` of this engine. If a write is due, wait for it and return the seconds waited."""
         self._unwritten += seconds
         if self._observed is None or self._unwritten < WRITE_SECONDS:
             return 0.0
@@ -134,7 +134,7 @@ def measure(rounds: int, blocks: int, folder: Path, progress: Progress) -> tuple
 
 
 def _turns(engines: list[Serving], blocks: int, folder: Path) -> tuple[float, float]:
-    """Bare seconds over those of the first engine, which is observed; and the third's over the second's."""
+    """Two ratios of seconds: bare over the first engine, which is observed; third engine over second."""
     engines[0].begin(folder / "journals")
     try:
         for _ in range(FRESH_STEPS):

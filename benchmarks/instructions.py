@@ -30,7 +30,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # as `python -m benchmarks.instructions` has it
+sys.path.insert(0, str(Path(__file__).parents[1]))  # `python -m benchmarks.instructions` adds this itself
 
 from benchmarks import page
 from benchmarks.process import settle

@@ -12,6 +12,5 @@ def settle() -> None:
     """Set vLLM's variables, unset kvledger's, and keep vLLM's warnings off the terminal."""
     settle_environment(in_process=True)
     os.environ.pop("KVLEDGER_DIR", None)
-    logging.getLogger("vllm").setLevel(
-        logging.ERROR
-    )  # its own set-up reads the variables in whole engines only
+    # Only a whole engine sets its log level from vLLM's variables.
+    logging.getLogger("vllm").setLevel(logging.ERROR)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # as `python -m benchmarks.run` has it
+sys.path.insert(0, str(Path(__file__).parents[1]))  # `python -m benchmarks.run` adds this itself
 
 from benchmarks import page
 from benchmarks.process import settle

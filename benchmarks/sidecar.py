@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # as `python -m benchmarks.sidecar` has it
+sys.path.insert(0, str(Path(__file__).parents[1]))  # `python -m benchmarks.sidecar` adds this itself
 
 import psutil
 from benchmarks.stats import percentile

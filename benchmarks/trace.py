@@ -14,7 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # as `python -m benchmarks.trace` has it
+sys.path.insert(0, str(Path(__file__).parents[1]))  # `python -m benchmarks.trace` adds this itself
 
 from benchmarks.simulated import BLOCK, Mix, Simulated
 

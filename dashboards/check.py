@@ -84,7 +84,7 @@ def faults() -> list[str]:
 
 
 def faults_in(expr: str, recorded: set[str]) -> Iterator[str]:
-    """List what one expression names that is neither served nor ``recorded``."""
+    """List the names in one expression that are neither served nor ``recorded``."""
     for record in re.findall(r"\b\w+:\w+:\w+", expr):
         if record not in recorded:
             yield f"{record} is not recorded"

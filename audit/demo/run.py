@@ -37,7 +37,7 @@ from .injections import INJECTIONS, Injection
 from .lookups import LookupReport
 
 Progress = Callable[[int, int], None]
-"""Called with the number of finished requests and of all; first with (0, 0), when the engine starts."""
+"""Called with the numbers of finished and of all requests; first with (0, 0), when the engine starts."""
 
 COUNTER = 'vllm:prompt_tokens_by_source{{source="{source}"}}'
 BY_SOURCE = {

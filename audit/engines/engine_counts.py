@@ -1,6 +1,7 @@
 """The engine's own counts for one request, where the releases keep them differently.
 
-Here: 0.26 and later, which count tokens in flight. Subclasses for older releases stand with the release.
+Here: 0.26 and later, which count tokens in flight. Subclasses for older releases are in the files of those
+releases.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Lives:
         self._resetting_in = NO_STEP
         """The step in which ``reset_prefix_cache`` is running."""
         self._trims_drafts: bool = hasattr(self._scheduler, "deferred_loads")
-        """Since 0.33 the engine takes drafts accepted past a stop off the computed count."""
+        """Whether the engine subtracts drafts accepted past a stop from the computed count (since 0.33)."""
 
     # --- preemption -----------------------------------------------------------------------------------
 
@@ -100,7 +100,7 @@ class Lives:
         )
 
     def stale(self, scheduled: dict[str, int]) -> Any:
-        """Requests in the output for ``scheduled`` whose life has ended, and whose output will be dropped."""
+        """Requests in the output for ``scheduled`` whose life has ended and whose output will be dropped."""
         dropped: list[str] = []
         for request_id in list(self.draining):
             request = self._scheduler.requests.get(request_id)
@@ -195,14 +195,14 @@ class Lives:
             self.ended.append(request_id)
 
     def forget(self, request_id: str) -> None:
-        """The engine has dropped the request: so does every part."""
+        """The engine has dropped the request, so every part forgets it."""
         self._log.forget(request_id)
         self._reports.forget(request_id)
         self._admissions.admitted_before.discard(request_id)
         self._counts.forget(request_id)
 
     def _past_stop(self, request: Any, computed: int) -> int:
-        """Emit ``RolledBack`` for drafts accepted past a stop, which 0.33 takes off; the count afterwards."""
+        """Emit ``RolledBack`` for drafts accepted past a stop, which 0.33 subtracts; return the new count."""
         if self.output is None or not self._trims_drafts or request.request_id in self.draining:
             return computed
         at, output, lengths = self.output

@@ -21,13 +21,13 @@ FLUSH_SECONDS = 1.0
 """The longest time that unchanged steps are only counted before ``Repeated`` is emitted."""
 
 COMPARED_EVERY = 8
-"""One request in so many is compared, to estimate how much of an output changed."""
+"""Every eighth request is compared, to estimate how much of an output changed."""
 
 WHOLE_SHARE = 0.125
 """``DeliveredWhole`` is emitted if more than this share changed: 1 byte per request, not 5 per change."""
 
 NONE: list[int] = []
-"""The empty list of all events: a list each would be one more for the garbage collector to visit."""
+"""One empty list for all events: separate lists would each be visited by the garbage collector."""
 
 NOT_EMITTED = -1
 """Stands for the length of a request's last output where none has been emitted."""
@@ -105,7 +105,7 @@ class StepLog:
         self._lengths_by_id: dict[str, int] = {}
         """Lengths of last outputs that are not one, by request id."""
         self._lengths_by_id_stale = False
-        """``_lengths`` holds newer lengths than ``_lengths_by_id``."""
+        """Whether ``_lengths`` holds newer lengths than ``_lengths_by_id``."""
         self.ones: list[int] = []
         """The lengths of an output of one token each."""
         self.unchanged_step = 0

@@ -1,10 +1,10 @@
 """vLLM v1, releases 0.16 to 0.19: where they differ from 0.20.
 
 Every output carries a prompt's figures: ``num_cached_tokens``, from the first admission that ran, and
-``num_external_computed_tokens``, from the last time the connector was asked, less what failed to load. The
-front end derives local, external and computed tokens from them at the first output, by
-``PromptTokenStats.update_from_output``. kvledger asks that class too, so that ``Reported`` has what vLLM
-counts.
+``num_external_computed_tokens``, from the connector's last match, less the tokens that failed to load. At the
+first output the front end derives local, external and computed tokens from these figures, in
+``PromptTokenStats.update_from_output``. kvledger calls that method too, so that ``Reported`` has the figures
+that vLLM counts.
 
 Up to 0.17 the scheduler polls for asynchronous loads (:class:`V1Observer017`), from 0.18 it does not
 (:class:`V1Observer018`).

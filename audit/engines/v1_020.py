@@ -1,8 +1,8 @@
 """vLLM v1, releases 0.20 to 0.26: where they differ from 0.27.
 
-- A preempted request keeps its placeholders, and its output in flight is delivered. Only after a reset of the
-  prefix cache under running requests the asynchronous scheduler drops that output, by a flag (0.20) or a
-  number of outputs (0.22). It shows afterwards: the request's output has not grown.
+- A preempted request keeps its placeholders, and its output in flight is delivered. There is one exception:
+  after a reset of the prefix cache under running requests the asynchronous scheduler drops that output, by a
+  flag (0.20) or a number of outputs (0.22). kvledger sees this when the request's output has not grown.
 - Before 0.26 the engine does not count tokens in flight, and reports the last admission's hits.
 - The lookup's answer is the hit that is used, and the lookup statistics count it at once, also for an attempt
   that leads to no admission. ``LookupsCounted`` has -1 for them.

@@ -88,7 +88,7 @@ class Life:
         self.rejected = 0
         """Draft tokens rejected."""
         self.rolled_back: dict[str, int] = {}
-        """Computed tokens taken back while the life lasted, by cause."""
+        """Computed tokens rolled back while the life lasted, by cause."""
         self.discarded = 0
         """Computed tokens when the life ended."""
         self.ran = False

@@ -85,7 +85,7 @@ def begin_life(state: LedgerState, account: Account, local: int, external: int) 
 def roll_back(
     state: LedgerState, account: Account, start: int, end: int, cause: str, alive_from: int = 0
 ) -> None:
-    """Lower the life's computed tokens from ``end`` to ``start``; below ``alive_from`` no KV was lost."""
+    """Lower the life's computed tokens from ``end`` to ``start``. KV below ``alive_from`` is not lost."""
     tokens = end - start
     if tokens <= 0:
         return

@@ -209,7 +209,7 @@ def work(work: WorkData) -> Group | None:
 
 
 def external(external: ExternalData) -> Group | None:
-    """What became of the connector's promises; None where there were none and nothing came twice."""
+    """Promised, loaded and failed tokens, repeat hits and repeat loads; None if there are none of these."""
     rows = [("promised", external.promised), ("loaded", external.loaded)]
     rows += [
         (f"failed or cancelled: {external_loss(cause)}", tokens) for cause, tokens in external.voided.items()

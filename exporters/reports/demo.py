@@ -50,7 +50,7 @@ def run(inject: str | None, folder: Path | None, *, as_json: bool, verbose: bool
 
 
 def exit_code(demo: Demo, report: AuditReport) -> int:
-    """That of the audit; with an injection 0 if the defect was found, else 1; 4 if the engine failed."""
+    """The audit's exit code; with an injection 0 if the defect was found, else 1; 4 if the engine failed."""
     if demo.injection is not None:
         return 0 if demo.defect_found else 1
     return ENGINE_FAILED if demo.failure is not None else CODES[report.verdict]

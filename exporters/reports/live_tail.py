@@ -55,7 +55,7 @@ class TailFinder:
         self._path = path
 
     def names(self, followed: Iterable[str], notify: Notify) -> list[str]:
-        """The journals' paths; the ``followed`` ones while there is none, as between two engines."""
+        """The journals' paths; the ``followed`` ones while the path has none, as between two engines."""
         try:
             return [str(path) for path in journals_at([self._path])]
         except LedgerError:

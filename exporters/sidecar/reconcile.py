@@ -59,7 +59,7 @@ NOTHING = Side(0, 0, 0, {})
 
 
 class Point(NamedTuple):
-    """All figures of an engine: with every event before ``seconds``, and with none after ``noted``."""
+    """All figures of an engine. They include every event before ``seconds`` and none after ``noted``."""
 
     seconds: float
     noted: float
@@ -285,7 +285,7 @@ class CounterComparison:
         return max(0.0, ended - seen) * each
 
     def _lasting(self, figure: str, seconds: float, outside: float) -> float:
-        """The smallest amount outside the range in the scrapes of a whole window, all on the same side."""
+        """The smallest distance to the range in a whole window; 0 unless every scrape is on the same side."""
         amounts = self._outside.setdefault(figure, deque())
         if not outside or (amounts and (amounts[-1][1] > 0) != (outside > 0)):
             amounts.clear()

@@ -119,7 +119,7 @@ class Sweep:
         return request_ids
 
     def report_tables(self, request_ids: Iterable[str]) -> None:
-        """Report which blocks stand in these requests' tables, once each."""
+        """Report the blocks in these requests' tables, each request once."""
         rows: list[int] = []
         request_ids = dict.fromkeys(request_ids)  # a scheduler that raised may hold a request twice
         requests = self._scheduler.requests if self._scheduler is not None else {}

@@ -1,8 +1,9 @@
-"""Requests of a v0 scheduler: their prefix-cache lookups, what became of these, and their ends.
+"""Requests of a v0 scheduler: their prefix-cache lookups, whether each led to an admission, and their ends.
 
-Every attempt to admit a waiting request looks it up. A release that keeps the hit of a failed attempt is
-reported by :class:`~kvledger.audit.events.LookupKept`: at the admission that uses the hit, or at the end of
-the request that leaves it behind. As in v1, the events of a step's lookups are emitted when the step is over.
+Every attempt to admit a waiting request looks it up. If the release keeps the hit of a failed attempt,
+:class:`~kvledger.audit.events.LookupKept` reports this: at the admission that uses the hit, or at the end of
+a request whose hit is never released. As in v1, the events of a step's lookups are emitted when the step is
+over.
 """
 
 from __future__ import annotations

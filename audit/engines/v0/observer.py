@@ -1,21 +1,22 @@
 """vLLM v0, releases 0.9.1 and 0.9.2 without ``VLLM_USE_V1``: what each hook sees, and its events.
 
-Facts of vLLM stand beside the code that relies on them, by the names of ``vllm/core/scheduler.py``.
+Facts about vLLM stand beside the code that relies on them. Names are those of ``vllm/core/scheduler.py``.
 
 A v0 scheduler never receives an output: the engine writes into its sequences. An output has arrived when the
-count of a scheduled sequence has moved. It is emitted at the next rest: when ended requests are freed, after
-an abort, or before the next ``schedule()``. With the asynchronous output processor the end of a request is
-found while its next step runs, which is then in flight.
+count of a scheduled sequence has risen. The output is emitted at the next rest: when ended requests are
+freed, after an abort, or before the next ``schedule()``. With the asynchronous output processor the engine
+finds the end of a request while the request's next step is in flight.
 
-**The count.** ``num_computed_tokens`` moves when a step's output is processed, by the whole chunk that was
-scheduled: hit and executed tokens together. kvledger counts a chunk from its scheduling, as everywhere, so it
-adds the chunk until the engine has done so. At rest, at a preemption and at an end that was not in flight it
-takes the engine's count alone. If the count did not move by the chunk, a census reports that at once.
+**The count.** ``num_computed_tokens`` rises when a step's output is processed, by the whole chunk that was
+scheduled: hit and executed tokens together. kvledger counts a chunk when it is scheduled, as in v1. So it
+adds the chunk to the engine's count until the engine has done so; at rest, at a preemption, and at an end
+with no step in flight it takes the engine's count alone. If the count did not rise by the chunk, a census
+reports that at once.
 
-**Swapping** keeps the KV and the count: the life goes on, its request only misses steps.
+**Swapping** keeps the KV and the count: the life goes on, but its request is not in the steps meanwhile.
 
 Not accounted: a group of several sequences or with an encoder (an unknown account), multi-step scheduling and
-lookahead slots (refused). Where ``append_slots`` gets its blocks is not observed: no count moves there.
+lookahead slots (refused). ``append_slots`` is not observed, because no count changes there.
 """
 
 from __future__ import annotations

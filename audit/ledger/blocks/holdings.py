@@ -134,7 +134,7 @@ class Holdings:
     def story(
         self, pool: int, block: int, references: int | None = None, second: Holder | None = None
     ) -> list[str]:
-        """What is known of a block, in lines of text."""
+        """What is known about a block, in lines of text."""
         record = self.pools[pool].records[block]
         hash_ = (
             f"hash {', '.join(hash_text(hash_id) for hash_id in record.hash_ids)}"

@@ -96,7 +96,7 @@ class Pool(msgspec.Struct):
     removed: dict[int, tuple[int, int, str]] = {}
     """Hash ids that left the cache map: the step, the step of their return (-1: none yet), and how."""
     records: dict[int, Block] = {}
-    """What is known of single blocks, by block id."""
+    """Records of single blocks, by block id."""
 
 
 def remember(record: Block, done: Operation) -> None:
