@@ -216,7 +216,7 @@ def lookups_disagree() -> Figures:
 
     def aborted(attach: Callable[[Any], object]) -> None:
         driver = start(attach, connector="scripted")
-        driver.connector.say("r", 160)
+        driver.connector.answer_lookups("r", 160)
         driver.add("r", 200, 3)
         driver.schedule()
         driver.abort("r")
@@ -254,7 +254,7 @@ def failed_load_stays_cached() -> Figures:
 
     def drive(attach: Callable[[Any], object]) -> None:
         driver = start(attach, connector="scripted")
-        driver.connector.say("r", 160)
+        driver.connector.answer_lookups("r", 160)
         driver.add("r", 200, 3)
         driver.schedule()
         driver.output(invalid_blocks=driver.blocks("r")[4:10])

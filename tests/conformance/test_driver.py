@@ -185,7 +185,7 @@ def test_blocks_of_an_aborted_request_stay_allocated_until_its_load_ends() -> No
     driver = start(connector="scripted")
     pool = driver.scheduler.kv_cache_manager.block_pool
     free = pool.get_num_free_blocks()
-    driver.connector.say("r", (96, True))
+    driver.connector.answer_lookups("r", (96, True))
     driver.add("r", 150)
     driver.step()
     driver.abort("r")
@@ -243,7 +243,7 @@ def test_a_synchronous_external_hit_covers_whole_blocks() -> None:
 
 def test_an_asynchronous_external_hit_waits_for_remote_kv() -> None:
     driver = start(connector="scripted")
-    driver.connector.say("r", (160, True))
+    driver.connector.answer_lookups("r", (160, True))
     r = driver.add("r", 200, 2)
     for _ in range(3):
         driver.step()
@@ -267,7 +267,7 @@ def test_the_runner_rejects_a_finished_load_that_no_step_ordered() -> None:
 
 def test_a_deferred_lookup_is_repeated() -> None:
     driver = start(connector="scripted")
-    driver.connector.say("r", None, None, 32)
+    driver.connector.answer_lookups("r", None, None, 32)
     driver.add("r", 50, 1)
     driver.run()
 
@@ -286,7 +286,7 @@ def test_a_full_external_hit_recomputes_the_last_token() -> None:
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_tokens_of_a_failed_synchronous_load_are_recomputed(asynchronous: bool) -> None:
     driver = start(connector="scripted", asynchronous=asynchronous)
-    driver.connector.say("r", 160)
+    driver.connector.answer_lookups("r", 160)
     r = driver.add("r", 200, 2)
     driver.schedule()
     driver.output(invalid_blocks=driver.blocks("r")[4:10])
@@ -301,7 +301,7 @@ def test_tokens_of_a_failed_synchronous_load_are_recomputed(asynchronous: bool) 
 @pytest.mark.parametrize(("first_bad", "scheduled"), [(4, 136), (0, 200)])
 def test_tokens_of_a_failed_asynchronous_load_are_recomputed(first_bad: int, scheduled: int) -> None:
     driver = start(connector="scripted")
-    driver.connector.say("r", (160, True))
+    driver.connector.answer_lookups("r", (160, True))
     driver.add("r", 200, 2)
     driver.schedule()
     driver.output(invalid_blocks=driver.blocks("r")[first_bad:], finished_recving=["r"])
@@ -312,7 +312,7 @@ def test_tokens_of_a_failed_asynchronous_load_are_recomputed(first_bad: int, sch
 @pytest.mark.parametrize("load", [160, (160, True)], ids=["synchronous", "asynchronous"])
 def test_a_failed_load_fails_the_request_under_the_fail_policy(load: Any) -> None:
     driver = start(connector="scripted", load_failure_policy="fail")
-    driver.connector.say("r", load)
+    driver.connector.answer_lookups("r", load)
     r = driver.add("r", 200, 2)
     driver.schedule()
     received = ["r"] if isinstance(load, tuple) else []
@@ -323,7 +323,7 @@ def test_a_failed_load_fails_the_request_under_the_fail_policy(load: Any) -> Non
 
 def test_a_load_that_fails_as_a_whole_is_recomputed() -> None:
     driver = start(connector="scripted", groups=("full", "sliding"), blocks=128)
-    driver.connector.say("r", (160, True))
+    driver.connector.answer_lookups("r", (160, True))
     driver.add("r", 200, 2)
     driver.schedule()
     driver.output(failed_recving=["r"])

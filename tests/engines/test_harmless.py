@@ -208,7 +208,7 @@ def test_after_a_late_attach_running_requests_are_unknown_and_new_ones_clean() -
 def test_strict_raises_at_the_step_that_violates() -> None:
     """Stock 0.32 leaks a placeholder when a synchronous load fails under async scheduling."""
     driver = Driver(engine_setup(connector="scripted", asynchronous=True))
-    driver.connector.say("r", 160)
+    driver.connector.answer_lookups("r", 160)
     driver.add("r", 200, 3)
     with attach(driver.scheduler, strict=True) as audit:
         driver.schedule()

@@ -78,7 +78,7 @@ def test_a_look_up_that_0_9_2_keeps_too(name: str) -> None:
     driver, events = observe(SCENARIOS[name])
 
     assert {(STALE_LOOKUP, "r")} == found(audited(events))
-    assert driver.remembered()
+    assert driver.kept_lookups()
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -1,9 +1,9 @@
-"""Workloads for the ledger of blocks: hybrid pools, external hits, and who comes first in the queue.
+"""Workloads for the ledger of blocks: hybrid pools, external hits, and the order of the free queue.
 
-As in `tests.scenarios.workloads`, each leaves its engine idle. In those called
-`double_allocation` the request `r` finds six blocks in the cache and is promised four more. Since a
-filler has used every other block after them, what `r` finds stands first in the free queue: an engine
-that takes one group's four before it holds another group's six takes those (vLLM#44409).
+As in `tests.scenarios.workloads`, each workload leaves its engine idle. In each `double_allocation` workload
+request `r` hits six cached blocks per group, and the connector promises four more. A filler used every other
+block later, so the six hit blocks are at the head of the free queue. An engine that allocates the four blocks
+of one group before it touches the six hit blocks of another group allocates these hit blocks (vLLM#44409).
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ WINDOW_TOKENS = 128
 LOCAL_TOKENS = 96
 EXTERNAL_TOKENS = 64
 FILLER_BLOCKS = 14
-"""Of each group."""
+"""Blocks of the filler, in each group."""
 
 THREE = ("full", "sliding", "sliding")
 EXTERNAL: dict[str, Any] = {"connector": "scripted", "groups": HYBRID}
@@ -33,7 +33,7 @@ def double_allocation(attach: Attach = id, *, groups: Any = HYBRID, **setup: Any
     driver.run()
     driver.add("filler", 16 * FILLER_BLOCKS, 1)
     driver.run()
-    driver.connector.say("r", EXTERNAL_TOKENS)
+    driver.connector.answer_lookups("r", EXTERNAL_TOKENS)
     driver.add("r", 200, 3, shares=("warm", LOCAL_TOKENS))
     driver.run()
     return driver
@@ -41,9 +41,9 @@ def double_allocation(attach: Attach = id, *, groups: Any = HYBRID, **setup: Any
 
 @workload("deferred lookup", two_groups=EXTERNAL)
 def double_allocation_after_preemption(attach: Attach = id, *, groups: Any = HYBRID, **setup: Any) -> Driver:
-    """What `r` finds is what it has computed itself before it was preempted."""
+    """`r` hits blocks that it computed itself before it was preempted."""
     driver = _start(attach, groups, max_batched_tokens=16 * FILLER_BLOCKS, **setup)
-    driver.connector.say("r", 0, None, None, EXTERNAL_TOKENS)
+    driver.connector.answer_lookups("r", 0, None, None, EXTERNAL_TOKENS)
     driver.add("r", 250, 3)
     driver.scheduler.scheduler_config.long_prefill_token_threshold = LOCAL_TOKENS
     driver.step()
@@ -56,7 +56,7 @@ def double_allocation_after_preemption(attach: Attach = id, *, groups: Any = HYB
 
 @workload(**BOTH)
 def shared_while_running(attach: Attach = id, **setup: Any) -> Driver:
-    """Many holders of one block, in the step that fills it and later; then all of them end."""
+    """Several requests hold one block, in the step that fills it and later; then all of them finish."""
     driver = start(attach, max_batched_tokens=256, **setup)
     for name in ("one", "two", "three"):
         driver.add(name, 100, 6, shares=("family", 80))
@@ -71,7 +71,7 @@ def shared_while_running(attach: Attach = id, **setup: Any) -> Driver:
 
 @workload(two_groups={"groups": HYBRID}, three_groups={"groups": THREE})
 def window_leaves_blocks(attach: Attach = id, *, groups: Any = HYBRID, **setup: Any) -> Driver:
-    """A long decode: blocks leave the window, are handed to others, and null blocks stand for them."""
+    """Blocks leave the window of a long decode: null blocks replace them; other requests get them."""
     driver = start(attach, groups=groups, blocks=160, max_batched_tokens=64, sliding_window=32, **setup)
     driver.add("long", 150, 60)
     driver.add("other", 90, 40)

@@ -1,11 +1,11 @@
-"""Histories that the real scheduler is driven into, to the token.
+"""Scenarios that drive the real scheduler through the golden histories, token by token.
 
-One function for each golden history, under the history's own name. Each starts an engine, shows its
-scheduler to `attach`, drives request `r` through the history and leaves the engine idle. Requests
-with other names only prepare the pool. Blocks hold 16 tokens.
+There is one function per golden history, registered under the history's name. It starts an engine, passes
+the scheduler to `attach`, drives request `r` through the history and leaves the engine idle. Requests with
+other names only prepare the pool. A block holds 16 tokens.
 
-`SCENARIOS` also holds every workload of the modules named in `REGISTERED`. As a program, this lists
-them, and says of each that the installed vLLM can't be driven through what it lacks.
+`SCENARIOS` also has every workload of the modules in `REGISTERED`. `python -m tests.scenarios.corpus` lists
+all scenarios, with the reasons why a scenario can't run on the installed vLLM.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from tests.scenarios.registry import WORKLOADS, Drive, Scenario
 
 REGISTERED = (workloads, external, blocks)
 HISTORIES: dict[str, Scenario] = {}
-"""Scenario by the name of the golden history."""
+"""Scenarios by the name of the golden history."""
 
 
 def _history(title: str, *requires: str) -> Callable[[Drive], Drive]:
@@ -61,7 +61,7 @@ def chunked_prefill(attach: Attach = id) -> Driver:
 @_history("external, synchronous, loaded")
 def external_synchronous(attach: Attach = id) -> Driver:
     driver = start(attach, connector="scripted")
-    driver.connector.say("r", 160)
+    driver.connector.answer_lookups("r", 160)
     driver.add("r", 200, 1)
     driver.run()
     return driver
@@ -71,7 +71,7 @@ def external_synchronous(attach: Attach = id) -> Driver:
 def external_asynchronous(attach: Attach = id) -> Driver:
     driver = start(attach, connector="scripted")
     _warm(driver, 32)
-    driver.connector.say("r", (128, True))
+    driver.connector.answer_lookups("r", (128, True))
     driver.add("r", 200, 1, shares=("warm", 32))
     driver.run()
     return driver
@@ -80,7 +80,7 @@ def external_asynchronous(attach: Attach = id) -> Driver:
 @_history("full external hit, last token executed again")
 def full_external_hit(attach: Attach = id) -> Driver:
     driver = start(attach, connector="scripted")
-    driver.connector.say("r", (96, True))
+    driver.connector.answer_lookups("r", (96, True))
     driver.add("r", 96, 1)
     driver.run()
     return driver
@@ -89,7 +89,7 @@ def full_external_hit(attach: Attach = id) -> Driver:
 @_history("vLLM#36752: preempted in mid-prefill, asked again")
 def asked_again_after_preemption(attach: Attach = id) -> Driver:
     driver = start(attach, connector="scripted", max_batched_tokens=56)
-    driver.connector.say("r", (32, True), (160, True))
+    driver.connector.answer_lookups("r", (32, True), (160, True))
     driver.add("r", 200, 1)
     driver.step(finished_recving=["r"])
     driver.step()
@@ -124,9 +124,9 @@ def resumed_cold(attach: Attach = id) -> Driver:
 
 @_history("LMCache#1969: resumed, local then external", "deferred lookup")
 def resumed_local_then_external(attach: Attach = id) -> Driver:
-    """While `r` is deferred, a filler takes all of the pool but the first block that `r` left."""
+    """While the lookup of `r` is deferred, a filler gets every block except the first that `r` had."""
     driver = start(attach, connector="scripted", blocks=6)
-    driver.connector.say("r", 0, None, (18, True))
+    driver.connector.answer_lookups("r", 0, None, (18, True))
     driver.add("r", 34, 16)
     for _ in range(15):
         driver.step()
@@ -139,7 +139,7 @@ def resumed_local_then_external(attach: Attach = id) -> Driver:
 @_history("asynchronous load fails in part, recomputed", "failed load")
 def asynchronous_load_fails_in_part(attach: Attach = id) -> Driver:
     driver = start(attach, connector="scripted")
-    driver.connector.say("r", (160, True))
+    driver.connector.answer_lookups("r", (160, True))
     driver.add("r", 200, 1)
     driver.schedule()
     driver.output(invalid_blocks=driver.blocks("r")[4:], finished_recving=["r"])
@@ -150,7 +150,7 @@ def asynchronous_load_fails_in_part(attach: Attach = id) -> Driver:
 @_history("asynchronous load fails wholly, looked up anew", "failed load")
 def asynchronous_load_fails_wholly(attach: Attach = id) -> Driver:
     driver = start(attach, connector="scripted")
-    driver.connector.say("r", (160, True))
+    driver.connector.answer_lookups("r", (160, True))
     driver.add("r", 200, 1)
     driver.schedule()
     driver.output(invalid_blocks=driver.blocks("r"), finished_recving=["r"])
@@ -217,7 +217,7 @@ def aborted_in_prefill(attach: Attach = id) -> Driver:
 def aborted_in_remote_wait(attach: Attach = id) -> Driver:
     driver = start(attach, connector="scripted")
     _warm(driver, 64)
-    driver.connector.say("r", (128, True))
+    driver.connector.answer_lookups("r", (128, True))
     driver.add("r", 300, shares=("warm", 64))
     driver.step()
     driver.abort("r")
@@ -230,7 +230,7 @@ SCENARIOS: dict[str, Scenario] = {scenario.name: scenario for scenario in HISTOR
 
 
 def runnable() -> dict[str, Scenario]:
-    """The scenarios that this host can be driven through."""
+    """The scenarios that can run on the installed vLLM."""
     return {name: scenario for name, scenario in SCENARIOS.items() if not scenario.lacking()}
 
 

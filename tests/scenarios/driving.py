@@ -1,7 +1,7 @@
-"""Drivers for tests: the product's driver, with the scripted connector by a short name.
+"""Drivers for tests: kvledger's own driver, and a short name for the scripted connector.
 
-``connector="scripted"`` stands for the class of :mod:`tests.scenarios.scripted_connector` that the
-engine's KV cache groups need.
+``connector="scripted"`` selects the class of :mod:`tests.scenarios.scripted_connector` that supports
+the engine's KV cache groups.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SCRIPTED_MODULE = "tests.scenarios.scripted_connector"
 
 
 def engine_setup(**options: Any) -> EngineSetup:
-    """An engine's setup; ``connector`` may be "scripted"."""
+    """The setup of an engine; ``connector`` may be "scripted"."""
     if options.get("connector") == SCRIPTED:
         one_group = len(options.get("groups", ("full",))) == 1
         name = "ScriptedConnector" if one_group else "ScriptedHybridConnector"

@@ -1,7 +1,7 @@
 """Workloads with an external cache: hits, waits, failures, aborts and delayed frees.
 
-As in `tests.scenarios.workloads`, each leaves its engine idle. What the external cache answers is
-scripted, and the loads that fail do so because the workload says which blocks never arrive.
+As in `tests.scenarios.workloads`, each workload leaves its engine idle. A script gives the answers of the
+external cache, and the workload names the blocks whose load fails.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from tests.scenarios.registry import BOTH, HYBRID, workload
 
 @workload(**BOTH)
 def abort_everywhere(attach: Attach = id, **setup: Any) -> Driver:
-    """Waiting, in prefill, in decode, in flight, preempted and waiting for remote KV."""
+    """Aborts while waiting, in prefill, in decode, in flight, when preempted, and waiting for remote KV."""
     driver = start(attach, connector="scripted", max_batched_tokens=64, max_running=4, **setup)
     driver.add("waiting", 50)
     driver.abort("waiting")
@@ -30,7 +30,7 @@ def abort_everywhere(attach: Attach = id, **setup: Any) -> Driver:
     driver.abort("flying")
     driver.drain()
     for name in ("remote", "arrived"):
-        driver.connector.say(name, (96, True))
+        driver.connector.answer_lookups(name, (96, True))
         driver.add(name, 150)
     while "arrived" not in driver.runner.loading:
         driver.step()
@@ -47,10 +47,10 @@ def abort_everywhere(attach: Attach = id, **setup: Any) -> Driver:
 
 @workload("deferred lookup", **BOTH)
 def external_sync(attach: Attach = id, **setup: Any) -> Driver:
-    """A hit beyond the local one, a deferred lookup and one that the local cache covers."""
+    """An external hit, a deferred lookup, and a prompt whose external part is a local hit."""
     driver = start(attach, connector="scripted", **setup)
     driver.connector.store("a", 96)
-    driver.connector.say("b", None, None, 64)
+    driver.connector.answer_lookups("b", None, None, 64)
     driver.connector.store("c", 96)
     driver.add("a", 150, 3)
     driver.add("b", 100, 3)
@@ -78,9 +78,9 @@ def external_async(attach: Attach = id, **setup: Any) -> Driver:
 
 @workload(**BOTH)
 def external_preempted(attach: Attach = id, **setup: Any) -> Driver:
-    """Preempted with an external part, then found longer, shorter and not at all."""
+    """Preempt a request with external tokens; later lookups hit more, fewer and no external tokens."""
     driver = start(attach, connector="scripted", max_batched_tokens=64, **setup)
-    driver.connector.say("r", 64, (96, True), 32, 0)
+    driver.connector.answer_lookups("r", 64, (96, True), 32, 0)
     driver.add("r", 200, 6)
     for _ in range(3):
         driver.step()
@@ -93,50 +93,50 @@ def external_preempted(attach: Attach = id, **setup: Any) -> Driver:
     return driver
 
 
-def _failing(driver: Driver, first_bad: int, asynchronous: bool) -> Driver:
-    """Of 10 external blocks of `r`, those from `first_bad` on do not arrive."""
-    driver.connector.say("r", (160, asynchronous))
+def _fail_load(driver: Driver, first_failed: int, asynchronous: bool) -> Driver:
+    """Fail the load of the external blocks of `r` from index `first_failed` on; `r` has 10 such blocks."""
+    driver.connector.answer_lookups("r", (160, asynchronous))
     driver.add("r", 200, 3)
     driver.add("other", 40, 6)
     driver.schedule()
-    bad = driver.blocks("r")[first_bad:10]
-    driver.output(invalid_blocks=bad, finished_recving=["r"] if asynchronous else ())
+    failed = driver.blocks("r")[first_failed:10]
+    driver.output(invalid_blocks=failed, finished_recving=["r"] if asynchronous else ())
     driver.run()
     return driver
 
 
 @workload("failed load", **BOTH)
 def load_failure_sync(attach: Attach = id, **setup: Any) -> Driver:
-    return _failing(start(attach, connector="scripted", **setup), 4, False)
+    return _fail_load(start(attach, connector="scripted", **setup), 4, False)
 
 
 @workload("failed load", "failure policy", **BOTH)
 def load_failure_sync_policy_fail(attach: Attach = id, **setup: Any) -> Driver:
     driver = start(attach, connector="scripted", load_failure_policy="fail", **setup)
-    return _failing(driver, 4, False)
+    return _fail_load(driver, 4, False)
 
 
 @workload("failed load", **BOTH)
 def load_failure_async_partial(attach: Attach = id, **setup: Any) -> Driver:
-    return _failing(start(attach, connector="scripted", **setup), 4, True)
+    return _fail_load(start(attach, connector="scripted", **setup), 4, True)
 
 
 @workload("failed load", **BOTH)
 def load_failure_async_total(attach: Attach = id, **setup: Any) -> Driver:
-    return _failing(start(attach, connector="scripted", **setup), 0, True)
+    return _fail_load(start(attach, connector="scripted", **setup), 0, True)
 
 
 @workload("failed load", "failure policy", **BOTH)
 def load_failure_async_policy_fail(attach: Attach = id, **setup: Any) -> Driver:
     driver = start(attach, connector="scripted", load_failure_policy="fail", **setup)
-    return _failing(driver, 4, True)
+    return _fail_load(driver, 4, True)
 
 
 @workload("failed load as a whole", **BOTH, groups={"groups": HYBRID, "blocks": 128})
 def load_failure_as_a_whole(attach: Attach = id, **setup: Any) -> Driver:
-    """The worker names the request, not its blocks."""
+    """The worker reports a failed request instead of failed blocks."""
     driver = start(attach, connector="scripted", **setup)
-    driver.connector.say("r", (160, True))
+    driver.connector.answer_lookups("r", (160, True))
     driver.add("r", 200, 3)
     driver.schedule()
     driver.output(failed_recving=["r"])

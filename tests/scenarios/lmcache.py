@@ -1,10 +1,10 @@
-"""Real LMCache under the real scheduler: its vLLM adapter, scheduler side, with a store that is a table.
+"""Scenarios of the real LMCache under the real scheduler, with a table in place of its store.
 
-``python -m`` this module prints one JSON line a scenario, as ``matrix`` does. It runs in an environment of
-scripts/releases.py that has LMCache: nothing compiled is there, so what is compiled in LMCache is stood
-in for by names that are never called on the scheduler's side. Everything else is LMCache's own: the
-adapter, its trackers, its plans. Two adapters: the package's, and the one that vLLM bundles, where the
-installed LMCache still has what that one imports.
+``python -m tests.scenarios.lmcache`` prints one JSON line per scenario, as ``matrix`` does. It runs in an
+environment of scripts/releases.py that has LMCache without its compiled modules. Mocks replace these modules;
+the scheduler side never calls them. Everything else on the scheduler side is LMCache's own: the vLLM adapter,
+its trackers and its connector metadata. There are two adapters: the package's, and the one that vLLM bundles.
+The bundled adapter runs only where the installed LMCache still has the names that it imports.
 """
 
 from __future__ import annotations
@@ -33,36 +33,40 @@ Attach = Callable[[Any], object]
 
 
 class Table:
-    """LMCache's look-up client, answering from a table: request id to tokens held; None: ask again."""
+    """LMCache's lookup client, answering from a table by request id: stored tokens, or None to defer."""
 
     def __init__(self) -> None:
-        self.held: dict[str, list[int | None]] = {}
-        """By request, one answer for each look-up; the last one stays."""
+        self.stored: dict[str, list[int | None]] = {}
+        """By request id, one answer for each lookup; the last answer is repeated."""
         self.requests: dict[str, Any] = {}
-        """The scheduler's: the bundled adapter looks up under a name of its own."""
+        """The scheduler's requests by id; the bundled adapter looks up under ids of its own."""
 
     def lookup(self, token_ids: Any, lookup_id: str, **_: Any) -> int | None:
-        asked = list(token_ids)
-        names = [n for n, r in self.requests.items() if asked[: r.num_prompt_tokens] == r.prompt_token_ids]
-        answers = self.held.get(names[0], [0]) if names else [0]
+        looked_up = list(token_ids)
+        matches = [
+            request_id
+            for request_id, request in self.requests.items()
+            if looked_up[: request.num_prompt_tokens] == request.prompt_token_ids
+        ]
+        answers = self.stored.get(matches[0], [0]) if matches else [0]
         return answers.pop(0) if len(answers) > 1 else answers[0]
 
     def lookup_cache(self, lookup_id: str) -> int:
-        """-1: nothing is remembered."""
+        """-1: no lookup is cached."""
         return -1
 
     def supports_producer_reuse(self) -> bool:
         return False
 
     def clear_lookup_status(self, lookup_id: str) -> None:
-        """There is none."""
+        """Nothing to clear."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to close."""
 
 
 class LMCacheScenario(Scenario):
-    """A scenario that needs one of the adapters."""
+    """A scenario that runs only where its adapter can be imported."""
 
     def lacking(self) -> list[str]:
         missing = _missing(self.setup.get("adapter", "package"))
@@ -71,7 +75,7 @@ class LMCacheScenario(Scenario):
 
 @functools.cache
 def _missing(adapter: str) -> str:
-    """Why an adapter can't be had here; "" if it can."""
+    """The reason why an adapter can't be imported here; "" if it can."""
     os.environ.update(LMCACHE_LOG_LEVEL="ERROR", LMCACHE_DISABLE_BANNER="1", LMCACHE_TRACK_USAGE="false")
     for name in COMPILED:
         sys.modules.setdefault(f"lmcache.{name}", mock.MagicMock())
@@ -82,12 +86,12 @@ def _missing(adapter: str) -> str:
     return ""
 
 
-def begin(
+def start_with_table(
     attach: Attach, adapter: str = "package", *, decode: bool = False, **setup: Any
 ) -> tuple[Driver, Table]:
-    """A driver whose connector is LMCacheConnectorV1, and the store behind it.
+    """A driver with LMCacheConnectorV1 as its connector, and the table that answers its lookups.
 
-    ``decode``: what is decoded is saved too.
+    ``decode``: the KV of decoded tokens is saved as well.
     """
     factory = importlib.import_module("lmcache.v1.lookup_client").LookupClientFactory
     table = Table()
@@ -109,9 +113,9 @@ def _steps(driver: Driver, count: int) -> None:
 
 
 def found_at_first(attach: Attach = id, **setup: Any) -> Driver:
-    """New requests of which the store holds nothing, a part, a part beyond the local hit, and all."""
-    driver, table = begin(attach, **setup)
-    table.held = {"part": [64], "more": [128], "whole": [96]}
+    """Lookups of new requests that hit nothing, a part, a part beyond the local hit, and the whole prompt."""
+    driver, table = start_with_table(attach, **setup)
+    table.stored = {"part": [64], "more": [128], "whole": [96]}
     driver.add("none", 100, 3)
     driver.add("part", 100, 3)
     driver.run()
@@ -122,9 +126,9 @@ def found_at_first(attach: Attach = id, **setup: Any) -> Driver:
 
 
 def asked_again(attach: Attach = id, **setup: Any) -> Driver:
-    """The store has no answer yet, twice, then holds a part; another request ends while it waits."""
-    driver, table = begin(attach, **setup)
-    table.held = {"later": [None, None, 64], "never": [None]}
+    """Two lookups are deferred, then a part hits; another request is aborted while its lookup is deferred."""
+    driver, table = start_with_table(attach, **setup)
+    table.stored = {"later": [None, None, 64], "never": [None]}
     driver.add("later", 100, 3)
     driver.add("never", 100, 3)
     _steps(driver, 2)
@@ -134,9 +138,9 @@ def asked_again(attach: Attach = id, **setup: Any) -> Driver:
 
 
 def in_chunks(attach: Attach = id, **setup: Any) -> Driver:
-    """Prompts longer than a step, beside one that decodes; one is given up in its midst."""
-    driver, table = begin(attach, max_batched_tokens=48, **setup)
-    table.held = {"half": [64]}
+    """Prompts longer than a step run beside a decoding request; one of them is aborted midway."""
+    driver, table = start_with_table(attach, max_batched_tokens=48, **setup)
+    table.stored = {"half": [64]}
     driver.add("decodes", 20, 12)
     driver.add("long", 200, 3)
     driver.add("half", 150, 3)
@@ -148,9 +152,9 @@ def in_chunks(attach: Attach = id, **setup: Any) -> Driver:
 
 
 def resumed(attach: Attach = id, **setup: Any) -> Driver:
-    """LMCache#1969: preempted in decode, its local cache gone; the store holds 64 of its prompt."""
-    driver, table = begin(attach, **setup)
-    table.held = {"r": [0, 64]}
+    """LMCache#1969: `r` is preempted in decode, its local KV is lost; the store holds 64 prompt tokens."""
+    driver, table = start_with_table(attach, **setup)
+    table.stored = {"r": [0, 64]}
     driver.add("r", 70, 20)
     _steps(driver, 10)
     driver.drain()
@@ -161,22 +165,22 @@ def resumed(attach: Attach = id, **setup: Any) -> Driver:
 
 
 def resumed_in_part(attach: Attach = id, **setup: Any) -> Driver:
-    """The same, with two blocks still in the local cache: local first, then external."""
-    driver, table = begin(attach, blocks=10, **setup)
-    table.held = {"r": [0, 0, 64], "filler": [0]}
+    """As `resumed`, with two blocks still in the local cache: local tokens first, then external ones."""
+    driver, table = start_with_table(attach, blocks=10, **setup)
+    table.stored = {"r": [0, 0, 64], "filler": [0]}
     driver.add("r", 70, 20)
     _steps(driver, 10)
     driver.drain()
     driver.preempt("r")
-    table.held["r"] = [None, 64]
+    table.stored["r"] = [None, 64]
     driver.add("filler", 100, 1)
     driver.run()
     return driver
 
 
 def resumed_without(attach: Attach = id, **setup: Any) -> Driver:
-    """Preempted and resumed, cold and from the local cache; the store holds nothing."""
-    driver, _ = begin(attach, **setup)
+    """`r` is preempted and resumed, with and without a local hit; the store holds nothing."""
+    driver, _ = start_with_table(attach, **setup)
     driver.add("r", 70, 30)
     for _ in range(2):
         _steps(driver, 8)
@@ -191,8 +195,8 @@ def resumed_without(attach: Attach = id, **setup: Any) -> Driver:
 
 
 def decoded(attach: Attach = id, **setup: Any) -> Driver:
-    """Output of more than a chunk is saved as it comes."""
-    driver, _ = begin(attach, decode=True, **setup)
+    """Decoded tokens are saved chunk by chunk while the requests run."""
+    driver, _ = start_with_table(attach, decode=True, **setup)
     driver.add("r", 33, 80)
     driver.add("other", 70, 50)
     driver.run()
@@ -200,8 +204,8 @@ def decoded(attach: Attach = id, **setup: Any) -> Driver:
 
 
 def prompt_only(attach: Attach = id, **setup: Any) -> Driver:
-    """Only prompts are saved."""
-    driver, _ = begin(attach, **setup)
+    """Prompt tokens are saved, and decoded tokens are not."""
+    driver, _ = start_with_table(attach, **setup)
     driver.add("r", 70, 60)
     driver.run()
     return driver
@@ -235,10 +239,10 @@ SCENARIOS: dict[str, LMCacheScenario] = {
 
 def main(names: list[str]) -> None:
     """Run the named scenarios, or all."""
-    said = sys.stdout
+    stdout = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):
         for name in names or SCENARIOS:
-            print(json.dumps({"scenario": name, **outcome(SCENARIOS[name])}), file=said, flush=True)
+            print(json.dumps({"scenario": name, **outcome(SCENARIOS[name])}), file=stdout, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The whole corpus under observation, in whatever release is installed: `python -m` this module.
+"""Audits every scenario of the corpus on the installed vLLM: `python -m tests.scenarios.matrix`.
 
-Prints one JSON line a scenario, and no other line: what was found, the verdict and its doubts, where each
-prompt came from in the end (local, external, computed and unattained tokens), accounts that do not
-balance and those still open. A scenario that this host can't be driven through says why (``left_out``);
-one that raised says what. Arguments name scenarios; none means all.
+Prints one JSON line per scenario and no other line: the findings, the verdict and its doubts, the settled
+split of each prompt (local, external, computed and unattained tokens), the accounts that do not balance and
+the accounts that are still open. ``left_out`` has the reasons why a scenario can't run on this host, and
+``raised`` the exception that ended it. Arguments name the scenarios to run; without arguments all run.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ def main(names: list[str]) -> None:
     """Run the named scenarios, or all."""
     from tests.scenarios.corpus import SCENARIOS
 
-    said = sys.stdout
+    stdout = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):
         for name in names or SCENARIOS:
-            print(json.dumps({"scenario": name, **outcome(SCENARIOS[name])}), file=said, flush=True)
+            print(json.dumps({"scenario": name, **outcome(SCENARIOS[name])}), file=stdout, flush=True)
 
 
 def outcome(scenario: Callable[..., Any]) -> dict[str, Any]:
-    """What came of one scenario."""
+    """The audit of one scenario, as it is printed."""
     lacking = scenario.lacking() if hasattr(scenario, "lacking") else []
     if lacking:
         return {"left_out": lacking}
@@ -41,7 +41,7 @@ def outcome(scenario: Callable[..., Any]) -> dict[str, Any]:
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
     accounts = list(auditor.ledger.accounts())
-    said: dict[str, Any] = {
+    result: dict[str, Any] = {
         "findings": [[violation.id, violation.request] for violation in auditor.violations],
         "verdict": auditor.verdict,
         "settled": {account.request_id: list(map(_sources, account.settlements)) for account in accounts},
@@ -49,7 +49,7 @@ def outcome(scenario: Callable[..., Any]) -> dict[str, Any]:
         "unbalanced": [account.request_id for account in accounts if not balances(account.freeze())],
         "open": [account.request_id for account in auditor.ledger.open.values()],
     }
-    return {**said, "raised": error} if error else said
+    return {**result, "raised": error} if error else result
 
 
 def _sources(settled: Settlement) -> list[int]:
@@ -58,7 +58,7 @@ def _sources(settled: Settlement) -> list[int]:
 
 @contextlib.contextmanager
 def observed(auditor: Auditor) -> Iterator[Callable[[Any], None]]:
-    """What is attached to within the block is audited by its end."""
+    """Feed the events of every scheduler attached within the block to ``auditor`` when the block ends."""
     sink = MemoryRecorder()
     observers: list[Any] = []
 
@@ -77,7 +77,7 @@ def observed(auditor: Auditor) -> Iterator[Callable[[Any], None]]:
 
 
 def balances(account: AccountStatement) -> bool:
-    """Whether all sums of a frozen account come out."""
+    """Whether every sum of a frozen account is right."""
     work = account.first_prompt + account.first_output + sum(account.rework.values())
     return bool(
         account.unknown is None

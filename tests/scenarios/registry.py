@@ -1,4 +1,4 @@
-"""The register of workloads: a name for each variant of each."""
+"""The register of workloads: one scenario for each variant of a workload."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,19 +13,19 @@ Drive = Callable[..., Driver]
 
 @dataclass(frozen=True)
 class Scenario:
-    """Called with `attach`, or with nothing; leaves the engine idle."""
+    """Drives an engine and leaves it idle. The engine's scheduler is passed to `attach` first."""
 
     name: str
     drive: Drive
     setup: Mapping[str, Any] = field(default_factory=dict)
     requires: frozenset[str] = frozenset()
-    """Of `release.CAPABILITIES`."""
+    """Names in `release.CAPABILITIES` that the installed vLLM needs."""
 
     def __call__(self, attach: Attach = id, **setup: Any) -> Driver:
         return self.drive(attach, **{**self.setup, **setup})
 
     def lacking(self) -> list[str]:
-        """Why the host can't be driven through this; empty if it can."""
+        """The reasons why this scenario can't run on the installed vLLM; empty if it can."""
         return release.lacking(sorted(self.requires))
 
 
@@ -35,7 +35,7 @@ HYBRID = ("full", "sliding")
 
 
 def workload(*requires: str, **variants: dict[str, Any]) -> Callable[[Drive], Drive]:
-    """Register a workload, as `name_variant` once for each variant of its engine."""
+    """Register a workload under `name_variant` for each variant of its engine."""
 
     def register(drive: Drive) -> Drive:
         for suffix, setup in (variants or {"": {}}).items():
@@ -47,10 +47,10 @@ def workload(*requires: str, **variants: dict[str, Any]) -> Callable[[Drive], Dr
 
 
 def implied(setup: Mapping[str, Any]) -> frozenset[str]:
-    """What an engine's setup alone requires of the host."""
-    needed = set()
+    """The capabilities that an engine's setup requires of the installed vLLM."""
+    capabilities = set()
     if setup.get("asynchronous"):
-        needed.add("async drafts" if setup.get("drafts") else "async")
+        capabilities.add("async drafts" if setup.get("drafts") else "async")
     if len(setup.get("groups", ())) > 1 and setup.get("connector"):
-        needed.add("hybrid connector")
-    return frozenset(needed)
+        capabilities.add("hybrid connector")
+    return frozenset(capabilities)

@@ -1,14 +1,14 @@
-"""A KV connector that answers from a script; scheduler side only.
+"""A KV connector whose answers are scripted; scheduler side only.
 
-vLLM loads this module by its name (`kv_connector_module_path`), so vLLM is imported at the top. The
-driver never imports it: it reaches the instance through the scheduler.
+vLLM loads this module by its name (`kv_connector_module_path`), so the module imports vLLM at the top. The
+driver does not import this module; it gets the connector from the scheduler.
 
-Three ways to say what the external cache holds, asked in this order:
+A lookup is answered by the first rule that applies:
 
-- `say(request_id, *answers)`: one answer for each time the scheduler asks, then the next rule;
+- `answer_lookups(request_id, *answers)`: one answer for each lookup of the request, until none is left;
 - `store(request_id, tokens)`: the external cache holds the first `tokens` of the sequence, in whole
-  blocks; a synchronous hit leaves the last token to compute, an asynchronous one may cover it;
-- otherwise nothing.
+  blocks; a synchronous hit leaves the last token to compute, an asynchronous hit may cover it;
+- otherwise the external cache holds nothing.
 """
 
 # mypy: disallow-subclassing-any=False
@@ -34,18 +34,18 @@ Answer = int | tuple[int, bool] | None
 
 @dataclass(frozen=True)
 class ScriptedLoad:
-    """One load that a step's plan orders from the worker."""
+    """One load that the connector metadata of a step orders."""
 
     request_id: str
     external_tokens: int
     asynchronous: bool
     block_ids: tuple[tuple[int, ...], ...]
-    """For each KV cache group, the blocks that the request held when the load was planned."""
+    """For each KV cache group, the blocks that the request held when the load was ordered."""
 
 
 @dataclass
 class ScriptedMetadata(KVConnectorMetadata):
-    """What the connector hands to the worker with one step."""
+    """The connector metadata of one step."""
 
     loads: tuple[ScriptedLoad, ...] = ()
 
@@ -74,51 +74,51 @@ Call = LookupCall | AllocatedCall | FinishedCall | ScriptedMetadata
 
 @dataclass
 class Script:
-    """What the connector will say, and everything that it was told, in order."""
+    """The connector's scripted answers, and the calls that it received, in order."""
 
     answers: dict[str, deque[Answer]] = field(default_factory=dict)
     stored: dict[str, tuple[int, bool]] = field(default_factory=dict)
     delay_free: set[str] = field(default_factory=set)
-    """Requests whose blocks stay held after they finish, until `finished_sending` names them."""
+    """Requests whose blocks stay allocated after they finish, until `finished_sending` lists them."""
     calls: list[Call] = field(default_factory=list)
 
 
 class ScriptedConnector(KVConnectorBase_V1):
-    """The scheduler side of an external cache, as scripted; the worker side is never called."""
+    """The scripted scheduler side of an external cache; the worker side is never called."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, *[kv_cache_config] * _TAKES_LAYOUT)
         self.script = Script()
         self.block_size: int = vllm_config.cache_config.block_size
         self.held: set[str] = set()
-        """Finished requests whose blocks are still held for a transfer."""
+        """Finished requests whose blocks stay allocated for a transfer."""
         self._loads: list[ScriptedLoad] = []
         self._answered: dict[str, bool] = {}
 
-    # What the script says.
+    # Calls of tests.
 
-    def say(self, request_id: str, *answers: Answer) -> None:
+    def answer_lookups(self, request_id: str, *answers: Answer) -> None:
         self.script.answers.setdefault(request_id, deque()).extend(answers)
 
     def store(self, request_id: str, tokens: int, *, asynchronous: bool = False) -> None:
         self.script.stored[request_id] = (tokens, asynchronous)
 
     def calls(self, kind: type[Any]) -> list[Any]:
-        """What the scheduler told the connector, of one kind, in order."""
-        return [word for word in self.script.calls if isinstance(word, kind)]
+        """The calls and metadata of one kind, in order."""
+        return [call for call in self.script.calls if isinstance(call, kind)]
 
     def _answer(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         answers = self.script.answers.get(request.request_id)
         if answers:
-            said = answers.popleft()
-            return said if isinstance(said, tuple) else (said, False)
+            answer = answers.popleft()
+            return answer if isinstance(answer, tuple) else (answer, False)
         stored, asynchronous = self.script.stored.get(request.request_id, (0, False))
-        most = request.num_tokens if asynchronous else request.num_tokens - 1
-        whole = min(stored, most) // self.block_size * self.block_size
-        external = max(0, whole - local_tokens)
+        limit = request.num_tokens if asynchronous else request.num_tokens - 1
+        hit_tokens = min(stored, limit) // self.block_size * self.block_size
+        external = max(0, hit_tokens - local_tokens)
         return external, asynchronous and external > 0
 
-    # What the scheduler calls.
+    # Calls of the scheduler.
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         answer = self._answer(request, num_computed_tokens)
@@ -130,16 +130,16 @@ class ScriptedConnector(KVConnectorBase_V1):
         request_id = request.request_id
         self.script.calls.append(AllocatedCall(request_id, num_external_tokens))
         if num_external_tokens:
-            held = tuple(map(tuple, blocks.get_block_ids()))
+            block_ids = tuple(map(tuple, blocks.get_block_ids()))
             asynchronous = self._answered[request_id]
-            self._loads.append(ScriptedLoad(request_id, num_external_tokens, asynchronous, held))
+            self._loads.append(ScriptedLoad(request_id, num_external_tokens, asynchronous, block_ids))
 
     def build_connector_meta(self, scheduler_output: Any) -> ScriptedMetadata:
-        plan = ScriptedMetadata(tuple(self._loads))
+        metadata = ScriptedMetadata(tuple(self._loads))
         self._loads.clear()
-        if plan.loads:
-            self.script.calls.append(plan)
-        return plan
+        if metadata.loads:
+            self.script.calls.append(metadata)
+        return metadata
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         delayed = request.request_id in self.script.delay_free
@@ -164,7 +164,7 @@ class ScriptedConnector(KVConnectorBase_V1):
 
 
 class ScriptedHybridConnector(ScriptedConnector, _SupportsHMA):
-    """The same for pools with more than one KV cache group."""
+    """A scripted connector for pools with more than one KV cache group."""
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]

@@ -1,4 +1,4 @@
-"""How kvledger reads the metadata of the scripted connectors; ``connector`` registers it for them."""
+"""The metadata reader of the scripted connectors; ``scripted_connector`` registers it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvledger.audit.engines.connectors.metadata_reader import MetadataReader
 
 
 class ScriptedReader(MetadataReader):
-    """Reads the block ids of each load, a tuple a KV cache group."""
+    """Reads the block ids of each load, one tuple per KV cache group."""
 
     def filled(self, metadata: Any, block_size: int) -> set[int]:
         return {block for load in metadata.loads for group in load.block_ids for block in group}

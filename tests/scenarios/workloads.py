@@ -1,7 +1,7 @@
-"""Ordinary workloads on the real scheduler: the corpus on which an observer must stay silent.
+"""Ordinary workloads on the real scheduler, on which an audit must find nothing.
 
-Each starts an engine, shows its scheduler to `attach`, brings it into the state that it is named
-for and leaves it idle. Those with an external cache are in `tests.scenarios.external`.
+Each workload starts an engine, passes its scheduler to `attach`, drives the engine into the state that the
+workload is named for, and leaves it idle. Workloads with an external cache are in `tests.scenarios.external`.
 """
 
 import random
@@ -22,7 +22,7 @@ def plain(attach: Attach = id, **setup: Any) -> Driver:
 
 @workload(**BOTH, uncached={"prefix_caching": False}, eagle={"drafts": 2, "drafter": "eagle"})
 def shared_prefix(attach: Attach = id, **setup: Any) -> Driver:
-    """Alone, at the same time, and in full."""
+    """Prompts that share a prefix: one alone, then several at a time, one of them a full hit."""
     driver = start(attach, **setup)
     driver.add("first", 100, 4)
     driver.run()
@@ -49,7 +49,7 @@ def chunked(attach: Attach = id, **setup: Any) -> Driver:
     consumer={"connector": "scripted", "asynchronous": True, "kv_role": "kv_consumer"},
 )
 def preempt_prefill(attach: Attach = id, **setup: Any) -> Driver:
-    """`late` finds no block for its second chunk and gives its first up."""
+    """No block is free for the second chunk of `late`, so `late` is preempted and loses its first chunk."""
     driver = start(attach, blocks=12, max_batched_tokens=64, **setup)
     driver.add("early", 96, 30)
     driver.add("late", 96, 4)
@@ -121,7 +121,7 @@ def reset_running(attach: Attach = id, **setup: Any) -> Driver:
     async_speculative={"asynchronous": True, "drafts": 3},
 )
 def session(attach: Attach = id, **setup: Any) -> Driver:
-    """Later chunks arrive while the session waits for one, and before it has asked."""
+    """A later chunk arrives while the session waits for it, and one arrives before the session waits."""
     driver = start(attach, max_batched_tokens=64, **setup)
     driver.add("s", 40, 4, resumable=True)
     driver.add("other", 70, 12)
@@ -148,7 +148,7 @@ def pooling(attach: Attach = id, **setup: Any) -> Driver:
 
 @workload(**BOTH, external={"connector": "scripted", "groups": HYBRID})
 def hybrid(attach: Attach = id, *, groups: Any = HYBRID, **setup: Any) -> Driver:
-    """One pool, a full and a sliding window group: blocks out of the window are given back."""
+    """One pool with a full-attention and a sliding-window group: blocks outside the window are freed."""
     driver = start(attach, groups=groups, blocks=128, max_batched_tokens=64, **setup)
     if "connector" in setup:
         driver.connector.store("a", 96)

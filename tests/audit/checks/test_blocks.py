@@ -255,7 +255,7 @@ def test_duplicates_resets_and_evictions(watched, scenario):
 @violates("blocks/hash-content")
 def test_cached_before_its_load_has_finished(watched):
     driver = watched.start(connector="scripted")
-    driver.connector.say("r", (96, True))
+    driver.connector.answer_lookups("r", (96, True))
     request = driver.add("r", 200, 2)
     driver.step()
     driver.scheduler.kv_cache_manager.cache_blocks(request, 96)
@@ -271,7 +271,7 @@ def test_cached_before_its_load_has_finished(watched):
 def test_preempted_before_a_failed_load_was_computed_again(watched):
     """The real scheduler of 0.32: the blocks stay hashed, and whoever comes next finds them."""
     driver = watched.start(connector="scripted")
-    driver.connector.say("r", 160, 0)
+    driver.connector.answer_lookups("r", 160, 0)
     driver.add("r", 200, 3)
     driver.schedule()
     driver.output(invalid_blocks=driver.blocks("r")[4:10])
@@ -287,7 +287,7 @@ def test_preempted_before_a_failed_load_was_computed_again(watched):
 def test_aborted_before_a_failed_load_was_computed_again(watched):
     """Whose it was is said, though the request is gone by then."""
     driver = watched.start(connector="scripted")
-    driver.connector.say("r", 160)
+    driver.connector.answer_lookups("r", 160)
     driver.add("r", 200, 3)
     driver.schedule()
     driver.output(invalid_blocks=driver.blocks("r")[4:10])

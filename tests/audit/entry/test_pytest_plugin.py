@@ -153,7 +153,7 @@ def test_a_connector_replaced_before_the_first_step_is_observed(pytester: pytest
             driver.add("a", 100, 4)
             driver.scheduler.connector = Mock(wraps=connector)
             driver.scheduler.connector.held = set()
-            connector.say("a", 64)
+            connector.answer_lookups("a", 64)
             scheduled = driver.schedule()
             assert scheduled.num_scheduled_tokens == {"a": 36}
             assert driver.scheduler.connector.get_num_new_matched_tokens.call_count == 1

@@ -1,7 +1,7 @@
 """Audits every scenario of vLLM's v0 scheduler (0.9.1, 0.9.2).
 
-``python -m tests.scenarios.v0.audit`` prints one JSON line a scenario: what was found, whether
-all accounts are closed and balance, and doubts. Any exception ends it.
+``python -m tests.scenarios.v0.audit`` prints one JSON line per scenario: the findings, whether all accounts
+are closed and balance, and the doubts. An exception in a scenario ends the program.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SCENARIOS: dict[str, V0Scenario] = {**CLEAN, **STALE, **UNFIXED, **CROWDED}
 
 
 class V0Report(msgspec.Struct):
-    """One scenario, audited. ``balanced``: accounts are closed and every identity of theirs holds."""
+    """The audit of one scenario. ``balanced``: every account is closed and its sums are right."""
 
     scenario: str
     findings: list[tuple[str, str | None]]
@@ -25,7 +25,7 @@ class V0Report(msgspec.Struct):
 
 
 def audited(name: str, **more: Any) -> V0Report:
-    """Run a scenario under observation and audit what was seen."""
+    """Run a scenario under observation and audit its events."""
     from kvledger.audit.checks.auditor import Auditor
     from kvledger.audit.engines import host_version
     from kvledger.audit.engines.v0.observer import V0Observer
@@ -43,7 +43,7 @@ def audited(name: str, **more: Any) -> V0Report:
         observer.stop("exit")
     auditor = Auditor(keep_closed=True, debug=True)
     auditor.feed_all(sink.take())
-    findings = sorted({(found.id, found.request) for found in auditor.violations}, key=str)
+    findings = sorted({(violation.id, violation.request) for violation in auditor.violations}, key=str)
     return V0Report(name, findings, _balanced(auditor.ledger), auditor.doubts)
 
 
@@ -51,11 +51,11 @@ def _balanced(ledger: Any) -> bool:
     if ledger.open:
         return False
     for account in ledger.accounts():
-        one = account.freeze()
-        work = one.first_prompt + one.first_output + sum(one.rework.values())
-        if one.scheduled != work + one.rejected + one.overrun or one.suspense:
+        frozen = account.freeze()
+        work = frozen.first_prompt + frozen.first_output + sum(frozen.rework.values())
+        if frozen.scheduled != work + frozen.rejected + frozen.overrun or frozen.suspense:
             return False
-        for settled in one.settlements:
+        for settled in frozen.settlements:
             sources = settled.local + settled.external + settled.computed + settled.unattained
             if sources != settled.prompt_tokens - settled.carried:
                 return False
@@ -63,7 +63,7 @@ def _balanced(ledger: Any) -> bool:
 
 
 def main() -> int:
-    """One JSON line a scenario."""
+    """Print one JSON line per scenario."""
     import logging
 
     logging.disable(logging.WARNING)

@@ -1,11 +1,11 @@
-"""Moves a real vLLM v0 scheduler (0.9.1, 0.9.2) through real steps, with made-up model output.
+"""Drives a real vLLM v0 scheduler (0.9.1, 0.9.2) through real steps, with generated model output.
 
-The driver stands where vLLM's LLMEngine stands and keeps its order. Synchronously: schedule, then
-the output is taken: counts, tokens, stops, ends. With the output processor asynchronous (what v0
-does by default) a step's counts and tokens are taken at once and its stops are looked for while
-the next step runs, so a request that ends has one step too many in flight.
+The driver takes the place of vLLM's LLMEngine and keeps the engine's order. Synchronously it schedules a
+step, then processes the step's output: counts, tokens, stops and finished requests. With the asynchronous
+output processor (the default of v0) it processes a step's counts and tokens at once, and checks for stops
+while the next step runs. A request that finishes then has one step too many in flight.
 
-It does not know that anybody observes, and it holds no truth about tokens.
+The driver does not observe the scheduler and keeps no token counts of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Attach = Callable[[Any], object]
 
 @dataclass(frozen=True)
 class V0Setup:
-    """One engine's configuration, as far as its scheduler can tell."""
+    """The part of an engine's configuration that its scheduler uses."""
 
     blocks: int = 64
     cpu_blocks: int = 64
@@ -41,12 +41,12 @@ class V0Setup:
     preemption_mode: Literal["recompute", "swap"] | None = None
     policy: Literal["fcfs", "priority"] = "fcfs"
     max_loras: int = 0
-    """0: no LoRA at all."""
+    """0: no LoRA."""
     pooling: bool = False
 
 
 class _ExecutedStep:
-    """A step whose output has been taken, but in which nobody has looked for ends yet."""
+    """A scheduled step whose requests were not checked for stops yet."""
 
     def __init__(self, metadata: list[Any], outputs: Any, asynchronous: bool) -> None:
         self.groups = [scheduled.seq_group for scheduled in outputs.scheduled_seq_groups]
@@ -57,21 +57,21 @@ class _ExecutedStep:
 
 
 class V0Driver:
-    """One scheduler, and the engine around it."""
+    """One scheduler, and the part of an engine around it."""
 
     def __init__(self, setup: V0Setup) -> None:
         self.setup = setup
         self.outputs: dict[str, list[int]] = {}
-        """The tokens that each client would have got."""
+        """Output tokens by request id."""
         self.groups: dict[str, Any] = {}
         self.steps = 0
         self._pending: deque[_ExecutedStep] = deque()
         self._added = 0
         self.scheduler: Any = _build_scheduler(
-            setup, self._look_for_the_end_of if setup.asynchronous else None
+            setup, self._process_pending_output_of if setup.asynchronous else None
         )
 
-    # What clients do.
+    # Calls of clients.
 
     def add(
         self,
@@ -86,8 +86,9 @@ class V0Driver:
     ) -> Any:
         """Add a request; returns vLLM's SequenceGroup.
 
-        Its prompt is its own, but for the first tokens that ``shares=("a", 64)`` takes from the
-        family "a". ``lora`` is an adapter's number; ``embeds`` gives the prompt as embeddings.
+        The prompt tokens are generated for this request; ``shares=("a", 64)`` takes the first 64 of them from
+        the token family "a". ``lora`` is the number of a LoRA adapter; ``embeds`` passes the prompt as
+        embeddings.
         """
         from vllm.sequence import Sequence, SequenceGroup
 
@@ -110,13 +111,13 @@ class V0Driver:
         return group
 
     def abort(self, request_id: str) -> None:
-        """As when the client disconnects."""
+        """Abort a request, as when its client disconnects."""
         self.scheduler.abort_seq_group(request_id)
 
-    # What the engine does.
+    # Calls of the engine.
 
     def step(self) -> None:
-        """One turn of the engine."""
+        """One iteration of the engine."""
         self.steps += 1
         metadata, outputs, asynchronous = self.scheduler.schedule()
         self.scheduler.get_and_reset_finished_requests_ids()
@@ -125,21 +126,21 @@ class V0Driver:
         if outputs.is_empty():
             self._catch_up()
             return
-        taken = _ExecutedStep(metadata, outputs, asynchronous)
+        executed = _ExecutedStep(metadata, outputs, asynchronous)
         if asynchronous:
             self._catch_up()  # while the model runs
-        self._pending.append(taken)
+        self._pending.append(executed)
         if not asynchronous:
             self._catch_up()
             return
-        for group, chunk, samples in zip(taken.groups, taken.chunks, taken.samples, strict=True):
+        for group, chunk, samples in zip(executed.groups, executed.chunks, executed.samples, strict=True):
             if not group.is_finished():
                 group.update_num_computed_tokens(chunk)
                 if samples:
                     self._append(group)
 
     def run(self, max_steps: int = 10_000) -> None:
-        """Turn until nothing is left to do."""
+        """Step until nothing is left to do."""
         for _ in range(max_steps):
             if not self.scheduler.has_unfinished_seqs() and not self._pending:
                 return
@@ -148,26 +149,26 @@ class V0Driver:
 
     def _catch_up(self) -> None:
         while self._pending:
-            self._take(self._pending.popleft())
+            self._process(self._pending.popleft())
 
-    def _take(self, taken: _ExecutedStep) -> None:
-        """The ends of a step; synchronously its counts and tokens first, group by group."""
-        ended = False
-        for number, group in enumerate(taken.groups):
-            if number in taken.skip or group.is_finished():
+    def _process(self, executed: _ExecutedStep) -> None:
+        """Process a step's output by group: synchronously its counts and tokens first, then its stops."""
+        any_finished = False
+        for number, group in enumerate(executed.groups):
+            if number in executed.skip or group.is_finished():
                 continue
-            ended |= self._take_one(taken, number)
-        if ended:
+            any_finished |= self._process_group(executed, number)
+        if any_finished:
             self.scheduler.free_finished_seq_groups()
 
-    def _take_one(self, taken: _ExecutedStep, number: int) -> bool:
-        group = taken.groups[number]
-        if not taken.asynchronous:
-            group.update_num_computed_tokens(taken.chunks[number])
-        if taken.samples[number] or self.setup.pooling:
-            if not (taken.asynchronous or self.setup.pooling):
+    def _process_group(self, executed: _ExecutedStep, number: int) -> bool:
+        group = executed.groups[number]
+        if not executed.asynchronous:
+            group.update_num_computed_tokens(executed.chunks[number])
+        if executed.samples[number] or self.setup.pooling:
+            if not (executed.asynchronous or self.setup.pooling):
                 self._append(group)
-            self._end_if_due(group)
+            self._finish_if_stopped(group)
         return bool(group.is_finished())
 
     def _append(self, group: Any) -> None:
@@ -178,7 +179,7 @@ class V0Driver:
         sequence.append_token_id(token, {token: Logprob(0.0)})
         self.outputs[group.request_id].append(token)
 
-    def _end_if_due(self, group: Any) -> None:
+    def _finish_if_stopped(self, group: Any) -> None:
         from vllm.sequence import SequenceStatus
 
         sequence = group.first_seq
@@ -191,15 +192,15 @@ class V0Driver:
             sequence.status = SequenceStatus.FINISHED_LENGTH_CAPPED
             self.scheduler.free_seq(sequence)
 
-    def _look_for_the_end_of(self, request_id: str) -> None:
-        """What the scheduler calls back before it preempts a request."""
-        for taken in list(self._pending)[:1]:
-            for number, group in enumerate(taken.groups):
+    def _process_pending_output_of(self, request_id: str) -> None:
+        """Check a request for a stop; the scheduler calls this back before it preempts the request."""
+        for executed in list(self._pending)[:1]:
+            for number, group in enumerate(executed.groups):
                 if group.request_id == request_id:
-                    self._take_one(taken, number)
-                    taken.skip.add(number)
+                    self._process_group(executed, number)
+                    executed.skip.add(number)
 
-    # What one can look up.
+    # Questions.
 
     def blocks(self, request_id: str) -> list[int]:
         """The ids of the blocks that a request holds, in order."""
@@ -207,14 +208,14 @@ class V0Driver:
         table = self.scheduler.block_manager.block_tables.get(sequence.seq_id)
         return list(table.physical_block_ids) if table is not None else []
 
-    def remembered(self) -> dict[int, int]:
-        """The look-ups that the engine has not forgotten: cached tokens by sequence."""
+    def kept_lookups(self) -> dict[int, int]:
+        """The lookup results that the engine keeps: cached tokens by sequence id."""
         tracker = getattr(self.scheduler.block_manager, "_computed_blocks_tracker", None)
         return dict(getattr(tracker, "_seq_id_to_num_tokens_computed", {}))
 
 
 def start(attach: Attach = id, /, **setup: Any) -> V0Driver:
-    """A driver whose scheduler is shown to `attach` before anything happens to it."""
+    """A driver whose scheduler is passed to ``attach`` before its first request."""
     driver = V0Driver(V0Setup(**setup))
     attach(driver.scheduler)
     return driver

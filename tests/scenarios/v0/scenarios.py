@@ -1,7 +1,8 @@
-"""Workloads of vLLM's v0 scheduler: the corpus on which an observer must stay silent.
+"""Workloads of vLLM's v0 scheduler, on which an audit must find nothing.
 
-In those of ``CLEAN`` every look-up is made by the attempt that admits. ``CROWDED`` are random, with
-attempts that fail among them: clean where the release forgets what these had found (0.9.2).
+In each ``CLEAN`` workload every lookup is made by the attempt that admits the request. ``CROWDED`` workloads
+are random and some of their attempts fail; they are clean in 0.9.2, which releases the lookup of a failed
+attempt.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 class Register(dict[str, V0Scenario]):
-    """Scenarios by name; each ``variants`` of an engine is a scenario of its own."""
+    """Scenarios by name; each variant of an engine's setup is a scenario of its own."""
 
     def __call__(self, **variants: dict[str, Any]) -> Callable[[V0Scenario], V0Scenario]:
         def register(scenario: V0Scenario) -> V0Scenario:
@@ -62,7 +63,7 @@ def plain(attach: Attach, **setup: Any) -> V0Driver:
 
 @CLEAN(**VARIANTS)
 def shared_prefix(attach: Attach, **setup: Any) -> V0Driver:
-    """Alone, at the same time, in full, and by one token less than a block."""
+    """Prompts that share a prefix: in part, in full, and in one token less than full blocks."""
     driver = start(attach, **setup)
     driver.add("first", 100, 4, shares=("f", 100))
     driver.run()
@@ -77,7 +78,7 @@ def shared_prefix(attach: Attach, **setup: Any) -> V0Driver:
 
 @CLEAN(**VARIANTS)
 def together(attach: Attach, **setup: Any) -> V0Driver:
-    """The same prompt twice in one step: the second shares blocks that are still to be computed."""
+    """Two requests with the same prompt in one step: the second shares blocks that are not computed yet."""
     driver = start(attach, **setup)
     driver.add("a", 32, 4, shares=("f", 32))
     driver.add("b", 32, 4, shares=("f", 32))
@@ -87,7 +88,7 @@ def together(attach: Attach, **setup: Any) -> V0Driver:
 
 @CLEAN(**VARIANTS, _uncached={"prefix_caching": False})
 def preempted_once(attach: Attach, **setup: Any) -> V0Driver:
-    """Both grow until one is preempted; there is room for it again at its first attempt."""
+    """Both requests grow until one is preempted; its first attempt to resume finds enough blocks."""
     driver = start(attach, blocks=13, **setup)
     driver.add("early", 64, 60)
     driver.add("late", 64, 60)
@@ -105,7 +106,7 @@ def preempted_once(attach: Attach, **setup: Any) -> V0Driver:
     _uncached={"prefix_caching": False},
 )
 def too_few_blocks(attach: Attach, **setup: Any) -> V0Driver:
-    """Both grow until one is preempted, and waits with nothing to be looked up."""
+    """Both requests grow until one is preempted; while it waits, nothing can be looked up for it."""
     driver = start(attach, blocks=13, **setup)
     driver.add("early", 64, 60)
     driver.add("late", 64, 60)
@@ -115,7 +116,7 @@ def too_few_blocks(attach: Attach, **setup: Any) -> V0Driver:
 
 @CLEAN(**VARIANTS)
 def aborted(attach: Attach, **setup: Any) -> V0Driver:
-    """Before a step, in prefill and in decode."""
+    """Requests aborted before their first step, in prefill and in decode."""
     driver = start(attach, **setup)
     driver.add("at once", 50)
     driver.abort("at once")
@@ -132,7 +133,7 @@ def aborted(attach: Attach, **setup: Any) -> V0Driver:
 
 @CLEAN(_sync={}, _asynchronous={"asynchronous": True})
 def capped(attach: Attach, **setup: Any) -> V0Driver:
-    """A sequence that reaches the model's limit."""
+    """A sequence that reaches the model's maximum length."""
     driver = start(attach, max_model_len=64, **setup)
     driver.add("r", 50, 100)
     driver.run()
@@ -150,7 +151,7 @@ def pooling(attach: Attach, **setup: Any) -> V0Driver:
 
 @CLEAN(**VARIANTS)
 def partial_prefills(attach: Attach, **setup: Any) -> V0Driver:
-    """Two prompts in chunks side by side, where chunks are on."""
+    """Two chunked prompts in the same steps, where chunked prefill is on."""
     driver = start(attach, partial_prefills=2 if "chunked_prefill" in setup else 1, **setup)
     driver.add("a", 150, 4)
     driver.step()
@@ -161,7 +162,7 @@ def partial_prefills(attach: Attach, **setup: Any) -> V0Driver:
     return driver
 
 
-# --- by chance ------------------------------------------------------------------------------------------
+# --- random ---------------------------------------------------------------------------------------------
 
 
 @CROWDED(
@@ -173,9 +174,9 @@ def partial_prefills(attach: Attach, **setup: Any) -> V0Driver:
 def crowd(attach: Attach, *, seed: int = 0, requests: int = 60, **setup: Any) -> V0Driver:
     """Requests of all lengths in a pool too small for them, some aborted.
 
-    Not everything goes together: 0.9.1 and 0.9.2 end in an assertion of their own when priorities
-    preempt a request whose end the asynchronous output processor has still to find, when a prompt
-    is swapped out between two of its chunks, and when shared prefixes are swapped out and in.
+    Some setups are left out, because in them an assertion of 0.9.1 and 0.9.2 fails: when priorities preempt a
+    request whose stop the asynchronous output processor has not processed yet, when a prompt is swapped out
+    between two of its chunks, and when shared prefixes are swapped out and in.
     """
     dice = random.Random(seed)
     driver = start(attach, blocks=40, max_running=6, **setup)
