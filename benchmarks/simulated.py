@@ -294,8 +294,8 @@ class Simulated:
         """Look up the prefix cache and begin a life; False if the request still waits."""
         mix, dice, step = self.mix, self._dice, self.step + 1
         most = (request.sequence - 1) // BLOCK * BLOCK
-        known = request.sequence if request.resumed and dice.random() < 0.7 else request.prefix
-        local = min(most, known // BLOCK * BLOCK)
+        cached = request.sequence if request.resumed and dice.random() < 0.7 else request.prefix
+        local = min(most, cached // BLOCK * BLOCK)
         external, asynchronous = 0, False
         self._emit(ev.LookedUp(self.at, request.number, step, local))
         if dice.random() < mix.external:

@@ -571,8 +571,8 @@ def section(fault: Fault, lines: Sequence[str]) -> list[str]:
 
 def page(lines: dict[str, list[str]]) -> str:
     """docs/findings.md."""
-    known = [fault for fault in FAULTS if fault.where]
-    unknown = [fault for fault in FAULTS if not fault.where]
+    explained = [fault for fault in FAULTS if fault.where]
+    unexplained = [fault for fault in FAULTS if not fault.where]
     return "\n".join(
         [
             "# Findings",
@@ -584,10 +584,10 @@ def page(lines: dict[str, list[str]]) -> str:
             "right ones. Each fault is run in the first and the last release of the matrix that has it. The",
             "scenarios of `docs/detection.md` show it in most releases between; the rest are assumed alike.",
             "",
-            *(line for fault in known for line in section(fault, lines[fault.name])),
+            *(line for fault in explained for line in section(fault, lines[fault.name])),
             "# Faults whose cause is not known",
             "",
-            *(line for fault in unknown for line in section(fault, lines[fault.name])),
+            *(line for fault in unexplained for line in section(fault, lines[fault.name])),
         ]
     )
 

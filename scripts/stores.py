@@ -40,8 +40,8 @@ class Store:
 def environ(more: str = "") -> dict[str, str]:
     """Environment variables for a process that uses LMCache; ``more`` comes first on its path."""
     path = [*filter(None, [more]), str(folder(LMCACHE))]
-    quiet = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1", "PYTHONHASHSEED": "0"}
-    return os.environ | quiet | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(path)}
+    settings = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1", "PYTHONHASHSEED": "0"}
+    return os.environ | settings | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(path)}
 
 
 @contextlib.contextmanager
@@ -55,8 +55,8 @@ def store(kind: str) -> Iterator[Store]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [str(BIN / "python"), "-m", MODULES[kind], *WORDS[kind].format(port=port).split()]
-    with tempfile.TemporaryDirectory() as made:
-        log = Path(made, "log")
+    with tempfile.TemporaryDirectory() as folder_name:
+        log = Path(folder_name, "log")
         with log.open("w") as written:
             process = subprocess.Popen(command, env=environ(), stdout=written, stderr=written)
         try:

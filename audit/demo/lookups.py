@@ -77,7 +77,7 @@ class LookupReport:
         self._first: dict[int, LookupTotals] = {}
         accounts = self._read(events)
         if set(COUNTERS.values()) <= counters.keys():
-            exported = {ours: int(counters[theirs]) for ours, theirs in COUNTERS.items()}
+            exported = {name: int(counters[metric]) for name, metric in COUNTERS.items()}
             self.counters = LookupTotals(-1, **exported)
             events_lost = any(account.unknown is not None for account in accounts)
             self.to_counters = self._explain_counters(self.counters, events_lost)

@@ -236,10 +236,10 @@ def _last_line(*logs: Path) -> str:
 
 def engine_counters(exported: dict[str, float]) -> Figures | None:
     """Prompt tokens by source, from the engine's counters; None where one of them is missing."""
-    names = {ours: COUNTER.format(source=theirs) for ours, theirs in BY_SOURCE.items()}
+    names = {source: COUNTER.format(source=label) for source, label in BY_SOURCE.items()}
     if not set(names.values()) <= exported.keys():
         return None
-    return Figures(**{ours: int(exported[name]) for ours, name in names.items()})
+    return Figures(**{source: int(exported[name]) for source, name in names.items()})
 
 
 def between_reported_and_counters(

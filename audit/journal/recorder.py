@@ -294,10 +294,10 @@ class Recorder:
         """Write everything that is queued now; returns False once the recorder was closed."""
         queue = self._queue
         while queue:
-            taken = [queue.popleft() for _ in range(min(len(queue), BATCH_EVENTS))]
-            if _MARKS.isdisjoint(map(type, taken)):
-                self._write(cast("list[Event]", taken))
-            elif not self._write_up_to_mark(taken):
+            items = [queue.popleft() for _ in range(min(len(queue), BATCH_EVENTS))]
+            if _MARKS.isdisjoint(map(type, items)):
+                self._write(cast("list[Event]", items))
+            elif not self._write_up_to_mark(items):
                 return False
             self._ask_for_snapshot()
         if self._writer is not None:
@@ -305,15 +305,15 @@ class Recorder:
         self._ask_for_snapshot()
         return True
 
-    def _write_up_to_mark(self, taken: list[_Item]) -> bool:
+    def _write_up_to_mark(self, items: list[_Item]) -> bool:
         """Write the events before the first mark and carry out the mark; returns False if it closes.
 
         Everything after the mark is queued again, and so is the mark while the events are written.
         """
-        place = [kind in _MARKS for kind in map(type, taken)].index(True)
-        self._queue.extendleft(reversed(taken[place:]))
+        place = [kind in _MARKS for kind in map(type, items)].index(True)
+        self._queue.extendleft(reversed(items[place:]))
         if place:
-            self._write(cast("list[Event]", taken[:place]))
+            self._write(cast("list[Event]", items[:place]))
         return self._carry_out(cast("_Restart | _Flush | _Close", self._queue.popleft()))
 
     def _write(self, events: list[Event]) -> None:

@@ -154,10 +154,10 @@ class MetricsState(msgspec.Struct):
         if account is None:
             return
         local, sequence = event.local_tokens, account.sequence_tokens
-        asked = {"local": (1, sequence, local)} if event.counted else {}
+        lookups = {"local": (1, sequence, local)} if event.counted else {}
         if sequence != local:
-            asked["external"] = (1, sequence - local, event.external_tokens)
-        for cache, figures in asked.items():
+            lookups["external"] = (1, sequence - local, event.external_tokens)
+        for cache, figures in lookups.items():
             self.admitted[cache].add(*figures)
             if event.resumed:
                 self.resumed[cache].add(*figures)

@@ -200,7 +200,7 @@ class _Writer:
         self._seen[id(value)] = len(self._seen)
         place, getter = self._getters[type(value)]
         scalars, writers = _SCALARS, self._writers
-        made = type(value) in REBUILT
+        rebuilt = type(value) in REBUILT
         row: list[Any] = [_OBJECT, place]
         for one in getter(value):
             kind = type(one)
@@ -210,7 +210,7 @@ class _Writer:
                 row.append(writers[kind](one))
             else:
                 row.append(
-                    [_TYPED_BY_OWNER, one] if made and isinstance(one, msgspec.Struct) else self.value(one)
+                    [_TYPED_BY_OWNER, one] if rebuilt and isinstance(one, msgspec.Struct) else self.value(one)
                 )
         return row
 
@@ -246,18 +246,18 @@ class _Reader:
             raise ValueError("not the object that belongs here")
         self._seen.append(into)
         for name, value in zip(attributes(kind), values, strict=True):
-            made = getattr(into, name) if kind in REBUILT else None
-            setattr(into, name, self._part(made, value))
+            rebuilt = getattr(into, name) if kind in REBUILT else None
+            setattr(into, name, self._part(rebuilt, value))
         return into
 
-    def _part(self, made: Any, value: Any) -> Any:
-        """The value of an attribute in which the constructor has put the object or struct ``made``."""
-        if type(made) in REBUILT:
-            return self.fill(made, value)
+    def _part(self, rebuilt: Any, value: Any) -> Any:
+        """The value of an attribute in which the constructor has put the object or struct ``rebuilt``."""
+        if type(rebuilt) in REBUILT:
+            return self.fill(rebuilt, value)
         if type(value) is list and value[0] == _TYPED_BY_OWNER:
-            if not isinstance(made, msgspec.Struct):
+            if not isinstance(rebuilt, msgspec.Struct):
                 raise ValueError("a struct of no known type")
-            return msgspec.convert(value[1], type(made))
+            return msgspec.convert(value[1], type(rebuilt))
         return self.value(value)
 
     def value(self, value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The metric table as Prometheus metric families. HTTP is in ``sidecar/http_server.py``."""
+"""The metric table as Prometheus metric families. HTTP is in ``exporters/sidecar/http_server.py``."""
 
 from __future__ import annotations
 

@@ -9,9 +9,9 @@ with the range of the ledger's figure from ``WINDOW_SECONDS`` before the scrape 
 it. What lies outside that range in every scrape of a whole window is *unexplained*. Every other difference
 has a named cause:
 
-- between what the ledger settled and what the engine reported: the causes of ``analysis/reconciliation.py``;
-- between what the engine reported and what its front end counted: ``dropped``. The front end discards the
-  output of a request whose client has gone. The number of such requests is bounded: requests that ended
+- between settled and engine-reported figures: the causes of ``audit/analysis/reconciliation.py``;
+- between engine-reported figures and those that the front end counted: ``dropped``. The front end discards
+  the output of a request whose client has gone. The number of such requests is bounded: requests that ended
   here minus requests that the front end saw end. Each explains at most the largest prompt;
 - ``untold``: preemptions that the front end counts with the request's next output, which has not come yet
   or never comes;

@@ -46,9 +46,9 @@ class Users:
         digest = hashlib.sha256(user + b":" + password).digest()
         if digest in self._correct:
             return True
-        hashed = self._hashes.get(user.decode(errors="replace"), _NOBODY)
+        password_hash = self._hashes.get(user.decode(errors="replace"), _NOBODY)
         with self._one_at_a_time:
-            correct = bool(colon) and _matches(password, hashed) and hashed is not _NOBODY
+            correct = bool(colon) and _matches(password, password_hash) and password_hash is not _NOBODY
             if correct:
                 while len(self._correct) >= _REMEMBERED:
                     del self._correct[next(iter(self._correct))]

@@ -15,14 +15,14 @@ from .records import TABLE, UNKNOWN, Operation, Pool, hash_text, remember
 from .subjects import CachedContent
 
 
-def _hashed(holdings: Holdings, event: ev.BlocksCached) -> None:
+def _cached(holdings: Holdings, event: ev.BlocksCached) -> None:
     pool = holdings.pools.get(event.pool)
     rows, index = event.rows, 0
     while pool is not None and index < len(rows):
         named, group, tokens, count = rows[index : index + 4]
         index += 4
         if not count:
-            _unread(holdings, pool)
+            _forget_hashes(holdings, pool)
         for _ in range(count):
             block, hash_id, end = rows[index : index + 3]
             index += 3
@@ -40,7 +40,7 @@ def _hashed(holdings: Holdings, event: ev.BlocksCached) -> None:
                 holdings.report(beyond, request)
 
 
-def _unread(holdings: Holdings, pool: Pool) -> None:
+def _forget_hashes(holdings: Holdings, pool: Pool) -> None:
     """Forget all hashes, because it is not known which blocks were cached."""
     for record in pool.records.values():
         holdings.drop_hashes(pool, record)
@@ -75,7 +75,7 @@ def _hash(
     if event.replaced:
         holdings.drop_hashes(pool, record)
     if hash_id in pool.removed:
-        _back(holdings, event.step, pool, hash_id, group, request, end)
+        _note_return(holdings, event.step, pool, hash_id, group, request, end)
     if hash_id not in record.hash_ids:
         record.hash_ids.append(hash_id)
         pool.hashes[hash_id] = pool.hashes.get(hash_id, 0) + 1
@@ -86,7 +86,7 @@ def _hash(
     holdings.newly_cached.append((event.pool, block, request, end))
 
 
-def _back(
+def _note_return(
     holdings: Holdings, step: int, pool: Pool, hash_id: int, group: int, request: int, end: int
 ) -> None:
     """Note that a hash returned to the cache: the request computed KV that had been cached before."""
@@ -122,7 +122,7 @@ def _reset(holdings: Holdings, event: ev.PoolReset) -> None:
 
 
 HASHES: dict[type[ev.Event], Callable[[Holdings, Any], None]] = {
-    ev.BlocksCached: _hashed,
+    ev.BlocksCached: _cached,
     ev.BlocksEvicted: _evicted,
     ev.PoolReset: _reset,
 }

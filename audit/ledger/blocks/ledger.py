@@ -5,7 +5,7 @@ is false and its reference count is not checked. The engine reports a block's st
 (:class:`~kvledger.audit.events.BlockStatesReported`) and, with a touch or a free, its count. The ledger
 compares both with its own and then adopts them, so that one fault is reported once.
 
-``BlockLedger`` judges nothing: it passes subjects to ``checks/blocks.py``.
+``BlockLedger`` judges nothing: it passes subjects to ``audit/checks/blocks.py``.
 """
 
 from __future__ import annotations
