@@ -97,5 +97,7 @@ def test_the_bundled_adapter_never_loads_what_it_promised_to_a_resumed_request(m
     """LMCache#1969: the connector metadata lacks the load, and the request runs over KV of other tokens."""
     for outcome, (missing_load, wrong_kv) in mended_card.situation("preempted after its load"):
         assert "violated" == outcome
-        assert missing_load.startswith("connector/promise-not-loaded: 96 external tokens")
+        assert missing_load.startswith(
+            "connector/promise-not-loaded: The connector promised 96 external tokens to request r"
+        )
         assert wrong_kv.startswith("Request r ran over 96 tokens of KV that is not its own")
