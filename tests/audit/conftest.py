@@ -1,4 +1,4 @@
-"""The markers by which each invariant is shown from both sides."""
+"""Markers for the two kinds of test that every invariant has."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ import pytest
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the markers; test_registry.py checks that every invariant has a test with each of them."""
     config.addinivalue_line("markers", "violates(id): a history that breaks the invariant")
-    config.addinivalue_line("markers", "near_miss(id): one that comes close and does not")
+    config.addinivalue_line("markers", "near_miss(id): a history that nearly breaks the invariant")

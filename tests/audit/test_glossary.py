@@ -1,4 +1,4 @@
-"""The glossary: complete entries, unique spellings, and a generated page that is not stale."""
+"""The glossary: complete entries, unique spellings, and a generated page that is up to date."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_term_is_found_by_name_or_alias(text: str) -> None:
     assert TERMS["repeat hit"] is term(text)
 
 
-def test_the_page_is_not_stale() -> None:
+def test_the_page_is_up_to_date() -> None:
     assert (ROOT / "docs/glossary.md").read_text() == markdown(), (
         "python -m kvledger.audit.glossary > docs/glossary.md"
     )
@@ -70,11 +70,11 @@ def test_explanation_prints_the_invariant_where_a_term_has_the_same_name(
     ("name", "suggestion"),
     [("admision", "did you mean admission"), ("token/negativ", "did you mean tokens/negative")],
 )
-def test_a_mistyped_name_suggests_the_closest(name: str, suggestion: str) -> None:
+def test_a_mistyped_name_suggests_the_closest_name(name: str, suggestion: str) -> None:
     with pytest.raises(LedgerError, match=suggestion):
         explanation(name)
 
 
-def test_a_name_without_neighbours_suggests_nothing() -> None:
+def test_a_name_without_a_close_match_suggests_nothing() -> None:
     with pytest.raises(LedgerError, match=r"no invariant or term is called 'zzzzz'$"):
         explanation("zzzzz")

@@ -1,4 +1,4 @@
-"""Methods of plain Python objects, wrapped and given back: no engine is needed to break a hook."""
+"""Hooks wrap methods of plain Python objects and restore them; these tests need no engine."""
 
 from __future__ import annotations
 
@@ -68,19 +68,19 @@ def test_removing_leaves_no_trace() -> None:
     assert watcher.seen == []
 
 
-def test_an_attribute_of_the_instance_itself_is_put_back() -> None:
+def test_an_attribute_of_the_instance_itself_is_restored() -> None:
     host = Host()
 
-    def mine(tokens: int, fast: bool = False) -> int:
+    def instance_run(tokens: int, fast: bool = False) -> int:
         return tokens
 
-    host.run = mine  # type: ignore[method-assign]
+    host.run = instance_run  # type: ignore[method-assign]
     hooks((RUN,), host, Watcher()).remove()
 
-    assert vars(host)["run"] is mine
+    assert vars(host)["run"] is instance_run
 
 
-def test_a_wrapper_around_ours_stays_and_ours_passes_calls_through() -> None:
+def test_a_wrapper_around_a_hook_stays_and_the_removed_hook_passes_calls_through() -> None:
     host, watcher = Host(), Watcher()
     ours = hooks((RUN,), host, watcher)
     inner = host.run
@@ -127,16 +127,16 @@ def test_keyword_only_parameters_are_passed_on(how: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", ["token", "result", "failed"])
 def test_a_parameter_may_have_any_name(name: str) -> None:
     host, watcher = Host(), Watcher()
-    made: dict[str, Any] = {}
-    exec(f"def run({name}): return {name} * 2", made)
-    host.run = made["run"]  # type: ignore[method-assign]
+    namespace: dict[str, Any] = {}
+    exec(f"def run({name}): return {name} * 2", namespace)
+    host.run = namespace["run"]  # type: ignore[method-assign]
     hooks((RUN._replace(parameters=()),), host, watcher)
 
     assert host.run(3) == 6
     assert [("before (3,)", 6, (3,), {})] == watcher.seen
 
 
-def test_an_object_that_takes_no_attributes_is_refused() -> None:
+def test_an_object_that_accepts_no_attributes_is_refused() -> None:
     class Closed:
         __slots__ = ()
 
@@ -242,16 +242,16 @@ def test_the_exception_of_the_host_passes_unchanged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hook", "says"),
+    ("hook", "message"),
     [
         (Hook("", "run", (("tokens",),)), r"run takes \(tokens, fast\), not \(tokens\)"),
         (Hook("", "walk", ((),)), "walk is missing"),
         (Hook("engine", "load", ((),)), "engine.load is missing"),
     ],
 )
-def test_a_host_that_differs_is_refused_with_nothing_wrapped(hook: Hook, says: str) -> None:
+def test_a_host_that_differs_is_refused_with_nothing_wrapped(hook: Hook, message: str) -> None:
     host = Host()
-    with pytest.raises(EngineMismatch, match=says):
+    with pytest.raises(EngineMismatch, match=message):
         hooks((RUN, LOAD, hook), host, Watcher())
 
     assert "run" not in vars(host)

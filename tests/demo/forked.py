@@ -1,8 +1,8 @@
-"""Runs the demo's engine several times for one import of vLLM, each in a fork of this process.
+"""Run the demo's engine several times with one import of vLLM, each run in a fork of this process.
 
-`python forked.py FOLDER RUN...`, a run being an injection's name or `seed-N`. Each leaves RUN.json,
-what engine.py writes, and RUN.seen.json: preemptions, admissions and negative matches as the real
-scheduler made them. Those stand in no counter, so they are seen here, beneath the injections.
+Usage: `python forked.py FOLDER RUN...`, where a run is the name of an injection or `seed-N`. Each run writes
+RUN.json, the output of engine.py, and RUN.seen.json: the preemptions, admissions and negative matches of the
+real scheduler. No counter has these figures, so this program records them, beneath the injections.
 """
 
 import gc
@@ -26,8 +26,8 @@ IMPORTED_ONCE = (
 )
 
 
-def see(seen: dict[str, Any]) -> None:
-    """Wraps three methods of the real engine; what they do is not changed."""
+def record_decisions(seen: dict[str, Any]) -> None:
+    """Wrap three methods of the real engine; the methods still do the same."""
     from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -59,7 +59,7 @@ def see(seen: dict[str, Any]) -> None:
 
 def run(folder: Path, name: str) -> int:
     seen: dict[str, Any] = {"preempted": [], "admitted": {}, "negative_matches": []}
-    see(seen)
+    record_decisions(seen)
     chosen = ["--seed", name[5:]] if name.startswith("seed-") else ["--inject", name]
     output = ["--output", str(folder / f"{name}.json"), "--log", str(folder / f"{name}.log")]
     code = engine.main(["--in-process", *chosen, *output])
@@ -71,7 +71,7 @@ def main(folder: Path, names: list[str], run: Callable[[Path, str], int] = run) 
     settle_environment(in_process=True)
     for module in IMPORTED_ONCE:
         importlib.import_module(module)
-    gc.freeze()  # a collection in a child would go through, and copy, all of this
+    gc.freeze()  # otherwise a garbage collection in a child would copy the pages of all these objects
 
     failed = 0
     for name in names:

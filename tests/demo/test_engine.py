@@ -1,4 +1,4 @@
-"""The demo's engine process on the real engine: what its workload causes on every run."""
+"""The demo's workload on the real engine: what it causes on every run, and what injections change."""
 
 import json
 import os
@@ -29,21 +29,21 @@ REQUESTS = [request for wave in workload.DEFAULT_WAVES for request in wave.reque
 
 
 def python(*arguments: str | Path, code: int = 0) -> str:
-    """The standard output of a Python program, or its errors where it fails. No journal is written."""
+    """The standard output of a Python program without a journal, or its standard error if it should fail."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("KVLEDGER", "VLLM"))}
     environment["PYTHONPATH"] = str(Path(__file__).parents[2] / "src")
     command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == code, done.stderr
-    return done.stderr if code else done.stdout
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert process.returncode == code, process.stderr
+    return process.stderr if code else process.stdout
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Results of all in-process runs: two seeds, and every injection that the engine survives."""
-    made = tmp_path_factory.mktemp("demo")
-    python(FORKED, made, "seed-0", "seed-1", *(name for name in INJECTIONS if name != FATAL))
-    return made
+    output_folder = tmp_path_factory.mktemp("demo")
+    python(FORKED, output_folder, "seed-0", "seed-1", *(name for name in INJECTIONS if name != FATAL))
+    return output_folder
 
 
 @pytest.fixture(scope="module")
@@ -118,9 +118,9 @@ def test_prompts_are_hit_locally_and_externally_and_every_token_is_counted_once(
 def test_tokens_loaded_by_the_connector_give_the_same_outputs(plain):
     """The "again" wave repeats the "cold" wave after the local cache was reset."""
     answers = digests(plain)
-    again = {name: answers[name] for name in answers if name.startswith("again-")}
+    reloaded = {name: answers[name] for name in answers if name.startswith("again-")}
 
-    assert again == {name: answers[name.replace("again", "cold")] for name in again}
+    assert reloaded == {name: answers[name.replace("again", "cold")] for name in reloaded}
 
 
 def test_the_default_workload_triggers_no_released_defect(folder, plain):
@@ -137,7 +137,7 @@ def test_a_matchable_request_stays_within_its_saved_blocks():
         assert unmatched or request.prompt_tokens + request.output_tokens <= last_whole_tokens + block
 
 
-# --- the same on every run --------------------------------------------------------------------------
+# --- repeatable runs --------------------------------------------------------------------------------
 
 
 def test_an_engine_core_process_gives_the_same_outputs_and_counters(plain, own_process):

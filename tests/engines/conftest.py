@@ -1,4 +1,4 @@
-"""The scenarios' events, driven once for all test files that read them."""
+"""The events of the scenarios, recorded once for all test files that read them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Recorded = Callable[..., list[Event]]
 
 @pytest.fixture(scope="session")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    """The events of a scenario at a level. Each is driven once a run, whichever worker needs it first."""
+    """The events of a scenario at a level. The xdist worker that needs a scenario first runs it for all."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # which the workers of a run share
+        folder = folder.parent  # the xdist workers of a run share this folder
     decode = msgspec.msgpack.Decoder(list[AnyEvent]).decode
 
     def record(name: str, level: str = "tokens") -> list[Event]:

@@ -1,7 +1,7 @@
-"""The demo's engine, bare and observed in several ways, each in a fork of one import of vLLM.
+"""The demo's engine, bare and observed in several ways, each variant in a fork after one import of vLLM.
 
-`python -m tests.engines.forked FOLDER VARIANT...` leaves VARIANT.json, what engine.py writes, and for
-observed ones the journal in VARIANT.journal.
+`python -m tests.engines.forked FOLDER VARIANT...` writes VARIANT.json, the output of engine.py, and for an
+observed variant the journal in VARIANT.journal.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from kvledger.audit.engines.steps import Steps
 
 
 def bare() -> None:
-    """No observer at all."""
+    """Without an observer."""
     del os.environ["KVLEDGER_DIR"]
 
 
 def observed() -> None:
-    """As a user has it."""
+    """With the observer, as users run it."""
 
 
 def broken() -> None:
-    """An observer that raises at every output."""
+    """With an observer that raises at every output."""
 
     def raises(self: Steps, *_: Any, **__: Any) -> None:
         raise RuntimeError("a broken observer")
@@ -36,7 +36,7 @@ def broken() -> None:
 
 
 def mismatched() -> None:
-    """A host whose signature is not the one that the adapter declares."""
+    """With a host whose signature differs from the one that the adapter declares."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     add_request = Scheduler.add_request

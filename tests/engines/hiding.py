@@ -1,7 +1,7 @@
-"""Attributes of the engine's objects, hidden from kvledger's observers and from nobody else.
+"""Hide attributes of the engine's objects from kvledger's observers, but not from the engine.
 
-So an engine is made that has renamed an attribute: its own code runs on, and a hook that reads the old name
-gets an ``AttributeError``.
+This imitates an engine that has renamed an attribute: the engine's own code still works, and a hook that
+reads the old name gets an ``AttributeError``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OBSERVERS = ("kvledger.audit.engines", "kvledger.audit.hooks")
 
 
 def attributes_read(*patterns: str) -> list[str]:
-    """Attributes that the hooks' code reads, by its syntax trees, and that vLLM's classes have."""
+    """Attributes of vLLM's classes that the code of the hooks reads, according to its syntax trees."""
     trees = [ast.parse(path.read_text()) for pattern in patterns for path in ENGINES.glob(pattern)]
     names = {node.attr for tree in trees for node in ast.walk(tree) if _is_read(node)}
     host = importlib.util.find_spec("vllm")
@@ -53,7 +53,7 @@ def attributes_read(*patterns: str) -> list[str]:
 
 
 def optional_attributes(*patterns: str) -> set[str]:
-    """Attributes that may be missing: they are read by ``getattr`` or asked for by ``hasattr``."""
+    """Attributes that may be missing: the hooks read them by ``getattr`` or check them by ``hasattr``."""
     trees = [ast.parse(path.read_text()) for pattern in patterns for path in ENGINES.glob(pattern)]
     return {
         node.args[1].value
@@ -71,7 +71,7 @@ def _is_read(node: ast.AST) -> bool:
 
 
 def host_classes(scheduler: Any) -> list[type[Any]]:
-    """The classes whose instances the hooks are given, or reach from the scheduler."""
+    """The classes whose instances the hooks receive, or reach from the scheduler."""
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -87,22 +87,22 @@ def host_classes(scheduler: Any) -> list[type[Any]]:
 
 @contextmanager
 def hidden(name: str, classes: list[type[Any]]) -> Iterator[list[str]]:
-    """Hide an attribute of the classes' instances; gives a list that gets a row for each read that failed."""
+    """Hide an attribute of the classes' instances; yield a list that gets an entry for each failed read."""
     reads: list[str] = []
 
     def hide(class_: type[Any]) -> None:
         read = class_.__getattribute__
 
-        def __getattribute__(self: Any, wanted: str) -> Any:
-            if wanted == name and str(sys._getframe(1).f_globals.get("__name__")).startswith(OBSERVERS):
+        def __getattribute__(self: Any, attribute: str) -> Any:
+            if attribute == name and str(sys._getframe(1).f_globals.get("__name__")).startswith(OBSERVERS):
                 reads.append(f"{class_.__name__}.{name}")
                 raise AttributeError(f"{class_.__name__!r} object has no attribute {name!r}")
-            return read(self, wanted)
+            return read(self, attribute)
 
         class_.__getattribute__ = __getattribute__  # type: ignore[method-assign]
 
-    had = [class_ for class_ in classes if "__getattribute__" in vars(class_)]
-    assert not had
+    overridden = [class_ for class_ in classes if "__getattribute__" in vars(class_)]
+    assert not overridden
     for class_ in classes:
         hide(class_)
     try:

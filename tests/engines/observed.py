@@ -1,4 +1,4 @@
-"""Running something on a real scheduler under observation, and auditing what was seen."""
+"""Run scenarios on a real scheduler under observation, and audit the recorded events."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Drive = Callable[..., Any]
 
 
 def observe(scenario: Drive, level: str = "tokens", **setup: Any) -> tuple[Any, list[Event]]:
-    """Run a scenario with an observer on its scheduler; the driver and every event, in order."""
+    """Run a scenario with an observer on its scheduler; return the driver and all events in order."""
     sink = MemoryRecorder()
     observers = []
 
@@ -31,7 +31,7 @@ def observe(scenario: Drive, level: str = "tokens", **setup: Any) -> tuple[Any, 
 
 
 def each(events: Iterable[Event]) -> list[Event]:
-    """The same with every call of a pool as an event of its own."""
+    """The same events, with every call of a pool as a separate event."""
     return [one for event in events for one in (calls(event) if isinstance(event, PoolCalls) else [event])]
 
 
@@ -42,6 +42,6 @@ def audited(events: list[Event]) -> Auditor:
     return auditor
 
 
-def found(auditor: Auditor) -> set[tuple[str, str | None]]:
+def findings(auditor: Auditor) -> set[tuple[str, str | None]]:
     """Invariant and request of every finding, drift included."""
     return {(violation.id, violation.request) for violation in auditor.violations}

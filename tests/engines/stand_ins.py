@@ -1,4 +1,4 @@
-"""Schedulers that have the signatures of a release, and do nothing."""
+"""Schedulers with the signatures of a release; their methods do nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvledger.audit.engines import Adapter
 
 
 def stand_in(adapter: Adapter) -> Any:
-    """What ``adapter`` expects, of a class of its own; where several signatures fit, the last."""
+    """A scheduler of a new class as ``adapter`` expects it; of several possible signatures, the last."""
     scheduler = type("Scheduler", (), {})
     owners: dict[str, Any] = {"": scheduler}
     for hook in adapter.HOOKS:
@@ -18,8 +18,8 @@ def stand_in(adapter: Adapter) -> Any:
     for path in getattr(adapter, "HAS", ()):
         owner, _, name = path.rpartition(".")
         setattr(owners[owner], name, lambda self: None)
-    made = scheduler()
+    instance = scheduler()
     for name, owner in owners.items():
         if name:
-            setattr(made, name, owner())
-    return made
+            setattr(instance, name, owner())
+    return instance

@@ -1,4 +1,4 @@
-"""An adapter is chosen by what the host has; one that fits none is refused by what differs."""
+"""An adapter is chosen by the host's signatures; a host that fits none is refused with the difference."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ RELEASES = {
 
 @pytest.fixture(autouse=True)
 def no_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever vLLM is installed, its outputs have none of the fields that are read."""
-    _has(monkeypatch)
+    """Make the installed vLLM's outputs have none of the fields that adapters read."""
+    _set_output_fields(monkeypatch)
 
 
-def _has(monkeypatch: pytest.MonkeyPatch, *fields: str) -> None:
+def _set_output_fields(monkeypatch: pytest.MonkeyPatch, *fields: str) -> None:
     monkeypatch.setattr(engines, "output_fields", lambda: fields)
 
 
@@ -44,42 +44,42 @@ def _has(monkeypatch: pytest.MonkeyPatch, *fields: str) -> None:
 def test_each_adapter_is_chosen_by_its_own_signatures(
     adapter: Adapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _has(monkeypatch, *getattr(adapter, "OUTPUT", ()))
+    _set_output_fields(monkeypatch, *getattr(adapter, "OUTPUT", ()))
 
     assert adapter is choose(stand_in(adapter))
 
 
-def test_the_output_tells_0_19_from_0_20(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_fields_distinguish_0_19_from_0_20(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their schedulers have the same signatures."""
     scheduler = stand_in(V1Observer018)
-    _has(monkeypatch, "num_cached_tokens", "num_external_computed_tokens")
+    _set_output_fields(monkeypatch, "num_cached_tokens", "num_external_computed_tokens")
     assert V1Observer018 is choose(scheduler)
-    _has(monkeypatch, "prefill_stats")
+    _set_output_fields(monkeypatch, "prefill_stats")
     assert V1Observer020 is choose(scheduler)
 
 
-def test_a_release_that_has_more_than_is_hooked_is_no_mismatch(
+def test_additional_methods_and_fields_are_no_mismatch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scheduler = stand_in(V1Observer)
     scheduler.novelty = lambda surprise: None
-    _has(monkeypatch, "prefill_stats", "novelty")
+    _set_output_fields(monkeypatch, "prefill_stats", "novelty")
 
     assert V1Observer is choose(scheduler)
 
 
-def test_a_method_that_not_every_release_has_may_be_missing(
+def test_an_optional_method_may_be_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scheduler: Any = stand_in(V1Observer)
     del type(scheduler)._handle_failed_recving
     del scheduler.connector
-    _has(monkeypatch, "prefill_stats")
+    _set_output_fields(monkeypatch, "prefill_stats")
 
     assert V1Observer is choose(scheduler)
 
 
-def test_an_unknown_host_is_refused_by_what_differs_from_the_nearest_adapter(
+def test_an_unknown_host_is_refused_with_the_difference_to_the_nearest_adapter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scheduler: Any = stand_in(V1Observer)
@@ -93,7 +93,7 @@ def test_an_unknown_host_is_refused_by_what_differs_from_the_nearest_adapter(
     ) == str(refused.value)
 
 
-def test_a_field_that_is_read_and_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_names_a_missing_output_field(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EngineMismatch, match="EngineCoreOutput has no prefill_stats"):
         choose(stand_in(V1Observer))
 
@@ -102,18 +102,19 @@ def test_a_field_that_is_read_and_missing_is_named(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("adapter", "version"), [(adapter, version) for adapter, all_of in RELEASES.items() for version in all_of]
+    ("adapter", "version"),
+    [(adapter, version) for adapter, versions in RELEASES.items() for version in versions],
 )
-def test_the_table_says_what_the_adapter_says(adapter: type[V1Observer], version: str) -> None:
-    meant = meanings(version)
+def test_release_semantics_agree_with_the_adapter(adapter: type[V1Observer], version: str) -> None:
+    figure_meanings = meanings(version)
 
-    assert adapter.FIGURES == meant["prompt figures"].word
+    assert adapter.FIGURES == figure_meanings["prompt figures"].word
     counted = adapter.PARTS.admissions.COUNTED
-    assert ("local" in counted) == (meant["local lookups"].word == "admissions")
-    assert ("external" in counted) == (meant["external lookups"].word == "admissions")
+    assert ("local" in counted) == (figure_meanings["local lookups"].word == "admissions")
+    assert ("external" in counted) == (figure_meanings["external lookups"].word == "admissions")
 
 
-@pytest.mark.parametrize("version", [version for all_of in RELEASES.values() for version in all_of])
+@pytest.mark.parametrize("version", [version for versions in RELEASES.values() for version in versions])
 def test_each_figure_has_one_meaning_in_a_release(version: str) -> None:
     number = release(version)
     rows = [r.figure for r in MEANINGS if r.since <= number and (r.until is None or number < r.until)]
@@ -121,7 +122,7 @@ def test_each_figure_has_one_meaning_in_a_release(version: str) -> None:
     assert len(rows) == len(set(rows))
 
 
-def test_only_invariants_that_there_are_can_be_limited() -> None:
+def test_only_invariants_of_the_catalogue_are_limited() -> None:
     named = {name for row in (*MEANINGS, *V0) for name in (*row.unchecked, *row.in_part)}
 
     assert named <= set(catalogue())
@@ -131,12 +132,12 @@ def test_the_newest_release_has_no_limits() -> None:
     assert ({}, {}) == limits(meanings("0.33.0"))
 
 
-def test_what_is_not_checked_at_all_is_not_checked_in_part() -> None:
+def test_an_unchecked_invariant_is_not_checked_in_part() -> None:
     unchecked, in_part = limits(meanings("0.10.2.post2"))
 
     assert "tokens/lookup-counted-once" in unchecked
     assert set() == set(unchecked) & set(in_part)
 
 
-def test_v0_has_a_table_of_its_own() -> None:
+def test_a_v0_scheduler_gets_the_v0_adapter() -> None:
     assert V0Observer is choose(stand_in(V0Observer))

@@ -1,4 +1,4 @@
-"""A checkpoint at any event of a real scheduler's journal, every scenario of the corpus."""
+"""Checkpoints within a real scheduler's journal, for every scenario of the corpus."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.audit.replay.test_serialize import assert_carries_on
+from tests.audit.replay.test_serialize import assert_restored_audit_continues
 from tests.engines.conftest import Recorded
 from tests.scenarios.corpus import SCENARIOS
 
 
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if "crowd" in name or "allocation" in name])
-def test_a_journal_of_blocks_carries_on(name: str, recorded: Recorded) -> None:
+def test_a_journal_at_level_blocks_continues_from_a_checkpoint(name: str, recorded: Recorded) -> None:
     events = recorded(name, "blocks")
     for cut in range(0, len(events) + 1, max(1, len(events) // 8)):
-        assert_carries_on(events, cut)
+        assert_restored_audit_continues(events, cut)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_real_schedulers_journal_carries_on(name: str, recorded: Recorded) -> None:
+def test_a_real_schedulers_journal_continues_from_a_checkpoint(name: str, recorded: Recorded) -> None:
     events = recorded(name)
     for cut in range(0, len(events) + 1, max(1, len(events) // 8)):
-        assert_carries_on(events, cut)
+        assert_restored_audit_continues(events, cut)

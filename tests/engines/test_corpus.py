@@ -1,7 +1,7 @@
-"""Every workload on the real scheduler: accounts balance, and what is found is what is known.
+"""Every scenario on the real scheduler: accounts balance, and every finding is a known one.
 
-The scenarios are driven by hand-made model output through vLLM's own Scheduler, KVCacheManager and
-BlockPool. A finding that is not in KNOWN is a false alarm, or something new.
+Hand-made model output drives the scenarios through vLLM's own Scheduler, KVCacheManager and BlockPool. A
+finding that is not in KNOWN_FINDINGS is a false alarm or a new defect.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.engines.conftest import Recorded
-from tests.engines.observed import audited, found, observe
+from tests.engines.observed import audited, findings, observe
 from tests.histories import GOLDEN
 from tests.scenarios.corpus import HISTORIES, SCENARIOS
 from tests.scenarios.driving import Attach, start
@@ -24,7 +24,7 @@ FAILED_LOAD_COUNTED = ("connector/failed-load-counted", "r")
 PLACEHOLDER_LEAK = ("tokens/in-flight", "r")
 """A synchronous load failure under async scheduling leaks an output placeholder (0.32, 0.33)."""
 
-KNOWN: dict[str, set[tuple[str, str]]] = {
+KNOWN_FINDINGS: dict[str, set[tuple[str, str]]] = {
     "asynchronous_load_fails_in_part": {FAILED_LOAD_COUNTED},
     "load_failure_sync_sync": {FAILED_LOAD_COUNTED},
     "load_failure_sync_async": {FAILED_LOAD_COUNTED, PLACEHOLDER_LEAK},
@@ -35,19 +35,19 @@ KNOWN: dict[str, set[tuple[str, str]]] = {
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_scenario_balances_and_only_known_faults_are_found(name: str, recorded: Recorded) -> None:
+def test_a_scenario_balances_and_has_only_known_findings(name: str, recorded: Recorded) -> None:
     auditor = audited(recorded(name))
 
-    assert KNOWN.get(name, set()) == found(auditor)
+    assert KNOWN_FINDINGS.get(name, set()) == findings(auditor)
     assert [] == auditor.doubts
     assert {} == auditor.ledger.open
     for account in auditor.ledger.accounts():
-        one = account.freeze()
-        work = one.first_prompt + one.first_output + sum(one.rework.values())
-        assert one.scheduled == work + one.rejected + one.overrun
-        assert one.promised == one.loaded + sum(one.voided.values())
-        assert one.suspense == 0
-        for settled in one.settlements:
+        frozen = account.freeze()
+        work = frozen.first_prompt + frozen.first_output + sum(frozen.rework.values())
+        assert frozen.scheduled == work + frozen.rejected + frozen.overrun
+        assert frozen.promised == frozen.loaded + sum(frozen.voided.values())
+        assert frozen.suspense == 0
+        for settled in frozen.settlements:
             sources = settled.local + settled.external + settled.computed + settled.unattained
             assert sources == settled.prompt_tokens - settled.carried
 
@@ -56,8 +56,8 @@ ROWS = {row.title: row for row in GOLDEN}
 
 
 @pytest.mark.parametrize("title", HISTORIES)
-def test_a_golden_history_on_the_real_scheduler(title: str) -> None:
-    """To the token: what the hooks saw gives the figures computed by hand."""
+def test_the_real_scheduler_gives_the_figures_of_a_golden_history(title: str) -> None:
+    """The events of the hooks give the figures computed by hand, to the token."""
     _, events = observe(HISTORIES[title])
     account = audited(events).ledger.account("r")
     assert account is not None and account.settled is not None
@@ -102,27 +102,27 @@ def test_a_golden_history_on_the_real_scheduler(title: str) -> None:
     ],
     ids=lambda setup: "-".join(map(str, setup.values())) or "plain",
 )
-def test_a_random_crowd_raises_no_alarm(seed: int, asynchronous: bool, setup: dict[str, object]) -> None:
-    """Requests with shared prefixes come, are preempted, resumed and aborted at random."""
+def test_a_random_crowd_has_no_findings(seed: int, asynchronous: bool, setup: dict[str, object]) -> None:
+    """Requests with shared prefixes arrive, are preempted, resumed and aborted at random."""
     _, events = observe(crowd, seed=seed, requests=40, asynchronous=asynchronous, **setup)
     auditor = audited(events)
 
-    assert set() == found(auditor)
+    assert set() == findings(auditor)
     assert "clean" == auditor.verdict
 
 
-def test_nothing_of_a_prompt_is_recorded() -> None:
-    """No token id of a prompt may stand in any event; these ids are like no count."""
-    telling = list(range(900_000_000, 900_000_100))
+def test_no_token_id_of_a_prompt_is_recorded() -> None:
+    """No event may contain a token id of a prompt; these ids are too large for counts."""
+    prompt = list(range(900_000_000, 900_000_100))
 
     def scenario(attach: Attach) -> Driver:
         driver = start(attach, blocks=8)
         for request_id in ("r", "s"):
-            driver.add(request_id, telling[: 60 if request_id == "s" else 100], 8)
+            driver.add(request_id, prompt[: 60 if request_id == "s" else 100], 8)
         driver.run()
         return driver
 
     _, events = observe(scenario)
 
     assert len(events) > 10
-    assert not any(str(token) in repr(event) for event in events for token in telling)
+    assert not any(str(token) in repr(event) for event in events for token in prompt)

@@ -1,4 +1,4 @@
-"""An observer may fail; serving may not. Each fault here leaves the engine's outputs as they were."""
+"""A failing observer never disturbs serving: each fault here leaves the engine's outputs unchanged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OBSERVERS = sorted({name for hook in V1Observer.HOOKS for name in (hook.before, 
 
 
 def outputs(driver: Driver) -> dict[str, list[Any]]:
-    """Everything that clients would have got, token by token."""
+    """Every token that clients would have received."""
     return {
         request_id: [(o.new_token_ids, str(o.finish_reason)) for o in delivered]
         for request_id, delivered in driver.delivered.items()
@@ -42,7 +42,7 @@ def bare() -> dict[str, list[Any]]:
     return outputs(SCENARIO())
 
 
-def test_observed_outputs_are_those_of_a_bare_engine(bare: dict[str, list[Any]]) -> None:
+def test_an_observed_engine_gives_the_outputs_of_a_bare_engine(bare: dict[str, list[Any]]) -> None:
     driver, _ = observe(SCENARIO)
 
     assert bare == outputs(driver)
@@ -69,8 +69,8 @@ def test_an_observer_that_raises_changes_nothing_and_is_reported(
         assert any(failure.removed for failure in failures)  # type: ignore[attr-defined]
 
 
-def without(name: str, scenario: str) -> tuple[Driver, list[ev.Event], list[str]]:
-    """Run a scenario where ``name`` is hidden from the hooks; also the losses and the reads that failed."""
+def run_with_hidden_attribute(name: str, scenario: str) -> tuple[Driver, list[ev.Event], list[str]]:
+    """Run a scenario with ``name`` hidden from the hooks; return driver, losses and failed reads."""
     sink, reads = MemoryRecorder(), []
     with ExitStack() as stack:
 
@@ -88,21 +88,21 @@ def bare_runs() -> dict[str, dict[str, list[Any]]]:
 
 
 @pytest.mark.parametrize("name", attributes_read("*.py", "pool/*.py"))
-def test_an_attribute_that_the_engine_has_renamed_changes_nothing_and_is_reported(
+def test_a_renamed_attribute_of_the_engine_changes_nothing_and_is_reported(
     name: str, bare_runs: dict[str, dict[str, list[Any]]]
 ) -> None:
-    """Whatever attribute of the engine's objects a hook reads: where it is missing, the engine runs on."""
+    """The engine still works if any attribute that a hook reads is missing."""
     for scenario, bare_outputs in bare_runs.items():
-        driver, lost, reads = without(name, scenario)
+        driver, lost, reads = run_with_hidden_attribute(name, scenario)
 
         assert bare_outputs == outputs(driver)
         assert lost or not reads or name in optional_attributes("*.py", "pool/*.py")
 
 
 @pytest.mark.parametrize("name", ["_block_hash", "block_id", "num_computed_tokens", "num_scheduled_tokens"])
-def test_a_hidden_attribute_is_missed_by_the_hooks(name: str) -> None:
-    """Else the test above would prove nothing."""
-    _, lost, reads = without(name, "hybrid_external")
+def test_a_hidden_attribute_makes_a_hook_fail(name: str) -> None:
+    """Otherwise the test above would prove nothing."""
+    _, lost, reads = run_with_hidden_attribute(name, "hybrid_external")
 
     assert lost and reads
 
@@ -186,8 +186,8 @@ def test_two_observers_of_one_scheduler_detach_in_any_order() -> None:
     assert second.account("r").outcome
     driver.add("later", 50, 2)
     driver.run()
-    left = set(vars(driver.scheduler)) - before
-    assert all(hasattr(getattr(driver.scheduler, name), "__wrapped__") for name in left)
+    remaining = set(vars(driver.scheduler)) - before
+    assert all(hasattr(getattr(driver.scheduler, name), "__wrapped__") for name in remaining)
 
 
 def test_after_a_late_attach_running_requests_are_unknown_and_new_ones_clean() -> None:
@@ -220,6 +220,6 @@ def test_strict_raises_at_the_step_that_violates() -> None:
     assert audit.violations
 
 
-def test_an_object_that_is_no_engine_is_refused_in_one_sentence() -> None:
+def test_an_object_without_a_scheduler_is_refused_in_one_sentence() -> None:
     with pytest.raises(LedgerError, match="No scheduler is reachable from this int"):
         attach(3)

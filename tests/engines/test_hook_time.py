@@ -1,4 +1,4 @@
-"""The census reports what the hooks cost, timed in some steps of every ``TIMED_STEPS``."""
+"""The census reports the time of the hooks, measured in some steps of every ``TIMED_STEPS``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_some_steps_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 8 <= first.hook_steps <= 16
 
 
-def test_a_census_without_a_timed_step_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_census_without_a_timed_step_has_no_hook_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(observer, "CENSUS_STEPS", 4)
     monkeypatch.setattr(hooks, "TIMED_STEPS", 1 << 20)
 

@@ -1,4 +1,4 @@
-"""The real engine's answers are the same to the byte: bare, observed, badly observed, refused."""
+"""The real engine gives the same outputs bare, observed, with a failing hook and refused."""
 
 from __future__ import annotations
 
@@ -26,36 +26,36 @@ ROOT = Path(__file__).parents[2]
 def python(*arguments: str | Path, **environment: str) -> None:
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("KVLEDGER", "VLLM"))}
     paths = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *map(str, arguments)],
         env=inherited | {"PYTHONPATH": paths} | environment,
         capture_output=True,
         text=True,
         timeout=400,
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """In-process runs of every variant, and one with EngineCore in its own process."""
-    made = tmp_path_factory.mktemp("engines")
-    python("-m", "tests.engines.forked", made, *VARIANTS)
+    output_folder = tmp_path_factory.mktemp("engines")
+    python("-m", "tests.engines.forked", output_folder, *VARIANTS)
     python(
-        *("-m", "kvledger.audit.demo.engine", "--output", made / "own-process.json"),
-        KVLEDGER_DIR=str(made / "own-process.journal"),
+        *("-m", "kvledger.audit.demo.engine", "--output", output_folder / "own-process.json"),
+        KVLEDGER_DIR=str(output_folder / "own-process.journal"),
     )
-    return made
+    return output_folder
 
 
-def answers(folder: Path, name: str) -> dict[str, Any]:
-    told = json.loads((folder / f"{name}.json").read_text())
-    return {request["id"]: request["digest"] for request in told["requests"]}
+def digests(folder: Path, name: str) -> dict[str, Any]:
+    result = json.loads((folder / f"{name}.json").read_text())
+    return {request["id"]: request["digest"] for request in result["requests"]}
 
 
 @pytest.mark.parametrize("name", ["observed", "broken", "mismatched", "own-process"])
-def test_the_answers_are_those_of_a_bare_engine(folder: Path, name: str) -> None:
-    assert answers(folder, "bare") == answers(folder, name)
+def test_an_observed_engine_gives_the_outputs_of_a_bare_engine(folder: Path, name: str) -> None:
+    assert digests(folder, "bare") == digests(folder, name)
 
 
 @pytest.mark.parametrize("name", ["observed", "own-process"])
@@ -71,6 +71,6 @@ def test_a_failing_hook_makes_the_verdict_unknown(folder: Path) -> None:
 
 
 def test_a_refused_or_unobserved_engine_writes_no_journal(folder: Path) -> None:
-    """A worker is made before its scheduler, which is refused then."""
+    """Workers are created, with their journals, before kvledger refuses the scheduler."""
     assert not [path for path in (folder / "mismatched.journal").iterdir() if not is_workers(path)]
     assert not (folder / "bare.journal").exists()

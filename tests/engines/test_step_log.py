@@ -1,4 +1,4 @@
-"""An output is emitted as differences or whole, whichever is shorter, with the same meaning."""
+"""An output is emitted as differences or whole, whichever is shorter; both mean the same."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvledger.audit.journal.memory_recorder import MemoryRecorder
 
 STARTED = EngineStarted(0, 0.0, "vllm", "0.32.0", "made up", "tokens", 1, {})
 ORDER = [f"r{number}" for number in range(32)]
-CALM = [1] * 31 + [2]
+FEW_CHANGES = [1] * 31 + [2]
 MIXED = [2, 3, 4, 1] * 8
 
 
 class Log:
-    """A step log with its sink, which has emitted one output of every request."""
+    """A step log that has emitted one output of every request, and its sink."""
 
     def __init__(self) -> None:
         self.sink = MemoryRecorder()
@@ -26,7 +26,7 @@ class Log:
         for name in ORDER:
             self.log.intern(name)
         self.restart()
-        self.delivered(CALM)
+        self.delivered(FEW_CHANGES)
 
     def restart(self) -> None:
         self.log.restart(STARTED, Snapshot(0, 0, [], 0))
@@ -39,7 +39,7 @@ class Log:
 
 
 def test_an_output_with_few_changes_is_emitted_as_differences() -> None:
-    assert [Delivered(0, [1, 3], [])] == Log().delivered([1, 3, *CALM[2:]])
+    assert [Delivered(0, [1, 3], [])] == Log().delivered([1, 3, *FEW_CHANGES[2:]])
 
 
 def test_an_output_with_many_changes_is_emitted_whole_and_its_order_once() -> None:
@@ -51,26 +51,26 @@ def test_an_output_with_many_changes_is_emitted_whole_and_its_order_once() -> No
 
 
 def test_a_length_over_255_is_emitted_as_a_difference() -> None:
-    (told,) = Log().delivered([256] * 32)
+    (event,) = Log().delivered([256] * 32)
 
-    assert isinstance(told, Delivered)
+    assert isinstance(event, Delivered)
 
 
 def test_a_changed_order_is_emitted_again() -> None:
-    log, turned = Log(), ORDER[::-1]
+    log, reversed_order = Log(), ORDER[::-1]
     log.delivered(MIXED)
-    log.delivered(MIXED, turned)
+    log.delivered(MIXED, reversed_order)
 
-    (told,) = log.delivered(MIXED[::-1], turned)
+    (event,) = log.delivered(MIXED[::-1], reversed_order)
 
-    assert DeliveredWhole(0, list(range(32))[::-1], bytes(MIXED[::-1])) == told
+    assert DeliveredWhole(0, list(range(32))[::-1], bytes(MIXED[::-1])) == event
 
 
 def test_a_new_segment_gets_the_order_again() -> None:
     log = Log()
     log.delivered(MIXED)
     log.restart()
-    log.delivered(CALM)
+    log.delivered(FEW_CHANGES)
 
     assert [DeliveredWhole(0, list(range(32)), bytes(MIXED))] == log.delivered(MIXED)
 

@@ -1,4 +1,4 @@
-"""What is recorded about the origin of a request and an engine: trace context, hand-over, engine index."""
+"""What is recorded about the origin of a request and an engine: trace context, KV transfer, engine index."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from kvledger.audit.events import EngineStarted, RequestAdded
 CONTEXT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
-def arrival(**said: Any) -> RequestAdded:
-    """The event of a request that came with ``said``."""
+def arrival(**attributes: Any) -> RequestAdded:
+    """The ``RequestAdded`` event of a request with these attributes."""
 
     def scenario(attach: Any, **setup: Any) -> Driver:
         driver = start(attach, **setup)
         request = build_request("a", tokens(40, "a"), hasher=None, max_tokens=1)
-        for name, value in said.items():
+        for name, value in attributes.items():
             setattr(request, name, value)
         driver.scheduler.add_request(request)
         return driver
@@ -36,47 +36,49 @@ def arrival(**said: Any) -> RequestAdded:
     return added
 
 
-def noted(headers: dict[str, str] | None) -> str | None:
+def recorded_traceparent(headers: dict[str, str] | None) -> str | None:
     return arrival(trace_headers=headers).traceparent
 
 
 def test_the_trace_context_is_recorded_and_no_other_header() -> None:
-    assert CONTEXT == noted({"traceparent": CONTEXT, "tracestate": "secret=1", "authorization": "secret"})
+    assert CONTEXT == recorded_traceparent(
+        {"traceparent": CONTEXT, "tracestate": "secret=1", "authorization": "secret"}
+    )
 
 
 @pytest.mark.parametrize(
-    "said", ["", "the prompt itself", CONTEXT.upper(), CONTEXT + "\n", CONTEXT + "-more"]
+    "traceparent", ["", "the prompt itself", CONTEXT.upper(), CONTEXT + "\n", CONTEXT + "-more"]
 )
-def test_a_malformed_trace_context_is_not_recorded(said: str) -> None:
-    assert noted({"traceparent": said}) is None
+def test_a_malformed_trace_context_is_not_recorded(traceparent: str) -> None:
+    assert recorded_traceparent({"traceparent": traceparent}) is None
 
 
-def test_no_headers_no_context() -> None:
-    assert noted(None) is None
+def test_a_request_without_headers_has_no_trace_context() -> None:
+    assert recorded_traceparent(None) is None
 
 
 @pytest.mark.parametrize(
-    ("said", "transferred"),
+    ("params", "transferred"),
     [
         ({"do_remote_prefill": True, "remote_engine_id": "p"}, True),
         ({"do_remote_decode": True}, False),
         (None, False),
     ],
 )
-def test_a_request_that_a_prefill_engine_computed_says_so(
-    said: dict[str, Any] | None, transferred: bool
+def test_a_request_computed_by_a_prefill_engine_is_recorded_as_transferred(
+    params: dict[str, Any] | None, transferred: bool
 ) -> None:
-    assert transferred == arrival(kv_transfer_params=said).transferred
+    assert transferred == arrival(kv_transfer_params=params).transferred
 
 
-def test_the_engines_index_is_what_its_own_metrics_call_it() -> None:
+def test_the_engine_index_is_the_one_in_vllms_metrics() -> None:
     """The ranks of a dense model all have rank 0; only the index tells them apart."""
     assert 3 == engine_index(SimpleNamespace(data_parallel_index=3, data_parallel_rank=0))
     assert 2 == engine_index(SimpleNamespace(data_parallel_rank=2))
     assert 0 == engine_index(SimpleNamespace())
 
 
-def test_the_index_is_in_the_configuration() -> None:
+def test_the_engine_index_is_in_the_configuration() -> None:
     _, events = observe(start)
     (started,) = (event for event in events if isinstance(event, EngineStarted))
 

@@ -14,13 +14,13 @@ from kvledger.audit.engines.step_log import StepLog
 
 
 class NeverSteady(StepLog):
-    """A log that takes no step for unchanged beforehand."""
+    """A step log that never expects the next step to be unchanged."""
 
     steady = property(lambda _: False, lambda _, __: None)  # type: ignore[assignment]
 
 
 def emitted(name: str) -> list[str]:
-    """All but the start of the engine, which says when that was."""
+    """All events but the engine start, which has the time of the start."""
     return [repr(event) for event in observe(SCENARIOS[name])[1][1:]]
 
 
@@ -28,7 +28,7 @@ def emitted(name: str) -> list[str]:
 def test_unchanged_steps_give_the_same_events_either_way(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepLog, "now", lambda _: 0)
     monkeypatch.setattr(Observer, "hook_time", lambda _: (-1, 0))
-    shortly = emitted(name)
+    by_short_path = emitted(name)
     monkeypatch.setattr("kvledger.audit.engines.observer.StepLog", NeverSteady)
 
-    assert shortly == emitted(name)
+    assert by_short_path == emitted(name)

@@ -1,6 +1,6 @@
-"""The v0 adapter on the real v0 scheduler: only where vLLM 0.9 is (`scripts/releases.py run 0.9.1-v0`).
+"""The v0 adapter on the real v0 scheduler. These tests need vLLM 0.9 (`scripts/releases.py run 0.9.1-v0`).
 
-0.9.1 keeps the answer of a look-up whose attempt failed (vLLM PR #18957), 0.9.2 forgets it.
+0.9.1 keeps the result of a lookup whose admission failed (vLLM PR #18957); 0.9.2 releases it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm.core.scheduler", exc_type=ImportError)
 
-from tests.engines.observed import audited, found
+from tests.engines.observed import audited, findings
 from tests.scenarios.v0 import driver
 from tests.scenarios.v0.audit import SCENARIOS
 from tests.scenarios.v0.audit import audited as report
@@ -25,7 +25,7 @@ from kvledger.audit.engines.v0.observer import V0Observer
 from kvledger.audit.hooks import MAX_FAILURES, EngineMismatch
 from kvledger.audit.journal.memory_recorder import MemoryRecorder
 
-FORGETS = hasattr(Scheduler, "remove_seq_from_computed_blocks_tracker")
+RELEASES_LOOKUPS = hasattr(Scheduler, "remove_seq_from_computed_blocks_tracker")
 """0.9.2 and later."""
 STALE_LOOKUP = "tokens/stale-lookup"
 OBSERVERS = sorted({name for hook in V0Observer.HOOKS for name in (hook.before, hook.after) if name})
@@ -38,7 +38,7 @@ def attached(sink: MemoryRecorder, scheduler: Any) -> V0Observer:
 
 
 def observe(scenario: Any, **setup: Any) -> tuple[V0Driver, list[ev.Event]]:
-    """Run a scenario with an observer on its scheduler; the driver and every event, in order."""
+    """Run a scenario with an observer on its scheduler; return the driver and all events in order."""
     sink, observers = MemoryRecorder(), []
 
     def attach(scheduler: Any) -> None:
@@ -52,11 +52,11 @@ def observe(scenario: Any, **setup: Any) -> tuple[V0Driver, list[ev.Event]]:
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_accounts_balance(name: str) -> None:
-    said = report(name)
+    result = report(name)
 
-    assert said.balanced
-    assert [] == said.doubts
-    assert {id_ for id_, _ in said.findings} <= {STALE_LOOKUP}
+    assert result.balanced
+    assert [] == result.doubts
+    assert {id_ for id_, _ in result.findings} <= {STALE_LOOKUP}
 
 
 @pytest.mark.parametrize("name", CLEAN)
@@ -65,38 +65,38 @@ def test_a_clean_workload_raises_no_alarm(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", STALE)
-def test_a_look_up_that_is_kept(name: str) -> None:
-    said = report(name)
+def test_a_kept_lookup_is_found_before_0_9_2(name: str) -> None:
+    result = report(name)
 
-    assert ((STALE_LOOKUP, "r") in said.findings) is not FORGETS
-    assert not (FORGETS and said.findings)
+    assert ((STALE_LOOKUP, "r") in result.findings) is not RELEASES_LOOKUPS
+    assert not (RELEASES_LOOKUPS and result.findings)
 
 
 @pytest.mark.parametrize("name", UNFIXED)
-def test_a_look_up_that_0_9_2_keeps_too(name: str) -> None:
-    """An infeasible swapped group is ignored without being freed."""
+def test_0_9_2_keeps_the_lookup_of_an_ignored_swapped_group(name: str) -> None:
+    """The scheduler ignores an infeasible swapped group without freeing it."""
     driver, events = observe(SCENARIOS[name])
 
-    assert {(STALE_LOOKUP, "r")} == found(audited(events))
+    assert {(STALE_LOOKUP, "r")} == findings(audited(events))
     assert driver.kept_lookups()
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("name", CROWDED)
-def test_a_random_crowd(name: str, seed: int) -> None:
-    said = report(name, seed=seed)
+def test_a_random_crowd_balances(name: str, seed: int) -> None:
+    result = report(name, seed=seed)
 
-    assert said.balanced
-    assert [] == said.doubts
-    silent = FORGETS or "uncached" in name
-    assert (set() if silent else {STALE_LOOKUP}) == {id_ for id_, _ in said.findings}
+    assert result.balanced
+    assert [] == result.doubts
+    without_finding = RELEASES_LOOKUPS or "uncached" in name
+    assert (set() if without_finding else {STALE_LOOKUP}) == {id_ for id_, _ in result.findings}
 
 
-def test_the_figures_of_a_hit_that_is_gone() -> None:
-    """64 tokens found when there was no room, none of them left when there is."""
+def test_a_stale_hit_is_found_with_the_tokens_of_lookup_and_cache() -> None:
+    """The lookup hits 64 tokens when no blocks are free; none of these is cached when blocks are free."""
     _, events = observe(STALE["too_few_blocks_at_first"])
     kept = [event for event in events if isinstance(event, ev.LookupKept)]
-    if FORGETS:
+    if RELEASES_LOOKUPS:
         assert [] == kept
         return
     (violation,) = audited(events).violations
@@ -110,7 +110,7 @@ def test_the_figures_of_a_hit_that_is_gone() -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_where_shared_prefixes_came_from(variant: str) -> None:
+def test_shared_prefixes_are_local_hits(variant: str) -> None:
     _, events = observe(CLEAN[f"shared_prefix{variant}"])
     ledger = audited(events).ledger
     settled = {name: ledger.closed[name].freeze().settled for name in ("first", "second", "same", "shorter")}
@@ -133,7 +133,7 @@ def test_blocks_still_to_be_computed_are_no_hit() -> None:
     assert 32 == ledger.closed["b"].freeze().first_prompt
 
 
-def test_a_life_goes_on_while_it_is_swapped_out() -> None:
+def test_a_swapped_out_request_continues_its_life() -> None:
     driver, events = observe(CLEAN["too_few_blocks_swapped"])
     late = audited(events).ledger.closed["late"].freeze()
 
@@ -142,7 +142,7 @@ def test_a_life_goes_on_while_it_is_swapped_out() -> None:
     assert {} == late.rework
 
 
-def test_preempted_and_computed_again() -> None:
+def test_tokens_computed_again_after_a_preemption_are_rework() -> None:
     _, events = observe(CLEAN["preempted_once_uncached"])
     late = audited(events).ledger.closed["late"].freeze()
 
@@ -160,11 +160,11 @@ def test_a_step_in_flight_at_the_end_is_overrun(asynchronous: bool) -> None:
     assert (overrun > 0) is asynchronous
 
 
-# --- what is not as it was promised ---------------------------------------------------------------
+# --- unexpected state of the engine ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("tokens", "id_"), [(16, "tokens/balance"), (-16, "tokens/unexplained-drop")])
-def test_a_count_that_moves_by_itself_is_found_at_the_next_rest(tokens: int, id_: str) -> None:
+def test_a_count_changed_by_hand_is_found(tokens: int, id_: str) -> None:
     def scenario(attach: Attach) -> V0Driver:
         driver = start(attach, chunked_prefill=True, max_batched_tokens=64)
         group = driver.add("r", 200, 3)
@@ -177,10 +177,10 @@ def test_a_count_that_moves_by_itself_is_found_at_the_next_rest(tokens: int, id_
 
     _, events = observe(scenario)
 
-    assert {(id_, "r")} == found(audited(events))
+    assert {(id_, "r")} == findings(audited(events))
 
 
-def test_a_group_of_two_sequences_is_unknown_and_never_wrong() -> None:
+def test_a_group_of_two_sequences_is_unknown_without_a_violation() -> None:
     def scenario(attach: Attach) -> V0Driver:
         from vllm.sequence import Sequence
 
@@ -207,7 +207,7 @@ def test_a_group_of_two_sequences_is_unknown_and_never_wrong() -> None:
     assert ["1 accounts are unknown"] == auditor.doubts
 
 
-# --- it may fail; serving may not -----------------------------------------------------------------
+# --- failing observers ----------------------------------------------------------------------------
 
 CROWD = CROWDED["crowd_chunked_asynchronous"]
 
@@ -217,7 +217,7 @@ def bare() -> dict[str, list[int]]:
     return CROWD().outputs
 
 
-def test_observed_outputs_are_those_of_a_bare_engine(bare: dict[str, list[int]]) -> None:
+def test_an_observed_engine_gives_the_outputs_of_a_bare_engine(bare: dict[str, list[int]]) -> None:
     assert bare == observe(CROWD)[0].outputs
 
 
@@ -260,7 +260,7 @@ def test_detaching_leaves_no_trace() -> None:
     assert "clean" == audited(sink.take()).verdict
 
 
-def test_attaching_late_is_unknown_for_what_ran_and_clean_for_what_comes() -> None:
+def test_after_a_late_attach_running_requests_are_unknown_and_new_ones_clean() -> None:
     driver = start(chunked_prefill=True, max_batched_tokens=64)
     driver.add("early", 100, 6)
     driver.step()
@@ -277,7 +277,7 @@ def test_attaching_late_is_unknown_for_what_ran_and_clean_for_what_comes() -> No
 
 
 @pytest.mark.parametrize("name", CROWDED)
-def test_a_snapshot_may_be_wanted_at_any_rest(name: str) -> None:
+def test_a_snapshot_may_be_wanted_between_any_steps(name: str) -> None:
     class Demanding(MemoryRecorder):
         steps = 0
 
@@ -292,7 +292,7 @@ def test_a_snapshot_may_be_wanted_at_any_rest(name: str) -> None:
 
     assert {violation.id for violation in auditor.violations} <= {STALE_LOOKUP}
     assert [] == auditor.doubts
-    assert not (FORGETS and auditor.violations)
+    assert not (RELEASES_LOOKUPS and auditor.violations)
 
 
 def test_a_host_that_differs_is_refused_and_untouched() -> None:
@@ -316,11 +316,11 @@ def test_several_tokens_a_step_are_refused() -> None:
         attached(MemoryRecorder(), scheduler)
 
 
-def test_nothing_of_a_prompt_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No token id of a prompt may stand in any event; these ids are like no count."""
-    telling = list(range(900_000_000, 900_000_100))
-    monkeypatch.setattr(driver, "tokens", lambda count, _: telling[:count])
+def test_no_token_id_of_a_prompt_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No event may contain a token id of a prompt; these ids are too large for counts."""
+    prompt = list(range(900_000_000, 900_000_100))
+    monkeypatch.setattr(driver, "tokens", lambda count, _: prompt[:count])
     _, events = observe(CLEAN["plain"])
 
     assert len(events) > 10
-    assert not any(str(token) in repr(event) for event in events for token in telling)
+    assert not any(str(token) in repr(event) for event in events for token in prompt)

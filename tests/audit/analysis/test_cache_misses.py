@@ -1,4 +1,4 @@
-"""Why prompt tokens were no hits: golden histories to the token, and nothing lost on any history."""
+"""Causes of prefix-cache misses: golden histories to the token, and causes that add up on any history."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ HISTORIES = (
     (
         "synchronous load failure takes a local hit with it",
         200,
-        # 32 to 159 were given and void; 160 to 199 were executed in vain, and again.
+        # The failed load invalidates positions 32 to 159; positions 160 to 199 are executed twice.
         "A64+96 s40 L-32 o s168 o+ F",
         {"load_failed": 128 + 40, "not_knowable": 32, "below_block": 8},
     ),
@@ -91,46 +91,48 @@ def accounts(stream: list[Event]) -> list[Account]:
 
 
 def tokens_by_cause(account: Account, block_size: int = BLOCK) -> dict[str, int]:
-    found: dict[str, int] = {}
+    tokens: dict[str, int] = {}
     for start, end, cause in missed_ranges(account, block_size):
         assert 0 <= start < end
-        found[cause] = found.get(cause, 0) + end - start
-    return found
+        tokens[cause] = tokens.get(cause, 0) + end - start
+    return tokens
 
 
 @pytest.mark.parametrize(("title", "prompt", "words", "expected"), HISTORIES, ids=[h[0] for h in HISTORIES])
-def test_golden(title: str, prompt: int, words: str, expected: dict[str, int]) -> None:
+def test_missed_tokens_of_a_golden_history_have_these_causes(
+    title: str, prompt: int, words: str, expected: dict[str, int]
+) -> None:
     (account,) = accounts(events(prompt, words))
 
     assert expected == tokens_by_cause(account)
 
 
 @pytest.mark.parametrize("row", GOLDEN, ids=lambda row: row.title)
-def test_a_block_size_that_is_not_known_proves_nothing(row: object) -> None:
+def test_without_a_block_size_no_token_is_below_a_block(row: object) -> None:
     (account,) = accounts(row.events())  # type: ignore[attr-defined]
 
     assert "below_block" not in tokens_by_cause(account, block_size=0)
 
 
-def add_up(account: Account) -> None:
-    """The causes' tokens are those executed first, those again, and those that never came to be."""
-    found = tokens_by_cause(account)
-    assert found.keys() <= MISSES.keys()
-    again = sum(end - start for start, end, _ in account.executed_again)
-    never = sum(end - start for start, end in never_came(account)) if account.closed_at >= 0 else 0
-    assert account.first_prompt + again + never == sum(found.values())
-    assert again <= sum(account.rework.values())
+def assert_causes_add_up(account: Account) -> None:
+    """The causes cover the tokens executed once, the tokens executed again and the tokens without KV."""
+    tokens = tokens_by_cause(account)
+    assert tokens.keys() <= MISSES.keys()
+    recomputed = sum(end - start for start, end, _ in account.executed_again)
+    without_kv = sum(end - start for start, end in never_came(account)) if account.closed_at >= 0 else 0
+    assert account.first_prompt + recomputed + without_kv == sum(tokens.values())
+    assert recomputed <= sum(account.rework.values())
 
 
 @pytest.mark.parametrize("row", GOLDEN, ids=lambda row: row.title)
-def test_golden_histories_add_up(row: object) -> None:
+def test_causes_add_up_in_golden_histories(row: object) -> None:
     for account in accounts(row.events()):  # type: ignore[attr-defined]
-        add_up(account)
+        assert_causes_add_up(account)
 
 
 @examples(1000)
 @given(random_histories())
-def test_any_history_adds_up(story: Story) -> None:
+def test_causes_add_up_in_any_history(story: Story) -> None:
     for account in accounts(list(story.events)):
         if account.unknown is None:
-            add_up(account)
+            assert_causes_add_up(account)

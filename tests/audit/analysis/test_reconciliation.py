@@ -1,4 +1,4 @@
-"""Every difference between settled figures, plan and report has a name, and they add up."""
+"""Named differences lead from the settled figures to the planned split and to the engine's report."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def reconciled(stream: list[Event]) -> Reconciliation:
     return reconciliation
 
 
-def to_plan(row: Golden) -> dict[str, Figures]:
-    steps = reconciled(row.events()).to_plan.differences
-    return {cause: difference.figures for cause, difference in steps.items()}
+def differences_to_plan(row: Golden) -> dict[str, Figures]:
+    differences = reconciled(row.events()).to_plan.differences
+    return {cause: difference.figures for cause, difference in differences.items()}
 
 
 @pytest.mark.parametrize("row", GOLDEN, ids=lambda row: row.title)
-def test_every_golden_history_is_explained(row: Golden) -> None:
-    """Settled + named differences = plan, and none of them is called unexplained."""
+def test_named_differences_explain_every_golden_history(row: Golden) -> None:
+    """Settled figures plus named differences equal the planned split; no difference is unexplained."""
     reconciliation = reconciled(row.events())
     differences = reconciliation.to_plan.differences
 
@@ -53,12 +53,12 @@ def test_every_golden_history_is_explained(row: Golden) -> None:
         ("aborted while waiting", "never_ran", Figures(local=-64, unattained=-236)),
     ],
 )
-def test_a_difference_is_named(title: str, cause: str, figures: Figures) -> None:
-    assert {cause: figures} == to_plan(titled(title))
+def test_a_difference_to_the_plan_has_a_named_cause(title: str, cause: str, figures: Figures) -> None:
+    assert {cause: figures} == differences_to_plan(titled(title))
 
 
-def test_no_difference_where_the_plan_came_true() -> None:
-    assert {} == to_plan(titled("external, asynchronous, loaded"))
+def test_a_request_that_ran_as_planned_has_no_difference() -> None:
+    assert {} == differences_to_plan(titled("external, asynchronous, loaded"))
 
 
 @pytest.mark.parametrize(
@@ -70,25 +70,27 @@ def test_no_difference_where_the_plan_came_true() -> None:
         ((1, 32, 167), "unexplained"),
     ],
 )
-def test_a_report_that_is_not_the_plan_is_named(report: tuple[int, int, int], cause: str) -> None:
-    """What releases made of vLLM#36752: the last admission, two instants, the same cut off at 0."""
+def test_a_report_that_differs_from_the_plan_has_a_named_cause(
+    report: tuple[int, int, int], cause: str
+) -> None:
+    """Releases report vLLM#36752 as the last admission, as a mix of two, or as a mix clamped at 0."""
     stream = titled("vLLM#36752").events()
-    said = Reported(stream[-1].at, 0, 200, *report, report[0] + report[1])
+    event = Reported(stream[-1].at, 0, 200, *report, report[0] + report[1])
 
-    found = reconciled([*stream[:-1], said, stream[-1]]).to_reported.differences
+    differences = reconciled([*stream[:-1], event, stream[-1]]).to_reported.differences
 
-    assert [cause] == list(found)
-    assert Figures(report[0], report[1] - 32, report[2] - 168) == found[cause].figures
+    assert [cause] == list(differences)
+    assert Figures(report[0], report[1] - 32, report[2] - 168) == differences[cause].figures
 
 
-def test_an_aborted_request_is_not_reported() -> None:
-    found = reconciled(titled("aborted in mid-prefill").events()).to_reported.differences
+def test_an_aborted_prefill_is_a_not_reported_difference() -> None:
+    differences = reconciled(titled("aborted in mid-prefill").events()).to_reported.differences
 
-    assert Figures(computed=-300) == found["not_reported"].figures
+    assert Figures(computed=-300) == differences["not_reported"].figures
 
 
 @pytest.mark.parametrize(("title", "early"), [("chunked prefill", False), ("aborted in mid-prefill", True)])
-def test_who_ends_with_the_first_output_has_had_one(title: str, early: bool) -> None:
+def test_a_request_that_ends_with_its_first_output_did_not_end_early(title: str, early: bool) -> None:
     ledger = Ledger(keep_closed=True)
     for event in titled(title).events():
         ledger.apply(msgspec.structs.replace(event, at=7))
@@ -96,7 +98,7 @@ def test_who_ends_with_the_first_output_has_had_one(title: str, early: bool) -> 
     assert [early] == [ended_early(account) for account in ledger.accounts()]
 
 
-def test_an_open_account_is_not_settled() -> None:
+def test_tokens_of_an_open_account_are_unsettled() -> None:
     stream = titled("chunked prefill").events()[:-4]
 
     assert {"unsettled": 200} == {

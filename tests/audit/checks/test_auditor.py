@@ -1,4 +1,4 @@
-"""What an auditor makes of findings: new ones and repeats, verdicts, and its own failures."""
+"""The auditor: new and repeated findings, verdicts, and checks that raise."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given
 from tests.audit.checks.false_reports import (
+    altered,
     audited,
-    found,
     miscounted,
     report,
-    reported,
     started,
-    told,
+    violation_ids,
     with_after,
+    with_report,
 )
 from tests.examples import examples
 from tests.histories import GOLDEN, WOVEN, Golden, Woven, events, weave
@@ -38,7 +38,7 @@ from kvledger.audit.events import (
 from kvledger.audit.ledger.subjects import Entry
 
 NEVER_LOADED = {"never_loaded", "not_planned"}
-STALE = told(events(100, "A64+0 s36 o+ F"), LookedUp, step=0)
+STALE = altered(events(100, "A64+0 s36 o+ F"), LookedUp, step=0)
 
 
 # --- no false alarms -----------------------------------------------------------------------------
@@ -46,7 +46,7 @@ STALE = told(events(100, "A64+0 s36 o+ F"), LookedUp, step=0)
 
 @pytest.mark.parametrize("row", GOLDEN, ids=lambda row: row.title)
 def test_golden_histories_are_clean(row: Golden):
-    """But for those whose promise was never loaded, which say so."""
+    """Except for histories whose promised tokens were never loaded: these have a violation."""
     auditor = audited(row.events())
 
     broken = NEVER_LOADED & set(row.voided or ())
@@ -65,21 +65,21 @@ def test_golden_histories_woven_together_are_clean(row: Woven):
 
 @examples(150)
 @given(random_histories())
-def test_a_correct_engine_is_never_accused(story: Story):
-    """Of nothing but what the stream's connector does; with honest reports and counts beside."""
+def test_a_correct_engine_has_no_violations(story: Story):
+    """Except for violations by the history's connector. The engine's reports and counts are correct."""
     auditor = Auditor(debug=True)
     auditor.feed(started())
     for event in story.events:
         auditor.feed(event)
-        for honest in list(_reports(auditor)) if isinstance(event, Delivered) else ():
-            auditor.feed(honest)
+        for report_event in list(_correct_reports(auditor)) if isinstance(event, Delivered) else ():
+            auditor.feed(report_event)
 
     allowed = {"connector/promise-not-loaded", "connector/failed-load-counted"}
     assert [] == [v for v in auditor.violations if v.id not in allowed]
     assert [] == auditor.doubts
 
 
-def _reports(auditor: Auditor) -> Iterator[Reported]:
+def _correct_reports(auditor: Auditor) -> Iterator[Reported]:
     """What vLLM 0.32 would report after this output."""
     for account in auditor.ledger.open.values():
         if len(account.settlements) == 1 and not account.reported and account.plan:
@@ -91,7 +91,7 @@ def _reports(auditor: Auditor) -> Iterator[Reported]:
 # --- findings ------------------------------------------------------------------------------------
 
 
-def test_a_finding_names_who_where_and_since_when():
+def test_a_finding_names_engine_request_life_and_step():
     (violation,) = audited(STALE).violations
 
     assert (
@@ -124,10 +124,10 @@ def test_a_repeat_is_counted_and_not_returned():
     assert [("tokens/balance", 1, 2)] == [(v.id, v.repeats, v.last_step) for v in auditor.violations]
 
 
-def test_each_request_is_a_finding_of_its_own():
+def test_each_request_has_its_own_finding():
     stream = weave({0: 20, 1: 20}, "a.A0+0 b.A0+0 a.s20&b.s20 a.o+&b.o+ a.P b.P a.F b.F")
     for nth in (0, 1):
-        stream = told(stream, Preempted, nth, held_blocks=1)
+        stream = altered(stream, Preempted, nth, held_blocks=1)
 
     assert ["request-0", "request-1"] == [v.request for v in audited(stream).violations]
 
@@ -138,18 +138,18 @@ def test_findings_are_kept_up_to_a_bound_and_the_rest_counted(monkeypatch: pytes
     auditor.feed(started())
     for request in range(5):
         stream = events(100, "A64+0 s36 o+ F", request=request)
-        auditor.feed_all(told(stream, LookedUp, step=0, local_tokens=0))
+        auditor.feed_all(altered(stream, LookedUp, step=0, local_tokens=0))
 
     assert (2, {"tokens/stale-lookup": 3}) == (len(auditor.violations), auditor.not_kept)
 
 
 def test_one_request_may_break_several_invariants():
-    stream = reported(STALE, report(100, -28, 0))
+    stream = with_report(STALE, report(100, -28, 0))
 
-    assert ["tokens/stale-lookup", "tokens/negative", "tokens/set-once"] == found(stream)
+    assert ["tokens/stale-lookup", "tokens/negative", "tokens/set-once"] == violation_ids(stream)
 
 
-def test_the_engine_may_be_named():
+def test_findings_have_the_name_given_to_the_engine():
     auditor = Auditor(engine="replica 7", debug=True)
     auditor.feed_all([started(), *STALE])
 
@@ -159,11 +159,11 @@ def test_the_engine_may_be_named():
 # --- verdicts ------------------------------------------------------------------------------------
 
 
-def test_a_violation_makes_the_verdict():
+def test_a_violation_makes_the_verdict_violated():
     assert "violated" == audited(STALE).verdict
 
 
-def test_nothing_seen_is_not_clean():
+def test_an_auditor_without_events_is_unknown():
     auditor = Auditor()
 
     assert ("unknown", ["no engine was seen to start"]) == (auditor.verdict, auditor.doubts)
@@ -172,8 +172,8 @@ def test_nothing_seen_is_not_clean():
 @pytest.mark.parametrize(
     "loss", [Gap(10_000, 3, "buffer"), HookFailed(10_000, "schedule", "KeyError", False)]
 )
-def test_lost_events_make_it_unknown_and_nobody_is_accused(loss: Event):
-    """What is told after the loss can't be judged, however wrong it looks."""
+def test_lost_events_make_the_verdict_unknown_without_a_violation(loss: Event):
+    """Events after a loss prove no violation, whatever they contain."""
     stream = with_after(events(50, "A0+0 s50 o+ s1 o+ F"), Delivered, 0, loss)
     stream = with_after(stream, type(loss), 0, Census(10_000, 1, [0, 5, 5, 5, 5], 0, 0, 0))
     auditor = audited(stream)
@@ -181,7 +181,7 @@ def test_lost_events_make_it_unknown_and_nobody_is_accused(loss: Event):
     assert ([], "unknown") == (auditor.violations, auditor.verdict)
 
 
-def test_a_trace_that_begins_in_the_midst_is_unknown():
+def test_a_trace_that_begins_while_a_request_runs_is_unknown():
     row = SnapshotRow(0, "request-0", 100, False, 40, 0, 0, 100, 0)
     auditor = audited([Snapshot(0, 7, [row], 0)])
 
@@ -192,12 +192,12 @@ def test_a_violation_outweighs_a_doubt():
     assert "violated" == audited([*STALE, Gap(10_000, -1, "crash")]).verdict
 
 
-# --- our own failures ----------------------------------------------------------------------------
+# --- checks that raise ---------------------------------------------------------------------------
 
 
 @pytest.fixture
 def a_check_that_raises(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Beside the others, one that is broken."""
+    """One more check, which raises."""
 
     def broken(entry: Entry) -> Iterator[Witness]:
         raise KeyError("oops")
@@ -208,7 +208,7 @@ def a_check_that_raises(monkeypatch: pytest.MonkeyPatch) -> str:
     return row.id
 
 
-def test_a_check_that_raises_is_counted_and_costs_no_finding(a_check_that_raises: str):
+def test_a_check_that_raises_is_counted_and_other_findings_remain(a_check_that_raises: str):
     auditor = Auditor(debug=False)
     findings: list[Violation] = auditor.feed_all([started(), *STALE])
 
@@ -224,7 +224,7 @@ def test_a_check_that_raises_leaves_no_clean_verdict(a_check_that_raises: str):
 
 
 @pytest.mark.usefixtures("a_check_that_raises")
-def test_a_check_that_raises_stops_us_while_we_develop(monkeypatch: pytest.MonkeyPatch):
+def test_a_check_that_raises_propagates_in_debug_mode(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("KVLEDGER_DEBUG", "1")
 
     with pytest.raises(KeyError, match="oops"):

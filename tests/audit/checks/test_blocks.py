@@ -1,6 +1,6 @@
-"""The invariants of blocks, each broken and nearly broken on the real BlockPool and KVCacheManager.
+"""The invariants of blocks, each violated and nearly violated on the real BlockPool and KVCacheManager.
 
-What breaks one is done to a live engine by hand, where a defect of the engine would do it.
+Each test alters a live engine by hand, in the place where a defect of the engine would.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def watched() -> Watched:
 
 
 @violates("blocks/double-allocation")
-def test_a_second_group_allocates_a_block_of_the_first(watched):
-    """vLLM#44409: both sides are named, with group and life, and what was done to the block."""
+def test_a_block_in_the_tables_of_two_groups_is_a_double_allocation(watched):
+    """vLLM#44409: the finding names both holders with group and life, and the calls on the block."""
     driver = running(watched, "a", groups=HYBRID)
     blocks = list(table(driver, "a", 0))[:1]
     for group in (0, 1):
@@ -45,7 +45,7 @@ def test_a_second_group_allocates_a_block_of_the_first(watched):
 
 
 @violates("blocks/double-allocation")
-def test_a_hit_on_a_block_that_has_no_hash(watched):
+def test_a_hit_on_a_block_without_a_hash_is_a_double_allocation(watched):
     driver = running(watched, "a")
     manager(driver).add_local_computed_blocks("b", table(driver, "a")[-1:], 16, 0)
 
@@ -55,7 +55,7 @@ def test_a_hit_on_a_block_that_has_no_hash(watched):
 
 
 @violates("blocks/double-allocation")
-def test_a_held_block_is_allocated_as_free(watched):
+def test_a_held_block_allocated_as_free_is_a_double_allocation(watched):
     driver = running(watched, "a")
     held = table(driver, "a")[0]
     held.ref_cnt = 0
@@ -87,27 +87,27 @@ def test_a_held_block_is_allocated_as_free(watched):
         "delayed_free_sync",
     ],
 )
-def test_shared_prefixes_null_blocks_and_two_phases(watched, scenario):
+def test_shared_prefixes_null_blocks_and_two_phase_allocation_are_clean(watched, scenario):
     SCENARIOS[scenario](watched.attach)
 
-    assert [] == watched.found()
+    assert [] == watched.violation_ids()
 
 
 @near_miss("blocks/double-allocation")
-def test_a_scheduler_that_raised_and_left_a_request_twice_among_the_running(watched):
-    """Up to 0.30 a session with drafts does: it has one table all the same."""
+def test_a_request_twice_in_the_running_list_is_no_double_allocation(watched):
+    """Up to 0.30 the scheduler raises for a session with drafts and leaves the request in the list twice."""
     driver = running(watched, "a")
     driver.scheduler.running *= 2
 
-    assert [] == watched.found()
+    assert [] == watched.violation_ids()
 
 
 # --- blocks/double-free ---------------------------------------------------------------------------
 
 
 @violates("blocks/double-free")
-def test_a_table_is_freed_twice(watched):
-    """The count falls to -1 and vLLM says nothing; who freed it first is named."""
+def test_a_block_table_freed_twice_is_a_double_free(watched):
+    """The reference count falls to -1 without an error in vLLM; the finding names the first free."""
     driver = running(watched, "a", "b")
     blocks = list(table(driver, "a"))
     manager(driver).free("a")
@@ -124,15 +124,15 @@ def test_a_table_is_freed_twice(watched):
 @pytest.mark.parametrize(
     "scenario", ["preempt_decode_async", "external_async_consumer", "delayed_free_async"]
 )
-def test_deferred_and_delayed_frees(watched, scenario):
+def test_deferred_and_delayed_frees_are_no_double_free(watched, scenario):
     SCENARIOS[scenario](watched.attach)
 
-    assert [] == watched.found()
+    assert [] == watched.violation_ids()
 
 
 @near_miss("blocks/double-free")
-def test_a_manager_whose_user_frees_for_it(watched):
-    """Without a scheduler: what is popped from the tables comes back by a call of the pool."""
+def test_blocks_that_the_caller_pops_and_frees_are_no_double_free(watched):
+    """Without a scheduler: the caller pops the blocks from the tables and frees them in the pool."""
     driver = start()
     request = driver.add("a", 40, 4)
     manager, sink = driver.scheduler.kv_cache_manager, MemoryRecorder()
@@ -149,7 +149,7 @@ def test_a_manager_whose_user_frees_for_it(watched):
 
 
 @violates("blocks/references")
-def test_a_count_that_is_changed_by_hand_is_found_by_the_sweep(watched):
+def test_the_sweep_finds_a_wrong_reference_count(watched):
     driver = running(watched, "a")
     table(driver, "a")[0].ref_cnt += 1
     for _ in range(5):
@@ -161,16 +161,16 @@ def test_a_count_that_is_changed_by_hand_is_found_by_the_sweep(watched):
 
 
 @violates("blocks/references")
-def test_a_count_that_is_wrong_when_the_block_is_freed(watched):
+def test_a_free_finds_a_wrong_reference_count(watched):
     driver = running(watched, "a")
     table(driver, "a")[0].ref_cnt += 1
     driver.abort("a")
 
-    assert "blocks/references" in watched.found()
+    assert "blocks/references" in watched.violation_ids()
 
 
 @near_miss("blocks/references")
-def test_blocks_that_were_held_before_the_trace_began(watched):
+def test_blocks_held_before_the_trace_began_are_clean(watched):
     driver = start(blocks=32)
     for name in ("a", "b"):
         driver.add(name, 60, 10, shares=("family", 48))
@@ -188,15 +188,15 @@ def test_blocks_that_were_held_before_the_trace_began(watched):
 
 
 @violates("blocks/free-iff-unreferenced")
-def test_a_free_block_that_the_queue_has_lost(watched):
+def test_a_free_block_missing_from_the_free_queue_is_found(watched):
     driver = running(watched, "a")
     pool(driver).free_block_queue.remove(pool(driver).blocks[40])
 
-    assert "blocks/free-iff-unreferenced" in watched.found()
+    assert "blocks/free-iff-unreferenced" in watched.violation_ids()
 
 
 @violates("blocks/free-iff-unreferenced")
-def test_a_queue_that_miscounts_itself(watched):
+def test_a_wrong_free_block_counter_is_found(watched):
     driver = running(watched, "a")
     pool(driver).free_block_queue.num_free_blocks += 1
 
@@ -209,29 +209,29 @@ def test_a_queue_that_miscounts_itself(watched):
 
 
 @near_miss("blocks/free-iff-unreferenced")
-def test_cached_blocks_that_nobody_holds_are_free(watched):
+def test_cached_blocks_without_a_holder_are_free(watched):
     driver = watched.start()
     driver.add("a", 100, 2)
     driver.run()
 
-    assert [] == watched.found()
+    assert [] == watched.violation_ids()
 
 
 # --- blocks/hash-map ------------------------------------------------------------------------------
 
 
 @violates("blocks/hash-map")
-def test_a_hash_that_the_map_has_lost(watched):
+def test_a_hash_missing_from_the_hash_map_is_found(watched):
     driver = running(watched, "a")
     pool(driver).cached_block_hash_to_block._cache.popitem()
 
-    assert {"blocks/hash-map"} == set(watched.found())
+    assert {"blocks/hash-map"} == set(watched.violation_ids())
 
 
 @violates("blocks/hash-map")
-def test_a_hash_removed_without_an_eviction(watched):
+def test_a_hash_removed_without_an_eviction_is_found(watched):
     driver = running(watched, "a")
-    assert [] == watched.audits[0].violations  # by now its hash has been told
+    assert [] == watched.audits[0].violations  # the hash has been emitted by now
     table(driver, "a")[0].reset_hash()
 
     finding = watched.finding("blocks/hash-map")
@@ -243,17 +243,17 @@ def test_a_hash_removed_without_an_eviction(watched):
 @pytest.mark.parametrize(
     "scenario", ["crowd_sync", "reset_running_async", "load_failure_sync_policy_fail_sync"]
 )
-def test_duplicates_resets_and_evictions(watched, scenario):
+def test_duplicate_blocks_resets_and_evictions_are_clean(watched, scenario):
     SCENARIOS[scenario](watched.attach)
 
-    assert [] == watched.found()
+    assert [] == watched.violation_ids()
 
 
 # --- blocks/hash-content --------------------------------------------------------------------------
 
 
 @violates("blocks/hash-content")
-def test_cached_before_its_load_has_finished(watched):
+def test_a_block_cached_before_its_load_has_finished_is_found(watched):
     driver = watched.start(connector="scripted")
     driver.connector.answer_lookups("r", (96, True))
     request = driver.add("r", 200, 2)
@@ -268,8 +268,8 @@ def test_cached_before_its_load_has_finished(watched):
 
 
 @violates("blocks/hash-content")
-def test_preempted_before_a_failed_load_was_computed_again(watched):
-    """The real scheduler of 0.32: the blocks stay hashed, and whoever comes next finds them."""
+def test_a_preemption_after_a_failed_load_leaves_cached_blocks_without_kv(watched):
+    """In vLLM 0.32 the blocks stay in the prefix cache, and the next request hits them."""
     driver = watched.start(connector="scripted")
     driver.connector.answer_lookups("r", 160, 0)
     driver.add("r", 200, 3)
@@ -284,8 +284,8 @@ def test_preempted_before_a_failed_load_was_computed_again(watched):
 
 
 @violates("blocks/hash-content")
-def test_aborted_before_a_failed_load_was_computed_again(watched):
-    """Whose it was is said, though the request is gone by then."""
+def test_an_abort_after_a_failed_load_leaves_cached_blocks_without_kv(watched):
+    """The finding names the request, although the request has ended by then."""
     driver = watched.start(connector="scripted")
     driver.connector.answer_lookups("r", 160)
     driver.add("r", 200, 3)
@@ -303,17 +303,17 @@ def test_aborted_before_a_failed_load_was_computed_again(watched):
     "scenario",
     ["load_failure_sync_sync", "load_failure_async_total_sync", "full_external_hit", "speculative_eagle"],
 )
-def test_failed_loads_that_are_computed_again(watched, scenario):
+def test_failed_loads_that_are_computed_again_are_clean(watched, scenario):
     SCENARIOS[scenario](watched.attach)
 
-    assert [] == watched.found()
+    assert [] == watched.violation_ids()
 
 
 # --- blocks/write-shared --------------------------------------------------------------------------
 
 
 @violates("blocks/write-shared")
-def test_a_hit_that_is_counted_shorter_than_its_blocks(watched, monkeypatch):
+def test_a_hit_counted_shorter_than_its_blocks_writes_to_a_shared_block(watched, monkeypatch):
     driver = running(watched, "a", tokens=64)
     coordinator = driver.scheduler.kv_cache_manager.coordinator
     find = coordinator.find_longest_cache_hit
@@ -336,17 +336,17 @@ def test_a_hit_that_is_counted_shorter_than_its_blocks(watched, monkeypatch):
 @pytest.mark.parametrize(
     "scenario", ["shared_while_running_sync", "full_external_hit", "shared_prefix_eagle"]
 )
-def test_hits_in_the_step_that_fills_them(watched, scenario):
+def test_hits_in_the_step_that_fills_the_blocks_are_clean(watched, scenario):
     SCENARIOS[scenario](watched.attach)
 
-    assert [] == watched.found()
+    assert [] == watched.violation_ids()
 
 
 # --- blocks/coverage ------------------------------------------------------------------------------
 
 
 @violates("blocks/coverage")
-def test_a_request_that_gets_no_block_for_its_tokens(watched, monkeypatch):
+def test_a_block_table_too_short_for_its_tokens_is_found(watched, monkeypatch):
     driver = running(watched, "a")
     monkeypatch.setattr(manager(driver), "allocate_new_blocks", lambda *_: [])
     for _ in range(16):
@@ -359,17 +359,17 @@ def test_a_request_that_gets_no_block_for_its_tokens(watched, monkeypatch):
 
 @near_miss("blocks/coverage")
 @pytest.mark.parametrize("scenario", ["window_leaves_blocks_two_groups", "speculative_async", "session_sync"])
-def test_windows_drafts_and_sessions(watched, scenario):
+def test_block_tables_cover_windows_drafts_and_sessions(watched, scenario):
     SCENARIOS[scenario](watched.attach)
 
-    assert [] == watched.found()
+    assert [] == watched.violation_ids()
 
 
 # --- blocks/leak ----------------------------------------------------------------------------------
 
 
 @violates("blocks/leak")
-def test_a_block_that_is_in_no_table_when_its_request_goes(watched):
+def test_a_block_missing_from_its_table_leaks_when_the_request_ends(watched):
     driver = running(watched, "a")
     lost = table(driver, "a").pop()
     driver.abort("a")
@@ -381,7 +381,7 @@ def test_a_block_that_is_in_no_table_when_its_request_goes(watched):
 
 
 @near_miss("blocks/leak")
-def test_a_connector_that_gives_the_blocks_up_later(watched):
+def test_blocks_that_a_connector_frees_later_are_no_leak(watched):
     SCENARIOS["delayed_free_sync"](watched.attach)
 
-    assert [] == watched.found()
+    assert [] == watched.violation_ids()

@@ -1,11 +1,11 @@
-"""The invariants of the KV connector, each broken and nearly broken."""
+"""The invariants of the KV connector, each violated and nearly violated."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from tests.audit.checks.false_reports import audited, found, report, reported, told, with_after
+from tests.audit.checks.false_reports import altered, audited, report, violation_ids, with_after, with_report
 from tests.histories import events
 
 from kvledger.audit.events import (
@@ -33,8 +33,8 @@ near_miss = pytest.mark.near_miss
 
 
 @violates("connector/promise-not-loaded")
-def test_a_resumed_request_whose_load_is_not_planned():
-    """LMCache#1969: 18 tokens promised to the second life, none in the step's plan."""
+def test_a_resumed_request_without_its_load_in_the_metadata_is_found():
+    """LMCache#1969: 18 tokens promised to the second life, none in the step's connector metadata."""
     stream = events(34, "A0+0 s34 o+ (s1 o+)x14 P A16+18 C0 s15 o+ F")
 
     (violation,) = audited(stream).violations
@@ -48,19 +48,19 @@ def test_a_resumed_request_whose_load_is_not_planned():
 
 
 @violates("connector/promise-not-loaded")
-def test_half_of_a_promise_in_the_plan():
+def test_half_of_the_promised_tokens_missing_from_the_metadata_is_found():
     (violation,) = audited(events(200, "A32+128 C64 s40 o+ F")).violations
 
     assert (64, 96) == (violation.figures["tokens"], violation.figures["start"])
 
 
 @violates("connector/promise-not-loaded")
-def test_a_request_that_runs_before_its_load_has_finished():
-    assert ["connector/promise-not-loaded"] == found(events(200, "A0+160a s40 o+ F"))
+def test_a_request_that_runs_before_its_load_has_finished_is_found():
+    assert ["connector/promise-not-loaded"] == violation_ids(events(200, "A0+160a s40 o+ F"))
 
 
 @violates("connector/promise-not-loaded")
-def test_many_blocks_are_not_all_named():
+def test_a_message_names_at_most_eight_blocks():
     (violation,) = audited(events(400, "A0+320 C0 s80 o+ F")).violations
 
     assert "(blocks never filled: 1000, 1001, 1002, 1003, 1004, 1005, 1006, 1007 and 12 more)" in (
@@ -81,13 +81,13 @@ def test_many_blocks_are_not_all_named():
         "A0+160 s40 F",
     ],
 )
-def test_a_promise_kept_or_reported_failed_or_never_read(words: str):
-    assert [] == found(events(200, words))
+def test_promised_tokens_loaded_reported_failed_or_never_read_are_clean(words: str):
+    assert [] == violation_ids(events(200, words))
 
 
 @near_miss("connector/promise-not-loaded")
-def test_a_plan_that_cannot_be_read_is_not_held_against_it():
-    assert [] == found(events(200, "A0+160 s40 L o+ F"))
+def test_connector_metadata_that_cannot_be_read_is_no_finding():
+    assert [] == violation_ids(events(200, "A0+160 s40 L o+ F"))
 
 
 # --- connector/failed-load-counted ---------------------------------------------------------------
@@ -96,7 +96,7 @@ def test_a_plan_that_cannot_be_read_is_not_held_against_it():
 @violates("connector/failed-load-counted")
 @pytest.mark.parametrize("words", ["A0+160 L64 s136 o+ F", "A0+160 s40 L64 o s136 o+ F"])
 def test_a_failed_load_stays_counted_as_external(words: str):
-    auditor = audited(reported(events(200, words), report(200, 0, 160)))
+    auditor = audited(with_report(events(200, words), report(200, 0, 160)))
 
     (violation,) = auditor.violations
 
@@ -106,42 +106,42 @@ def test_a_failed_load_stays_counted_as_external(words: str):
         "promised_tokens": 160,
         "failed_tokens": 96,
     } == violation.figures
-    assert "clean" == auditor.verdict, "a drift makes no verdict"
+    assert "clean" == auditor.verdict, "a drift does not change the verdict"
 
 
 @near_miss("connector/failed-load-counted")
-def test_a_load_that_fails_in_a_later_life():
+def test_a_load_that_fails_in_a_later_life_is_no_drift():
     stream = events(100, "A0+60 s30 L o P A0+96 L32 s68 o+ F")
 
-    assert [] == found(reported(stream, report(100, 0, 60)))
+    assert [] == violation_ids(with_report(stream, report(100, 0, 60)))
 
 
 @near_miss("connector/failed-load-counted")
-def test_a_load_that_failed_wholly_is_looked_up_anew():
+def test_a_new_lookup_after_a_completely_failed_load_is_no_drift():
     stream = events(200, "A0+160 L0 A0+0 s200 o+ F")
 
-    assert [] == found(reported(stream, report(200, 0, 0)))
+    assert [] == violation_ids(with_report(stream, report(200, 0, 0)))
 
 
 # --- connector/negative-match --------------------------------------------------------------------
 
 
 @violates("connector/negative-match")
-def test_a_match_shorter_than_the_local_hit():
-    """One finding, though the engine then takes it at its word."""
-    stream = told(events(100, "A64+8 s28 o+ F"), Matched, external_tokens=-16)
-    stream = told(stream, Admitted, external_tokens=-16, computed_tokens=48)
+def test_a_negative_match_is_found_once():
+    """There is one finding, although the engine then uses the negative number."""
+    stream = altered(events(100, "A64+8 s28 o+ F"), Matched, external_tokens=-16)
+    stream = altered(stream, Admitted, external_tokens=-16, computed_tokens=48)
 
-    assert "connector/negative-match" == found(stream)[0]
-    assert 1 == found(stream).count("connector/negative-match")
+    assert "connector/negative-match" == violation_ids(stream)[0]
+    assert 1 == violation_ids(stream).count("connector/negative-match")
 
 
 @near_miss("connector/negative-match")
 @pytest.mark.parametrize("answer", [None, 0])
-def test_no_answer_and_nothing(answer: int | None):
-    stream = told(events(100, "A64+8 s28 o+ F"), Matched, external_tokens=answer)
+def test_a_match_of_none_or_0_tokens_is_clean(answer: int | None):
+    stream = altered(events(100, "A64+8 s28 o+ F"), Matched, external_tokens=answer)
 
-    assert [] == found(stream)
+    assert [] == violation_ids(stream)
 
 
 # --- connector/tracker-lag and connector/save-gap --------------------------------------------------
@@ -152,15 +152,15 @@ DECODED = "A0+0 s64 o+ (s1 o+)x20 F"
 def tracking(
     tracked: int, computed: int = 84, *, saved: int = 64, due: int = 64, recent: int = 2, orders: int = 0
 ) -> list[Event]:
-    """A decoded request, near whose end the connector counts so much; it has ordered ``orders``."""
-    said = Tracked(5_000, 0, 20, tracked, saved, due, computed, recent)
+    """A decoded request with the connector's counts near its end, and an order to save ``orders`` tokens."""
+    event = Tracked(5_000, 0, 20, tracked, saved, due, computed, recent)
     order = [SavePlanned(2_000, 0, 1, 0, orders)] if orders else []
-    return with_after(events(64, DECODED), Delivered, -1, *order, said)
+    return with_after(events(64, DECODED), Delivered, -1, *order, event)
 
 
 @violates("connector/tracker-lag")
-def test_a_connector_that_stopped_counting_at_the_prompt():
-    """LMCache#2821: its list of tokens does not grow with what is decoded."""
+def test_a_connector_that_counts_only_the_prompt_lags():
+    """LMCache#2821: its list of tokens does not grow with the decoded tokens."""
     (violation,) = audited(tracking(64)).violations
 
     assert "connector/tracker-lag" == violation.id
@@ -172,12 +172,12 @@ def test_a_connector_that_stopped_counting_at_the_prompt():
 
 @near_miss("connector/tracker-lag")
 @pytest.mark.parametrize("tracked", [82, 83, 84, 90])
-def test_a_connector_behind_by_what_is_in_flight_or_ahead(tracked: int):
-    assert [] == found(tracking(tracked))
+def test_a_connector_behind_by_the_tokens_in_flight_or_ahead_is_clean(tracked: int):
+    assert [] == violation_ids(tracking(tracked))
 
 
 @violates("connector/save-gap")
-def test_a_chunk_passed_and_not_saved():
+def test_a_due_chunk_that_is_not_saved_is_found():
     (violation,) = audited(tracking(84, saved=32)).violations
 
     assert ("connector/save-gap", {"saved_tokens": 32, "due_tokens": 64}) == (
@@ -196,31 +196,31 @@ def test_a_chunk_passed_and_not_saved():
         {"saved": 0, "due": 64, "orders": 64},
     ],
 )
-def test_all_saved_or_nothing_to_save_or_saved_in_an_earlier_life(figures: dict[str, int]):
-    assert [] == found(tracking(84, **figures))
+def test_chunks_saved_or_not_due_or_saved_in_an_earlier_life_are_clean(figures: dict[str, int]):
+    assert [] == violation_ids(tracking(84, **figures))
 
 
 # --- connector/never-finished ----------------------------------------------------------------------
 
 
-def later(seconds: int) -> Census:
+def census_at(seconds: int) -> Census:
     return Census(seconds * 1_000_000, 9, [], 0, 1, 1)
 
 
 @violates("connector/never-finished")
-def test_a_load_that_nobody_ends():
+def test_a_load_that_never_finishes_is_found():
     stream = events(200, "A64+96a F")[:-1]
 
-    (violation,) = audited([*stream, later(OVERDUE_SECONDS + 1)]).violations
+    (violation,) = audited([*stream, census_at(OVERDUE_SECONDS + 1)]).violations
 
     assert ("connector/never-finished", 96) == (violation.id, violation.figures["tokens"])
 
 
 @violates("connector/never-finished")
-def test_blocks_of_an_ended_request_that_are_never_freed():
+def test_blocks_of_an_ended_request_that_are_never_freed_are_found():
     stream = [*events(200, "A0+0 s200 o+ F"), FreeDelayed(9_000, 0, 1, "request-0", 13)]
 
-    (violation,) = audited([*stream, later(OVERDUE_SECONDS + 1)]).violations
+    (violation,) = audited([*stream, census_at(OVERDUE_SECONDS + 1)]).violations
 
     assert (
         "The connector has kept 13 blocks of request request-0, which ended 600 seconds ago."
@@ -228,35 +228,35 @@ def test_blocks_of_an_ended_request_that_are_never_freed():
 
 
 @near_miss("connector/never-finished")
-def test_a_load_that_is_late():
-    assert [] == found([*events(200, "A64+96a F")[:-1], later(OVERDUE_SECONDS - 1)])
+def test_a_load_that_is_not_yet_overdue_is_clean():
+    assert [] == violation_ids([*events(200, "A64+96a F")[:-1], census_at(OVERDUE_SECONDS - 1)])
 
 
 @near_miss("connector/never-finished")
-def test_a_load_that_came():
+def test_a_load_that_finished_is_clean():
     stream = events(200, "A64+96a F")[:-1]
 
-    assert [] == found([*stream, LoadFinished(9_000, 0, 160), later(OVERDUE_SECONDS + 1)])
+    assert [] == violation_ids([*stream, LoadFinished(9_000, 0, 160), census_at(OVERDUE_SECONDS + 1)])
 
 
 @near_miss("connector/never-finished")
-def test_blocks_that_were_given_back():
+def test_delayed_blocks_that_were_freed_are_clean():
     delayed = [FreeDelayed(9_000, 0, 1, "request-0", 13), FreeCompleted(9_500, 0, 2)]
 
-    assert [] == found([*events(200, "A0+0 s200 o+ F"), *delayed, later(OVERDUE_SECONDS + 1)])
+    assert [] == violation_ids([*events(200, "A0+0 s200 o+ F"), *delayed, census_at(OVERDUE_SECONDS + 1)])
 
 
-# --- what a worker tells -------------------------------------------------------------------------
+# --- events of a worker --------------------------------------------------------------------------
 
 
 def promised(request: int = 0, step: int = 1, blocks: int = 10) -> BlocksPromised:
-    """160 tokens from position 0 up, in blocks 100, 101, ... of 16."""
+    """A promise of 160 tokens from position 0 on, in blocks 100, 101, ... of 16 tokens."""
     return BlocksPromised(0, request, step, 0, 16 * blocks, 16, list(range(100, 100 + blocks)))
 
 
-def worked(step: int = 1, **how: Any) -> WorkerStepped:
-    """A worker's step that loads those blocks, as it should."""
-    said: dict[str, Any] = {
+def worker_step(step: int = 1, **how: Any) -> WorkerStepped:
+    """A worker's step that loads the promised blocks, with other fields as in ``how``."""
+    fields: dict[str, Any] = {
         "started": True,
         "loaded_blocks": list(range(100, 110)),
         "layers": 2,
@@ -267,11 +267,11 @@ def worked(step: int = 1, **how: Any) -> WorkerStepped:
         "failed": [],
         "sent": [],
     }
-    return WorkerStepped(0, step, 0, **(said | how))
+    return WorkerStepped(0, step, 0, **(fields | how))
 
 
 def with_worker(words: str, *more: Event, after: type[Event] = Stepped, tokens: int = 200) -> list[Event]:
-    """A history whose promise stands by block, with what a worker did after the first event of a kind."""
+    """A history with its promised blocks, and a worker's events after the first event of a kind."""
     stream = events(tokens, words)
     stream = with_after(stream, Admitted, 0, promised(step=step_of(stream)))
     return with_after(stream, after, 0, *more)
@@ -288,9 +288,9 @@ LATE = pytest.mark.parametrize("after", [Stepped, Delivered], ids=["in time", "l
 
 @violates("connector/promise-not-loaded")
 @LATE
-def test_a_worker_that_never_begins_a_planned_load(after: type[Event]):
-    """Told before the step's output or after it: the account is the same."""
-    auditor = audited(with_worker("A0+160 s40 o+ F", worked(STEP, started=False), after=after))
+def test_a_worker_that_never_begins_a_load_is_found(after: type[Event]):
+    """The worker's event may come before or after the step's output: the account is the same."""
+    auditor = audited(with_worker("A0+160 s40 o+ F", worker_step(STEP, started=False), after=after))
 
     (violation,) = auditor.violations
     (account,) = auditor.ledger.accounts()
@@ -305,14 +305,16 @@ def test_a_worker_that_never_begins_a_planned_load(after: type[Event]):
 @pytest.mark.parametrize(
     ("later", "loaded_blocks", "tokens"), [(1, [], 160), (0, list(range(100, 105)), 80)], ids=["none", "half"]
 )
-def test_a_worker_that_passes_over_a_load(later: int, loaded_blocks: list[int], tokens: int):
-    """The first life's load shows that steps are counted alike; the second's never begins, or in part."""
-    stream = with_worker("A0+160 s40 o+ P A0+160 s41 o+ s1 o+ F", worked(STEP))
+def test_a_worker_that_skips_all_or_half_of_a_load_is_found(
+    later: int, loaded_blocks: list[int], tokens: int
+):
+    """The first load shows that worker and scheduler number steps alike; the second is the one skipped."""
+    stream = with_worker("A0+160 s40 o+ P A0+160 s41 o+ s1 o+ F", worker_step(STEP))
     second = [event for event in stream if isinstance(event, Admitted)][1]
     stream = with_after(stream, Admitted, 1, promised(step=second.step))
-    said = worked(second.step + later, loaded_blocks=loaded_blocks, saves=1)
+    skipping = worker_step(second.step + later, loaded_blocks=loaded_blocks, saves=1)
 
-    (violation,) = audited(with_after(stream, Delivered, 2, said)).violations
+    (violation,) = audited(with_after(stream, Delivered, 2, skipping)).violations
 
     assert ("connector/promise-not-loaded", 2) == (violation.id, violation.life)
     assert tokens == violation.figures["tokens"]
@@ -320,8 +322,10 @@ def test_a_worker_that_passes_over_a_load(later: int, loaded_blocks: list[int], 
 
 @violates("connector/promise-not-loaded")
 @LATE
-def test_a_failed_load_that_the_engine_ignores(after: type[Event]):
-    auditor = audited(with_worker("A0+160 s40 o+ F", worked(STEP, failed_blocks=[104, 105]), after=after))
+def test_a_failed_load_that_the_engine_ignores_is_found(after: type[Event]):
+    auditor = audited(
+        with_worker("A0+160 s40 o+ F", worker_step(STEP, failed_blocks=[104, 105]), after=after)
+    )
 
     (violation,) = auditor.violations
     (account,) = auditor.ledger.accounts()
@@ -340,31 +344,33 @@ def test_a_failed_load_that_the_engine_ignores(after: type[Event]):
     ],
     ids=["as planned", "opaque", "heeded", "preempted"],
 )
-def test_a_worker_that_carried_out_its_metadata(words: str, how: dict[str, Any]):
-    assert [] == found(with_worker(words, worked(STEP, **how)))
+def test_a_worker_that_follows_its_metadata_is_clean(words: str, how: dict[str, Any]):
+    assert [] == violation_ids(with_worker(words, worker_step(STEP, **how)))
 
 
 @near_miss("connector/promise-not-loaded")
-def test_a_worker_that_counts_other_steps_is_not_believed():
-    shifted = worked(STEP + 1), worked(STEP + 2, loaded_blocks=[], saves=1)
+def test_a_worker_that_numbers_steps_differently_is_ignored():
+    shifted = worker_step(STEP + 1), worker_step(STEP + 2, loaded_blocks=[], saves=1)
 
-    assert [] == found(with_worker("A0+160 s40 o+ (s1 o+)x4 F", *shifted, after=Delivered))
-
-
-@near_miss("connector/promise-not-loaded")
-def test_a_worker_that_was_never_seen_to_count_as_the_scheduler_does():
-    assert [] == found(with_worker("A0+160 s40 o+ F", worked(STEP, loaded_blocks=list(range(100, 105)))))
+    assert [] == violation_ids(with_worker("A0+160 s40 o+ (s1 o+)x4 F", *shifted, after=Delivered))
 
 
 @near_miss("connector/promise-not-loaded")
-def test_a_worker_of_whom_nothing_was_heard_since():
-    assert [] == found(with_worker("A0+160 s40 o+ F"))
+def test_a_worker_whose_step_numbers_are_unconfirmed_is_ignored():
+    assert [] == violation_ids(
+        with_worker("A0+160 s40 o+ F", worker_step(STEP, loaded_blocks=list(range(100, 105))))
+    )
+
+
+@near_miss("connector/promise-not-loaded")
+def test_a_worker_without_events_is_no_finding():
+    assert [] == violation_ids(with_worker("A0+160 s40 o+ F"))
 
 
 @violates("connector/load-unpromised")
-def test_a_load_into_blocks_without_promised_tokens():
-    astray = worked(STEP + 1, loaded_blocks=[7, 8])
-    stream = with_worker("A0+160 s40 o+ s1 o+ F", worked(STEP), astray, after=Delivered)
+def test_a_load_into_blocks_without_promised_tokens_is_found():
+    stray = worker_step(STEP + 1, loaded_blocks=[7, 8])
+    stream = with_worker("A0+160 s40 o+ s1 o+ F", worker_step(STEP), stray, after=Delivered)
 
     (violation,) = audited(stream, groups=1, deferred_loads=False).violations
 
@@ -376,7 +382,7 @@ def test_a_load_into_blocks_without_promised_tokens():
 
 @near_miss("connector/load-unpromised")
 @pytest.mark.parametrize(
-    ("said", "how"),
+    ("configuration", "how"),
     [
         ({"groups": 1, "deferred_loads": False}, {"loaded_blocks": [99, *range(100, 110)]}),
         ({"groups": 2, "deferred_loads": False}, {"loaded_blocks": [7]}),
@@ -385,26 +391,32 @@ def test_a_load_into_blocks_without_promised_tokens():
     ],
     ids=["from within the local hit", "several groups", "deferred", "not said"],
 )
-def test_a_load_of_which_the_promise_may_be_missing(said: dict[str, Any], how: dict[str, Any]):
-    stream = with_worker("A0+160 s40 o+ s1 o+ F", worked(STEP), worked(STEP + 1, **how), after=Delivered)
+def test_a_load_whose_promise_may_be_missing_is_no_finding(
+    configuration: dict[str, Any], how: dict[str, Any]
+):
+    stream = with_worker(
+        "A0+160 s40 o+ s1 o+ F", worker_step(STEP), worker_step(STEP + 1, **how), after=Delivered
+    )
 
-    assert [] == found(stream, **said)
+    assert [] == violation_ids(stream, **configuration)
 
 
 @violates("connector/save-gap")
-def test_a_worker_that_is_not_made_to_wait_for_its_saves():
-    assert ["connector/save-gap"] == found(with_worker("A0+160 s40 o+ F", worked(STEP, saves=1, saved=False)))
+def test_a_worker_that_does_not_wait_for_its_saves_is_found():
+    assert ["connector/save-gap"] == violation_ids(
+        with_worker("A0+160 s40 o+ F", worker_step(STEP, saves=1, saved=False))
+    )
 
 
 @near_miss("connector/save-gap")
 @pytest.mark.parametrize("how", [{"saves": 1}, {"saves": 0, "saved": False}, {"saves": -1, "saved": False}])
-def test_saves_waited_for_or_none_or_unknown(how: dict[str, Any]):
-    assert [] == found(with_worker("A0+160 s40 o+ F", worked(STEP, **how)))
+def test_awaited_saves_no_saves_and_unknown_saves_are_clean(how: dict[str, Any]):
+    assert [] == violation_ids(with_worker("A0+160 s40 o+ F", worker_step(STEP, **how)))
 
 
 @violates("connector/never-finished")
-def test_a_load_that_workers_reported_and_the_engine_still_waits_for():
-    stream = with_worker("A0+160a", worked(STEP, received=["request-0"]), after=Admitted)
+def test_a_load_finished_by_workers_and_still_awaited_by_the_engine_is_found():
+    stream = with_worker("A0+160a", worker_step(STEP, received=["request-0"]), after=Admitted)
     late = Census((OVERDUE_SECONDS + 1) * 1_000_000, 5, [], 0, 10, 64)
 
     (violation,) = audited([*stream, late]).violations

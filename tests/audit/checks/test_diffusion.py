@@ -1,7 +1,8 @@
-"""Diffusion models: a step schedules a whole canvas as drafts and samples nothing beside it.
+"""Diffusion models: a step schedules a whole canvas as drafts and samples no token beside it.
 
-On the real DiffusionScheduler of vLLM. Where a step accepts nothing the whole canvas is taken back; with
-a model that samples one token beside its drafts, a step that samples nothing takes nothing back.
+The tests use vLLM's DiffusionScheduler. If a step accepts nothing, the scheduler takes the whole canvas off
+the count. With a model that samples one token beside its drafts, the scheduler takes nothing off after a step
+without a sampled token.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ def watched() -> Watched:
     return Watched()
 
 
-def denoised(attach: Any, steps_in_vain: int = 3, **setup: Any) -> Driver:
-    """Two canvases of one request, each accepted by the step after so many that accept nothing."""
+def denoised(attach: Any, rejecting_steps: int = 3, **setup: Any) -> Driver:
+    """Run a request of two canvases; before each is accepted, ``rejecting_steps`` steps accept nothing."""
     driver = start(attach, canvas=CANVAS, **setup)
     driver.add("a", PROMPT, 2 * CANVAS)
     step = 0
     while driver.in_flight or driver.scheduler.has_requests():
-        turn = (step - 1) % (steps_in_vain + 1)
-        if driver.step(accepted=CANVAS if turn == steps_in_vain else 0):
+        turn = (step - 1) % (rejecting_steps + 1)
+        if driver.step(accepted=CANVAS if turn == rejecting_steps else 0):
             step += 1
     return driver
 
 
-def test_an_engine_says_that_it_samples_nothing_beside_its_canvas() -> None:
+def test_the_configuration_has_0_tokens_sampled_beside_a_canvas() -> None:
     _, events = observe(denoised)
     (started,) = [event for event in events if isinstance(event, EngineStarted)]
 
@@ -53,7 +54,7 @@ def test_an_engine_says_that_it_samples_nothing_beside_its_canvas() -> None:
 
 
 @sync_and_async
-def test_each_step_in_vain_is_a_whole_canvas_rejected(asynchronous: bool) -> None:
+def test_each_step_that_accepts_nothing_rejects_a_whole_canvas(asynchronous: bool) -> None:
     _, events = observe(denoised, asynchronous=asynchronous)
     account = audited(events).ledger.account("a")
 
@@ -65,17 +66,19 @@ def test_each_step_in_vain_is_a_whole_canvas_rejected(asynchronous: bool) -> Non
 @near_miss("tokens/unexplained-drop")
 @near_miss("tokens/in-flight")
 @sync_and_async
-@pytest.mark.parametrize("steps_in_vain", [0, 1, 20])
-def test_canvases_that_are_accepted_at_last(watched: Watched, asynchronous: bool, steps_in_vain: int) -> None:
-    denoised(watched.attach, steps_in_vain, asynchronous=asynchronous)
+@pytest.mark.parametrize("rejecting_steps", [0, 1, 20])
+def test_canvases_accepted_after_rejections_are_clean(
+    watched: Watched, asynchronous: bool, rejecting_steps: int
+) -> None:
+    denoised(watched.attach, rejecting_steps, asynchronous=asynchronous)
 
-    assert [] == watched.found()
+    assert [] == watched.violation_ids()
 
 
 @near_miss("tokens/reset-on-preemption")
 @near_miss("tokens/balance")
 @sync_and_async
-def test_preempted_in_the_middle_of_a_canvas(watched: Watched, asynchronous: bool) -> None:
+def test_a_preemption_in_the_middle_of_a_canvas_is_clean(watched: Watched, asynchronous: bool) -> None:
     driver = watched.start(canvas=CANVAS, asynchronous=asynchronous)
     for name in ("a", "b"):
         driver.add(name, PROMPT, 2 * CANVAS)
@@ -84,13 +87,13 @@ def test_preempted_in_the_middle_of_a_canvas(watched: Watched, asynchronous: boo
     driver.preempt("b")
     driver.run()
 
-    assert [] == watched.found()
+    assert [] == watched.violation_ids()
 
 
 @violates("tokens/balance")
 @sync_and_async
-def test_a_canvas_that_is_not_taken_back(watched: Watched, asynchronous: bool) -> None:
-    """As a model with a token of its own would do it: the engine keeps what nobody accepted."""
+def test_a_rejected_canvas_that_stays_counted_is_found(watched: Watched, asynchronous: bool) -> None:
+    """The engine keeps rejected tokens, as with a model that samples a token beside its drafts."""
     driver = watched.start(canvas=CANVAS, asynchronous=asynchronous)
     driver.add("a", PROMPT, 2 * CANVAS)
     for _ in range(3):
@@ -98,6 +101,6 @@ def test_a_canvas_that_is_not_taken_back(watched: Watched, asynchronous: bool) -
     driver.scheduler.num_sampled_tokens_per_step = 1
     for _ in range(2):
         driver.step(accepted=0)
-    driver.abort("a")  # one that is not async has nothing more to schedule
+    driver.abort("a")  # the synchronous scheduler has nothing more to schedule
 
-    assert "tokens/balance" in watched.found()
+    assert "tokens/balance" in watched.violation_ids()

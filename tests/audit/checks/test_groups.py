@@ -1,7 +1,7 @@
-"""The invariants of blocks where an engine has groups that are not of full attention.
+"""The invariants of blocks in engines with KV-cache groups other than full attention.
 
-All on the real scheduler, managers and pools of vLLM. A request of the cross-attention engine is given an
-encoder's input by hand: vLLM's own way there wants the files of a model that listens.
+The tests use vLLM's scheduler, managers and pools. They give requests of the cross-attention engine an
+encoder input by hand, because vLLM's own path needs the files of an audio model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ violates = pytest.mark.violates
 near_miss = pytest.mark.near_miss
 
 FULL, WINDOW, CROSS = 0, 1, 1
-"""Groups, in engines of two."""
+"""Group numbers in engines with two groups."""
 
 BLOCK_TOKENS = 16
 ENCODER_TOKENS = 50
@@ -41,7 +41,7 @@ def watched() -> Watched:
 
 
 def beyond_its_window(watched: Watched, **setup: Any) -> Driver:
-    """A request whose first blocks have left the window: null blocks stand in their places."""
+    """An engine with a request whose first blocks have left the window and are null blocks now."""
     driver = running(watched, "a", tokens=150, groups=HYBRID, sliding_window=64, **setup)
     for _ in range(2):
         driver.step()
@@ -51,8 +51,8 @@ def beyond_its_window(watched: Watched, **setup: Any) -> Driver:
 
 
 @violates("blocks/coverage")
-def test_a_table_that_has_lost_its_null_blocks(watched: Watched) -> None:
-    """They stand for positions: without them every later block is read for others."""
+def test_a_block_table_without_its_null_blocks_is_found(watched: Watched) -> None:
+    """Null blocks keep positions: without them every later block is read at a wrong position."""
     driver = beyond_its_window(watched)
     blocks = table(driver, "a", WINDOW)
     blocks[:] = [block for block in blocks if not block.is_null]
@@ -63,7 +63,7 @@ def test_a_table_that_has_lost_its_null_blocks(watched: Watched) -> None:
 
 
 @violates("blocks/double-allocation")
-def test_a_block_that_left_the_window_and_still_stands_in_the_table(watched: Watched) -> None:
+def test_a_block_still_in_the_table_after_it_left_the_window_is_found(watched: Watched) -> None:
     driver = running(watched, "a", tokens=150, groups=HYBRID, sliding_window=64)
     before = list(table(driver, "a", WINDOW))
     for _ in range(25):
@@ -80,7 +80,7 @@ def test_a_block_that_left_the_window_and_still_stands_in_the_table(watched: Wat
 
 
 @near_miss("blocks/double-allocation")
-def test_the_null_block_in_many_places_of_many_tables(watched: Watched) -> None:
+def test_the_null_block_may_be_in_many_places_of_many_tables(watched: Watched) -> None:
     driver = beyond_its_window(watched)
     driver.add("b", 150, 20)
     for _ in range(3):
@@ -88,12 +88,12 @@ def test_the_null_block_in_many_places_of_many_tables(watched: Watched) -> None:
     nulls = [sum(block.is_null for block in table(driver, name, WINDOW)) for name in ("a", "b")]
 
     assert min(nulls) > 1
-    assert [] == watched.found()
+    assert [] == watched.violation_ids()
 
 
 @near_miss("blocks/coverage")
-def test_null_blocks_stand_for_positions() -> None:
-    """As many places as the full group has, most of them the null block's."""
+def test_null_blocks_keep_the_positions_of_freed_blocks() -> None:
+    """The window table is as long as the full table, and most of its places hold the null block."""
 
     def scenario(attach: Callable[[Any], None]) -> Driver:
         driver = Driver(EngineSetup(groups=HYBRID, sliding_window=64))
@@ -114,21 +114,21 @@ def test_null_blocks_stand_for_positions() -> None:
 
 
 @near_miss("blocks/references")
-def test_blocks_that_leave_the_window_while_others_share_them(watched: Watched) -> None:
+def test_shared_blocks_that_leave_the_window_are_clean(watched: Watched) -> None:
     driver = watched.start(groups=HYBRID, sliding_window=64, blocks=48)
     for name in range(4):
         driver.add(f"r{name}", 130 + name, 40, shares=("family", 128))
         driver.step()
     driver.run()
 
-    assert [] == watched.found()
+    assert [] == watched.violation_ids()
 
 
 # --- cross-attention ------------------------------------------------------------------------------
 
 
 class WatchedEncoders(Watched):
-    """Engines whose second group holds what an encoder has put out."""
+    """Engines whose second group holds the output of an encoder."""
 
     def attach(self, scheduler: Any) -> None:
         from vllm.v1.core.encoder_cache_manager import EncoderDecoderCacheManager
@@ -143,8 +143,8 @@ class WatchedEncoders(Watched):
         from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
         request = driver.add(name, prompt_tokens, max_tokens)
-        where = PlaceholderRange(offset=0, length=ENCODER_TOKENS)
-        request.mm_features = [MultiModalFeatureSpec(None, "audio", f"of {name}", where)]
+        placeholder = PlaceholderRange(offset=0, length=ENCODER_TOKENS)
+        request.mm_features = [MultiModalFeatureSpec(None, "audio", f"of {name}", placeholder)]
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def encoders() -> WatchedEncoders:
     return WatchedEncoders()
 
 
-def listening(encoders: WatchedEncoders, *names: str, tokens: int = 100) -> Driver:
+def running_encoders(encoders: WatchedEncoders, *names: str, tokens: int = 100) -> Driver:
     """An engine in which these requests have had their first output."""
     driver = encoders.start(groups=("full", "cross"), prefix_caching=False)
     for name in names:
@@ -162,32 +162,32 @@ def listening(encoders: WatchedEncoders, *names: str, tokens: int = 100) -> Driv
 
 
 @near_miss("blocks/coverage")
-def test_a_cross_attention_table_is_as_long_as_the_encoder_s_input(encoders: WatchedEncoders) -> None:
-    """Its places are none of the request's positions."""
-    driver = listening(encoders, "a")
+def test_a_cross_attention_table_is_as_long_as_the_encoder_input(encoders: WatchedEncoders) -> None:
+    """Its places are positions of the encoder input, not of the request."""
+    driver = running_encoders(encoders, "a")
     for _ in range(5):
         driver.step()
 
     assert (7, 4) == (len(driver.blocks("a", FULL)), len(driver.blocks("a", CROSS)))
-    assert [] == encoders.found()
+    assert [] == encoders.violation_ids()
 
 
 @near_miss("blocks/leak")
 @pytest.mark.parametrize("how", ["to its end", "aborted", "preempted"])
-def test_cross_attention_blocks_go_with_their_request(encoders: WatchedEncoders, how: str) -> None:
-    driver = listening(encoders, "a", "b")
+def test_cross_attention_blocks_are_freed_with_their_request(encoders: WatchedEncoders, how: str) -> None:
+    driver = running_encoders(encoders, "a", "b")
     if how == "aborted":
         driver.abort("a")
     if how == "preempted":
         driver.preempt("b")
     driver.run()
 
-    assert [] == encoders.found()
+    assert [] == encoders.violation_ids()
 
 
 @violates("blocks/leak")
-def test_a_cross_attention_block_that_no_table_has_when_its_request_goes(encoders: WatchedEncoders) -> None:
-    driver = listening(encoders, "a")
+def test_a_cross_attention_block_missing_from_its_table_leaks(encoders: WatchedEncoders) -> None:
+    driver = running_encoders(encoders, "a")
     lost = table(driver, "a", CROSS).pop()
     driver.abort("a")
 
@@ -195,8 +195,8 @@ def test_a_cross_attention_block_that_no_table_has_when_its_request_goes(encoder
 
 
 @violates("blocks/double-allocation")
-def test_a_cross_attention_group_that_takes_a_block_of_the_full_one(encoders: WatchedEncoders) -> None:
-    driver = listening(encoders, "a")
+def test_a_cross_attention_table_with_a_block_of_the_full_group_is_found(encoders: WatchedEncoders) -> None:
+    driver = running_encoders(encoders, "a")
     table(driver, "a", CROSS)[0] = table(driver, "a", FULL)[0]
 
     finding = encoders.finding("blocks/double-allocation")
@@ -205,8 +205,8 @@ def test_a_cross_attention_group_that_takes_a_block_of_the_full_one(encoders: Wa
 
 
 @violates("blocks/double-free")
-def test_a_cross_attention_table_is_freed_twice(encoders: WatchedEncoders) -> None:
-    driver = listening(encoders, "a", "b")
+def test_a_cross_attention_table_freed_twice_is_a_double_free(encoders: WatchedEncoders) -> None:
+    driver = running_encoders(encoders, "a", "b")
     blocks = list(table(driver, "a", CROSS))
     for _ in range(2):
         manager(driver, CROSS).req_to_blocks["a"] = list(blocks)

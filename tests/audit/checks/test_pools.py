@@ -1,7 +1,7 @@
-"""The invariants of blocks where an engine has more than one pool.
+"""The invariants of blocks in engines with more than one block pool.
 
-All on the real scheduler, managers and pools of vLLM, whose second group gets a pool of its own, as vLLM
-binds a host's. The one layout in which it does so by itself is refused.
+The tests use vLLM's scheduler, managers and pools, and give the second group a pool of its own, as vLLM does
+for a host pool. kvledger refuses the one layout for which vLLM itself builds two pools.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ violates = pytest.mark.violates
 near_miss = pytest.mark.near_miss
 
 FULL, WINDOW = 0, 1
-"""Groups, and the number of each one's pool."""
+"""Group numbers, which are also the numbers of the groups' pools."""
 
 BLOCK_TOKENS = 16
 
 
 def two_pools(scheduler: Any) -> Any:
-    """The scheduler, whose second group has a pool of its own from now on."""
+    """Give the scheduler's second group a pool of its own."""
     from vllm.v1.core.block_pool import BlockPool
 
     first, second = scheduler.kv_cache_manager.coordinator.single_type_managers
@@ -46,7 +46,7 @@ def two_pools(scheduler: Any) -> Any:
 
 
 class WatchedPools(Watched):
-    """Engines of two groups in two pools."""
+    """Engines with two groups and a pool for each group."""
 
     def attach(self, scheduler: Any) -> None:
         super().attach(two_pools(scheduler))
@@ -58,7 +58,7 @@ def pools() -> Watched:
 
 
 def in_two_pools(attach: Callable[[Any], None]) -> Driver:
-    """A request that ends while a step is in flight, and whose frees a connector has deferred."""
+    """Run a request that is aborted while a step is in flight, so that its frees are deferred."""
     driver = Driver(engine_setup(groups=HYBRID, connector="scripted", asynchronous=True))
     attach(two_pools(driver.scheduler))
     driver.add("a", 40, 30)
@@ -69,7 +69,7 @@ def in_two_pools(attach: Callable[[Any], None]) -> Driver:
     return driver
 
 
-def test_each_pool_is_told_with_the_groups_that_draw_from_it() -> None:
+def test_each_pool_is_emitted_with_the_groups_that_allocate_from_it() -> None:
     _, events = observe(in_two_pools, level="blocks")
     seen = [event for event in events if isinstance(event, PoolSeen)]
 
@@ -84,8 +84,8 @@ def test_each_pool_defers_its_own_blocks() -> None:
 
 
 @violates("blocks/references")
-def test_a_wrong_count_is_of_its_pool(pools: Watched) -> None:
-    """Both pools have a block of that number, and the other's is right."""
+def test_a_wrong_reference_count_names_its_pool(pools: Watched) -> None:
+    """Both pools have a block with this number; the count in the other pool is right."""
     driver = running(pools, "a", groups=HYBRID)
     block = table(driver, "a", WINDOW)[0]
     block.ref_cnt += 1
@@ -97,7 +97,7 @@ def test_a_wrong_count_is_of_its_pool(pools: Watched) -> None:
 
 
 @violates("blocks/double-allocation")
-def test_a_block_that_stands_twice_in_the_second_pool(pools: Watched) -> None:
+def test_a_block_twice_in_a_table_of_the_second_pool_is_found(pools: Watched) -> None:
     driver = running(pools, "a", groups=HYBRID)
     blocks = table(driver, "a", WINDOW)
     blocks.append(blocks[0])
@@ -107,7 +107,7 @@ def test_a_block_that_stands_twice_in_the_second_pool(pools: Watched) -> None:
 
 
 @violates("blocks/double-free")
-def test_a_table_of_the_second_pool_is_freed_twice(pools: Watched) -> None:
+def test_a_table_of_the_second_pool_freed_twice_is_a_double_free(pools: Watched) -> None:
     driver = running(pools, "a", "b", groups=HYBRID)
     blocks = list(table(driver, "a", WINDOW))
     for _ in range(2):
@@ -121,16 +121,16 @@ def test_a_table_of_the_second_pool_is_freed_twice(pools: Watched) -> None:
 
 
 @near_miss("blocks/double-allocation")
-def test_blocks_of_one_number_in_two_pools(pools: Watched) -> None:
+def test_blocks_with_the_same_number_in_two_pools_are_clean(pools: Watched) -> None:
     driver = running(pools, "a", groups=HYBRID)
 
     assert set(driver.blocks("a", FULL)) & set(driver.blocks("a", WINDOW))
-    assert [] == pools.found()
+    assert [] == pools.violation_ids()
 
 
 @near_miss("blocks/double-free")
-def test_deferred_frees_that_one_pool_hands_on_to_the_other(pools: Watched) -> None:
-    """The first pool is given the blocks of both, and each is freed by its own."""
+def test_deferred_frees_that_one_pool_passes_to_the_other_are_clean(pools: Watched) -> None:
+    """The scheduler passes the blocks of both pools to the first pool; each pool frees its own."""
     driver = running(pools, "a", "b", groups=HYBRID, connector="scripted", asynchronous=True)
     driver.step()
     driver.abort("a")
@@ -138,11 +138,11 @@ def test_deferred_frees_that_one_pool_hands_on_to_the_other(pools: Watched) -> N
     driver.run()
 
     assert 2 == len({id(block.pool) for block in blocks})
-    assert [] == pools.found()
+    assert [] == pools.violation_ids()
 
 
 @near_miss("blocks/references")
-def test_shared_prefixes_preemptions_and_evictions_in_two_pools(pools: Watched) -> None:
+def test_shared_prefixes_preemptions_and_evictions_in_two_pools_are_clean(pools: Watched) -> None:
     driver = pools.start(groups=HYBRID, blocks=32)
     for name in range(6):
         driver.add(f"r{name}", 120, 12, shares=("family", 64 + BLOCK_TOKENS * (name % 2)))
@@ -152,11 +152,11 @@ def test_shared_prefixes_preemptions_and_evictions_in_two_pools(pools: Watched) 
     driver.run()
     assert driver.reset_prefix_cache()
 
-    assert [] == pools.found()
+    assert [] == pools.violation_ids()
 
 
-def test_the_one_layout_with_two_pools_that_vllm_builds_itself_is_refused() -> None:
-    """Its blocks wander between tables by ways that no call of a pool shows."""
+def test_the_layout_for_which_vllm_builds_two_pools_is_refused() -> None:
+    """Its blocks move between tables without a call of a pool."""
     import torch
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_cache_interface import (

@@ -1,4 +1,4 @@
-"""The catalogue: complete, shown from both sides, and the page made from it is not stale."""
+"""The catalogue of invariants: complete, tested from both sides, with a page that is up to date."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ ALL = list(catalogue().values())
 IDS = [row.id for row in ALL]
 
 
-def shown(marker: str) -> set[str]:
-    """The ids in ``@<marker>("id")`` above the tests beside this file."""
+def marked_ids(marker: str) -> set[str]:
+    """The invariant ids in the ``@<marker>("id")`` decorators of the tests in this folder."""
     ids: set[str] = set()
     for path in Path(__file__).parent.glob("test_*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -35,8 +35,8 @@ def shown(marker: str) -> set[str]:
 
 
 @pytest.mark.parametrize("marker", ["violates", "near_miss"])
-def test_every_invariant_is_shown_from_both_sides(marker: str):
-    assert set(IDS) == shown(marker)
+def test_every_invariant_has_a_violation_and_a_near_miss(marker: str):
+    assert set(IDS) == marked_ids(marker)
 
 
 @pytest.mark.parametrize("row", ALL, ids=IDS)
@@ -49,7 +49,7 @@ def test_every_invariant_defines_what_must_hold_and_what_only_looks_violated(row
     assert all(url.startswith("https://github.com/") for _, url in row.references)
 
 
-def test_the_page_is_not_stale():
+def test_the_page_is_up_to_date():
     assert (ROOT / "docs/invariants.md").read_text() == markdown(), (
         "python -m kvledger.audit.checks > docs/invariants.md"
     )
@@ -67,7 +67,7 @@ def test_the_module_prints_the_page():
     assert markdown() == printed.stdout
 
 
-def test_explained_for_a_terminal():
+def test_an_explanation_has_the_rule_its_violation_and_its_references():
     assert explain("tokens/source-sum").startswith(
         "tokens/source-sum (violation)\n\n"
         "Local, external and computed tokens sum to the prompt.\n\n"
@@ -81,12 +81,12 @@ def test_an_explanation_fits_a_terminal(row):
     assert 100 >= max(map(len, explain(row.id).splitlines()))
 
 
-def test_an_unknown_id_names_its_neighbours():
+def test_an_unknown_id_suggests_the_closest():
     with pytest.raises(LedgerError, match="did you mean tokens/negative"):
         explain("token/negativ")
 
 
-def test_nothing_close_names_nothing():
+def test_an_id_without_a_close_match_suggests_nothing():
     with pytest.raises(LedgerError, match=r"no invariant is called 'zzz'$"):
         explain("zzz")
 

@@ -1,17 +1,17 @@
-"""The invariants of one request's tokens, each broken and nearly broken."""
+"""The invariants of one request's tokens, each violated and nearly violated."""
 
 from __future__ import annotations
 
 import pytest
 from tests.audit.checks.false_reports import (
+    altered,
     audited,
-    found,
+    index_of,
     miscounted,
-    place,
     report,
-    reported,
-    told,
+    violation_ids,
     with_after,
+    with_report,
     without,
 )
 from tests.histories import events
@@ -38,8 +38,8 @@ from kvledger.audit.ledger.subjects import Entry
 violates = pytest.mark.violates
 near_miss = pytest.mark.near_miss
 
-ASKED_AGAIN = "A0+32 L s56 o P A0+160 L s40 o+ F"
-"""vLLM#36752: preempted in mid-prefill, and the connector asked again."""
+MATCHED_AGAIN = "A0+32 L s56 o P A0+160 L s40 o+ F"
+"""vLLM#36752: the request is preempted in mid-prefill, and the connector matches again."""
 
 
 def census(step: int, *row: int) -> Census:
@@ -51,50 +51,50 @@ def census(step: int, *row: int) -> Census:
 
 
 @violates("tokens/negative")
-def test_external_asked_again_makes_the_local_hit_negative():
+def test_a_second_external_match_makes_the_local_hit_negative():
     """vLLM#36752 on 0.18.1: 32 of the first admission less 160 of the second."""
-    stream = reported(events(200, ASKED_AGAIN), report(200, -128, 160))
+    stream = with_report(events(200, MATCHED_AGAIN), report(200, -128, 160))
 
-    assert ["tokens/negative", "tokens/set-once"] == found(stream)
+    assert ["tokens/negative", "tokens/set-once"] == violation_ids(stream)
 
 
 @violates("tokens/negative")
-def test_more_hits_than_tokens():
-    stream = told(events(100, "A64+0 s36 o+ F"), Admitted, local_tokens=128, computed_tokens=128)
+def test_more_hits_than_prompt_tokens_are_found():
+    stream = altered(events(100, "A64+0 s36 o+ F"), Admitted, local_tokens=128, computed_tokens=128)
 
-    assert "tokens/negative" in found(stream)
+    assert "tokens/negative" in violation_ids(stream)
 
 
 @near_miss("tokens/negative")
 def test_a_whole_prompt_may_be_a_hit():
-    stream = reported(events(96, "A0+96 L R1 s1 o+ F"), report(96, 0, 96))
+    stream = with_report(events(96, "A0+96 L R1 s1 o+ F"), report(96, 0, 96))
 
-    assert [] == found(stream)
+    assert [] == violation_ids(stream)
 
 
 @near_miss("tokens/negative")
 @near_miss("tokens/source-sum")
 @near_miss("tokens/set-once")
 def test_the_last_token_of_a_full_hit_is_added_back_up_to_0_19():
-    """PromptTokenStats of 0.17: 96 cached of 97, one recomputed, reported as 97 local and 1."""
-    stream = reported(events(97, "A96+0 s1 o+ F"), report(97, 97, 0, computed=1, cached=96))
+    """PromptTokenStats of 0.17: 96 cached of 97, one recomputed, reported as 97 local and 1 computed."""
+    stream = with_report(events(97, "A96+0 s1 o+ F"), report(97, 97, 0, computed=1, cached=96))
 
-    assert [] == found(stream)
+    assert [] == violation_ids(stream)
 
 
 # --- tokens/source-sum ---------------------------------------------------------------------------
 
 
 @violates("tokens/source-sum")
-def test_a_negative_hit_clamped_leaves_the_sum_wrong():
+def test_a_negative_hit_clamped_at_0_makes_the_sum_wrong():
     """vLLM#36752 on 0.19.1: 168 + 0 + 160 of 200."""
-    stream = reported(events(200, ASKED_AGAIN), report(200, 0, 160, computed=168))
+    stream = with_report(events(200, MATCHED_AGAIN), report(200, 0, 160, computed=168))
 
-    assert ["tokens/source-sum", "tokens/set-once"] == found(stream)
+    assert ["tokens/source-sum", "tokens/set-once"] == violation_ids(stream)
 
 
 @violates("tokens/source-sum")
-def test_our_own_settlement_is_held_to_the_same():
+def test_a_settlement_with_a_wrong_sum_is_found():
     account = Account(0, "request-0", 100, at=0)
     settlement = Settlement(100, 20, 10, 10, 50, 0, at=0, step=1)
 
@@ -104,23 +104,23 @@ def test_our_own_settlement_is_held_to_the_same():
 
 
 @near_miss("tokens/source-sum")
-def test_a_session_settles_its_later_chunk_alone():
-    assert [] == found(events(20, "A0+0 s20 o+ s1 o+ S X10 s10 o+ F"))
+def test_a_session_settles_each_chunk_separately():
+    assert [] == violation_ids(events(20, "A0+0 s20 o+ s1 o+ S X10 s10 o+ F"))
 
 
 # --- tokens/set-once -----------------------------------------------------------------------------
 
 
 @violates("tokens/set-once")
-def test_reported_twice():
-    once = reported(events(100, "A64+0 s36 o+ s1 o+ F"), report(100, 64, 0), output=0)
+def test_figures_reported_twice_are_found():
+    once = with_report(events(100, "A64+0 s36 o+ s1 o+ F"), report(100, 64, 0), output=0)
 
-    assert ["tokens/set-once"] == found(reported(once, report(100, 64, 0)))
+    assert ["tokens/set-once"] == violation_ids(with_report(once, report(100, 64, 0)))
 
 
 @violates("tokens/set-once")
-def test_figures_of_the_last_admission_where_the_first_is_meant():
-    stream = reported(events(200, ASKED_AGAIN), report(200, 0, 160))
+def test_figures_of_the_last_admission_are_found_where_a_release_reports_the_first():
+    stream = with_report(events(200, MATCHED_AGAIN), report(200, 0, 160))
 
     (violation,) = audited(stream, figures="first").violations
 
@@ -132,57 +132,57 @@ def test_figures_of_the_last_admission_where_the_first_is_meant():
 
 
 @violates("tokens/set-once")
-def test_figures_of_the_first_admission_where_the_last_is_meant():
-    stream = reported(events(200, ASKED_AGAIN), report(200, 0, 32))
+def test_figures_of_the_first_admission_are_found_where_a_release_reports_the_last():
+    stream = with_report(events(200, MATCHED_AGAIN), report(200, 0, 32))
 
-    assert ["tokens/set-once"] == found(stream, figures="last")
+    assert ["tokens/set-once"] == violation_ids(stream, figures="last")
 
 
 @near_miss("tokens/set-once")
 @pytest.mark.parametrize(("figures", "external"), [("first", 32), ("last", 160)])
-def test_each_version_reports_the_admission_that_it_means(figures: str, external: int):
-    stream = reported(events(200, ASKED_AGAIN), report(200, 0, external))
+def test_a_release_may_report_its_first_or_last_admission(figures: str, external: int):
+    stream = with_report(events(200, MATCHED_AGAIN), report(200, 0, external))
 
-    assert [] == found(stream, figures=figures)
+    assert [] == violation_ids(stream, figures=figures)
 
 
 @near_miss("tokens/set-once")
 def test_the_last_admission_is_the_last_before_the_first_output():
-    """0.20 to 0.26, preempted in decode: the figures were taken already."""
+    """0.20 to 0.26: the engine took its figures before the preemption in decode."""
     stream = events(64, "A0+0 s64 o+ s1 o+ P A64+0 s2 o+ F")
 
-    assert [] == found(reported(stream, report(64, 0, 0), output=0), figures="last")
+    assert [] == violation_ids(with_report(stream, report(64, 0, 0), output=0), figures="last")
 
 
 @near_miss("tokens/set-once")
-def test_an_admission_whose_load_failed_wholly_never_ran():
-    stream = reported(events(200, "A0+160 L0 A0+0 s200 o+ F"), report(200, 0, 0))
+def test_an_admission_whose_load_failed_completely_never_ran():
+    stream = with_report(events(200, "A0+160 L0 A0+0 s200 o+ F"), report(200, 0, 0))
 
-    assert [] == found(stream)
+    assert [] == violation_ids(stream)
 
 
 @near_miss("tokens/set-once")
 def test_a_session_may_report_each_chunk():
-    stream = reported(events(20, "A16+0 s4 o+ S X10 s10 o+ F"), report(20, 16, 0), output=0)
+    stream = with_report(events(20, "A16+0 s4 o+ S X10 s10 o+ F"), report(20, 16, 0), output=0)
 
-    assert [] == found(reported(stream, report(30, 20, 0)))
+    assert [] == violation_ids(with_report(stream, report(30, 20, 0)))
 
 
 # --- tokens/balance and tokens/unexplained-drop --------------------------------------------------
 
 
 @violates("tokens/balance")
-def test_rejected_drafts_stay_counted():
+def test_rejected_drafts_that_stay_counted_are_found():
     stream = miscounted(events(50, "A0+0 s50 o+ s4 o1/3 s1 o+ F"), 2, +2)
 
-    assert ["tokens/balance"] == found(stream)
+    assert ["tokens/balance"] == violation_ids(stream)
 
 
 @violates("tokens/balance")
-def test_a_promise_counted_twice():
-    stream = told(events(200, "A0+160 s40 L o+ F"), Admitted, computed_tokens=320)
+def test_promised_tokens_counted_twice_are_found():
+    stream = altered(events(200, "A0+160 s40 L o+ F"), Admitted, computed_tokens=320)
 
-    assert ["tokens/balance"] == found(stream)
+    assert ["tokens/balance"] == violation_ids(stream)
 
 
 @near_miss("tokens/balance")
@@ -199,100 +199,100 @@ def test_a_promise_counted_twice():
         "A32+0 R16:replay s34 o+ F",
     ],
 )
-def test_counts_that_move_for_a_cause(words: str):
-    assert [] == found(events(50, words))
+def test_counts_that_change_for_a_known_cause_are_clean(words: str):
+    assert [] == violation_ids(events(50, words))
 
 
 @violates("tokens/unexplained-drop")
-def test_the_count_falls_and_nobody_says_why():
+def test_a_count_that_falls_without_a_cause_is_found():
     stream = miscounted(events(50, "A0+0 s20 o s30 o+ F"), 1, -20)
 
-    assert ["tokens/unexplained-drop"] == found(stream)
+    assert ["tokens/unexplained-drop"] == violation_ids(stream)
 
 
 @violates("tokens/unexplained-drop")
-def test_a_roll_back_that_nobody_saw():
+def test_a_rollback_without_an_event_is_found():
     stream = without(events(96, "A0+96 L R1 s1 o+ F"), RolledBack)
 
-    assert ["tokens/unexplained-drop"] == found(stream)
+    assert ["tokens/unexplained-drop"] == violation_ids(stream)
 
 
 # --- tokens/beyond-sequence ----------------------------------------------------------------------
 
-STREAMED: list[Event] = events(50, "A0+0 s50 o+ s4 o1/3 s4 o3/3 F")
+DRAFTED: list[Event] = events(50, "A0+0 s50 o+ s4 o1/3 s4 o3/3 F")
 
 
 @violates("tokens/beyond-sequence")
-def test_rejected_drafts_left_at_the_end():
-    """61 executed of a sequence of 57: more than the two rejected ones were kept."""
-    stream = told(STREAMED, Finished, computed_tokens=61)
+def test_rejected_drafts_counted_at_the_end_are_found():
+    """61 computed tokens of a sequence of 57: more than the two rejected drafts stay counted."""
+    stream = altered(DRAFTED, Finished, computed_tokens=61)
 
-    assert ["tokens/balance", "tokens/beyond-sequence"] == found(stream)
+    assert ["tokens/balance", "tokens/beyond-sequence"] == violation_ids(stream)
 
 
 @violates("tokens/beyond-sequence")
-def test_a_count_above_the_sequence_at_rest():
+def test_a_count_above_the_sequence_length_is_found():
     stream = with_after(events(50, "A0+0 s50 o+ s1 o+ F"), Delivered, 0, census(1, 52, 0, 0, 51))
 
-    assert "tokens/beyond-sequence" in found(stream)
+    assert "tokens/beyond-sequence" in violation_ids(stream)
 
 
 @violates("tokens/beyond-sequence")
-def test_the_last_token_was_never_fed():
-    stream = told(events(50, "A0+0 s50 o+ F"), Finished, computed_tokens=51)
+def test_a_count_that_includes_the_last_sampled_token_is_found():
+    stream = altered(events(50, "A0+0 s50 o+ F"), Finished, computed_tokens=51)
 
-    assert "tokens/beyond-sequence" in found(stream)
+    assert "tokens/beyond-sequence" in violation_ids(stream)
 
 
 @near_miss("tokens/beyond-sequence")
 @near_miss("tokens/in-flight")
-def test_drafts_in_flight_stand_past_the_sequence():
-    """54 computed of a sequence of 51, four of them unanswered."""
+def test_drafts_in_flight_may_exceed_the_sequence_length():
+    """54 computed of a sequence of 51, four of them in flight."""
     stream = events(50, "A0+0 s50 o+ s4/3 s4/3 o3/3 o3/3 F")
 
-    assert [] == found(with_after(stream, Stepped, 1, census(2, 54, 4, 4, 51)))
+    assert [] == violation_ids(with_after(stream, Stepped, 1, census(2, 54, 4, 4, 51)))
 
 
 @near_miss("tokens/beyond-sequence")
 @near_miss("tokens/in-flight")
-def test_stopped_within_the_accepted_drafts():
-    assert [] == found(events(50, "A0+0 s50 o+ s4 s4/3 o3/3 F-2"))
+def test_a_stop_within_the_accepted_drafts_is_clean():
+    assert [] == violation_ids(events(50, "A0+0 s50 o+ s4 s4/3 o3/3 F-2"))
 
 
 @near_miss("tokens/beyond-sequence")
-def test_pooling_executes_its_whole_sequence():
-    assert [] == found(events(80, "A32+0 s16 o s32 o F", pooling=True))
+def test_a_pooling_request_computes_its_whole_sequence():
+    assert [] == violation_ids(events(80, "A32+0 s16 o s32 o F", pooling=True))
 
 
 @near_miss("tokens/beyond-sequence")
-def test_aborted_with_a_step_in_flight():
-    assert [] == found(events(50, "A0+0 s50 o+ s1 s1 F:aborted"))
+def test_an_abort_with_a_step_in_flight_is_clean():
+    assert [] == violation_ids(events(50, "A0+0 s50 o+ s1 s1 F:aborted"))
 
 
 # --- tokens/in-flight ----------------------------------------------------------------------------
 
 
 @violates("tokens/in-flight")
-def test_an_answer_that_was_not_drained():
+def test_tokens_in_flight_without_a_step_in_flight_are_found():
     stream = with_after(events(50, "A0+0 s50 o+ s1 o+ F"), Delivered, 0, census(1, 50, 50, 0, 51))
 
-    assert ["tokens/in-flight"] == found(stream)
+    assert ["tokens/in-flight"] == violation_ids(stream)
 
 
 @violates("tokens/in-flight")
-def test_a_placeholder_left_behind():
+def test_a_leaked_placeholder_is_found():
     """vLLM 0.32, a synchronous load failure under asynchronous scheduling."""
     stream = events(200, "A0+160 s40 s1 L64 o s136 o o+ s1 o+ F")
     stream = with_after(stream, Delivered, 2, census(3, 200, 0, 1, 201))
 
-    assert ["tokens/in-flight"] == found(stream)
+    assert ["tokens/in-flight"] == violation_ids(stream)
 
 
 @violates("tokens/in-flight")
-def test_negative_placeholders():
+def test_negative_placeholders_are_found():
     stream = with_after(events(50, "A0+0 s50 o+ s1 o+ F"), Delivered, 0, census(1, 50, 0, -2, 51))
 
-    assert ["tokens/in-flight"] == found(stream)
+    assert ["tokens/in-flight"] == violation_ids(stream)
 
 
 @near_miss("tokens/in-flight")
@@ -300,14 +300,14 @@ def test_negative_placeholders():
 def test_output_in_flight_at_a_preemption_stays_in_flight():
     stream = events(40, "A0+0 s40 o+ s1 P o+ A32+0 s10 o+ F")
 
-    assert [] == found(with_after(stream, Preempted, 0, census(2, 0, 1, 0, 41)))
+    assert [] == violation_ids(with_after(stream, Preempted, 0, census(2, 0, 1, 0, 41)))
 
 
 @near_miss("tokens/in-flight")
-def test_an_engine_without_such_counts():
+def test_an_engine_without_in_flight_counts_is_clean():
     stream = with_after(events(50, "A0+0 s50 o+ s1 o+ F"), Delivered, 0, census(1, 50, -1, -1, -1))
 
-    assert [] == found(stream)
+    assert [] == violation_ids(stream)
 
 
 # --- tokens/reset-on-preemption ------------------------------------------------------------------
@@ -315,27 +315,27 @@ def test_an_engine_without_such_counts():
 
 @violates("tokens/reset-on-preemption")
 @pytest.mark.parametrize("kept", [{"computed_tokens": 64}, {"held_blocks": 4}])
-def test_something_outlives_the_preemption(kept: dict[str, int]):
-    stream = told(events(64, "A0+0 s64 o+ P A0+0 s65 o+ F"), Preempted, **kept)
+def test_tokens_or_blocks_kept_through_a_preemption_are_found(kept: dict[str, int]):
+    stream = altered(events(64, "A0+0 s64 o+ P A0+0 s65 o+ F"), Preempted, **kept)
 
-    assert ["tokens/reset-on-preemption"] == found(stream)
+    assert ["tokens/reset-on-preemption"] == violation_ids(stream)
 
 
 @near_miss("tokens/reset-on-preemption")
-def test_a_resumed_request_that_loaded_holds_tokens_without_a_preemption():
-    """Its status is preempted while it waits; nothing was preempted."""
+def test_a_resumed_request_may_hold_loaded_tokens_before_it_runs():
+    """It waits with status PREEMPTED and holds the tokens that it has loaded since."""
     stream = events(64, "A0+0 s64 o+ P A0+48a L s17 o+ F")
 
-    assert [] == found(with_after(stream, Admitted, 1, census(1, 48, 0, 0, 65)))
+    assert [] == violation_ids(with_after(stream, Admitted, 1, census(1, 48, 0, 0, 65)))
 
 
 # --- tokens/stale-lookup -------------------------------------------------------------------------
 
 
 @violates("tokens/stale-lookup")
-def test_a_hit_kept_from_a_failed_attempt():
-    """vLLM#18957: 64 tokens found in step 1, used in step 2 when the cache has none."""
-    stream = told(events(100, "A64+0 s36 o+ F"), LookedUp, step=0)
+def test_a_hit_kept_from_a_failed_attempt_is_found():
+    """vLLM#18957: the lookup of step 0 hits 64 tokens; the admission in step 1 uses them without a lookup."""
+    stream = altered(events(100, "A64+0 s36 o+ F"), LookedUp, step=0)
 
     (violation,) = audited(stream).violations
 
@@ -347,23 +347,23 @@ def test_a_hit_kept_from_a_failed_attempt():
 
 
 @violates("tokens/stale-lookup")
-def test_a_hit_that_the_cache_does_not_have():
-    stream = told(events(100, "A64+0 s36 o+ F"), LookedUp, local_tokens=0)
+def test_a_hit_larger_than_its_lookup_is_found():
+    stream = altered(events(100, "A64+0 s36 o+ F"), LookedUp, local_tokens=0)
 
-    assert ["tokens/stale-lookup"] == found(stream)
+    assert ["tokens/stale-lookup"] == violation_ids(stream)
 
 
 @violates("tokens/stale-lookup")
-def test_a_hit_that_nobody_asked_for():
-    assert ["tokens/stale-lookup"] == found(without(events(100, "A64+0 s36 o+ F"), LookedUp))
+def test_a_hit_without_a_lookup_is_found():
+    assert ["tokens/stale-lookup"] == violation_ids(without(events(100, "A64+0 s36 o+ F"), LookedUp))
 
 
-def kept(stream: list[Event], local: int, cached: int, *, ended: bool = False) -> list[Event]:
-    """The stream, a look-up of step 0 standing in for that of its first admission, or left over."""
-    said = LookupKept(10, 0, 1, 0, local, cached, ended)
-    at = place(stream, Finished if ended else Admitted)
-    stream = [*stream[:at], said, *stream[at:]]
-    return stream if ended else told(stream, LookedUp, step=0, local_tokens=local)
+def with_kept_lookup(stream: list[Event], local: int, cached: int, *, ended: bool = False) -> list[Event]:
+    """The stream with a kept lookup of step 0, used by the first admission or left over at the end."""
+    lookup = LookupKept(10, 0, 1, 0, local, cached, ended)
+    index = index_of(stream, Finished if ended else Admitted)
+    stream = [*stream[:index], lookup, *stream[index:]]
+    return stream if ended else altered(stream, LookedUp, step=0, local_tokens=local)
 
 
 @violates("tokens/stale-lookup")
@@ -372,9 +372,9 @@ def kept(stream: list[Event], local: int, cached: int, *, ended: bool = False) -
     [(64, 0), (64, 48), (64, 64), (0, 64)],
     ids=["none is left", "less is left", "all is left", "there is more now"],
 )
-def test_an_answer_that_was_kept_is_used(local: int, cached: int):
-    """vLLM#18957, as the v0 adapter sees it: the answer of a failed attempt, and the cache now."""
-    stream = kept(events(100, f"A{local}+0 s{100 - local} o+ F"), local, cached)
+def test_an_admission_that_uses_a_kept_lookup_is_found(local: int, cached: int):
+    """vLLM#18957, as the v0 adapter records it: the lookup of a failed attempt, and what is cached now."""
+    stream = with_kept_lookup(events(100, f"A{local}+0 s{100 - local} o+ F"), local, cached)
 
     (violation,) = audited(stream).violations
 
@@ -385,9 +385,9 @@ def test_an_answer_that_was_kept_is_used(local: int, cached: int):
 
 
 @violates("tokens/stale-lookup")
-def test_a_lookup_result_that_outlives_its_request():
-    """vLLM#18957: of a request that was ignored, or aborted after an attempt that failed."""
-    stream = kept(events(100, "F:ignored"), 0, 0, ended=True)
+def test_a_kept_lookup_that_outlives_its_request_is_found():
+    """vLLM#18957: the request was ignored, or aborted after a failed attempt."""
+    stream = with_kept_lookup(events(100, "F:ignored"), 0, 0, ended=True)
 
     (violation,) = audited(stream).violations
 
@@ -398,38 +398,38 @@ def test_a_lookup_result_that_outlives_its_request():
 
 
 @near_miss("tokens/stale-lookup")
-def test_an_answer_of_none_is_kept_while_there_is_none():
-    assert [] == found(kept(events(100, "A0+0 s100 o+ F"), 0, 0))
+def test_a_kept_lookup_of_0_tokens_is_clean_while_nothing_is_cached():
+    assert [] == violation_ids(with_kept_lookup(events(100, "A0+0 s100 o+ F"), 0, 0))
 
 
 @near_miss("tokens/stale-lookup")
-def test_later_chunks_go_by_the_hit_of_the_first():
-    """v0 remembers a prompt's hit from chunk to chunk: one look-up, one admission."""
-    assert [] == found(events(200, "A64+0 s64 o s64 o s8 o+ F"))
+def test_later_chunks_use_the_hit_of_the_first():
+    """v0 remembers a prompt's hit from chunk to chunk: one lookup, one admission."""
+    assert [] == violation_ids(events(200, "A64+0 s64 o s64 o s8 o+ F"))
 
 
 @near_miss("tokens/stale-lookup")
-def test_the_tail_of_a_block_given_up_for_a_longer_external_hit():
-    """70 found, 6 of them less than a block; 32 external from 64 up reach further."""
-    stream = told(events(100, "A64+32 L s4 o+ F"), LookedUp, local_tokens=70)
+def test_a_partial_block_may_be_dropped_for_a_longer_external_hit():
+    """70 local tokens, 6 of them in a partial block; 32 external tokens from position 64 reach further."""
+    stream = altered(events(100, "A64+32 L s4 o+ F"), LookedUp, local_tokens=70)
 
-    assert [] == found(stream)
+    assert [] == violation_ids(stream)
 
 
 @near_miss("tokens/stale-lookup")
-def test_a_hit_within_the_replayed_window_is_given_up():
-    assert [] == found(told(events(100, "A0+0 s100 o+ F"), LookedUp, local_tokens=16))
+def test_a_hit_within_the_replayed_window_may_be_dropped():
+    assert [] == violation_ids(altered(events(100, "A0+0 s100 o+ F"), LookedUp, local_tokens=16))
 
 
 @near_miss("tokens/stale-lookup")
 @near_miss("tokens/lookup-counted-once")
-def test_asked_again_after_a_failed_attempt():
+def test_a_new_lookup_after_a_failed_attempt_is_clean():
     stream = events(100, "A0+0 s100 o+ F")
     failed = AdmissionFailed(10, 0, 0, "not_allocated", 64, 0, 3)
     counted = LookupsCounted(10_000, 1, 1, 100, 0, 1, 100, 0)
     stream = [stream[0], LookedUp(10, 0, 0, 64), failed, *stream[1:]]
 
-    assert [] == found(with_after(stream, Stepped, 0, counted))
+    assert [] == violation_ids(with_after(stream, Stepped, 0, counted))
 
 
 # --- tokens/lookup-counted-once ------------------------------------------------------------------
@@ -440,35 +440,35 @@ def test_asked_again_after_a_failed_attempt():
     "counted",
     [(2, 200, 128, 1, 36, 0), (1, 100, 128, 1, 36, 0), (1, 100, 64, 2, 72, 0), (0, 0, 0, 1, 36, 0)],
 )
-def test_look_ups_that_are_not_those_of_the_admission(counted: tuple[int, ...]):
+def test_counted_lookups_that_differ_from_the_admission_are_found(counted: tuple[int, ...]):
     stream = events(100, "A64+0 s36 o+ F")
 
-    assert ["tokens/lookup-counted-once"] == found(
+    assert ["tokens/lookup-counted-once"] == violation_ids(
         with_after(stream, Stepped, 0, LookupsCounted(10_000, 1, *counted))
     )
 
 
 @near_miss("tokens/lookup-counted-once")
-def test_an_engine_that_counts_only_what_it_has():
-    """No connector; and a request that may not read the cache is not counted."""
-    stream = told(events(100, "A0+0 s100 o+ F"), Admitted, counted=False)
+def test_an_engine_without_a_connector_counts_no_external_lookups():
+    """It has no connector, and it does not count a request that may not read the cache."""
+    stream = altered(events(100, "A0+0 s100 o+ F"), Admitted, counted=False)
 
-    assert [] == found(with_after(stream, Stepped, 0, LookupsCounted(10_000, 1, 0, 0, 0, -1, -1, -1)))
+    assert [] == violation_ids(with_after(stream, Stepped, 0, LookupsCounted(10_000, 1, 0, 0, 0, -1, -1, -1)))
 
 
 @near_miss("tokens/lookup-counted-once")
-def test_a_whole_local_hit_asks_the_connector_for_nothing():
+def test_a_full_local_hit_counts_no_external_lookup():
     stream = events(96, "A96+0 R1 s1 o+ F")
 
-    assert [] == found(with_after(stream, Stepped, 0, LookupsCounted(10_000, 1, 1, 96, 96, 0, 0, 0)))
+    assert [] == violation_ids(with_after(stream, Stepped, 0, LookupsCounted(10_000, 1, 1, 96, 96, 0, 0, 0)))
 
 
 # --- tokens/suspense -----------------------------------------------------------------------------
 
 
 @violates("tokens/suspense")
-def test_work_done_again_that_nothing_explains():
-    """No stream is known that leads here; the ledger posts it rather than guess a cause."""
+def test_tokens_computed_again_without_a_cause_are_found():
+    """No known history leads here; the ledger posts such tokens to suspense and guesses no cause."""
     stream = events(64, "A0+0 s64 o+ s1 o+ F")
     account = audited(stream).ledger.closed["request-0"]
     account.suspense = 5
@@ -479,5 +479,5 @@ def test_work_done_again_that_nothing_explains():
 
 
 @near_miss("tokens/suspense")
-def test_work_done_again_after_a_preemption_is_rework():
-    assert [] == found(events(64, "A0+0 s64 o+ s1 o+ P A0+0 s66 o+ F"))
+def test_tokens_computed_again_after_a_preemption_are_rework():
+    assert [] == violation_ids(events(64, "A0+0 s64 o+ s1 o+ P A0+0 s66 o+ F"))

@@ -1,4 +1,4 @@
-"""Real engines under the ledger at level ``blocks``, and their pools, managers and tables."""
+"""Real engines observed at level ``blocks``, and access to their pools, managers and block tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvledger.audit.entry.attach import LiveAudit
 
 
 class Watched:
-    """Engines under the ledger at level ``blocks``."""
+    """Engines observed at level ``blocks``."""
 
     def __init__(self) -> None:
         self.audits: list[LiveAudit] = []
@@ -23,7 +23,7 @@ class Watched:
     def start(self, **setup: Any) -> Driver:
         return start(self.attach, **setup)
 
-    def found(self) -> list[str]:
+    def violation_ids(self) -> list[str]:
         for audit in self.audits:
             audit.detach()
         violations = [v for audit in self.audits for v in audit.violations if v.severity == "violation"]
@@ -31,7 +31,7 @@ class Watched:
         return [violation.id for violation in violations]
 
     def finding(self, id: str) -> Any:
-        self.found()
+        self.violation_ids()
         return next(v for audit in self.audits for v in audit.violations if v.id == id)
 
 

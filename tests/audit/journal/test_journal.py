@@ -1,4 +1,4 @@
-"""The journal on disk: nothing wrong is ever read, and nothing is missing without a word."""
+"""The journal on disk: the reader never returns a wrong event, and it reports every loss."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def stepped(number: int) -> ev.Stepped:
 
 
 def write_segments(folder: Path, count: int = 3, batches: int = 4) -> list[ev.Event]:
-    """A journal of ``count`` segments, closed in good order; what was written, by event number."""
+    """Write and close a journal of ``count`` segments; return the events by event number."""
     journal = JournalWriter(folder)
     written: list[ev.Event] = []
     for _ in range(count):
@@ -62,10 +62,10 @@ def write_segments(folder: Path, count: int = 3, batches: int = 4) -> list[ev.Ev
     return written
 
 
-def present(found: Numbered, written: list[ev.Event]) -> set[int]:
-    """The numbers of the events read, each of which must be the one written. Gaps are left out."""
+def present(numbered: Numbered, written: list[ev.Event]) -> set[int]:
+    """The numbers of the events read, without gaps. Each event must equal the one written."""
     numbers = set()
-    for number, event in found:
+    for number, event in numbered:
         if isinstance(event, ev.Gap):
             continue
         assert written[number] == event
@@ -73,8 +73,8 @@ def present(found: Numbered, written: list[ev.Event]) -> set[int]:
     return numbers
 
 
-def gaps(found: Numbered) -> list[ev.Gap]:
-    return [event for _, event in found if isinstance(event, ev.Gap)]
+def gaps(numbered: Numbered) -> list[ev.Gap]:
+    return [event for _, event in numbered if isinstance(event, ev.Gap)]
 
 
 # --- round trip -----------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ EVENTS = get_args(old_events.AnyEvent)
 @pytest.mark.parametrize("kind", EVENTS, ids=lambda kind: kind.__name__)
 @examples(25, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_every_event_comes_back_as_it_was_recorded(
+def test_every_event_is_read_as_it_was_recorded(
     tmp_path_factory: pytest.TempPathFactory, kind: type[Any], data: st.DataObject
 ) -> None:
     recorded = data.draw(st.lists(structs(kind), min_size=1, max_size=4))
@@ -124,12 +124,14 @@ def test_every_event_comes_back_as_it_was_recorded(
     assert list(enumerate(recorded)) == list(read(folder))
 
 
-def test_every_event_of_the_vocabulary_is_tried() -> None:
+def test_every_event_type_is_tested() -> None:
     named = [*vars(ev).values(), *vars(old_events).values()]
     defined = {kind for kind in named if isinstance(kind, type)} - {ev.Event}
 
-    told = {kind for kind in defined if issubclass(kind, ev.Event) and kind.__struct_config__.tag is not None}
-    assert told == set(EVENTS)
+    tagged = {
+        kind for kind in defined if issubclass(kind, ev.Event) and kind.__struct_config__.tag is not None
+    }
+    assert tagged == set(EVENTS)
 
 
 def test_a_large_write_is_split_but_the_first_two_events_stay_together(tmp_path: Path) -> None:
@@ -146,7 +148,7 @@ def test_a_large_write_is_split_but_the_first_two_events_stay_together(tmp_path:
     assert len(batches) > 3
 
 
-def test_batches_end_at_their_size_whatever_came_before(tmp_path: Path) -> None:
+def test_batches_end_at_their_size_limit_for_any_event_sizes(tmp_path: Path) -> None:
     """Large events after small ones and the other way round, 256 in each write."""
     large: list[ev.Event] = [ev.Stepped(n, n, list(range(400)), []) for n in range(256)]
     small: list[ev.Event] = [ev.Repeated(n, n) for n in range(256)]
@@ -167,7 +169,7 @@ def test_batches_end_at_their_size_whatever_came_before(tmp_path: Path) -> None:
 # --- the tail ------------------------------------------------------------------------------------
 
 
-def test_a_torn_tail_costs_the_last_batch_wherever_it_is_torn(tmp_path: Path) -> None:
+def test_a_torn_tail_loses_only_the_last_batch(tmp_path: Path) -> None:
     written = write_segments(tmp_path / "whole", count=1)
     path = tmp_path / "whole" / "00000001.kvl"
     data = path.read_bytes()
@@ -177,14 +179,14 @@ def test_a_torn_tail_costs_the_last_batch_wherever_it_is_torn(tmp_path: Path) ->
     for cut in range(last + 1, len(data)):
         torn.write_bytes(data[:cut])
         damage: list[Damage] = []
-        found = list(read(torn, damage=damage))
+        numbered = list(read(torn, damage=damage))
 
-        assert set(range(len(written) - 2)) == present(found, written)
-        assert [ev.Gap(written[-3].at, -1, "torn tail")] == gaps(found)
+        assert set(range(len(written) - 2)) == present(numbered, written)
+        assert [ev.Gap(written[-3].at, -1, "torn tail")] == gaps(numbered)
         assert [Damage("torn.kvl", last, "torn tail", -1)] == damage
 
 
-def test_a_whole_tail_without_an_end_is_no_loss_but_not_stopped(tmp_path: Path) -> None:
+def test_a_complete_tail_without_an_engine_stop_loses_nothing(tmp_path: Path) -> None:
     write_segments(tmp_path)
     reader = Reader(tmp_path)
 
@@ -194,7 +196,7 @@ def test_a_whole_tail_without_an_end_is_no_loss_but_not_stopped(tmp_path: Path) 
     assert [] == reader.damage
 
 
-def test_an_engine_that_stopped_in_good_order_is_known(tmp_path: Path) -> None:
+def test_a_reader_knows_that_the_engine_stopped(tmp_path: Path) -> None:
     journal = JournalWriter(tmp_path)
     journal.write([started(), snapshot(), ev.EngineStopped(9, "shutdown")])
     journal.close()
@@ -205,7 +207,7 @@ def test_an_engine_that_stopped_in_good_order_is_known(tmp_path: Path) -> None:
     assert reader.stopped
 
 
-def test_half_a_frame_of_a_live_writer_is_not_yet(tmp_path: Path) -> None:
+def test_half_a_frame_of_a_live_writer_is_not_read_yet(tmp_path: Path) -> None:
     journal = JournalWriter(tmp_path)
     journal.write([started(), snapshot()])
     path = tmp_path / "00000001.kvl"
@@ -218,7 +220,7 @@ def test_half_a_frame_of_a_live_writer_is_not_yet(tmp_path: Path) -> None:
     assert [] == list(reader.poll())
     assert [] == reader.damage
 
-    os.truncate(path, len(half))  # as the writer does, which then writes another in its place
+    os.truncate(path, len(half))  # the writer removes half a frame and writes the next one in its place
     journal.write([stepped(1)])
     assert [[stepped(1)]] == [batch.events for batch in reader.poll()]
     journal.close()
@@ -236,24 +238,24 @@ def test_any_changed_byte_is_found_and_never_read_as_another_event(tmp_path: Pat
         good = (tmp_path / "good" / victim).read_bytes()
         bad = tmp_path / "bad"
         shutil.copytree(tmp_path / "good", bad)
-        for place in range(len(good)):
+        for position in range(len(good)):
             for flip in (0x01, 0x80, 0xFF):
                 changed = bytearray(good)
-                changed[place] ^= flip
+                changed[position] ^= flip
                 (bad / victim).write_bytes(changed)
                 damage: list[Damage] = []
-                found = list(read(bad, damage=damage))
-                numbers = present(found, written)
+                numbered = list(read(bad, damage=damage))
+                numbers = present(numbered, written)
                 assert [victim] == [one.segment for one in damage]
                 missing = len(written) - len(numbers)
                 assert missing
-                assert gaps(found)[0].lost_events in (missing, -1)
+                assert gaps(numbered)[0].lost_events in (missing, -1)
                 after = int(victim[:8]) * len(written) // 3
                 assert set(range(after, len(written))) <= numbers
         shutil.rmtree(bad)
 
 
-def test_corruption_is_told_with_segment_byte_and_count(tmp_path: Path) -> None:
+def test_corruption_is_reported_with_segment_byte_and_count(tmp_path: Path) -> None:
     written = write_segments(tmp_path)
     second = [b for b in Reader(tmp_path).poll() if b.start.segment == 2][1]
     path = tmp_path / "00000002.kvl"
@@ -262,12 +264,12 @@ def test_corruption_is_told_with_segment_byte_and_count(tmp_path: Path) -> None:
     path.write_bytes(data)
     damage: list[Damage] = []
 
-    found = list(read(tmp_path, damage=damage))
+    numbered = list(read(tmp_path, damage=damage))
 
-    assert set(range(len(written))) - set(range(10, 16)) == present(found, written)
+    assert set(range(len(written))) - set(range(10, 16)) == present(numbered, written)
     byte = second.start.offset
     reason = f"corrupt segment 00000002.kvl at byte {byte}"
-    assert [(10, ev.Gap(written[9].at, 6, reason))] == [one for one in found if isinstance(one[1], ev.Gap)]
+    assert [(10, ev.Gap(written[9].at, 6, reason))] == [one for one in numbered if isinstance(one[1], ev.Gap)]
     assert [Damage("00000002.kvl", byte, "corrupt segment", 6)] == damage
     assert f"corrupt segment at 00000002.kvl byte {byte}: 6 events lost" == str(damage[0])
 
@@ -278,13 +280,13 @@ def test_a_run_of_zeros_is_damage_and_not_empty_frames(tmp_path: Path) -> None:
         file.write(bytes(4096))
     damage: list[Damage] = []
 
-    found = list(read(tmp_path, damage=damage))
+    numbered = list(read(tmp_path, damage=damage))
 
-    assert [-1] == [gap.lost_events for gap in gaps(found)]
+    assert [-1] == [gap.lost_events for gap in gaps(numbered)]
     assert 1 == len(damage)
 
 
-def test_a_live_corrupt_segment_is_told_at_once_and_left_for_the_next(tmp_path: Path) -> None:
+def test_a_live_corrupt_segment_is_reported_at_once_and_reading_resumes_in_the_next(tmp_path: Path) -> None:
     journal = JournalWriter(tmp_path)
     journal.write([started(), snapshot()])
     size = (tmp_path / "00000001.kvl").stat().st_size
@@ -316,16 +318,16 @@ def test_removed_segments_are_a_gap_of_the_right_size(
         (tmp_path / seg.segment_name(number)).unlink()
     damage: list[Damage] = []
 
-    found = list(read(tmp_path, damage=damage))
+    numbered = list(read(tmp_path, damage=damage))
 
-    assert len(written) - lost == len(present(found, written))
+    assert len(written) - lost == len(present(numbered, written))
     assert [(first, lost, "segments removed")] == [
-        (number, event.lost_events, event.reason) for number, event in found if isinstance(event, ev.Gap)
+        (number, event.lost_events, event.reason) for number, event in numbered if isinstance(event, ev.Gap)
     ]
     assert [lost] == [one.lost_events for one in damage]
 
 
-def test_a_batch_with_a_wrong_type_is_left_out_alone(tmp_path: Path) -> None:
+def test_only_the_batch_with_a_wrong_type_is_skipped(tmp_path: Path) -> None:
     journal = JournalWriter(tmp_path)
     journal.write([started(), snapshot()])
     journal.write([ev.Repeated(1, "many")])  # type: ignore[arg-type]
@@ -333,10 +335,10 @@ def test_a_batch_with_a_wrong_type_is_left_out_alone(tmp_path: Path) -> None:
     journal.close()
     damage: list[Damage] = []
 
-    found = list(read(tmp_path, damage=damage))
+    numbered = list(read(tmp_path, damage=damage))
 
-    assert [0, 1, 2, 3] == [number for number, _ in found]
-    assert [1] == [gap.lost_events for gap in gaps(found)]
+    assert [0, 1, 2, 3] == [number for number, _ in numbered]
+    assert [1] == [gap.lost_events for gap in gaps(numbered)]
     assert ["unreadable batch"] == [one.reason for one in damage]
 
 
@@ -344,16 +346,18 @@ def test_a_copy_of_a_segment_under_a_later_name_is_not_read_twice(tmp_path: Path
     written = write_segments(tmp_path)
     shutil.copy(tmp_path / "00000001.kvl", tmp_path / "00000009.kvl")
 
-    found = list(read(tmp_path))
+    numbered = list(read(tmp_path))
 
-    assert list(range(len(written))) == [number for number, event in found if not isinstance(event, ev.Gap)]
-    assert 1 == len(gaps(found))
+    assert list(range(len(written))) == [
+        number for number, event in numbered if not isinstance(event, ev.Gap)
+    ]
+    assert 1 == len(gaps(numbered))
 
 
-# --- what is no journal, or a later one -------------------------------------------------------------
+# --- paths without a journal, newer journals --------------------------------------------------------
 
 
-def test_a_newer_schema_is_refused_and_both_are_named(tmp_path: Path) -> None:
+def test_the_refusal_of_a_newer_schema_names_both_versions(tmp_path: Path) -> None:
     write_segments(tmp_path)
     path = tmp_path / "00000001.kvl"
     path.write_bytes(path.read_bytes().replace(seg.HEADER, seg.header(9)))
@@ -364,7 +368,7 @@ def test_a_newer_schema_is_refused_and_both_are_named(tmp_path: Path) -> None:
         find_journals([tmp_path])
 
 
-def test_an_unknown_event_is_a_newer_schema(tmp_path: Path) -> None:
+def test_an_unknown_event_tag_is_refused_as_a_newer_schema(tmp_path: Path) -> None:
     class Invented(ev.Event, frozen=True, array_like=True, tag=99):
         pass
 
@@ -376,7 +380,7 @@ def test_an_unknown_event_is_a_newer_schema(tmp_path: Path) -> None:
         list(read(tmp_path))
 
 
-def test_fields_appended_later_do_not_disturb(tmp_path: Path) -> None:
+def test_fields_appended_by_a_newer_version_are_ignored(tmp_path: Path) -> None:
     class Longer(ev.Event, frozen=True, array_like=True, tag=16):
         times: int
         more: str
@@ -411,7 +415,7 @@ def make_foreign_segments(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda path: None, "There is no {}."),
         (make_empty, "{} is empty: no journal was written there yet."),
@@ -426,7 +430,7 @@ def make_foreign_segments(path: Path) -> None:
     ],
 )
 def test_a_path_without_a_journal_gives_one_clear_sentence(
-    tmp_path: Path, make: Callable[[Path], None], said: str
+    tmp_path: Path, make: Callable[[Path], None], message: str
 ) -> None:
     path = tmp_path / "it"
     make(path)
@@ -434,7 +438,7 @@ def test_a_path_without_a_journal_gives_one_clear_sentence(
     with pytest.raises(LedgerError) as raised:
         find_journals([path])
 
-    assert said.format(path) == str(raised.value)
+    assert message.format(path) == str(raised.value)
     assert 2 == raised.value.exit_code
 
 
@@ -448,18 +452,18 @@ def test_journals_are_found_in_folders_of_journals_and_as_files(tmp_path: Path) 
     assert [one / "00000002.kvl"] == find_journals([str(one / "00000002.kvl")])
 
 
-def test_a_single_segment_is_read_alone_and_misses_nothing(tmp_path: Path) -> None:
+def test_a_single_segment_is_read_without_a_gap(tmp_path: Path) -> None:
     written = write_segments(tmp_path)
 
-    found = list(read(tmp_path / "00000002.kvl"))
+    numbered = list(read(tmp_path / "00000002.kvl"))
 
-    assert list(enumerate(written))[8:16] == found
+    assert list(enumerate(written))[8:16] == numbered
 
 
 # --- positions ------------------------------------------------------------------------------------
 
 
-def test_reading_resumes_at_any_batch_as_if_it_had_never_stopped(tmp_path: Path) -> None:
+def test_reading_resumed_at_any_batch_gives_all_remaining_events(tmp_path: Path) -> None:
     write_segments(tmp_path)
     (tmp_path / "00000002.kvl").unlink()
     everything = list(read(tmp_path))
@@ -478,26 +482,26 @@ def test_a_position_in_a_segment_removed_since_is_a_gap(tmp_path: Path) -> None:
     start = list(Reader(tmp_path).poll())[1].start
     (tmp_path / "00000001.kvl").unlink()
 
-    found = list(read(tmp_path, start=start))
+    numbered = list(read(tmp_path, start=start))
 
-    assert (2, ev.Gap(0, 6, "segments removed")) == found[0]
-    assert 8 == found[1][0]
+    assert (2, ev.Gap(0, 6, "segments removed")) == numbered[0]
+    assert 8 == numbered[1][0]
 
 
-def test_any_segment_is_a_place_to_begin(tmp_path: Path) -> None:
+def test_reading_may_begin_at_any_segment(tmp_path: Path) -> None:
     written = write_segments(tmp_path)
 
-    found = list(read(tmp_path, start=Position(segment=2, event=-1)))
+    numbered = list(read(tmp_path, start=Position(segment=2, event=-1)))
 
-    assert list(enumerate(written))[8:] == found
-    assert [ev.EngineStarted, ev.Snapshot] == [type(event) for _, event in found[:2]]
+    assert list(enumerate(written))[8:] == numbered
+    assert [ev.EngineStarted, ev.Snapshot] == [type(event) for _, event in numbered[:2]]
 
 
 # --- bounds ---------------------------------------------------------------------------------------
 
 
 def fill(journal: JournalWriter, events: int) -> None:
-    """Record as an observer does: a snapshot whenever one is wanted."""
+    """Write events as an observer does, with a snapshot whenever the journal wants a rotation."""
     journal.write([started(), snapshot()])
     for number in range(0, events, 10):
         if journal.wants_rotation:
@@ -506,7 +510,7 @@ def fill(journal: JournalWriter, events: int) -> None:
         journal.write([stepped(n) for n in range(number, number + 10)])
 
 
-def test_the_size_bound_holds_and_the_oldest_go_first(tmp_path: Path) -> None:
+def test_the_size_bound_holds_and_the_oldest_segments_are_removed_first(tmp_path: Path) -> None:
     limits = Limits(segment_bytes=2_000, folder_bytes=10_000)
     journal = JournalWriter(tmp_path, limits)
 
@@ -518,10 +522,10 @@ def test_the_size_bound_holds_and_the_oldest_go_first(tmp_path: Path) -> None:
     assert 6_000 < total <= 10_000
     assert list(range(kept[0], kept[-1] + 1)) == kept
     assert max(path.stat().st_size for path in tmp_path.iterdir()) < 2_500
-    found = list(read(tmp_path))
-    assert isinstance(found[0][1], ev.Gap)
-    assert found[0][1].lost_events == found[1][0]
-    assert 1 == len(gaps(found))
+    numbered = list(read(tmp_path))
+    assert isinstance(numbered[0][1], ev.Gap)
+    assert numbered[0][1].lost_events == numbered[1][0]
+    assert 1 == len(gaps(numbered))
     assert 0 == journal.lost_events
 
 
@@ -538,7 +542,7 @@ def test_without_rotation_the_size_bound_still_holds(tmp_path: Path) -> None:
     assert journal.wants_rotation
 
 
-def test_segments_closed_too_long_ago_are_removed_even_when_it_is_quiet(
+def test_expired_segments_are_removed_while_the_engine_is_idle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
@@ -564,7 +568,7 @@ def test_segments_closed_too_long_ago_are_removed_even_when_it_is_quiet(
 
 
 class Disk:
-    """os.write that stops for want of space after ``room`` more bytes."""
+    """An ``os.write`` that fails with ENOSPC after ``room`` more bytes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.room: int | None = None
@@ -576,9 +580,9 @@ class Disk:
             return self._write(descriptor, data)
         if not self.room:
             raise OSError(errno.ENOSPC, "No space left on device")
-        some = self._write(descriptor, data[: self.room])
-        self.room -= some
-        return some
+        written = self._write(descriptor, data[: self.room])
+        self.room -= written
+        return written
 
 
 @pytest.fixture
@@ -587,7 +591,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 
 @pytest.mark.parametrize("room", [0, 1, 7, 8, 9, 20])
-def test_a_full_disk_loses_events_and_says_so_when_there_is_room_again(
+def test_events_lost_on_a_full_disk_become_a_gap_when_there_is_room_again(
     tmp_path: Path, disk: Disk, room: int
 ) -> None:
     journal = JournalWriter(tmp_path)
@@ -607,7 +611,7 @@ def test_a_full_disk_loses_events_and_says_so_when_there_is_room_again(
     journal.close()
     damage: list[Damage] = []
 
-    found = list(read(tmp_path, damage=damage))
+    numbered = list(read(tmp_path, damage=damage))
 
     assert [
         (0, started()),
@@ -616,13 +620,13 @@ def test_a_full_disk_loses_events_and_says_so_when_there_is_room_again(
         (6, stepped(4)),
         (7, started(500)),
         (8, snapshot(500)),
-    ] == found
+    ] == numbered
     assert [] == damage
     assert 3 == journal.lost_events
     assert journal.write_failures >= 2
 
 
-def test_a_half_written_frame_that_cannot_be_cut_ends_its_segment(
+def test_a_half_written_frame_that_cannot_be_truncated_ends_its_segment(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = JournalWriter(tmp_path)
@@ -639,16 +643,16 @@ def test_a_half_written_frame_that_cannot_be_cut_ends_its_segment(
     journal.close()
     damage: list[Damage] = []
 
-    found = list(read(tmp_path, damage=damage))
+    numbered = list(read(tmp_path, damage=damage))
 
-    assert [0, 1, 2, 5, 6] == [number for number, _ in found]
-    assert [3] == [gap.lost_events for gap in gaps(found)]
+    assert [0, 1, 2, 5, 6] == [number for number, _ in numbered]
+    assert [3] == [gap.lost_events for gap in gaps(numbered)]
     assert [("00000001.kvl", "torn tail", 3)] == [
         (one.segment, one.reason, one.lost_events) for one in damage
     ]
 
 
-def test_a_failed_rotation_goes_on_in_the_old_segment_and_is_tried_again_later(
+def test_a_failed_rotation_keeps_the_old_segment_and_is_retried_later(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
@@ -668,7 +672,7 @@ def test_a_failed_rotation_goes_on_in_the_old_segment_and_is_tried_again_later(
     journal.write([started(2), snapshot(2)])
     journal.close()
 
-    found = list(read(tmp_path))
+    numbered = list(read(tmp_path))
 
     assert [
         (0, started()),
@@ -677,11 +681,11 @@ def test_a_failed_rotation_goes_on_in_the_old_segment_and_is_tried_again_later(
         (5, stepped(1)),
         (6, started(2)),
         (7, snapshot(2)),
-    ] == found
+    ] == numbered
     assert [1, 2] == list(seg.segments(tmp_path))
 
 
-def test_a_disk_full_from_the_first_shows_as_a_gap_before_the_first_event(
+def test_a_disk_full_from_the_start_is_a_gap_before_the_first_event(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writing, "RETRY_SECONDS", 0.0)
@@ -699,11 +703,11 @@ def test_a_disk_full_from_the_first_shows_as_a_gap_before_the_first_event(
     assert [(0, ev.Gap(7, 4, "not written")), (4, started(7)), (5, snapshot(7))] == list(read(tmp_path))
 
 
-def test_an_event_that_cannot_be_encoded_is_lost_alone(tmp_path: Path) -> None:
+def test_only_the_event_that_cannot_be_encoded_is_lost(tmp_path: Path) -> None:
     journal = JournalWriter(tmp_path)
-    odd: Any = [ev.Repeated(1, object()), ev.Repeated(1, 2**80), "no event"]  # type: ignore[arg-type]
+    bad_events: Any = [ev.Repeated(1, object()), ev.Repeated(1, 2**80), "no event"]  # type: ignore[arg-type]
 
-    journal.write([started(), snapshot(), odd[0], stepped(1), *odd[1:], stepped(2)])
+    journal.write([started(), snapshot(), bad_events[0], stepped(1), *bad_events[1:], stepped(2)])
     journal.close()
 
     assert [0, 1, 3, 4, 7, 8] == [number for number, _ in read(tmp_path)]
@@ -723,10 +727,10 @@ OPERATIONS = st.lists(
 
 @examples(100)
 @given(operations=OPERATIONS)
-def test_whatever_fails_the_numbers_and_gaps_add_up(
+def test_event_numbers_and_gaps_add_up_under_any_failures(
     tmp_path_factory: pytest.TempPathFactory, operations: list[tuple[str, int]]
 ) -> None:
-    """Every event is at its number or covered by a Gap, for a late reader and one that follows."""
+    """A late reader and a follower get every event at its number, or a Gap that covers it."""
     folder = tmp_path_factory.mktemp("journal")
     tried: list[ev.Event] = []
     followed: list[tuple[int, ev.Event]] = []
@@ -743,9 +747,9 @@ def test_whatever_fails_the_numbers_and_gaps_add_up(
                 tried += batch
             elif what == "rotate" or journal.wants_rotation:
                 journal.rotate()
-                both = [started(len(tried)), snapshot(len(tried))]
-                journal.write(both)
-                tried += both
+                segment_start = [started(len(tried)), snapshot(len(tried))]
+                journal.write(segment_start)
+                tried += segment_start
             elif what == "idle":
                 journal.idle()
             elif what == "poll":
@@ -760,22 +764,22 @@ def test_whatever_fails_the_numbers_and_gaps_add_up(
     for one in reader.poll():
         followed += enumerate(one.events, one.first_event)
 
-    found = list(read(folder))
-    assert found == followed
-    real = [event for _, event in found if not isinstance(event, ev.Gap)]
+    numbered = list(read(folder))
+    assert numbered == followed
+    real = [event for _, event in numbered if not isinstance(event, ev.Gap)]
     in_order = iter(tried)
     assert all(event in in_order for event in real)
     assert len(tried) == len(real) + journal.lost_events
     expected = 0
-    for number, event in found:
+    for number, event in numbered:
         if not isinstance(event, ev.Gap):
             assert expected == number
             expected += 1
         elif event.lost_events < 0:
-            assert (number, event) == found[-1]
-        elif number == expected:  # the reader's own
+            assert (number, event) == numbered[-1]
+        elif number == expected:  # a gap that the reader inserts
             expected += event.lost_events
-        else:  # the writer's, which has a number itself
+        else:  # a gap that the writer wrote, which has a number
             assert expected + event.lost_events == number
             expected = number + 1
 
@@ -808,19 +812,19 @@ def test_a_real_file_size_limit_is_survived(tmp_path: Path) -> None:
         text=True,
         check=True,
     )
-    found = list(read(tmp_path / "j"))
+    numbered = list(read(tmp_path / "j"))
 
     lost = int(done.stdout)
     assert lost > 1000
-    assert [lost] == [gap.lost_events for gap in gaps(found)]
-    assert "File too large" == gaps(found)[0].reason
-    assert (2001, ev.Repeated(2000, 1)) == found[-1]
+    assert [lost] == [gap.lost_events for gap in gaps(numbered)]
+    assert "File too large" == gaps(numbered)[0].reason
+    assert (2001, ev.Repeated(2000, 1)) == numbered[-1]
 
 
-# --- the lock, and death --------------------------------------------------------------------------
+# --- the lock, killed writers ---------------------------------------------------------------------
 
 
-def test_the_writer_lives_until_it_closes(tmp_path: Path) -> None:
+def test_a_journal_is_live_until_its_writer_closes(tmp_path: Path) -> None:
     assert not is_live(tmp_path)
     journal = JournalWriter(tmp_path)
     assert is_live(tmp_path)
@@ -829,7 +833,7 @@ def test_the_writer_lives_until_it_closes(tmp_path: Path) -> None:
     assert not is_live(tmp_path)
 
 
-def test_a_folder_has_one_writer_and_one_only(tmp_path: Path) -> None:
+def test_a_folder_has_only_one_writer(tmp_path: Path) -> None:
     journal = JournalWriter(tmp_path)
     with pytest.raises(BlockingIOError):
         JournalWriter(tmp_path)
@@ -869,11 +873,11 @@ def endless(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process.communicate()
 
 
-def test_after_kill_a_prefix_is_read_and_the_engine_is_known_dead(
+def test_after_a_kill_a_prefix_is_read_and_the_journal_is_not_live(
     tmp_path: Path, endless: subprocess.Popen[str]
 ) -> None:
     assert endless.stdout is not None
-    said = [int(endless.stdout.readline()) for _ in range(200)]
+    printed = [int(endless.stdout.readline()) for _ in range(200)]
     assert is_live(tmp_path)
 
     endless.send_signal(signal.SIGKILL)
@@ -885,7 +889,7 @@ def test_after_kill_a_prefix_is_read_and_the_engine_is_known_dead(
         event.times for batch in reader.poll() for event in batch.events if isinstance(event, ev.Repeated)
     ]
     assert list(range(len(repeated))) == repeated
-    assert said[-1] <= len(repeated)
+    assert printed[-1] <= len(repeated)
     assert reader.ended
     assert not reader.stopped
 
@@ -901,21 +905,21 @@ def test_a_live_journal_is_followed_across_segments_in_another_process(
     stop = threading.Event()
     rotations = 0
     times = []
-    for number, (found, event) in enumerate(tail(tmp_path, 0.01, stop)):
-        assert number == found
+    for number, (event_number, event) in enumerate(tail(tmp_path, 0.01, stop)):
+        assert number == event_number
         rotations += isinstance(event, ev.EngineStarted)
         if isinstance(event, ev.Repeated):
             times.append(event.times)
         if rotations == 6:
             stop.set()
         if number % 100 == 0:
-            endless.stdout.readline()  # it may go on
+            endless.stdout.readline()  # otherwise the writer blocks on a full pipe
 
     assert list(range(len(times))) == times
     assert rotations >= 6
 
 
-def test_following_ends_when_the_writer_is_gone_and_all_is_read(tmp_path: Path) -> None:
+def test_following_ends_when_the_writer_has_closed_and_all_events_are_read(tmp_path: Path) -> None:
     journal = JournalWriter(tmp_path, Limits(segment_bytes=2_000))
     followed: list[tuple[int, ev.Event]] = []
     follower = threading.Thread(target=lambda: followed.extend(tail(tmp_path, 0.005)))
@@ -941,17 +945,17 @@ def test_segments_removed_under_a_slow_reader_are_a_gap(tmp_path: Path) -> None:
     first = (tmp_path / "00000001.kvl").stat().st_ino
 
     fill(journal, 3_000)
-    found = [one for batch in reader.poll() for one in enumerate(batch.events, batch.first_event)]
+    numbered = [one for batch in reader.poll() for one in enumerate(batch.events, batch.first_event)]
     journal.close()
 
     assert first not in {path.stat().st_ino for path in tmp_path.iterdir()}
-    place = next(i for i, (_, event) in enumerate(found) if isinstance(event, ev.Gap))
-    number, gap = found[place]
-    assert place > 0  # the removed segment was open, and was read to its end
+    gap_index = next(i for i, (_, event) in enumerate(numbered) if isinstance(event, ev.Gap))
+    number, gap = numbered[gap_index]
+    assert gap_index > 0  # the removed segment was open, and was read to its end
     assert isinstance(gap, ev.Gap)
-    assert found[place + 1][0] == number + gap.lost_events
-    assert isinstance(found[place + 1][1], ev.EngineStarted)
-    assert 1 == len(gaps(found))
+    assert numbered[gap_index + 1][0] == number + gap.lost_events
+    assert isinstance(numbered[gap_index + 1][1], ev.EngineStarted)
+    assert 1 == len(gaps(numbered))
 
 
 def test_following_ends_when_stop_is_set(tmp_path: Path) -> None:
@@ -964,7 +968,7 @@ def test_following_ends_when_stop_is_set(tmp_path: Path) -> None:
     journal.close()
 
 
-def test_a_journal_without_a_segment_yet_is_waited_for(tmp_path: Path) -> None:
+def test_a_reader_waits_for_the_first_segment(tmp_path: Path) -> None:
     journal = JournalWriter(tmp_path)
     reader = Reader(tmp_path)
     assert [] == list(reader.poll())

@@ -1,4 +1,4 @@
-"""The recorder: the engine never waits for it and never hears from it; what is lost is counted."""
+"""The recorder never blocks the engine, never raises into it, and counts lost events."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def events(folder: Path) -> list[ev.Event]:
     return [event for _, event in read(folder)]
 
 
-def until(condition: Any) -> None:
+def wait_until(condition: Any) -> None:
     deadline = time.monotonic() + 10
     while not condition():
         assert time.monotonic() < deadline
@@ -51,7 +51,7 @@ def until(condition: Any) -> None:
 
 
 class Stuck:
-    """A disk whose writes take until they are let go."""
+    """A disk whose writes block until ``free`` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.free = threading.Event()
@@ -73,21 +73,21 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stuck]:
     disk.free.set()
 
 
-# --- what is recorded is written -------------------------------------------------------------------
+# --- recorded events are written -------------------------------------------------------------------
 
 
-def test_what_was_recorded_is_read_in_order_with_an_end(tmp_path: Path) -> None:
+def test_recorded_events_are_read_in_order_with_an_engine_stop_at_the_end(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "engine")
     recorder.restart(started(), snapshot())
     for number in range(1000):
         recorder.record(repeated(number))
     recorder.close("detached")
 
-    found = events(tmp_path / "engine")
+    recorded = events(tmp_path / "engine")
 
-    assert [started(), snapshot(), *map(repeated, range(1000))] == found[:-1]
-    assert isinstance(found[-1], ev.EngineStopped)
-    assert "detached" == found[-1].reason
+    assert [started(), snapshot(), *map(repeated, range(1000))] == recorded[:-1]
+    assert isinstance(recorded[-1], ev.EngineStopped)
+    assert "detached" == recorded[-1].reason
     assert 1003 == recorder.recorded_events == recorder.written_events
     assert (0, 0, 0) == (recorder.lost_events, recorder.write_failures, recorder.failures)
     assert recorder.written_bytes == (tmp_path / "engine" / "00000001.kvl").stat().st_size
@@ -95,7 +95,7 @@ def test_what_was_recorded_is_read_in_order_with_an_end(tmp_path: Path) -> None:
 
 
 def test_queued_numbers_are_encoded_and_read_back_as_a_list(tmp_path: Path) -> None:
-    """A list that waits would be walked by each collection of garbage in the engine's process."""
+    """The garbage collector of the engine's process would walk every queued list."""
     recorder = Recorder(tmp_path / "engine", flush_seconds=60)
     recorder.restart(started(), snapshot())
     numbers = [0, -1, 7, 300, -(2**63), 2**64 - 1]
@@ -105,8 +105,8 @@ def test_queued_numbers_are_encoded_and_read_back_as_a_list(tmp_path: Path) -> N
     assert not gc.is_tracked(kept)
     recorder.close()
 
-    told = [0, -1, 7, 300, -(2**63), 2**64 - 1]
-    assert ev.Stepped(1, 1, told, told) == events(tmp_path / "engine")[2]
+    expected = [0, -1, 7, 300, -(2**63), 2**64 - 1]
+    assert ev.Stepped(1, 1, expected, expected) == events(tmp_path / "engine")[2]
 
 
 @pytest.mark.parametrize("odd", [object(), 2**80], ids=["no number", "too large"])
@@ -123,7 +123,7 @@ def test_numbers_that_cannot_be_encoded_are_a_gap(tmp_path: Path, odd: Any) -> N
     assert 1 == recorder.lost_events
 
 
-def test_nothing_is_made_before_the_first_event(tmp_path: Path) -> None:
+def test_no_folder_is_created_before_the_first_event(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "engine", flush_seconds=0.001)
     time.sleep(0.02)
     assert recorder.flush()
@@ -132,28 +132,28 @@ def test_nothing_is_made_before_the_first_event(tmp_path: Path) -> None:
     assert [] == list(tmp_path.iterdir())
 
 
-def test_events_are_written_without_being_asked_for(tmp_path: Path) -> None:
+def test_events_are_written_without_a_flush(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "engine", flush_seconds=0.01)
     recorder.restart(started(), snapshot())
 
-    until(lambda: recorder.written_events == 2)
+    wait_until(lambda: recorder.written_events == 2)
 
     assert is_live(tmp_path / "engine")
     recorder.close()
     assert not is_live(tmp_path / "engine")
 
 
-def test_much_is_written_before_its_time(tmp_path: Path) -> None:
+def test_many_queued_events_are_written_before_the_flush_interval(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "engine", capacity_events=80, flush_seconds=60)
     recorder.restart(started(), snapshot())
     for number in range(12):
         recorder.record(repeated(number))
 
-    until(lambda: recorder.written_events == 14)
+    wait_until(lambda: recorder.written_events == 14)
     recorder.close()
 
 
-def test_the_observers_own_end_is_not_said_twice(tmp_path: Path) -> None:
+def test_an_engine_stop_is_not_recorded_twice(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "engine")
     recorder.restart(started(), snapshot())
     recorder.record(ev.EngineStopped(7, "shutdown"))
@@ -165,7 +165,7 @@ def test_the_observers_own_end_is_not_said_twice(tmp_path: Path) -> None:
     assert 1 == recorder.lost_events
 
 
-def test_the_end_is_timed_by_the_observers_clock(tmp_path: Path) -> None:
+def test_the_engine_stop_has_the_time_of_the_observers_clock(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "engine")
     recorder.restart(started(5_000_000), snapshot(5_000_000))
     recorder.close()
@@ -173,7 +173,7 @@ def test_the_end_is_timed_by_the_observers_clock(tmp_path: Path) -> None:
     assert 5_000_000 <= events(tmp_path / "engine")[-1].at < 10_000_000
 
 
-def test_the_end_is_never_earlier_than_what_came_before_it(tmp_path: Path) -> None:
+def test_the_engine_stop_is_never_earlier_than_the_event_before_it(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "engine")
     recorder.restart(started(), snapshot())
     recorder.record(repeated(10**12))
@@ -182,7 +182,7 @@ def test_the_end_is_never_earlier_than_what_came_before_it(tmp_path: Path) -> No
     assert ev.EngineStopped(10**12, "exit") == events(tmp_path / "engine")[-1]
 
 
-def test_several_are_taken_as_one_by_one(tmp_path: Path, stuck: Stuck) -> None:
+def test_record_all_accepts_as_many_events_as_single_calls(tmp_path: Path, stuck: Stuck) -> None:
     recorder = Recorder(tmp_path / "engine", capacity_events=4, flush_seconds=0.001)
     recorder.restart(started(), snapshot())
     assert stuck.entered.wait(10)
@@ -191,15 +191,15 @@ def test_several_are_taken_as_one_by_one(tmp_path: Path, stuck: Stuck) -> None:
     stuck.free.set()
     recorder.close()
 
-    *found, gap, _ = events(tmp_path / "engine")[2:]
-    assert list(map(repeated, range(1, 5))) == found
+    *recorded, gap, _ = events(tmp_path / "engine")[2:]
+    assert list(map(repeated, range(1, 5))) == recorded
     assert 1 == getattr(gap, "lost_events", None) == recorder.lost_events
 
 
 # --- snapshots and segments ------------------------------------------------------------------------
 
 
-def test_a_snapshot_is_wanted_first_and_at_every_rotation_once(tmp_path: Path) -> None:
+def test_a_snapshot_is_wanted_at_the_start_and_once_at_every_rotation(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "engine", Limits(segment_bytes=4096), flush_seconds=0.001)
     restarts = 0
     assert recorder.wants_snapshot
@@ -214,25 +214,27 @@ def test_a_snapshot_is_wanted_first_and_at_every_rotation_once(tmp_path: Path) -
 
     assert restarts > 10
     assert restarts == len(segments(tmp_path / "engine"))
-    begun = [batch.events[:2] for batch in Reader(tmp_path / "engine").poll() if batch.begins_segment]
-    assert restarts == len(begun)
-    assert {(ev.EngineStarted, ev.Snapshot)} == {(type(a), type(b)) for a, b in begun}
-    found = [event for event in events(tmp_path / "engine") if isinstance(event, ev.Repeated)]
-    assert list(map(repeated, range(20_000))) == found
+    segment_starts = [
+        batch.events[:2] for batch in Reader(tmp_path / "engine").poll() if batch.begins_segment
+    ]
+    assert restarts == len(segment_starts)
+    assert {(ev.EngineStarted, ev.Snapshot)} == {(type(a), type(b)) for a, b in segment_starts}
+    recorded = [event for event in events(tmp_path / "engine") if isinstance(event, ev.Repeated)]
+    assert list(map(repeated, range(20_000))) == recorded
 
 
-def test_an_overflow_is_a_gap_and_then_a_snapshot(tmp_path: Path, stuck: Stuck) -> None:
+def test_an_overflow_is_a_gap_followed_by_a_snapshot(tmp_path: Path, stuck: Stuck) -> None:
     recorder = Recorder(tmp_path / "engine", capacity_events=100, flush_seconds=0.001)
     recorder.restart(started(), snapshot())
     assert stuck.entered.wait(10)
     for number in range(250):
         recorder.record(repeated(number))
     assert 150 == recorder.lost_events
-    assert not recorder.wants_snapshot  # there is no room for one yet
+    assert not recorder.wants_snapshot  # the queue has no room for a snapshot yet
 
     stuck.free.set()
-    until(lambda: recorder.wants_snapshot)
-    recorder.record(repeated(999))  # still no place for it: the gap stands where the loss is
+    wait_until(lambda: recorder.wants_snapshot)
+    recorder.record(repeated(999))  # lost as well: after a loss the next event must be a snapshot
     recorder.restart(started(7), snapshot(7))
     recorder.record(repeated(1000))
     recorder.close()
@@ -250,7 +252,7 @@ def test_an_overflow_is_a_gap_and_then_a_snapshot(tmp_path: Path, stuck: Stuck) 
     assert 2 == len(segments(tmp_path / "engine"))
 
 
-def test_an_overflow_that_nobody_answered_is_told_at_the_end(tmp_path: Path, stuck: Stuck) -> None:
+def test_an_overflow_without_a_later_snapshot_is_a_gap_at_the_end(tmp_path: Path, stuck: Stuck) -> None:
     recorder = Recorder(tmp_path / "engine", capacity_events=10, flush_seconds=0.001)
     recorder.restart(started(), snapshot())
     assert stuck.entered.wait(10)
@@ -266,7 +268,7 @@ def test_an_overflow_that_nobody_answered_is_told_at_the_end(tmp_path: Path, stu
     assert isinstance(stopped, ev.EngineStopped)
 
 
-def test_a_stuck_disk_holds_up_neither_recording_nor_the_end_for_long(tmp_path: Path, stuck: Stuck) -> None:
+def test_a_stuck_disk_blocks_neither_recording_nor_closing_for_long(tmp_path: Path, stuck: Stuck) -> None:
     recorder = Recorder(tmp_path / "engine", flush_seconds=0.001)
     recorder.restart(started(), snapshot())
     assert stuck.entered.wait(10)
@@ -279,10 +281,10 @@ def test_a_stuck_disk_holds_up_neither_recording_nor_the_end_for_long(tmp_path: 
     assert time.monotonic() - begun < 2
 
 
-# --- what goes wrong stays here ---------------------------------------------------------------------
+# --- failures never reach the engine ----------------------------------------------------------------
 
 
-def test_a_folder_that_cannot_be_made_costs_one_warning(
+def test_a_folder_that_cannot_be_created_logs_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
@@ -301,7 +303,7 @@ def test_a_folder_that_cannot_be_made_costs_one_warning(
     assert 12 == recorder.lost_events
 
 
-def test_a_locked_folder_makes_it_inert(tmp_path: Path) -> None:
+def test_a_locked_folder_makes_the_recorder_inert(tmp_path: Path) -> None:
     other = JournalWriter(tmp_path)
     recorder = Recorder(tmp_path, flush_seconds=0.001)
     recorder.restart(started(), snapshot())
@@ -369,7 +371,7 @@ def test_a_waiting_flush_returns_when_an_event_before_it_breaks_the_writer(
 
 @pytest.mark.parametrize("odd", [object(), {"an": "object"}], ids=["not encodable", "encodable"])
 @pytest.mark.parametrize("last", [False, True])
-def test_what_is_no_event_is_lost_and_nothing_else(tmp_path: Path, odd: Any, last: bool) -> None:
+def test_only_the_object_that_is_no_event_is_lost(tmp_path: Path, odd: Any, last: bool) -> None:
     recorder = Recorder(tmp_path / "engine")
     recorder.restart(started(), snapshot())
     if last:
@@ -386,7 +388,7 @@ def test_what_is_no_event_is_lost_and_nothing_else(tmp_path: Path, odd: Any, las
     assert 5 == recorder.recorded_events
 
 
-def test_an_event_that_cannot_be_encoded_is_a_gap_where_it_stood(tmp_path: Path) -> None:
+def test_an_event_that_cannot_be_encoded_is_a_gap_in_its_place(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "engine", flush_seconds=60)
     recorder.restart(started(), snapshot())
     odd: Any = object()
@@ -440,15 +442,15 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("how", ["main", "fork", "spawn", "raise"])
-def test_the_end_of_a_process_writes_what_is_queued(tmp_path: Path, how: str) -> None:
+def test_queued_events_are_written_when_the_process_ends(tmp_path: Path, how: str) -> None:
     script = tmp_path / "process.py"
     script.write_text(PROCESS)
     folder = tmp_path / "engine"
 
     subprocess.run([sys.executable, script, SOURCE, folder, how], check=True, timeout=60)
 
-    found = events(folder)
-    assert [ev.Repeated(1, 1), ev.EngineStopped(5, "last words")] == found[2:]
+    recorded = events(folder)
+    assert [ev.Repeated(1, 1), ev.EngineStopped(5, "last words")] == recorded[2:]
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
@@ -457,29 +459,29 @@ def test_a_forked_child_is_inert_and_does_not_keep_its_parents_lock(tmp_path: Pa
     recorder = Recorder(folder, flush_seconds=0.001)
     recorder.restart(started(), snapshot())
     recorder.flush()
-    (begin, go), (looked, look) = os.pipe(), os.pipe()
+    (start_read, start_write), (checked_read, checked_write) = os.pipe(), os.pipe()
     child = os.fork()
     if not child:  # pragma: no cover
-        bad = 1
+        failed = 1
         try:
             recorder.record(repeated(666))
             recorder.restart(started(666), snapshot(666))
             recorder.flush()
             recorder.close()
-            bad = int(recorder.wants_snapshot or not is_live(folder))
-            os.close(look)
-            os.close(go)
-            os.read(begin, 1)
+            failed = int(recorder.wants_snapshot or not is_live(folder))
+            os.close(checked_write)
+            os.close(start_write)
+            os.read(start_read, 1)
         finally:
-            os._exit(bad)
+            os._exit(failed)
 
-    os.close(look)
-    os.read(looked, 1)  # returns when the child has looked
+    os.close(checked_write)
+    os.read(checked_read, 1)  # returns when the child has checked
     recorder.record(repeated(1))
     recorder.close()
 
-    assert not is_live(folder)  # although the child is still there
-    for end in (begin, go, looked):
+    assert not is_live(folder)  # although the child still runs
+    for end in (start_read, start_write, checked_read):
         os.close(end)
     assert 0 == os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert [started(), snapshot(), repeated(1)] == events(folder)[:-1]
@@ -488,7 +490,7 @@ def test_a_forked_child_is_inert_and_does_not_keep_its_parents_lock(tmp_path: Pa
 # --- what it costs ----------------------------------------------------------------------------------
 
 
-def test_recording_costs_the_engine_next_to_nothing(tmp_path: Path) -> None:
+def test_recording_an_event_takes_less_than_600_ns(tmp_path: Path) -> None:
     """The budget is 150 ns; the bound is wide because the machine that runs this is shared."""
     recorder = Recorder(tmp_path / "engine", flush_seconds=10)
     event = repeated(1)
@@ -507,7 +509,7 @@ def test_recording_costs_the_engine_next_to_nothing(tmp_path: Path) -> None:
     assert best / 1000 < 600e-9
 
 
-def test_an_idle_recorder_is_idle(tmp_path: Path) -> None:
+def test_an_idle_recorder_uses_almost_no_time(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "engine")
     recorder.restart(started(), snapshot())
     recorder.flush()
@@ -525,7 +527,7 @@ def test_an_idle_recorder_is_idle(tmp_path: Path) -> None:
 # --- in memory --------------------------------------------------------------------------------------
 
 
-def test_in_memory_what_was_recorded_is_taken_once() -> None:
+def test_in_memory_recorded_events_are_taken_once() -> None:
     recorder = MemoryRecorder()
     assert recorder.wants_snapshot
     recorder.restart(started(), snapshot())
@@ -559,7 +561,7 @@ def test_in_memory_an_overflow_is_a_gap_too() -> None:
     assert 13 == recorder.lost_events
 
 
-def test_in_memory_the_observers_own_end_is_not_said_twice() -> None:
+def test_in_memory_an_engine_stop_is_not_recorded_twice() -> None:
     recorder = MemoryRecorder()
     recorder.restart(started(), snapshot())
     recorder.record(ev.EngineStopped(7, "detached"))
@@ -570,7 +572,7 @@ def test_in_memory_the_observers_own_end_is_not_said_twice() -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in vars(MemoryRecorder) if not n.startswith("_")])
-def test_both_recorders_have_the_same_surface(tmp_path: Path, name: str) -> None:
+def test_both_recorders_have_the_same_interface(tmp_path: Path, name: str) -> None:
     recorder = Recorder(tmp_path / "engine")
     recorder.close()
 

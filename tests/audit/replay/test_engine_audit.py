@@ -1,4 +1,4 @@
-"""Journals replayed: sums, verdicts, what is kept, and statements of single requests."""
+"""Replayed journals: totals, verdicts, kept accounts, and account statements of single requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvledger.audit.replay.engine_audit import EngineAudit
 from kvledger.audit.replay.journals import audit_paths, statement
 
 
-def test_one_journal(tmp_path: Path) -> None:
+def test_a_clean_journal_has_no_findings_and_settled_totals(tmp_path: Path) -> None:
     audit = audit_paths([journals.clean(tmp_path / "one")])
 
     assert "clean" == audit.verdict
@@ -37,7 +37,7 @@ def test_several_journals_are_summed(tmp_path: Path) -> None:
     assert sum(row.rework for row in GOLDEN) == sum(audit.totals.rework.values())
 
 
-def test_the_verdict_is_the_worst(tmp_path: Path) -> None:
+def test_the_verdict_is_the_worst_of_all_journals(tmp_path: Path) -> None:
     journals.clean(tmp_path / "a")
     journals.write(tmp_path / "b", [*events(10, "A0+0 s10 o+"), Gap(500, 3, "full")])
     assert "unknown" == audit_paths([tmp_path]).verdict
@@ -55,15 +55,15 @@ def test_notes_name_the_journal_where_there_are_several(tmp_path: Path) -> None:
     assert note.startswith("b: the engine did not end in good order")
 
 
-def test_a_book_keeps_no_closed_account(tmp_path: Path) -> None:
-    """Memory is bounded by what is open."""
-    (book,) = audit_paths([journals.clean(tmp_path / "one")]).engines
+def test_an_engine_audit_keeps_no_closed_account(tmp_path: Path) -> None:
+    """The open accounts bound the memory."""
+    (engine_audit,) = audit_paths([journals.clean(tmp_path / "one")]).engines
 
-    assert {} == book.auditor.ledger.closed
-    assert [] == book.accounts
+    assert {} == engine_audit.auditor.ledger.closed
+    assert [] == engine_audit.accounts
 
 
-def test_a_book_counts_ended_requests_by_verdict_and_outcome(tmp_path: Path) -> None:
+def test_an_engine_audit_counts_ended_requests_by_verdict_and_outcome(tmp_path: Path) -> None:
     (good,) = audit_paths([journals.clean(tmp_path / "good")]).engines
     (bad,) = audit_paths([journals.violated(tmp_path / "bad")]).engines
 
@@ -72,7 +72,7 @@ def test_a_book_counts_ended_requests_by_verdict_and_outcome(tmp_path: Path) -> 
 
 
 def test_a_violating_request_is_never_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where so many were found that this one's finding is not kept."""
+    """This also holds for a finding beyond the number of findings that are kept."""
     monkeypatch.setattr("kvledger.audit.checks.auditor.FINDINGS_KEPT", 1)
     wrong = [
         replace(event, request=request) if isinstance(event, Reported) else event
@@ -81,58 +81,58 @@ def test_a_violating_request_is_never_clean(tmp_path: Path, monkeypatch: pytest.
             events(200, journals.CLEAN, request=request), local=-128, external=160, computed=168
         )
     ]
-    (book,) = audit_paths([journals.write(tmp_path / "bad", wrong)]).engines
+    (engine_audit,) = audit_paths([journals.write(tmp_path / "bad", wrong)]).engines
 
-    assert {("violated", "stopped"): 3} == book.requests
-    assert set() == book.auditor.violating
+    assert {("violated", "stopped"): 3} == engine_audit.requests
+    assert set() == engine_audit.auditor.violating
 
 
 def test_figures_of_closed_accounts_never_fall(tmp_path: Path) -> None:
-    """Event by event, over every golden history: what a counter is made of only rises."""
+    """Counters are made of these figures; the test compares them after each event of each golden history."""
     for row in GOLDEN:
-        book = EngineAudit(tmp_path)
+        engine_audit = EngineAudit(tmp_path)
         before = (0, 0, 0, 0, 0)
         for number, event in enumerate(row.events()):
-            book.feed(number, event)
-            closed = book.closed
+            engine_audit.feed(number, event)
+            closed = engine_audit.closed
             rework = sum(closed.rework.values())
             now = (closed.first_prompt, closed.first_output, rework, closed.rejected, closed.overrun)
             assert all(a <= b for a, b in zip(before, now, strict=True)), row.title
             before = now
 
 
-def test_a_statement_has_every_entry(tmp_path: Path) -> None:
-    found = statement([journals.clean(tmp_path / "one")], "request-0")
+def test_an_account_statement_has_every_entry(tmp_path: Path) -> None:
+    account_statement = statement([journals.clean(tmp_path / "one")], "request-0")
 
-    assert 200 == found.account.prompt_tokens
-    assert found.lines[-1].text == "discarded: request ended"
-    assert 0 == found.lines[-1].balance == found.account.computed
+    assert 200 == account_statement.account.prompt_tokens
+    assert account_statement.lines[-1].text == "discarded: request ended"
+    assert 0 == account_statement.lines[-1].balance == account_statement.account.computed
     balance = 0
-    for line in found.lines:
+    for line in account_statement.lines:
         balance += line.credit - line.debit
         assert balance == line.balance
 
 
-def test_a_statement_carries_the_findings_of_its_request(tmp_path: Path) -> None:
-    found = statement([journals.violated(tmp_path / "one")], "request-0")
+def test_an_account_statement_has_the_findings_of_its_request(tmp_path: Path) -> None:
+    account_statement = statement([journals.violated(tmp_path / "one")], "request-0")
 
-    assert "tokens/negative" in [violation.id for violation in found.findings]
+    assert "tokens/negative" in [violation.id for violation in account_statement.findings]
 
 
-def test_a_statement_by_the_beginning_of_an_id(tmp_path: Path) -> None:
+def test_the_beginning_of_a_request_id_is_enough(tmp_path: Path) -> None:
     folder = journals.clean(tmp_path / "one")
 
     assert "request-0" == statement([folder], "req").account.request_id
 
 
-def test_no_such_request_names_near_ones(tmp_path: Path) -> None:
+def test_an_unknown_request_id_suggests_close_ones(tmp_path: Path) -> None:
     folder = journals.clean(tmp_path / "one")
 
     with pytest.raises(LedgerError, match=r"No request of .* 'reqest-0'; there are request-0\."):
         statement([folder], "reqest-0")
 
 
-def test_an_ambiguous_beginning_names_the_candidates(tmp_path: Path) -> None:
+def test_an_ambiguous_beginning_of_a_request_id_names_the_candidates(tmp_path: Path) -> None:
     two = [RequestAdded(1, 0, "chat-1", 5), RequestAdded(2, 1, "chat-2", 5)]
     folder = journals.write(tmp_path / "one", two)
 
@@ -140,26 +140,26 @@ def test_an_ambiguous_beginning_names_the_candidates(tmp_path: Path) -> None:
         statement([folder], "chat")
 
 
-def test_the_clients_id_goes_before_a_mere_beginning(tmp_path: Path) -> None:
-    """vLLM's requests 1-abc and 10-def: 1 is the first."""
+def test_the_clients_request_id_is_preferred_to_a_beginning(tmp_path: Path) -> None:
+    """vLLM appends a suffix to the client's id: of 10-abc and 1-def, the id 1 means the second."""
     two = [RequestAdded(1, 0, "10-0a1b2c3d", 5), RequestAdded(2, 1, "1-4e5f6a7b", 5)]
     folder = journals.write(tmp_path / "one", two)
 
     assert "1-4e5f6a7b" == statement([folder], "1").account.request_id
 
 
-def test_what_the_engine_reports_is_on_the_statement(tmp_path: Path) -> None:
+def test_engine_reported_counts_are_on_the_account_statement(tmp_path: Path) -> None:
     lines = statement([journals.violated(tmp_path / "one")], "request-0").lines
 
-    (told,) = (line for line in lines if line.text.startswith("reported"))
+    (reported_line,) = (line for line in lines if line.text.startswith("reported"))
     assert ("reported: -128 local, 160 external, 168 computed", 0, 0) == (
-        told.text,
-        told.credit,
-        told.debit,
+        reported_line.text,
+        reported_line.credit,
+        reported_line.debit,
     )
 
 
-def test_an_open_request_has_a_statement(tmp_path: Path) -> None:
+def test_an_open_request_has_an_account_statement(tmp_path: Path) -> None:
     folder = journals.write(tmp_path / "one", events(10, "A0+0 s10 o+"))
 
     assert -1 == statement([folder], "request-0").account.closed_at

@@ -2,15 +2,15 @@
 
 ``journals/NAME.tar.xz`` holds the journals of one run, as an older version wrote them:
 
-- ``demo-*``: the demo on vLLM 0.32.0, whole or with a defect put back, at level tokens or blocks
+- ``demo-*``: the demo on vLLM 0.32.0, without or with a reinstated defect, at level tokens or blocks
 - ``scheduler-RELEASE-LEVEL``: scenarios driven through that release's scheduler, one journal each
 - ``scheduler-0.9.2-v0``: the same with vLLM's v0 scheduler
 - ``scheduler-0.32.0-schema-1``: written with the first schema, whose block events no engine emits any more
 
 One journal of ``scheduler-0.20.0-blocks`` lacks a segment, and one of ``scheduler-0.32.0-tokens`` has a torn
 tail. ``journals/NAME.json`` has what ``audit``, ``summary`` and ``why`` printed with ``--format json`` in the
-version before the folders were laid out by layer, without sentences and paths. Sentences may change; figures,
-ids and verdicts may not.
+version before the folders were laid out by layer. Sentences and paths are left out. Sentences may change;
+figures, ids and verdicts may not.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def figures(value: Any) -> Any:
     """``value`` without sentences, and with the names of paths only."""
     if isinstance(value, dict):
         return {
-            key: Path(kept).name if key == "path" else figures(kept)
-            for key, kept in value.items()
+            key: Path(item).name if key == "path" else figures(item)
+            for key, item in value.items()
             if key not in SENTENCES | WORDS
         }
-    return [figures(kept) for kept in value] if isinstance(value, list) else value
+    return [figures(item) for item in value] if isinstance(value, list) else value
 
 
 def read(journals: Path) -> dict[str, Any]:
@@ -53,9 +53,9 @@ def read(journals: Path) -> dict[str, Any]:
     for command in COMMANDS:
         printed = io.StringIO()
         sys.argv = ["kvledger", command, str(journals), "--format", "json", "--jobs", "1"]
-        with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as left:
+        with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as raised:
             cli.main()
-        results[command] = {"exit_code": left.value.code, "json": figures(json.loads(printed.getvalue()))}
+        results[command] = {"exit_code": raised.value.code, "json": figures(json.loads(printed.getvalue()))}
     return results
 
 

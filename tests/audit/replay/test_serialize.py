@@ -1,4 +1,4 @@
-"""A book captured at any event and restored goes on exactly as it would have."""
+"""An engine audit that is captured at any event and restored continues exactly as before."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ NOT_CARRIED = {
     Ledger: {"keep_closed", "watch", "entries"},
     BlockLedger: {"findings", "accounts", "refilled"},
 }
-"""Said once more, by hand: what a book may lose without a difference."""
+"""Attributes that a checkpoint need not carry, listed a second time by hand."""
 
 
 def picture(value: Any, seen: dict[int, int] | None = None) -> Any:
-    """All that ``value`` holds, attribute by attribute, objects met again by their number.
+    """Everything that ``value`` holds, attribute by attribute. An object seen before is given by its number.
 
-    By identity: two equal accounts are not one account.
+    Objects are compared by identity: two equal accounts are not one account.
     """
     seen = {} if seen is None else seen
     if isinstance(value, msgspec.Struct) or (isinstance(value, tuple) and hasattr(value, "_fields")):
@@ -75,47 +75,47 @@ def fields(value: Any) -> Iterator[Any]:
     return (getattr(value, name) for name in names)
 
 
-def fed(events: Sequence[Event], book: EngineAudit | None = None, first: int = 0) -> EngineAudit:
-    book = book or EngineAudit(PATH)
+def audit_after(events: Sequence[Event], audit: EngineAudit | None = None, first: int = 0) -> EngineAudit:
+    audit = audit or EngineAudit(PATH)
     for number, event in enumerate(events, first):
-        book.feed(number, event)
-    book.events += len(events)
-    return book
+        audit.feed(number, event)
+    audit.events += len(events)
+    return audit
 
 
-def assert_carries_on(events: Sequence[Event], cut: int) -> None:
-    """The same book in the end, cut off at ``cut`` or not, and each finding told just once."""
-    whole = EngineAudit(PATH)
-    fed(events[:cut], whole)
-    other = serialize.restore(serialize.capture(whole), PATH)
-    assert picture(whole) == picture(other)
+def assert_restored_audit_continues(events: Sequence[Event], cut: int) -> None:
+    """An audit restored at ``cut`` ends equal to an uninterrupted one and returns each finding once."""
+    uninterrupted = EngineAudit(PATH)
+    audit_after(events[:cut], uninterrupted)
+    restored = serialize.restore(serialize.capture(uninterrupted), PATH)
+    assert picture(uninterrupted) == picture(restored)
 
     for number, event in enumerate(events[cut:], cut):
-        assert whole.feed(number, event) == other.feed(number, event)
-    for book in (whole, other):
-        book.events += len(events) - cut
+        assert uninterrupted.feed(number, event) == restored.feed(number, event)
+    for audit in (uninterrupted, restored):
+        audit.events += len(events) - cut
 
-    assert picture(whole) == picture(other)
-    assert whole.auditor.violations == other.auditor.violations
-    assert whole.auditor.ledger.totals() == other.auditor.ledger.totals()
-    assert statements(whole) == statements(other)
+    assert picture(uninterrupted) == picture(restored)
+    assert uninterrupted.auditor.violations == restored.auditor.violations
+    assert uninterrupted.auditor.ledger.totals() == restored.auditor.ledger.totals()
+    assert open_accounts(uninterrupted) == open_accounts(restored)
 
 
-def statements(book: EngineAudit) -> list[Any]:
-    return [account.freeze() for account in book.auditor.ledger.open.values()]
+def open_accounts(audit: EngineAudit) -> list[Any]:
+    return [account.freeze() for account in audit.auditor.ledger.open.values()]
 
 
 @pytest.mark.parametrize("row", GOLDEN, ids=lambda row: row.title)
-def test_golden_histories_carry_on_from_any_event(row: Any) -> None:
+def test_golden_histories_continue_from_any_event(row: Any) -> None:
     events = [*BEGINNING, *row.events(), EngineStopped(10_000, "shutdown")]
     for cut in range(len(events) + 1):
-        assert_carries_on(events, cut)
+        assert_restored_audit_continues(events, cut)
 
 
 @given(random_histories(), st.integers(min_value=0), st.sampled_from(["", "gap", "hook", "snapshot"]))
-def test_any_history_carries_on_from_any_event(drawn: Story, place: int, loss: str) -> None:
-    """What was lost, and what a snapshot finds afterwards, are carried too."""
-    events = [*BEGINNING, *drawn.events]
+def test_any_history_continues_from_any_event(story: Story, place: int, loss: str) -> None:
+    """Losses, and the figures of a later snapshot, are carried too."""
+    events = [*BEGINNING, *story.events]
     cut = place % (len(events) + 1)
     middle = events[cut].at if cut < len(events) else 0
     if loss:
@@ -125,99 +125,99 @@ def test_any_history_carries_on_from_any_event(drawn: Story, place: int, loss: s
         if loss == "snapshot":
             lost += [journals.STARTED, Snapshot(middle, 9, [], 1)]
         events[max(2, cut - 2) : max(2, cut - 2)] = lost
-    assert_carries_on(events, cut)
+    assert_restored_audit_continues(events, cut)
 
 
 @pytest.mark.parametrize("row", GOLDEN, ids=lambda row: row.title)
 def test_findings_are_carried(row: Any) -> None:
-    """The engine states one token too many after its first step: found, repeated, reported."""
+    """The engine reports one token too many after its first step."""
     try:
         events = [*BEGINNING, *miscounted(row.events(), 0, 1)]
     except IndexError:
         pytest.skip("it takes no step")
-    assert fed(events).auditor.violations
+    assert audit_after(events).auditor.violations
     for cut in range(len(events) + 1):
-        assert_carries_on(events, cut)
+        assert_restored_audit_continues(events, cut)
 
 
-def test_a_journal_carries_on_from_any_event(tmp_path: Path) -> None:
+def test_a_journal_continues_from_any_event(tmp_path: Path) -> None:
     events = [event for _, event in read(journals.violated(tmp_path / "engine"))]
     for cut in range(len(events) + 1):
-        assert_carries_on(events, cut)
+        assert_restored_audit_continues(events, cut)
 
 
-def test_a_book_that_was_restored_is_found_in_what_it_finds() -> None:
-    """A finding known before is a repeat after: nothing is told twice."""
+def test_a_finding_made_before_a_restore_is_a_repeat_after_it() -> None:
+    """Otherwise the finding would be returned twice."""
     events = [*BEGINNING, *miscounted(journals.titled("cold prompt").events(), 0, 1)]
-    found = fed(events).auditor.violations
-    book = EngineAudit(PATH)
-    new = []
+    expected = audit_after(events).auditor.violations
+    audit = EngineAudit(PATH)
+    returned = []
     for number, event in enumerate(events):
-        new += book.feed(number, event)
-        book = serialize.restore(serialize.capture(book), PATH)
+        returned += audit.feed(number, event)
+        audit = serialize.restore(serialize.capture(audit), PATH)
 
-    assert [violation.id for violation in found] == [violation.id for violation in new]
+    assert [violation.id for violation in expected] == [violation.id for violation in returned]
 
 
-def test_all_that_a_book_holds_is_carried() -> None:
-    """Whoever adds an attribute to these carries it, or says above why it may be lost."""
+def test_every_attribute_is_carried_or_listed_as_not_carried() -> None:
+    """A new attribute of these classes must be carried, or added to ``NOT_CARRIED``."""
     for kind, instance in ((EngineAudit, EngineAudit(PATH)), (Auditor, Auditor()), (Ledger, Ledger())):
         assert set(vars(instance)) == set(serialize.attributes(kind)) | NOT_CARRIED[kind]
 
 
 class Sums(msgspec.Struct):
-    """What somebody may count besides."""
+    """Figures that a later version may add."""
 
     waits: dict[tuple[str, str], int] = {}
     buckets: list[float] = []
 
 
-def test_a_struct_that_a_book_holds_is_carried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever its class: nothing need be said of it."""
+def test_a_struct_attribute_of_an_engine_audit_is_carried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A struct of any class is carried; its class need not be registered."""
     constructor = EngineAudit.__init__
 
-    def extended(self: EngineAudit, *args: Any, **given: Any) -> None:
-        constructor(self, *args, **given)
+    def extended(self: EngineAudit, *args: Any, **kwargs: Any) -> None:
+        constructor(self, *args, **kwargs)
         self.sums = Sums()  # type: ignore[attr-defined]
 
     monkeypatch.setattr(EngineAudit, "__init__", extended)
     monkeypatch.setattr(serialize, "attributes", serialize.attributes.__wrapped__)
     monkeypatch.setattr(serialize, "layout", serialize.layout.__wrapped__)
-    book: Any = EngineAudit(PATH)
-    book.sums.waits["a", "b"] = 7
-    book.sums.buckets += [0.5, 2.0]
+    audit: Any = EngineAudit(PATH)
+    audit.sums.waits["a", "b"] = 7
+    audit.sums.buckets += [0.5, 2.0]
 
-    restored: Any = serialize.restore(serialize.capture(book), PATH)
+    restored: Any = serialize.restore(serialize.capture(audit), PATH)
 
     assert Sums({("a", "b"): 7}, [0.5, 2.0]) == restored.sums
 
 
-def test_what_has_no_place_is_refused_by_name() -> None:
-    book = EngineAudit(PATH)
-    book.notes.append(cast("str", object()))
+def test_an_object_that_cannot_be_captured_is_refused_by_name() -> None:
+    audit = EngineAudit(PATH)
+    audit.notes.append(cast("str", object()))
 
     with pytest.raises(TypeError, match=r"can't hold a builtins\.object"):
-        serialize.capture(book)
+        serialize.capture(audit)
 
 
-def test_another_layout_is_told_from_damage() -> None:
+def test_another_layout_is_distinguished_from_damage() -> None:
     data = msgspec.msgpack.encode(["0.00000000", []])
     with pytest.raises(serialize.OtherLayout):
         serialize.restore(data, PATH)
 
 
 @given(st.binary(max_size=40))
-def test_noise_is_damage(noise: bytes) -> None:
+def test_random_bytes_are_damage(noise: bytes) -> None:
     with pytest.raises(LedgerError):
         serialize.restore(noise, PATH)
 
 
 @given(st.data())
 def test_a_state_that_was_tampered_with_is_refused_or_read(data: st.DataObject) -> None:
-    """Whatever stands where, there is a sentence and no other error."""
-    good = serialize.capture(fed([*BEGINNING, *journals.titled("vLLM#36752").events()[:-2]]))
-    at = data.draw(st.integers(0, len(good) - 1))
-    bad = good[:at] + data.draw(st.binary(min_size=1, max_size=3)) + good[at + 1 :]
+    """Any changed byte gives a one-line error or none."""
+    good = serialize.capture(audit_after([*BEGINNING, *journals.titled("vLLM#36752").events()[:-2]]))
+    position = data.draw(st.integers(0, len(good) - 1))
+    bad = good[:position] + data.draw(st.binary(min_size=1, max_size=3)) + good[position + 1 :]
     try:
         serialize.restore(bad, PATH)
     except LedgerError as error:

@@ -1,4 +1,4 @@
-"""Windows: which requests are meant, and that no account is halved."""
+"""Time windows: they select requests by their end and never split an account."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ BEGAN = journals.STARTED.began_seconds
 TWO = "a.A0+0 a.s40 a.o+ a.F b.A16+0 b.s8 b.o+ b.F"
 
 
-def ends(stream: list[Event]) -> list[float]:
+def end_seconds(stream: list[Event]) -> list[float]:
     return [BEGAN + event.at / 1e6 for event in stream if isinstance(event, Finished)]
 
 
-def test_relative_times_are_before_now() -> None:
+def test_relative_times_count_back_from_now() -> None:
     assert Window(1000.0 - 90, 1000.0 - 15) == window("1.5m", "15s", now=1000.0)
 
 
 @pytest.mark.parametrize(
     "words", ["2026-01-31T12:00:00+00:00", "2026-01-31T12:00:00Z", "2026-01-31T13:00+01:00"]
 )
-def test_iso_times(words: str) -> None:
+def test_iso_times_may_have_a_time_zone(words: str) -> None:
     noon = datetime(2026, 1, 31, 12, tzinfo=timezone.utc).timestamp()
 
     assert Window(noon, None) == window(words)
 
 
 @pytest.mark.parametrize("words", ["yesterday", "15 m", "-3m", "99999-01-01"])
-def test_no_time(words: str) -> None:
+def test_a_time_in_another_format_is_refused(words: str) -> None:
     with pytest.raises(LedgerError, match="is no time: write 2026"):
         window(words)
 
 
-def test_a_window_of_nothing() -> None:
+def test_an_empty_window_is_refused() -> None:
     with pytest.raises(LedgerError, match="Nothing lies between --since 1m and --until 2m"):
         window("1m", "2m")
 
 
 def test_a_request_is_in_the_window_it_ended_in_with_its_whole_account(tmp_path: Path) -> None:
     stream = weave({0: 40, 1: 24}, TWO)
-    first, second = ends(stream)
+    first, second = end_seconds(stream)
     path = journals.write(tmp_path / "two", stream)
 
     before = audit_paths([path], window=Window(None, second)).totals
@@ -59,26 +59,28 @@ def test_a_request_is_in_the_window_it_ended_in_with_its_whole_account(tmp_path:
     assert first < second
 
 
-def test_windows_that_touch_share_nobody_out(tmp_path: Path) -> None:
+def test_adjacent_windows_have_every_request_once(tmp_path: Path) -> None:
     stream = weave({0: 40, 1: 24}, TWO)
     path = journals.write(tmp_path / "two", stream)
     whole = audit_paths([path]).totals
-    for cut in (*ends(stream), BEGAN, BEGAN + 9e9):
+    for cut in (*end_seconds(stream), BEGAN, BEGAN + 9e9):
         parts = [audit_paths([path], window=w).totals for w in (Window(None, cut), Window(cut, None))]
         assert whole.requests == sum(part.requests for part in parts)
         assert whole.scheduled == sum(part.scheduled for part in parts)
 
 
-def test_what_is_open_is_in_windows_without_an_end(tmp_path: Path) -> None:
+def test_open_requests_are_in_windows_without_an_end(tmp_path: Path) -> None:
     path = journals.write(tmp_path / "open", events(10, "A0+0 s10 o+"), stopped=False)
 
     assert 1 == audit_paths([path], window=Window(BEGAN, None)).totals.requests
     assert 0 == audit_paths([path], window=Window(None, BEGAN + 9e9)).totals.requests
 
 
-def test_findings_are_those_of_its_requests(tmp_path: Path) -> None:
+def test_a_window_has_only_findings_of_its_requests(tmp_path: Path) -> None:
     path = journals.violated(tmp_path / "violated")
-    (end,) = ends(journals.reported(events(200, journals.CLEAN), local=-128, external=160, computed=168))
+    (end,) = end_seconds(
+        journals.reported(events(200, journals.CLEAN), local=-128, external=160, computed=168)
+    )
 
     inside, outside = (audit_paths([path], window=w) for w in (Window(end, None), Window(None, end)))
     assert ("violated", "clean") == (inside.verdict, outside.verdict)
@@ -86,13 +88,13 @@ def test_findings_are_those_of_its_requests(tmp_path: Path) -> None:
     assert [] == outside.violations
 
 
-def test_what_was_lost_makes_every_window_unknown(tmp_path: Path) -> None:
+def test_lost_events_make_every_window_unknown(tmp_path: Path) -> None:
     path = journals.write(tmp_path / "lost", [*events(10, "A0+0 s10 o+"), Gap(900, 5, "full")])
 
     assert "unknown" == audit_paths([path], window=Window(None, BEGAN)).verdict
 
 
-def test_reports_are_reconciled_for_its_requests_alone(tmp_path: Path) -> None:
+def test_a_window_reconciles_only_reports_of_its_requests(tmp_path: Path) -> None:
     stream = journals.reported(events(200, journals.CLEAN), local=0, external=32, computed=168)
     path = journals.write(tmp_path / "one", stream)
     assert any(isinstance(event, Reported) for event in stream)
