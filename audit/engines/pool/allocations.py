@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import compress
 from typing import Any, NamedTuple
 
-from .attribution import NamedBlocks, Owners, Run, attribute, owners_from_tables
+from .attribution import BlockRun, NamedBlocks, Owners, attribute, owners_from_tables
 from .call_buffer import CallBuffer, block_ids
 
 STACK_STEPS = 64
@@ -98,7 +98,7 @@ class Allocations:
             if not self._from_output(self._buffer.step(), named):
                 self._from_tables()
 
-    def find_owners(self, leaving: Run | None = None) -> None:
+    def find_owners(self, leaving: BlockRun | None = None) -> None:
         """Find the owners of all blocks allocated by now; ``leaving`` is a table that was just given up."""
         self.write_deferred()
         if self._buffer.allocated:
@@ -156,7 +156,7 @@ class Allocations:
             self._write(step, owners, ids)
         return owners is not None
 
-    def _from_tables(self, leaving: Run | None = None) -> None:
+    def _from_tables(self, leaving: BlockRun | None = None) -> None:
         """Write the allocations with their owners from the present block tables and those given up since."""
         step, ids = self._buffer.step(), self._buffer.allocated_ids()
         self.named_later = False
@@ -166,13 +166,13 @@ class Allocations:
         tables += self._tables_ending_in(ids)
         self._write(step, owners_from_tables(ids, tables), ids)
 
-    def _tables_ending_in(self, allocated: list[int]) -> Iterator[Run]:
+    def _tables_ending_in(self, allocated: list[int]) -> Iterator[BlockRun]:
         last = set(allocated)
         for manager in self._managers:
             for request_id, table in manager.req_to_blocks.items():
                 if table and table[-1].block_id in last:
                     number = self._buffer.request_nos[request_id]
-                    yield Run(number, manager.kv_cache_group_id, block_ids(table[-len(allocated) :]))
+                    yield BlockRun(number, manager.kv_cache_group_id, block_ids(table[-len(allocated) :]))
 
     def _write(self, step: int, owners: Owners, ids: list[int]) -> None:
         """Write the allocations of the blocks with these ``ids``."""

@@ -17,7 +17,7 @@ NO_REQUEST = -1
 FIRST = itemgetter(0)
 
 
-class Run(NamedTuple):
+class BlockRun(NamedTuple):
     """Blocks in a row that belong to one request and KV cache group, or a table that ends with them."""
 
     request_no: int
@@ -39,7 +39,7 @@ class NamedBlocks(NamedTuple):
 class Owners(NamedTuple):
     """Who owns the allocated blocks, in the order of allocation."""
 
-    runs: list[Run]
+    runs: list[BlockRun]
     """Runs of all blocks after those in ``of_single_blocks``."""
     of_single_blocks: Sequence[int] = ()
     """Owners of the first blocks: each got one block, for group 0."""
@@ -56,13 +56,13 @@ def attribute(allocated: list[int], named: NamedBlocks, hits: Mapping[int, list[
     return _in_order(allocated, named, hits) or _by_last_blocks(allocated, _by_last(_runs(named)))
 
 
-def owners_from_tables(allocated: list[int], tables: Iterable[Run]) -> Owners:
+def owners_from_tables(allocated: list[int], tables: Iterable[BlockRun]) -> Owners:
     """Find the owners of the ``allocated`` blocks by matching these with the ends of tables.
 
     If several tables end with the same block, the last of these tables counts. A block that matches no table
     belongs to no request.
     """
-    of_nobody = {block: Run(NO_REQUEST, -1, [block]) for block in allocated}
+    of_nobody = {block: BlockRun(NO_REQUEST, -1, [block]) for block in allocated}
     owners = _by_last_blocks(allocated, of_nobody | _by_last(tables))
     assert owners is not None
     return owners
@@ -80,40 +80,40 @@ def _in_order(allocated: list[int], named: NamedBlocks, hits: Mapping[int, list[
     end = len(singles)
     if allocated[:end] != singles:
         return None
-    runs: list[Run] = []
+    runs: list[BlockRun] = []
     for request_no, groups in named.admitted:
         table, hit_blocks = groups[0], hits.get(request_no, [])
         blocks = allocated[end : end + len(table) - len(hit_blocks)]
         end += len(blocks)
         if len(groups) != 1 or table != hit_blocks + blocks:
             return None
-        runs.append(Run(request_no, 0, blocks))
+        runs.append(BlockRun(request_no, 0, blocks))
     return Owners(runs, named.running, tables_known=True) if end == len(allocated) else None
 
 
-def _runs(named: NamedBlocks) -> Iterable[Run]:
+def _runs(named: NamedBlocks) -> Iterable[BlockRun]:
     for request_no, groups in chain(zip(named.running, named.running_blocks, strict=True), named.admitted):
         for group, blocks in enumerate(groups):
-            yield Run(request_no, group, list(blocks))
+            yield BlockRun(request_no, group, list(blocks))
 
 
-def _by_last(tables: Iterable[Run]) -> dict[int, Run]:
+def _by_last(tables: Iterable[BlockRun]) -> dict[int, BlockRun]:
     return {table.blocks[-1]: table for table in tables if table.blocks}
 
 
-def _by_last_blocks(allocated: list[int], tables: dict[int, Run]) -> Owners | None:
+def _by_last_blocks(allocated: list[int], tables: dict[int, BlockRun]) -> Owners | None:
     """Cut ``allocated`` into runs, from its end, each the end of a table. None: a block ends no table.
 
     ``tables`` has each table by its last block. A table without its matched run may match an earlier run.
     """
     left = allocated.copy()
-    runs: list[Run] = []
+    runs: list[BlockRun] = []
     while left:
         table = tables.get(left[-1])
         if table is None:
             return None
         count = _common_end(left, table.blocks)
-        runs.append(Run(table.request_no, table.group, left[-count:]))
+        runs.append(BlockRun(table.request_no, table.group, left[-count:]))
         del left[-count:]
         rest = table.blocks[:-count]
         if rest and (rest[-1] not in tables or tables[rest[-1]].request_no == NO_REQUEST):

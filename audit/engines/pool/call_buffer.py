@@ -25,7 +25,7 @@ from ...events import (
     TOUCHED,
 )
 from ..step_log import StepLog
-from .attribution import NO_REQUEST, Owners, Run
+from .attribution import NO_REQUEST, BlockRun, Owners
 
 POOL_FACTOR = 8
 """A row's first number is the kind of the call and this many times the pool's number."""
@@ -155,14 +155,14 @@ class CallBuffer:
         ids += [block.block_id for block in self.allocated[len(ids) :]]
         return ids
 
-    def freed_tables(self) -> list[Run]:
+    def freed_tables(self) -> list[BlockRun]:
         """The blocks of each buffered ``free_blocks`` call in table order; a table is freed from its end."""
         rows, freed, start = self.rows, [], 0
         while start < len(rows):
             kind, request_no, group, _, count = rows[start : start + HEAD]
             start += HEAD + count
             if kind == FREED and request_no != NO_REQUEST:
-                freed.append(Run(request_no, group, rows[start - count : start - count // 2][::-1]))
+                freed.append(BlockRun(request_no, group, rows[start - count : start - count // 2][::-1]))
         return freed
 
     def set_owners(self, owners: Owners, ids: list[int]) -> None:

@@ -19,7 +19,7 @@ from ... import events as ev
 from ...hooks import EngineMismatch, Hook, Hooks
 from ..step_log import StepLog
 from .allocations import Allocations
-from .attribution import Run
+from .attribution import BlockRun
 from .call_buffer import CallBuffer, block_ids
 from .caller_stack import Caller, Callers
 from .hash_ids import hash_ids
@@ -175,7 +175,7 @@ class PoolWatch:
         self.emit_all_calls()
         self._record(event)
 
-    def _emit_calls(self, step: int, leaving: Run | None = None) -> None:
+    def _emit_calls(self, step: int, leaving: BlockRun | None = None) -> None:
         self._allocations.find_owners(leaving)
         if self._ending:
             self._report_removed()
@@ -258,7 +258,7 @@ class PoolWatch:
         if self._hashes is not None:
             self._hashes.frees_deferred(blocks)
         number = self._buffer.request_nos[request.request_id]
-        self._emit_calls(self._step(), Run(number, -1, block_ids(blocks)))
+        self._emit_calls(self._step(), BlockRun(number, -1, block_ids(blocks)))
         for observer in self._observers:
             observer.frees_deferred(caller, blocks)
 

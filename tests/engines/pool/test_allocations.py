@@ -22,7 +22,7 @@ from kvledger.audit.conformance.driver import Driver
 from kvledger.audit.engines import choose
 from kvledger.audit.engines.pool import watch
 from kvledger.audit.engines.pool.allocations import Allocations
-from kvledger.audit.engines.pool.attribution import Run
+from kvledger.audit.engines.pool.attribution import BlockRun
 from kvledger.audit.engines.pool.call_buffer import CallBuffer
 from kvledger.audit.journal.memory_recorder import MemoryRecorder
 from kvledger.audit.ledger.blocks.decode import calls
@@ -177,7 +177,7 @@ def test_the_owner_of_blocks_that_were_freed_in_the_same_step_is_found_by_the_fr
     left: list[int] = []
     freed_tables = CallBuffer.freed_tables
 
-    def counts(self: CallBuffer) -> list[Run]:
+    def counts(self: CallBuffer) -> list[BlockRun]:
         freed = freed_tables(self)
         left.append(len({block for run in freed for block in run.blocks}.intersection(self.allocated_ids())))
         return freed

@@ -6,9 +6,9 @@ import pytest
 
 from kvledger.audit.engines.pool.attribution import (
     NO_REQUEST,
+    BlockRun,
     NamedBlocks,
     Owners,
-    Run,
     attribute,
     owners_from_tables,
 )
@@ -32,7 +32,7 @@ def test_admitted_requests_get_their_tables_without_the_hits() -> None:
 
     owners = attribute([11, 12, 13], named, {8: [1, 2]})
 
-    assert Owners([Run(8, 0, [12]), Run(9, 0, [13])], [4], tables_known=True) == owners
+    assert Owners([BlockRun(8, 0, [12]), BlockRun(9, 0, [13])], [4], tables_known=True) == owners
 
 
 def test_an_admitted_request_whose_whole_table_is_hits_gets_no_block() -> None:
@@ -40,7 +40,7 @@ def test_an_admitted_request_whose_whole_table_is_hits_gets_no_block() -> None:
 
     assert owners is not None
     assert owners.tables_known
-    assert [Run(8, 0, [])] == owners.runs
+    assert [BlockRun(8, 0, [])] == owners.runs
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_an_output_that_names_a_block_that_was_not_allocated_is_not_in_order() -
 
 
 def test_a_block_that_no_table_ends_with_belongs_to_no_request() -> None:
-    tables = [Run(4, 0, [1, 11]), Run(7, 0, [2, 13])]
+    tables = [BlockRun(4, 0, [1, 11]), BlockRun(7, 0, [2, 13])]
 
     owners = owners_from_tables([11, 12, 13], tables)
 
@@ -94,13 +94,13 @@ def test_a_block_that_no_table_ends_with_belongs_to_no_request() -> None:
 
 
 def test_the_last_of_two_tables_with_the_same_end_has_precedence() -> None:
-    assert [(7, 0, [11])] == runs(owners_from_tables([11], [Run(4, 0, [11]), Run(7, 0, [11])]))
+    assert [(7, 0, [11])] == runs(owners_from_tables([11], [BlockRun(4, 0, [11]), BlockRun(7, 0, [11])]))
 
 
 def test_attribution_changes_none_of_its_arguments() -> None:
     allocated, table = [11, 12], [1, 11, 12]
     named = NamedBlocks([], [], [(4, (table,))])
     attribute(allocated, named, {})
-    owners_from_tables(allocated, [Run(4, 0, table)])
+    owners_from_tables(allocated, [BlockRun(4, 0, table)])
 
     assert ([11, 12], [1, 11, 12]) == (allocated, table)

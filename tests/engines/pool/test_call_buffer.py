@@ -7,7 +7,7 @@ from typing import Any
 
 from kvledger.audit import events as ev
 from kvledger.audit import old_events
-from kvledger.audit.engines.pool.attribution import NO_REQUEST, Owners, Run
+from kvledger.audit.engines.pool.attribution import NO_REQUEST, BlockRun, Owners
 from kvledger.audit.engines.pool.call_buffer import CallBuffer
 from kvledger.audit.engines.step_log import StepLog
 from kvledger.audit.journal.memory_recorder import MemoryRecorder
@@ -50,7 +50,7 @@ def test_allocations_are_written_where_they_were_made() -> None:
     made.blocks_touched(0, 8, 0, "allocate", [1], [2])
     made.allocated += blocks(12, 13)
     made.blocks_freed(0, 9, 0, "free", [2], [0])
-    made.set_owners(Owners([Run(8, 0, [12, 13])], [4]), made.allocated_ids())
+    made.set_owners(Owners([BlockRun(8, 0, [12, 13])], [4]), made.allocated_ids())
 
     assert [
         ("BlocksAllocated", [4, 0, 1, 11]),
@@ -65,7 +65,7 @@ def test_a_run_that_another_call_interrupted_is_written_in_two_parts() -> None:
     made.allocated += blocks(11)
     made.blocks_freed(0, 9, 0, "free", [2], [0])
     made.allocated += blocks(12)
-    made.set_owners(Owners([Run(8, 0, [11, 12])]), made.allocated_ids())
+    made.set_owners(Owners([BlockRun(8, 0, [11, 12])]), made.allocated_ids())
 
     assert [
         ("BlocksAllocated", [8, 0, 1, 11]),
@@ -95,7 +95,7 @@ def test_freed_tables_are_in_table_order() -> None:
     made.blocks_freed(0, 9, 1, "free", [7, 6, 5], [0, 0, 0])
     made.blocks_freed(0, NO_REQUEST, -1, "unpin_blocks", [3], [0])
 
-    assert [Run(9, 1, [5, 6, 7])] == made.freed_tables()
+    assert [BlockRun(9, 1, [5, 6, 7])] == made.freed_tables()
 
 
 def test_touched_blocks_are_the_hits_of_their_request() -> None:
