@@ -83,11 +83,11 @@ class Lives:
     ) -> None:
         """Emit ``Preempted``. ``delivered``: the output in flight still counts."""
         self._track(request, before[0])
-        step = self._observer.step
-        self._log.emit(
+        log, step = self._log, self._observer.step
+        log.emit(
             ev.Preempted(
-                at=self._log.now(),
-                request=self._log.ids[request.request_id],
+                at=log.now(),
+                request=log.ids[request.request_id],
                 step=step,
                 cause="reset" if self._resetting_in == step else "blocks",
                 before_tokens=before[0],
@@ -98,6 +98,7 @@ class Lives:
                 delivered=delivered,
             )
         )
+        log.preempted(request.request_id)
 
     def stale(self, scheduled: dict[str, int]) -> Any:
         """Requests in the output for ``scheduled`` whose life has ended and whose output will be dropped."""

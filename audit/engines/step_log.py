@@ -190,13 +190,19 @@ class StepLog:
         self._lengths = None
         self.steady = False
 
+    def preempted(self, request_id: str) -> None:
+        """The life of a request has ended: it is not in the last step, even if it resumes in the next."""
+        self.steady = False
+        self._leave_step(request_id, self.ids[request_id])
+
     def scheduled_singly(
         self, step: int, tokens: dict[str, int], total: int, requests: dict[str, Any]
     ) -> bool:
         """Emit a step with one token for each of ``request_ids``, and any number for newly admitted requests.
 
         ``total`` is the sum of ``tokens``. Returns False, with nothing emitted, for any other step. No loop
-        visits every request.
+        visits every request: all of ``request_ids`` are in ``tokens``, and none of them is newly admitted,
+        because a preempted request leaves ``request_ids``. So equal numbers mean the same requests.
         """
         self.steady = False
         anew, names = self._newly_admitted, self.request_ids
@@ -434,6 +440,14 @@ class StepLog:
         if self._lengths_by_id_stale:
             self._update_lengths_by_id()
         self._order = None
+        self._leave_step(request_id, number)
+        if self._lengths_by_id:
+            self._lengths_by_id.pop(request_id, None)
+        if self._newly_admitted:
+            self._newly_admitted.pop(request_id, None)
+
+    def _leave_step(self, request_id: str, number: int) -> None:
+        """Take a request out of the last step, if it ran there; the next emitted step lists it as dropped."""
         names, numbers = self.request_ids, self.request_nos
         # Numbers mostly ascend; a search through the ids would compare every string before it.
         place = 0 if numbers is None else bisect_left(numbers, number)
@@ -450,10 +464,6 @@ class StepLog:
             if self._drafting:
                 self._remove_drafts(request_id)
             self._dropped.append(number)
-        if self._lengths_by_id:
-            self._lengths_by_id.pop(request_id, None)
-        if self._newly_admitted:
-            self._newly_admitted.pop(request_id, None)
 
     def _remove_drafts(self, request_id: str) -> None:
         with contextlib.suppress(ValueError):  # the request had no drafts

@@ -93,6 +93,22 @@ def external_preempted(attach: Attach = id, **setup: Any) -> Driver:
     return driver
 
 
+@workload("dropped output", **BOTH)
+def resumed_beside_a_finished_load(attach: Attach = id, **setup: Any) -> Driver:
+    """`a` is preempted between two steps. In the next one it resumes, and `b`, loaded, runs one token."""
+    driver = start(attach, connector="scripted", **setup)
+    driver.connector.answer_lookups("b", (96, True))
+    driver.add("a", 40, 9)
+    driver.step()
+    driver.step()
+    driver.add("b", 96, 4)
+    driver.step()
+    driver.step(finished_recving="all")
+    driver.preempt("a", drop=True)
+    driver.run()
+    return driver
+
+
 def _fail_load(driver: Driver, first_failed: int, asynchronous: bool) -> Driver:
     """Fail the load of the external blocks of `r` from index `first_failed` on; `r` has 10 such blocks."""
     driver.connector.answer_lookups("r", (160, asynchronous))
