@@ -43,6 +43,16 @@ def numbers(field: Numbers) -> list[int]:
     return field if isinstance(field, list) else msgspec.msgpack.decode(field, type=list[int])
 
 
+Isolation: TypeAlias = list[int]
+"""The isolation classes of a request: what its KV depends on besides its tokens. Level ``blocks`` only.
+
+A class is a keyed hash of 64 bits. The key is a secret of this engine process, so a class reveals nothing,
+and classes of two journals can't be compared. The list is flat: the class of the cache salt and the class of
+the LoRA adapter (0: the request has none), then the class and the first position of each multimodal input, in
+the order of positions. Empty list: the request has none of these. None instead of a list: not recorded.
+"""
+
+
 class Event(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Base of all events. ``at``: microseconds since the engine started."""
 
@@ -102,6 +112,7 @@ class RequestAdded(Event, frozen=True, array_like=True, tag=4):
 
     ``traceparent`` is the caller's trace context (W3C), if the engine received one.
     ``transferred``: a prefill engine hands over the KV, so external tokens are no cache hits.
+    ``isolation``: what keeps the request's KV apart from other requests, see :data:`Isolation`.
     """
 
     request: int
@@ -113,6 +124,7 @@ class RequestAdded(Event, frozen=True, array_like=True, tag=4):
     resumable: bool = False
     traceparent: str | None = None
     transferred: bool = False
+    isolation: Isolation | None = None
 
 
 class LookedUp(Event, frozen=True, array_like=True, tag=5):
@@ -323,12 +335,13 @@ class Extended(Event, frozen=True, array_like=True, tag=20):
     """A streaming-input session got its next chunk, or a connector cut a prompt before its admission.
 
     The prompt is now ``prompt_tokens`` long. ``computed_tokens`` is the engine's count, and the position at
-    which the chunk's own tokens begin.
+    which the chunk's own tokens begin. ``isolation``: that of the whole prompt.
     """
 
     request: int
     prompt_tokens: int
     computed_tokens: int
+    isolation: Isolation | None = None
 
 
 class Finished(Event, frozen=True, array_like=True, tag=21):
@@ -379,6 +392,7 @@ class SnapshotRow(msgspec.Struct, frozen=True, array_like=True):
     sequence_tokens: int
     preemptions: int
     transferred: bool = False
+    isolation: Isolation | None = None
 
 
 class Snapshot(Event, frozen=True, array_like=True, tag=23):

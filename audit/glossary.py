@@ -285,6 +285,13 @@ SECTIONS: dict[str, tuple[Term, ...]] = {
             ("cached", "evicted", "eviction"),
         ),
         Term(
+            "isolation class",
+            "A number that stands for what a request's KV depends on besides its tokens: the cache salt, the "
+            "LoRA adapter, or a multimodal input. It is a keyed hash: a journal holds no salt and no name.",
+            "`blocks/isolation`: a request hit a block that was written with another cache salt.",
+            ("isolation classes", "cache salt", "LoRA adapter"),
+        ),
+        Term(
             "level",
             "How much is recorded. Level `tokens` records token counts per request; level `blocks` also "
             "records each block's allocation, owner and hash.",

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..ledger.blocks.isolation import ADAPTER, INPUT, SALT
 from ..ledger.blocks.subjects import (
     BlockComparison,
     CachedContent,
     Collision,
+    ForeignHit,
     Leak,
     PoolComparison,
     SharedWrite,
@@ -40,6 +42,13 @@ _HOW = {
     "unheld": "is in a block table of {second}, which holds no reference to it; {first} does",
 }
 """For each kind of collision, the verb of its sentence."""
+
+_OTHER = {
+    SALT: "another cache salt",
+    ADAPTER: "another LoRA adapter",
+    INPUT: "other multimodal inputs",
+}
+"""What the writer of a cached block and a request that hits it do not share."""
 
 
 @invariant(
@@ -275,6 +284,43 @@ def hash_content(entry: Entry) -> Iterator[Witness]:
         end=subject.end,
         limit=subject.limit,
         why=subject.why,
+    )
+
+
+@invariant(
+    "blocks/isolation",
+    on=(ForeignHit,),
+    message="",
+    near_misses=(
+        "a hit on blocks before the first multimodal input that differs",
+        "a request that was preempted and hits the blocks that it wrote itself",
+        "blocks that were cached before the journal began, whose isolation classes are not known",
+    ),
+)
+def isolation(entry: Entry) -> Iterator[Witness]:
+    """A request hits only KV that was written under its own isolation classes.
+
+    These are the class of its cache salt, the class of its LoRA adapter (name and path), and the classes
+    and positions of the multimodal inputs that begin before the end of the block. Violated when the request
+    hits a cached block whose classes differ: it reads KV of other inputs or of another adapter, or of a
+    client from whom a cache salt should keep it apart.
+    """
+    subject = entry.subject
+    assert isinstance(subject, ForeignHit)
+    count = len(subject.blocks)
+    what = f"{count} cached blocks, the first is block" if count > 1 else "cached block"
+    other = " and ".join(_OTHER[kind] for kind in subject.differs)
+    sentence = (
+        f"Request {subject.holder.request_id} hit {what} {subject.blocks[0]}, which request {subject.writer} "
+        f"wrote with {other}. The two requests must not share KV."
+    )
+    yield Witness(
+        _plain(sentence),
+        subject.story,
+        pool=subject.pool,
+        blocks=subject.blocks,
+        written_by=subject.writer,
+        differs=", ".join(subject.differs),
     )
 
 

@@ -53,12 +53,14 @@ class Driver:
         resumable: bool = False,
         priority: int = 0,
         transfer: Mapping[str, Any] | None = None,
+        of_request: Mapping[str, Any] | None = None,
     ) -> Any:
         """Add a request, or a further chunk of a session; returns vLLM's Request.
 
         A number of prompt tokens means generated tokens of this request; `shares=("a", 64)` takes the
         first 64 of them from request "a", or from any token family of that name. With `stop_at` n, the
         n-th output token is the stop token. `transfer`: the `kv_transfer_params` that a router sends.
+        `of_request`: further arguments of vLLM's Request, such as `cache_salt`.
         """
         prompt = self.prompt(request_id, prompt_tokens, shares)
         self._added += 1
@@ -72,6 +74,7 @@ class Driver:
             priority=priority,
             arrival_seconds=float(self._added),
             transfer=transfer,
+            of_request=of_request,
         )
         if stop_at is not None:
             self.runner.stop_at[request_id] = stop_at

@@ -138,10 +138,12 @@ def build_request(
     priority: int = 0,
     arrival_seconds: float | None = None,
     transfer: Mapping[str, Any] | None = None,
+    of_request: Mapping[str, Any] | None = None,
 ) -> Any:
     """A real Request. Only the stop token ends it before `max_tokens`.
 
-    `transfer`: its `kv_transfer_params`, passed as a client passes them.
+    `transfer`: its `kv_transfer_params`, passed as a client passes them. `of_request`: further arguments of
+    vLLM's Request.
     """
     from vllm.pooling_params import PoolingParams
     from vllm.sampling_params import SamplingParams
@@ -166,6 +168,7 @@ def build_request(
         priority=priority,
         block_hasher=hasher,
         resumable=resumable,
+        **(of_request or {}),
     )
 
 

@@ -136,7 +136,8 @@ class Admissions:
         """Emit ``Extended``: NIXL's connector cuts the last token off the prompt of a Mamba prefill."""
         number, prompt = self._log.ids[request.request_id], request.num_prompt_tokens
         self._reports.prompt_cut(request)
-        self._log.emit(ev.Extended(self._log.now(), number, prompt, self._counts.computed(request)))
+        computed, isolation = self._counts.computed(request), self._observer.isolation(request)
+        self._log.emit(ev.Extended(self._log.now(), number, prompt, computed, isolation))
 
     def promised(self, _: None, __: None, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """``update_state_after_alloc``: blocks are allocated for the external tokens of the match."""

@@ -159,7 +159,8 @@ class Lives:
         """``_update_request_as_session`` appended a chunk to the prompt. Emits ``Extended``."""
         number = self._log.ids[session.request_id]
         prompt, computed = session.num_prompt_tokens, session.num_computed_tokens
-        self._log.emit(ev.Extended(self._log.now(), number, prompt, computed))
+        isolation = self._observer.isolation(session)
+        self._log.emit(ev.Extended(self._log.now(), number, prompt, computed, isolation))
 
     # --- the end ----------------------------------------------------------------------------------------
 

@@ -112,6 +112,10 @@ class Observer:
         if close is not None:
             close()
 
+    def isolation(self, request: Any) -> ev.Isolation | None:
+        """The isolation classes of a request at level ``blocks``; else None."""
+        return None if self.pools is None else self.pools.isolation.of(request)
+
     def _watch_pools(self) -> PoolWatch:
         manager = self.scheduler.kv_cache_manager
         return PoolWatch(

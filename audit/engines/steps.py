@@ -81,6 +81,7 @@ class Steps:
                 resumable,
                 _traceparent(headers) if headers else None,
                 self._counts.transferred(request),
+                self._observer.isolation(request),
             )
         )
 

@@ -115,6 +115,7 @@ class V1Observer(Observer):
             sequence_tokens=request.num_tokens,
             preemptions=preemptions,
             transferred=counts.transferred(request),
+            isolation=self.isolation(request),
         )
 
     def census(self, now: int) -> None:

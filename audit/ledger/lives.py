@@ -38,6 +38,7 @@ def _request_added(state: LedgerState, event: ev.RequestAdded) -> None:
     account.resumable = event.resumable
     account.traceparent = event.traceparent
     account.transferred = event.transferred
+    state.blocks.identify(event.request, event.isolation)
     enter(state, event, account)
 
 
@@ -189,6 +190,7 @@ def _extended(state: LedgerState, event: ev.Extended) -> None:
     account.prompt_tokens = account.sequence_tokens = event.prompt_tokens
     account.settled = False
     account.reports = 0
+    state.blocks.identify(event.request, event.isolation)
     add_line(state, account, f"prompt extended to {event.prompt_tokens} tokens")
     enter(state, event, account)
 

@@ -83,6 +83,7 @@ def _snapshot(state: LedgerState, event: ev.Snapshot) -> None:
     named = set()
     for row in event.rows:
         named.add(row.request)
+        state.blocks.identify(row.request, row.isolation)
         account = state.living.get(row.request)
         if account is None:
             account = open_account(state, row.request, row.request_id, row.prompt_tokens)

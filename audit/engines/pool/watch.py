@@ -24,6 +24,7 @@ from .call_buffer import CallBuffer, block_ids
 from .caller_stack import Caller, Callers
 from .hash_ids import hash_ids
 from .hash_tracker import HashTracker, can_track
+from .isolation import IsolationClasses
 from .signatures import ALL_GROUPS, EVICTING, MANAGER, OCCASIONAL, POOL, TRACKED, evicts, refusal
 from .sweep import Sweep
 from .wrappers import Emitter, PoolObserver
@@ -67,6 +68,8 @@ class PoolWatch:
         """The pools, in the order of their numbers."""
         self._callers = Callers(*OURS)
         """Reads off the stack who calls a pool."""
+        self.isolation = IsolationClasses()
+        """Reads what keeps a request's KV apart from other requests."""
         self._ending: list[Any] = []
         """Requests that have ended, and that the engine may not have forgotten yet."""
         self._hooks: list[Hooks] = []

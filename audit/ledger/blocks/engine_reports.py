@@ -162,6 +162,7 @@ def compare_references(holdings: Holdings, number: int, block: int, record: Bloc
 def _tables_removed(holdings: Holdings, event: old_events.TablesRemoved) -> None:
     for request in event.requests:
         holdings.ending.pop(request, None)
+        holdings.isolation.pop(request, None)
         _leak(holdings, request, 0)
 
 

@@ -11,6 +11,7 @@ from ... import events as ev
 from ...causes import EVICTED, RESET
 from ..frozen import RemovedRange
 from .holdings import Holdings
+from .isolation import isolation_below
 from .records import TABLE, UNKNOWN, Operation, Pool, hash_text, remember
 from .subjects import CachedContent
 
@@ -81,7 +82,9 @@ def _hash(
         pool.hashes[hash_id] = pool.hashes.get(hash_id, 0) + 1
     record.has_hash = 1
     record.end = max(end, record.end) if len(record.hash_ids) > 1 else end
-    record.cached_for = request
+    record.cached_for, record.writer = request, done.request_id
+    record.least_end = min(end, record.least_end) if len(record.hash_ids) > 1 else end
+    record.isolation = isolation_below(holdings.isolation.get(request), record.least_end)
     remember(record, done)
     holdings.newly_cached.append((event.pool, block, request, end))
 

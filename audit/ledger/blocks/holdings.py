@@ -40,6 +40,8 @@ class Holdings:
         """Blocks of ``failed`` that were hit since the last step."""
         self.refilled: list[tuple[int, RemovedRange]] = []
         """Requests that this event makes fill positions again whose KV had been in the cache."""
+        self.isolation: dict[int, list[int]] = {}
+        """Isolation classes by request, until the engine forgets the request; unknown if absent."""
         self.findings: list[BlockFinding] = []
         """Subjects of this event, for the checks."""
         self.accounts: Accounts = {}
@@ -53,6 +55,7 @@ class Holdings:
         self.failed.clear()
         self.newly_cached.clear()
         self.failed_hits.clear()
+        self.isolation.clear()
 
     # --- references and hashes -----------------------------------------------------------------
 
@@ -95,6 +98,7 @@ class Holdings:
                         del pool.removed[next(iter(pool.removed))]
         record.hash_ids = []
         record.end, record.cached_for = 0, UNKNOWN
+        record.isolation = None
 
     # --- holders, operations, findings -------------------------------------------------------------
 

@@ -43,6 +43,13 @@ class BlockLedger(Holdings):
 
     EVENTS: ClassVar[frozenset[type[ev.Event]]] = frozenset((*_APPLYING, ev.PoolCalls))
 
+    def identify(self, request: int, isolation: ev.Isolation | None) -> None:
+        """Note the isolation classes of a request; None: they were not recorded."""
+        if isolation is None:
+            self.isolation.pop(request, None)
+        else:
+            self.isolation[request] = isolation
+
     def apply(self, event: ev.Event, accounts: Accounts) -> list[BlockFinding]:
         """Post one event of blocks; return its subjects for the checks."""
         self.findings = []

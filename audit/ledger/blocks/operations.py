@@ -16,6 +16,7 @@ from ...causes import EVICTED
 from .engine_reports import compare_references
 from .hashes import report_not_loaded
 from .holdings import Holdings
+from .isolation import report_other_classes
 from .records import COPY, DEFERRED, PIN, TABLE, UNKNOWN, Block, Pool, hash_text, remember
 from .subjects import StrayFree
 
@@ -63,6 +64,8 @@ def _touched(holdings: Holdings, event: old_events.BlocksTouched) -> None:
         holdings.actor(TABLE, event.request, event.group),
         holdings.call_operation(event, "touched"),
     )
+    if holder.kind == TABLE:
+        report_other_classes(holdings, event.pool, holder, event.blocks)
     for block, references in zip(event.blocks, event.references, strict=True):
         if block == pool.null_block:
             continue
@@ -144,7 +147,8 @@ def _copied(holdings: Holdings, event: ev.BlockCopied) -> None:
     if event.moved:
         to.hash_ids, from_.hash_ids = from_.hash_ids, []
         to.has_hash, from_.has_hash = from_.has_hash, 0
-        to.end, to.cached_for = from_.end, from_.cached_for
+        to.end, to.cached_for, to.writer = from_.end, from_.cached_for, from_.writer
+        to.isolation, to.least_end = from_.isolation, from_.least_end
 
 
 def _deferred(holdings: Holdings, event: ev.BlocksDeferred) -> None:

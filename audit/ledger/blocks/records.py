@@ -66,6 +66,12 @@ class Block(msgspec.Struct):
     """The hashes cover the positions of ``cached_for`` below this one."""
     cached_for: int = UNKNOWN
     """The request whose tokens the hashes cover."""
+    writer: str = ""
+    """Id of the same request, which may have ended."""
+    isolation: list[int] | None = None
+    """The isolation classes under which the KV below ``least_end`` was written; None: not known."""
+    least_end: int = 0
+    """The shortest of the block's hashes covers the positions below this one."""
     reported: bool = False
     """Whether some holder is known only from a reported table, not from an allocation or touch."""
     operations: list[Operation] = []

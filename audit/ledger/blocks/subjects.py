@@ -79,6 +79,20 @@ class CachedContent(NamedTuple):
     story: list[str]
 
 
+class ForeignHit(NamedTuple):
+    """A request hit cached blocks that were written under other isolation classes.
+
+    ``differs``: what the request and ``writer``, who wrote the first of these blocks, do not share.
+    """
+
+    pool: int
+    blocks: list[int]
+    writer: str
+    holder: Holder
+    differs: list[str]
+    story: list[str]
+
+
 class SharedWrite(NamedTuple):
     """A request writes to a block that another request held first."""
 
@@ -109,7 +123,15 @@ class Leak(NamedTuple):
 
 
 Subject = (
-    Collision | StrayFree | BlockComparison | PoolComparison | CachedContent | SharedWrite | Uncovered | Leak
+    Collision
+    | StrayFree
+    | BlockComparison
+    | PoolComparison
+    | CachedContent
+    | ForeignHit
+    | SharedWrite
+    | Uncovered
+    | Leak
 )
 BlockFinding = tuple[Subject, int]
 """A subject and its request; -1: no request."""

@@ -1,0 +1,66 @@
+"""Isolation classes: what keeps a request's KV apart from other requests, as keyed hashes.
+
+Two requests with the same tokens have different KV if they use different LoRA adapters or multimodal inputs,
+and must not share KV if their clients chose different cache salts. Neither a salt nor a name is recorded: a
+class is a hash of 64 bits with a key of this process. Classes are read once for a request, when it arrives,
+and again when a session is extended.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from hashlib import blake2b
+from typing import Any
+
+from ... import events as ev
+
+NOTHING: ev.Isolation = []
+"""One list for all requests without a cache salt, a LoRA adapter and a multimodal input."""
+
+
+class IsolationClasses:
+    """Reads the isolation classes of vLLM's requests."""
+
+    def __init__(self) -> None:
+        self._key = os.urandom(16)
+        """The secret of this process."""
+
+    def of(self, request: Any) -> ev.Isolation | None:
+        """The classes of a request; None if one of them can't be read. Never raises."""
+        try:
+            salt, adapter = request.cache_salt, request.lora_request
+            inputs = sorted(_multimodal_inputs(request))
+            if not (salt or adapter or inputs):
+                return NOTHING
+            classes = [
+                self._class("salt", salt) if salt else 0,
+                self._class("adapter", adapter.lora_name, adapter.lora_path) if adapter else 0,
+            ]
+            for start, identifier in inputs:
+                classes += (self._class("input", identifier), start)
+            return classes
+        except Exception:  # an observer must never stop the engine; the request's classes are unknown
+            return None
+
+    def _class(self, *parts: str) -> int:
+        text = "\0".join(parts).encode(errors="surrogatepass")
+        return int.from_bytes(blake2b(text, digest_size=8, key=self._key).digest(), "big", signed=True)
+
+
+def _multimodal_inputs(request: Any) -> Iterator[tuple[int, str]]:
+    """First position and content hash of each multimodal input. Raises if an input has no hash."""
+    features = getattr(request, "mm_features", None)
+    if features is None:  # early releases
+        positions, hashes = request.mm_positions, request.mm_hashes
+        for position, content_hash in zip(positions, hashes, strict=True):
+            yield position.offset, _text(content_hash)
+        return
+    for feature in features:
+        yield feature.mm_position.offset, _text(feature.identifier)
+
+
+def _text(identifier: Any) -> str:
+    if not isinstance(identifier, str):
+        raise TypeError("a multimodal input without a content hash")
+    return identifier

@@ -1,0 +1,240 @@
+"""``blocks/isolation`` on the real scheduler: the same run with and without a fault in the block hashes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from tests.audit.checks.watched import Watched
+from tests.engines.observed import audited, findings, observe
+from tests.scenarios import driving
+from tests.scenarios.driving import Attach, Driver
+
+from kvledger.audit.engines import choose, host_version
+from kvledger.audit.events import EngineStarted, RequestAdded
+from kvledger.audit.journal.memory_recorder import MemoryRecorder
+
+violates = pytest.mark.violates
+near_miss = pytest.mark.near_miss
+
+PREFIX = 64
+"""Tokens that both requests of a test share."""
+
+
+@pytest.fixture
+def watched() -> Watched:
+    return Watched()
+
+
+def adapter(name: str, number: int, path: str = "") -> dict[str, Any]:
+    from vllm.lora.request import LoRARequest
+
+    return {"lora_request": LoRARequest(name, number, path or f"/adapters/{name}")}
+
+
+def image(content: str, at: int, tokens: int = 8) -> Any:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+    position = PlaceholderRange(offset=at, length=tokens)
+    return MultiModalFeatureSpec(data=None, modality="image", identifier=content, mm_position=position)
+
+
+def images(*features: Any) -> dict[str, Any]:
+    return {"mm_features": list(features)}
+
+
+def unhashed(monkeypatch: pytest.MonkeyPatch, **hidden: Any) -> None:
+    """Inject a fault: block hashes are computed as if requests had these values."""
+    from vllm.v1.core import kv_cache_utils
+
+    keys = kv_cache_utils.generate_block_hash_extra_keys
+
+    def without(request: Any, *positions: int) -> Any:
+        return keys(SimpleNamespace(**{**vars(request), **hidden}), *positions)
+
+    monkeypatch.setattr(kv_cache_utils, "generate_block_hash_extra_keys", without)
+
+
+def start(watched: Watched, **setup: Any) -> Driver:
+    driver = watched.start(**setup)
+    scheduler = driver.scheduler
+    scheduler.max_num_encoder_input_tokens = 1 << 16
+    scheduler.encoder_cache_manager = type(scheduler.encoder_cache_manager)(cache_size=1 << 16)
+    return driver
+
+
+def run_two(watched: Watched, first: Mapping[str, Any], second: Mapping[str, Any], **setup: Any) -> None:
+    """Run ``first`` to its end, then ``second``, which has the same first ``PREFIX`` tokens."""
+    driver = start(watched, **setup)
+    for name, of_request in (("first", first), ("second", second)):
+        driver.add(name, 100, 3, shares=("family", PREFIX), of_request=of_request)
+        driver.run()
+
+
+DIFFERENT: dict[str, tuple[Callable[[], Any], Callable[[], Any], dict[str, Any], str]] = {
+    "salt": (
+        lambda: {"cache_salt": "alice"},
+        lambda: {"cache_salt": "bob"},
+        {"cache_salt": None},
+        "another cache salt",
+    ),
+    "salt and none": (lambda: {"cache_salt": "alice"}, dict, {"cache_salt": None}, "another cache salt"),
+    "none and salt": (dict, lambda: {"cache_salt": "alice"}, {"cache_salt": None}, "another cache salt"),
+    "adapter": (
+        lambda: adapter("sql", 1),
+        lambda: adapter("law", 2),
+        {"lora_request": None},
+        "another LoRA adapter",
+    ),
+    "adapter and none": (lambda: adapter("sql", 1), dict, {"lora_request": None}, "another LoRA adapter"),
+    "image": (
+        lambda: images(image("cat", 20)),
+        lambda: images(image("dog", 20)),
+        {"mm_features": []},
+        "other multimodal inputs",
+    ),
+    "image and text": (
+        lambda: images(image("cat", 20)),
+        dict,
+        {"mm_features": []},
+        "other multimodal inputs",
+    ),
+}
+"""What two requests don't share: both, the fault that hides it from the hashes, and the finding's words."""
+
+
+@violates("blocks/isolation")
+@pytest.mark.parametrize("case", DIFFERENT)
+@pytest.mark.parametrize("groups", [("full",), ("full", "sliding")], ids=["one group", "two groups"])
+def test_a_hit_on_kv_of_another_class_is_found(watched, monkeypatch, case, groups):
+    first, second, fault, words = DIFFERENT[case]
+    unhashed(monkeypatch, **fault)
+    run_two(watched, first(), second(), groups=groups)
+
+    finding = watched.finding("blocks/isolation")
+
+    assert finding.request == "second"
+    assert f"which request first wrote with {words}. The two requests must not share KV" in finding.message
+    assert finding.figures["written_by"] == "first"
+
+
+@near_miss("blocks/isolation")
+@pytest.mark.parametrize("case", DIFFERENT)
+@pytest.mark.parametrize("groups", [("full",), ("full", "sliding")], ids=["one group", "two groups"])
+def test_the_same_run_with_sound_hashes_is_clean(watched, case, groups):
+    first, second, _, _ = DIFFERENT[case]
+    run_two(watched, first(), second(), groups=groups)
+
+    assert [] == watched.violation_ids()
+
+
+@near_miss("blocks/isolation")
+@pytest.mark.parametrize(
+    "of_request",
+    [
+        dict,
+        lambda: {"cache_salt": "alice"},
+        lambda: adapter("sql", 1),
+        lambda: images(image("cat", 20), image("dog", 60)),
+        lambda: {"cache_salt": "alice", **adapter("sql", 1), **images(image("cat", 20))},
+    ],
+    ids=["plain", "salt", "adapter", "images", "all"],
+)
+def test_hits_on_kv_of_the_same_class_are_clean(watched, of_request):
+    run_two(watched, of_request(), of_request())
+
+    hits = [account.lives[0].local for account in watched.audits[0].ledger.accounts()]
+    assert hits == [0, PREFIX]
+    assert [] == watched.violation_ids()
+
+
+@near_miss("blocks/isolation")
+def test_hits_before_the_first_input_that_differs_are_clean(watched):
+    same = image("cat", 20)
+    run_two(watched, images(same, image("dog", 70)), images(same, image("bird", 80)))
+
+    hits = [account.lives[0].local for account in watched.audits[0].ledger.accounts()]
+    assert hits == [0, PREFIX]
+    assert [] == watched.violation_ids()
+
+
+@near_miss("blocks/isolation")
+def test_a_preempted_request_hits_its_own_kv(watched):
+    driver = start(watched)
+    driver.add("r", 100, 8, of_request={"cache_salt": "alice", **images(image("cat", 20))})
+    for _ in range(3):
+        driver.step()
+    driver.preempt("r")
+    driver.run()
+
+    assert [] == watched.violation_ids()
+
+
+# --- what is recorded ---------------------------------------------------------------------------------------
+
+SECRETS = {"cache_salt": "salt-of-alice"}
+
+
+def one_request(attach: Attach) -> Driver:
+    driver = driving.start(attach)
+    driver.add("r", 40, 2, of_request={**SECRETS, **adapter("sql-adapter", 1), **images(image("cat", 90))})
+    return driver
+
+
+def test_no_salt_name_or_content_hash_is_recorded():
+    _, events = observe(one_request, level="blocks")
+
+    recorded = msgspec.msgpack.encode(events)
+    added = next(event for event in events if isinstance(event, RequestAdded))
+    assert not any(word in recorded for word in (b"alice", b"sql", b"cat"))
+    assert added.isolation is not None
+    assert 3 == len({*added.isolation[:3]} - {0})
+    assert [90] == added.isolation[3:]
+
+
+def test_level_tokens_records_no_classes():
+    _, events = observe(one_request)
+
+    assert [None] == [event.isolation for event in events if isinstance(event, RequestAdded)]
+
+
+@violates("blocks/isolation")
+def test_a_reader_that_begins_at_a_later_segment_knows_the_classes_of_open_requests(monkeypatch):
+    unhashed(monkeypatch, cache_salt=None)
+    driver, sink = Driver(), MemoryRecorder()
+    observer = choose(driver.scheduler)(driver.scheduler, sink, version=host_version(), level="blocks")
+    observer.start()
+    driver.add("first", 100, 30, of_request={"cache_salt": "alice"}, shares=("family", PREFIX))
+    driver.scheduler.max_num_scheduled_tokens = 32
+    driver.step()
+    observer.begin_segment()
+    for _ in range(4):
+        driver.step()
+    driver.add("second", 100, 3, of_request={"cache_salt": "bob"}, shares=("family", PREFIX))
+    driver.run()
+    observer.stop("detached")
+    events = sink.take()
+    later = [place for place, event in enumerate(events) if isinstance(event, EngineStarted)][-1]
+
+    assert ("blocks/isolation", "second") in findings(audited(events[later:]))
+
+
+@near_miss("blocks/isolation")
+def test_a_session_has_the_inputs_of_its_later_chunks(watched):
+    """A request with the session's whole text and the same image hits the blocks of both chunks."""
+    driver = start(watched)
+    session = driver.add("session", 64, 2, resumable=True)
+    driver.run()
+    driver.add(
+        "session", driver.prompt("chunk", 64, None), 2, resumable=True, of_request=images(image("cat", 4))
+    )
+    driver.run()
+    driver.add("r", list(session.all_token_ids), 2, of_request=images(*session.mm_features))
+    driver.run()
+
+    hit = next(account for account in watched.audits[0].ledger.accounts() if account.request_id == "r")
+    assert hit.lives[0].local > 64
+    assert [] == watched.violation_ids()
