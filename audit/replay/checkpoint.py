@@ -49,12 +49,24 @@ class JournalState(msgspec.Struct):
     engine_audit: msgspec.Raw = msgspec.field(name="book")
 
 
+class FoldedJournal(msgspec.Struct, frozen=True):
+    """A journal that was read to its end and whose figures are in the sums of its engine's name, if anywhere.
+
+    ``segment`` and ``beginning`` tell this journal from another with the same name, as in JournalState.
+    """
+
+    name: str
+    segment: int
+    beginning: bytes
+
+
 class Checkpoint(msgspec.Struct):
     """The state of a follower.
 
-    ``past``: the audits of engines whose journals have been removed, one for each name. ``lost``: how often
-    a checkpoint or a journal's position could not be used, by reason. ``version``: the kvledger that wrote
-    it. ``at``: when, in Unix time.
+    ``past``: the audits of ended engines, folded into one for each name. ``lost``: how often a checkpoint or
+    a journal's position could not be used, by reason. ``version``: the kvledger that wrote it. ``at``: when,
+    in Unix time. ``folded``: the journals that are not read again. ``ended``: when the last engine of each
+    name ended, in Unix time, the longest ago first.
     """
 
     version: str
@@ -62,6 +74,8 @@ class Checkpoint(msgspec.Struct):
     journals: list[JournalState] = []
     past: list[msgspec.Raw] = []
     lost: dict[str, int] = {}
+    folded: list[FoldedJournal] = []
+    ended: dict[str, float] = {}
 
 
 def save(folder: Path, checkpoint: Checkpoint) -> int:

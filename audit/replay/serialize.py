@@ -45,8 +45,8 @@ from ..ledger.totals import Totals
 from ..ledger.transfers import Promise, WorkerTransfers
 from .engine_audit import EngineAudit
 
-SCHEMA = 1
-"""Version of the codes below, and of the meaning of the attributes."""
+SCHEMA = 2
+"""Version of the codes below, of the meaning of the attributes, and of the checkpoint around them."""
 
 OBJECTS: tuple[type, ...] = (
     EngineAudit,

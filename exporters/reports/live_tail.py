@@ -109,7 +109,7 @@ class LiveTail:
 
     def __init__(self, path: Path) -> None:
         journals_at([path])  # raises with the reason
-        self._follower = Follower(path, finder=TailFinder(path))
+        self._follower = Follower(path, finder=TailFinder(path), fold=False)
         """Reads the journals; a journal whose engine is gone has no open requests any more."""
         self._follower.on_batch = self._add
         self._counts: dict[str, LiveCounts] = {}

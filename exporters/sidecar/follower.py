@@ -8,7 +8,7 @@ One thread reads; other threads take ``lock`` before they look at the audits. Ru
   segment begins, so that a restart reads at most one segment again.
 - State that was known before and is gone now is counted in ``health.lost``. No figure is invented for it.
 - A journal that can't be read does not stop the others. It is tried again, unless kvledger itself failed.
-- When an engine's journal is removed, its sums stay under the engine's name.
+- When an engine has ended, its sums stay under the engine's name for a while (``ended_engines.py``).
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from ... import __version__
 from ...audit.errors import LedgerError
 from ...audit.journal.reader import Reader
 from ...audit.replay import checkpoint, serialize
-from ...audit.replay.checkpoint import Checkpoint, JournalState
+from ...audit.replay.checkpoint import Checkpoint, FoldedJournal, JournalState
 from ...audit.replay.engine_audit import EngineAudit
 from ..metrics.values import EngineAudits, Health
+from .ended_engines import EndedEngines
 from .followed_journal import FollowedJournal, OnBatch
 from .journal_finder import FolderFinder, JournalFinder, Notify
 
@@ -44,8 +45,11 @@ LEAST_SAVE_SECONDS = 5.0
 RETRY_SECONDS = 30.0
 """How often a journal that can't be read is tried again."""
 
-PAST_NAMES = 256
-"""How many engines with removed journals keep their sums; the one removed first is dropped first."""
+PAST_NAMES = 32
+"""How many names of ended engines keep their figures; the name that ended first leaves first."""
+
+PAST_SECONDS = 24 * 3600.0
+"""How long the figures of a name stay after its last engine has ended."""
 
 
 def ignore(*_: object) -> None:
@@ -55,9 +59,9 @@ def ignore(*_: object) -> None:
 class Follower:
     """Follows every journal at or under ``path``, including journals that appear later.
 
-    ``folder`` keeps the checkpoint; None keeps none. ``finder`` replaces the search in ``path``. Raises
-    :class:`LedgerError` if there is no ``path``, if it is a file that is no journal, or if another follower
-    uses ``folder``.
+    ``folder`` keeps the checkpoint; None keeps none. ``finder`` replaces the search in ``path``. Without
+    ``fold`` every ended engine keeps its own audit. Raises :class:`LedgerError` if there is no ``path``, if
+    it is a file that is no journal, or if another follower uses ``folder``.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class Follower:
         notify: Notify = ignore,
         *,
         finder: JournalFinder | None = None,
+        fold: bool = True,
     ) -> None:
         self.lock = threading.Lock()
         """Held by the reading thread while it posts a batch, and by every thread that looks at audits."""
@@ -75,15 +80,17 @@ class Follower:
         self.health = Health()
         """The follower's own figures: checkpoints, losses, problems."""
         self.journals: dict[str, FollowedJournal] = {}
-        """The journals that exist now, by name."""
-        self.past: dict[str, EngineAudit] = {}
-        """The sums of engines whose journals were removed, by engine name, the first removed first."""
+        """The journals that exist now, by name, except those that were folded."""
+        self.ended = EndedEngines()
+        """The sums of ended engines, by engine name."""
         self.on_opened: Callable[[EngineAudit], None] = ignore
         """Called with the audit of each new journal before its first event is read."""
         self.on_batch: OnBatch = ignore
         """Called after each batch has been audited."""
         self._finder = finder or FolderFinder(path)
         """Lists the journals to follow."""
+        self._fold = fold
+        """Whether ended engines of one name share an audit, and leave after a while."""
         self._folder = folder
         """Where the checkpoint is kept; None: nowhere."""
         self._notify = notify
@@ -101,8 +108,13 @@ class Follower:
             self._resume(folder)
 
     @property
+    def past(self) -> dict[str, EngineAudit]:
+        """The sums of ended engines, by engine name. The caller holds ``lock``."""
+        return self.ended.sums
+
+    @property
     def audits(self) -> EngineAudits:
-        """What may be exported: removed engines first, then the others by the name of their journal.
+        """What may be exported: folded engines first, then the others by the name of their journal.
 
         The caller holds ``lock``, here and while it looks at the audits.
         """
@@ -146,6 +158,7 @@ class Follower:
                 return
             if not journal.ended and not journal.broken and time.monotonic() >= journal.retry_at:
                 self._read(journal, stop)
+        self._forget_names()
 
     def close(self) -> None:
         """Close every file."""
@@ -167,6 +180,8 @@ class Follower:
         except Exception as error:
             journal.broken = True
             self._set_problem(journal, f"kvledger itself failed ({type(error).__name__}: {error})")
+        if journal.ended and self._fold:
+            self._fold_earlier(journal)
 
     def _save_soon(self) -> None:
         """A segment began, or a journal ended and may be removed from now on: save before long."""
@@ -189,8 +204,8 @@ class Follower:
     # --- which journals there are ---------------------------------------------------------------------
 
     def _find(self) -> None:
-        names = set(self._finder.names(self.journals, self._notify_once))
-        for name in names - self.journals.keys():
+        names = set(self._finder.names([*self.journals, *self.ended.folded], self._notify_once))
+        for name in sorted(names - self.journals.keys() - self.ended.folded.keys()):
             if self._finder.is_journal(name, self._notify_once):
                 engine_audit = EngineAudit(self._finder.path(name))
                 self.on_opened(engine_audit)
@@ -198,6 +213,8 @@ class Follower:
                     self.journals[name] = FollowedJournal(name, engine_audit, Reader(engine_audit.path))
         for name in self.journals.keys() - names:
             self._retire(name)
+        for name in self.ended.folded.keys() - names:
+            del self.ended.folded[name]
 
     def _retire(self, name: str) -> None:
         """The journal's folder is gone: keep the sums, and nothing else."""
@@ -209,18 +226,38 @@ class Follower:
         with self.lock:
             journal.reader.close()
             del self.journals[name]
-            self._keep_sums(journal.engine_audit)
+            self.ended.removed(journal.engine_audit.name, name, time.time())
+            self.ended.fold(journal.engine_audit, time.time())
 
-    def _keep_sums(self, engine_audit: EngineAudit) -> None:
-        """Add an engine's sums to those of earlier engines of its name."""
-        name = engine_audit.name
-        past = self.past.pop(name, None) or EngineAudit(Path(name))
-        past.auditor.engine = name
-        past.absorb(engine_audit)
-        self.past[name] = past
-        while len(self.past) > PAST_NAMES:
-            del self.past[next(iter(self.past))]
-            self._count_loss("engine forgotten")
+    # --- engines that have ended ----------------------------------------------------------------------
+
+    def _fold_earlier(self, journal: FollowedJournal) -> None:
+        """An engine has ended: fold the engine of its name that ended before it."""
+        with self.lock:
+            earlier = self.ended.add(journal.engine_audit.name, journal.name, time.time())
+            if earlier in self.journals:
+                self.ended.fold(self._drop(earlier), time.time())
+
+    def _forget_names(self) -> None:
+        """Drop the names of ended engines that ended long ago, or that are too many."""
+        if not self._fold:
+            return
+        followed = {one.engine_audit.name for one in self.journals.values() if not one.ended}
+        with self.lock:
+            for left in self.ended.leaving(followed, PAST_NAMES, time.time() - PAST_SECONDS):
+                if left.journal in self.journals:
+                    self._drop(left.journal)
+                if left.early:
+                    self._count_loss("engine forgotten")
+
+    def _drop(self, name: str) -> EngineAudit:
+        """Follow an ended journal no longer, and remember that it was read; returns its audit."""
+        journal = self.journals.pop(name)
+        journal.reader.close()
+        segment = journal.reader.resumable.segment
+        beginning = checkpoint.beginning(journal.engine_audit.path, segment)
+        self.ended.folded[name] = FoldedJournal(name, segment, beginning)
+        return journal.engine_audit
 
     def _count_loss(self, reason: str) -> None:
         self.health.lost[reason] = self.health.lost.get(reason, 0) + 1
@@ -234,9 +271,11 @@ class Follower:
         if self._folder is None:
             return
         journals = [state for one in self.journals.values() if (state := one.state()) is not None]
-        past = [msgspec.Raw(serialize.capture(engine_audit)) for engine_audit in self.past.values()]
+        ended = self.ended
+        past = [msgspec.Raw(serialize.capture(engine_audit)) for engine_audit in ended.sums.values()]
         now = time.time()
-        whole = Checkpoint(__version__, now, journals, past, self.health.lost)
+        folded = list(ended.folded.values())
+        whole = Checkpoint(__version__, now, journals, past, self.health.lost, folded, ended.ended_at)
         try:
             self.health.save_bytes = checkpoint.save(self._folder, whole)
         except OSError as error:
@@ -261,12 +300,16 @@ class Follower:
             return
         self.health.lost = loaded.lost
         self.health.saved_at = loaded.at
+        self.ended.ended_at = loaded.ended
         for raw in loaded.past:
             self._restore(raw, Path(), self._keep_sums)
+        for one in loaded.folded:
+            self._resume_folded(one)
         for state in loaded.journals:
             self._restore(
                 state.engine_audit, self._finder.path(state.name), partial(self._resume_journal, state)
             )
+        self.ended.sort()
 
     def _restore(self, data: msgspec.Raw, path: Path, use: Callable[[EngineAudit], None]) -> None:
         try:
@@ -274,6 +317,16 @@ class Follower:
         except LedgerError as error:
             self._count_loss("checkpoint damaged")
             self._notify(f"{error} {path.name} is read again from its oldest segment.")
+
+    def _keep_sums(self, engine_audit: EngineAudit) -> None:
+        self.ended.fold(engine_audit, self.health.saved_at)
+
+    def _resume_folded(self, folded: FoldedJournal) -> None:
+        beginning = checkpoint.beginning(self._finder.path(folded.name), folded.segment)
+        if beginning and beginning != folded.beginning:
+            self._count_loss("journal replaced")
+        else:  # _find forgets it if it was removed
+            self.ended.folded[folded.name] = folded
 
     def _resume_journal(self, state: JournalState, engine_audit: EngineAudit) -> None:
         if not engine_audit.path.exists():
@@ -296,3 +349,6 @@ class Follower:
         journal.damage = state.damage
         journal.saved = state
         self.journals[state.name] = journal
+        if state.ended and self._fold:
+            name = engine_audit.name
+            self.ended.add(name, state.name, self.ended.ended_at.get(name, self.health.saved_at))

@@ -184,6 +184,140 @@ def test_the_engine_removed_first_is_forgotten_first(tmp_path: Path, monkeypatch
         assert {"engine forgotten": 2} == follower.health.lost
 
 
+# --- many restarts --------------------------------------------------------------------------------------
+
+
+def restarted(root: Path, engines: int, *, names: int = 1) -> None:
+    """Journals of engines that ended one after the other, under so many names."""
+    for number in range(engines):
+        engine = Engine(root / f"engine-{number:04d}", process_id=number % names, wall_seconds=1e9 + number)
+        engine.serve()
+        engine.stop()
+
+
+def rose(before: dict[Any, float], after: dict[Any, float]) -> bool:
+    """Whether no counter fell or vanished."""
+    return all(key in after and after[key] >= value for key, value in before.items())
+
+
+def test_ended_engines_of_a_name_share_an_audit(tmp_path: Path) -> None:
+    """The last one keeps its own, with its findings; the sums are those of every engine, also resumed."""
+    restarted(tmp_path, 20)
+    with following(tmp_path) as follower:
+        assert 2 == len(follower.audits)
+        assert 20 == ended(follower)
+        assert ["engine-0019"] == list(follower.journals)
+        before = counted(follower.audits)
+        follower.save()
+    with following(tmp_path) as follower:
+        assert before == counted(follower.audits)
+        assert ["engine-0019"] == list(follower.journals)
+        follower.save()
+        Engine(tmp_path / "engine-0020", process_id=0, wall_seconds=2e9).kill()
+        follower.poll()
+        assert rose(before, counted(follower.audits))
+        assert 2 == len(follower.audits)
+
+
+def test_a_scrape_does_not_grow_with_the_engines_that_ever_ran(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does the checkpoint; and a folded journal is not read again."""
+    monkeypatch.setattr(follower_module, "PAST_NAMES", 3)
+    samples, sizes = set(), []
+    for engines in (3, 30):
+        folder = tmp_path / str(engines)
+        restarted(folder, engines, names=engines)
+        with following(folder) as follower:
+            samples.add(len(counted(follower.audits)))
+            follower.save()
+            sizes.append(follower.health.save_bytes)
+        with following(folder) as follower:
+            samples.add(len(counted(follower.audits)))
+            assert 3 == ended(follower)
+    assert 1 == len(samples)
+    assert sizes[1] < 1.5 * sizes[0]
+
+
+def test_counters_never_fall_while_engines_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two names, restarted in turn, with a follower that is restarted too."""
+    monkeypatch.setattr(follower_module, "PAST_NAMES", 1)
+    before: dict[Any, float] = {}
+    first = Engine(tmp_path / "always", process_id=0)
+    first.serve()
+    for number in range(6):
+        with following(tmp_path) as follower:
+            for step in range(2):
+                engine = Engine(tmp_path / f"engine-{number}-{step}", process_id=0, wall_seconds=1e9)
+                engine.serve()
+                follower.poll()
+                assert rose(before, counted(follower.audits))
+                before = counted(follower.audits)
+                engine.stop()
+                follower.poll()
+                assert rose(before, counted(follower.audits))
+            before = counted(follower.audits)
+    with following(tmp_path) as follower:
+        assert 13 == ended(follower)
+        assert {} == follower.health.lost
+    first.stop()
+
+
+def test_a_name_with_an_engine_that_runs_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other names ended since; dropping its sums would make the counters of the live engine fall."""
+    monkeypatch.setattr(follower_module, "PAST_NAMES", 1)
+    restarted(tmp_path, 2)
+    with following(tmp_path) as follower:
+        live = Engine(tmp_path / "live", process_id=0)
+        live.serve()
+        for journal in tmp_path.glob("engine-*"):
+            shutil.rmtree(journal)
+        follower.poll()
+        assert 3 == ended(follower)
+        for number in range(1, 4):
+            engine = Engine(tmp_path / f"other-{number}", process_id=number)
+            engine.serve()
+            engine.stop()
+            follower.poll()
+            shutil.rmtree(tmp_path / f"other-{number}")
+            follower.poll()
+        audits = follower.audits
+        assert {"vllm 0.32.0 pid 0", "vllm 0.32.0 pid 3"} == {engine_audit.name for engine_audit in audits}
+        assert 4 == ended(follower)
+    live.stop()
+
+
+def test_a_name_leaves_some_time_after_its_last_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is no loss: its series end, and its journals are not read again."""
+    restarted(tmp_path, 4, names=2)
+    with following(tmp_path) as follower:
+        assert 4 == ended(follower)
+        monkeypatch.setattr(follower_module, "PAST_SECONDS", 0.0)
+        follower.poll()
+        assert [] == follower.audits
+        assert {} == follower.health.lost
+        follower.save()
+    with following(tmp_path) as follower:
+        assert [] == follower.audits
+        assert {} == follower.journals
+
+
+def test_a_folded_journal_that_was_replaced_is_read(tmp_path: Path) -> None:
+    restarted(tmp_path, 2)
+    with following(tmp_path) as follower:
+        assert ["engine-0001"] == list(follower.journals)
+        follower.save()
+    shutil.rmtree(tmp_path / "engine-0000")
+    second = Engine(tmp_path / "engine-0000", process_id=0, wall_seconds=1.8e9)
+    second.serve()
+    with following(tmp_path) as follower:
+        assert {"journal replaced": 1} == follower.health.lost
+        assert 3 == ended(follower)
+    second.stop()
+
+
 # --- one bad journal --------------------------------------------------------------------------------------
 
 
