@@ -7,6 +7,7 @@ and know nothing of other releases.
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from typing import Any, ClassVar
@@ -77,9 +78,8 @@ class Observer:
             if self.level == "blocks":
                 self.pools = self._watch_pools()
             if getattr(self.scheduler, "connector", None) is not None:
-                self.connector = ConnectorWatch(
-                    self.scheduler, self.log, lambda: self.step, self._hook_failed
-                )
+                step = functools.partial(getattr, self, "step")  # no Python frame runs
+                self.connector = ConnectorWatch(self.scheduler, self.log, step, self._hook_failed)
         except Exception:
             if self.pools is not None:
                 self.pools.remove()
@@ -118,9 +118,8 @@ class Observer:
 
     def _watch_pools(self) -> PoolWatch:
         manager = self.scheduler.kv_cache_manager
-        return PoolWatch(
-            self.scheduler, manager, self.log, lambda: self.step, self._hook_failed, stacks=self.stacks
-        )
+        step = functools.partial(getattr, self, "step")  # no Python frame runs
+        return PoolWatch(self.scheduler, manager, self.log, step, self._hook_failed, stacks=self.stacks)
 
     def _hook_failed(self, hook: str, error: Exception, removed: bool) -> None:
         self.log.held = None

@@ -92,7 +92,8 @@ class Allocations:
     def scheduled(self, output: Any, request_nos: list[int] | None) -> None:
         """Find owners from the scheduler's output. ``request_nos``: of the requests that ran before."""
         self.named_later = False
-        self.write_deferred()
+        if self.deferred:
+            self.write_deferred()
         if self._buffer.allocated:
             named = self._named_by(output, request_nos)
             if not self._from_output(self._buffer.step(), named):
@@ -100,7 +101,8 @@ class Allocations:
 
     def find_owners(self, leaving: BlockRun | None = None) -> None:
         """Find the owners of all blocks allocated by now; ``leaving`` is a table that was just given up."""
-        self.write_deferred()
+        if self.deferred:
+            self.write_deferred()
         if self._buffer.allocated:
             self._from_tables(leaving)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from itertools import takewhile
 from typing import Any
 
+from .allocations import Allocations
 from .call_buffer import CallBuffer, block_ids, reference_counts
 from .caller_stack import Callers
 from .hash_ids import HashId
@@ -59,7 +60,7 @@ class HashTracker:
         buffer: CallBuffer,
         callers: Callers,
         hash_id: HashId,
-        write_deferred: Callable[[], None],
+        allocations: Allocations,
     ) -> None:
         self._manager = manager
         """The only KV cache group's manager, with the block tables and counts of cached blocks."""
@@ -73,8 +74,8 @@ class HashTracker:
         """Reads off the stack who calls the pool, if that is not known otherwise."""
         self._hash_id = hash_id
         """Returns the number that stands for a block hash."""
-        self._write_deferred = write_deferred
-        """Writes the deferred steps; called before a later pool call is written."""
+        self._allocations = allocations
+        """Has the deferred steps, which must be written before a later pool call."""
         self._decode_steps = _decode_steps(type(scheduler), manager.block_size)
         """The number of steps after which a block is full into which a request decodes."""
         self._cached_blocks = sum(manager.num_cached_block.values())
@@ -185,7 +186,8 @@ class HashTracker:
 
     def _before_call(self, blocks: list[Any]) -> list[int]:
         """Write everything that came before a call; return the ids of the call's blocks."""
-        self._write_deferred()
+        if self._allocations.deferred:
+            self._allocations.write_deferred()
         ids = block_ids(blocks)
         if self._buffer.allocated:
             for block_id in set(ids).intersection(self._buffer.allocated_ids()):
@@ -258,10 +260,11 @@ class HashTracker:
 
     def _expect(self, step: int, blocks: list[Any], ids: list[int]) -> None:
         """Make the blocks with these ids due in ``step``."""
-        due, byte = self._due_bytes, _byte(step)
-        for block_id in ids:
-            due[block_id] = byte
-        self._due.setdefault(step, []).extend(blocks)
+        if ids:
+            due, byte = self._due_bytes, _byte(step)
+            for block_id in ids:
+                due[block_id] = byte
+            self._due.setdefault(step, []).extend(blocks)
 
 
 def _byte(step: int) -> int:

@@ -105,9 +105,8 @@ class PoolWatch:
         log.emit_pool_calls = self.emit_calls
         try:
             if tracked:
-                deferred = self._allocations.write_deferred
                 self._hashes = HashTracker(
-                    scheduler, managers[0], self._buffer, self._callers, hash_id, deferred
+                    scheduler, managers[0], self._buffer, self._callers, hash_id, self._allocations
                 )
                 self._allocations.expect = self._hashes.expect
             self._wrap(manager, managers)
@@ -176,18 +175,16 @@ class PoolWatch:
     def emit(self, event: ev.Event) -> None:
         """Emit one event, after all calls before it."""
         self.emit_all_calls()
-        self._record(event)
+        if self._active:
+            self._log.sink.record(event)
 
     def _emit_calls(self, step: int, leaving: BlockRun | None = None) -> None:
-        self._allocations.find_owners(leaving)
+        if self._buffer.allocated or self._allocations.deferred:
+            self._allocations.find_owners(leaving)
         if self._ending:
             self._report_removed()
-        event = self._buffer.take(step, self._stack())
-        if event is not None:
-            self._record(event)
-
-    def _record(self, event: ev.Event) -> None:
-        if self._active:
+        event = self._buffer.take(step, self._callers.stack() if self._stacks else None)
+        if event is not None and self._active:
             self._log.sink.record(event)
 
     def _stack(self) -> list[str] | None:
@@ -244,7 +241,8 @@ class PoolWatch:
         """A request is about to free its blocks."""
         if self._hashes is not None:
             try:
-                self._allocations.write_deferred()
+                if self._allocations.deferred:
+                    self._allocations.write_deferred()
                 self._hashes.leaves(request_id)
             except Exception as error:  # an observer must never stop the engine
                 self.fail("free_blocks", error)
