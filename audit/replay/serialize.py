@@ -36,7 +36,7 @@ from ..errors import LedgerError
 from ..events import EngineStarted
 from ..ledger.account import Account
 from ..ledger.blocks.ledger import BlockLedger
-from ..ledger.blocks.records import Pool
+from ..ledger.blocks.records import FailedLoad, Pool
 from ..ledger.frozen import Line, RemovedRange, Settlement
 from ..ledger.ledger import Ledger
 from ..ledger.life import InFlight, Life
@@ -77,6 +77,7 @@ STRUCTS: tuple[type, ...] = (
     Figures,
     Difference,
     Pool,
+    FailedLoad,
 )
 """msgspec structs and named tuples, written and checked by their types."""
 

@@ -12,7 +12,7 @@ from ...causes import EVICTED, RESET
 from ..frozen import RemovedRange
 from .holdings import Holdings
 from .isolation import isolation_below
-from .records import TABLE, UNKNOWN, Operation, Pool, hash_text, remember
+from .records import TABLE, UNKNOWN, FailedLoad, Operation, Pool, hash_text, remember
 from .subjects import CachedContent
 
 
@@ -149,27 +149,54 @@ def check_pending(holdings: Holdings) -> None:
 
 def load_failed(holdings: Holdings, event: ev.LoadFailed) -> None:
     """Remember the request's cached blocks above the failure, until their tokens are computed."""
+    account = holdings.accounts.get(event.request)
+    if account is None or account.unknown is not None:
+        return
+    owner = holdings.holder(TABLE, event.request, UNKNOWN)
     for pool, block in holdings.held.get(event.request, ()):
         record = holdings.pools[pool].records[block]
         if record.has_hash == 1 and record.cached_for == event.request and record.end > event.computed_tokens:
-            whose = holdings.holder(TABLE, event.request, UNKNOWN).request_id
-            holdings.failed[pool, block] = event.request, whose, event.computed_tokens
+            holdings.failed[pool, block] = FailedLoad(
+                event.request, owner.request_id, owner.life, event.computed_tokens
+            )
 
 
-def computed_again(holdings: Holdings) -> None:
-    """After a step: forget failed blocks that it computes, report hits on the others."""
-    for (pool, block), (request, _, _) in list(holdings.failed.items()):
-        account, record = holdings.accounts.get(request), holdings.pools[pool].records[block]
-        if record.cached_for != request or (account is not None and account.computed >= record.end):
+def follow_failed_loads(holdings: Holdings) -> None:
+    """Forget failed blocks whose tokens have been computed; report those whose life has ended before.
+
+    Called after each event that posts a step or ends a life. A pool's calls are emitted before the steps that
+    were held back, so a call itself does not show how far its request has computed.
+    """
+    for (pool, block), failed in reversed(list(holdings.failed.items())):
+        record, account = holdings.pools[pool].records[block], holdings.accounts.get(failed.request)
+        life = account.life if account is not None else None
+        unknown = account is not None and account.unknown is not None
+        if unknown or record.has_hash != 1 or record.cached_for != failed.request:
             del holdings.failed[pool, block]
-    for key in holdings.failed_hits:
-        if key in holdings.failed:
-            report_not_loaded(holdings, *key)
-    holdings.failed_hits = []
+        elif account is None or life is None or life.number != failed.life:
+            _report_not_loaded(holdings, pool, block)
+        else:
+            failed.valid_to = max(failed.valid_to, account.computed)
+            if failed.valid_to >= record.end:
+                del holdings.failed[pool, block]
 
 
-def report_not_loaded(holdings: Holdings, pool: int, block: int) -> None:
+def check_failed_hits(holdings: Holdings, step: int) -> None:
+    """``step`` has been posted: report the hits that it and earlier steps made on blocks without KV."""
+    hits, holdings.failed_hits = holdings.failed_hits, []
+    for hit in hits:
+        made_in, pool, block = hit
+        if (pool, block) not in holdings.failed:
+            continue
+        if made_in <= step:
+            _report_not_loaded(holdings, pool, block)
+        else:
+            holdings.failed_hits.append(hit)
+
+
+def _report_not_loaded(holdings: Holdings, pool: int, block: int) -> None:
     """Report a cached block whose load failed and which was hit, or can be hit from now on."""
-    request, request_id, limit = holdings.failed.pop((pool, block))
+    failed = holdings.failed.pop((pool, block))
     end, story = holdings.pools[pool].records[block].end, holdings.story(pool, block)
-    holdings.report(CachedContent("failed", request_id, pool, block, end, limit, story), request)
+    content = CachedContent("failed", failed.request_id, pool, block, end, failed.valid_to, story)
+    holdings.report(content, failed.request)

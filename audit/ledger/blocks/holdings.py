@@ -12,7 +12,7 @@ from typing import Any
 from ... import events as ev
 from ..account import Account
 from ..frozen import RemovedRange
-from .records import PIN, TABLE, UNKNOWN, Block, Holder, Operation, Pool, hash_text
+from .records import PIN, TABLE, UNKNOWN, Block, FailedLoad, Holder, Operation, Pool, hash_text
 from .subjects import BlockFinding, Collision, Subject
 
 REMOVED_HASHES_KEPT = 2
@@ -31,13 +31,12 @@ class Holdings:
         """By request: how often its tables hold each (pool, block)."""
         self.ending: dict[int, int] = {}
         """Ended requests whose tables may still exist, with the time of their end."""
-        self.failed: dict[tuple[int, int], tuple[int, str, int]] = {}
-        """Cached blocks whose load failed, until their tokens are computed: request number, request id,
-        first position without valid KV."""
+        self.failed: dict[tuple[int, int], FailedLoad] = {}
+        """Cached blocks whose load failed, by (pool, block), until their tokens are computed."""
         self.newly_cached: list[tuple[int, int, int, int]] = []
         """Blocks cached by this step: pool, block, request, end. Checked against loads after the step."""
-        self.failed_hits: list[tuple[int, int]] = []
-        """Blocks of ``failed`` that were hit since the last step."""
+        self.failed_hits: list[tuple[int, int, int]] = []
+        """Hits on blocks of ``failed``: step, pool, block. Checked once the step has been posted."""
         self.refilled: list[tuple[int, RemovedRange]] = []
         """Requests that this event makes fill positions again whose KV had been in the cache."""
         self.isolation: dict[int, list[int]] = {}

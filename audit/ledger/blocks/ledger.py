@@ -37,6 +37,9 @@ _SCHEDULING = (
 """Events of a step that come after the step's pool calls. A step may be emitted only together with a later
 event; a finished load comes after them."""
 
+_COMPUTING_OR_ENDING = frozenset((ev.Stepped, ev.Repeated, ev.RolledBack, ev.Preempted, ev.Finished))
+"""Events after which a request may have computed more tokens, or its life may have ended."""
+
 
 class BlockLedger(Holdings):
     """Blocks of one engine, kept from its events in order."""
@@ -67,8 +70,10 @@ class BlockLedger(Holdings):
             hashes.check_pending(self)
         if type(event) is ev.LoadFailed:
             hashes.load_failed(self, event)
-        elif self.failed and type(event) is ev.Stepped:
-            hashes.computed_again(self)
-        elif type(event) is ev.Finished and event.request in self.held:
+        elif self.failed and type(event) in _COMPUTING_OR_ENDING:
+            hashes.follow_failed_loads(self)
+            if type(event) is ev.Stepped:
+                hashes.check_failed_hits(self, event.step)
+        if type(event) is ev.Finished and event.request in self.held:
             self.ending[event.request] = event.at
         return self.findings

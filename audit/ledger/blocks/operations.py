@@ -14,7 +14,6 @@ from ... import events as ev
 from ... import old_events
 from ...causes import EVICTED
 from .engine_reports import compare_references
-from .hashes import report_not_loaded
 from .holdings import Holdings
 from .isolation import report_other_classes
 from .records import COPY, DEFERRED, PIN, TABLE, UNKNOWN, Block, Pool, hash_text, remember
@@ -79,7 +78,7 @@ def _touched(holdings: Holdings, event: old_events.BlocksTouched) -> None:
                 first = record.holders[0] if record.holders else None
                 holdings.report_collision("unhashed", event.pool, block, first, holder)
         if (event.pool, block) in holdings.failed:
-            holdings.failed_hits.append((event.pool, block))
+            holdings.failed_hits.append((event.step, event.pool, block))
         holdings.add_holder(event.pool, block, record, holder)
         pool.free_blocks -= references == 1
         compare_references(holdings, event.pool, block, record, references)
@@ -102,10 +101,6 @@ def _freed(holdings: Holdings, event: old_events.BlocksFreed) -> None:
             holdings.report(stray, event.request)
             record.holders_known = False  # until the engine reports the block's count
         counts[block] = references
-        if holdings.failed.get((event.pool, block), (UNKNOWN,))[0] == event.request >= 0:
-            if record.has_hash == 1 and record.cached_for == event.request:
-                report_not_loaded(holdings, event.pool, block)
-            holdings.failed.pop((event.pool, block), None)
     for block, references in counts.items():
         pool.free_blocks += references == 0
         compare_references(holdings, event.pool, block, pool.records[block], references)

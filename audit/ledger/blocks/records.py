@@ -78,6 +78,16 @@ class Block(msgspec.Struct):
     """The last operations on the block, oldest first."""
 
 
+class FailedLoad(msgspec.Struct):
+    """A cached block whose load failed, while the life that caches it may still compute its tokens."""
+
+    request: int
+    request_id: str
+    life: int
+    valid_to: int
+    """First position without valid KV. It rises with every step that computes the tokens again."""
+
+
 class Pool(msgspec.Struct):
     """One block pool."""
 

@@ -298,10 +298,64 @@ def test_an_abort_after_a_failed_load_leaves_cached_blocks_without_kv(watched):
     assert "of request r, which has no KV from position 64 on, because its load failed" in finding.message
 
 
+def failed_load_in_chunks(watched: Any) -> Any:
+    """The load of `r` failed from position 32 on, and one chunk of 32 tokens has been computed again."""
+    driver = watched.start(connector="scripted", max_batched_tokens=32)
+    driver.connector.answer_lookups("r", 112)
+    driver.add("r", 160, 1)
+    driver.schedule()
+    driver.output(invalid_blocks=driver.blocks("r")[2:7])
+    driver.step()
+    for config in (driver.scheduler, driver.scheduler.scheduler_config):
+        config.max_num_scheduled_tokens = config.max_num_batched_tokens = 128
+    return driver
+
+
+@violates("blocks/hash-content")
+def test_an_abort_between_two_recomputed_chunks_leaves_the_other_blocks_without_kv(watched):
+    driver = failed_load_in_chunks(watched)
+    driver.abort("r")
+
+    finding = watched.finding("blocks/hash-content")
+
+    assert "of request r, which has no KV from position 64 on, because its load failed" in finding.message
+    assert 4 == finding.repeats  # of the blocks 5 to 9
+
+
+@violates("blocks/hash-content")
+def test_a_hit_on_a_failed_block_before_its_chunk_is_recomputed_is_found(watched):
+    driver = failed_load_in_chunks(watched)
+    driver.scheduler.scheduler_config.long_prefill_token_threshold = 64
+    driver.connector.answer_lookups("other", 0)
+    driver.add("other", 150, 1, shares=("r", 144))
+    driver.run()
+
+    finding = watched.finding("blocks/hash-content")
+
+    assert "of request r, which has no KV from position 128 on, because its load failed" in finding.message
+
+
+@near_miss("blocks/hash-content")
+def test_a_hit_in_the_step_that_recomputes_the_last_failed_block_is_clean(watched):
+    driver = failed_load_in_chunks(watched)
+    driver.connector.answer_lookups("other", 0)
+    driver.add("other", 150, 1, shares=("r", 144))
+    driver.run()
+
+    assert [] == watched.violation_ids()
+
+
 @near_miss("blocks/hash-content")
 @pytest.mark.parametrize(
     "scenario",
-    ["load_failure_sync_sync", "load_failure_async_total_sync", "full_external_hit", "speculative_eagle"],
+    [
+        "load_failure_sync_sync",
+        "load_failure_async_total_sync",
+        "load_failure_recomputed_in_chunks_sync",
+        "load_failure_recomputed_in_chunks_async",
+        "full_external_hit",
+        "speculative_eagle",
+    ],
 )
 def test_failed_loads_that_are_computed_again_are_clean(watched, scenario):
     SCENARIOS[scenario](watched.attach)
