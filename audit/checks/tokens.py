@@ -436,6 +436,7 @@ def _kept(subject: LookupKept) -> Iterator[Witness]:
         "a connector that has no answer yet: this is not a lookup",
         "a request that may not read the cache, which is not counted",
         "a full local hit, after which the connector is not asked",
+        "a hit no longer than the replayed window, which is given up after the connector was asked beyond it",
     ),
 )
 def lookup_counted_once(entry: Entry) -> Iterator[Witness]:

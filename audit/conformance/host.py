@@ -73,8 +73,10 @@ class EngineSetup:
     log_stats: bool = True
     policy: Literal["fcfs", "priority"] = "fcfs"
     pooling: bool = False
-    groups: tuple[Literal["full", "sliding", "cross"], ...] = ("full",)
+    groups: tuple[Literal["full", "sliding", "cross", "replay"], ...] = ("full",)
+    """The kinds of KV cache groups. Replay: the last window of every hit is computed again."""
     sliding_window: int = 64
+    """Also the length of a replayed window."""
     canvas: int = 0
     """Tokens of a diffusion model's canvas. A step schedules them as drafts and accepts all or none."""
 
@@ -301,6 +303,9 @@ def _kv_cache_config(setup: EngineSetup) -> Any:
         "full": lambda: _call(of.FullAttentionSpec, **shape),
         "sliding": lambda: _call(of.SlidingWindowSpec, **shape, sliding_window=setup.sliding_window),
         "cross": lambda: _call(of.CrossAttentionSpec, **shape),
+        "replay": lambda: _call(
+            of.SlidingWindowMLASpec, **shape, sliding_window=setup.sliding_window, bounded_replay=True
+        ),
     }
     groups = [
         of.KVCacheGroupSpec([f"layer.{number}"], specs[kind]()) for number, kind in enumerate(setup.groups)

@@ -72,6 +72,10 @@ CAPABILITIES: Mapping[str, tuple[str, Callable[[], bool]]] = {
         "a connector can't have a hybrid pool",
         lambda: _class(f"{_BASE}:SupportsHMA") is not object,
     ),
+    "replayed window": (
+        "no bounded replay of sliding windows",
+        lambda: _has_field("v1.kv_cache_interface:SlidingWindowMLASpec", "bounded_replay"),
+    ),
     "reset under running requests": (
         "the prefix cache can't be reset under running requests",
         lambda: _scheduler_has("reset_prefix_cache", "reset_running_requests"),

@@ -23,6 +23,7 @@ class Account:
     __slots__ = (
         "added_at",
         "admissions",
+        "asked_from",
         "carried",
         "closed_at",
         "computed",
@@ -182,6 +183,8 @@ class Account:
         """Tokens that the last local cache lookup hit."""
         self.matched_external: int | None = 0
         """Tokens of the connector's last answer; None: it asked to be asked again later."""
+        self.asked_from = -1
+        """The local hit beyond which the connector was asked since the last lookup; -1: it was not asked."""
         self.lines: list[Line] | None = None
         """Lines of the account statement; None: not kept."""
         self.steady_scheduled = -1

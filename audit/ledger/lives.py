@@ -47,6 +47,7 @@ def _looked_up(state: LedgerState, event: ev.LookedUp) -> None:
     account.looked_up_step = event.step
     account.looked_up_local = event.local_tokens
     account.matched_external = 0
+    account.asked_from = -1
     state.step = event.step
     enter(state, event, account)
 
@@ -54,6 +55,7 @@ def _looked_up(state: LedgerState, event: ev.LookedUp) -> None:
 def _matched(state: LedgerState, event: ev.Matched) -> None:
     account = account_of(state, event.request)
     account.matched_external = event.external_tokens
+    account.asked_from = event.local_tokens
     enter(state, event, account)
 
 
@@ -105,11 +107,22 @@ def _expect_lookup(state: LedgerState, account: Account, event: ev.Admitted) -> 
         local[0] += 1
         local[1] += account.sequence_tokens
         local[2] += event.local_tokens
-    queries = account.sequence_tokens - event.local_tokens
+    queries = account.sequence_tokens - _queried_from(account, event)
     if queries:
         external[0] += 1
         external[1] += queries
         external[2] += event.external_tokens
+
+
+def _queried_from(account: Account, event: ev.Admitted) -> int:
+    """The position from which the connector was queried for this admission.
+
+    This is the local hit, except where the engine gives up a hit no longer than the replayed window, after it
+    has asked the connector beyond that hit. A lookup that follows the question may also shorten the hit: then
+    the shorter hit counts.
+    """
+    given_up = event.local_tokens < account.asked_from <= account.looked_up_local
+    return account.asked_from if given_up else event.local_tokens
 
 
 def _lookups_counted(state: LedgerState, event: ev.LookupsCounted) -> None:

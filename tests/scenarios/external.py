@@ -7,7 +7,7 @@ external cache, and the workload names the blocks whose load fails.
 from typing import Any
 
 from tests.scenarios.driving import Attach, Driver, start
-from tests.scenarios.registry import BOTH, HYBRID, workload
+from tests.scenarios.registry import BOTH, HYBRID, REPLAY, workload
 
 
 @workload(**BOTH)
@@ -73,6 +73,29 @@ def external_async(attach: Attach = id, **setup: Any) -> Driver:
     driver.add("b", 200, 3, shares=("a", 64))
     driver.add("full", 96, 3)
     driver.run()
+    return driver
+
+
+@workload("hybrid connector", "replayed window", **BOTH)
+def replayed_window(attach: Attach = id, **setup: Any) -> Driver:
+    """Hits within the replayed window of 64 tokens, which are given up, and longer ones.
+
+    The connector is asked before the engine gives a hit up.
+    """
+    driver = start(attach, connector="scripted", groups=REPLAY, blocks=160, **setup)
+    driver.add("warm", 96, 1)
+    driver.run()
+    for name, local, external in (
+        ("short", 48, 0),
+        ("short together", 16, 32),
+        ("short to load", 16, (32, True)),
+        ("long", 96, 0),
+        ("long together", 48, 96),
+        ("long to load", 48, (96, True)),
+    ):
+        driver.connector.answer_lookups(name, external)
+        driver.add(name, 200, 3, shares=("warm", local))
+        driver.run()
     return driver
 
 

@@ -32,6 +32,7 @@ class Scenario:
 WORKLOADS: dict[str, Scenario] = {}
 BOTH: dict[str, dict[str, Any]] = {"sync": {}, "async": {"asynchronous": True}}
 HYBRID = ("full", "sliding")
+REPLAY = ("full", "replay")
 
 
 def workload(*requires: str, **variants: dict[str, Any]) -> Callable[[Drive], Drive]:

@@ -27,6 +27,7 @@ from kvledger.audit.events import (
     LookedUp,
     LookupKept,
     LookupsCounted,
+    Matched,
     Preempted,
     RolledBack,
     Stepped,
@@ -454,6 +455,36 @@ def test_an_engine_without_a_connector_counts_no_external_lookups():
     stream = altered(events(100, "A0+0 s100 o+ F"), Admitted, counted=False)
 
     assert [] == violation_ids(with_after(stream, Stepped, 0, LookupsCounted(10_000, 1, 0, 0, 0, -1, -1, -1)))
+
+
+def given_up_hit(external_queries: int) -> list[Event]:
+    """A hit of 48 tokens, given up after the connector was asked beyond it, with the engine's statistics."""
+    stream = altered(events(100, "A0+0 s100 o+ F"), LookedUp, local_tokens=48)
+    stream = with_after(stream, LookedUp, 0, Matched(10, 0, 1, 48, 0, False))
+    counted = LookupsCounted(10_000, 1, 1, 100, 0, 1, external_queries, 0)
+    return with_after(stream, Stepped, 0, counted)
+
+
+@violates("tokens/lookup-counted-once")
+def test_a_given_up_hit_is_not_queried_from_the_connector():
+    assert ["tokens/lookup-counted-once"] == violation_ids(given_up_hit(100))
+
+
+@near_miss("tokens/lookup-counted-once")
+def test_a_hit_may_be_given_up_after_the_connector_was_asked_beyond_it():
+    """The engine recomputes the last window of a hit, so a hit within the window saves nothing."""
+    assert [] == violation_ids(given_up_hit(52))
+
+
+@near_miss("tokens/lookup-counted-once")
+def test_a_hit_may_be_shortened_by_a_lookup_after_the_connector_was_asked():
+    """In a hybrid model the groups agree on a shorter hit if nothing external follows it."""
+    stream = events(100, "A16+0 s84 o+ F")
+    stream = with_after(stream, LookedUp, 0, Matched(10, 0, 1, 48, 0, False))
+
+    assert [] == violation_ids(
+        with_after(stream, Stepped, 0, LookupsCounted(10_000, 1, 1, 100, 16, 1, 84, 0))
+    )
 
 
 @near_miss("tokens/lookup-counted-once")
