@@ -301,6 +301,8 @@ def beyond_sequence(entry: Entry) -> Iterator[Witness]:
     near_misses=(
         "a step in flight at a preemption, whose tokens stay counted until its output comes",
         "placeholders of draft tokens that were accepted past the stop, left over at the end",
+        "a placeholder of a request that ends in the very call that reports its failed load (policy `fail`): "
+        "nothing reads it any more",
         "an engine that has no such counts",
     ),
 )
@@ -316,6 +318,8 @@ def in_flight(entry: Entry) -> Iterator[Witness]:
     ledger = subject.ledger_in_flight
     if subject.in_flight not in (-1, ledger):
         yield Witness(in_flight_tokens=subject.in_flight, ledger_tokens=ledger, instant=subject.instant)
+    if subject.instant == "finished" and _ended_by_failed_load(account, subject):
+        return
     left_over = 0
     if subject.instant == "finished" and account.drafted:
         if subject.sequence < 0:
@@ -329,6 +333,13 @@ def in_flight(entry: Entry) -> Iterator[Witness]:
             ledger_tokens=ledger,
             instant=subject.instant,
         )
+
+
+def _ended_by_failed_load(account: Account, at_end: ReportedCounts) -> bool:
+    """Whether the request ended because its load failed: no step has run it since the failure."""
+    if account.outcome != "error" or not account.lives:
+        return False
+    return account.lives[-1].invalid_from == at_end.ledger_computed
 
 
 @invariant(

@@ -28,7 +28,8 @@ KNOWN_FINDINGS: dict[str, set[tuple[str, str]]] = {
     "asynchronous_load_fails_in_part": {FAILED_LOAD_COUNTED},
     "load_failure_sync_sync": {FAILED_LOAD_COUNTED},
     "load_failure_sync_async": {FAILED_LOAD_COUNTED, PLACEHOLDER_LEAK},
-    "load_failure_sync_policy_fail_async": {PLACEHOLDER_LEAK},
+    "load_failure_recomputed_in_chunks_sync": {FAILED_LOAD_COUNTED},
+    "load_failure_recomputed_in_chunks_async": {FAILED_LOAD_COUNTED},
     "load_failure_async_partial_sync": {FAILED_LOAD_COUNTED},
     "load_failure_async_partial_async": {FAILED_LOAD_COUNTED},
 }

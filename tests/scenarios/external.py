@@ -165,6 +165,18 @@ def load_failure_async_total(attach: Attach = id, **setup: Any) -> Driver:
     return _fail_load(start(attach, connector="scripted", **setup), 0, True)
 
 
+@workload("failed load", **BOTH)
+def load_failure_recomputed_in_chunks(attach: Attach = id, **setup: Any) -> Driver:
+    """A synchronous load fails; equal steps compute its tokens again, and the last one ends `r`."""
+    driver = start(attach, connector="scripted", max_batched_tokens=32, **setup)
+    driver.connector.answer_lookups("r", 112)
+    driver.add("r", 160, 1)
+    driver.schedule()
+    driver.output(invalid_blocks=driver.blocks("r")[2:7])
+    driver.run()
+    return driver
+
+
 @workload("failed load", "failure policy", **BOTH)
 def load_failure_async_policy_fail(attach: Attach = id, **setup: Any) -> Driver:
     driver = start(attach, connector="scripted", load_failure_policy="fail", **setup)

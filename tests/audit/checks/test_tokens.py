@@ -290,6 +290,29 @@ def test_a_leaked_placeholder_is_found():
 
 
 @violates("tokens/in-flight")
+def test_a_leaked_placeholder_of_a_request_that_ran_after_its_failed_load_is_found():
+    """The failed tokens are computed again, and the request ends with an error later."""
+    stream = events(200, "A0+160 s40 s1 L64 o s136 o o+ s1 o+ F:error")
+
+    assert ["tokens/in-flight"] == violation_ids(altered(stream, Finished, placeholder_tokens=1))
+
+
+@violates("tokens/in-flight")
+def test_a_leaked_placeholder_of_a_request_whose_load_did_not_fail_is_found():
+    stream = altered(events(50, "A0+0 s50 o+ s1 o+ F:error"), Finished, placeholder_tokens=1)
+
+    assert ["tokens/in-flight"] == violation_ids(stream)
+
+
+@near_miss("tokens/in-flight")
+def test_a_placeholder_of_a_request_that_its_failed_load_ends_is_clean():
+    """Policy `fail`: the same call reports the failure and ends the request, so nothing reads the count."""
+    stream = events(200, "A0+160 s40 s1 L64 o F:error")
+
+    assert [] == violation_ids(altered(stream, Finished, placeholder_tokens=2))
+
+
+@violates("tokens/in-flight")
 def test_negative_placeholders_are_found():
     stream = with_after(events(50, "A0+0 s50 o+ s1 o+ F"), Delivered, 0, census(1, 50, 0, -2, 51))
 
