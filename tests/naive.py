@@ -106,6 +106,8 @@ class Work:
     """After a failed load: tokens computed from here up have no valid KV below them."""
     closed: bool = False
     """Whether these tokens are counted as overrun."""
+    posted: int = 0
+    """How many of the tokens were counted as executed when a later life hit their KV."""
 
 
 @dataclass
@@ -218,7 +220,7 @@ class Request:
         """Count the tokens in flight as overrun."""
         for work in self.works:
             if not work.closed:
-                self.counts["overrun"] += work.tokens
+                self.counts["overrun"] += work.tokens - work.posted
                 work.closed = True
 
     def past_the_end(self, end: int) -> None:
@@ -273,7 +275,7 @@ class Request:
         figures["plan"] = self.plan
         figures["computed"] = life.count if life else 0
         figures["in_flight"] = self.undelivered
-        figures["unclassified"] = sum(work.tokens for work in self.works if not work.closed)
+        figures["unclassified"] = sum(work.tokens - work.posted for work in self.works if not work.closed)
         figures["pending"] = len(life.pending) if life else 0
         return figures
 
@@ -352,6 +354,12 @@ class Naive:
             pending=set(range(local, local + external)),
         )
         one.lives.append(life)
+        for work in one.works:  # steps run in order, so these fill the blocks before the new life reads them
+            while work.posted < work.tokens - work.drafts and work.start + work.posted < local:
+                if work.closed or work.life is life:
+                    break
+                one.execute(work, work.start + work.posted)
+                work.posted += 1
         for position in range(local):
             one.come(life, position, "local")
         for position in range(local + external, local):
@@ -487,7 +495,7 @@ class Naive:
         if work.drafts and sampled > 0:
             rejected = work.drafts - (sampled - 1)
             one.counts["rejected"] += rejected
-        for position in range(work.start, work.start + work.tokens - rejected):
+        for position in range(work.start + work.posted, work.start + work.tokens - rejected):
             one.execute(work, position)
         if rejected and life.over is None and not ignored:
             life.count -= rejected

@@ -263,13 +263,13 @@ class Simulation:
             actor.sure = None
         asynchronous = self.connector == 2
         limit = one.sequence_tokens - 1
-        if actor.sure is not None:
-            limit = min(limit, actor.sure)  # Nobody has KV that the device has not computed yet.
         local = 0
-        if self.choices.chance(128):
+        if self.choices.chance(128):  # blocks that a step in flight fills are hits too
             local = BLOCK * self.choices.below(limit // BLOCK + 1)
+        if actor.sure is not None:
+            limit = min(limit, actor.sure)  # A store has no KV that the device has not computed yet.
         external = 0
-        if self.connector and self.choices.chance(160):
+        if self.connector and local <= limit and self.choices.chance(160):
             whole = asynchronous and limit == one.sequence_tokens - 1
             external = self.choices.below(limit + whole - local + 1)
         if self.rare():

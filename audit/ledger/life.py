@@ -12,7 +12,7 @@ from .frozen import LifeStatement
 class InFlight:
     """One request's tokens of a scheduled step whose output has not come."""
 
-    __slots__ = ("drafts", "invalid_from", "life", "overrun", "start", "tokens")
+    __slots__ = ("drafts", "invalid_from", "life", "overrun", "posted", "start", "tokens")
 
     def __init__(self, start: int, tokens: int, drafts: int, life: Life) -> None:
         self.start = start
@@ -27,6 +27,8 @@ class InFlight:
         """Whether the request had stopped before this step's output."""
         self.invalid_from = -1
         """First position that is not valid because a load failed; -1: all are valid."""
+        self.posted = 0
+        """How many of the tokens, from the first on, were posted as work before the output came."""
 
 
 class Life:

@@ -11,6 +11,7 @@ from typing import Any
 from .. import causes
 from .. import events as ev
 from .account import Account
+from .execution import execute_before_hit
 from .life import Life
 from .loads import load, lose_external
 from .positions import LOCAL
@@ -72,6 +73,8 @@ def _admitted(state: LedgerState, event: ev.Admitted) -> None:
     if account.life is not None:
         make_unknown(account, "a life began while another lasted")
         end_life(state, account, causes.LOST)
+    if account.in_flight:
+        execute_before_hit(account, event.local_tokens)
     life = begin_life(state, account, event.local_tokens, event.external_tokens)
     life.asynchronous = event.asynchronous
     _local_hit(state, account, life)
@@ -148,9 +151,8 @@ def _rolled_back(state: LedgerState, event: ev.RolledBack) -> None:
         for flight in account.in_flight:
             if not flight.overrun:
                 flight.overrun = True
-                account.overrun += flight.tokens
-    if event.cause in (causes.SESSION, causes.PAST_STOP):
-        overrun_past(state, account, event.computed_tokens)
+                account.overrun += flight.tokens - flight.posted
+        overrun_past(account, event.computed_tokens)
     if event.cause == causes.RELEASED:
         end_life(state, account, causes.LOAD_FAILED)
     else:
@@ -226,7 +228,7 @@ def _finished(state: LedgerState, event: ev.Finished) -> None:
     for flight in account.in_flight:
         if not flight.overrun:
             flight.overrun = True
-            account.overrun += flight.tokens
+            account.overrun += flight.tokens - flight.posted
     end_life(state, account, causes.FINISHED)
     if not account.settled:
         settle(state, account)

@@ -1,8 +1,8 @@
 """Postings of scheduled steps and their output: the hot loop of a replay.
 
-Work is counted when its output is delivered, because only then is it known which tokens were rejected;
-until then the tokens are in flight. At any instant, scheduled = first prompt + first output + rework +
-rejected + overrun + in flight.
+Work is counted when its output is delivered (``execution.py``), because only then is it known which tokens
+were rejected; until then the tokens are in flight. At any instant, scheduled = first prompt + first output +
+rework + rejected + overrun + in flight.
 """
 
 from __future__ import annotations
@@ -10,16 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .. import causes
 from .. import events as ev
 from .account import Account
+from .execution import execute, execute_invalid
 from .life import InFlight, Life
 from .loads import resolve
-from .positions import COMPUTED
-from .posting import account_of, add_line, begin_life, enter_reported, find_account, make_unknown, settle
+from .posting import (
+    account_of,
+    add_line,
+    begin_life,
+    enter_reported,
+    find_account,
+    make_unknown,
+    settle_if_attained,
+)
 from .state import LedgerState
 from .steady import activate, is_steady, make_steady
-from .totals import add_tokens
 
 
 def _stepped(state: LedgerState, event: ev.Stepped) -> None:
@@ -136,9 +142,9 @@ def _deliver(state: LedgerState, ignored: frozenset[int]) -> None:
             if life.pending:
                 resolve(state, account, life)
         if flight.invalid_from >= 0 or life.ended_by:
-            _execute_invalid(state, account, flight, tokens)
+            execute_invalid(account, flight, flight.start + tokens)
         else:
-            _execute(state, account, life, flight.start, flight.start + tokens)
+            execute(account, life, flight.start, flight.start + tokens)
         if sampled > 0 and accepted:
             account.sequence_tokens += sampled
             if not account.settled:
@@ -163,58 +169,6 @@ def _reject(state: LedgerState, account: Account, flight: InFlight, rejected: in
         if later.life is flight.life and later.start > flight.start:
             later.start -= rejected
     return rejected
-
-
-def _execute_invalid(state: LedgerState, account: Account, flight: InFlight, tokens: int) -> None:
-    """Post tokens executed after the life ended, or above a failed load: their KV is lost at once."""
-    life, start, end = flight.life, flight.start, flight.start + tokens
-    _execute(state, account, life, start, end)
-    if flight.invalid_from >= 0:
-        account.positions.revoke(max(start, flight.invalid_from), life.number)
-        account.losses.add(max(start, flight.invalid_from), end, causes.LOAD_FAILED)
-    else:
-        account.losses.add(start, end, life.ended_by)
-
-
-def _execute(state: LedgerState, account: Account, life: Life, start: int, end: int) -> None:
-    """Post the execution of positions [start, end)."""
-    prompt = account.prompt_tokens
-    rows = account.positions.ranges
-    if rows and start >= prompt:
-        last = rows[-1]
-        if last.end == start and last.source is COMPUTED and last.life == life.number:
-            last.end = end
-            account.first_output += end - start
-            return
-    gaps = account.positions.fill(start, end, COMPUTED, life.number)
-    new = 0
-    for low, high in gaps:
-        new += high - low
-        in_prompt = max(0, min(high, prompt) - low)
-        account.first_prompt += in_prompt
-        account.first_output += high - low - in_prompt
-        if in_prompt:
-            account.executed_first.append((low, low + in_prompt, life.number))
-    if new < end - start:
-        again = _without(start, end, gaps)
-        for low, high, cause in account.losses.split(again):
-            add_tokens(account.rework, cause, high - low)
-            if cause == causes.UNKNOWN:
-                account.suspense += high - low
-            if low < prompt:
-                account.executed_again.append((low, min(high, prompt), cause))
-
-
-def _without(start: int, end: int, gaps: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The parts of [start, end) that are in none of ``gaps`` (sorted, disjoint)."""
-    pieces = []
-    for low, high in gaps:
-        if start < low:
-            pieces.append((start, low))
-        start = high
-    if start < end:
-        pieces.append((start, end))
-    return pieces
 
 
 def _repeated(state: LedgerState, event: ev.Repeated) -> None:
@@ -261,7 +215,7 @@ def _repeat(state: LedgerState, account: Account, tokens: int, drafts: int, time
         add_line(state, account, f"scheduled, {times} unchanged steps", credit=tokens * times)
         if rejected:
             add_line(state, account, "rejected drafts", debit=rejected * times)
-    _execute(state, account, life, start, start + advance)
+    execute(account, life, start, start + advance)
 
 
 STEPS: dict[type[ev.Event], Callable[[LedgerState, Any], None]] = {

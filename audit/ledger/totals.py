@@ -58,7 +58,7 @@ class Totals(msgspec.Struct):
         self.rejected += account.rejected
         self.overrun += account.overrun
         if account.in_flight:
-            self.in_flight += sum(f.tokens for f in account.in_flight if not f.overrun)
+            self.in_flight += sum(f.tokens - f.posted for f in account.in_flight if not f.overrun)
         self.hit_again += account.hit_again
         self.loaded_again += account.loaded_again
         self.promised += account.promised

@@ -84,6 +84,19 @@ def preempt_forced(attach: Attach = id, **setup: Any) -> Driver:
     return driver
 
 
+@workload(producer={"asynchronous": True, "connector": "scripted", "kv_role": "kv_producer"})
+def resumed_with_chunks_in_flight(attach: Attach = id, **setup: Any) -> Driver:
+    """With three batches in flight, `r` resumes and hits the blocks that its chunks in flight still fill."""
+    driver = start(attach, max_batched_tokens=64, **setup)
+    driver.add("r", 200, 3)
+    driver.schedule()
+    driver.schedule()
+    driver.preempt("r")
+    driver.schedule()
+    driver.run()
+    return driver
+
+
 @workload(
     sync={},
     eagle={"drafter": "eagle"},
