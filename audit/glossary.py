@@ -192,7 +192,9 @@ SECTIONS: dict[str, tuple[Term, ...]] = {
         ),
         Term(
             "overrun",
-            "Tokens in flight past the point where their request stopped.",
+            "Scheduled tokens that are no part of their request, because it had stopped: those in flight at "
+            "the stop, and those computed past the end of the sequence, such as drafts accepted past the "
+            "stop. The rule is the same for every release.",
             "Asynchronous scheduling runs one more step before it sees the stop token.",
         ),
         Term(

@@ -792,6 +792,16 @@ FURTHER = (
            # 50..53 executed; the sequence ends with position 52.
            "A0+0 s50 o+ s4 o3/3 F-2",
            54, 50, 3, 0, 0, 1, (0, 0, 50, 0), (0, 0), 0, 0),
+    Golden("stopped in the middle of accepted drafts, and the engine lowers its count", 50,
+           # vLLM 0.33 subtracts the cut tokens from the computed count; the work is the same.
+           "A0+0 s50 o+ s4 o3/3 R2:past_stop F-2",
+           54, 50, 3, 0, 0, 1, (0, 0, 50, 0), (0, 0), 0, 0),
+    Golden("async, stopped in the middle of accepted drafts with a step in flight", 50,
+           "A0+0 s50 o+ s4/3 s4/3 o3/3 F-2",
+           58, 50, 3, 0, 0, 5, (0, 0, 50, 0), (0, 0), 0, 0),
+    Golden("async, the same, and the engine lowers its count", 50,
+           "A0+0 s50 o+ s4/3 s4/3 o3/3 R2:past_stop F-2",
+           58, 50, 3, 0, 0, 5, (0, 0, 50, 0), (0, 0), 0, 0),
     Golden("preempted again and again", 64,
            "A0+0 s64 o+ P A0+0 s32 o P A32+0 s33 o+ F",
            129, 64, 1, 64, 0, 0, (0, 0, 64, 0), (0, 0), 0, 32, {"blocks": 64}),

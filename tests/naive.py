@@ -422,7 +422,7 @@ class Naive:
         if life is None:
             return
         self.compare(event, "before the roll back", event.before_tokens, life.count)
-        if event.cause in ("session", "past_stop"):
+        if event.cause == "session":
             one.past_the_end(event.computed_tokens)
         if event.cause == "released":
             one.end_life(life, "released", "released")

@@ -224,7 +224,7 @@ def _finished(state: LedgerState, event: ev.Finished) -> None:
     account.outcome = event.reason
     account.closed_at = state.at
     if event.sequence_tokens >= 0:
-        overrun_past(state, account, event.sequence_tokens)
+        overrun_past(account, event.sequence_tokens)
     for flight in account.in_flight:
         if not flight.overrun:
             flight.overrun = True
@@ -236,13 +236,17 @@ def _finished(state: LedgerState, event: ev.Finished) -> None:
     close_account(state, event.request, account)
 
 
-def overrun_past(state: LedgerState, account: Account, end: int) -> None:
-    """Move draft tokens accepted beyond a stop from first output to overrun."""
-    beyond = min(account.positions.end - max(end, account.prompt_tokens), account.first_output)
-    if beyond > 0:
+def overrun_past(account: Account, end: int) -> None:
+    """Move output computed at position ``end`` or above from first output to overrun.
+
+    ``end`` is the end of the request's sequence, or of what a session keeps of a turn.
+    """
+    start = max(end, account.prompt_tokens)
+    if account.positions.end > start:
+        beyond = account.positions.first_computed_from(start)
         account.first_output -= beyond
         account.overrun += beyond
-        account.positions.truncate(account.positions.end - beyond)
+        account.positions.truncate(start)
 
 
 def _reported(state: LedgerState, event: ev.Reported) -> None:

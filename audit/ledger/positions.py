@@ -134,6 +134,14 @@ class PositionRanges:
         if self.ranges and self.ranges[-1].end > end:
             self.ranges[-1].end = end
 
+    def first_computed_from(self, start: int) -> int:
+        """Count the tokens from position ``start`` up whose first KV was computed, valid or not."""
+        return sum(
+            row.end - max(start, row.start)
+            for row in self.ranges
+            if row.end > start and (row.source in (COMPUTED, REVOKED) or row.again)
+        )
+
     def tally(self, start: int, end: int) -> dict[str, int]:
         """Count tokens of [start, end) by origin; ``unattained`` are those without a valid origin."""
         tokens = {LOCAL: 0, EXTERNAL: 0, COMPUTED: 0, "unattained": 0}

@@ -68,7 +68,7 @@ TABLES: dict[str, tuple[Column, ...]] = {
         Column("first_output", "count", "output tokens computed for the first time"),
         Column("rework", "count", "tokens computed again because their KV was lost"),
         Column("rejected", "count", "rejected draft tokens"),
-        Column("overrun", "count", "tokens in flight when the request stopped"),
+        Column("overrun", "count", "tokens in flight at the request's stop, or computed past its sequence"),
         Column("hit_again", "count", "repeat hits: local hits on positions whose KV an earlier life had"),
         Column("loaded_again", "count", "repeat loads: loads for positions whose KV an earlier life had"),
         Column("promised", "count", "external tokens promised by the connector, over all lives"),
