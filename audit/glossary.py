@@ -88,9 +88,10 @@ SECTIONS: dict[str, tuple[Term, ...]] = {
     "Where prompt tokens came from": (
         Term(
             "settled",
-            "The source of each prompt token is fixed once, at the request's first output or at its end: "
-            "local, external, computed or unattained. The four sum to the prompt, and no later "
-            "preemption changes them.",
+            "The source of each prompt token is fixed once: local, external, computed or unattained. The "
+            "four sum to the prompt, and no later preemption changes them. This happens at the request's "
+            "first output. If a token has no valid KV then, it happens at the first output at which every "
+            "token has, or at the request's end.",
             "`prompt settled: 32 external, 65 computed` for a prompt of 97 tokens.",
             ("settlement", "settle"),
         ),

@@ -9,7 +9,8 @@ The words of ``histories.md``, and what is added here (marked +):
 =============== =====================================================================================
 ``A<l>+<e>``    admitted with l local and e promised external tokens; asynchronous when ``L`` comes
                 before the first ``s`` of the life, or nothing does; + a final ``a`` says so outright
-``L`` ``L<k>``  the promised tokens are loaded, or the first k only; + k < 0: local hits fall too
+``L`` ``L<k>``  the promised tokens are loaded, or the first k only; + k < 0: local hits fall too;
+                + a final ``!``: the outputs of the steps after the failed one are delivered
 ``R<n>``        n tokens rolled back; + ``:replay`` names another cause
 ``s<n>``        a step schedules n positions; + ``/<k>`` of them drafts (else from the output word)
 ``o`` ``o+``    the oldest step's output: nothing sampled, one token sampled
@@ -72,7 +73,7 @@ class Word:
 
 _GRAMMAR = (
     ("A", re.compile(r"A(\d+)\+(-?\d+)(a?)")),
-    ("L", re.compile(r"L(-?\d+)?()()")),
+    ("L", re.compile(r"L(-?\d+)?()(!?)")),
     ("C", re.compile(r"C(\d+)()()")),
     ("R", re.compile(r"R(\d+)()(?::(\w+))?")),
     ("s", re.compile(r"s(\d+)(?:/(\d+))?()")),
@@ -344,13 +345,16 @@ class Engine:
         loaded = min(one.computed, one.local + one.external)
         self.events.append(LoadFinished(self._at(), request, loaded))
 
-    def fail_load(self, request: int, computed: int) -> None:
-        """Truncates at ``computed``; what is in flight of the request will be thrown away."""
+    def fail_load(self, request: int, computed: int, *, later_delivered: bool = False) -> None:
+        """Truncates at ``computed``; what is in flight of the request will be thrown away.
+
+        ``later_delivered``: only the output of the failed step is, as in vLLM 0.32.
+        """
         one = self.requests[request]
         before, one.computed = one.computed, computed
         one.placeholders = 0
-        for part in self.parts(request):
-            part.fate = "dropped"
+        for place, part in enumerate(self.parts(request)):
+            part.fate = "stale" if later_delivered and place else "dropped"
         self.events.append(LoadFailed(self._at(), request, before, computed, one.asynchronous))
 
     def release(self, request: int) -> None:
@@ -585,7 +589,7 @@ def _play(engine: Engine, request: int, word: Word, rest: Sequence[Word]) -> Non
             engine.look_up(request, number, external, asynchronous)
             engine.admit(request, number, external, asynchronous)
         case "L":
-            _load(engine, engine.requests[request], word.first)
+            _load(engine, engine.requests[request], word.first, later_delivered=word.mark == "!")
         case "C":
             engine.plan_load(request, number)
         case "R":
@@ -609,10 +613,10 @@ def _waits(admission: Word, rest: Sequence[Word]) -> bool:
     return True
 
 
-def _load(engine: Engine, one: Counters, tokens: int | None) -> None:
+def _load(engine: Engine, one: Counters, tokens: int | None, *, later_delivered: bool) -> None:
     if not one.asynchronous:
         if tokens is not None:
-            engine.fail_load(one.request, one.local + tokens)
+            engine.fail_load(one.request, one.local + tokens, later_delivered=later_delivered)
         return
     if tokens is not None:
         engine.fail_load(one.request, one.local + tokens)
@@ -772,6 +776,14 @@ FURTHER = (
            "A0+160 s40 s1 L64 o s136 o o+ s1 o+ F",
            178, 136, 1, 41, 0, 0, (0, 64, 136, 0), (0, 160), 0, 0, {"load_failed": 41},
            {"failed": 96}),
+    Golden("synchronous load failure with the next step in flight, whose output is delivered", 200,
+           # The first output comes before 64..199 have valid KV; they are computed with the next one.
+           "A0+160 s40 s1 L64! o o+ s137 o+ F",
+           178, 136, 1, 41, 0, 0, (0, 64, 136, 0), (0, 160), 0, 0, {"load_failed": 41},
+           {"failed": 96}),
+    Golden("the same, and aborted before the tokens are computed again", 200,
+           "A0+160 s40 s1 L64! o o+ s64 o F:aborted",
+           105, 104, 1, 0, 0, 0, (0, 64, 64, 72), (0, 160), 0, 0, {}, {"failed": 96}),
     Golden("asynchronous load fails wholly, the local hit stays", 200,
            "A64+96 L0 s136 o+ F",
            136, 136, 0, 0, 0, 0, (64, 0, 136, 0), (64, 96), 0, 0, {}, {"failed": 96}),

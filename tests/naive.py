@@ -122,6 +122,8 @@ class Request:
     works: list[Work] = field(default_factory=list)
     finished: bool = False
     settled: bool = False
+    incomplete: bool = False
+    """Whether an output came while a prompt position had no valid KV; the prompt is settled later then."""
     settlements: list[dict[str, int]] = field(default_factory=list)
     plan: tuple[int, int] | None = None
     counts: Counter[str] = field(default_factory=Counter)
@@ -506,7 +508,10 @@ class Naive:
                 if later.life is life and (later.void_from is None) == (work.void_from is None):
                     later.start -= rejected
         if sampled > 0 and not ignored and not one.settled:
-            one.settle()
+            if all(one.at(position).origin for position in range(one.carried, one.prompt_tokens)):
+                one.settle()
+            else:
+                one.incomplete = True
 
     # Preemption, sessions, the end.
 
@@ -527,9 +532,11 @@ class Naive:
 
     def _extended(self, event: Extended) -> None:
         one = self.requests[event.request]
+        if one.incomplete and not one.settled:
+            one.settle()
         one.prompt_tokens = event.prompt_tokens
         one.carried = event.computed_tokens
-        one.settled = False
+        one.settled = one.incomplete = False
         for number, position in one.positions.items():
             if number >= one.carried:
                 position.origin, position.origin_life = None, 0

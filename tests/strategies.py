@@ -336,7 +336,7 @@ class Simulation:
                     valid = self.choices.below(actor.start)
             else:
                 valid = self.choices.below(actor.start + 1)
-            self.engine.fail_load(actor.request, valid)
+            self.engine.fail_load(actor.request, valid, later_delivered=self.rare())
             one.waits = False
             actor.unproven = False
             failed.append(actor)

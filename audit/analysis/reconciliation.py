@@ -290,7 +290,7 @@ def _why_void(life: Life) -> str:
 
 def ended_early(account: Account) -> bool:
     """Whether a request ended before any output, so that its prompt was settled at its end."""
-    if account.closed_at < 0 or account.sampled or account.reports:
+    if account.closed_at < 0 or account.sampled or account.reports or account.incomplete:
         return False
     return any(s.at == account.closed_at for s in account.settlements[:1])
 

@@ -36,6 +36,7 @@ class Account:
         "hit_again",
         "in_flight",
         "in_flight_tokens",
+        "incomplete",
         "life",
         "lines",
         "lives",
@@ -147,6 +148,8 @@ class Account:
 
         self.settled = False
         """Whether the present prompt or chunk is settled."""
+        self.incomplete = False
+        """Whether the first output came before every token of the present prompt or chunk had valid KV."""
         self.settlements: list[Settlement] = []
         """One settlement for the prompt, or for each chunk of a session."""
         self.plan: tuple[int, int] | None = None

@@ -200,10 +200,12 @@ def end_life(state: LedgerState, account: Account, cause: str) -> None:
 def _extended(state: LedgerState, event: ev.Extended) -> None:
     account = account_of(state, event.request)
     enter_reported(state, account, "extended", event.computed_tokens)
+    if account.incomplete and not account.settled:
+        settle(state, account)
     account.positions.truncate(event.computed_tokens)
     account.carried = event.computed_tokens
     account.prompt_tokens = account.sequence_tokens = event.prompt_tokens
-    account.settled = False
+    account.settled = account.incomplete = False
     account.reports = 0
     state.blocks.identify(event.request, event.isolation)
     add_line(state, account, f"prompt extended to {event.prompt_tokens} tokens")

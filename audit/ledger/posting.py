@@ -104,9 +104,25 @@ def delivered_end(account: Account, end: int) -> int:
     return end
 
 
-def settle(state: LedgerState, account: Account) -> None:
-    """Attribute each prompt token to its first valid origin, for good."""
+def settle_if_attained(state: LedgerState, account: Account) -> None:
+    """Settle with an output, unless a prompt token has no valid KV yet.
+
+    Then a later output or the end of the request settles.
+    """
     tally = account.positions.tally(account.carried, account.prompt_tokens)
+    if tally["unattained"]:
+        account.incomplete = True
+    else:
+        _settle(state, account, tally)
+
+
+def settle(state: LedgerState, account: Account) -> None:
+    """Settle at the end of a request or a chunk: a token without valid KV is unattained."""
+    _settle(state, account, account.positions.tally(account.carried, account.prompt_tokens))
+
+
+def _settle(state: LedgerState, account: Account, tally: dict[str, int]) -> None:
+    """Attribute each prompt token to its first valid origin, for good."""
     settlement = Settlement(
         prompt_tokens=account.prompt_tokens,
         carried=account.carried,

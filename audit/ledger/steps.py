@@ -71,7 +71,8 @@ def _schedule(state: LedgerState) -> None:
             life.ran = True
             if account.plan is None:
                 account.plan = (life.local, life.external)
-            if account.reporting is None or (state.reported_admission == "last" and not account.settled):
+            before_output = not (account.settled or account.incomplete)
+            if account.reporting is None or (state.reported_admission == "last" and before_output):
                 account.reporting = life
         if account.lines is not None:
             note = f"scheduled (draft tokens: {drafts})" if drafts else "scheduled"
@@ -148,7 +149,7 @@ def _deliver(state: LedgerState, ignored: frozenset[int]) -> None:
         if sampled > 0 and accepted:
             account.sequence_tokens += sampled
             if not account.settled:
-                settle(state, account)
+                settle_if_attained(state, account)
             if sampled == tokens == 1 and not flight.drafts and is_steady(state, account):
                 newly_steady.append(account)
     for account in newly_steady:
