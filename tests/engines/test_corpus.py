@@ -89,6 +89,20 @@ def test_the_real_scheduler_gives_the_figures_of_a_golden_history(title: str) ->
     }
 
 
+@pytest.mark.parametrize(("name", "overrun"), [("sync", 1), ("async", 5)])
+def test_overrun_counts_executed_work_in_the_same_way_in_every_release(
+    name: str, overrun: int, recorded: Recorded
+) -> None:
+    """0.33 subtracts the tokens cut at the stop from its computed count, and 0.32 does not.
+
+    Position 53 lies past the end of the sequence; the asynchronous engine also has a step of four in flight.
+    """
+    account = audited(recorded(f"stopped_within_drafts_{name}")).ledger.account("r")
+
+    assert account is not None
+    assert (50, 3, overrun) == (account.first_prompt, account.first_output, account.overrun)
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(

@@ -113,6 +113,17 @@ def speculative(attach: Attach = id, *, drafts: int = 3, **setup: Any) -> Driver
     return driver
 
 
+@workload(sync={}, **{"async": {"asynchronous": True}})
+def stopped_within_drafts(attach: Attach = id, **setup: Any) -> Driver:
+    """`r` computes positions 50 to 53 in a step whose three drafts are accepted, and stops within them."""
+    driver = start(attach, drafts=3, **setup)
+    driver.add("r", 50, 16, stop_at=3)
+    for _ in range(4):
+        driver.step(accepted=3)
+    driver.run()
+    return driver
+
+
 @workload("reset under running requests", **BOTH, speculative={"asynchronous": True, "drafts": 2})
 def reset_running(attach: Attach = id, **setup: Any) -> Driver:
     """The prefix cache is reset under running requests, in prefill and in decode."""
