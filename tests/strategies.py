@@ -336,7 +336,8 @@ class Simulation:
                     valid = self.choices.below(actor.start)
             else:
                 valid = self.choices.below(actor.start + 1)
-            self.engine.fail_load(actor.request, valid, later_delivered=self.rare())
+            drafting = any(each.drafts for each in self.engine.parts(actor.request))
+            self.engine.fail_load(actor.request, valid, later_delivered=not drafting and self.rare())
             one.waits = False
             actor.unproven = False
             failed.append(actor)
