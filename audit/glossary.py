@@ -88,10 +88,9 @@ SECTIONS: dict[str, tuple[Term, ...]] = {
     "Where prompt tokens came from": (
         Term(
             "settled",
-            "The source of each prompt token is fixed once: local, external, computed or unattained. The "
-            "four sum to the prompt, and no later preemption changes them. This happens at the request's "
-            "first output. If a token has no valid KV then, it happens at the first output at which every "
-            "token has, or at the request's end.",
+            "The source of each prompt token is fixed once: local, external, computed or unattained; the "
+            "four sum to the prompt, and no later preemption changes them. This happens at the first output "
+            "if every token has valid KV by then, else at the first later one or at the request's end.",
             "`prompt settled: 32 external, 65 computed` for a prompt of 97 tokens.",
             ("settlement", "settle"),
         ),
