@@ -19,7 +19,7 @@ engine emits any more are in ``old_events.py``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
@@ -27,18 +27,6 @@ SCHEMA = 2
 """Version of the events. A reader refuses a journal of a newer one."""
 
 Setting = str | int | float | bool | None
-
-Microseconds = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
-"""Time since the engine started. A decoder refuses what is out of the bounds, and so for the types below."""
-
-UnixSeconds = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
-"""Unix time, up to the year 5138."""
-
-Repeats = Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
-"""How often a step was repeated."""
-
-StepsInFlight = Annotated[int, msgspec.Meta(ge=0, le=1 << 12)]
-"""How many steps await their output: one, or as many as a pipeline has stages."""
 
 if TYPE_CHECKING:
     Numbers: TypeAlias = list[int] | msgspec.Raw
@@ -68,7 +56,7 @@ the order of positions. Empty list: the request has none of these. None instead 
 class Event(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Base of all events. ``at``: microseconds since the engine started."""
 
-    at: Microseconds
+    at: int
 
 
 # --- the engine ---------------------------------------------------------------------------------
@@ -81,13 +69,19 @@ class EngineStarted(Event, frozen=True, array_like=True, tag=0):
     (``block_size``, ``blocks``, ``connector``, ``load_failure_policy``, ``asynchronous``, ...).
     """
 
-    wall_seconds: UnixSeconds
+    wall_seconds: float
     engine: str
     version: str
     adapter: str
     level: str
     process_id: int
     configuration: dict[str, Setting]
+
+    @property
+    def name(self) -> str:
+        """The engine's name in findings and labels, with the host or ``KVLEDGER_NAME`` if it is known."""
+        instance = str(self.configuration.get("instance") or "")
+        return f"{self.engine} {self.version} pid {self.process_id}" + (f" on {instance}" if instance else "")
 
     @property
     def began_seconds(self) -> float:
@@ -300,7 +294,7 @@ class DeliveredWhole(Event, frozen=True, array_like=True, tag=40):
 class Repeated(Event, frozen=True, array_like=True, tag=16):
     """The last step and the last output were repeated unchanged, ``times`` times, in this order."""
 
-    times: Repeats
+    times: int
 
 
 class Reported(Event, frozen=True, array_like=True, tag=17):
@@ -416,7 +410,7 @@ class Snapshot(Event, frozen=True, array_like=True, tag=23):
 
     step: int
     rows: list[SnapshotRow]
-    undelivered_steps: StepsInFlight
+    undelivered_steps: int
 
 
 # --- lookups that outlive their step ------------------------------------------------------------------

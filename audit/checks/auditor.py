@@ -89,15 +89,10 @@ class Auditor:
     def feed(self, event: Event, number: int | None = None) -> list[Violation]:
         """Audit one event; returns the new findings. A finding made before is only counted."""
         if type(event) is EngineStarted and not self.engine:
-            self.engine = f"{event.engine} {event.version} pid {event.process_id}"
+            self.engine = event.name
         findings: list[Violation] = []
         subscribed = self._subscribed
-        try:
-            entries = self.ledger.apply(event, number)
-        except Exception:
-            self.note_failure(event)
-            return findings
-        for entry in entries:
+        for entry in self.ledger.apply(event, number):
             rows = subscribed.get(type(entry.subject))
             if rows is None:
                 continue
@@ -116,18 +111,6 @@ class Auditor:
                         raise
                     self.check_failures[row.id] = self.check_failures.get(row.id, 0) + 1
         return findings
-
-    def note_failure(self, event: Event) -> None:
-        """Posting an event raises: a defect of kvledger, or an event that no engine emits.
-
-        The ledger may have posted a part of it, so open accounts become unknown and the verdict is not clean.
-        Call this where the exception is handled; with ``debug`` it is raised again.
-        """
-        if self._debug:
-            raise
-        name = f"posting {type(event).__name__}"
-        self.check_failures[name] = self.check_failures.get(name, 0) + 1
-        self.ledger.abandon(f"{name} failed")
 
     def feed_all(self, events: Iterable[Event]) -> list[Violation]:
         """Audit events in order; returns the new findings."""
@@ -173,13 +156,24 @@ class Auditor:
         return violation
 
     def absorb(self, other: Auditor) -> None:
-        """Add the findings of another engine, which has ended; one finding of each invariant is kept."""
+        """Add the findings of another engine, which has ended; one finding of each invariant is kept.
+
+        Times count from the start of the engine that began first.
+        """
         self.engine = self.engine or other.engine
+        before = self.ledger.engine
         self.ledger.absorb(other.ledger)
+        for kept in self._findings.values():
+            kept.violation = _moved(kept.violation, before, self.ledger.engine)
         for finding in other._findings.values():
-            kept = self._findings.setdefault((finding.violation.id, None), KeptFinding(finding.violation))
-            kept.repeats += finding.repeats + (kept.violation is not finding.violation)
-            kept.last_step = finding.last_step
+            key = (finding.violation.id, None)
+            if key in self._findings:
+                self._findings[key].repeats += finding.repeats + 1
+            else:
+                violation = _moved(finding.violation, other.ledger.engine, self.ledger.engine)
+                self._findings[key] = KeptFinding(violation)
+                self._findings[key].repeats = finding.repeats
+            self._findings[key].last_step = finding.last_step
         for table, more in ((self.not_kept, other.not_kept), (self.check_failures, other.check_failures)):
             for id, times in more.items():
                 table[id] = table.get(id, 0) + times
@@ -215,3 +209,11 @@ class Auditor:
         if any(f.violation.severity == "violation" for f in self._findings.values()):
             return "violated"
         return "unknown" if self.doubts else "clean"
+
+
+def _moved(violation: Violation, clock: EngineStarted | None, other: EngineStarted | None) -> Violation:
+    """A violation with its time counted from the start of another engine."""
+    if clock is None or other is None or clock.began_seconds == other.began_seconds:
+        return violation
+    shift = round((clock.began_seconds - other.began_seconds) * 1e6)
+    return replace(violation, at=violation.at + shift)

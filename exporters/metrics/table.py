@@ -6,7 +6,8 @@ Exporters call :func:`collect`. ``python -m kvledger.exporters.metrics.table`` p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import add
 from typing import Literal, NamedTuple
 
 from ...audit.checks.registry import catalogue
@@ -19,6 +20,9 @@ from .values import MetricReader, Sample
 
 Kind = Literal["counter", "gauge", "histogram", "info"]
 
+SUMMED: tuple[Kind, ...] = ("counter", "histogram")
+"""Kinds whose values are summed over all engines of a name, those that are gone included."""
+
 SUFFIXES: dict[Kind, str] = {"counter": "_total", "gauge": "", "histogram": "", "info": "_info"}
 
 
@@ -26,7 +30,8 @@ class Metric(NamedTuple):
     """One metric. A counter is exposed with the suffix ``_total``, an info metric with ``_info``.
 
     ``words``: the possible values of a label, if they are a closed set; each has a series from the start.
-    ``bounds``: the upper bounds of a histogram's buckets, without infinity.
+    ``bounds``: the upper bounds of a histogram's buckets, without infinity. ``combine``: makes one value of
+    the gauges of two engines that have one name and run side by side.
     """
 
     name: str
@@ -37,6 +42,7 @@ class Metric(NamedTuple):
     read: MetricReader
     words: Mapping[str, Sequence[str]] = {}
     bounds: tuple[float, ...] = ()
+    combine: Callable[[float, float], float] = max
 
     @property
     def exposed(self) -> str:
@@ -246,6 +252,7 @@ GROUPS: tuple[Group, ...] = (
                 "Requests in the engine, running and waiting.",
                 ENGINE,
                 read.value(lambda engine_audit: len(engine_audit.auditor.ledger.open)),
+                combine=add,
             ),
             Metric(
                 "kvledger_preemptions",
@@ -456,6 +463,7 @@ GROUPS: tuple[Group, ...] = (
                 "Increase of the engine's own counter.",
                 (*ENGINE, "figure"),
                 read.engine_counters("counted"),
+                combine=add,
             ),
             Metric(
                 "kvledger_reconciliation_ledger",
@@ -464,6 +472,7 @@ GROUPS: tuple[Group, ...] = (
                 "Increase of the ledger's figure.",
                 (*ENGINE, "figure"),
                 read.engine_counters("ledger"),
+                combine=add,
             ),
             Metric(
                 "kvledger_reconciliation_drift",
@@ -472,6 +481,7 @@ GROUPS: tuple[Group, ...] = (
                 "The engine's figure minus the ledger's, by cause.",
                 (*ENGINE, "figure", "cause"),
                 read.engines(read.drift),
+                combine=add,
             ),
             Metric(
                 "kvledger_reconciliation_up",
@@ -480,6 +490,7 @@ GROUPS: tuple[Group, ...] = (
                 "1 if the last scrape of the engine's own metrics succeeded, else 0.",
                 ENGINE,
                 read.reconciled("answered"),
+                combine=min,
             ),
             Metric(
                 "kvledger_reconciliation_scrape_timestamp_seconds",
@@ -488,6 +499,7 @@ GROUPS: tuple[Group, ...] = (
                 "Unix time of the last scrape of the engine's own metrics.",
                 ENGINE,
                 read.reconciled("scraped_seconds"),
+                combine=min,
             ),
             Metric(
                 "kvledger_reconciliation_baseline_timestamp_seconds",
@@ -496,6 +508,7 @@ GROUPS: tuple[Group, ...] = (
                 "Unix time at which the comparison began.",
                 ENGINE,
                 read.reconciled("baseline_seconds"),
+                combine=min,
             ),
         ),
     ),
@@ -587,10 +600,15 @@ METRICS: tuple[Metric, ...] = tuple(metric for group in GROUPS for metric in gro
 def collect(audits: Sequence[EngineAudit]) -> list[tuple[Metric, list[Sample]]]:
     """Every metric with its present samples; journals of one engine name share one sample.
 
-    Counters and histograms of such journals are summed and count since the earlier start. For gauges the
-    later journal wins. An info metric has one sample per engine.
+    Counters and histograms of such journals are summed and count since the earlier start. Gauges are those
+    of the engines that were not replaced, combined as the metric says. An info metric has one sample per
+    name: the last engine's.
     """
-    return [(metric, merged(metric, metric.read(audits))) for metric in METRICS]
+    current = read.current(audits)
+    return [
+        (metric, merged(metric, metric.read(audits if metric.kind in SUMMED else current)))
+        for metric in METRICS
+    ]
 
 
 def merged(metric: Metric, samples: Iterable[Sample]) -> list[Sample]:
@@ -599,10 +617,17 @@ def merged(metric: Metric, samples: Iterable[Sample]) -> list[Sample]:
     for sample in samples:
         key = sample.labels[:1] if metric.kind == "info" else sample.labels
         earlier = by_labels.get(key)
-        if earlier is not None and metric.kind in ("counter", "histogram"):
+        if earlier is not None and metric.kind in SUMMED:
             sample = _summed(earlier, sample)
+        elif earlier is not None and metric.kind == "gauge":
+            sample = sample._replace(value=metric.combine(_number(earlier), _number(sample)))
         by_labels[key] = sample
     return list(by_labels.values())
+
+
+def _number(sample: Sample) -> float:
+    assert not isinstance(sample.value, Distribution)
+    return sample.value
 
 
 def _summed(one: Sample, other: Sample) -> Sample:
@@ -612,8 +637,7 @@ def _summed(one: Sample, other: Sample) -> Sample:
         both.merge(one.value)
         both.merge(other.value)
         return Sample(one.labels, both, created)
-    assert not isinstance(one.value, Distribution) and not isinstance(other.value, Distribution)
-    return Sample(one.labels, one.value + other.value, created, other.exemplar or one.exemplar)
+    return Sample(one.labels, _number(one) + _number(other), created, other.exemplar or one.exemplar)
 
 
 # --- the page -------------------------------------------------------------------------------------------
@@ -622,10 +646,15 @@ HEAD = """# Metrics
 
 Made by `python -m kvledger.exporters.metrics.table`; do not edit.
 
-`kvledger serve PATH` serves these at `/metrics`. `engine` names one observed process. Unless a line
-says otherwise, tokens and requests are counted when the request ends. Requests that were touched by lost
-events appear only in `kvledger_requests_total` and `kvledger_audited_tokens_total`, with the verdict
-`unknown`. If the values of a label are a closed set, each value has a series from the start, at zero;
+`kvledger serve PATH` serves these at `/metrics`. `engine` names one observed process by engine, version,
+process id, and host or `KVLEDGER_NAME`. If several engines have one name, counters and histograms are the
+sums over all of them. A gauge leaves out engines that were replaced by a later one. If several are left,
+`kvledger_open_requests` and the figures of the reconciliation are sums, and other gauges the largest value;
+of the times and the success of scrapes, it is the smallest.
+
+Unless a line says otherwise, tokens and requests are counted when the request ends. Requests that were
+touched by lost events appear only in `kvledger_requests_total` and `kvledger_audited_tokens_total`, with the
+verdict `unknown`. If the values of a label are a closed set, each value has a series from the start, at zero;
 `other` stands for a value that this release does not know. No label holds a request id; exemplars do, in
 the OpenMetrics format.
 """

@@ -166,6 +166,26 @@ def last_violations(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...]
 # --- coverage -----------------------------------------------------------------------------------------
 
 
+def current(audits: Sequence[EngineAudit]) -> Sequence[EngineAudit]:
+    """Without the engines that were replaced: another of their name began after their last event.
+
+    Engines of one name that run side by side are all current, also if one of them has failed since.
+    """
+    latest: dict[str, EngineAudit] = {}
+    for engine_audit in audits:
+        before = latest.get(engine_audit.name)
+        if before is None or before.metrics.created_seconds <= engine_audit.metrics.created_seconds:
+            latest[engine_audit.name] = engine_audit
+    kept = [
+        engine_audit
+        for engine_audit in audits
+        if latest[engine_audit.name] is engine_audit
+        or engine_audit.auditor.ledger.read_to >= latest[engine_audit.name].metrics.created_seconds
+        or state(engine_audit) == "live"
+    ]
+    return EngineAudits(kept, audits.health) if isinstance(audits, EngineAudits) else kept
+
+
 def state(engine_audit: EngineAudit) -> str:
     """The engine's state of observation, one of :data:`STATES`."""
     reason = engine_audit.auditor.ledger.stopped
@@ -200,7 +220,7 @@ def gaps(engine_audit: EngineAudit) -> dict[str, int]:
 
 def last_event(engine_audit: EngineAudit) -> float:
     """Unix time of the last event."""
-    return engine_audit.metrics.seconds(engine_audit.auditor.ledger.at)
+    return engine_audit.auditor.ledger.read_to
 
 
 def checkpoint(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:

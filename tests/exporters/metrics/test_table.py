@@ -6,9 +6,9 @@ import shutil
 import subprocess
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse
@@ -164,6 +164,78 @@ def test_the_state_of_an_engine(tmp_path: Path) -> None:
         assert {(): 0.0} == labelled([ended], "kvledger_engine_observed")
 
 
+def beside(
+    folder: Path, stream: list[Event], *, wall_seconds: float = 1.7e9
+) -> tuple[JournalWriter, EngineAudit]:
+    """An engine that runs, under the name that others have too; its audit up to now."""
+    writer = JournalWriter(folder)
+    writer.rotate()
+    writer.write([replace(journals.STARTED, wall_seconds=wall_seconds), Snapshot(0, 0, [], 0), *stream])
+    return writer, read_again(EngineAudit(folder))
+
+
+def read_again(engine_audit: EngineAudit) -> EngineAudit:
+    with Reader(engine_audit.path) as reader:
+        engine_audit.read(reader)
+    return engine_audit
+
+
+def test_gauges_of_two_engines_of_one_name_are_combined(tmp_path: Path) -> None:
+    """As of two containers whose engines both have process id 1, on one volume."""
+    opened = events(200, "A0+0 s200 o+")[:-1]
+    one, first = beside(tmp_path / "a", opened)
+    other, second = beside(tmp_path / "b", [], wall_seconds=1.7e9 + 3600)
+    first.checkpoint_seconds, second.checkpoint_seconds = 7.0, 5.0
+    audits = [first, second]
+
+    assert {(): 1.0} == labelled(audits, "kvledger_open_requests")
+    assert {(): 1.0} == labelled(audits, "kvledger_engine_observed")
+    assert 1 == labelled(audits, "kvledger_engine_state", "state")["live",]
+    assert {(): 1.7e9 + 3600} == labelled(audits, "kvledger_last_event_timestamp_seconds")
+    assert {(): 7.0} == labelled(audits, "kvledger_checkpoint_timestamp_seconds")
+    assert 1 == len(labelled(audits, "kvledger_engine_info", "engine", "process_id"))
+    one.close()
+    other.close()
+
+
+def test_an_engine_that_failed_is_not_hidden_by_one_that_runs_beside_it(tmp_path: Path) -> None:
+    """It began while the other ran, so none replaced the other."""
+    one, first = beside(tmp_path / "a", [])
+    other, second = beside(tmp_path / "b", [EngineStopped(5_000_000, "the observer of x kept failing")])
+    other.close()
+    for audits in ([first, second], [second, first]):
+        states = labelled(audits, "kvledger_engine_state", "state")
+        assert {"live", "failed"} == {state for (state,), value in states.items() if value}
+    one.close()
+
+
+def test_an_engine_that_was_replaced_has_no_part_in_gauges(tmp_path: Path) -> None:
+    """It was killed, and another began under its name since."""
+    one, first = beside(tmp_path / "a", [])
+    one.abandon()
+    other, second = beside(tmp_path / "b", [], wall_seconds=1.8e9)
+    for audits in ([first, second], [second, first]):
+        states = labelled(audits, "kvledger_engine_state", "state")
+        assert {"live"} == {state for (state,), value in states.items() if value}
+        assert 1.8e9 == labelled(audits, "kvledger_last_event_timestamp_seconds")[()]
+    other.close()
+
+
+def test_times_of_engines_that_share_an_audit_are_those_of_their_clocks(tmp_path: Path) -> None:
+    """Also if the engine that began first is added last."""
+    for turn in (1, -1):
+        sums = EngineAudit(Path("sums"))
+        for began in (1.7e9, 1.7e9 + 1000)[::turn]:
+            journal = journals.violated(tmp_path / f"{turn}-{began}", wall_seconds=began)
+            sums.absorb(read_again(EngineAudit(journal)))
+        last = 1.7e9 + 1000 + 1  # it stopped after a second
+        assert {(): last} == labelled([sums], "kvledger_last_event_timestamp_seconds")
+        assert sums.engine is not None
+        for violation in sums.violations:
+            seconds = sums.engine.began_seconds + violation.at / 1e6
+            assert 0 <= seconds - (1.7e9, 1.7e9 + 1000)[::turn][0] < 1
+
+
 def test_audited_tokens_by_verdict() -> None:
     clean = events(200, "A0+0 s200 o+ F")
     engine_audit = started(*clean)
@@ -259,16 +331,3 @@ def test_engines_of_one_name_are_summed(tmp_path: Path) -> None:
     labels = {"engine": "vllm 0.32.0 pid 4000", "source": "external"}
 
     assert 208 == scraped(audits).get_sample_value("kvledger_prompt_tokens_total", labels)
-
-
-@pytest.mark.parametrize("request_id", ['a"b', 'a" # {x="y"} 1', '"', 'a\\"b'])
-def test_a_quote_in_a_request_id_does_not_break_an_exemplar(request_id: str) -> None:
-    exemplar = prometheus.openmetrics_exemplar(Exemplar(request_id, "f" * 32, 1.0, 2.0))
-    counter = prometheus.Family("x", "help", "counter")
-    counter.add_sample("x_total", {"l": request_id}, 3, exemplar=exemplar)
-
-    (parsed,) = parse(openmetrics(SimpleNamespace(collect=lambda: [counter])).decode())
-
-    (sample,) = parsed.samples
-    assert {"l": request_id} == sample.labels
-    assert {"request_id": request_id.replace('"', "\\x22"), "trace_id": "f" * 32} == sample.exemplar.labels
