@@ -8,6 +8,7 @@ and know nothing of other releases.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import time
 from typing import Any, ClassVar
@@ -18,6 +19,11 @@ from .connectors.scheduler_side import ConnectorWatch
 from .connectors.worker_side import WorkerWatch
 from .pool.watch import PoolWatch
 from .step_log import Sink, StepLog
+
+logger = logging.getLogger("vllm.kvledger")
+"""Below vLLM's own logger, so that operators see its lines among the engine's."""
+
+REMOVED = "kvledger observes this engine no longer: its hook on %s kept failing, at last with %s"
 
 CENSUS_STEPS = 512
 CENSUS_SECONDS = 30.0
@@ -58,6 +64,8 @@ class Observer:
         """Observes the block pools; None at level ``tokens``."""
         self.connector: ConnectorWatch | None = None
         """Observes the scheduler side of the KV connector; None without a connector."""
+        self.instance = ""
+        """Tells this engine from others whose process ids may be the same; "" if that is not needed."""
         self.worker: WorkerWatch | None = None
         """Observes the worker side of the connector, if the worker runs in this process."""
         self.log = StepLog(sink)
@@ -126,6 +134,7 @@ class Observer:
         self.resync = True
         self.log.emit(ev.HookFailed(self.log.now(), hook, f"{type(error).__name__}: {error}", removed))
         if removed:  # without this hook every later figure would be wrong
+            logger.warning(REMOVED, hook, type(error).__name__)
             self.stop(f"the observer of {hook} kept failing")
 
     def begin_segment(self) -> None:
@@ -140,7 +149,7 @@ class Observer:
             adapter=self.NAME,
             level=self.level,
             process_id=os.getpid(),
-            configuration=self.configuration(),
+            configuration=self.configuration() | ({"instance": self.instance} if self.instance else {}),
         )
         self.log.restart(started, ev.Snapshot(now, self.step, rows, self.log.undelivered))
         self._last_census = self.step, now

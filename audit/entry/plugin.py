@@ -14,6 +14,7 @@ import functools
 import itertools
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,9 +24,14 @@ if TYPE_CHECKING:
     from ..journal.recorder import Recorder
 
 logger = logging.getLogger("kvledger")
+vllm_logger = logging.getLogger("vllm.kvledger")
+"""Below vLLM's own logger, so that operators see its lines among the engine's."""
 
 _MARK = "__kvledger__"
 _counter = itertools.count()
+
+INSTANCE_CHARACTERS = 64
+"""The most characters of a host's name, or of ``KVLEDGER_NAME``, in a journal."""
 
 
 def install() -> None:
@@ -115,6 +121,12 @@ def _recorder(prefix: str) -> Recorder:
     return Recorder(folder / name, bounds)
 
 
+def instance() -> str:
+    """``$KVLEDGER_NAME``, or the host's name: engines of two containers may have one process id."""
+    name = os.environ.get("KVLEDGER_NAME") or socket.gethostname()
+    return "".join(filter(str.isprintable, name))[:INSTANCE_CHARACTERS]
+
+
 def _observe_instances(scheduler_class: Any) -> None:
     """Observe each instance of exactly this class from the end of its ``__init__``."""
     if getattr(scheduler_class.__init__, _MARK, None) is scheduler_class:
@@ -158,10 +170,16 @@ def observe(scheduler: Any) -> object | None:
         recorder = _recorder("engine")
         level = _level(scheduler)
         observer = observer_class(scheduler, recorder, version=host_version(), level=level)
+        observer.instance = instance()
         observer.start()
         recorder.on_exit = functools.partial(observer.stop, "exit")
-        name = recorder.folder.name
-        logger.info("kvledger observes %s at level %s into %s", type(scheduler).__name__, level, name)
+        vllm_logger.info(
+            "kvledger observes vLLM %s: adapter %s, level %s, journal %s",
+            observer.version,
+            observer.NAME,
+            level,
+            recorder.folder,
+        )
         return observer
     except Exception as error:  # serving goes on unobserved
         logger.warning("kvledger is off: %s: %s", type(error).__name__, error)

@@ -9,11 +9,12 @@ import itertools
 import os
 import threading
 from collections.abc import Iterable, Iterator
+from io import FileIO
 from pathlib import Path
 
 from ..errors import LedgerError
 from ..old_events import AnyEvent
-from .format import NoSegmentFile, open_segment, read_header, segments
+from .format import read_header, segments
 from .reader import Damage, Position, Reader
 
 ENGINE = "engine-"
@@ -107,7 +108,7 @@ def holds_journal(folder: Path) -> bool:
     for path in by_number.values():
         try:
             _check_segment(path)
-        except (FileNotFoundError, NoSegmentFile, _NotASegment):
+        except (FileNotFoundError, _NotASegment):
             continue
         return True
     if by_number:
@@ -120,7 +121,7 @@ class _NotASegment(LedgerError):
 
 
 def _check_segment(path: Path) -> None:
-    with open_segment(path) as file:
+    with FileIO(path) as file:
         start, _ = read_header(file.fileno(), path.name)
         if not start:
             empty = not os.fstat(file.fileno()).st_size

@@ -128,6 +128,8 @@ class Recorder:
         """How often :meth:`restart` was called."""
         self._restarts_done = 0
         """How many of these restarts the writer's thread has carried out."""
+        self._recreated = False
+        """Whether the journal's folder was removed and made again, which is logged once."""
         self._unwritten = 0
         """Events lost because the writer failed or could not be made."""
         self._taken = 0
@@ -302,8 +304,21 @@ class Recorder:
             self._ask_for_snapshot()
         if self._writer is not None:
             self._writer.idle()
+            if self._writer.removed:
+                self._recreate(self._writer)
         self._ask_for_snapshot()
         return True
+
+    def _recreate(self, writer: JournalWriter) -> None:
+        """Begin again in a folder that was removed. Raises OSError if it can't be made."""
+        writer.recreate()
+        if not self._recreated:
+            self._recreated = True
+            logger.warning(
+                "kvledger: the journal %s was removed while the engine runs; what was in it is lost, and it "
+                "is made again with the next step",
+                self.folder,
+            )
 
     def _write_up_to_mark(self, items: list[_Item]) -> bool:
         """Write the events before the first mark and carry out the mark; returns False if it closes.

@@ -1,8 +1,8 @@
 """Bounds on disk space, from the environment: of one engine's journal, and of all journals in a folder.
 
 A container that restarts its engine repeatedly leaves one journal each time, on a volume with a limit.
-Whole journals are removed only if ``KVLEDGER_TOTAL_BYTES`` is set, and never the journal of a live engine.
-The bounds of a segment and of one journal are held by ``writer.py``.
+Whole journals of ended engines are removed, the oldest first, and never the journal of a live engine. The
+bounds of a segment and of one journal are held by ``writer.py``.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ JOURNAL_BYTES = "KVLEDGER_JOURNAL_BYTES"
 TOTAL_BYTES = "KVLEDGER_TOTAL_BYTES"
 """Environment variable: the most bytes of all journals in a folder; whole journals are removed."""
 
+TOTAL_JOURNALS = 16
+"""Without the variable: as many bytes as this many journals may have."""
+
 SEGMENTS = 4
 """A bounded journal has at least this many segments, because one segment is removed at a time."""
 
@@ -40,11 +43,11 @@ def limits() -> Limits:
 def make_room(folder: Path, journal_bytes: int) -> list[Path]:
     """Remove journals of ended engines, the oldest first, until a new one of ``journal_bytes`` has room.
 
-    Returns the removed journals: none without ``KVLEDGER_TOTAL_BYTES``. Raises :class:`LedgerError` if
-    the variable is not a number of bytes.
+    Returns the removed journals. Raises :class:`LedgerError` if ``KVLEDGER_TOTAL_BYTES`` is not a number of
+    bytes.
     """
-    total_bytes = _bytes(TOTAL_BYTES)
-    if total_bytes is None or not folder.is_dir():
+    total_bytes = _bytes(TOTAL_BYTES) or TOTAL_JOURNALS * journal_bytes
+    if not folder.is_dir():
         return []
     journals = sorted(filter(_is_journal, folder.iterdir()), key=lambda path: path.name.partition("-")[2])
     sizes = {journal: _size(journal) for journal in journals}

@@ -7,6 +7,7 @@ written is lost and counted. Rules of this file:
   :class:`~kvledger.audit.events.Gap` could not be written either.
 - A segment is written under another name with its first batch, and then renamed. So a reader that sees a
   segment finds EngineStarted and Snapshot in it, and nothing is appended to the segment before.
+- A folder that is removed under the writer is made again, and a new segment begins there.
 - The old segment stays in use until the new one has its name: a failed rotation costs one batch.
 """
 
@@ -22,9 +23,9 @@ from typing import NamedTuple, get_args
 
 import msgspec
 
-from ..events import Event, Gap, Snapshot
+from ..events import Event, Gap
 from ..old_events import AnyEvent
-from .format import HEADER, LARGEST_EVENT_BYTES, MAX_PAYLOAD_BYTES, segment_name, segments, take_lock
+from .format import FILE_MODE, HEADER, LOCK, MAX_PAYLOAD_BYTES, segment_name, segments, take_lock
 from .format import frame as framed
 
 BATCH_BYTES = 64 << 10
@@ -171,17 +172,12 @@ class JournalWriter:
         encoded: list[bytes] = []
         at, total = self.at, 0
         for event in events:
-            refused = ""
             try:
                 data, event_at = self._encode(event), event.at
-                if len(data) > LARGEST_EVENT_BYTES and type(event) is not Snapshot:
-                    refused = "an event is too large"
             except Exception as error:
-                refused = f"an event can't be encoded: {type(error).__name__}"
-            if refused:
                 self._append_all(encoded, at)
                 encoded, total = [], 0
-                self._lose(1, refused)
+                self._lose(1, f"an event can't be encoded: {type(error).__name__}")
                 continue
             if total + len(data) > BATCH_BYTES and len(encoded) >= 2:
                 self._append_all(encoded, at)
@@ -197,6 +193,33 @@ class JournalWriter:
         if encoded:
             array = _ARRAY.pack(0xDD, len(encoded)) + b"".join(encoded)
             self._append(_Batch(len(encoded), array, at))
+
+    @property
+    def removed(self) -> bool:
+        """Whether somebody has removed the lock or the segment that is appended to, or the whole folder."""
+        if self._lock < 0:
+            return False
+        paths = [(self._lock, self.folder / LOCK)]
+        if self._current >= 0:
+            paths.append((self._current, self.folder / segment_name(self._number)))
+        return any(_gone(descriptor, path) for descriptor, path in paths)
+
+    def recreate(self) -> None:
+        """Make the folder again after it was removed; the next segment is to be begun by a rotation.
+
+        Raises OSError if the folder can't be made or locked.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if _gone(self._lock, self.folder / LOCK):
+            lock = _lock(self.folder)
+            _close(self._lock)
+            self._lock = lock
+        if self._current >= 0:
+            _close(self._current)
+            self._current = -1
+        self._closed = [closed for closed in self._closed if closed[0].exists()]
+        self._closed_bytes = sum(size for _, size, _ in self._closed)
+        self._retry_at = 0.0
 
     def idle(self) -> None:
         """Report losses, and remove segments that are too old; called when there is nothing to write."""
@@ -283,7 +306,7 @@ class JournalWriter:
         descriptor = -1
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
         try:
-            descriptor = os.open(draft, flags, 0o644)
+            descriptor = os.open(draft, flags, FILE_MODE)
             _write_all(descriptor, HEADER + data)
             os.rename(draft, path)
         except OSError as error:
@@ -389,6 +412,17 @@ def _lock(folder: Path) -> int:
         except BlockingIOError:
             time.sleep(0.01)
     return take_lock(folder)
+
+
+def _gone(descriptor: int, path: Path) -> bool:
+    """Whether ``path`` no longer names the open file; False if that can't be found out."""
+    try:
+        found, opened = os.stat(path), os.fstat(descriptor)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return (found.st_dev, found.st_ino) != (opened.st_dev, opened.st_ino)
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

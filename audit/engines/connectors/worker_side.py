@@ -10,6 +10,7 @@ The waits for single layers are observed only in a step that loads, since there 
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import deque
@@ -18,10 +19,12 @@ from typing import Any
 
 from ... import events as ev
 from ...hooks import Hook, Hooks
-from ...text import cut_id
 from ..readers import reader_of
 from ..step_log import Sink, StepLog
 from .metadata_reader import MetadataReader
+
+logger = logging.getLogger("vllm.kvledger")
+"""Below vLLM's own logger, so that operators see its lines among the engine's."""
 
 TABLE: tuple[Hook, ...] = (
     Hook("", "bind_connector_metadata", (), after="bound"),
@@ -179,9 +182,9 @@ class WorkerWatch:
                     saves=self._saves,
                     saved=self._saved,
                     failed_blocks=sorted(self._failed_blocks),
-                    received=sorted(map(cut_id, self._received)),
-                    failed=sorted(map(cut_id, self._failed_requests)),
-                    sent=sorted(map(cut_id, self._sent)),
+                    received=sorted(self._received),
+                    failed=sorted(self._failed_requests),
+                    sent=sorted(self._sent),
                 )
             )
         self._clear()
@@ -230,6 +233,11 @@ class WorkerObserver:
     def _hook_failed(self, hook: str, error: Exception, removed: bool) -> None:
         self._log.emit(ev.HookFailed(self._log.now(), hook, f"{type(error).__name__}: {error}", removed))
         if removed:
+            logger.warning(
+                "kvledger observes this worker no longer: its hook on %s kept failing, at last with %s",
+                hook,
+                type(error).__name__,
+            )
             self.stop(f"the observer of {hook} kept failing")
 
     def _restart(self) -> None:

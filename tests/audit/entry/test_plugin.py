@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -16,7 +18,8 @@ from vllm.config.scheduler import SchedulerConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from kvledger.audit.conformance.driver import Driver, EngineSetup
-from kvledger.audit.engines import choose
+from kvledger.audit.engines import choose, host_version
+from kvledger.audit.engines.v1 import V1Observer
 from kvledger.audit.entry import plugin
 from kvledger.audit.journal.folder import find_journals, read
 from kvledger.audit.replay.journals import audit_paths
@@ -143,6 +146,69 @@ def test_a_host_that_does_not_fit_runs_on_unobserved(
     assert "kvledger is off" in record.message
     assert "schedule takes (surprise)" in record.message
     assert [] == list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def engine_log() -> Iterator[list[str]]:
+    """The lines that reach vLLM's own logger, at its level."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: lines.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
+    logger = logging.getLogger("vllm")
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+def test_one_line_in_the_engines_log_says_that_observation_began(
+    untouched: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine_log: list[str]
+) -> None:
+    monkeypatch.setenv("KVLEDGER_DIR", str(tmp_path))
+    observer: Any = plugin.observe(Driver(EngineSetup()).scheduler)
+
+    (line,) = [line for line in engine_log if "kvledger" in line]
+    journal = observer.log.sink.folder
+    assert tmp_path == journal.parent
+    assert line.startswith(f"INFO kvledger observes vLLM {host_version()}: adapter v1")
+    assert line.endswith(f"level tokens, journal {journal}")
+
+
+def test_a_hook_that_is_removed_is_logged_once(
+    untouched: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine_log: list[str]
+) -> None:
+    """Without the text of the exception, which may hold what a client sent."""
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise ValueError("a client's text")
+
+    monkeypatch.setenv("KVLEDGER_DIR", str(tmp_path))
+    driver = Driver(EngineSetup())
+    monkeypatch.setattr(V1Observer.PARTS.steps, "scheduled", broken)
+    plugin.observe(driver.scheduler)
+    driver.add("r", 100, 20)
+    driver.run()
+
+    (line,) = [line for line in engine_log if line.startswith("WARNING kvledger")]
+    assert line.endswith("its hook on schedule kept failing, at last with ValueError")
+
+
+def test_a_name_tells_engines_of_two_hosts_apart(
+    untouched: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In containers both may have process id 1."""
+    monkeypatch.setenv("KVLEDGER_DIR", str(tmp_path))
+    names = []
+    for name in ("prefill\x1b[31m-0", ""):
+        monkeypatch.setenv("KVLEDGER_NAME", name)
+        observer: Any = plugin.observe(Driver(EngineSetup()).scheduler)
+        observer.log.sink.close()
+        names.append(audit_paths([observer.log.sink.folder]).engines[0].name)
+
+    process = f"vllm {host_version()} pid {os.getpid()} on"
+    assert [f"{process} prefill[31m-0", f"{process} {socket.gethostname()}"] == names
 
 
 def test_the_adapter_fits_this_host() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -98,15 +99,15 @@ def test_queued_numbers_are_encoded_and_read_back_as_a_list(tmp_path: Path) -> N
     """The garbage collector of the engine's process would walk every queued list."""
     recorder = Recorder(tmp_path / "engine", flush_seconds=60)
     recorder.restart(started(), snapshot())
-    numbers = [ev.CACHED, -1, 0, 7, 3, 300, -(2**63), 2**64 - 1]
+    numbers = [0, -1, 7, 300, -(2**63), 2**64 - 1]
     kept = recorder.keep(numbers)
-    recorder.record(ev.PoolCalls(1, 1, [], kept))
+    recorder.record(ev.Stepped(1, 1, kept, kept))
     numbers.clear()
     assert not gc.is_tracked(kept)
     recorder.close()
 
-    expected = [ev.CACHED, -1, 0, 7, 3, 300, -(2**63), 2**64 - 1]
-    assert ev.PoolCalls(1, 1, [], expected) == events(tmp_path / "engine")[2]
+    expected = [0, -1, 7, 300, -(2**63), 2**64 - 1]
+    assert ev.Stepped(1, 1, expected, expected) == events(tmp_path / "engine")[2]
 
 
 @pytest.mark.parametrize("odd", [object(), 2**80], ids=["no number", "too large"])
@@ -301,6 +302,52 @@ def test_a_folder_that_cannot_be_created_logs_one_warning(
     assert 1 == recorder.failures == len(caplog.records)
     assert not recorder.wants_snapshot
     assert 12 == recorder.lost_events
+
+
+def test_a_folder_that_was_removed_is_made_again_and_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before, every later event went to a file without a name, and nothing said so."""
+    recorder = Recorder(tmp_path / "journals" / "engine", flush_seconds=60)
+    recorder.restart(started(), snapshot())
+    recorder.flush()
+    with caplog.at_level(logging.WARNING, logger="kvledger"):
+        for turn in range(2):
+            shutil.rmtree(tmp_path / "journals")
+            recorder.record(repeated(1))
+            recorder.flush()
+            wait_until(lambda: recorder.wants_snapshot)
+            recorder.restart(started(2 + turn), snapshot(2 + turn))
+            recorder.record(repeated(4))
+            recorder.flush()
+            assert is_live(recorder.folder)
+    recorder.close()
+
+    assert [started(3), snapshot(3), repeated(4)] == events(recorder.folder)[-4:-1]
+    assert 0 == recorder.failures
+    (record,) = caplog.records
+    assert f"the journal {recorder.folder} was removed while the engine runs" in record.message
+
+
+def test_a_folder_that_cannot_be_made_again_ends_the_recorder_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = Recorder(tmp_path / "journals" / "engine", flush_seconds=60)
+    recorder.restart(started(), snapshot())
+    recorder.flush()
+    shutil.rmtree(tmp_path / "journals")
+    (tmp_path / "journals").write_text("no folder")
+    with caplog.at_level(logging.WARNING, logger="kvledger"):
+        recorder.flush()
+        wait_until(lambda: recorder.failures)
+        for number in range(10):
+            recorder.record(repeated(number))
+    recorder.close()
+
+    assert 1 == recorder.failures
+    assert [f"kvledger records nothing in {recorder.folder}"] == [
+        record.message.partition(":")[0] for record in caplog.records
+    ]
 
 
 def test_a_locked_folder_makes_the_recorder_inert(tmp_path: Path) -> None:

@@ -23,12 +23,24 @@ def remaining(folder: Path) -> list[str]:
     return sorted(path.name.split("-")[1] for path in folder.glob("engine-*"))
 
 
-def test_without_a_size_limit_nothing_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_below_the_default_limit_nothing_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TOTAL_BYTES, raising=False)
     journal(tmp_path, 1, 1000)
 
     assert [] == make_room(tmp_path, 1 << 40)
     assert ["1"] == remaining(tmp_path)
+
+
+def test_without_a_setting_there_is_room_for_sixteen_journals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that restarts for months does not fill the disk."""
+    monkeypatch.delenv(TOTAL_BYTES, raising=False)
+    for began in range(101, 121):
+        make_room(tmp_path, 1000)
+        journal(tmp_path, began, 1000)
+
+    assert [str(began) for began in range(105, 121)] == remaining(tmp_path)
 
 
 def test_the_oldest_journals_are_removed_until_a_new_one_has_room(
