@@ -8,6 +8,7 @@ compared. If a worker writes its step later than that, the step is audited late.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,11 +26,17 @@ from ..events import (
     Repeated,
     WorkerStepped,
 )
-from ..journal.folder import is_workers
+from ..journal.folder import WORKER
 from ..journal.reader import Reader
 
 AFTER_PLANNING: tuple[type[Event], ...] = (Delivered, DeliveredWhole, LoadFailed, Repeated, Census)
 """Events that an engine emits between two calls of its scheduler, never while it plans a step."""
+
+
+MOST_REMEMBERED = 10_000
+
+_transfers: dict[Path, object] = {}
+"""The ``transfer`` of workers' journals of other engines, of which restarts leave many."""
 
 
 class WorkerJournals:
@@ -51,8 +58,13 @@ class WorkerJournals:
             return
         new_steps: list[WorkerStepped] = []
         with contextlib.suppress(OSError):
-            for path in sorted(filter(is_workers, self._folder.iterdir())):
-                new_steps += self._read(path, transfer)
+            for name in sorted(filter(_is_workers, os.listdir(self._folder))):
+                path = self._folder / name
+                if path not in self._readers:
+                    ours = _transfers.get(path, transfer) == transfer
+                    self._readers[path] = Reader(path) if ours else None
+                if self._readers[path] is not None:
+                    new_steps += self._read(path, transfer)
         if new_steps:
             self._steps = deque(sorted([*self._steps, *new_steps], key=_step))
             self.next_step = self._steps[0].step
@@ -66,12 +78,14 @@ class WorkerJournals:
     def _read(self, path: Path, transfer: object) -> Iterator[WorkerStepped]:
         """Yield a worker's new steps. A journal that lost events is not read on: it may lack a step."""
         try:
-            reader = self._readers.setdefault(path, Reader(path))
+            reader = self._readers[path]
             for batch in reader.poll() if reader is not None else ():
                 for event in batch.events:
                     if isinstance(event, WorkerStepped):
                         yield event
                     elif isinstance(event, Gap | HookFailed) or _is_of_another_engine(event, transfer):
+                        if isinstance(event, EngineStarted):
+                            _remember(path, event.configuration.get("transfer"))
                         self._stop_reading(path)
                         return
         except LedgerError:
@@ -87,6 +101,17 @@ class WorkerJournals:
         """Close the files."""
         for path in self._readers:
             self._stop_reading(path)
+
+
+def _is_workers(name: str) -> bool:
+    return name.startswith(WORKER)
+
+
+def _remember(path: Path, transfer: object) -> None:
+    """Note whose worker's journal this is, so that no other engine's audit opens it again."""
+    if len(_transfers) >= MOST_REMEMBERED:
+        _transfers.clear()
+    _transfers[path] = transfer
 
 
 def _is_of_another_engine(event: Event, transfer: object) -> bool:

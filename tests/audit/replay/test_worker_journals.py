@@ -15,6 +15,7 @@ from kvledger.audit.events import Delivered, EngineStopped, Event, Gap, Snapshot
 from kvledger.audit.journal.folder import find_journals
 from kvledger.audit.journal.reader import Reader
 from kvledger.audit.journal.writer import JournalWriter
+from kvledger.audit.replay import worker_journals
 from kvledger.audit.replay.engine_audit import EngineAudit
 from kvledger.audit.replay.journals import Audit, audit_paths
 from kvledger.exporters.sidecar.follower import Follower
@@ -120,3 +121,24 @@ def test_a_follower_does_not_follow_a_worker_as_an_engine(tmp_path: Path):
 
     assert ["engine-1-7-0"] == list(follower.journals)
     assert "violated" == follower.journals["engine-1-7-0"].engine_audit.verdict
+
+
+def test_a_worker_of_another_engine_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """However many engines are audited: restarts leave many journals of engines and of workers."""
+    for number in range(5):
+        worker(tmp_path, IDLE, transfer=f"other-{number}", name=f"worker-{number}-8-0")
+    opened: list[str] = []
+
+    def counting(path: Path) -> Reader:
+        opened.append(path.name)
+        return Reader(path)
+
+    monkeypatch.setattr(worker_journals, "Reader", counting)
+    for number in range(5):
+        folder = tmp_path / f"engine-{number}-7-0"
+        journals.write(folder, with_worker("A0+160 s40 o+ F"), configuration={**ENGINES})
+        engine_audit = EngineAudit(folder)
+        with Reader(folder) as reader:
+            engine_audit.read(reader)
+
+    assert sorted(opened) == [f"worker-{number}-8-0" for number in range(5)]
