@@ -2,7 +2,8 @@
 
 One file holds all journals, so that sums moved from one audit to another are never in both or in neither.
 It is written whole under another name, synced to disk, and renamed: after a crash at any time either the
-old or the new file is there. Nothing in it is ever executed (``serialize.py``).
+old or the new file is there. Nothing in it is ever executed (``serialize.py``). The engine's container may
+write beside the folder: no link is followed, and a folder of another user is refused.
 
     kvledger checkpoint <layout> <CRC32 of the rest, eight hexadecimal digits>\\n
     msgpack of Checkpoint
@@ -11,20 +12,28 @@ old or the new file is there. Nothing in it is ever executed (``serialize.py``).
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
+import secrets
+import stat
 from pathlib import Path
 from zlib import crc32
 
 import msgspec
 
 from ..errors import LedgerError
-from ..journal.format import FRAME, HEADER, open_segment, segment_name
+from ..journal.format import FRAME, HEADER, segment_name
 from ..journal.reader import Position
 from .serialize import OtherLayout, layout
 
 NAME = "checkpoint"
+DRAFT = ".new"
+"""A checkpoint that is being written ends with this; its name is random, so nobody can prepare it."""
+
+MODE = 0o600
+FOLDER_MODE = 0o700
 LOCK = "lock"
 HIDDEN = ".kvledger"
 """The folder beside the journals that holds the checkpoint and its lock, unless ``--state`` names another."""
@@ -82,12 +91,19 @@ def save(folder: Path, checkpoint: Checkpoint) -> int:
     """Replace the checkpoint in ``folder``; returns its size in bytes. Raises OSError."""
     payload = msgspec.msgpack.encode(checkpoint)
     data = b"kvledger checkpoint %s %08x\n" % (layout().encode(), crc32(payload)) + payload
-    draft = folder / f"{NAME}.new"
-    with open(draft, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(draft, folder / NAME)
+    draft = folder / f"{NAME}.{secrets.token_hex(8)}{DRAFT}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(draft, flags, MODE)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(draft, folder / NAME)
+    except OSError:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise
     _sync(folder)
     return len(data)
 
@@ -100,7 +116,7 @@ def load(folder: Path) -> Checkpoint | None:
     """
     path = folder / NAME
     try:
-        data = path.read_bytes()
+        data = _read(path)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -120,10 +136,13 @@ def load(folder: Path) -> Checkpoint | None:
 def take(folder: Path) -> int:
     """Make ``folder`` and lock it for one follower while the returned descriptor is open.
 
-    Raises LedgerError if another follower has it, OSError if it can't be made or written.
+    Raises LedgerError if another follower has it or if it is another user's, OSError if it can't be made or
+    written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+    _refuse_foreign(folder)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(folder / LOCK, flags, MODE)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -134,7 +153,31 @@ def take(folder: Path) -> int:
             )
             raise LedgerError(sentence) from None
         raise
+    for draft in folder.glob(f"{NAME}*{DRAFT}"):  # of a follower that was killed while it saved
+        with contextlib.suppress(OSError):
+            draft.unlink()
     return descriptor
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """Raise LedgerError for a link, and for a folder of a user who is neither this process's nor root."""
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode):
+        raise LedgerError(f"{folder} is a link, not a folder; name another folder with --state.")
+    if found.st_uid not in (0, os.geteuid()):
+        raise LedgerError(
+            f"{folder} belongs to user {found.st_uid}, who could change what kvledger serve keeps there; "
+            "remove it, or name another folder with --state."
+        )
+
+
+def _read(path: Path) -> bytes:
+    """The bytes of a regular file. Raises OSError, also for a link, a pipe or a device."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return file.read()
 
 
 def beginning(journal: Path, segment: int) -> bytes:
@@ -144,7 +187,7 @@ def beginning(journal: Path, segment: int) -> bytes:
     """
     path = journal / segment_name(segment) if journal.is_dir() else journal
     try:
-        with open_segment(path) as file:
+        with open(path, "rb") as file:
             return file.read(len(HEADER) + FRAME.size)
     except OSError:
         return b""

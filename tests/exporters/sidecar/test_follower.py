@@ -627,6 +627,97 @@ def test_a_checkpoint_that_cannot_be_written_is_reported_once(
     assert [f"{tmp_path / checkpoint.HIDDEN} can't be written: No space left on device."] == notified
 
 
+@pytest.mark.parametrize("name", ["checkpoint.new", "lock"])
+def test_no_link_in_the_state_folder_is_followed(tmp_path: Path, name: str) -> None:
+    """The engine's container may write beside the journals, and would choose what is overwritten."""
+    journals.clean(tmp_path / "engine")
+    state = tmp_path / checkpoint.HIDDEN
+    state.mkdir()
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (state / name).symlink_to(victim)
+    if name == "lock":
+        with pytest.raises(OSError, match="symbolic links"):
+            Follower(tmp_path, state)
+    else:
+        with following(tmp_path) as follower:
+            follower.save()
+            assert 0 == follower.health.save_failures
+    assert "precious" == victim.read_text()
+    assert not (state / checkpoint.NAME).is_symlink()
+
+
+def test_a_checkpoint_that_is_a_pipe_or_a_link_is_not_read(tmp_path: Path) -> None:
+    """Opening a pipe without a writer would block for ever."""
+    journals.clean(tmp_path / "engine")
+    state = tmp_path / checkpoint.HIDDEN
+    state.mkdir()
+    for make in (os.mkfifo, lambda path: os.symlink("/dev/zero", path)):
+        make(state / checkpoint.NAME)
+        with following(tmp_path) as follower:
+            assert {"checkpoint damaged": 1} == follower.health.lost
+            assert 1 == ended(follower)
+        (state / checkpoint.NAME).unlink()
+
+
+def test_a_state_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its owner could replace the checkpoint. Root's folder is as safe as root."""
+    journals.clean(tmp_path / "engine")
+    state = tmp_path / "state"
+    state.mkdir()
+    owner = os.stat(state).st_uid
+    if owner == 0:
+        os.chown(state, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    with pytest.raises(LedgerError, match=r"belongs to user \d+, who could change what"):
+        Follower(tmp_path, state)
+
+
+def test_a_state_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    journals.clean(tmp_path / "engine")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "state").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(LedgerError, match="is a link"):
+        Follower(tmp_path, tmp_path / "state")
+
+
+def test_the_state_is_its_users_alone_and_leaves_no_drafts(tmp_path: Path) -> None:
+    journals.clean(tmp_path / "engine")
+    state = tmp_path / checkpoint.HIDDEN
+    before = os.umask(0)
+    try:
+        with following(tmp_path):
+            pass
+        (state / "checkpoint.0123456789abcdef.new").write_text("of a sidecar that was killed")
+        with following(tmp_path):
+            pass
+    finally:
+        os.umask(before)
+    assert 0o700 == state.stat().st_mode & 0o777
+    assert {"checkpoint": 0o600, "lock": 0o600} == {
+        path.name: path.stat().st_mode & 0o777 for path in state.iterdir()
+    }
+
+
+def test_a_journal_that_is_removed_and_made_again_is_followed_on(tmp_path: Path) -> None:
+    """Its counters do not fall, and later requests are counted."""
+    engine = Engine(tmp_path / "engine")
+    engine.serve()
+    with following(tmp_path) as follower:
+        before = counted(follower.audits)
+        shutil.rmtree(tmp_path / "engine")
+        follower.poll()
+        assert rose(before, counted(follower.audits))
+        engine.writer.recreate()
+        engine.rotate()
+        engine.serve()
+        follower.poll()
+        assert rose(before, counted(follower.audits))
+        assert 2 == ended(follower)
+    engine.stop()
+
+
 def test_it_stops_between_batches_and_saves(tmp_path: Path) -> None:
     engine = Engine(tmp_path / "engine")
     engine.serve()
