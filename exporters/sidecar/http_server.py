@@ -34,6 +34,9 @@ DEADLINE_SECONDS = 15.0
 SOCKET_SECONDS = 5.0
 ANSWER_SECONDS = 2.0
 HEADER_BYTES = 32 << 10
+NAME = "kvledger"
+"""The ``Server`` of every answer, without a version."""
+
 POLL_SECONDS = 0.2
 """How often deadlines are checked; shutting down takes at most this long."""
 
@@ -42,8 +45,16 @@ Start = Callable[..., Any]
 Application = Callable[[Environ, Start], Iterable[bytes]]
 """WSGI's types; the standard library has them from Python 3.11 on."""
 
-Authorizes = Callable[[str], bool]
-"""Checks an Authorization header, or "" if the request has none."""
+Authorizes = Callable[[str, str, Callable[[], bool]], bool]
+"""Checks an Authorization header, "" if the request has none. It also gets the client's address, and a
+function that says whether the connection was closed meanwhile. Raises :class:`Busy` if it can't check now."""
+
+CUT_OFF = "kvledger.cut_off"
+"""The key of that function among a request's variables."""
+
+
+class Busy(Exception):
+    """So many passwords are being checked that another one can't be."""
 
 
 class Security(msgspec.Struct, frozen=True):
@@ -88,7 +99,7 @@ class Server(ThreadingMixIn, WSGIServer):
         self._connections: dict[int, _Connection] = {}
         self._guard = threading.Lock()
         super().__init__((host, port), cast("Any", _Handler))
-        self.set_app(site)
+        self.set_app(_named(site))
 
     def server_bind(self) -> None:
         """Bind without the base class's host-name lookup, which may block on a resolver."""
@@ -159,11 +170,20 @@ class Server(ThreadingMixIn, WSGIServer):
         """Log nothing: clients that disconnect, speak no TLS or are cut off are normal."""
 
 
+def _named(site: Application) -> Application:
+    """``site`` with the name of the server in each answer, in place of the standard library's versions."""
+
+    def application(environ: Environ, start: Start) -> Iterable[bytes]:
+        def started(status: str, headers: list[tuple[str, str]], *rest: Any) -> Any:
+            return start(status, [("Server", NAME), *headers], *rest)
+
+        return site(environ, started)
+
+    return application
+
+
 class _Handler(WSGIRequestHandler):
     """Answers one request per connection."""
-
-    server_version = "kvledger"
-    sys_version = ""
 
     def __init__(self, request: Any, address: Any, server: Server, connection: _Connection) -> None:
         self._connection = connection
@@ -179,6 +199,14 @@ class _Handler(WSGIRequestHandler):
         parsed = super().parse_request()
         self._connection.awaits_request = False
         return parsed
+
+    def version_string(self) -> str:
+        """The ``Server`` of answers to malformed requests."""
+        return NAME
+
+    def get_environ(self) -> Environ:
+        """The request's variables, with a function that says whether the connection was closed."""
+        return {**super().get_environ(), CUT_OFF: lambda: self._connection.cut_off}
 
     def address_string(self) -> str:
         """Return the address without a name lookup."""

@@ -14,7 +14,6 @@ from typing import Any, cast
 
 import msgspec
 from prometheus_client import CollectorRegistry, make_wsgi_app
-from prometheus_client.exposition import choose_encoder
 
 from ... import __version__
 from ...audit.checks.registry import catalogue, explain
@@ -23,8 +22,9 @@ from ...audit.replay.engine_audit import EngineAudit
 from ..metrics.prometheus import AuditCollector
 from ..templating import environment
 from .follower import Follower, ignore
-from .http_server import OPEN, Application, Environ, Security, Start
+from .http_server import CUT_OFF, OPEN, Application, Busy, Environ, Security, Start
 from .journal_finder import Notify
+from .negotiation import OPENMETRICS, accepted_format, accepts_gzip
 
 FINDINGS_SHOWN = 200
 
@@ -52,7 +52,7 @@ class Site:
             "/findings": self._findings,
             EXPLAIN: _explanations,
             EXPLAIN.rstrip("/"): _explanations,
-            "/-/healthy": self._healthy,
+            "/-/healthy": lambda: (200, PLAIN, b"Healthy.\n"),
             "/-/ready": lambda: (200, PLAIN, b"Ready.\n") if follower.ready.is_set() else _NOT_YET,
         }
 
@@ -65,10 +65,13 @@ class Site:
             return self._send(start, environ, (500, PLAIN, b"kvledger itself failed.\n"))
 
     def _answer(self, environ: Environ, start: Start) -> Iterable[bytes]:
-        authorizes = self._security.authorizes
-        if authorizes is not None and not authorizes(environ.get("HTTP_AUTHORIZATION", "")):
-            page = (401, PLAIN, b"Unauthorized.\n")
-            return self._send(start, environ, page, [("WWW-Authenticate", 'Basic realm="kvledger"')])
+        try:
+            if not self._authorized(environ):
+                page = (401, PLAIN, b"Unauthorized.\n")
+                return self._send(start, environ, page, [("WWW-Authenticate", 'Basic realm="kvledger"')])
+        except Busy:
+            page = (429, PLAIN, b"Too many passwords are being checked.\n")
+            return self._send(start, environ, page, [("Retry-After", "1")])
         if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
             return self._send(start, environ, (405, PLAIN, b"Only GET and HEAD.\n"), [("Allow", "GET, HEAD")])
         path = environ.get("PATH_INFO", "")
@@ -81,18 +84,25 @@ class Site:
             page = page_of() if page_of else _NOT_FOUND
         return self._send(start, environ, page)
 
+    def _authorized(self, environ: Environ) -> bool:
+        authorizes = self._security.authorizes
+        if authorizes is None:
+            return True
+        header, client = environ.get("HTTP_AUTHORIZATION", ""), environ.get("REMOTE_ADDR", "")
+        return authorizes(header, client, environ.get(CUT_OFF, bool))
+
     def _metrics(self, environ: Environ, start: Start) -> Iterable[bytes]:
         if not self._follower.ready.is_set():
             return self._send(start, environ, _NOT_YET)
-        _, content_type = choose_encoder(environ.get("HTTP_ACCEPT", ""))
-        created = content_type.startswith("application/openmetrics-text")
-        application = self._openmetrics if created else self._text
-
-        def started(status: str, headers: list[tuple[str, str]], *rest: Any) -> Any:
-            return start(status, [*headers, *self._security.headers.items()], *rest)
-
-        body = application({**environ, "REQUEST_METHOD": "GET"}, started)
-        return [b""] if environ["REQUEST_METHOD"] == "HEAD" else body
+        accepted = accepted_format(environ.get("HTTP_ACCEPT", ""))
+        gzip = "gzip" if accepts_gzip(environ.get("HTTP_ACCEPT_ENCODING", "")) else ""
+        application = self._openmetrics if accepted.startswith(OPENMETRICS) else self._text
+        answer: list[Any] = []
+        asked = {"REQUEST_METHOD": "GET", "HTTP_ACCEPT": accepted, "HTTP_ACCEPT_ENCODING": gzip}
+        body = b"".join(application(environ | asked, lambda *started: answer.extend(started)))
+        status, headers = answer
+        start(status, [*headers, ("Content-Length", str(len(body))), *self._security.headers.items()])
+        return [b"" if environ["REQUEST_METHOD"] == "HEAD" else body]
 
     def _send(
         self,
@@ -106,13 +116,6 @@ class Site:
         headers += self._security.headers.items()
         start(f"{status} {http.client.responses[status]}", headers)
         return [b"" if environ["REQUEST_METHOD"] == "HEAD" else body]
-
-    def _healthy(self) -> Page:
-        """Whether the follower moves on. Takes no lock."""
-        seconds = self._follower.stuck_seconds
-        if seconds:
-            return 503, PLAIN, f"No journal was read on for {seconds:.0f} seconds.\n".encode()
-        return 200, PLAIN, b"Healthy.\n"
 
     def _findings(self) -> Page:
         if not self._follower.ready.is_set():

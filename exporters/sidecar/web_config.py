@@ -7,6 +7,7 @@ The file is read once. Needs the web extra.
 
 from __future__ import annotations
 
+import re
 import ssl
 from pathlib import Path
 from typing import Literal
@@ -16,6 +17,9 @@ import yaml
 
 from ...audit.errors import LedgerError
 from .http_server import Security
+
+_FIELD_VALUE = re.compile(r"[!-~]([\t -~]*[!-~])?")
+"""A header's value: visible ASCII, with blanks inside. https://www.rfc-editor.org/rfc/rfc9110#section-5.5"""
 
 _VERSIONS = {
     "TLS10": ssl.TLSVersion.TLSv1,
@@ -99,6 +103,11 @@ def load(path: Path) -> Security:
         for field in msgspec.structs.fields(Headers)
         if (value := getattr(config.http_server_config.headers, field.name))
     }
+    for name, value in headers.items():
+        if not _FIELD_VALUE.fullmatch(value):
+            raise LedgerError(
+                f"{path}: {name} has a line break or another character that no header may have."
+            )
     return Security(tls, authorizes, headers)
 
 
@@ -107,6 +116,10 @@ def _context(config: TlsConfig, path: Path) -> ssl.SSLContext:
     if verifies != bool(config.client_ca_file):
         needs = "needs" if verifies else "needs no"
         raise LedgerError(f"{path}: client_auth_type {config.client_auth_type} {needs} client_ca_file.")
+    if _VERSIONS[config.min_version] > _VERSIONS[config.max_version]:
+        raise LedgerError(
+            f"{path}: min_version {config.min_version} is above max_version {config.max_version}."
+        )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = _VERSIONS[config.min_version]
     context.maximum_version = _VERSIONS[config.max_version]

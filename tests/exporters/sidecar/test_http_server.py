@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as text_format
 from tests import journals
+from tests.histories import events
 
 from kvledger.audit.checks.registry import catalogue
 from kvledger.audit.errors import LedgerError
@@ -130,6 +131,67 @@ def test_metrics_compressed(client: Client) -> None:
     assert b"kvledger_requests_total" in gzip.decompress(answer.body)
 
 
+@pytest.mark.parametrize(
+    ("accept", "format"),
+    [
+        ("", "text/plain; version=0.0.4"),
+        ("*/*", "text/plain; version=0.0.4"),
+        ("image/png", "text/plain; version=0.0.4"),
+        (OPENMETRICS, "application/openmetrics-text; version=1.0.0"),
+        ("application/openmetrics-text", "application/openmetrics-text; version=1.0.0"),
+        ("APPLICATION/openmetrics-text ; Version = 1.0.0", "application/openmetrics-text; version=1.0.0"),
+        ("application/openmetrics-text; version=0.0.1", "text/plain; version=0.0.4"),
+        ("application/openmetrics-text; version=abc", "text/plain; version=0.0.4"),
+        ("application/openmetrics-text; version=", "text/plain; version=0.0.4"),
+        ("text/plain; version=abc", "text/plain; version=0.0.4"),
+        ("text/plain; version=\u0661.0.0".encode().decode("latin-1"), "text/plain; version=0.0.4"),
+        ("application/openmetrics-text;q=0", "text/plain; version=0.0.4"),
+        ("application/openmetrics-text;q=0, */*", "text/plain; version=0.0.4"),
+        ("application/openmetrics-text;q=0.5, text/plain", "text/plain; version=0.0.4"),
+        ("application/openmetrics-text;q=often", "text/plain; version=0.0.4"),
+        ("text/plain;q=0, */*;q=0.1", "application/openmetrics-text; version=1.0.0"),
+        (";;;=,,q=1;", "text/plain; version=0.0.4"),
+        (
+            "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
+            "application/openmetrics-text;version=0.0.1;q=0.5,text/plain;version=1.0.0;q=0.4,*/*;q=0.2",
+            "application/openmetrics-text; version=1.0.0",
+        ),
+    ],
+)
+def test_the_format_that_a_scraper_likes_best(client: Client, accept: str, format: str) -> None:
+    """By RFC 9110; a header that can't be understood gets the text format."""
+    answer = client.get("/metrics", Accept=accept)
+
+    assert 200 == answer.status
+    assert answer.headers["Content-Type"].startswith(format)
+    assert "kvledger_requests_total" in answer.text
+
+
+@pytest.mark.parametrize("accept", ["gzip;q=0", "gzip;q=0.0, identity", "identity", "gzip;q=x"])
+def test_compression_that_was_not_asked_for(client: Client, accept: str) -> None:
+    answer = client.get("/metrics", Accept_Encoding=accept)
+
+    assert answer.headers["Content-Encoding"] is None
+    assert "kvledger_requests_total" in answer.text
+
+
+def test_the_server_names_no_version(client: Client) -> None:
+    """Of kvledger, Python or the standard library's server; also if the request is malformed."""
+    for path in ("/", "/metrics", "/nothing"):
+        assert ["kvledger"] == client.get(path).headers.get_all("Server")
+    with client.connect(b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 200) as bad:
+        assert b"Server: kvledger\r\n" in everything(bad)
+
+
+def test_head_answers_with_the_headers_of_get(client: Client) -> None:
+    for path in ("/", "/metrics", "/findings", "/nothing"):
+        asked, headed = client.get(path), client.get(path, "HEAD")
+        assert b"" == headed.body
+        for name in ("Content-Type", "Content-Length"):
+            assert asked.headers[name] == headed.headers[name]
+        assert len(asked.body) == int(headed.headers["Content-Length"])
+
+
 def test_head_has_no_body(client: Client) -> None:
     for path in ("/", "/metrics", "/findings"):
         answer = client.get(path, "HEAD")
@@ -147,8 +209,9 @@ def test_findings_are_json(client: Client) -> None:
 
 def test_findings_are_bounded_and_the_newest_are_last(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(pages, "FINDINGS_SHOWN", 2)
+    stream = journals.reported(events(200, journals.CLEAN), local=-128, external=160, computed=168)
     for number in range(4):
-        journals.violated(tmp_path / f"engine-{number}")
+        journals.write(tmp_path / f"engine-{number}", stream, version=f"0.32.{number}")
     with served(tmp_path) as client:
         for number, engine_audit in enumerate(client.follower.audits):
             started = replace(journals.STARTED, wall_seconds=1e9 + (number * 7) % 4)

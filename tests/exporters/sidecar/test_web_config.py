@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import http.client
 import ssl
 import subprocess
+import threading
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -16,6 +20,8 @@ from tests import journals
 from tests.exporters.sidecar.test_http_server import everything, served
 
 from kvledger.audit.errors import LedgerError
+from kvledger.exporters.sidecar import web_users
+from kvledger.exporters.sidecar.http_server import Busy
 from kvledger.exporters.sidecar.web_config import load
 from kvledger.exporters.sidecar.web_users import Users
 
@@ -98,6 +104,133 @@ def test_a_correct_password_is_hashed_once(monkeypatch: Any) -> None:
     monkeypatch.setattr(bcrypt, "checkpw", None)
 
     assert users(basic("prometheus", "secret"))
+
+
+def test_wrong_passwords_do_not_hold_up_honest_scrapes(tmp_path: Path) -> None:
+    """Fifteen a second of a cost that allows four, from one client; the scraper asks as usual."""
+    journals.clean(tmp_path / "engine")
+    hashed = bcrypt.hashpw(b"secret", bcrypt.gensalt(12)).decode()
+    security = load(written(tmp_path, f"basic_auth_users:\n  prometheus: {hashed}\n"))
+    stop, refused = threading.Event(), []
+
+    with served(tmp_path, security=security) as client:
+        honest = {"Authorization": basic("prometheus", "secret")}
+        assert 200 == client.get("/metrics", **honest).status
+
+        def guess(number: int) -> None:
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                header = basic("prometheus", f"wrong-{number}")
+                refused.append(client.get("/metrics", Authorization=header).status)
+
+        def flood() -> None:
+            number = 0
+            while not stop.wait(1 / 15):
+                threading.Thread(target=guess, args=(number := number + 1,), daemon=True).start()
+
+        flooding = threading.Thread(target=flood)
+        flooding.start()
+        try:
+            time.sleep(3)
+            taken = []
+            for _ in range(10):
+                began = time.monotonic()
+                assert 200 == client.get("/metrics", **honest).status
+                taken.append(time.monotonic() - began)
+                time.sleep(0.2)
+        finally:
+            stop.set()
+            flooding.join()
+    assert max(taken) < 2
+    assert {401, 429} == set(refused)
+
+
+def test_a_client_that_guesses_does_not_keep_another_from_its_first_check(monkeypatch: Any) -> None:
+    """Each address has two places in the queue, so that one is left for others."""
+    users = Users({"prometheus": HASH})
+    open_, entered = threading.Event(), threading.Event()
+
+    def slow(password: bytes, hashed: bytes) -> bool:
+        entered.set()
+        return open_.wait(30) and password == b"secret"
+
+    monkeypatch.setattr(bcrypt, "checkpw", slow)
+    threads = [
+        threading.Thread(target=users, args=(basic("prometheus", f"wrong-{number}"), "guesser"))
+        for number in range(web_users.WAITERS_OF_A_CLIENT)
+    ]
+    for thread in threads:
+        thread.start()
+    entered.wait(30)
+    wait_until(lambda: len(users._queue._clients) == len(threads))
+
+    with pytest.raises(Busy):
+        users(basic("prometheus", "another"), "guesser")
+    answers: list[bool] = []
+    honest = threading.Thread(target=lambda: answers.append(users(basic("prometheus", "secret"), "scraper")))
+    honest.start()
+    wait_until(lambda: len(users._queue._clients) == len(threads) + 1)
+    open_.set()
+    for thread in (*threads, honest):
+        thread.join(30)
+    assert [True] == answers
+    assert [] == users._queue._clients
+
+
+def test_the_queue_is_bounded_and_a_waiter_gives_up_when_it_is_cut_off(monkeypatch: Any) -> None:
+    users = Users({"prometheus": HASH})
+    open_, cut = threading.Event(), threading.Event()
+    monkeypatch.setattr(bcrypt, "checkpw", lambda *_: open_.wait(30))
+    outcomes: list[str] = []
+
+    def ask(number: int) -> None:
+        try:
+            users(basic("prometheus", f"wrong-{number}"), f"client-{number}", cut.is_set)
+            outcomes.append("checked")
+        except Busy:
+            outcomes.append("busy")
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(web_users.WAITERS)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(users._queue._clients) == web_users.WAITERS)
+    with pytest.raises(Busy):
+        users(basic("prometheus", "more"), "another client")
+    cut.set()
+    wait_until(lambda: len(outcomes) == web_users.WAITERS - 1)
+    assert {"busy"} == set(outcomes)
+    open_.set()
+    for thread in threads:
+        thread.join(30)
+    assert [] == users._queue._clients
+
+
+def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("user", ["cheap", "dear", "nobody"])
+def test_a_wrong_password_costs_the_same_for_every_user(user: str, monkeypatch: Any) -> None:
+    """As much as the most expensive hash; else the time would tell which users exist."""
+    hashes = {
+        "cheap": bcrypt.hashpw(b"secret", bcrypt.gensalt(4)).decode(),
+        "dear": bcrypt.hashpw(b"secret", bcrypt.gensalt(7)).decode(),
+    }
+    users = Users(hashes)
+    spent: list[int] = []
+    checkpw = bcrypt.checkpw
+
+    def counted(password: bytes, hashed: bytes) -> bool:
+        spent.append(2 ** int(hashed[4:6]))
+        return checkpw(password, hashed)
+
+    monkeypatch.setattr(bcrypt, "checkpw", counted)
+    assert not users(basic(user, "wrong"))
+    assert 2**7 == sum(spent)
+    if user != "nobody":
+        assert users(basic(user, "secret"))
 
 
 # --- TLS --------------------------------------------------------------------------------------------------
@@ -185,6 +318,19 @@ def test_an_empty_file_configures_nothing(tmp_path: Path) -> None:
         ),
         ("tls_server_config: {cert_file: a, key_file: b, client_ca_file: c}", "needs no client_ca_file"),
         ("tls_config: {}", "unknown field `tls_config`"),
+        (
+            "tls_server_config: {cert_file: a, key_file: b, min_version: TLS13, max_version: TLS12}",
+            "min_version TLS13 is above max_version TLS12",
+        ),
+        (
+            'http_server_config: {headers: {X-Frame-Options: "deny\\r\\nSet-Cookie: a=b"}}',
+            "X-Frame-Options has a line break or another character",
+        ),
+        ('http_server_config: {headers: {X-Frame-Options: "d\\0"}}', "X-Frame-Options has a line break or"),
+        (
+            "http_server_config: {headers: {X-Frame-Options: d\u00e9ni}}",
+            "X-Frame-Options has a line break or",
+        ),
         ("http_server_config: {http2: true}", "http_server_config.http2"),
         ("http_server_config: {headers: {Server: x}}", "unknown field `Server`"),
         ("basic_auth_users: {a: secret}", "The password of user 'a' is no bcrypt hash"),
