@@ -185,7 +185,8 @@ ALERTS: tuple[Alert, ...] = (
     ),
     Alert(
         "KvledgerSidecarLost",
-        "sum by (job, instance, reason) (increase(kvledger_sidecar_losses_total[15m])) > 0",
+        "sum by (job, instance, reason) "
+        '(increase(kvledger_sidecar_losses_total{reason!="engine forgotten"}[15m])) > 0',
         "0m",
         "warning",
         "The sidecar {{ $labels.instance }} lost state: {{ $labels.reason }}",

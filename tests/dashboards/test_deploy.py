@@ -6,6 +6,7 @@ import copy
 import json
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,44 @@ def test_the_sidecar_is_native(deployment: dict[str, Any]) -> None:
 
     assert "Always" == containers(deployment)["kvledger"]["restartPolicy"]
     assert ["kvledger-plugin", "kvledger"] == names
+
+
+def test_nothing_in_the_sidecar_makes_the_pod_unready(deployment: dict[str, Any]) -> None:
+    """A pod whose container fails a probe is not ready, or is restarted, and leaves its Service."""
+    sidecar = containers(deployment)["kvledger"]
+
+    assert not {"readinessProbe", "livenessProbe", "startupProbe"} & sidecar.keys()
+
+
+def test_the_sidecars_container_goes_on_when_the_sidecar_ends(
+    deployment: dict[str, Any], tmp_path: Path
+) -> None:
+    """With a wrong option, for example. At SIGTERM the sidecar gets it too, and the container ends with 0."""
+    sidecar = containers(deployment)["kvledger"]
+    calls = tmp_path / "calls"
+    script = '#!/bin/sh\necho "$@" >> calls\n[ "$(wc -l < calls)" -gt 1 ] || exit 2\n'
+    script += "trap 'echo stopped >> calls; exit 0' TERM\n/bin/sleep 60 2>&- & wait\n"
+    for name, text in (("kvledger", script), ("sleep", "#!/bin/sh\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    process = subprocess.Popen(
+        [*sidecar["command"], *sidecar["args"]],
+        cwd=tmp_path,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 30
+    while not calls.exists() or len(calls.read_text().splitlines()) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(0.2)
+    process.terminate()
+    _, stderr = process.communicate(timeout=30)
+
+    assert 0 == process.returncode
+    assert "kvledger ended with 2 and is started again in 5 seconds\n" == stderr
+    assert [" ".join(sidecar["args"])] * 2 + ["stopped"] == calls.read_text().splitlines()
 
 
 def test_the_component_patches_labelled_deployments(deployment: dict[str, Any]) -> None:
