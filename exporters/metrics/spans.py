@@ -31,6 +31,9 @@ OLDEST_SECONDS = 600.0
 """Requests that ended longer ago come from an old journal; no span is emitted for them."""
 
 Attributes = dict[str, AttributeValue]
+CACHE_WRITE = ("gen_ai.usage.cache_write.input_tokens", "gen_ai.usage.cache_creation.input_tokens")
+"""The present and the older name of one attribute; backends know the one or the other."""
+
 FINISH_REASONS = {"stopped": "stop", "length_capped": "length"}
 
 
@@ -144,6 +147,9 @@ def request_attributes(engine_audit: EngineAudit, account: Account, verdict: str
         attributes[f"kvledger.prompt.{source}_tokens"] = tokens
     cached = sum(s.local + s.external for s in account.settlements)
     attributes["gen_ai.usage.cache_read.input_tokens"] = cached
+    if configuration.get("prefix_caching"):
+        written = sum(s.computed for s in account.settlements)
+        attributes |= dict.fromkeys(CACHE_WRITE, written)
     return attributes | {
         "kvledger.preemptions": account.preemptions,
         "kvledger.scheduled_tokens": account.scheduled,

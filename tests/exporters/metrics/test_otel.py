@@ -18,7 +18,7 @@ from tests.exporters.metrics.receivers import Received, attributes, grpc_receive
 from tests.histories import events
 
 from kvledger.audit.errors import LedgerError
-from kvledger.audit.events import Event, Gap, RequestAdded, Snapshot
+from kvledger.audit.events import Event, Gap, RequestAdded, Setting, Snapshot
 from kvledger.audit.replay.engine_audit import EngineAudit
 from kvledger.exporters.metrics import otel
 from kvledger.exporters.metrics.otel import Telemetry, attach_telemetry, protocol, wanted
@@ -37,9 +37,10 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-def started(*, at: float | None = None) -> EngineAudit:
+def started(*, at: float | None = None, configuration: dict[str, Setting] | None = None) -> EngineAudit:
     engine_audit = EngineAudit(Path("engine-1"))
-    began = replace(journals.STARTED, wall_seconds=at or time.time(), configuration={"model": "tiny"})
+    configuration = {"model": "tiny", **(configuration or {})}
+    began = replace(journals.STARTED, wall_seconds=at or time.time(), configuration=configuration)
     for number, event in enumerate((began, Snapshot(0, 0, [], 0))):
         engine_audit.feed(number, event)
     return engine_audit
@@ -166,6 +167,19 @@ def test_a_request_and_its_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [request.span_id] * 2 == [life.parent_span_id for life in lives]
     assert ["blocks", "finished"] == [attributes(life)["kvledger.ended_by"] for life in lives]
     assert [["kvledger.load_ended"]] * 2 == [[event.name for event in life.events] for life in lives]
+
+
+@pytest.mark.parametrize(("configuration", "written"), [({"prefix_caching": True}, 96), ({}, None)])
+def test_tokens_written_to_the_cache_have_both_names(
+    configuration: dict[str, Setting], written: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None are written if the engine caches no prefixes."""
+    engine_audit = started(configuration=configuration)
+    request, _ = spans(received_from(engine_audit, events(200, RESUMED), monkeypatch))
+
+    values = attributes(request)
+    for name in ("cache_write", "cache_creation"):
+        assert written == values.get(f"gen_ai.usage.{name}.input_tokens")
 
 
 def test_span_times_are_event_times(monkeypatch: pytest.MonkeyPatch) -> None:
