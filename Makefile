@@ -5,9 +5,9 @@ BIN := .venv/bin
 READY := @$(PYTHON) scripts/environment.py
 PYTEST := $(BIN)/python -m pytest
 TWO_WORKERS := -n 2 --dist loadfile
-SLOW := benchmark or browser or crash or packaging or programs or serving or whole_engine
+SLOW := benchmark or browser or crash or fuzz or packaging or programs or serving or whole_engine
 
-.PHONY: help demo test test-all lint bench instructions crash releases cards upstream-tests docs clean
+.PHONY: help demo test test-all lint bench instructions crash fuzz releases cards upstream-tests docs clean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -41,6 +41,10 @@ instructions: ## count the instructions of an engine step, bare and observed; ne
 crash: ## kill the sidecar 300 times while it is scraped; KILLS=n for another number
 	$(READY) test
 	KVLEDGER_KILLS=$(or $(KILLS),300) $(BIN)/python -m pytest -q tests/exporters/sidecar/test_crash.py $(ARGS)
+
+fuzz: ## read 100,000 mutated journals; JOURNALS=n for another number
+	$(READY) test
+	$(BIN)/python -m tests.fuzz.run $(or $(JOURNALS),100000) $(ARGS)
 
 releases: ## run the scenarios on every vLLM and LMCache release, or on ARGS=core, and the tests that need them
 	$(READY) test

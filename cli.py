@@ -378,10 +378,11 @@ def serve(
     Every engine under PATH is followed, also engines that start later. The page / lists what is served. A
     restarted server continues from its checkpoint and counts nothing twice.
     """
+    from .audit.text import printable
     from .exporters.sidecar.serve import serve as serving
 
     def notify(sentence: str) -> None:
-        typer.echo(sentence, err=True)
+        typer.echo(printable(sentence), err=True)
 
     serving(path, address, notify, folder=state, config=config, engine_urls=engine_url or ())
 
@@ -580,6 +581,7 @@ def _reader_gone() -> int:
 def _print_error(error: Exception) -> int:
     """Print one sentence on standard error and return the exit code."""
     from .audit.errors import LedgerError
+    from .audit.text import printable
 
     usage = getattr(error, "format_message", None)  # click's errors, whichever click typer uses
     if type(error).__name__ == "NoArgsIsHelpError":
@@ -600,7 +602,7 @@ def _print_error(error: Exception) -> int:
     else:
         sentence = f"kvledger itself failed ({type(error).__name__}: {error}); --debug shows where"
         code = OWN_BUG
-    sentence = " ".join(sentence.split())
+    sentence = printable(" ".join(sentence.split()))
     if not any(word and sentence.startswith(word) for word in sys.argv[1:]):  # a path keeps its case
         sentence = sentence[:1].upper() + sentence[1:]
     print(sentence if sentence.endswith((".", "?", "!")) else f"{sentence}.", file=sys.stderr)

@@ -19,7 +19,7 @@ engine emits any more are in ``old_events.py``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import msgspec
 
@@ -27,6 +27,18 @@ SCHEMA = 2
 """Version of the events. A reader refuses a journal of a newer one."""
 
 Setting = str | int | float | bool | None
+
+Microseconds = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+"""Time since the engine started. A decoder refuses what is out of the bounds, and so for the types below."""
+
+UnixSeconds = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
+"""Unix time, up to the year 5138."""
+
+Repeats = Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
+"""How often a step was repeated."""
+
+StepsInFlight = Annotated[int, msgspec.Meta(ge=0, le=1 << 12)]
+"""How many steps await their output: one, or as many as a pipeline has stages."""
 
 if TYPE_CHECKING:
     Numbers: TypeAlias = list[int] | msgspec.Raw
@@ -56,7 +68,7 @@ the order of positions. Empty list: the request has none of these. None instead 
 class Event(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Base of all events. ``at``: microseconds since the engine started."""
 
-    at: int
+    at: Microseconds
 
 
 # --- the engine ---------------------------------------------------------------------------------
@@ -69,7 +81,7 @@ class EngineStarted(Event, frozen=True, array_like=True, tag=0):
     (``block_size``, ``blocks``, ``connector``, ``load_failure_policy``, ``asynchronous``, ...).
     """
 
-    wall_seconds: float
+    wall_seconds: UnixSeconds
     engine: str
     version: str
     adapter: str
@@ -294,7 +306,7 @@ class DeliveredWhole(Event, frozen=True, array_like=True, tag=40):
 class Repeated(Event, frozen=True, array_like=True, tag=16):
     """The last step and the last output were repeated unchanged, ``times`` times, in this order."""
 
-    times: int
+    times: Repeats
 
 
 class Reported(Event, frozen=True, array_like=True, tag=17):
@@ -410,7 +422,7 @@ class Snapshot(Event, frozen=True, array_like=True, tag=23):
 
     step: int
     rows: list[SnapshotRow]
-    undelivered_steps: int
+    undelivered_steps: StepsInFlight
 
 
 # --- lookups that outlive their step ------------------------------------------------------------------

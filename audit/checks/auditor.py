@@ -92,7 +92,12 @@ class Auditor:
             self.engine = event.name
         findings: list[Violation] = []
         subscribed = self._subscribed
-        for entry in self.ledger.apply(event, number):
+        try:
+            entries = self.ledger.apply(event, number)
+        except Exception:
+            self.note_failure(event)
+            return findings
+        for entry in entries:
             rows = subscribed.get(type(entry.subject))
             if rows is None:
                 continue
@@ -111,6 +116,18 @@ class Auditor:
                         raise
                     self.check_failures[row.id] = self.check_failures.get(row.id, 0) + 1
         return findings
+
+    def note_failure(self, event: Event) -> None:
+        """Posting an event raises: a defect of kvledger, or an event that no engine emits.
+
+        The ledger may have posted a part of it, so open accounts become unknown and the verdict is not clean.
+        Call this where the exception is handled; with ``debug`` it is raised again.
+        """
+        if self._debug:
+            raise
+        name = f"posting {type(event).__name__}"
+        self.check_failures[name] = self.check_failures.get(name, 0) + 1
+        self.ledger.abandon(f"{name} failed")
 
     def feed_all(self, events: Iterable[Event]) -> list[Violation]:
         """Audit events in order; returns the new findings."""

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .. import events as ev
+from ..text import cut_id
 from .admissions import Admissions
 from .engine_counts import EngineCounts
 from .lives import Lives
@@ -73,7 +74,7 @@ class Steps:
             ev.RequestAdded(
                 log.now(),
                 log.intern(request_id),
-                request_id,
+                cut_id(request_id),
                 request.num_prompt_tokens,
                 request.max_tokens,
                 request.priority,

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from .. import events as ev
 from ..hooks import EngineMismatch, Hook
+from ..text import cut_id
 from . import hook_tables
 from .admissions import Admissions
 from .configuration import configuration_of
@@ -106,7 +107,7 @@ class V1Observer(Observer):
         never_admitted = request_id not in self.admissions.admitted_before
         return ev.SnapshotRow(
             request=number,
-            request_id=request_id,
+            request_id=cut_id(request_id),
             prompt_tokens=request.num_prompt_tokens,
             fresh=never_admitted and computed == preemptions == request.num_output_tokens == 0,
             computed_tokens=computed,

@@ -9,12 +9,11 @@ import itertools
 import os
 import threading
 from collections.abc import Iterable, Iterator
-from io import FileIO
 from pathlib import Path
 
 from ..errors import LedgerError
 from ..old_events import AnyEvent
-from .format import read_header, segments
+from .format import NoSegmentFile, open_segment, read_header, segments
 from .reader import Damage, Position, Reader
 
 ENGINE = "engine-"
@@ -108,7 +107,7 @@ def holds_journal(folder: Path) -> bool:
     for path in by_number.values():
         try:
             _check_segment(path)
-        except (FileNotFoundError, _NotASegment):
+        except (FileNotFoundError, NoSegmentFile, _NotASegment):
             continue
         return True
     if by_number:
@@ -121,7 +120,7 @@ class _NotASegment(LedgerError):
 
 
 def _check_segment(path: Path) -> None:
-    with FileIO(path) as file:
+    with open_segment(path) as file:
         start, _ = read_header(file.fileno(), path.name)
         if not start:
             empty = not os.fstat(file.fileno()).st_size

@@ -13,12 +13,16 @@ describes the format in prose. Its rules:
 from __future__ import annotations
 
 import enum
+import errno
 import fcntl
 import os
 import re
+import stat
 import struct
 from collections.abc import Generator
+from io import FileIO
 from pathlib import Path
+from typing import Annotated
 from zlib import crc32
 
 import msgspec
@@ -34,6 +38,18 @@ FRAME = struct.Struct("<II")
 MAX_PAYLOAD_BYTES = 64 << 20
 """A longer frame is damage. This bounds how much memory a flipped bit can make a reader allocate."""
 
+LARGE_BATCH_BYTES = 1 << 20
+"""A larger batch holds at most ``LARGE_BATCH_EVENTS``. The writer ends a batch at 64 KiB, except for an event
+that is larger by itself, and for the two events that begin a segment."""
+
+LARGE_BATCH_EVENTS = 2
+
+LARGEST_EVENT_BYTES = 8 << 20
+"""No event is larger, except a Snapshot."""
+
+MOST_SNAPSHOT_ROWS = 1 << 20
+"""The most open requests in a Snapshot that is larger than ``LARGEST_EVENT_BYTES``."""
+
 FILE_MODE = 0o640
 """Permissions of a journal's files: request ids are clients' text, so not everybody may read them."""
 
@@ -43,14 +59,15 @@ LOCK = "lock"
 _NAME = re.compile(r"(\d{8,})\.kvl")
 _HEADER_LINE = re.compile(re.escape(MAGIC) + rb"(\d{1,9}) ([0-9a-f]{8})\n")
 _HEADER_BYTES = 64
+_NO_FILE = frozenset((errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV))
 _READ_BYTES = 1 << 20
 
 
 class Payload(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One batch: its number, the number of its first event, its events."""
 
-    batch: int
-    first_event: int
+    batch: Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+    first_event: Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
     events: list[AnyEvent]
 
 
@@ -60,6 +77,10 @@ class TailState(enum.Enum):
     WHOLE = "at the end of the file"
     SHORT = "in a frame that is not whole"
     BAD = "in a frame that is damaged"
+
+
+class NoSegmentFile(OSError):
+    """What has a segment's name is a folder, a FIFO, a device, a socket or a loop of links."""
 
 
 def segment_name(number: int) -> str:
@@ -81,6 +102,23 @@ def segments(folder: Path) -> dict[int, Path]:
         if number is not None:
             by_number[number] = folder / name
     return dict(sorted(by_number.items()))
+
+
+def open_segment(path: Path) -> FileIO:
+    """Open a segment for reading. Raises OSError; :class:`NoSegmentFile` for what is not a regular file.
+
+    Never blocks: a FIFO of this name would otherwise be waited for until somebody writes to it.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            raise NoSegmentFile(error.errno, error.strerror, str(path)) from None
+        raise
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return FileIO(descriptor)
+    os.close(descriptor)
+    raise NoSegmentFile(errno.EINVAL, "Not a regular file", str(path))
 
 
 def header(schema: int) -> bytes:
@@ -180,7 +218,7 @@ def take_lock(folder: Path) -> int:
 def is_live(folder: Path) -> bool:
     """Whether the writer of this journal is alive, even if it writes nothing."""
     try:
-        descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:

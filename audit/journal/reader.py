@@ -18,7 +18,7 @@ from collections.abc import Generator, Iterator
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -26,7 +26,19 @@ from msgspec.structs import replace
 from ..errors import LedgerError
 from ..events import EngineStopped, Gap
 from ..old_events import AnyEvent
-from .format import Payload, TailState, frames, is_live, newer_schema, read_header, segment_number, segments
+from .decode import NewerBatch, UnreadableBatch, decode_batch
+from .format import (
+    NoSegmentFile,
+    Payload,
+    TailState,
+    frames,
+    is_live,
+    newer_schema,
+    open_segment,
+    read_header,
+    segment_number,
+    segments,
+)
 
 # Reasons of a Damage.
 TORN = "torn tail"
@@ -35,8 +47,6 @@ UNREADABLE = "unreadable batch"
 DISORDER = "numbers out of order"
 REMOVED = "segments removed"
 UNWRITTEN = "not written"
-
-_TAGS = frozenset(event.__struct_config__.tag for event in get_args(AnyEvent))
 
 
 class Position(msgspec.Struct, frozen=True):
@@ -54,16 +64,30 @@ class Position(msgspec.Struct, frozen=True):
 
 
 class Damage(msgspec.Struct, frozen=True):
-    """Events are missing from byte ``offset`` of a segment on. ``lost_events`` -1: not known how many."""
+    """Events are missing from byte ``offset`` of a segment on. ``lost_events`` -1: not known how many.
+
+    ``detail`` says what is wrong there, if more than the ``reason`` is known.
+    """
 
     segment: str
     offset: int
     reason: str
     lost_events: int
+    detail: str = ""
 
     def __str__(self) -> str:
         events = "an unknown number of" if self.lost_events < 0 else self.lost_events
-        return f"{self.reason} at {self.segment} byte {self.offset}: {events} events lost"
+        detail = f" ({self.detail})" if self.detail else ""
+        return f"{self.reason} at {self.segment} byte {self.offset}{detail}: {events} events lost"
+
+
+class _Place(NamedTuple):
+    """A damaged place that no Gap covers yet."""
+
+    segment: str
+    offset: int
+    reason: str
+    detail: str
 
 
 class Batch(NamedTuple):
@@ -104,10 +128,8 @@ class Reader:
         """The position before segments that were removed; None unless the reader has just skipped some."""
         self._skipping = False
         """Whether the rest of the open segment is skipped because of damage."""
-        self._broken: list[tuple[str, int, str]] = []
-        """Damaged places (segment, offset, reason) that no Gap in the stream covers yet."""
-        self._decode = msgspec.msgpack.Decoder(Payload).decode
-        """Decodes one payload."""
+        self._broken: list[_Place] = []
+        """Damaged places that no Gap in the stream covers yet."""
 
     def poll(self) -> Iterator[Batch]:
         """Yield every batch that is complete by now, in order."""
@@ -132,6 +154,9 @@ class Reader:
                 yield self._gap(-1, 0)
                 self.position = replace(self.position, event=-1)
             break
+        else:
+            if self._broken and not live:  # what is last has a segment's name and is no file
+                yield self._gap(-1, 0)
         if not live:
             self.ended = True
             self.close()
@@ -146,9 +171,9 @@ class Reader:
         if not self._broken:
             after = replace(self.position, segment=self.position.segment + 1, offset=0)
             return after if self._skipping else self.position
-        name, offset, _ = self._broken[0]
-        segment = segment_number(Path(name)) or self.position.segment
-        return replace(self.position, segment=segment, offset=offset)
+        first = self._broken[0]
+        segment = segment_number(Path(first.segment)) or self.position.segment
+        return replace(self.position, segment=segment, offset=first.offset)
 
     def close(self) -> None:
         """Close the open segment. Idempotent; a later poll opens it again."""
@@ -190,10 +215,15 @@ class Reader:
             if number < self.position.segment:
                 continue
             try:
-                self._file = FileIO(path)
+                self._file = open_segment(path)
             except FileNotFoundError:  # the writer has removed it since it was listed
                 if self._single:
                     raise LedgerError(f"There is no {path}.") from None
+                continue
+            except NoSegmentFile as error:
+                if self._single:
+                    raise LedgerError(f"{path} is not a kvledger journal: {error.strerror}.") from error
+                self._pass_over(path.name, number, error.strerror or "")
                 continue
             except OSError as error:
                 raise LedgerError(f"{path} can't be opened: {error.strerror}.") from error
@@ -206,6 +236,14 @@ class Reader:
                 self._skipping = False
             return True
         return False
+
+    def _pass_over(self, name: str, number: int, detail: str) -> None:
+        """Go on behind what has the name of segment ``number`` and is no file."""
+        self._name = name
+        self.position = replace(self.position, segment=number, offset=0)
+        self._break(CORRUPT, detail)
+        self.position = replace(self.position, segment=number + 1)
+        self._skipping = False
 
     def _leave(self) -> None:
         self.close()
@@ -232,10 +270,11 @@ class Reader:
             except StopIteration as stop:
                 return TailState(stop.value)
             try:
-                payload = self._decode(data)
-            except (msgspec.DecodeError, ValueError):
-                _refuse_newer(self._name, data)
-                self._break(UNREADABLE)
+                payload = decode_batch(data)
+            except NewerBatch as error:
+                raise newer_schema(self._name, f"a newer schema ({error})") from None
+            except UnreadableBatch as error:
+                self._break(UNREADABLE, str(error))
                 self.position = replace(self.position, offset=end)
                 continue
             expected = self.position
@@ -273,17 +312,17 @@ class Reader:
             self._break(REMOVED if self._jumped_from is not None else UNWRITTEN)
         return self._gap(missing, first.at)
 
-    def _break(self, reason: str) -> None:
+    def _break(self, reason: str, detail: str = "") -> None:
         place = (self._name, self.position.offset)
         if not any(broken[:2] == place for broken in self._broken):
-            self._broken.append((*place, reason))
+            self._broken.append(_Place(*place, reason, detail))
 
     def _gap(self, lost_events: int, at: int) -> Batch:
         """The Gap for everything that is damaged and not yet covered."""
-        name, offset, reason = self._broken[-1]
+        name, offset, reason, detail = self._broken[-1]
         self._note(lost_events)
         if reason in (CORRUPT, UNREADABLE, DISORDER):
-            reason = f"{reason} {name} at byte {offset}"
+            reason = f"{reason} {name} at byte {offset}" + (f": {detail}" if detail else "")
         position = self._jumped_from or self.position
         gap = Gap(position.at if position.at >= 0 else at, lost_events, reason)
         return Batch(max(position.event, 0), [gap], position, False)
@@ -291,9 +330,9 @@ class Reader:
     def _note(self, lost_events: int) -> None:
         """Turn every damaged place into a Damage; the last one counts the events lost in all of them."""
         broken, self._broken = self._broken, []
-        for place in broken[:-1]:
-            self.damage.append(Damage(*place, -1))
-        self.damage.append(Damage(*broken[-1], lost_events))
+        for place in broken:
+            lost = lost_events if place is broken[-1] else -1
+            self.damage.append(Damage(place.segment, place.offset, place.reason, lost, place.detail))
 
 
 def _segments(folder: Path) -> dict[int, Path]:
@@ -303,14 +342,3 @@ def _segments(folder: Path) -> dict[int, Path]:
         return {}
     except OSError as error:
         raise LedgerError(f"{folder} can't be listed: {error.strerror}.") from error
-
-
-def _refuse_newer(name: str, data: memoryview) -> None:
-    """Raise if a whole batch did not decode because an event in it has an unknown tag."""
-    try:
-        _, _, events = msgspec.msgpack.decode(data)
-        unknown_tags = {event[0] for event in events} - _TAGS
-    except (msgspec.DecodeError, TypeError, ValueError, LookupError):
-        return
-    if unknown_tags:
-        raise newer_schema(name, f"a newer schema (event tag {sorted(unknown_tags)[0]})")

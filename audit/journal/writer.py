@@ -23,9 +23,18 @@ from typing import NamedTuple, get_args
 
 import msgspec
 
-from ..events import Event, Gap
+from ..events import Event, Gap, Snapshot
 from ..old_events import AnyEvent
-from .format import FILE_MODE, HEADER, LOCK, MAX_PAYLOAD_BYTES, segment_name, segments, take_lock
+from .format import (
+    FILE_MODE,
+    HEADER,
+    LARGEST_EVENT_BYTES,
+    LOCK,
+    MAX_PAYLOAD_BYTES,
+    segment_name,
+    segments,
+    take_lock,
+)
 from .format import frame as framed
 
 BATCH_BYTES = 64 << 10
@@ -172,12 +181,17 @@ class JournalWriter:
         encoded: list[bytes] = []
         at, total = self.at, 0
         for event in events:
+            refused = ""
             try:
                 data, event_at = self._encode(event), event.at
+                if len(data) > LARGEST_EVENT_BYTES and type(event) is not Snapshot:
+                    refused = "an event is too large"
             except Exception as error:
+                refused = f"an event can't be encoded: {type(error).__name__}"
+            if refused:
                 self._append_all(encoded, at)
                 encoded, total = [], 0
-                self._lose(1, f"an event can't be encoded: {type(error).__name__}")
+                self._lose(1, refused)
                 continue
             if total + len(data) > BATCH_BYTES and len(encoded) >= 2:
                 self._append_all(encoded, at)

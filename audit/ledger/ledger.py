@@ -17,7 +17,7 @@ from .blocks.ledger import BlockLedger
 from .frozen import AccountStatement
 from .lives import LIVES
 from .loads import LOADS
-from .observation import OBSERVATION
+from .observation import OBSERVATION, forget
 from .posting import close_unseen, enter_subjects
 from .state import LedgerState
 from .steady import activate_all, open_accounts
@@ -112,6 +112,17 @@ class Ledger(LedgerState):
         activate_all(self)
         self.last_step = {}
         self.undelivered.clear()
+
+    def abandon(self, reason: str) -> None:
+        """Make every open account unknown until the next snapshot, because an event was posted in part.
+
+        Steady accounts are not caught up: what is known of them may contradict itself.
+        """
+        for account in self.steady.values():
+            account.steady_scheduled = account.steady_delivered = -1
+        self.steady.clear()
+        self.entries = []
+        forget(self, reason)
 
     def absorb(self, other: Ledger) -> None:
         """Add the sums of another ledger's ended requests. The engine that started first stays."""

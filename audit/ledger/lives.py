@@ -185,7 +185,7 @@ def end_life(state: LedgerState, account: Account, cause: str) -> None:
         # The step in flight still loads the tokens; the engine receives no failure report any more.
         load(state, account, life, life.pending_end, causes.FAILED)
     if life.pending:
-        lost_by = causes.EXTERNAL_LOSS_AT_END[cause]
+        lost_by = causes.EXTERNAL_LOSS_AT_END.get(cause, causes.LOST)
         lose_external(state, account, life, life.pending_start, life.pending_end, lost_by)
         life.pending_start = life.pending_end
     life.discarded = account.computed

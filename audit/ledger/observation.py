@@ -29,17 +29,17 @@ def _engine_stopped(state: LedgerState, event: ev.EngineStopped) -> None:
 
 def _gap(state: LedgerState, event: ev.Gap) -> None:
     state.gaps += 1
-    _forget(state, f"events were lost ({event.reason})")
+    forget(state, f"events were lost ({event.reason})")
     enter(state, event)
 
 
 def _hook_failed(state: LedgerState, event: ev.HookFailed) -> None:
     state.hook_failures += 1
-    _forget(state, f"the hook {event.hook} failed")
+    forget(state, f"the hook {event.hook} failed")
     enter(state, event)
 
 
-def _forget(state: LedgerState, reason: str) -> None:
+def forget(state: LedgerState, reason: str) -> None:
     """Make every open account unknown; steps are posted again from the next snapshot on."""
     activate_all(state)
     for account in state.living.values():

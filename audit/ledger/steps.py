@@ -178,7 +178,7 @@ def _repeated(state: LedgerState, event: ev.Repeated) -> None:
         return
     times = event.times
     nothing: frozenset[int] = frozenset()
-    singly = times if state.skip_deliveries else min(times, len(state.undelivered) + 1)
+    singly = min(times, len(state.undelivered) + state.skip_deliveries + 1)
     for _ in range(singly):
         _schedule(state)
         _deliver(state, nothing)

@@ -76,7 +76,10 @@ class Promise:
     def expected(self) -> list[int]:
         """The promised blocks below the first position already known as failed or cancelled."""
         lost = min((start for start, _, _ in self.life.voids), default=self.end)
-        return [block for block in self.blocks if self.position(block) < lost]
+        positions: dict[int, int] = {}
+        for place, block in enumerate(self.blocks, self.start // self.block_tokens):
+            positions.setdefault(block, max(self.start, place * self.block_tokens))
+        return [block for block in self.blocks if positions[block] < lost]
 
 
 class WorkerTransfers:
@@ -120,7 +123,7 @@ class WorkerTransfers:
                 del self.promises[promise.account.request]
                 continue
             yield from self._loaded(promise, event)
-            failed = [block for block in promise.blocks if block in event.failed_blocks]
+            failed = _both(promise.blocks, event.failed_blocks)
             if failed:
                 promise.failed += failed
                 yield from self.resolved(promise.account.request)
@@ -142,7 +145,8 @@ class WorkerTransfers:
             return
         promise.loaded_by.append(worker)
         if event.step == promise.step and event.started:
-            expected = [block for block in expected if block not in named]
+            loaded = set(named)
+            expected = [block for block in expected if block not in loaded]
         if expected:
             yield promise.unkept(expected, "never_started")
 
@@ -151,7 +155,7 @@ class WorkerTransfers:
         promise = self.promises.get(request)
         if promise is None or promise.life.pending or promise.life.ended_by:
             return
-        ignored = [b for b in promise.expected if b in promise.failed]
+        ignored = _both(promise.expected, promise.failed)
         promise.failed = []
         if ignored:
             yield promise.unkept(ignored, "failure_unheard")
@@ -162,3 +166,9 @@ class WorkerTransfers:
             return []
         named = set(event.loaded_blocks)
         return [] if any(named.intersection(blocks) for blocks in self.recent) else event.loaded_blocks
+
+
+def _both(blocks: list[int], others: list[int]) -> list[int]:
+    """The blocks that are in both lists, in the order of the first."""
+    named = set(others)
+    return [block for block in blocks if block in named] if named else []

@@ -24,7 +24,7 @@ from zlib import crc32
 import msgspec
 
 from ..errors import LedgerError
-from ..journal.format import FRAME, HEADER, segment_name
+from ..journal.format import FRAME, HEADER, open_segment, segment_name
 from ..journal.reader import Position
 from .serialize import OtherLayout, layout
 
@@ -187,7 +187,7 @@ def beginning(journal: Path, segment: int) -> bytes:
     """
     path = journal / segment_name(segment) if journal.is_dir() else journal
     try:
-        with open(path, "rb") as file:
+        with open_segment(path) as file:
             return file.read(len(HEADER) + FRAME.size)
     except OSError:
         return b""

@@ -25,6 +25,7 @@ from ..journal.reader import Batch, Reader
 from ..ledger.account import Account
 from ..ledger.state import Watch
 from ..ledger.totals import Totals
+from ..text import printable
 from .metrics_state import METRICS_HANDLERS, MetricsState
 from .windows import EVERYTHING, Window
 from .worker_journals import AFTER_PLANNING, WorkerJournals
@@ -98,13 +99,17 @@ class EngineAudit:
         findings = auditor.feed(event, number)
         if from_workers:
             findings = from_workers + findings
-        handler = METRICS_HANDLERS.get(type(event)) if self._with_metrics else None
-        if handler is not None:
-            handler(self.metrics, event, auditor.ledger.living)
-        if findings and self.window.bounded:
-            self._in_window.update(dict.fromkeys((v.request for v in findings if v.request), False))
-        if auditor.ledger.closed:
-            self._add_closed(event)
+        try:
+            handler = METRICS_HANDLERS.get(type(event)) if self._with_metrics else None
+            if handler is not None:
+                handler(self.metrics, event, auditor.ledger.living)
+            if findings and self.window.bounded:
+                self._in_window.update(dict.fromkeys((v.request for v in findings if v.request), False))
+            if auditor.ledger.closed:
+                self._add_closed(event)
+        except Exception:
+            auditor.note_failure(event)
+            auditor.ledger.closed.clear()
         return findings
 
     def _feed_worker_steps(self) -> list[Violation]:
@@ -130,10 +135,10 @@ class EngineAudit:
         workers_read = False
         for batch in reader.poll():
             findings: list[Violation] = []
+            if not workers_read and (started := self.engine or _started(batch)) is not None:
+                self.workers.poll(started.configuration.get("transfer"))
+                workers_read = True
             with hold:
-                if not workers_read and (started := self.engine or _started(batch)) is not None:
-                    self.workers.poll(started.configuration.get("transfer"))
-                    workers_read = True
                 number = batch.first_event
                 for event in batch.events:
                     new = feed(number, event)
@@ -343,7 +348,7 @@ class EngineAudit:
     @property
     def name(self) -> str:
         """The engine's name in findings and labels."""
-        return self.auditor.engine or self.path.name
+        return self.auditor.engine or printable(self.path.name)
 
 
 def _started(batch: Batch) -> EngineStarted | None:

@@ -20,6 +20,7 @@ from ..ledger.frozen import AccountStatement, Line
 from ..ledger.state import Watch
 from ..ledger.totals import Totals
 from ..old_events import AnyEvent
+from ..text import printable, shown_id
 from .engine_audit import EngineAudit
 from .find import journals_at, pick_request
 from .parallel import Run, here
@@ -102,7 +103,9 @@ class Audit:
         """What a reader should know about the journals: torn tails, doubts. Several journals are named."""
         if len(self.engines) == 1:
             return self.engines[0].all_notes
-        return [f"{engine.path.name}: {note}" for engine in self.engines for note in engine.all_notes]
+        return [
+            f"{printable(engine.path.name)}: {note}" for engine in self.engines for note in engine.all_notes
+        ]
 
 
 def audit_paths(
@@ -160,6 +163,7 @@ def statement(
     id, the last one is taken. ``run`` must be :func:`here`. Raises LedgerError if no request or
     more than one matches.
     """
+    request_id = shown_id(request_id)
     seen: list[str] = []
 
     def watched(name: str) -> bool:

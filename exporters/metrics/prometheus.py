@@ -81,12 +81,16 @@ def _add_buckets(histogram: Family, labels: dict[str, str], spread: Distribution
 
 
 def openmetrics_exemplar(exemplar: Exemplar | None) -> OpenMetricsExemplar | None:
-    """Keep the trace id, then the request id, as far as 128 characters of labels allow."""
+    """Keep the trace id, then the request id, as far as 128 characters of labels allow.
+
+    A quote in an id is written as in a Python string: not every parser of exemplars knows an escaped quote.
+    """
     if exemplar is None:
         return None
     labels: dict[str, str] = {}
     left = EXEMPLAR_CHARACTERS
     for name, text in (("trace_id", exemplar.trace_id), ("request_id", exemplar.request_id)):
+        text = text.replace('"', r"\x22")
         if text and len(name) + len(text) <= left:
             labels[name] = text
             left -= len(name) + len(text)

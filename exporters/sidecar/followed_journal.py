@@ -31,6 +31,8 @@ class FollowedJournal:
         """The audit of every event read so far."""
         self.reader = reader
         """Reads the journal's segments and remembers its position in them."""
+        self.lock = threading.Lock()
+        """Held while a batch of this journal is posted, and by every thread that looks at the audit."""
         self.shown = False
         """Whether the journal has been read to its end once, so that its figures may be exported."""
         self.ended = False
@@ -70,7 +72,6 @@ class FollowedJournal:
 
     def read(
         self,
-        lock: threading.Lock,
         on_batch: OnBatch,
         save_soon: Callable[[], None],
         stop: threading.Event | None,
@@ -81,7 +82,7 @@ class FollowedJournal:
         Raises :class:`~kvledger.audit.errors.LedgerError` or OSError if the journal can't be read.
         """
         oldest = -1
-        for batch, violations in self.engine_audit.batches(self.reader, lock):
+        for batch, violations in self.engine_audit.batches(self.reader, self.lock):
             oldest = batch.events[0].at if oldest < 0 else oldest
             on_batch(self, batch, violations)
             if batch.begins_segment:
@@ -95,12 +96,12 @@ class FollowedJournal:
             happened = started.wall_seconds + (oldest - started.at) / 1e6
             self.lag_seconds = max(0.0, time.time() - happened)
         if self.reader.ended:
-            self.end(lock)
+            self.end()
             save_soon()
         self.shown = True
 
-    def end(self, lock: threading.Lock) -> None:
+    def end(self) -> None:
         """Close the open requests: the journal gets no more events."""
-        with lock:
+        with self.lock:
             self.engine_audit.end(stopped=self.reader.stopped)
         self.ended = True

@@ -23,12 +23,14 @@ from pathlib import Path
 import msgspec
 
 from ... import __version__
+from ...audit.checks.registry import Violation
 from ...audit.errors import LedgerError
-from ...audit.journal.reader import Reader
+from ...audit.journal.reader import Batch, Reader
 from ...audit.replay import checkpoint, serialize
 from ...audit.replay.checkpoint import Checkpoint, FoldedJournal, JournalState
 from ...audit.replay.engine_audit import EngineAudit
 from ..metrics.values import EngineAudits, Health
+from .audits_lock import AuditsLock
 from .ended_engines import EndedEngines
 from .followed_journal import FollowedJournal, OnBatch
 from .journal_finder import FolderFinder, JournalFinder, Notify
@@ -41,6 +43,9 @@ SAVE_SECONDS = 30.0
 
 LEAST_SAVE_SECONDS = 5.0
 """The least time between two checkpoints, however fast segments are read."""
+
+HEARTBEAT_SECONDS = 60.0
+"""If the reading thread finishes nothing for this long, it is stuck."""
 
 RETRY_SECONDS = 30.0
 """How often a journal that can't be read is tried again."""
@@ -73,8 +78,11 @@ class Follower:
         finder: JournalFinder | None = None,
         fold: bool = True,
     ) -> None:
-        self.lock = threading.Lock()
-        """Held by the reading thread while it posts a batch, and by every thread that looks at audits."""
+        self.lock = AuditsLock(lambda: self.journals.values())
+        """Held by every thread that looks at audits, and by the reading thread where it adds or drops one.
+        A batch is posted under the lock of its journal alone."""
+        self.heartbeat = time.monotonic()
+        """When the reading thread last finished a batch, a journal or a search, by the monotonic clock."""
         self.ready = threading.Event()
         """Set once everything that was written before the start has been read."""
         self.health = Health()
@@ -118,14 +126,26 @@ class Follower:
 
         The caller holds ``lock``, here and while it looks at the audits.
         """
-        shown = sorted((one.name, one.engine_audit) for one in self.journals.values() if one.shown)
+        busy = self.lock.busy
+        shown = sorted(
+            (one.name, one.engine_audit)
+            for one in self.journals.values()
+            if one.shown and one.name not in busy
+        )
         self.health.unreadable = len(self.problems)
         return EngineAudits([*self.past.values(), *(engine_audit for _, engine_audit in shown)], self.health)
 
     @property
     def problems(self) -> list[str]:
         """Which journals can't be read now, and why. The caller holds ``lock``."""
-        return [f"{one.name}: {one.problem}" for one in self.journals.values() if one.problem]
+        problems = [f"{one.name}: {one.problem}" for one in self.journals.values() if one.problem]
+        return problems + [f"{name}: a batch of it is still being posted" for name in sorted(self.lock.busy)]
+
+    @property
+    def stuck_seconds(self) -> float:
+        """For how long the reading thread has finished nothing; 0.0 while it works as it should."""
+        seconds = time.monotonic() - self.heartbeat
+        return seconds if seconds > HEARTBEAT_SECONDS else 0.0
 
     # --- the loop -----------------------------------------------------------------------------------
 
@@ -152,6 +172,7 @@ class Follower:
 
     def poll(self, stop: threading.Event | None = None) -> None:
         """Find new and removed journals, and read each journal to its present end."""
+        self.heartbeat = time.monotonic()
         self._find()
         for journal in list(self.journals.values()):
             if stop and stop.is_set():
@@ -172,7 +193,7 @@ class Follower:
 
     def _read(self, journal: FollowedJournal, stop: threading.Event | None) -> None:
         try:
-            journal.read(self.lock, self.on_batch, self._save_soon, stop)
+            journal.read(self._posted, self._save_soon, stop)
             journal.problem = ""
         except (LedgerError, OSError) as error:
             journal.retry_at = time.monotonic() + RETRY_SECONDS
@@ -182,6 +203,11 @@ class Follower:
             self._set_problem(journal, f"kvledger itself failed ({type(error).__name__}: {error})")
         if journal.ended and self._fold:
             self._fold_earlier(journal)
+        self.heartbeat = time.monotonic()
+
+    def _posted(self, journal: FollowedJournal, batch: Batch, violations: list[Violation]) -> None:
+        self.heartbeat = time.monotonic()
+        self.on_batch(journal, batch, violations)
 
     def _save_soon(self) -> None:
         """A segment began, or a journal ended and may be removed from now on: save before long."""
@@ -222,7 +248,7 @@ class Follower:
         if not journal.ended and not journal.broken:
             self._read(journal, None)  # segments that were open can still be read
         if not journal.ended and not journal.broken:
-            journal.end(self.lock)
+            journal.end()
         with self.lock:
             journal.reader.close()
             del self.journals[name]
@@ -270,22 +296,30 @@ class Follower:
         self._save_at = self._saved_at + SAVE_SECONDS
         if self._folder is None:
             return
-        journals = [state for one in self.journals.values() if (state := one.state()) is not None]
-        ended = self.ended
-        past = [msgspec.Raw(serialize.capture(engine_audit)) for engine_audit in ended.sums.values()]
         now = time.time()
-        folded = list(ended.folded.values())
-        whole = Checkpoint(__version__, now, journals, past, self.health.lost, folded, ended.ended_at)
         try:
-            self.health.save_bytes = checkpoint.save(self._folder, whole)
+            self.health.save_bytes = checkpoint.save(self._folder, self._state(now))
         except OSError as error:
             self.health.save_failures += 1
             self._notify_once(f"{self._folder} can't be written: {error.strerror}.")
+            return
+        except Exception as error:
+            self.health.save_failures += 1
+            self._notify_once(
+                f"No checkpoint is kept: kvledger itself failed ({type(error).__name__}: {error})."
+            )
             return
         self.health.saved_at = now
         for journal in self.journals.values():
             journal.engine_audit.checkpoint_seconds = now
         self.health.save_seconds = time.monotonic() - self._saved_at
+
+    def _state(self, now: float) -> Checkpoint:
+        journals = [state for one in self.journals.values() if (state := one.state()) is not None]
+        ended = self.ended
+        past = [msgspec.Raw(serialize.capture(engine_audit)) for engine_audit in ended.sums.values()]
+        folded = list(ended.folded.values())
+        return Checkpoint(__version__, now, journals, past, self.health.lost, folded, ended.ended_at)
 
     def _resume(self, folder: Path) -> None:
         """Restore what the checkpoint holds, as far as its journals still exist."""

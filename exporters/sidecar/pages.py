@@ -52,7 +52,7 @@ class Site:
             "/findings": self._findings,
             EXPLAIN: _explanations,
             EXPLAIN.rstrip("/"): _explanations,
-            "/-/healthy": lambda: (200, PLAIN, b"Healthy.\n"),
+            "/-/healthy": self._healthy,
             "/-/ready": lambda: (200, PLAIN, b"Ready.\n") if follower.ready.is_set() else _NOT_YET,
         }
 
@@ -116,6 +116,13 @@ class Site:
         headers += self._security.headers.items()
         start(f"{status} {http.client.responses[status]}", headers)
         return [b"" if environ["REQUEST_METHOD"] == "HEAD" else body]
+
+    def _healthy(self) -> Page:
+        """Whether the follower moves on. Takes no lock."""
+        seconds = self._follower.stuck_seconds
+        if seconds:
+            return 503, PLAIN, f"No journal was read on for {seconds:.0f} seconds.\n".encode()
+        return 200, PLAIN, b"Healthy.\n"
 
     def _findings(self) -> Page:
         if not self._follower.ready.is_set():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,10 +14,16 @@ from ...audit.journal.folder import find_journals
 from ...audit.replay.checkpoint import HIDDEN
 from ..metrics.otel import attach_telemetry
 from . import http_server
-from .follower import Follower
+from .follower import Follower, ignore
 from .journal_finder import Notify
 from .pages import Site
 from .scrape_engine import attach_reconciliation, check_url
+
+STOP_SECONDS = 20.0
+"""How long the batch that is being posted and the last checkpoint may delay the end."""
+
+LATENCY_SECONDS = 0.2
+"""How long a signal may go unseen."""
 
 
 def serve(
@@ -52,21 +58,25 @@ def serve(
         follower = Follower(path, kept, notify)
     except OSError as error:
         raise LedgerError(f"{kept} can't be written: {error.strerror}.") from error
-    stop = threading.Event()
+    reading = _Reading(follower)
+    stop = reading.stop
     telemetry = None
+
+    def ready(url: str) -> None:
+        notify(f"Serving {url}/metrics")
+        if engine_urls:
+            attach_reconciliation(engine_urls, lambda: follower.audits, follower.lock, stop)
+
     try:
         telemetry = attach_telemetry(lambda: follower.audits, follower.lock)
         if telemetry is not None:
             follower.on_opened = telemetry.watch
         server = http_server.listen(address, Site(follower, security, notify), security)
         try:
-            with _stopping(stop):
-                follower.catch_up(stop)
-                if follower.ready.is_set():
-                    notify(f"Serving {server.url}/metrics")
-                    if engine_urls:
-                        attach_reconciliation(engine_urls, lambda: follower.audits, follower.lock, stop)
-                follower.follow(stop)
+            reading.when_ready = lambda: ready(server.url)
+            with _signals() as received:
+                if not reading.until(received):
+                    notify("Stopped without a last checkpoint, because a journal kept the follower busy.")
         finally:
             server.shutdown()
             server.server_close()
@@ -85,14 +95,53 @@ def state_folder(path: Path, notify: Notify) -> Path | None:
     return None
 
 
+class _Reading:
+    """The thread that follows the journals, so that no journal can keep the main thread from a signal."""
+
+    def __init__(self, follower: Follower) -> None:
+        self.stop = threading.Event()
+        """Ends the thread after the batch that it reads."""
+        self.when_ready: Callable[[], None] = ignore
+        """Called once everything that was written before has been read."""
+        self._follower = follower
+        self._error: BaseException | None = None
+        """What ended the thread before it was stopped."""
+
+    def until(self, received: list[int]) -> bool:
+        """Follow until a signal is ``received``; returns False if the thread did not end in time after it.
+
+        Raises what the thread raised.
+        """
+        thread = threading.Thread(target=self._run, name="kvledger-reader", daemon=True)
+        thread.start()
+        while thread.is_alive() and not received:
+            thread.join(LATENCY_SECONDS)
+        self.stop.set()
+        thread.join(STOP_SECONDS)
+        if self._error is not None:
+            raise self._error
+        return not thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self._follower.catch_up(self.stop)
+            if self._follower.ready.is_set():
+                self.when_ready()
+            self._follower.follow(self.stop)
+        except BaseException as error:
+            self._error = error
+
+
 @contextmanager
-def _stopping(stop: threading.Event) -> Iterator[None]:
-    """SIGTERM and SIGINT set ``stop``."""
+def _signals() -> Iterator[list[int]]:
+    """Collect SIGTERM and SIGINT. The handler takes no lock, so it may interrupt any code."""
+    received: list[int] = []
     before = {
-        number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)
+        number: signal.signal(number, lambda number, _: received.append(number))
+        for number in (signal.SIGTERM, signal.SIGINT)
     }
     try:
-        yield
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -59,6 +59,10 @@ def export(
             file.finish()
         for file in files.values():
             file.publish()
+    except (OverflowError, pa.ArrowInvalid) as error:
+        raise LedgerError(
+            f"A figure of this trace does not fit into a column of 64 bits: {error}."
+        ) from error
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise LedgerError(f"{folder} can't be written: {reason}.") from error

@@ -13,7 +13,9 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unicodedata import category
 
+import msgspec
 import pytest
 from tests import journals
 from tests.histories import events
@@ -774,3 +776,43 @@ def test_reading_a_journal_imports_no_engine(clean: Path) -> None:
     )
 
     assert (0, "") == (outcome.returncode, outcome.stderr)
+
+
+# --- text of clients --------------------------------------------------------------------------------------
+
+HOSTILE = 'a\x1b]0;title\x07\x1b[2J\x9b31m\x00\u202egnp.exe\u2066\nverdict: clean "'
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("audit", "-v"),
+        ("audit", "--format", "json"),
+        ("audit", "--format", "csv"),
+        ("show", "a"),
+        ("show", HOSTILE),
+        ("summary", "--by", "(.*)"),
+        ("why",),
+        ("tail",),
+        ("timeline", "-o", "-"),
+        ("report", "-o", "-"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_no_command_prints_a_control_character_of_a_request_id(
+    tmp_path: Path, run: Any, words: tuple[str, ...]
+) -> None:
+    stream = journals.reported(events(200, journals.CLEAN), local=-128, external=160, computed=168)
+    named = [
+        msgspec.structs.replace(each, request_id=HOSTILE) if type(each) is RequestAdded else each
+        for each in stream
+    ]
+    folder = journals.write(tmp_path / "engine-1-1-0", named, configuration={"model": HOSTILE})
+
+    outcome = run(words[0], folder, *words[1:])
+
+    assert outcome.code in (0, 1)
+    for text in (outcome.out, outcome.err):
+        text = text.replace("\r\n", "\n")
+        assert set() == {each for each in text if category(each) in ("Cc", "Cf")} - {"\n", "\t"}
+        assert "verdict: clean" not in text.splitlines()

@@ -40,6 +40,7 @@ GROUND = (
     "audit.causes",
     "audit.release_semantics",
     "audit.glossary",
+    "audit.text",
 )
 LEDGER = (*GROUND, "audit.ledger")
 CHECKS = (*LEDGER, "audit.checks")
@@ -59,14 +60,17 @@ RULES = {
     "audit.events": Rule(ours=("audit.errors",)),
     "audit.old_events": Rule(ours=("audit.events",)),
     "audit.causes": Rule(ours=EVENTS),
+    "audit.event_checks": Rule(ours=EVENTS),
+    "audit.text": Rule(ours=EVENTS),
     "audit.hooks": Rule(libraries=NONE),
     "audit.release_semantics": Rule(ours=EVENTS),
     "audit.glossary": Rule(ours=GROUND),
     # the journal on disk: format <- writer, reader <- folder, and the buffer in front of the writer
     "audit.journal": Rule(ours=(*EVENTS, "audit.journal")),
+    "audit.journal.decode": Rule(ours=(*EVENTS, "audit.event_checks", "audit.text", "audit.journal.format")),
     "audit.journal.format": Rule(ours=EVENTS),
     "audit.journal.writer": Rule(ours=(*EVENTS, "audit.journal.format")),
-    "audit.journal.reader": Rule(ours=(*EVENTS, "audit.journal.format")),
+    "audit.journal.reader": Rule(ours=(*EVENTS, "audit.journal.format", "audit.journal.decode")),
     "audit.journal.recorder": Rule(ours=(*EVENTS, "audit.journal.writer")),
     "audit.journal.retention": Rule(
         ours=("audit.errors", "audit.journal.format", "audit.journal.writer", "audit.journal.folder")
@@ -83,6 +87,7 @@ RULES = {
             "audit.causes",
             "audit.hooks",
             "audit.release_semantics",
+            "audit.text",
             "audit.journal.recorder",
             "audit.engines",
         ),

@@ -13,6 +13,7 @@ from typing import Any
 
 from ... import events as ev
 from ...hooks import Hook, Hooks
+from ...text import cut_id
 from ..readers import reader_of
 from ..step_log import StepLog
 from .metadata_reader import MetadataReader
@@ -95,7 +96,7 @@ class ConnectorWatch:
         self._delayed[request_id] = number
         groups = [block_ids] if block_ids and isinstance(block_ids[0], int) else block_ids
         blocks = sum(map(len, groups))
-        self._log.emit(ev.FreeDelayed(self._log.now(), number, self._step(), request_id, blocks))
+        self._log.emit(ev.FreeDelayed(self._log.now(), number, self._step(), cut_id(request_id), blocks))
 
     def at_rest(self) -> None:
         """Emit ``FreeCompleted`` for each kept request that the scheduler has dropped since."""

@@ -19,6 +19,7 @@ from typing import Any
 
 from ... import events as ev
 from ...hooks import Hook, Hooks
+from ...text import cut_id
 from ..readers import reader_of
 from ..step_log import Sink, StepLog
 from .metadata_reader import MetadataReader
@@ -182,9 +183,9 @@ class WorkerWatch:
                     saves=self._saves,
                     saved=self._saved,
                     failed_blocks=sorted(self._failed_blocks),
-                    received=sorted(self._received),
-                    failed=sorted(self._failed_requests),
-                    sent=sorted(self._sent),
+                    received=sorted(map(cut_id, self._received)),
+                    failed=sorted(map(cut_id, self._failed_requests)),
+                    sent=sorted(map(cut_id, self._sent)),
                 )
             )
         self._clear()

@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 from ... import events as ev
+from ...text import cut_id
 from ..step_log import Sink, StepLog
 from .watch import PoolWatch
 
@@ -22,7 +23,7 @@ class _Log(StepLog):
         first = request_id not in self.ids
         number = super().intern(request_id)
         if first:
-            self.emit(ev.RequestAdded(self.now(), number, request_id, prompt_tokens=0))
+            self.emit(ev.RequestAdded(self.now(), number, cut_id(request_id), prompt_tokens=0))
         return number
 
 

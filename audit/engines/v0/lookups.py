@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from ... import events as ev
+from ...text import cut_id
 from ..observer import Observer
 from .sequence import ObservedSequence, cached_now, is_accounted, remembered_hit
 
@@ -55,7 +56,7 @@ class LookupObserver(Observer):
             ev.RequestAdded(
                 at=now,
                 request=number,
-                request_id=request_id,
+                request_id=cut_id(request_id),
                 prompt_tokens=seq_group.first_seq.get_prompt_len(),
                 max_tokens=getattr(seq_group.sampling_params, "max_tokens", None),
                 priority=seq_group.priority,

@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 
 from ... import events as ev
 from ...hooks import Hook
+from ...text import cut_id
 from .lookups import LookupObserver
 from .sequence import (
     ObservedSequence,
@@ -111,7 +112,7 @@ class V0Observer(LookupObserver):
             sequence.looked_up, sequence.looked_up_step = kept, self.step
         return ev.SnapshotRow(
             request=self.log.intern(group.request_id),
-            request_id=group.request_id,
+            request_id=cut_id(group.request_id),
             prompt_tokens=data.get_prompt_len(),
             fresh=not (sequence.running or data.get_num_computed_tokens() or data.get_output_len()),
             computed_tokens=data.get_num_computed_tokens(),

@@ -96,7 +96,7 @@ def _table(
             holdings.add_holder(number, block, record, holder)
     if not positional or account is None or account.unknown is not None or account.life is None:
         return
-    for place in range(account.life.local // size, len(table)):
+    for place in range(max(0, account.life.local) // size, len(table)):
         record = holdings.record(pool, table[place])
         first = record.holders[0] if record.holders else holder
         if table[place] != pool.null_block and not record.reported and first.request != request:

@@ -35,6 +35,7 @@ from kvledger.audit.events import (
     Snapshot,
     SnapshotRow,
 )
+from kvledger.audit.ledger.ledger import POSTINGS
 from kvledger.audit.ledger.subjects import Entry
 
 NEVER_LOADED = {"never_loaded", "not_planned"}
@@ -221,6 +222,21 @@ def test_a_check_that_raises_leaves_no_clean_verdict(a_check_that_raises: str):
     auditor.feed_all([started(), *events(100, "A64+0 s36 o+ F")])
 
     assert ("unknown", ["checks failed: tokens/broken"]) == (auditor.verdict, auditor.doubts)
+
+
+def test_an_event_that_cannot_be_posted_leaves_no_clean_verdict(monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object) -> None:
+        raise KeyError("broken")
+
+    monkeypatch.setitem(POSTINGS, LookedUp, fail)
+    auditor = Auditor(debug=False)
+
+    auditor.feed_all([started(), *events(200, "A0+32 L s56 o s144 o+ F"), LookedUp(9, 0, 1, 0)])
+
+    assert "unknown" == auditor.verdict
+    assert ["checks failed: posting LookedUp"] == [doubt for doubt in auditor.doubts if "posting" in doubt]
+    with pytest.raises(KeyError):
+        Auditor(debug=True).feed(LookedUp(9, 0, 1, 0))
 
 
 @pytest.mark.usefixtures("a_check_that_raises")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
 import signal
@@ -13,7 +14,7 @@ import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import pytest
@@ -24,12 +25,14 @@ from tests.examples import examples
 from kvledger.audit import events as ev
 from kvledger.audit import old_events
 from kvledger.audit.errors import LedgerError
+from kvledger.audit.event_checks import impossible
 from kvledger.audit.journal import format as seg
 from kvledger.audit.journal import writer as writing
 from kvledger.audit.journal.folder import find_journals, read, tail
 from kvledger.audit.journal.format import is_live
 from kvledger.audit.journal.reader import Damage, Position, Reader
 from kvledger.audit.journal.writer import JournalWriter, Limits
+from kvledger.audit.text import ID_CHARACTERS
 
 Numbered = Sequence[tuple[int, ev.Event]]
 
@@ -80,14 +83,22 @@ def gaps(numbered: Numbered) -> list[ev.Gap]:
 # --- round trip -----------------------------------------------------------------------------------
 
 
+NUMBERS = st.integers(-1, 2**53)
+HASHES = st.integers(-(2**63), 2**64 - 1)
+TEXT = st.text(st.characters(exclude_categories=["C", "Z"]), max_size=ID_CHARACTERS)
+
+
 def values(hint: Any) -> st.SearchStrategy[Any]:
-    """Any value of a field's type, as msgpack can carry it."""
+    """A value of a field's type: a number that a count may be, or printable text."""
+    if get_origin(hint) is Annotated:
+        (bounds,) = hint.__metadata__
+        return (st.floats if hint.__origin__ is float else st.integers)(bounds.ge, bounds.le)
     if hint is int:
-        return st.integers(-(2**63), 2**64 - 1)
+        return NUMBERS
+    if hint is str:
+        return TEXT
     if hint is float:
         return st.floats(allow_nan=False)
-    if hint is str:
-        return st.text()
     if get_origin(hint) is list:
         return st.lists(values(get_args(hint)[0]), max_size=8)
     if get_origin(hint) is dict:
@@ -100,9 +111,72 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
     return st.from_type(hint)
 
 
+def flattened(parts: Sequence[Sequence[Any]]) -> list[Any]:
+    return list(itertools.chain.from_iterable(parts))
+
+
+def flat(width: int) -> st.SearchStrategy[list[int]]:
+    """Rows of ``width`` numbers, one after the other."""
+    return st.lists(st.lists(NUMBERS, min_size=width, max_size=width), max_size=3).map(flattened)
+
+
+def counted(header: int, per_item: int) -> st.SearchStrategy[list[int]]:
+    """Rows that begin with ``header`` numbers, the last of which counts the items of the row."""
+    items = st.integers(0, 3).flatmap(
+        lambda count: st.tuples(
+            st.lists(NUMBERS, min_size=header - 1, max_size=header - 1),
+            st.just([count]),
+            st.lists(HASHES, min_size=count * per_item, max_size=count * per_item),
+        )
+    )
+    return st.lists(items, max_size=3).map(lambda rows: flattened(flattened(rows)))
+
+
+@st.composite
+def pool_calls(draw: st.DrawFn) -> dict[str, Any]:
+    by, rows = draw(st.lists(TEXT, min_size=1, max_size=3)), []
+    for code in draw(st.lists(st.integers(0, 7), max_size=4)):
+        tables = code == ev.TABLES_REPORTED
+        follow = draw(counted(4, 1) if tables else st.lists(HASHES, max_size=4).map(lambda some: some * 6))
+        header = [code + 8 * draw(st.integers(0, 3)), draw(NUMBERS), draw(NUMBERS)]
+        rows += [*header, draw(st.integers(0, len(by) - 1)), len(follow), *follow]
+    return {"by": by, "rows": rows}
+
+
+def equally_long(*names: str, of: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.lists(of, max_size=6).map(lambda some: dict.fromkeys(names, some))
+
+
+LAYOUTS: dict[type[Any], st.SearchStrategy[dict[str, Any]]] = {
+    ev.Stepped: st.fixed_dictionaries({"changed": flat(4).map(lambda rows: [abs(one) for one in rows])}),
+    ev.Delivered: st.fixed_dictionaries({"changed": flat(2)}),
+    ev.DeliveredWhole: st.binary(max_size=8).map(lambda b: {"sampled": b, "requests": list(range(len(b)))}),
+    ev.Census: st.fixed_dictionaries({"rows": flat(5)}),
+    ev.PoolSeen: st.fixed_dictionaries({"groups": flat(3).map(lambda rows: [max(1, one) for one in rows])}),
+    ev.PoolCalls: pool_calls(),
+    ev.BlocksCached: st.fixed_dictionaries({"rows": counted(4, 3)}),
+    ev.BlockCopied: st.fixed_dictionaries({"blocks": st.lists(NUMBERS, min_size=2, max_size=2)}),
+    old_events.BlocksAllocated: st.fixed_dictionaries({"rows": counted(3, 1)}),
+    old_events.BlocksTouched: equally_long("blocks", "references", of=NUMBERS),
+    old_events.BlocksFreed: equally_long("blocks", "references", of=NUMBERS),
+    old_events.TablesReported: st.fixed_dictionaries({"rows": counted(4, 1)}),
+}
+"""Fields whose numbers have a layout."""
+
+ISOLATION = st.none() | flat(2)
+
+
 def structs(kind: type[Any]) -> st.SearchStrategy[Any]:
-    hints = get_type_hints(kind)
-    return st.builds(kind, **{name: values(hints[name]) for name in kind.__struct_fields__})
+    """Any event of this type that an engine can emit."""
+    hints = get_type_hints(kind, include_extras=True)
+    drawn = {name: values(hints[name]) for name in kind.__struct_fields__}
+    if "isolation" in drawn:
+        drawn["isolation"] = ISOLATION
+    layout = LAYOUTS.get(kind, st.just({}))
+    made = st.builds(
+        lambda fields, shaped: kind(**{**fields, **shaped}), st.fixed_dictionaries(drawn), layout
+    )
+    return made.filter(lambda event: kind is ev.SnapshotRow or not impossible([event]))
 
 
 EVENTS = get_args(old_events.AnyEvent)

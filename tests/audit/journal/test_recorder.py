@@ -99,15 +99,15 @@ def test_queued_numbers_are_encoded_and_read_back_as_a_list(tmp_path: Path) -> N
     """The garbage collector of the engine's process would walk every queued list."""
     recorder = Recorder(tmp_path / "engine", flush_seconds=60)
     recorder.restart(started(), snapshot())
-    numbers = [0, -1, 7, 300, -(2**63), 2**64 - 1]
+    numbers = [ev.CACHED, -1, 0, 7, 3, 300, -(2**63), 2**64 - 1]
     kept = recorder.keep(numbers)
-    recorder.record(ev.Stepped(1, 1, kept, kept))
+    recorder.record(ev.PoolCalls(1, 1, [], kept))
     numbers.clear()
     assert not gc.is_tracked(kept)
     recorder.close()
 
-    expected = [0, -1, 7, 300, -(2**63), 2**64 - 1]
-    assert ev.Stepped(1, 1, expected, expected) == events(tmp_path / "engine")[2]
+    expected = [ev.CACHED, -1, 0, 7, 3, 300, -(2**63), 2**64 - 1]
+    assert ev.PoolCalls(1, 1, [], expected) == events(tmp_path / "engine")[2]
 
 
 @pytest.mark.parametrize("odd", [object(), 2**80], ids=["no number", "too large"])

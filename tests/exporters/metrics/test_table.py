@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
@@ -331,3 +332,16 @@ def test_engines_of_one_name_are_summed(tmp_path: Path) -> None:
     labels = {"engine": "vllm 0.32.0 pid 4000", "source": "external"}
 
     assert 208 == scraped(audits).get_sample_value("kvledger_prompt_tokens_total", labels)
+
+
+@pytest.mark.parametrize("request_id", ['a"b', 'a" # {x="y"} 1', '"', 'a\\"b'])
+def test_a_quote_in_a_request_id_does_not_break_an_exemplar(request_id: str) -> None:
+    exemplar = prometheus.openmetrics_exemplar(Exemplar(request_id, "f" * 32, 1.0, 2.0))
+    counter = prometheus.Family("x", "help", "counter")
+    counter.add_sample("x_total", {"l": request_id}, 3, exemplar=exemplar)
+
+    (parsed,) = parse(openmetrics(SimpleNamespace(collect=lambda: [counter])).decode())
+
+    (sample,) = parsed.samples
+    assert {"l": request_id} == sample.labels
+    assert {"request_id": request_id.replace('"', "\\x22"), "trace_id": "f" * 32} == sample.exemplar.labels

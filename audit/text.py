@@ -1,0 +1,117 @@
+"""Text from outside, made safe to print: request ids, model names, messages.
+
+Request ids and model names are clients' text. A terminal obeys control characters, and format characters
+change the order in which text is shown. A reader replaces both in every event that it reads, so everything
+behind the reader holds printable text only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
+
+from msgspec.structs import fields, replace
+
+from . import events as ev
+from .old_events import AnyEvent
+
+ID_CHARACTERS = 256
+"""A longer request id is cut to this length, in journals and in everything that is read from one."""
+
+TEXT_CHARACTERS = 4096
+"""Other text is cut to this length when it is read."""
+
+
+def printable(text: str) -> str:
+    """``text`` with every character that is not printable written as in a Python string: ``\\x1b``."""
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in text
+    )
+
+
+def cut_id(request_id: str) -> str:
+    """A request id of at most ``ID_CHARACTERS``; of a longer one the beginning and a digest of all of it."""
+    if len(request_id) <= ID_CHARACTERS:
+        return request_id
+    digest = hashlib.blake2b(request_id.encode(errors="surrogatepass"), digest_size=8).hexdigest()
+    return f"{request_id[: ID_CHARACTERS - len(digest) - 1]}~{digest}"
+
+
+def shown_id(request_id: str) -> str:
+    """A request id as accounts, findings and reports hold it: cut, and printable."""
+    if len(request_id) <= ID_CHARACTERS and request_id.isprintable():
+        return request_id
+    return cut_id(printable(cut_id(request_id)))
+
+
+def clean(events: list[Any]) -> None:
+    """Replace each event of a batch whose text is not printable, or too long, by one with safe text."""
+    for place, event in enumerate(events):
+        cleaners = _CLEANERS.get(type(event))
+        if cleaners:
+            changed = {
+                name: new for name, safe in cleaners if (new := safe(old := getattr(event, name))) != old
+            }
+            if changed:
+                events[place] = replace(event, **changed)
+
+
+def _text(value: str | None) -> str | None:
+    return None if value is None else printable(value)[:TEXT_CHARACTERS]
+
+
+def _texts(values: Sequence[str] | None) -> Sequence[str] | None:
+    if values is None or "".join(values).isprintable():
+        return values
+    return [printable(value) for value in values]
+
+
+def _ids(values: list[str]) -> list[str]:
+    return [shown_id(value) for value in values]
+
+
+def _settings(values: dict[str, ev.Setting]) -> dict[str, ev.Setting]:
+    return {
+        printable(name): _text(value) if isinstance(value, str) else value for name, value in values.items()
+    }
+
+
+def _rows(rows: list[ev.SnapshotRow]) -> list[ev.SnapshotRow]:
+    return [
+        row if (safe := shown_id(row.request_id)) is row.request_id else replace(row, request_id=safe)
+        for row in rows
+    ]
+
+
+_IDS: dict[tuple[str, Any], Callable[[Any], Any]] = {
+    ("request_id", str): shown_id,
+    ("received", list[str]): _ids,
+    ("failed", list[str]): _ids,
+    ("sent", list[str]): _ids,
+}
+"""What makes fields of these names and types safe: they hold request ids."""
+
+_BY_TYPE: dict[Any, Callable[[Any], Any]] = {
+    str: _text,
+    str | None: _text,
+    list[str]: _texts,
+    list[str] | None: _texts,
+    Sequence[str]: _texts,
+    dict[str, ev.Setting]: _settings,
+    list[ev.SnapshotRow]: _rows,
+}
+"""What makes the fields of these types safe."""
+
+
+def _cleaners(kind: Any) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
+    """The fields of an event that hold text, each with what makes the text safe."""
+    named = [
+        (field.name, _IDS.get((field.name, field.type)) or _BY_TYPE.get(field.type)) for field in fields(kind)
+    ]
+    return tuple((name, safe) for name, safe in named if safe is not None)
+
+
+_CLEANERS = {kind: found for kind in get_args(AnyEvent) if (found := _cleaners(kind))}
