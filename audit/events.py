@@ -122,6 +122,18 @@ class HookFailed(Event, frozen=True, array_like=True, tag=3):
     removed: bool
 
 
+class EngineRaised(Event, frozen=True, array_like=True, tag=41):
+    """An exception of the engine left ``method``, a method that is hooked. ``error`` is the exception's type.
+
+    ``lost``: the engine did not complete what the method's hook emits, so the events that follow do not tell
+    the state of the requests. A snapshot comes when the engine runs on.
+    """
+
+    method: str
+    error: str
+    lost: bool
+
+
 # --- a request is added, looked up and admitted ----------------------------------------------------
 
 
@@ -690,6 +702,7 @@ EmittedEvent = (
     | EngineStopped
     | Gap
     | HookFailed
+    | EngineRaised
     | RequestAdded
     | LookedUp
     | Matched

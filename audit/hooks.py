@@ -6,8 +6,8 @@ differs, nothing is wrapped (:class:`EngineMismatch`) and the host runs on unobs
 
 Every wrapper (:data:`WRAPPER`) calls ``before``, the host's own method, and ``after``. It catches and counts
 what ``before`` or ``after`` raises; a hook that has failed ``MAX_FAILURES`` times is removed. The host's
-method is called exactly once, and its exceptions pass through unchanged. Only ``boundary``, which strict mode
-sets, may raise.
+method is called exactly once. An exception of the host's method is reported to ``raised`` and passes through
+unchanged. Only ``boundary``, which strict mode sets, may raise.
 """
 
 from __future__ import annotations
@@ -93,13 +93,17 @@ _removed_below: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary(
 
 
 WRAPPER = """
-def make(original, before, after, boundary, slow, failed):
+def make(original, before, after, boundary, slow, failed, raised):
     is_slow = removed = False
 
     def {name}({parameters}):{listed}
         if is_slow:
             return slow({parameters}){before}
-        result = original({parameters}){after}{boundary}
+        try:
+            result = original({parameters})
+        except Exception as error:
+            raised(error)
+            raise{after}{boundary}
         return result
 
     def set_slow(whether, for_good=False):
@@ -134,7 +138,7 @@ BOUNDARY = """
 
 WRAPPER_NAMES = frozenset(
     (
-        *("after", "before", "boundary", "failed", "list", "original", "slow"),
+        *("after", "before", "boundary", "failed", "list", "original", "raised", "slow"),
         *("error", "is_slow", "removed", "result", "token"),
     )
 )
@@ -176,6 +180,7 @@ class Hooks:
 
     ``observer`` has the methods that the table names. ``failed(hook, error, removed)`` is called for every
     failure. ``boundary()``, if given, runs after each hook with ``boundary``; what it raises is not caught.
+    ``raised(hook, error)``, if given, is called for each exception that leaves a hooked method of the host.
     """
 
     def __init__(
@@ -185,6 +190,7 @@ class Hooks:
         observer: object,
         failed: Callable[[str, Exception, bool], None],
         boundary: Callable[[], None] | None = None,
+        raised: Callable[[str, Exception], None] | None = None,
     ) -> None:
         self.failures: dict[str, int] = {}
         """How often each hook has failed."""
@@ -202,6 +208,8 @@ class Hooks:
         """Called for every failure."""
         self._boundary = boundary
         """Called after each hook with ``boundary``."""
+        self._raised = raised
+        """Called for each exception of the host."""
         self._observer = observer
         """Has the methods that the table names."""
         self._wrappings: dict[str, Wrapping] = {}
@@ -284,6 +292,7 @@ class Hooks:
         if hook.listed and hook.listed not in names.split(", "):
             raise EngineMismatch(f"the parameter {hook.listed} of {name} can't be written out")
         failed = functools.partial(self._count_failure, name)
+        raised = functools.partial(self._host_raised, name)
 
         def slow(*args: Any, **kwargs: Any) -> Any:
             """The wrapper with the observers timed; only the host's method if this hook was removed."""
@@ -296,7 +305,11 @@ class Hooks:
                 except Exception as error:  # an observer must never stop the engine
                     failed(error)
             self.nanoseconds += time.perf_counter_ns() - began
-            result = original(*args, **kwargs)
+            try:
+                result = original(*args, **kwargs)
+            except Exception as error:
+                raised(error)
+                raise
             began = time.perf_counter_ns()
             if after is not None and name in self._wrappings:
                 try:
@@ -309,10 +322,18 @@ class Hooks:
             return result
 
         wrapper, self._set_slow[name] = _template(hook.method, names, hook.listed, parts)(
-            original, before, after, boundary, slow, failed
+            original, before, after, boundary, slow, failed, raised
         )
         wrapper.__defaults__ = defaults
         return functools.update_wrapper(wrapper, original)
+
+    def _host_raised(self, name: str, error: Exception) -> None:
+        """An exception leaves the host's method."""
+        if self._raised is not None and name in self._wrappings:
+            try:
+                self._raised(name, error)
+            except Exception as failure:  # an observer must never stop the engine
+                self._count_failure(name, failure)
 
     def _count_failure(self, name: str, error: Exception) -> None:
         try:

@@ -216,6 +216,7 @@ class Auditor:
             (unknown, f"{unknown} accounts are unknown"),
             (ledger.gaps, f"events were lost {'once' if ledger.gaps == 1 else f'{ledger.gaps} times'}"),
             (ledger.hook_failures, f"observers failed {ledger.hook_failures} times"),
+            (len(ledger.engine_errors), f"the engine raised {', '.join(ledger.engine_errors)}"),
             (len(self.check_failures), f"checks failed: {', '.join(self.check_failures)}"),
         )
         return [phrase for count, phrase in counts if count]

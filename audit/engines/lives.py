@@ -123,8 +123,12 @@ class Lives:
         self, _: None, result: bool, reset_running_requests: bool = False, *__: Any, **___: Any
     ) -> None:
         """``reset_prefix_cache`` returned. Emits ``CacheReset``."""
-        self._resetting_in = NO_STEP
+        self.reset_ended()
         self._log.emit(ev.CacheReset(self._log.now(), bool(result), bool(reset_running_requests)))
+
+    def reset_ended(self) -> None:
+        """``reset_prefix_cache`` has returned or raised."""
+        self._resetting_in = NO_STEP
 
     # --- sessions ---------------------------------------------------------------------------------------
 

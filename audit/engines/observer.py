@@ -28,6 +28,9 @@ REMOVED = "kvledger observes this engine no longer: its hook on %s kept failing,
 CENSUS_STEPS = 512
 CENSUS_SECONDS = 30.0
 
+FOLLOWED_IF_RAISED = ("add_request", "reset_prefix_cache", "shutdown")
+"""Methods of the scheduler that raise with every change of a request already emitted."""
+
 
 class Observer:
     """Observes one scheduler. ``start`` wraps its methods, ``stop`` restores them.
@@ -81,13 +84,17 @@ class Observer:
 
     def start(self, boundary: Any = None) -> None:
         """Wrap the scheduler. Raises :class:`~kvledger.audit.hooks.EngineMismatch` with nothing wrapped."""
-        self.hooks = Hooks(self.HOOKS, self.scheduler, self, self._hook_failed, boundary)
+        self.hooks = Hooks(
+            self.HOOKS, self.scheduler, self, self._hook_failed, boundary, raised=self.engine_raised
+        )
         try:
             if self.level == "blocks":
                 self.pools = self._watch_pools()
             if getattr(self.scheduler, "connector", None) is not None:
                 step = functools.partial(getattr, self, "step")  # no Python frame runs
-                self.connector = ConnectorWatch(self.scheduler, self.log, step, self._hook_failed)
+                self.connector = ConnectorWatch(
+                    self.scheduler, self.log, step, self._hook_failed, self.engine_raised
+                )
         except Exception:
             if self.pools is not None:
                 self.pools.remove()
@@ -136,6 +143,22 @@ class Observer:
         if removed:  # without this hook every later figure would be wrong
             logger.warning(REMOVED, hook, type(error).__name__)
             self.stop(f"the observer of {hook} kept failing")
+
+    def engine_raised(self, method: str, error: Exception) -> None:
+        """An exception of the engine leaves a hooked method. Emits ``EngineRaised``, then held events.
+
+        An exception that leaves a part of the scheduler goes on to the scheduler's own method, or the engine
+        has handled it.
+        """
+        log = self.log
+        lost = "." not in method and method not in FOLLOWED_IF_RAISED
+        raised = ev.EngineRaised(log.now(), method, type(error).__name__, lost)
+        if method == "update_from_output":
+            held, log.held = log.held, None
+            log.emit_all([raised, *(held or ())])
+        else:
+            log.emit(raised)
+        self.resync |= lost
 
     def begin_segment(self) -> None:
         """Emit ``EngineStarted`` and a snapshot of every living request, so that a reader can start here."""

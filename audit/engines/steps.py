@@ -131,6 +131,7 @@ class Steps:
         Events are held until the method returns, so that the ends in it come after the output.
         """
         log, lives, sampled = self._log, self._lives, model_runner_output.sampled_token_ids
+        log.undelivered -= bool(scheduler_output.num_scheduled_tokens)
         lives.output = None
         if self._one_at_most and sampled and type(sampled[0]) is list and all(sampled):
             lengths = log.one_each(len(sampled))
@@ -152,7 +153,6 @@ class Steps:
         held, log.held = log.held, None
         output, lives.output = lives.output, None
         tokens = scheduler_output.num_scheduled_tokens
-        log.undelivered -= bool(tokens)
         if tokens and output is not None:
             at, _, lengths = output
             dropped = lives.dropped(stale) if stale else []

@@ -80,7 +80,13 @@ class V1Observer(Observer):
                 self._hook_failed,
                 block_size=int(self.scheduler.block_size),
                 in_scheduler_process=True,
+                raised=self.engine_raised,
             )
+
+    def engine_raised(self, method: str, error: Exception) -> None:
+        if method == "reset_prefix_cache":
+            self.lives.reset_ended()
+        super().engine_raised(method, error)
 
     def emit_failed_attempts(self) -> None:
         for failed in self.admissions.failed.values():

@@ -17,7 +17,7 @@ from .blocks.ledger import BlockLedger
 from .frozen import AccountStatement
 from .lives import LIVES
 from .loads import LOADS
-from .observation import OBSERVATION, forget
+from .observation import ERRORS_KEPT, OBSERVATION, forget
 from .posting import close_unseen, enter_subjects
 from .state import LedgerState
 from .steady import activate_all, open_accounts
@@ -134,4 +134,7 @@ class Ledger(LedgerState):
         self.stopped = other.stopped
         self.gaps += other.gaps
         self.hook_failures += other.hook_failures
+        for error, times in other.engine_errors.items():
+            if error in self.engine_errors or len(self.engine_errors) < ERRORS_KEPT:
+                self.engine_errors[error] = self.engine_errors.get(error, 0) + times
         self.ended.merge(other.ended)

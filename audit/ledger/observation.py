@@ -12,6 +12,12 @@ from .posting import account_of, begin_life, close_unseen, enter, enter_reported
 from .state import LedgerState
 from .steady import activate_all, catch_up
 
+NAME_LENGTH = 80
+"""Characters kept of the names of an exception and of the method that it left."""
+
+ERRORS_KEPT = 16
+"""Kinds of exceptions that are counted."""
+
 
 def _engine_started(state: LedgerState, event: ev.EngineStarted) -> None:
     if state.engine is None:
@@ -36,6 +42,15 @@ def _gap(state: LedgerState, event: ev.Gap) -> None:
 def _hook_failed(state: LedgerState, event: ev.HookFailed) -> None:
     state.hook_failures += 1
     forget(state, f"the hook {event.hook} failed")
+    enter(state, event)
+
+
+def _engine_raised(state: LedgerState, event: ev.EngineRaised) -> None:
+    error = f"{event.error[:NAME_LENGTH]} in {event.method[:NAME_LENGTH]}"
+    if error in state.engine_errors or len(state.engine_errors) < ERRORS_KEPT:
+        state.engine_errors[error] = state.engine_errors.get(error, 0) + 1
+    if event.lost:
+        forget(state, f"the engine raised {error}")
     enter(state, event)
 
 
@@ -128,6 +143,7 @@ OBSERVATION: dict[type[ev.Event], Callable[[LedgerState, Any], None]] = {
     ev.EngineStopped: _engine_stopped,
     ev.Gap: _gap,
     ev.HookFailed: _hook_failed,
+    ev.EngineRaised: _engine_raised,
     ev.Census: _census,
     ev.Snapshot: _snapshot,
     ev.CacheReset: _note,

@@ -39,6 +39,8 @@ class LedgerState:
         """How many times events were lost."""
         self.hook_failures = 0
         """How many times a hook failed."""
+        self.engine_errors: dict[str, int] = {}
+        """How often each exception left a hooked method of the engine, by type and method."""
         self.number = -1
         """Number of the last event posted."""
         self.step = 0

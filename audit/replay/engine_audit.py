@@ -121,6 +121,13 @@ class EngineAudit:
             for violation in self.auditor.feed(replace(event, at=ledger.at), ledger.number)
         ]
 
+    def _feed_worker_errors(self) -> None:
+        """Audit the exceptions that left the workers' connectors."""
+        ledger, raised = self.auditor.ledger, self.workers.raised
+        self.workers.raised = []
+        for event in raised:
+            self.auditor.feed(replace(event, at=ledger.at, lost=False), ledger.number)
+
     def read(self, reader: Reader, lock: AbstractContextManager[object] | None = None) -> None:
         """Audit everything in the journal by now, holding ``lock`` for one batch at a time."""
         for _ in self.batches(reader, lock):
@@ -139,6 +146,7 @@ class EngineAudit:
                 self.workers.poll(started.configuration.get("transfer"))
                 workers_read = True
             with hold:
+                self._feed_worker_errors()
                 number = batch.first_event
                 for event in batch.events:
                     new = feed(number, event)

@@ -18,6 +18,7 @@ from ..events import (
     Census,
     Delivered,
     DeliveredWhole,
+    EngineRaised,
     EngineStarted,
     Event,
     Gap,
@@ -45,6 +46,8 @@ class WorkerJournals:
     def __init__(self, path: Path) -> None:
         self.next_step = -1
         """The first step that is read and not yet returned by :meth:`upto`; -1 if there is none."""
+        self.raised: list[EngineRaised] = []
+        """Exceptions that left the workers' connectors, and that the caller has not taken."""
         self._folder = path.parent if path.is_dir() else None
         """Where workers' journals are; None if a single segment is read."""
         self._readers: dict[Path, Reader | None] = {}
@@ -83,6 +86,8 @@ class WorkerJournals:
                 for event in batch.events:
                     if isinstance(event, WorkerStepped):
                         yield event
+                    elif isinstance(event, EngineRaised):
+                        self.raised.append(event)
                     elif isinstance(event, Gap | HookFailed) or _is_of_another_engine(event, transfer):
                         if isinstance(event, EngineStarted):
                             _remember(path, event.configuration.get("transfer"))

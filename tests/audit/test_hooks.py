@@ -241,6 +241,56 @@ def test_the_exception_of_the_host_passes_unchanged() -> None:
     assert watcher.seen == []
 
 
+@pytest.mark.parametrize("timed", [False, True])
+def test_an_exception_of_the_host_is_reported_and_passes_unchanged(timed: bool) -> None:
+    error = KeyError("the host's own")
+
+    class Failing(Host):
+        def run(self, tokens: int, fast: bool = False) -> int:
+            raise error
+
+    host, raised = Failing(), list[Any]()
+    ours = Hooks((RUN,), host, Watcher(), lambda *_: None, raised=lambda *seen: raised.append(seen))
+    ours.time(timed)
+
+    with pytest.raises(KeyError) as caught:
+        host.run(1)
+    assert [("run", error)] == raised
+    assert caught.value is error and error.__cause__ is error.__context__ is None
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_a_report_of_an_exception_that_raises_does_not_reach_the_caller(timed: bool) -> None:
+    class Failing(Host):
+        def run(self, tokens: int, fast: bool = False) -> int:
+            raise KeyError("the host's own")
+
+    def worse(*_: Any) -> None:
+        raise RuntimeError("worse")
+
+    host, failed = Failing(), list[Any]()
+    ours = Hooks((RUN,), host, Watcher(), lambda *failure: failed.append(failure), raised=worse)
+    ours.time(timed)
+
+    with pytest.raises(KeyError, match="the host's own"):
+        host.run(1)
+    assert ["run"] == [name for name, _, _ in failed]
+
+
+@pytest.mark.parametrize("leaving", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_is_no_exception_of_the_host(leaving: type[BaseException]) -> None:
+    class Interrupted(Host):
+        def run(self, tokens: int, fast: bool = False) -> int:
+            raise leaving
+
+    host, raised = Interrupted(), list[Any]()
+    Hooks((RUN,), host, Watcher(), lambda *_: None, raised=lambda *seen: raised.append(seen))
+
+    with pytest.raises(leaving):
+        host.run(1)
+    assert [] == raised
+
+
 @pytest.mark.parametrize(
     ("hook", "message"),
     [

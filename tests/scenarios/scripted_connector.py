@@ -80,6 +80,8 @@ class Script:
     stored: dict[str, tuple[int, bool]] = field(default_factory=dict)
     delay_free: set[str] = field(default_factory=set)
     """Requests whose blocks stay allocated after they finish, until `finished_sending` lists them."""
+    failing: set[str] = field(default_factory=set)
+    """Names of methods that raise AssertionError."""
     calls: list[Call] = field(default_factory=list)
 
 
@@ -118,9 +120,13 @@ class ScriptedConnector(KVConnectorBase_V1):
         external = max(0, hit_tokens - local_tokens)
         return external, asynchronous and external > 0
 
+    def _fail(self, method: str) -> None:
+        assert method not in self.script.failing, "tokens 1 2 3 of a prompt"
+
     # Calls of the scheduler.
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self._fail("get_num_new_matched_tokens")
         answer = self._answer(request, num_computed_tokens)
         self._answered[request.request_id] = answer[1]
         self.script.calls.append(LookupCall(request.request_id, num_computed_tokens, answer))
@@ -135,6 +141,7 @@ class ScriptedConnector(KVConnectorBase_V1):
             self._loads.append(ScriptedLoad(request_id, num_external_tokens, asynchronous, block_ids))
 
     def build_connector_meta(self, scheduler_output: Any) -> ScriptedMetadata:
+        self._fail("build_connector_meta")
         metadata = ScriptedMetadata(tuple(self._loads))
         self._loads.clear()
         if metadata.loads:
@@ -142,6 +149,7 @@ class ScriptedConnector(KVConnectorBase_V1):
         return metadata
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        self._fail("request_finished")
         delayed = request.request_id in self.script.delay_free
         if delayed:
             self.held.add(request.request_id)

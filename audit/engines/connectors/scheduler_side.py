@@ -25,12 +25,20 @@ TABLE: tuple[Hook, ...] = (
 CHILD_TABLE: tuple[Hook, ...] = (Hook("", "get_num_new_matched_tokens", (), after="matched", optional=True),)
 
 Failed = Callable[[str, Exception, bool], None]
+Raised = Callable[[str, Exception], None]
+
+
+def in_connector(raised: Raised) -> Raised:
+    """``raised`` for the hooks of a connector, whose methods it names by ``connector.``."""
+    return lambda method, error: raised(f"connector.{method}", error)
 
 
 class ConnectorWatch:
     """Observes one scheduler's connector, and its children if it has any."""
 
-    def __init__(self, scheduler: Any, log: StepLog, step: Callable[[], int], failed: Failed) -> None:
+    def __init__(
+        self, scheduler: Any, log: StepLog, step: Callable[[], int], failed: Failed, raised: Raised
+    ) -> None:
         self.reader: MetadataReader | None = reader_of(scheduler.connector)
         """Reads the connector's metadata; None if kvledger has no reader for it."""
         self._scheduler = scheduler
@@ -47,7 +55,7 @@ class ConnectorWatch:
         """Id and number of the request that is ending."""
         self._delayed: dict[str, int] = {}
         """Numbers of the ended requests whose blocks the connector keeps, by request id."""
-        self._hooks = [Hooks(TABLE, scheduler.connector, self, failed)]
+        self._hooks = [Hooks(TABLE, scheduler.connector, self, failed, raised=in_connector(raised))]
         children = getattr(scheduler.connector, "_connectors", ())
         for place, child in enumerate(children if isinstance(children, list | tuple) else ()):
             watch = _Child(f"{place} {type(child).__name__}", log, step)

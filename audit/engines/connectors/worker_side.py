@@ -23,6 +23,7 @@ from ...text import cut_id
 from ..readers import reader_of
 from ..step_log import Sink, StepLog
 from .metadata_reader import MetadataReader
+from .scheduler_side import Raised, in_connector
 
 logger = logging.getLogger("vllm.kvledger")
 """Below vLLM's own logger, so that operators see its lines among the engine's."""
@@ -48,7 +49,8 @@ class WorkerWatch:
     """Observes the worker side of one connector. ``rank`` is the worker's number.
 
     ``in_scheduler_process``: the scheduler runs in the same process, and reports its metadata by
-    :meth:`planned` before the worker receives it. Otherwise the metadata received is counted.
+    :meth:`planned` before the worker receives it. Otherwise the metadata received is counted. ``raised`` is
+    called for each exception that leaves a method of the connector.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class WorkerWatch:
         block_size: int,
         rank: int = 0,
         in_scheduler_process: bool = False,
+        raised: Raised | None = None,
     ) -> None:
         self.reader: MetadataReader | None = reader_of(connector)
         """Reads the connector's metadata; None if kvledger has no reader for it."""
@@ -82,7 +85,8 @@ class WorkerWatch:
         self._layers: Hooks | None = None
         """The hooks on single layers, in a step that loads."""
         self._clear()
-        self._hooks = Hooks(TABLE, connector, self, failed)
+        raises = None if raised is None else in_connector(raised)
+        self._hooks = Hooks(TABLE, connector, self, failed, raised=raises)
 
     def remove(self) -> None:
         """Restore the connector."""
@@ -211,6 +215,7 @@ class WorkerObserver:
             self._hook_failed,
             block_size=int(config.cache_config.block_size),
             rank=int(self._configuration["rank"] or 0),
+            raised=self._raised,
         )
         self._end = Hooks(
             (Hook("", "clear_connector_metadata", (), after="at_rest"),), connector, self, _ignore
@@ -240,6 +245,9 @@ class WorkerObserver:
                 type(error).__name__,
             )
             self.stop(f"the observer of {hook} kept failing")
+
+    def _raised(self, method: str, error: Exception) -> None:
+        self._log.emit(ev.EngineRaised(self._log.now(), method, type(error).__name__, False))
 
     def _restart(self) -> None:
         now = self._log.now()

@@ -26,6 +26,7 @@ from kvledger.audit.checks.registry import CATALOGUE, Check, Invariant, Violatio
 from kvledger.audit.events import (
     Census,
     Delivered,
+    EngineRaised,
     Event,
     Gap,
     HookFailed,
@@ -36,6 +37,7 @@ from kvledger.audit.events import (
     SnapshotRow,
 )
 from kvledger.audit.ledger.ledger import POSTINGS
+from kvledger.audit.ledger.observation import ERRORS_KEPT
 from kvledger.audit.ledger.subjects import Entry
 
 NEVER_LOADED = {"never_loaded", "not_planned"}
@@ -180,6 +182,26 @@ def test_lost_events_make_the_verdict_unknown_without_a_violation(loss: Event):
     auditor = audited(stream)
 
     assert ([], "unknown") == (auditor.violations, auditor.verdict)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_an_exception_of_the_engine_is_a_doubt(lost: bool):
+    """Without `lost` the accounts go on; with it the open accounts are unknown."""
+    stream = events(50, "A0+0 s50 o+ s1 o+ F")
+    raised = EngineRaised(10_000, "schedule", "AssertionError", lost)
+    auditor = audited(with_after(stream, Delivered, 0, raised))
+
+    phrase = "the engine raised AssertionError in schedule"
+    assert ["1 accounts are unknown", phrase][1 - lost :] == auditor.doubts
+    assert "unknown" == auditor.verdict
+
+
+def test_the_kinds_of_exceptions_that_are_kept_are_bounded():
+    raised = [EngineRaised(0, "m" * 999, f"Error{number}", False) for number in range(99)]
+    auditor = audited(raised)
+
+    assert ERRORS_KEPT == len(auditor.ledger.engine_errors)
+    assert all(len(name) < 200 for name in auditor.ledger.engine_errors)
 
 
 def test_a_trace_that_begins_while_a_request_runs_is_unknown():

@@ -11,7 +11,7 @@ from tests import journals
 from tests.audit.checks.false_reports import index_of
 from tests.audit.checks.test_connector import STEP, with_worker, worker_step
 
-from kvledger.audit.events import Delivered, EngineStopped, Event, Gap, Snapshot, WorkerStepped
+from kvledger.audit.events import Delivered, EngineRaised, EngineStopped, Event, Gap, Snapshot, WorkerStepped
 from kvledger.audit.journal.folder import find_journals
 from kvledger.audit.journal.reader import Reader
 from kvledger.audit.journal.writer import JournalWriter
@@ -64,6 +64,16 @@ def test_a_worker_without_proof_of_a_skipped_load_is_clean(tmp_path: Path, recor
     worker(tmp_path, *recorded)
 
     assert "clean" == audit_paths([tmp_path]).verdict
+
+
+def test_an_exception_of_a_worker_is_a_doubt_of_its_engine(tmp_path: Path):
+    engine(tmp_path)
+    worker(tmp_path, worker_step(STEP), EngineRaised(0, "connector.start_load_kv", "OSError", True))
+
+    audit = audit_paths([tmp_path])
+
+    assert ("unknown", 0) == (audit.verdict, audit.totals.unknown_requests)
+    assert ["the engine raised OSError in connector.start_load_kv"] == audit.engines[0].doubts
 
 
 def test_the_worker_of_another_engine_is_ignored(tmp_path: Path):
