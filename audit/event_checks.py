@@ -64,9 +64,9 @@ def _delivered_whole(event: ev.DeliveredWhole) -> str:
 
 
 def _census(event: ev.Census) -> str:
-    if len(event.rows) % 5:
+    if len(event.rows) % 5 or len(event.waiting_rows) % 5:
         return "rows does not hold five numbers for each request"
-    return _too_large("rows", event.rows)
+    return _too_large("rows", event.rows) or _too_large("waiting_rows", event.waiting_rows)
 
 
 def _pool_seen(event: ev.PoolSeen) -> str:
@@ -240,4 +240,5 @@ _CHECKS: dict[type[ev.Event], Check] = {
         "external_hits",
     ),
     ev.SavePlanned: _reported("start", "end"),
+    ev.HandedOver: lambda event: _within(event, 0, "blocks") or _within(event, -1, "room_tokens"),
 }

@@ -393,11 +393,13 @@ class Finished(Event, frozen=True, array_like=True, tag=21):
 
 
 class Census(Event, frozen=True, array_like=True, tag=22):
-    """The engine's counts of every running request, between two steps.
+    """The engine's counts of every request that it has admitted, between two steps.
 
-    ``rows`` is flat, five numbers a request: request, computed tokens, in-flight tokens, output
-    placeholders, tokens in the sequence (-1: the engine has no such count). ``hook_us``: microseconds that
-    the hooks took in the ``hook_steps`` timed steps since the last census; -1: no step was timed.
+    ``rows`` has the running requests. It is flat, five numbers a request: request, computed tokens, in-flight
+    tokens, output placeholders, tokens in the sequence (-1: the engine has no such count). ``waiting_rows``
+    has the same of the admitted requests that wait: preempted, for a load, or for a session's next chunk.
+    ``hook_us``: microseconds that the hooks took in the ``hook_steps`` timed steps since the last census; -1:
+    no step was timed.
     """
 
     step: int
@@ -407,6 +409,7 @@ class Census(Event, frozen=True, array_like=True, tag=22):
     blocks: int
     hook_us: int = -1
     hook_steps: int = 0
+    waiting_rows: list[int] = []
 
 
 class SnapshotRow(msgspec.Struct, frozen=True, array_like=True):
@@ -644,6 +647,23 @@ class FreeCompleted(Event, frozen=True, array_like=True, tag=63):
     step: int
 
 
+class HandedOver(Event, frozen=True, array_like=True, tag=67):
+    """The connector was informed that a request has ended (``request_finished``). Follows its ``Finished``.
+
+    The connector was handed the request with ``computed_tokens``, and ``blocks`` of its blocks, which have
+    room for ``room_tokens`` positions (-1: the request has several tables, or a table without positions).
+    ``trimmed``: the engine hands over only the blocks of computed tokens.
+    """
+
+    request: int
+    step: int
+    request_id: str
+    computed_tokens: int
+    blocks: int
+    room_tokens: int
+    trimmed: bool
+
+
 class ChildMatched(Event, frozen=True, array_like=True, tag=64):
     """A child of a connector of connectors answered. Equal answers in a row are one event.
 
@@ -737,6 +757,7 @@ EmittedEvent = (
     | SavePlanned
     | FreeDelayed
     | FreeCompleted
+    | HandedOver
     | ChildMatched
     | BlocksPromised
     | WorkerStepped

@@ -359,8 +359,9 @@ SECTIONS: dict[str, tuple[Term, ...]] = {
         ),
         Term(
             "census",
-            "A record of every running request's engine-side counters, written at least every 512 steps "
-            "or 30 seconds. It bounds how long a silent difference can live.",
+            "A record of the engine-side counters of every request that runs, or was admitted and waits, "
+            "written at least every 512 steps or 30 seconds, and at the end. It bounds how long a silent "
+            "difference can live.",
             "A difference between the engine and the ledger shows at the next census at the latest.",
         ),
         Term(

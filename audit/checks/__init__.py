@@ -4,6 +4,6 @@ Importing this package, or any module in it, imports every check, which fills th
 ``registry.py``.
 """
 
-from . import blocks, connector, tokens
+from . import blocks, connector, requests, tokens
 
-__all__ = ["blocks", "connector", "tokens"]
+__all__ = ["blocks", "connector", "requests", "tokens"]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ..causes import FAILED, NEVER_LOADED, NOT_PLANNED
 from ..events import Admitted, Matched, Reported, Tracked
 from ..ledger.loads import OVERDUE_SECONDS
-from ..ledger.subjects import Entry, ExternalTokensLost, Overdue, Unpromised, Unsaved
+from ..ledger.subjects import Entry, ExternalTokensLost, Handover, Overdue, Unpromised, Unsaved
 from .registry import (
     LMCACHE_1361,
     LMCACHE_1969,
@@ -20,6 +20,7 @@ from .registry import (
     VLLM_36638,
     VLLM_37460,
     VLLM_49250,
+    Figure,
     Witness,
     invariant,
 )
@@ -230,6 +231,49 @@ def save_gap(entry: Entry) -> Iterator[Witness]:
     saved_tokens = max(subject.saved_tokens, entry.account.saved_tokens)
     if saved_tokens < subject.due_tokens:
         yield Witness(saved_tokens=saved_tokens, due_tokens=subject.due_tokens)
+
+
+@invariant(
+    "connector/handed-over",
+    on=(Handover,),
+    message="At the end of request {ended} the connector was handed {blocks} blocks for {room_tokens} "
+    "tokens, but only {valid_tokens} were hits, loaded or scheduled.",
+    near_misses=(
+        "tokens of a step in flight, which the engine counts as computed and whose blocks it has allocated",
+        "a request aborted while its load is pending: the connector knows that the load has not finished",
+        "blocks for draft tokens, on releases that hand over every block of the request",
+        "tables without positions and several KV cache groups: their blocks are not compared",
+    ),
+)
+def handed_over(entry: Entry) -> Iterator[Witness]:
+    """At a request's end the connector is handed its computed tokens and the blocks that hold them.
+
+    Violated when the count of computed tokens is above the account's, when the blocks have no room for the
+    computed tokens, or when there are blocks beyond them on a release that cuts such blocks off: the
+    connector may then store or transfer KV that was never computed.
+    """
+    subject = entry.subject
+    assert isinstance(subject, Handover)
+    computed, valid, room = subject.computed, subject.ledger_computed, subject.room
+    figures: dict[str, Figure] = {"ended": subject.request_id, "blocks": subject.blocks}
+    if computed > valid >= subject.reported:  # an earlier count above the account's is tokens/balance
+        yield Witness(
+            "At the end of request {ended} the connector was handed {computed_tokens} computed tokens, but "
+            "only {valid_tokens} were hits, loaded or scheduled.",
+            **figures,
+            computed_tokens=computed,
+            valid_tokens=valid,
+        )
+    elif 0 <= room < computed:
+        yield Witness(
+            "At the end of request {ended} the connector was handed {blocks} blocks, which have room for "
+            "{room_tokens} of its {computed_tokens} computed tokens.",
+            **figures,
+            room_tokens=room,
+            computed_tokens=computed,
+        )
+    elif subject.trimmed and subject.blocks and room - room // subject.blocks >= valid:
+        yield Witness(**figures, room_tokens=room, valid_tokens=valid)
 
 
 _WAITED = (

@@ -147,7 +147,7 @@ class Violation(msgspec.Struct, frozen=True):
     story: list[str] = []
 
 
-FAMILIES = ("tokens", "blocks", "connector", "metrics", "content")
+FAMILIES = ("tokens", "requests", "blocks", "connector", "metrics", "content")
 """The families of invariants, in the order of the page."""
 
 CATALOGUE: dict[str, Invariant] = {}

@@ -91,6 +91,7 @@ class Admissions:
         """``schedule`` is called: a new step begins, without attempts so far."""
         observer, scheduler = self._observer, self._scheduler
         observer.step += 1
+        observer.in_step = True
         if self.attempts:
             self.attempts = {}
         if self._promises:

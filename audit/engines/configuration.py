@@ -26,6 +26,7 @@ def configuration_of(
         "max_batched_tokens": int(config.scheduler_config.max_num_batched_tokens),
         "max_model_len": int(scheduler.max_model_len),
         "prefix_caching": bool(config.cache_config.enable_prefix_caching),
+        "loras": int(getattr(getattr(scheduler, "lora_config", None), "max_loras", 0)),
         "drafts": int(scheduler.num_spec_tokens),
         "sampled_beside_drafts": int(getattr(scheduler, "num_sampled_tokens_per_step", 1)),
         "connector": type(connector).__name__ if connector is not None else None,

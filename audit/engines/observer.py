@@ -47,6 +47,8 @@ class Observer:
     """What the scheduler must have besides the hooked methods, as dotted paths."""
     OUTPUT: ClassVar[tuple[str, ...]] = ()
     """Fields that the engine's output must have."""
+    CENSUS_AT_END: ClassVar[tuple[str, ...]] = ("detached", "shutdown", "exit")
+    """The reasons to stop at which the engine rests, so that a last census is right."""
     FIGURES: ClassVar[str] = "first"
     """The admission that the engine-reported prompt figures come from: see ``release_semantics``."""
 
@@ -77,6 +79,8 @@ class Observer:
         """Number of the last step that the scheduler began, from 1."""
         self.resync = False
         """A hook failed: emit a snapshot at the next chance, so that readers can go on from there."""
+        self.in_step = False
+        """``schedule`` or ``update_from_output`` runs, or an exception left it: the counts are in between."""
         self._stopped = False
         """``stop`` has run."""
         self._last_census = 0, self.log.now()
@@ -93,7 +97,12 @@ class Observer:
             if getattr(self.scheduler, "connector", None) is not None:
                 step = functools.partial(getattr, self, "step")  # no Python frame runs
                 self.connector = ConnectorWatch(
-                    self.scheduler, self.log, step, self._hook_failed, self.engine_raised
+                    self.scheduler,
+                    self.log,
+                    step,
+                    self.computed_tokens,
+                    self._hook_failed,
+                    self.engine_raised,
                 )
         except Exception:
             if self.pools is not None:
@@ -107,10 +116,13 @@ class Observer:
         if self._stopped:
             return
         self._stopped = True
+        self.log.held = None  # of an output that was interrupted and is not known
         if self.pools is not None:
             if reason in ("detached", "shutdown"):
                 self.pools.report_all()
             self.pools.remove()
+        if reason in self.CENSUS_AT_END and not self.in_step:
+            self._last_look()
         if self.connector is not None:
             self.connector.remove()
         if self.worker is not None:
@@ -119,6 +131,13 @@ class Observer:
             self.hooks.remove()
         self.emit_failed_attempts()
         self.log.emit(ev.EngineStopped(self.log.now(), reason))
+
+    def _last_look(self) -> None:
+        """Emit a census at the end. Never raises."""
+        try:
+            self.census(self.log.now())
+        except Exception as error:  # an observer must never stop the engine
+            self._hook_failed("stop", error, removed=False)
 
     def shutting_down(self) -> None:
         """``Scheduler.shutdown``: emits ``EngineStopped`` and closes the journal."""
@@ -213,6 +232,10 @@ class Observer:
 
     def census(self, now: int) -> None:
         """Emit ``Census``: the engine's counts for each running request, and the pool's totals."""
+        raise NotImplementedError
+
+    def computed_tokens(self, request: Any) -> int:
+        """The engine's count of a request's computed tokens; -1 while it keeps none."""
         raise NotImplementedError
 
     def census_wanted(self) -> bool:

@@ -122,6 +122,7 @@ class Steps:
                     log.scheduled(step, tokens, drafts, requests, request_ids)
         if pools is not None:
             pools.admitted(output)
+        observer.in_step = False
 
     # --- an output ------------------------------------------------------------------------------------
 
@@ -133,6 +134,7 @@ class Steps:
         log, lives, sampled = self._log, self._lives, model_runner_output.sampled_token_ids
         log.undelivered -= bool(scheduler_output.num_scheduled_tokens)
         lives.output = None
+        self._observer.in_step = True
         if self._one_at_most and sampled and type(sampled[0]) is list and all(sampled):
             lengths = log.one_each(len(sampled))
         else:
@@ -170,6 +172,7 @@ class Steps:
         elif held:
             log.emit_all(held)
         observer = self._observer
+        observer.in_step = False
         if log.pool_calls and observer.pools is not None:
             observer.pools.emit_calls()
         if lives.ended:

@@ -132,6 +132,7 @@ class V1Observer(Observer):
             _, in_flight, placeholders = counts.of(request)
             rows += (ids[request.request_id], request.num_computed_tokens)
             rows += (in_flight, placeholders, request.num_tokens)
+        waiting_rows = self._waiting_rows(set(rows[::5]))
         if self.connector is not None:
             for request in scheduler.running:
                 waits = counts.waits_for_load(request)
@@ -140,4 +141,18 @@ class V1Observer(Observer):
         pool = scheduler.kv_cache_manager.block_pool
         waiting = scheduler.get_request_counts()[1]
         free = pool.get_num_free_blocks()
-        self.log.emit(ev.Census(now, self.step, rows, waiting, free, pool.num_gpu_blocks, *self.hook_time()))
+        blocks, timed = pool.num_gpu_blocks, self.hook_time()
+        self.log.emit(ev.Census(now, self.step, rows, waiting, free, blocks, *timed, waiting_rows))
+
+    def computed_tokens(self, request: Any) -> int:
+        return self.counts.computed(request)
+
+    def _waiting_rows(self, running: set[int]) -> list[int]:
+        """The engine's counts of the admitted requests that are not among ``running``."""
+        ids, admitted, rows = self.log.ids, self.admissions.admitted_before, []
+        for request_id, request in self.scheduler.requests.items():
+            if request.num_computed_tokens or request_id in admitted:
+                number = ids.get(request_id)
+                if number is not None and number not in running and not request.is_finished():
+                    rows += (number, *self.counts.of(request), request.num_tokens)
+        return rows

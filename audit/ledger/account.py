@@ -53,6 +53,7 @@ class Account:
         "pooling",
         "positions",
         "preemptions",
+        "priority",
         "promised",
         "prompt_tokens",
         "rejected",
@@ -101,6 +102,8 @@ class Account:
         """Whether the request is for a pooling model."""
         self.resumable = False
         """Whether the request is a streaming-input session."""
+        self.priority = 0
+        """Priority of the request; a lower number is more urgent."""
         self.traceparent: str | None = None
         """The caller's W3C trace context."""
         self.transferred = False

@@ -36,6 +36,7 @@ from .totals import add_tokens
 def _request_added(state: LedgerState, event: ev.RequestAdded) -> None:
     account = open_account(state, event.request, event.request_id, event.prompt_tokens)
     account.pooling = event.pooling
+    account.priority = event.priority
     account.resumable = event.resumable
     account.traceparent = event.traceparent
     account.transferred = event.transferred
@@ -231,6 +232,8 @@ def _finished(state: LedgerState, event: ev.Finished) -> None:
         if not flight.overrun:
             flight.overrun = True
             account.overrun += flight.tokens - flight.posted
+    known = account.unknown is None
+    state.last_ended = (event.request, event.computed_tokens, account.computed) if known else None
     end_life(state, account, causes.FINISHED)
     if not account.settled:
         settle(state, account)

@@ -16,7 +16,7 @@ from .positions import EXTERNAL
 from .posting import account_of, add_line, enter, enter_reported, find_account, roll_back
 from .state import LedgerState
 from .steady import open_accounts
-from .subjects import Entry, ExternalTokensLost, Overdue, Unpromised, Unsaved
+from .subjects import Entry, ExternalTokensLost, Handover, Overdue, Unpromised, Unsaved
 from .totals import add_tokens
 from .transfers import UnkeptPromise
 
@@ -190,6 +190,23 @@ def _free_completed(state: LedgerState, event: ev.FreeCompleted) -> None:
     enter(state, event)
 
 
+def _handed_over(state: LedgerState, event: ev.HandedOver) -> None:
+    ended, state.last_ended = state.last_ended, None
+    enter(state, event)
+    if ended is None or ended[0] != event.request:
+        return
+    subject = Handover(
+        event.request_id,
+        event.computed_tokens,
+        ended[1],
+        ended[2],
+        event.blocks,
+        event.room_tokens,
+        event.trimmed,
+    )
+    state.entries.append(Entry(state.number, event.step, state.at, subject, None))
+
+
 def enter_overdue(state: LedgerState) -> None:
     """Make entries of loads and delayed frees that a connector should have finished by now."""
     limit = state.at - OVERDUE_SECONDS * 1_000_000
@@ -214,6 +231,7 @@ LOADS: dict[type[ev.Event], Callable[[LedgerState, Any], None]] = {
     ev.SavePlanned: _save_planned,
     ev.FreeDelayed: _free_delayed,
     ev.FreeCompleted: _free_completed,
+    ev.HandedOver: _handed_over,
     ev.BlocksPromised: _blocks_promised,
     ev.WorkerStepped: _worker_stepped,
 }

@@ -9,6 +9,7 @@ from .. import events as ev
 from .account import Account
 from .loads import enter_overdue
 from .posting import account_of, begin_life, close_unseen, enter, enter_reported, make_unknown, open_account
+from .stalls import enter_stalled
 from .state import LedgerState
 from .steady import activate_all, catch_up
 
@@ -74,14 +75,15 @@ def forget(state: LedgerState, reason: str) -> None:
 
 def _census(state: LedgerState, event: ev.Census) -> None:
     state.step = event.step
-    rows = event.rows
-    for i in range(0, len(rows), 5):
-        account = state.living.get(rows[i])
-        if account is not None:
-            if account.steady_scheduled >= 0:
-                catch_up(state, account)
-            enter_reported(state, account, "census", *rows[i + 1 : i + 5])
+    for rows in (event.rows, event.waiting_rows):
+        for i in range(0, len(rows), 5):
+            account = state.living.get(rows[i])
+            if account is not None:
+                if account.steady_scheduled >= 0:
+                    catch_up(state, account)
+                enter_reported(state, account, "census", *rows[i + 1 : i + 5])
     enter_overdue(state)
+    enter_stalled(state)
     enter(state, event)
 
 

@@ -71,6 +71,9 @@ class LedgerState:
         """Outputs still to skip, because their steps were scheduled before the trace began."""
         self.output_order: list[int] = []
         """Request numbers in the order of the last :class:`~kvledger.audit.events.DeliveredWhole`."""
+        self.idle: dict[int, tuple[int, int, int]] = {}
+        """Requests that the last step before the last census did not schedule, by number: their scheduled
+        tokens, and the steps scheduled and the time when a census first found them so."""
         self.steady: dict[int, Account] = {}
         """Accounts whose postings are deferred, by request number."""
         self.sampled_beside_drafts = 1
@@ -91,5 +94,8 @@ class LedgerState:
         """Promised blocks, and what workers did to load them."""
         self.delayed_frees: dict[int, tuple[int, str, int]] = {}
         """Ended requests whose blocks a connector keeps: since when, request id, number of blocks."""
+        self.last_ended: tuple[int, int, int] | None = None
+        """The request that ended last: its number, and its computed tokens by the engine and by the account.
+        None if the account is unknown."""
         self.finished_transfers: dict[str, None] = {}
         """Ids of the requests whose transfers the workers last reported as finished."""

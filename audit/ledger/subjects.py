@@ -61,6 +61,32 @@ class Overdue(NamedTuple):
     done: bool = False
 
 
+class Handover(NamedTuple):
+    """What a connector was handed when a request ended, beside the account.
+
+    ``reported``: the computed tokens that the engine reported just before. -1: the engine has no such count.
+    """
+
+    request_id: str
+    computed: int
+    reported: int
+    ledger_computed: int
+    blocks: int
+    room: int
+    trimmed: bool
+
+
+class Stalled(NamedTuple):
+    """A request that none of the last ``steps`` steps scheduled, in ``seconds``, while others ran.
+
+    ``runs``: a step has scheduled it in its present life; else the request waits.
+    """
+
+    steps: int
+    seconds: int
+    runs: bool
+
+
 class Unpromised(NamedTuple):
     """A worker loaded into blocks of no promise, so their KV was overwritten."""
 
@@ -104,6 +130,8 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
         | ReportedCounts
         | ExternalTokensLost
         | Overdue
+        | Handover
+        | Stalled
         | Unpromised
         | Unsaved
         | ReportedLookups

@@ -37,7 +37,13 @@ class ConnectorWatch:
     """Observes one scheduler's connector, and its children if it has any."""
 
     def __init__(
-        self, scheduler: Any, log: StepLog, step: Callable[[], int], failed: Failed, raised: Raised
+        self,
+        scheduler: Any,
+        log: StepLog,
+        step: Callable[[], int],
+        computed: Callable[[Any], int],
+        failed: Failed,
+        raised: Raised,
     ) -> None:
         self.reader: MetadataReader | None = reader_of(scheduler.connector)
         """Reads the connector's metadata; None if kvledger has no reader for it."""
@@ -55,6 +61,11 @@ class ConnectorWatch:
         """Id and number of the request that is ending."""
         self._delayed: dict[str, int] = {}
         """Numbers of the ended requests whose blocks the connector keeps, by request id."""
+        self._computed = computed
+        """Returns the engine's count of a request's computed tokens; -1 while it keeps none."""
+        self._block_tokens, self._trims = _tables(scheduler)
+        """Tokens per block, 0 if the tables have no positions, or there are several; and whether the engine
+        hands over only the blocks of computed tokens."""
         self._hooks = [Hooks(TABLE, scheduler.connector, self, failed, raised=in_connector(raised))]
         children = getattr(scheduler.connector, "_connectors", ())
         for place, child in enumerate(children if isinstance(children, list | tuple) else ()):
@@ -96,15 +107,24 @@ class ConnectorWatch:
         )
 
     def request_finished(self, _: None, result: Any, request: Any, block_ids: Any) -> None:
-        """``request_finished`` returned. Emits ``FreeDelayed`` if the connector keeps the blocks."""
-        request_id = request.request_id
+        """``request_finished`` returned.
+
+        Emits ``HandedOver``, and ``FreeDelayed`` if the connector keeps the blocks.
+        """
+        request_id, log = request.request_id, self._log
         number = self._ended.pop(request_id, None)
-        if number is None or not result[0]:
+        if number is None:
             return
-        self._delayed[request_id] = number
         groups = [block_ids] if block_ids and isinstance(block_ids[0], int) else block_ids
         blocks = sum(map(len, groups))
-        self._log.emit(ev.FreeDelayed(self._log.now(), number, self._step(), cut_id(request_id), blocks))
+        computed = self._computed(request)
+        room, trimmed = blocks * self._block_tokens if self._block_tokens else -1, self._trims
+        step, now = self._step(), log.now()
+        name = cut_id(request_id)
+        log.emit(ev.HandedOver(now, number, step, name, computed, blocks, room, trimmed))
+        if result[0]:
+            self._delayed[request_id] = number
+            log.emit(ev.FreeDelayed(now, number, step, name, blocks))
 
     def at_rest(self) -> None:
         """Emit ``FreeCompleted`` for each kept request that the scheduler has dropped since."""
@@ -112,6 +132,20 @@ class ConnectorWatch:
         for request_id in [each for each in self._delayed if each not in requests]:
             number = self._delayed.pop(request_id)
             self._log.emit(ev.FreeCompleted(self._log.now(), number, self._step()))
+
+
+def _tables(scheduler: Any) -> tuple[int, bool]:
+    """Tokens per block of the only block table, 0 if an index in it is no position; whether it is trimmed."""
+    manager = scheduler.kv_cache_manager
+    managers = getattr(getattr(manager, "coordinator", None), "single_type_managers", ())
+    if len(managers) != 1 or type(managers[0]).__name__ != "FullAttentionManager":
+        return 0, False
+    size = getattr(managers[0], "block_size", 0)
+    if size != scheduler.block_size:
+        return 0, False
+    # A context that is spread over several ranks has larger blocks than its specification.
+    specified = getattr(getattr(managers[0], "kv_cache_spec", None), "block_size", 0)
+    return int(size), hasattr(manager, "get_block_ids_for_computed_tokens") and specified == size
 
 
 def _steps_ahead(scheduler: Any) -> int:

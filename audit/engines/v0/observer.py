@@ -41,6 +41,7 @@ class V0Observer(LookupObserver):
     """Observes one v0 scheduler. ``start`` wraps its methods, ``stop`` restores them."""
 
     NAME: ClassVar[str] = "v0-0.9"
+    CENSUS_AT_END: ClassVar[tuple[str, ...]] = ("detached",)
     HOOKS: ClassVar[tuple[Hook, ...]] = (
         Hook("", "schedule", ((),), "schedule_begins", "scheduled", boundary=True),
         Hook("", "add_seq_group", (("seq_group",),), after="request_added"),
@@ -197,16 +198,18 @@ class V0Observer(LookupObserver):
     def census(self, now: int) -> None:
         self._census_due = False
         rows: list[int] = []
+        waiting_rows: list[int] = []
         for sequence in self._sequences.values():
-            if sequence.running:
-                data = sequence.data
+            if sequence.running or sequence.preempted:
+                counts = rows if sequence.running else waiting_rows
                 number = self.log.ids[sequence.request_id]
-                rows += (number, data.get_num_computed_tokens(), -1, -1, data.get_len())
+                counts += (number, sequence.num_computed_tokens, -1, -1, sequence.data.get_len())
         manager = self.scheduler.block_manager
         free = manager.get_num_free_gpu_blocks()
         blocks = getattr(manager, "num_total_gpu_blocks", 0)
         waiting = len(self.scheduler.waiting)
-        self.log.emit(ev.Census(now, self.step, rows, waiting, free, blocks, *self.hook_time()))
+        timed = self.hook_time()
+        self.log.emit(ev.Census(now, self.step, rows, waiting, free, blocks, *timed, waiting_rows))
 
     # --- preemption and the end ---------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from kvledger.audit.events import (
     Event,
     FreeCompleted,
     FreeDelayed,
+    HandedOver,
     LoadFinished,
     Matched,
     SavePlanned,
@@ -244,6 +245,64 @@ def test_delayed_blocks_that_were_freed_are_clean():
     delayed = [FreeDelayed(9_000, 0, 1, "request-0", 13), FreeCompleted(9_500, 0, 2)]
 
     assert [] == violation_ids([*events(200, "A0+0 s200 o+ F"), *delayed, census_at(OVERDUE_SECONDS + 1)])
+
+
+# --- connector/handed-over -------------------------------------------------------------------------
+
+
+def handed(words: str, computed: int, blocks: int, *, trimmed: bool = True) -> list[Event]:
+    """A 100-token prompt's history, and what the connector is handed at its end; a block has 16 tokens."""
+    handed_over = HandedOver(10_000, 0, 9, "request-0", computed, blocks, 16 * blocks, trimmed)
+    return [*events(100, words), handed_over]
+
+
+@violates("connector/handed-over")
+def test_blocks_beyond_the_computed_tokens_are_found():
+    """Of 96 promised tokens 32 are loaded, the rest fails, and the request is aborted."""
+    (violation,) = audited(handed("A0+96 L32 F", 32, 6)).violations
+
+    assert (
+        "At the end of request request-0 the connector was handed 6 blocks for 96 tokens, but only 32 were "
+        "hits, loaded or scheduled."
+    ) == violation.message
+
+
+@violates("connector/handed-over")
+def test_blocks_that_do_not_hold_the_computed_tokens_are_found():
+    assert ["connector/handed-over"] == violation_ids(handed("A0+0 s100 o+ F", 100, 6))
+
+
+@violates("connector/handed-over")
+def test_a_count_that_rises_after_the_end_is_found():
+    assert ["connector/handed-over"] == violation_ids(handed("A0+0 s100 o+ F", 105, 7))
+
+
+@near_miss("connector/handed-over")
+@pytest.mark.parametrize(
+    ("words", "computed", "blocks"),
+    [
+        ("A0+0 s100 o+ F", 100, 7),
+        ("A0+0 s100 o+ s1 F", 101, 7),
+        ("A0+96 L32 F", 32, 2),
+        ("A0+96a F", 96, 6),
+        ("A0+0 s100 o+ P F", 0, 0),
+        ("F", 0, 0),
+    ],
+)
+def test_the_blocks_of_the_computed_tokens_are_clean(words: str, computed: int, blocks: int):
+    assert [] == violation_ids(handed(words, computed, blocks))
+
+
+@near_miss("connector/handed-over")
+def test_every_block_of_the_request_is_clean_on_a_release_that_hands_over_all():
+    assert [] == violation_ids(handed("A0+96 L32 F", 32, 6, trimmed=False))
+
+
+@near_miss("connector/handed-over")
+def test_blocks_without_positions_are_not_compared():
+    stream = handed("A0+0 s100 o+ F", 100, 1)
+
+    assert [] == violation_ids(altered(stream, HandedOver, room_tokens=-1))
 
 
 # --- events of a worker --------------------------------------------------------------------------

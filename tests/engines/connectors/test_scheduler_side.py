@@ -21,7 +21,7 @@ from kvledger.audit.conformance.driver import Driver
 from kvledger.audit.engines import observer
 from kvledger.audit.engines.readers import metadata_readers, reader_of
 from kvledger.audit.engines.readers.offloading import OffloadingReader
-from kvledger.audit.events import ChildMatched, FreeCompleted, FreeDelayed
+from kvledger.audit.events import ChildMatched, Finished, FreeCompleted, FreeDelayed, HandedOver
 
 ROOT = Path(__file__).parents[3]
 
@@ -45,6 +45,51 @@ def test_blocks_kept_for_a_transfer_are_reported_when_kept_and_when_free(
     assert {event.request for event in kept} == {
         event.request for event in events if isinstance(event, FreeCompleted)
     }
+
+
+@pytest.mark.parametrize(
+    "name", ["external_sync_sync", "load_failure_async_partial_sync", "delayed_free_async"]
+)
+def test_what_a_connector_is_handed_at_a_requests_end_is_recorded(name: str) -> None:
+    if SCENARIOS[name].lacking():
+        pytest.skip("; ".join(SCENARIOS[name].lacking()))
+    _, events = observe(SCENARIOS[name])
+    places = {event.request: place for place, event in enumerate(events) if isinstance(event, Finished)}
+    handed = [(place, event) for place, event in enumerate(events) if isinstance(event, HandedOver)]
+
+    assert places.keys() == {event.request for _, event in handed}
+    for place, event in handed:
+        finished = events[places[event.request]]
+        assert isinstance(finished, Finished)
+        assert (places[event.request] + 1, finished.computed_tokens) == (place, event.computed_tokens)
+        assert event.room_tokens == 16 * event.blocks >= event.computed_tokens
+
+
+@pytest.mark.parametrize("cuts_off", [False, True])
+def test_a_connector_that_is_handed_blocks_of_a_failed_load_is_found(cuts_off: bool) -> None:
+    """Of ten blocks the first four are loaded; then the request is aborted."""
+
+    def scenario(attach: Any) -> Driver:
+        driver = start(attach, connector="scripted")
+        manager = driver.scheduler.kv_cache_manager
+        if not hasattr(manager, "get_block_ids_for_computed_tokens"):
+            pytest.skip("this release hands over every block")
+        driver.connector.answer_lookups("r", (160, True))
+        driver.add("r", 200, 3)
+        driver.schedule()
+        driver.output(invalid_blocks=driver.blocks("r")[4:10], finished_recving=["r"])
+        if not cuts_off:
+            manager.get_block_ids_for_computed_tokens = lambda request_id, _=0, **__: manager.get_block_ids(
+                request_id
+            )
+        driver.abort("r")
+        driver.run()
+        return driver
+
+    _, events = observe(scenario)
+    auditor = audited(events)
+
+    assert (set() if cuts_off else {"connector/handed-over"}) == {v.id for v in auditor.violations}
 
 
 def test_each_child_of_a_multi_connector_is_observed(tmp_path: Path) -> None:

@@ -1,0 +1,162 @@
+"""Violations and near misses of the invariants of requests."""
+
+from __future__ import annotations
+
+import pytest
+from tests.audit.checks.false_reports import audited, violation_ids
+
+from kvledger.audit.checks.auditor import Auditor
+from kvledger.audit.events import (
+    Admitted,
+    Census,
+    Delivered,
+    Event,
+    Extended,
+    LookedUp,
+    Repeated,
+    RequestAdded,
+    RolledBack,
+    Stepped,
+)
+from kvledger.audit.ledger.stalls import STALLED_SECONDS, STALLED_STEPS
+
+violates = pytest.mark.violates
+near_miss = pytest.mark.near_miss
+
+SECOND = 1_000_000
+
+
+def admitted(request: int) -> list[Event]:
+    return [LookedUp(0, request, 1, 0), Admitted(0, request, 1, False, 0, 0, False, 0)]
+
+
+def census(seconds: float) -> Census:
+    return Census(int(seconds * SECOND), 9, [], 0, 1, 1)
+
+
+def left_out(resumable: bool = False) -> list[Event]:
+    """Request 0 runs in one step and in none after it; request 1 goes on."""
+    return [
+        RequestAdded(0, 0, "left out", 50, resumable=resumable),
+        RequestAdded(0, 1, "other", 20),
+        *admitted(0),
+        *admitted(1),
+        Stepped(0, 1, [0, 50, 0, 50, 1, 20, 0, 20], []),
+        Delivered(0, [0, 1, 1, 1], []),
+        Stepped(0, 2, [1, 1, 0, 21], [0]),
+        Delivered(0, [], []),
+    ]
+
+
+def overtaken(later: int = 1, priority: int = 0) -> list[Event]:
+    """Request 0 waits; request 1, which comes `later` and has this priority, runs."""
+    return [
+        *([RequestAdded(5, 1, "other", 20, priority=priority)] if later < 0 else []),
+        RequestAdded(10, 0, "waiting", 50),
+        *([RequestAdded(15, 1, "other", 20, priority=priority)] if later > 0 else []),
+        *admitted(1),
+        Stepped(20, 1, [1, 20, 0, 20], []),
+        Delivered(20, [1, 1], []),
+        Stepped(20, 2, [1, 1, 0, 21], []),
+        Delivered(20, [], []),
+    ]
+
+
+def after(stream: list[Event], steps: int, seconds: float, **configuration: int) -> Auditor:
+    """The audit of a stream, with two censuses so far apart; request 1 runs in each step between them."""
+    more = (
+        [census(1), Repeated(2 * SECOND, steps), census(1 + seconds)]
+        if steps
+        else [census(1), census(1 + seconds)]
+    )
+    return audited([*stream, *more], **configuration)
+
+
+# --- requests/stalled ----------------------------------------------------------------------------
+
+
+@violates("requests/stalled")
+@pytest.mark.parametrize(("steps", "seconds"), [(STALLED_STEPS, 5), (10, STALLED_SECONDS)])
+def test_a_running_request_that_no_step_schedules_is_found(steps: int, seconds: int):
+    (violation,) = after(left_out(), steps, seconds).violations
+
+    assert ("requests/stalled", "left out") == (violation.id, violation.request)
+    assert (
+        f"No step has scheduled request left out for {steps} steps and {seconds} seconds, while others ran."
+    ) == violation.message
+
+
+@violates("requests/stalled")
+def test_a_waiting_request_that_a_later_one_overtook_is_found():
+    (violation,) = after(overtaken(), 10, STALLED_SECONDS).violations
+
+    assert ("requests/stalled", "waiting") == (violation.id, violation.request)
+    assert "has waited for 10 steps and 600 seconds, and requests that came later run" in violation.message
+
+
+def test_a_stalled_request_is_one_finding():
+    stream = [*left_out(), census(1)]
+    for round in range(1, 4):
+        stream += [Repeated(round * SECOND, STALLED_STEPS), census(1 + round)]
+
+    (violation,) = audited(stream).violations
+
+    assert 2 == violation.repeats
+
+
+@near_miss("requests/stalled")
+@pytest.mark.parametrize(("steps", "seconds"), [(STALLED_STEPS - 1, 5), (0, STALLED_SECONDS)])
+def test_a_running_request_that_is_left_out_for_a_while_is_clean(steps: int, seconds: int):
+    """Without a step nobody ran, so nobody was left out."""
+    assert [] == after(left_out(), steps, seconds).violations
+
+
+@near_miss("requests/stalled")
+def test_a_request_that_runs_now_and_then_is_clean():
+    stream = [*left_out(), census(1)]
+    for round in range(3):
+        stream += [
+            Repeated(SECOND, STALLED_STEPS - 8),
+            Stepped(SECOND, 3, [0, 1, 0, 51 + round], []),
+            Delivered(SECOND, [], []),
+            Stepped(SECOND, 4, [], [0]),
+            Delivered(SECOND, [], []),
+            census(1 + round),
+        ]
+
+    assert [] == violation_ids(stream)
+
+
+@near_miss("requests/stalled")
+def test_a_session_that_waits_for_its_next_chunk_is_clean():
+    ended = RolledBack(0, 0, "session", 50, 50)
+    next_chunk = [Extended(700 * SECOND, 0, 60, 50)]
+    auditor = after([*left_out(resumable=True), ended], STALLED_STEPS, STALLED_SECONDS)
+    auditor.feed_all(next_chunk)
+
+    assert [] == auditor.violations
+
+
+@near_miss("requests/stalled")
+@pytest.mark.parametrize(
+    ("stream", "configuration"),
+    [
+        (overtaken(later=-1), {}),
+        (overtaken(priority=-1), {}),
+        (overtaken(), {"loras": 2}),
+    ],
+    ids=["the other came first", "the other is more urgent", "the other may have another LoRA"],
+)
+def test_a_request_that_waits_its_turn_is_clean(stream: list[Event], configuration: dict[str, int]):
+    assert [] == after(stream, STALLED_STEPS, STALLED_SECONDS, **configuration).violations
+
+
+@near_miss("requests/stalled")
+def test_a_request_that_waits_for_a_load_is_not_stalled():
+    """After ten minutes it is ``connector/never-finished``, and only that."""
+    waiting = [LookedUp(12, 0, 1, 0), Admitted(12, 0, 1, False, 0, 32, True, 32)]
+    stream = [*overtaken(), *waiting]
+
+    assert ["connector/never-finished"] == [
+        violation.id for violation in after(stream, STALLED_STEPS, STALLED_SECONDS + 1).violations
+    ]
