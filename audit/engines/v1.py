@@ -149,7 +149,8 @@ class V1Observer(Observer):
 
     def _waiting_rows(self, running: set[int]) -> list[int]:
         """The engine's counts of the admitted requests that are not among ``running``."""
-        ids, admitted, rows = self.log.ids, self.admissions.admitted_before, []
+        ids, admitted = self.log.ids, self.admissions.admitted_before
+        rows: list[int] = []
         for request_id, request in self.scheduler.requests.items():
             if request.num_computed_tokens or request_id in admitted:
                 number = ids.get(request_id)

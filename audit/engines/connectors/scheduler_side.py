@@ -137,7 +137,7 @@ class ConnectorWatch:
 def _tables(scheduler: Any) -> tuple[int, bool]:
     """Tokens per block of the only block table, 0 if an index in it is no position; whether it is trimmed."""
     manager = scheduler.kv_cache_manager
-    managers = getattr(getattr(manager, "coordinator", None), "single_type_managers", ())
+    managers: Any = getattr(getattr(manager, "coordinator", None), "single_type_managers", ())
     if len(managers) != 1 or type(managers[0]).__name__ != "FullAttentionManager":
         return 0, False
     size = getattr(managers[0], "block_size", 0)
