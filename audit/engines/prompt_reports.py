@@ -12,6 +12,11 @@ from .. import events as ev
 from .step_log import StepLog
 
 
+REPLACED = "remote_num_cached_tokens"
+"""A key of ``kv_transfer_params``: the cached tokens that the prefill engine counted. Where vLLM#46898 is
+applied, the decode engine reports this figure as its own."""
+
+
 class PromptReports:
     """Reads the engine-reported prompt figures from the engine's outputs."""
 
@@ -22,8 +27,12 @@ class PromptReports:
         """Prompt tokens of each request whose figures the engine has still to report, by request id."""
 
     def expect(self, request: Any) -> None:
-        """A request arrived, or lives already: its figures are due unless the engine has reported them."""
-        if self._will_report(request):
+        """A request arrived, or lives already: its figures are due unless the engine has reported them.
+
+        Figures of another engine are never due: they say nothing about this engine's account.
+        """
+        transfer = getattr(request, "kv_transfer_params", None)
+        if self._will_report(request) and not (transfer and REPLACED in transfer):
             self.due[request.request_id] = request.num_prompt_tokens
 
     def prompt_cut(self, request: Any) -> None:

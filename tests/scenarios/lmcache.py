@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -25,6 +26,10 @@ from tests.scenarios.registry import Scenario
 
 CHUNK_TOKENS = 32
 COMPILED = ("c_ops", "cuda_ops", "lmcache_fs", "lmcache_native", "lmcache_redis", "native_storage_ops")
+MOVED = "lmcache.inprocess"
+"""The package that has LMCache's in-process modules since 0.5.7; vLLM's LMCacheConnectorV1 does not look there."""
+OWN_CONNECTOR = "lmcache.integration.vllm.lmcache_connector_v1"
+"""The module of LMCache's own connector, which finds the adapter in every release."""
 ADAPTERS = {
     "package": "lmcache.integration.vllm.vllm_v1_adapter",
     "bundled": "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_integration.vllm_v1_adapter",
@@ -73,6 +78,13 @@ class LMCacheScenario(Scenario):
         return [missing] if missing else super().lacking()
 
 
+def _moved(module: str) -> str:
+    """The present name of an in-process module of LMCache."""
+    if module.startswith("lmcache.") and importlib.util.find_spec(MOVED):
+        return MOVED + module.removeprefix("lmcache")
+    return module
+
+
 @functools.cache
 def _missing(adapter: str) -> str:
     """The reason why an adapter can't be imported here; "" if it can."""
@@ -80,7 +92,7 @@ def _missing(adapter: str) -> str:
     for name in COMPILED:
         sys.modules.setdefault(f"lmcache.{name}", mock.MagicMock())
     try:
-        importlib.import_module(ADAPTERS[adapter])
+        importlib.import_module(_moved(ADAPTERS[adapter]))
     except ImportError as error:
         return f"the {adapter} adapter can't be imported: {error}"
     return ""
@@ -93,7 +105,8 @@ def start_with_table(
 
     ``decode``: the KV of decoded tokens is saved as well.
     """
-    factory = importlib.import_module("lmcache.v1.lookup_client").LookupClientFactory
+    clients = _moved("lmcache.v1.lookup_client")
+    factory = importlib.import_module(clients).LookupClientFactory
     table = Table()
     options = (
         ("use_native", adapter == "bundled"),
@@ -102,7 +115,10 @@ def start_with_table(
         ("lmcache.save_unfull_chunk", False),
     )
     with mock.patch.object(factory, "create_lookup_client", lambda *_, **__: table):
-        driver = start(attach, connector="LMCacheConnectorV1", connector_options=options, **setup)
+        setup |= {"connector": "LMCacheConnectorV1", "connector_options": options}
+        if clients.startswith(MOVED):
+            setup |= {"connector": "LMCacheConnectorV1Dynamic", "connector_module": OWN_CONNECTOR}
+        driver = start(attach, **setup)
     table.requests = driver.scheduler.requests
     return driver, table
 

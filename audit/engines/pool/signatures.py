@@ -75,6 +75,19 @@ BLOCK_ATTRIBUTES = ("block_id", "ref_cnt", "_block_hash", "next_free_block")
 POOL_ATTRIBUTES = ("blocks", "num_gpu_blocks", "get_num_free_blocks", "cached_block_hash_to_block")
 """Attributes that are read from each pool."""
 
+HASH_WRITERS = frozenset(
+    ("_insert_block_hash", "_maybe_evict_cached_block", "_remove_cached_block_hashes", "reset_hash")
+    + ("set_block_hash",)
+)
+"""Methods of a pool or a block that give a block its hash or remove it."""
+
+CHANGING_HASHES = frozenset(
+    ("cache_full_blocks", "cache_partial_block", "evict_blocks", "get_new_blocks", "move_block_hashes")
+    + ("reset_prefix_cache", "_insert_block_hash", "_maybe_evict_cached_block")
+    + ("_remove_cached_block_hashes",)
+)
+"""Methods of a pool that call :data:`HASH_WRITERS`: all in vLLM 0.9 to 0.33. Their effects are recorded."""
+
 MANAGER_ATTRIBUTES = ("req_to_blocks", "kv_cache_group_id", "block_size")
 """Attributes that are read from the manager of each group."""
 
@@ -90,9 +103,19 @@ def refusal(managers: Iterable[Any]) -> list[str]:
     for manager in managers:
         pool = manager.block_pool
         phrases += _lacks(manager, MANAGER_ATTRIBUTES) + _lacks(pool, POOL_ATTRIBUTES)
+        phrases += _unknown_hash_changes(type(pool))
         for block in getattr(pool, "blocks", [])[:1]:
             phrases += _lacks(block, BLOCK_ATTRIBUTES)
     return list(dict.fromkeys(phrases))
+
+
+def _unknown_hash_changes(pool_class: type[Any]) -> list[str]:
+    """The pool's methods that change block hashes in a way that nobody records: a newer vLLM may add some."""
+    return [
+        f"{pool_class.__name__}.{code.co_name} changes block hashes and is not known"
+        for code in method_codes(pool_class)
+        if code.co_name not in CHANGING_HASHES and HASH_WRITERS.intersection(code.co_names)
+    ]
 
 
 def _lacks(owner: Any, names: Iterable[str]) -> list[str]:

@@ -187,6 +187,31 @@ def test_an_engine_whose_blocks_lack_an_attribute_is_out_of_reach_at_level_block
     assert "" == blocks_out_of_reach(scheduler)
 
 
+def test_a_pool_with_an_unknown_method_that_changes_hashes_is_refused_in_one_sentence() -> None:
+    manager = start().scheduler.kv_cache_manager
+    pool = manager.coordinator.single_type_managers[0].block_pool
+
+    def roll_back(self: Any, block: Any) -> None:
+        block.reset_hash()
+
+    pool.__class__ = type("NewPool", (type(pool),), {"roll_back": roll_back})
+    with pytest.raises(EngineMismatch, match="NewPool.roll_back changes block hashes and is not known"):
+        ManagerObserver(manager, MemoryRecorder(), version=host_version()).start()
+
+
+def test_a_pool_with_an_unknown_method_that_only_reads_hashes_is_observed() -> None:
+    manager = start().scheduler.kv_cache_manager
+    pool = manager.coordinator.single_type_managers[0].block_pool
+
+    def show(self: Any, block: Any) -> Any:
+        return block.block_hash
+
+    pool.__class__ = type("NewPool", (type(pool),), {"show": show})
+    observer = ManagerObserver(manager, MemoryRecorder(), version=host_version())
+    observer.start()
+    observer.stop("detached")
+
+
 @pytest.mark.parametrize("name", ["_block_hash", "block_id", "ref_cnt", "cached_block_hashes_by_block"])
 def test_a_pool_whose_attribute_is_missing_serves_every_call_and_the_loss_is_reported(
     watched: Watched, name: str
