@@ -1,6 +1,6 @@
 """Runs vLLM's own tests of scheduler, prefix cache, KV managers and connectors with and without kvledger.
 
-Usage: python3 scripts/upstream_tests.py [--write] [NAME...]     0.32.0 and 0.23.0, or these
+Usage: python3 scripts/upstream_tests.py [--write] [NAME...]     the releases in RELEASES, or these
 
 Downloads the source distribution of each release, keeps its tests/ in .upstream, and runs some of the
 files twice: as they are, and under `pytest --kvledger`. Exits with 1 if a test passes without kvledger,
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 UPSTREAM = ROOT / ".upstream"
 HUB = UPSTREAM / "hub"
 PAGE = ROOT / "docs" / "upstream-tests.md"
-RELEASES = ("0.32.0", "0.23.0")
+RELEASES = ("0.33.0", "0.32.0", "0.27.1", "0.23.0")
 FILES = (
     "v1/core/test_scheduler.py",
     "v1/core/test_async_scheduler.py",
@@ -62,6 +62,8 @@ EXCLUDED = {
     "test_cache_hit_local_and_external": "forges cache hits of free blocks that never got a hash",
     "test_eagle_with_sliding_window": "removes a hash from the cache map",
     "test_different_block_size": "removes a hash from the cache map",
+    "test_async_load_registers_immediately_without_deferral": "replaces two methods of the connector for one "
+    "step, after observation has begun, so nobody sees the load",
     "test_scheduler_reset_prefix_cache": "sets the engine's count of tokens in flight to 0",
     "test_priority_scheduling_blast[standard-5": "returns more tokens than the drafts and one more",
     "test_priority_scheduling_blast[preemption-5": "returns more tokens than the drafts and one more",

@@ -22,6 +22,7 @@ from ..checks.registry import Violation
 from ..engines import choose, host_version
 from ..engines.pool.manager_observer import ManagerObserver
 from ..events import HookFailed
+from ..hooks import Hooks
 from ..journal.memory_recorder import MemoryRecorder
 
 SCHEDULER = "vllm.v1.core.sched.scheduler"
@@ -128,6 +129,24 @@ class LedgerPlugin:
             return original(instance, *args, **kwargs)
 
         self._set(class_, "schedule", schedule)
+        self._observe_methods_bound_before(class_)
+
+    def _observe_methods_bound_before(self, class_: Any) -> None:
+        """Observe ``scheduler.update_from_output(scheduler.schedule(), output)`` in a test's first step.
+
+        Python binds ``update_from_output`` before it calls ``schedule``, which begins the observation.
+        """
+        original = class_.update_from_output
+
+        @functools.wraps(original)
+        def update_from_output(instance: Any, *args: Any, **kwargs: Any) -> Any:
+            observing = instance.update_from_output
+            called_by_hook = sys._getframe(1).f_globals.get("__name__") == Hooks.__module__
+            if inspect.isfunction(observing) and not called_by_hook:
+                return observing(*args, **kwargs)
+            return original(instance, *args, **kwargs)
+
+        self._set(class_, "update_from_output", update_from_output)
 
     def _observe_instances(self, class_: Any, observe: Any) -> None:
         original = class_.__init__

@@ -165,6 +165,32 @@ def test_a_connector_replaced_before_the_first_step_is_observed(pytester: pytest
     result.stdout.fnmatch_lines("kvledger: 1 engines observed *, 0 left alone, 0 violations")
 
 
+def test_the_output_of_the_first_step_is_observed_if_its_method_was_bound_before(
+    pytester: pytest.Pytester,
+) -> None:
+    """As in ``scheduler.update_from_output(scheduler.schedule(), output)``, which upstream tests write."""
+    result = run(
+        pytester,
+        """
+        from tests.scenarios.driving import start
+
+        def test_a_scenario():
+            driver = start(asynchronous=True)
+            driver.add("a", 40, 4)
+            update = driver.scheduler.update_from_output
+            scheduled = driver.schedule()
+            step = driver.in_flight.popleft()
+            update(scheduled, driver.runner.answer(step, driver.scheduler.requests, None))
+            driver.schedule()
+            driver.preempt("a")
+            driver.run()
+        """,
+    )
+
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines("kvledger: 1 engines observed *, 0 left alone, 0 violations")
+
+
 def test_an_engine_that_no_adapter_fits_runs_unobserved_and_is_counted(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
