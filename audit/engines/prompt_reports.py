@@ -11,7 +11,6 @@ from typing import Any
 from .. import events as ev
 from .step_log import StepLog
 
-
 REPLACED = "remote_num_cached_tokens"
 """A key of ``kv_transfer_params``: the cached tokens that the prefill engine counted. Where vLLM#46898 is
 applied, the decode engine reports this figure as its own."""

@@ -27,7 +27,7 @@ from tests.scenarios.registry import Scenario
 CHUNK_TOKENS = 32
 COMPILED = ("c_ops", "cuda_ops", "lmcache_fs", "lmcache_native", "lmcache_redis", "native_storage_ops")
 MOVED = "lmcache.inprocess"
-"""The package that has LMCache's in-process modules since 0.5.7; vLLM's LMCacheConnectorV1 does not look there."""
+"""Contains LMCache's in-process modules since 0.5.7; vLLM's LMCacheConnectorV1 does not look there."""
 OWN_CONNECTOR = "lmcache.integration.vllm.lmcache_connector_v1"
 """The module of LMCache's own connector, which finds the adapter in every release."""
 ADAPTERS = {

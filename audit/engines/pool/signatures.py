@@ -76,15 +76,19 @@ POOL_ATTRIBUTES = ("blocks", "num_gpu_blocks", "get_num_free_blocks", "cached_bl
 """Attributes that are read from each pool."""
 
 HASH_WRITERS = frozenset(
-    ("_insert_block_hash", "_maybe_evict_cached_block", "_remove_cached_block_hashes", "reset_hash")
-    + ("set_block_hash",)
+    (
+        *("_insert_block_hash", "_maybe_evict_cached_block", "_remove_cached_block_hashes"),
+        *("reset_hash", "set_block_hash"),
+    )
 )
 """Methods of a pool or a block that give a block its hash or remove it."""
 
 CHANGING_HASHES = frozenset(
-    ("cache_full_blocks", "cache_partial_block", "evict_blocks", "get_new_blocks", "move_block_hashes")
-    + ("reset_prefix_cache", "_insert_block_hash", "_maybe_evict_cached_block")
-    + ("_remove_cached_block_hashes",)
+    (
+        *("cache_full_blocks", "cache_partial_block", "evict_blocks", "get_new_blocks", "move_block_hashes"),
+        *("reset_prefix_cache", "_insert_block_hash", "_maybe_evict_cached_block"),
+        "_remove_cached_block_hashes",
+    )
 )
 """Methods of a pool that call :data:`HASH_WRITERS`: all in vLLM 0.9 to 0.33. Their effects are recorded."""
 

@@ -195,7 +195,7 @@ def test_a_pool_with_an_unknown_method_that_changes_hashes_is_refused_in_one_sen
         block.reset_hash()
 
     pool.__class__ = type("NewPool", (type(pool),), {"roll_back": roll_back})
-    with pytest.raises(EngineMismatch, match="NewPool.roll_back changes block hashes and is not known"):
+    with pytest.raises(EngineMismatch, match=r"NewPool\.roll_back changes block hashes and is not known"):
         ManagerObserver(manager, MemoryRecorder(), version=host_version()).start()
 
 
