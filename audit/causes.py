@@ -100,6 +100,7 @@ REPLAYED = "replayed"
 ENDED_FIRST = "ended_first"
 EVICTED = "evicted"
 NOT_KNOWABLE = "not_knowable"
+INVALID_HIT = "invalid_hit"
 
 MISSES = {
     BELOW_BLOCK: "below block size: the cache holds whole blocks only",
@@ -109,6 +110,7 @@ MISSES = {
     CACHE_RESET: "the cache was reset",
     LAST_TOKEN: "full hit, but the last token must be computed",
     REPLAYED: "in a replay window",
+    INVALID_HIT: "hit in the cache, but without valid KV",
     ENDED_FIRST: "the request ended before",
     EVICTED: "evicted",
     NOT_KNOWABLE: "never seen before, or not knowable",
@@ -123,6 +125,7 @@ DIFFERENCES = {
     "resumed_with_hits": "preempted in prefill, resumed with hits",
     "earlier_admission": "from an earlier admission that never ran",
     LOAD_FAILED: "the load failed, the tokens were computed",
+    INVALID_HIT: "local hits without valid KV",
     "load_failed_below": "hits invalidated by a failed load",
     NEVER_LOADED: "promised but never loaded",
     "preempted_before_load": "preempted before the load was done",

@@ -717,6 +717,20 @@ class WorkerStepped(Event, frozen=True, array_like=True, tag=66):
     sent: list[str]
 
 
+class StoreKeys(Event, frozen=True, array_like=True, tag=70):
+    """The connector looked a request up in its store. Level ``blocks`` only, for stores whose keys are known.
+
+    ``keys`` has one key for each chunk of ``chunk_tokens`` tokens from the first position on. A key is a
+    keyed hash, as an isolation class is. Two requests have a key in common if the connector passes the same
+    tokens and the same other arguments to its lookup, so that both get the same KV.
+    """
+
+    request: int
+    step: int
+    chunk_tokens: int
+    keys: list[int]
+
+
 EmittedEvent = (
     EngineStarted
     | EngineStopped
@@ -761,5 +775,6 @@ EmittedEvent = (
     | ChildMatched
     | BlocksPromised
     | WorkerStepped
+    | StoreKeys
 )
 """Every event that an engine's hooks emit."""

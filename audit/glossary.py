@@ -114,9 +114,17 @@ SECTIONS: dict[str, tuple[Term, ...]] = {
         ),
         Term(
             "unattained",
-            "A prompt token that had no KV when its request ended.",
+            "A prompt token that had no valid KV when its prompt was settled: the request ended first, the "
+            "token was an invalid hit, or the connector promised it and never loaded it.",
             "A request that is aborted before its first output leaves 33 of its prompt tokens unattained.",
             ("unattained tokens",),
+        ),
+        Term(
+            "invalid hit",
+            "A local hit on a cached block without valid KV: its load failed or was never made, or the block "
+            "was cached too early. Level `blocks` counts the tokens as unattained, not as local.",
+            "`blocks/hash-content`: request b hit block 12, which has no valid KV.",
+            ("invalid hits",),
         ),
         Term(
             "planned split",

@@ -133,6 +133,18 @@ REPORTS: tuple[Report, ...] = (
         "under async scheduling the adapter slices the request's tokens at a count that is ahead of them: "
         "its own list stops growing, and decoded tokens are never saved.",
     ),
+    Report(
+        "shared-between-clients",
+        ("lmcache_shared_between",),
+        ("blocks/isolation",),
+        (
+            *("lmcache-0.3.9", "lmcache-0.3.11", "lmcache-0.4.2", "lmcache-0.4.3", "lmcache-0.5.6"),
+            *("lmcache-0.4.2/vllm-0.17.0", "lmcache-0.3.9/vllm-0.33.0"),
+        ),
+        ("LMCache#2880", "https://github.com/LMCache/LMCache/pull/2880"),
+        "the store keys KV by tokens alone: a request gets KV that was saved with another cache salt, or "
+        "with another LoRA adapter (LMCache#2961).",
+    ),
 )
 
 KNOWN: tuple[Known, ...] = (
@@ -239,6 +251,14 @@ KNOWN: tuple[Known, ...] = (
         "0.10.2",
         "0.17.0",
         "an asynchronous load is rounded up to whole blocks: tokens that were not loaded count as computed",
+    ),
+    Known(
+        "blocks/isolation",
+        ("adapter_named_like_a_salt", "adapter_from_another_path"),
+        "0.12.0",
+        "0.30.0",
+        "block hashes hold the bare name of a LoRA adapter, without its path (vLLM#30931); a cache salt of "
+        "that name gives the same hash (vLLM#44701)",
     ),
     Known(
         "",

@@ -51,7 +51,10 @@ def missed_ranges(account: Account, block_size: int) -> Iterator[Piece]:
     if account.closed_at >= 0:
         for start, end in never_came(account):
             for low, high, cause in _by_broken_hit(start, end, account.lives):
-                yield low, high, cause or causes.ENDED_FIRST
+                if cause:
+                    yield low, high, cause
+                else:
+                    yield from _by_invalid_hit(low, high, account)
 
 
 def never_came(account: Account) -> Iterator[tuple[int, int]]:
@@ -102,6 +105,19 @@ def _broken_hits(life: Life) -> Iterator[Piece]:
             yield start, end, causes.CACHE_RESET if life.ended_by == causes.RESET else causes.PREEMPTED
         elif cause in _BY_EXTERNAL_LOSS:
             yield start, end, _BY_EXTERNAL_LOSS[cause]
+
+
+def _by_invalid_hit(start: int, end: int, account: Account) -> Iterator[Piece]:
+    """Split [start, end), which never had KV, by the local hits on cached blocks without valid KV."""
+    for low, high in sorted(account.invalid_hits):
+        first, last = max(start, low), min(end, high)
+        if first < last:
+            if start < first:
+                yield start, first, causes.ENDED_FIRST
+            yield first, last, causes.INVALID_HIT
+            start = last
+    if start < end:
+        yield start, end, causes.ENDED_FIRST
 
 
 def _by_block(start: int, end: int, account: Account, life: Life, block_size: int) -> Iterator[Piece]:

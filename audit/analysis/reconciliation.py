@@ -19,9 +19,8 @@ from .. import causes
 from ..causes import UNEXPLAINED
 from ..ledger.account import Account
 from ..ledger.life import Life
-from ..ledger.positions import COMPUTED, EXTERNAL, LOCAL, REVOKED
+from ..ledger.positions import COMPUTED, EXTERNAL, LOCAL, REVOKED, UNATTAINED
 
-UNATTAINED = "unattained"
 SOURCES = (LOCAL, EXTERNAL, COMPUTED, UNATTAINED)
 
 _BY_EXTERNAL_LOSS = {
@@ -266,6 +265,8 @@ def _origins(account: Account, low: int, high: int) -> Iterator[tuple[str, int, 
 def _why(account: Account, source: str, origin: str, number: int) -> str:
     """The cause for positions planned from ``source`` that came from ``origin`` in life ``number``."""
     first = next(life for life in account.lives if life.ran)
+    if source == LOCAL and account.invalid_hits:
+        return causes.INVALID_HIT
     if origin == UNATTAINED:
         return "ended_early" if account.closed_at >= 0 else UNEXPLAINED
     if number < first.number:

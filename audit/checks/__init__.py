@@ -1,9 +1,9 @@
-"""The checks, one module for each family of invariants.
+"""The checks: a module for each family of invariants, and one for isolation.
 
 Importing this package, or any module in it, imports every check, which fills the catalogue of
 ``registry.py``.
 """
 
-from . import blocks, connector, requests, tokens
+from . import blocks, connector, isolation, requests, tokens
 
-__all__ = ["blocks", "connector", "requests", "tokens"]
+__all__ = ["blocks", "connector", "isolation", "requests", "tokens"]

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..ledger.blocks.isolation import ADAPTER, INPUT, SALT
+from ..causes import NEVER_LOADED, NOT_PLANNED
 from ..ledger.blocks.subjects import (
     BlockComparison,
     CachedContent,
     Collision,
-    ForeignHit,
+    InvalidHit,
     Leak,
     PoolComparison,
     SharedWrite,
@@ -43,12 +43,14 @@ _HOW = {
 }
 """For each kind of collision, the verb of its sentence."""
 
-_OTHER = {
-    SALT: "another cache salt",
-    ADAPTER: "another LoRA adapter",
-    INPUT: "other multimodal inputs",
+_NOT_VALID = {
+    "sequence": "the request had fewer tokens than the block's hash covers",
+    "pending": "its load had not finished",
+    "failed": "its load failed",
+    NOT_PLANNED: "the connector metadata did not name its load",
+    NEVER_LOADED: "its load was never made",
 }
-"""What the writer of a cached block and a request that hits it do not share."""
+"""Why the KV of a cached block is not valid."""
 
 
 @invariant(
@@ -248,10 +250,11 @@ def hash_map(entry: Entry) -> Iterator[Witness]:
 
 @invariant(
     "blocks/hash-content",
-    on=(CachedContent,),
+    on=(CachedContent, InvalidHit),
     message="",
     references=(VLLM_26813,),
     near_misses=(
+        "a hit in the step in which the block's request computes the tokens after its load failed",
         "a hash given at scheduling, for tokens that the step is about to compute",
         "blocks that have several hashes, or a hash for a part of the block",
         "a load that failed above the cached positions",
@@ -263,9 +266,13 @@ def hash_content(entry: Entry) -> Iterator[Witness]:
 
     Violated when a block is cached for positions beyond its request's sequence, before an asynchronous load
     has finished, or although the load failed: the next request with this prefix reads KV that does not
-    exist.
+    exist. Each request that hits such a block is a finding too, and so is each that hits a block whose
+    external tokens were never loaded; these tokens of its prompt are settled as unattained, not as local.
     """
     subject = entry.subject
+    if isinstance(subject, InvalidHit):
+        yield _invalid_hit(subject, entry)
+        return
     assert isinstance(subject, CachedContent)
     why = {
         "sequence": f"has only {subject.limit} tokens",
@@ -287,40 +294,22 @@ def hash_content(entry: Entry) -> Iterator[Witness]:
     )
 
 
-@invariant(
-    "blocks/isolation",
-    on=(ForeignHit,),
-    message="",
-    near_misses=(
-        "a hit on blocks before the first multimodal input that differs",
-        "a request that was preempted and hits the blocks that it wrote itself",
-        "blocks that were cached before the journal began, whose isolation classes are not known",
-    ),
-)
-def isolation(entry: Entry) -> Iterator[Witness]:
-    """A request hits only KV that was written under its own isolation classes.
-
-    These are the class of its cache salt, the class of its LoRA adapter (name and path), and the classes
-    and positions of the multimodal inputs that begin before the end of the block. Violated when the request
-    hits a cached block whose classes differ: it reads KV of other inputs or of another adapter, or of a
-    client from whom a cache salt should keep it apart.
-    """
-    subject = entry.subject
-    assert isinstance(subject, ForeignHit)
-    count = len(subject.blocks)
-    what = f"{count} cached blocks, the first is block" if count > 1 else "cached block"
-    other = " and ".join(_OTHER[kind] for kind in subject.differs)
+def _invalid_hit(hit: InvalidHit, entry: Entry) -> Witness:
+    whose = entry.account.request_id if entry.account is not None else "A request"
+    more = f" and {len(hit.blocks) - 1} more" if len(hit.blocks) > 1 else ""
+    why = _NOT_VALID.get(hit.why, "its load failed")
     sentence = (
-        f"Request {subject.holder.request_id} hit {what} {subject.blocks[0]}, which request {subject.writer} "
-        f"wrote with {other}. The two requests must not share KV."
+        f"Request {whose} hit cached block {hit.blocks[0]}{more}, so {hit.tokens} of its local tokens have "
+        f"no valid KV: the block was cached for request {hit.writer}, and {why}."
     )
-    yield Witness(
+    return Witness(
         _plain(sentence),
-        subject.story,
-        pool=subject.pool,
-        blocks=subject.blocks,
-        written_by=subject.writer,
-        differs=", ".join(subject.differs),
+        hit.story,
+        pool=hit.pool,
+        blocks=hit.blocks,
+        tokens=hit.tokens,
+        cached_for=hit.writer,
+        why=hit.why,
     )
 
 

@@ -96,6 +96,7 @@ class Observer:
                 self.pools = self._watch_pools()
             if getattr(self.scheduler, "connector", None) is not None:
                 step = functools.partial(getattr, self, "step")  # no Python frame runs
+                classes = None if self.pools is None else self.pools.isolation
                 self.connector = ConnectorWatch(
                     self.scheduler,
                     self.log,
@@ -103,6 +104,7 @@ class Observer:
                     self.computed_tokens,
                     self._hook_failed,
                     self.engine_raised,
+                    classes,
                 )
         except Exception:
             if self.pools is not None:

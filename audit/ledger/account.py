@@ -37,6 +37,7 @@ class Account:
         "in_flight",
         "in_flight_tokens",
         "incomplete",
+        "invalid_hits",
         "life",
         "lines",
         "lives",
@@ -146,6 +147,8 @@ class Account:
         """Prompt positions computed for the first time: start, end, number of the life."""
         self.executed_again: list[tuple[int, int, str]] = []
         """Prompt positions computed again: start, end, cause."""
+        self.invalid_hits: list[tuple[int, int]] = []
+        """Positions of local hits on cached blocks without valid KV: start, end."""
         self.lost: list[RemovedRange] = []
         """Prompt positions that block events prove to have been in the cache before."""
 

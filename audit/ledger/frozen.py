@@ -11,6 +11,7 @@ class Settlement(msgspec.Struct, frozen=True):
     """Where the tokens of one prompt (or one session chunk) came from; never changed afterwards.
 
     ``local + external + computed + unattained == prompt_tokens - carried``; each is counted by itself.
+    ``invalid_hits``: the unattained tokens that the engine hit in cached blocks without valid KV.
     """
 
     prompt_tokens: int
@@ -21,6 +22,7 @@ class Settlement(msgspec.Struct, frozen=True):
     unattained: int
     at: int
     step: int
+    invalid_hits: int = 0
 
 
 class LifeStatement(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ from .. import events as ev
 from .account import Account
 from .blocks.ledger import BlockLedger
 from .frozen import AccountStatement
-from .lives import LIVES
+from .lives import LIVES, withdraw_hit
 from .loads import LOADS
 from .observation import ERRORS_KEPT, OBSERVATION, forget
 from .posting import close_unseen, enter_subjects
@@ -65,6 +65,8 @@ class Ledger(LedgerState):
             post(self, event)
         if self.blocks.pools and kind not in BlockLedger.EVENTS:
             enter_subjects(self, self.blocks.after(event, open_accounts(self)), self.step)
+            for request, start, end in self.blocks.invalid_hits:
+                withdraw_hit(self, request, start, end)
         return self.entries
 
     # --- questions ------------------------------------------------------------------------------

@@ -102,6 +102,20 @@ def _local_hit(state: LedgerState, account: Account, life: Life) -> None:
     add_line(state, account, note if life.local else "admitted, no local hit", credit=life.local)
 
 
+def withdraw_hit(state: LedgerState, request: int, start: int, end: int) -> None:
+    """Positions [start, end) of the present life's local hit have no valid KV: they have no origin yet.
+
+    A prompt that is settled stays as it is.
+    """
+    account = state.living.get(request)
+    if account is None or account.settled or account.life is None:
+        return
+    tokens = account.positions.withdraw(start, end, account.life.number, LOCAL)
+    if tokens:
+        account.invalid_hits.append((start, end))
+        add_line(state, account, f"invalid hit: {tokens} tokens have no valid KV")
+
+
 def _expect_lookup(state: LedgerState, account: Account, event: ev.Admitted) -> None:
     """Count the lookups that the engine's statistics should show for this admission."""
     if account.unknown is not None:

@@ -165,6 +165,8 @@ def lose_external(
     life.voids.append((start, end, cause))
     add_tokens(life.voided, cause, tokens)
     add_tokens(account.voided, cause, tokens)
+    if state.blocks.pools:
+        state.blocks.lost(account.request, start, end, cause)
     add_line(state, account, f"{tokens} external tokens failed or cancelled: {causes.external_loss(cause)}")
     blocks = life.missing_blocks if by_worker or cause == causes.NOT_PLANNED else []
     subject = ExternalTokensLost(tokens, cause, start, blocks, by_worker)
@@ -176,6 +178,11 @@ def _save_planned(state: LedgerState, event: ev.SavePlanned) -> None:
     account.saved_tokens = max(account.saved_tokens, event.end)
     add_line(state, account, f"save ordered for positions {event.start} to {event.end}")
     enter(state, event, account)
+
+
+def _store_keys(state: LedgerState, event: ev.StoreKeys) -> None:
+    state.blocks.looked_up(event)
+    enter(state, event, account_of(state, event.request))
 
 
 def _free_delayed(state: LedgerState, event: ev.FreeDelayed) -> None:
@@ -234,5 +241,6 @@ LOADS: dict[type[ev.Event], Callable[[LedgerState, Any], None]] = {
     ev.HandedOver: _handed_over,
     ev.BlocksPromised: _blocks_promised,
     ev.WorkerStepped: _worker_stepped,
+    ev.StoreKeys: _store_keys,
 }
 """Postings by event."""

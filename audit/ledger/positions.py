@@ -18,6 +18,8 @@ EXTERNAL = "external"
 COMPUTED = "computed"
 REVOKED = "revoked"
 """Origins of KV. REVOKED: computed, but above a failed load, so the KV was not valid."""
+UNATTAINED = "unattained"
+"""No valid origin."""
 
 
 class PositionRange:
@@ -112,13 +114,13 @@ class PositionRanges:
                 kept.append(PositionRange(max(start, row.start), row.end, REVOKED, life))
         self.ranges = kept
 
-    def withdraw(self, start: int, end: int, life: int) -> int:
-        """Forget the external origin that life ``life`` gave in [start, end); return the tokens."""
+    def withdraw(self, start: int, end: int, life: int, source: str = EXTERNAL) -> int:
+        """Forget the origin ``source`` that life ``life`` gave in [start, end); return the tokens."""
         kept: list[PositionRange] = []
         tokens = 0
         for row in self.ranges:
             low, high = max(start, row.start), min(end, row.end)
-            if row.source is not EXTERNAL or row.life != life or low >= high:
+            if row.source is not source or row.life != life or low >= high:
                 kept.append(row)
                 continue
             tokens += high - low
@@ -144,16 +146,16 @@ class PositionRanges:
 
     def tally(self, start: int, end: int) -> dict[str, int]:
         """Count tokens of [start, end) by origin; ``unattained`` are those without a valid origin."""
-        tokens = {LOCAL: 0, EXTERNAL: 0, COMPUTED: 0, "unattained": 0}
+        tokens = {LOCAL: 0, EXTERNAL: 0, COMPUTED: 0, UNATTAINED: 0}
         position = start
         for row in self.ranges:
             low, high = max(position, row.start), min(end, row.end)
             if low >= high:
                 continue
-            tokens["unattained"] += low - position
-            tokens["unattained" if row.source is REVOKED else row.source] += high - low
+            tokens[UNATTAINED] += low - position
+            tokens[UNATTAINED if row.source is REVOKED else row.source] += high - low
             position = high
-        tokens["unattained"] += max(0, end - position)
+        tokens[UNATTAINED] += max(0, end - position)
         return tokens
 
     @property

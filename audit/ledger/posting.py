@@ -8,7 +8,7 @@ from .account import Account
 from .blocks.subjects import BlockFinding
 from .frozen import Line, Settlement
 from .life import Life
-from .positions import COMPUTED, EXTERNAL, LOCAL
+from .positions import COMPUTED, EXTERNAL, LOCAL, UNATTAINED
 from .state import LedgerState
 from .steady import activate, open_accounts
 from .subjects import Entry, ReportedCounts
@@ -129,16 +129,28 @@ def _settle(state: LedgerState, account: Account, tally: dict[str, int]) -> None
         local=tally[LOCAL],
         external=tally[EXTERNAL],
         computed=tally[COMPUTED],
-        unattained=tally["unattained"],
+        unattained=tally[UNATTAINED],
         at=state.at,
         step=state.step,
+        invalid_hits=_invalid_hits(account),
     )
     account.settled = True
     account.settlements.append(settlement)
     state.entries.append(Entry(state.number, state.step, state.at, settlement, account))
     if account.lines is not None:
         figures = ", ".join(f"{n} {source}" for source, n in tally.items() if n)
-        add_line(state, account, f"prompt settled: {figures}")
+        hits = f" ({settlement.invalid_hits} of them invalid hits)" if settlement.invalid_hits else ""
+        add_line(state, account, f"prompt settled: {figures}{hits}")
+
+
+def _invalid_hits(account: Account) -> int:
+    """Prompt tokens that no source gave valid KV, although the engine hit a cached block for them."""
+    tokens, counted = 0, account.carried
+    for start, end in sorted(account.invalid_hits):
+        start, counted = max(start, counted), max(counted, min(end, account.prompt_tokens))
+        if start < counted:
+            tokens += account.positions.tally(start, counted)[UNATTAINED]
+    return tokens
 
 
 def enter(state: LedgerState, event: ev.Event, account: Account | None = None) -> None:

@@ -34,6 +34,7 @@ class Totals(msgspec.Struct):
     loaded: int = 0
     voided: dict[str, int] = {}
     discarded: dict[str, int] = {}
+    invalid_hits: int = 0
 
     def add(self, account: Account) -> None:
         """Add an account. An unknown account adds only to the requests and preemptions."""
@@ -48,6 +49,7 @@ class Totals(msgspec.Struct):
             self.external += settlement.external
             self.computed += settlement.computed
             self.unattained += settlement.unattained
+            self.invalid_hits += settlement.invalid_hits
         if account.plan is not None:
             self.plan_requests += 1
             self.plan_local += account.plan[0]

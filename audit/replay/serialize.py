@@ -96,7 +96,7 @@ REBUILT: dict[type, frozenset[str]] = {
     ),
     Auditor: frozenset({"_debug", "_subscribed", "_on_violation"}),
     Ledger: frozenset({"keep_closed", "watch", "entries"}),
-    BlockLedger: frozenset({"findings", "accounts", "refilled"}),
+    BlockLedger: frozenset({"findings", "accounts", "refilled", "invalid_hits"}),
     WorkerTransfers: frozenset(),
 }
 """Attributes that are not written: constructors make them, or they last for one event only."""

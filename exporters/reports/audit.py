@@ -26,6 +26,12 @@ from ...audit.replay.journals import Audit, RequestStatement
 FIGURES = (LOCAL, EXTERNAL, COMPUTED, "unattained")
 
 
+_NOT_SEEN = (
+    "Level tokens records no blocks: a hit on KV that was never filled, or that was written with another "
+    "cache salt or LoRA adapter, is not found (KVLEDGER_LEVEL=blocks finds it)."
+)
+
+
 def share(part: int, whole: int) -> float | None:
     """A part of a whole, 1 for all of it; None where the whole is 0."""
     return part / whole if whole else None
@@ -43,16 +49,18 @@ class JournalData(msgspec.Struct, frozen=True, kw_only=True):
     events: int
     verdict: str
     notes: list[str]
+    level: str
 
 
 class PromptTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """Prompt tokens by source."""
+    """Prompt tokens by source. ``invalid_hits`` are a part of ``unattained``."""
 
     prompt_tokens: int
     local: int
     external: int
     computed: int
     unattained: int
+    invalid_hits: int
 
 
 class PlannedSplit(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,6 +150,11 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     journals: list[JournalData]
     notes: list[str]
 
+    @property
+    def not_seen(self) -> str:
+        """What this audit can't find, because some journal is of level ``tokens``; "" if there is none."""
+        return _NOT_SEEN if any(journal.level == "tokens" for journal in self.journals) else ""
+
 
 def report(audit: Audit) -> AuditReport:
     """The audit as data."""
@@ -159,6 +172,7 @@ def report(audit: Audit) -> AuditReport:
             external=totals.external,
             computed=totals.computed,
             unattained=totals.unattained,
+            invalid_hits=totals.invalid_hits,
         ),
         plan=plan(reconciliation.plan, totals.plan_requests),
         reported=reported(reconciliation),
@@ -261,6 +275,7 @@ def _journal(engine_audit: EngineAudit) -> JournalData:
         events=engine_audit.events,
         verdict=engine_audit.verdict,
         notes=engine_audit.all_notes,
+        level=engine.level if engine else "",
     )
 
 

@@ -101,6 +101,8 @@ def _answer(report: AuditReport) -> Iterator[Text]:
             f"{totals.computed:,} computed",
         ]
         sources += [f"{totals.unattained:,} unattained"] if totals.unattained else []
+        if totals.invalid_hits:
+            sources[-1] += f" ({counted(totals.invalid_hits, 'invalid hit')})"
         yield Text(f"{counted(totals.prompt_tokens, 'prompt token')}: {', '.join(sources)}.")
     if report.work.scheduled:
         scheduled = counted(report.work.scheduled, "scheduled token")
@@ -111,7 +113,8 @@ def _journals_read(report: AuditReport) -> Text:
     events = counted(sum(journal.events for journal in report.journals), "event")
     journals = counted(len(report.journals), "journal")
     engines = dict.fromkeys(f"{journal.engine} {journal.version}" for journal in report.journals)
-    return Text(f"Read {events} in {journals} of {listed(list(engines))}.", style="dim")
+    read = f"Read {events} in {journals} of {listed(list(engines))}."
+    return Text("\n".join(filter(None, (read, report.not_seen))), style="dim")
 
 
 def verdict(report: AuditReport) -> Text:

@@ -119,6 +119,7 @@ def test_audit_as_json_is_one_object(run: Any, violated: Path) -> None:
         "external": 104,
         "computed": 96,
         "unattained": 0,
+        "invalid_hits": 0,
     } == data["totals"]
     assert (0, 32, 168) == tuple(data["plan"][k] for k in ("local", "external", "computed"))
     work = data["work"]

@@ -8,7 +8,7 @@ of one group before it touches the six hit blocks of another group allocates the
 
 from typing import Any
 
-from tests.scenarios.driving import Attach, Driver, start
+from tests.scenarios.driving import Attach, Driver, lora, start
 from tests.scenarios.registry import BOTH, HYBRID, workload
 
 WINDOW_TOKENS = 128
@@ -80,3 +80,31 @@ def window_leaves_blocks(attach: Attach = id, *, groups: Any = HYBRID, **setup: 
     driver.add("late", 200, 10, shares=("long", 144))
     driver.run()
     return driver
+
+
+def _one_after_another(attach: Attach, setup: dict[str, Any], *requests: dict[str, Any]) -> Driver:
+    """Requests with the same first 64 tokens."""
+    driver = start(attach, **setup)
+    for place, of_request in enumerate(requests):
+        driver.add(f"r{place}", 100, 3, shares=("family", 64), of_request=of_request)
+        driver.run()
+    return driver
+
+
+@workload()
+def classes_kept_apart(attach: Attach = id, **setup: Any) -> Driver:
+    """Cache salts and LoRA adapters that differ, then the same once more, which hit their own KV."""
+    classes = [{}, {"cache_salt": "alice"}, {"cache_salt": "bob"}, lora("sql", 1), lora("law", 2)]
+    return _one_after_another(attach, setup, *classes, *classes)
+
+
+@workload()
+def adapter_named_like_a_salt(attach: Attach = id, **setup: Any) -> Driver:
+    """vLLM#44701: the block hashes of a LoRA adapter and of a cache salt of the same name are equal."""
+    return _one_after_another(attach, setup, lora("same", 1), {"cache_salt": "same"})
+
+
+@workload()
+def adapter_from_another_path(attach: Attach = id, **setup: Any) -> Driver:
+    """vLLM#30931: two LoRA adapters of one name, with other weights, have equal block hashes."""
+    return _one_after_another(attach, setup, lora("sql", 1, "/old"), lora("sql", 2, "/new"))

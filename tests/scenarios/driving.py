@@ -12,7 +12,7 @@ from typing import Any
 from kvledger.audit.conformance.driver import Driver
 from kvledger.audit.conformance.host import EngineSetup
 
-__all__ = ["Attach", "Driver", "engine_setup", "start"]
+__all__ = ["Attach", "Driver", "engine_setup", "lora", "start"]
 
 Attach = Callable[[Any], object]
 """Called with a scheduler before its first request."""
@@ -28,6 +28,13 @@ def engine_setup(**options: Any) -> EngineSetup:
         name = "ScriptedConnector" if one_group else "ScriptedHybridConnector"
         options |= {"connector": name, "connector_module": SCRIPTED_MODULE}
     return EngineSetup(**options)
+
+
+def lora(name: str, number: int, path: str = "") -> dict[str, Any]:
+    """The argument of vLLM's Request for a LoRA adapter."""
+    from vllm.lora.request import LoRARequest
+
+    return {"lora_request": LoRARequest(name, number, path or f"/adapters/{name}")}
 
 
 def start(attach: Attach = id, /, **options: Any) -> Driver:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from tests.scenarios.driving import Driver, start
+from tests.scenarios.driving import Driver, lora, start
 from tests.scenarios.matrix import outcome
 from tests.scenarios.registry import Scenario
 
@@ -227,6 +227,34 @@ def prompt_only(attach: Attach = id, **setup: Any) -> Driver:
     return driver
 
 
+def _two(attach: Attach, first: dict[str, Any], second: dict[str, Any], **setup: Any) -> Driver:
+    """The store has the 64 tokens that `first` saved; `second` has the same text, and no local hit."""
+    driver, table = start_with_table(attach, **setup)
+    table.stored = {"second": [64]}
+    for name, of_request in (("first", first), ("second", second)):
+        driver.add(name, 100, 3, shares=("family", 64), of_request=of_request)
+        driver.run()
+        driver.reset_prefix_cache()
+    return driver
+
+
+def shared_between_salts(attach: Attach = id, **setup: Any) -> Driver:
+    """LMCache#2880: the store gives a request the KV that was saved with another cache salt."""
+    return _two(attach, {"cache_salt": "alice"}, {"cache_salt": "bob"}, **setup)
+
+
+def shared_between_adapters(attach: Attach = id, **setup: Any) -> Driver:
+    """LMCache#2961: the store gives a request the KV that was saved with another LoRA adapter."""
+    return _two(attach, lora("sql", 1), lora("law", 2), **setup)
+
+
+def shared_by_one_client(attach: Attach = id, **setup: Any) -> Driver:
+    """Both requests have the same cache salt and LoRA adapter."""
+    return _two(
+        attach, {"cache_salt": "alice", **lora("sql", 1)}, {"cache_salt": "alice", **lora("sql", 1)}, **setup
+    )
+
+
 DRIVES = (
     found_at_first,
     asked_again,
@@ -236,6 +264,9 @@ DRIVES = (
     resumed_without,
     decoded,
     prompt_only,
+    shared_between_salts,
+    shared_between_adapters,
+    shared_by_one_client,
 )
 SCENARIOS: dict[str, LMCacheScenario] = {
     scenario.name: scenario

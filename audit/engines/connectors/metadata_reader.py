@@ -39,8 +39,19 @@ class MetadataReader:
     READS: ClassVar[tuple[str, ...]] = ("loads",)
     """Which of ``loads``, ``saves`` and ``tracker`` this reader can read."""
 
+    LOOKUP: ClassVar[str] = ""
+    """The method that looks up tokens in the store, as a dotted path from the connector; "": none is known.
+
+    Its parameters are ``token_ids``, the request's id, and what else selects an object of the store.
+    """
+
     def __init__(self, connector: Any) -> None:
         self.connector = connector
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens per object of the store, for a reader with a ``LOOKUP``."""
+        raise NotImplementedError
 
     def filled(self, metadata: Any, block_size: int) -> set[int]:
         """Ids of the blocks that the loads in ``metadata`` will fill."""

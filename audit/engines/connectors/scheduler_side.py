@@ -14,9 +14,11 @@ from typing import Any
 from ... import events as ev
 from ...hooks import Hook, Hooks
 from ...text import cut_id
+from ..pool.isolation import IsolationClasses
 from ..readers import reader_of
 from ..step_log import StepLog
 from .metadata_reader import MetadataReader
+from .store_keys import watch_store_keys
 
 TABLE: tuple[Hook, ...] = (
     Hook("", "request_finished", (), after="request_finished", optional=True),
@@ -34,7 +36,11 @@ def in_connector(raised: Raised) -> Raised:
 
 
 class ConnectorWatch:
-    """Observes one scheduler's connector, and its children if it has any."""
+    """Observes one scheduler's connector, and its children if it has any.
+
+    ``classes``: the isolation classes, at level ``blocks``. With these, keys of the connector's store are
+    recorded.
+    """
 
     def __init__(
         self,
@@ -44,6 +50,7 @@ class ConnectorWatch:
         computed: Callable[[Any], int],
         failed: Failed,
         raised: Raised,
+        classes: IsolationClasses | None = None,
     ) -> None:
         self.reader: MetadataReader | None = reader_of(scheduler.connector)
         """Reads the connector's metadata; None if kvledger has no reader for it."""
@@ -66,6 +73,8 @@ class ConnectorWatch:
         self._block_tokens, self._trims = _tables(scheduler)
         """Tokens per block, 0 if the tables have no positions, or there are several; and whether the engine
         hands over only the blocks of computed tokens."""
+        self._store_keys = watch_store_keys(self.reader, classes, log, step) if classes is not None else None
+        """Observes lookups in the store; None if their keys can't be read."""
         self._hooks = [Hooks(TABLE, scheduler.connector, self, failed, raised=in_connector(raised))]
         children = getattr(scheduler.connector, "_connectors", ())
         for place, child in enumerate(children if isinstance(children, list | tuple) else ()):
@@ -76,6 +85,8 @@ class ConnectorWatch:
         """Restore the connector."""
         for hooks in self._hooks:
             hooks.remove()
+        if self._store_keys is not None:
+            self._store_keys.close()
 
     def ends(self, request_id: str) -> None:
         """A request ends: the connector may be about to keep its blocks."""

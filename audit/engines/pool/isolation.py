@@ -9,6 +9,7 @@ and again when a session is extended.
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Iterator
 from hashlib import blake2b
 from typing import Any
@@ -42,6 +43,15 @@ class IsolationClasses:
             return classes
         except Exception:  # an observer must never stop the engine; the request's classes are unknown
             return None
+
+    def keys(self, tokens: list[int], prefix: str, chunk_tokens: int) -> list[int]:
+        """A keyed hash for each whole chunk of ``tokens``, over all tokens up to its end and ``prefix``."""
+        keys: list[int] = []
+        state = blake2b(prefix.encode(errors="surrogatepass"), digest_size=8, key=self._key)
+        for end in range(chunk_tokens, len(tokens) + 1, chunk_tokens):
+            state.update(array("q", tokens[end - chunk_tokens : end]).tobytes())
+            keys.append(int.from_bytes(state.digest(), "big", signed=True))
+        return keys
 
     def _class(self, *parts: str) -> int:
         text = "\0".join(parts).encode(errors="surrogatepass")

@@ -18,11 +18,16 @@ class LMCacheReader(MetadataReader):
     """Reads loads, saves and trackers."""
 
     READS: ClassVar[tuple[str, ...]] = ("loads", "saves", "tracker")
+    LOOKUP: ClassVar[str] = "_lmcache_engine.lookup_client.lookup"
 
     def __init__(self, connector: Any) -> None:
         super().__init__(connector)
         self.adapter = connector._lmcache_engine
-        self.chunk_tokens = int(self.adapter._lmcache_chunk_size)
+        self._chunk_tokens = int(self.adapter._lmcache_chunk_size)
+
+    @property
+    def chunk_tokens(self) -> int:
+        return self._chunk_tokens
 
     def filled(self, metadata: Any, block_size: int) -> set[int]:
         filled: set[int] = set()

@@ -16,6 +16,12 @@ class LMCacheMPReader(MetadataReader):
     """Reads loads and saves."""
 
     READS: ClassVar[tuple[str, ...]] = ("loads", "saves")
+    LOOKUP: ClassVar[str] = "scheduler_adapter.maybe_submit_lookup_request"
+
+    @property
+    def chunk_tokens(self) -> int:
+        adapter = self.connector.scheduler_adapter
+        return int(getattr(adapter, "lmcache_tokens_per_chunk", None) or adapter.chunk_size)
 
     def filled(self, metadata: Any, block_size: int) -> set[int]:
         filled: set[int] = set()

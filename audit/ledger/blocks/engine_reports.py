@@ -163,6 +163,7 @@ def _tables_removed(holdings: Holdings, event: old_events.TablesRemoved) -> None
     for request in event.requests:
         holdings.ending.pop(request, None)
         holdings.isolation.pop(request, None)
+        holdings.store_keys.pop(request, None)
         _leak(holdings, request, 0)
 
 

@@ -11,6 +11,7 @@ from ... import events as ev
 from ...causes import EVICTED, RESET
 from ..frozen import RemovedRange
 from .holdings import Holdings
+from .invalid import mark_invalid, mark_never_loaded
 from .isolation import isolation_below
 from .records import TABLE, UNKNOWN, FailedLoad, Operation, Pool, hash_text, remember
 from .subjects import CachedContent
@@ -39,6 +40,7 @@ def _cached(holdings: Holdings, event: ev.BlocksCached) -> None:
                 whose = holdings.holder(TABLE, request, group).request_id
                 beyond = CachedContent("sequence", whose, event.pool, block, end, sequence_tokens, story)
                 holdings.report(beyond, request)
+                mark_invalid(holdings, event.pool, block, beyond.why, sequence_tokens)
 
 
 def _forget_hashes(holdings: Holdings, pool: Pool) -> None:
@@ -86,6 +88,7 @@ def _hash(
     record.least_end = min(end, record.least_end) if len(record.hash_ids) > 1 else end
     record.isolation = isolation_below(holdings.isolation.get(request), record.least_end)
     remember(record, done)
+    mark_never_loaded(holdings, event.pool, block, group, request)
     holdings.newly_cached.append((event.pool, block, request, end))
 
 
@@ -145,6 +148,7 @@ def check_pending(holdings: Holdings) -> None:
         if life.asynchronous and life.pending and not life.ran and end > life.local:
             whose, story = account.request_id, holdings.story(pool, block)
             holdings.report(CachedContent("pending", whose, pool, block, end, life.local, story), request)
+            mark_invalid(holdings, pool, block, "pending", life.local)
 
 
 def load_failed(holdings: Holdings, event: ev.LoadFailed) -> None:
@@ -200,3 +204,4 @@ def _report_not_loaded(holdings: Holdings, pool: int, block: int) -> None:
     end, story = holdings.pools[pool].records[block].end, holdings.story(pool, block)
     content = CachedContent("failed", failed.request_id, pool, block, end, failed.valid_to, story)
     holdings.report(content, failed.request)
+    mark_invalid(holdings, pool, block, content.why, failed.valid_to)

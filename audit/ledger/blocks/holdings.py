@@ -20,6 +20,15 @@ REMOVED_HASHES_KEPT = 2
 
 Accounts = Mapping[int, Account]
 
+SavedBy = tuple[list[int], str]
+"""The isolation classes under which KV was saved, and the id of the request."""
+
+UnjudgedHit = tuple[int, int, int, int, int]
+"""A hit: request, group, pool, block, step."""
+
+InvalidRange = tuple[int, int, int]
+"""Positions of a request whose KV is not valid: request, start, end."""
+
 
 class Holdings:
     """Pools, blocks and holders, and what the present event revealed about them."""
@@ -39,8 +48,20 @@ class Holdings:
         """Hits on blocks of ``failed``: step, pool, block. Checked once the step has been posted."""
         self.refilled: list[tuple[int, RemovedRange]] = []
         """Requests that this event makes fill positions again whose KV had been in the cache."""
+        self.unjudged_hits: list[UnjudgedHit] = []
+        """Hits on cached blocks whose KV is not valid, or may not be. They are judged after the step."""
+        self.invalid_hits: list[InvalidRange] = []
+        """Local hits on KV that is not valid, found after the present event."""
+        self.awaiting: dict[tuple[int, int], tuple[int, int]] = {}
+        """Cached blocks without valid KV, and the request and life that may still compute it."""
+        self.never_loaded: dict[int, list[tuple[int, int, str]]] = {}
+        """By request: positions that the engine takes as loaded and that were not, as start, end, cause."""
         self.isolation: dict[int, list[int]] = {}
         """Isolation classes by request, until the engine forgets the request; unknown if absent."""
+        self.store_keys: dict[int, tuple[int, list[int]]] = {}
+        """By request: tokens per chunk of the connector's store, and the key of each chunk of the request."""
+        self.saved_keys: dict[int, list[SavedBy]] = {}
+        """By key of the connector's store: who may have saved the KV, one request of each isolation class."""
         self.findings: list[BlockFinding] = []
         """Subjects of this event, for the checks."""
         self.accounts: Accounts = {}
@@ -54,7 +75,11 @@ class Holdings:
         self.failed.clear()
         self.newly_cached.clear()
         self.failed_hits.clear()
+        self.unjudged_hits.clear()
+        self.awaiting.clear()
+        self.never_loaded.clear()
         self.isolation.clear()
+        self.store_keys.clear()
 
     # --- references and hashes -----------------------------------------------------------------
 
@@ -97,7 +122,7 @@ class Holdings:
                         del pool.removed[next(iter(pool.removed))]
         record.hash_ids = []
         record.end, record.cached_for = 0, UNKNOWN
-        record.isolation = None
+        record.isolation = record.invalid = None
 
     # --- holders, operations, findings -------------------------------------------------------------
 

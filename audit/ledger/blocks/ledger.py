@@ -5,7 +5,7 @@ is false and its reference count is not checked. The engine reports a block's st
 (:class:`~kvledger.audit.events.BlockStatesReported`) and, with a touch or a free, its count. The ledger
 compares both with its own and then adopts them, so that one fault is reported once.
 
-``BlockLedger`` judges nothing: it passes subjects to ``audit/checks/blocks.py``.
+``BlockLedger`` judges nothing: it passes subjects to ``audit/checks``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ... import events as ev
-from . import hashes
+from . import hashes, invalid, store
 from .decode import calls
 from .engine_reports import ENGINE_REPORTS
 from .holdings import Accounts, Holdings
@@ -39,6 +39,10 @@ event; a finished load comes after them."""
 
 _COMPUTING_OR_ENDING = frozenset((ev.Stepped, ev.Repeated, ev.RolledBack, ev.Preempted, ev.Finished))
 """Events after which a request may have computed more tokens, or its life may have ended."""
+
+
+_LOADS = (ev.LoadFinished, ev.LoadFailed)
+"""Events that may make the KV of a cached block valid."""
 
 
 class BlockLedger(Holdings):
@@ -76,4 +80,18 @@ class BlockLedger(Holdings):
                 hashes.check_failed_hits(self, event.step)
         if type(event) is ev.Finished and event.request in self.held:
             self.ending[event.request] = event.at
+        if self.store_keys:
+            store.after(self, event)
+        self.invalid_hits = []
+        if self.never_loaded or self.awaiting or self.unjudged_hits or type(event) in _LOADS:
+            invalid.after(self, event)
         return self.findings
+
+    def looked_up(self, event: ev.StoreKeys) -> None:
+        """Note the keys of a request in the connector's store."""
+        if event.chunk_tokens > 0:
+            self.store_keys[event.request] = event.chunk_tokens, event.keys
+
+    def lost(self, request: int, start: int, end: int, cause: str) -> None:
+        """Note that a request's external tokens [start, end) were lost for ``cause``."""
+        invalid.never_loaded(self, request, start, end, cause)

@@ -79,6 +79,8 @@ def _touched(holdings: Holdings, event: old_events.BlocksTouched) -> None:
                 holdings.report_collision("unhashed", event.pool, block, first, holder)
         if (event.pool, block) in holdings.failed:
             holdings.failed_hits.append((event.step, event.pool, block))
+        if holder.kind == TABLE and (record.invalid is not None or (event.pool, block) in holdings.failed):
+            holdings.unjudged_hits.append((event.request, event.group, event.pool, block, event.step))
         holdings.add_holder(event.pool, block, record, holder)
         pool.free_blocks -= references == 1
         compare_references(holdings, event.pool, block, record, references)
@@ -143,7 +145,7 @@ def _copied(holdings: Holdings, event: ev.BlockCopied) -> None:
         to.hash_ids, from_.hash_ids = from_.hash_ids, []
         to.has_hash, from_.has_hash = from_.has_hash, 0
         to.end, to.cached_for, to.writer = from_.end, from_.cached_for, from_.writer
-        to.isolation, to.least_end = from_.isolation, from_.least_end
+        to.isolation, to.least_end, to.invalid = from_.isolation, from_.least_end, from_.invalid
 
 
 def _deferred(holdings: Holdings, event: ev.BlocksDeferred) -> None:

@@ -51,6 +51,17 @@ class Operation(msgspec.Struct, frozen=True, gc=False):
     stack: list[str] | None
 
 
+class InvalidKV(msgspec.Struct, frozen=True, gc=False):
+    """Why a cached block's KV is not valid from position ``start`` up.
+
+    ``why``: as in ``CachedContent``, or a cause of :mod:`kvledger.audit.causes` for which external tokens
+    were not loaded.
+    """
+
+    why: str
+    start: int
+
+
 class Block(msgspec.Struct):
     """One physical block."""
 
@@ -72,6 +83,8 @@ class Block(msgspec.Struct):
     """The isolation classes under which the KV below ``least_end`` was written; None: not known."""
     least_end: int = 0
     """The shortest of the block's hashes covers the positions below this one."""
+    invalid: InvalidKV | None = None
+    """Why the block's KV is not valid although the block is cached; None: nothing says so."""
     reported: bool = False
     """Whether some holder is known only from a reported table, not from an allocation or touch."""
     operations: list[Operation] = []

@@ -79,6 +79,21 @@ class CachedContent(NamedTuple):
     story: list[str]
 
 
+class InvalidHit(NamedTuple):
+    """A request hit cached blocks whose KV is not valid, which are ``tokens`` of its local hit.
+
+    ``why``: that of the first block's :class:`~kvledger.audit.ledger.blocks.records.InvalidKV`. ``writer``:
+    the request for which the block was cached.
+    """
+
+    pool: int
+    blocks: list[int]
+    tokens: int
+    writer: str
+    why: str
+    story: list[str]
+
+
 class ForeignHit(NamedTuple):
     """A request hit cached blocks that were written under other isolation classes.
 
@@ -91,6 +106,18 @@ class ForeignHit(NamedTuple):
     holder: Holder
     differs: list[str]
     story: list[str]
+
+
+class ForeignLoad(NamedTuple):
+    """A request was promised external tokens whose KV was saved under other isolation classes.
+
+    ``tokens`` positions from ``start`` up are in chunks of the connector's store whose keys ``writer`` used.
+    """
+
+    tokens: int
+    start: int
+    writer: str
+    differs: list[str]
 
 
 class SharedWrite(NamedTuple):
@@ -128,7 +155,9 @@ Subject = (
     | BlockComparison
     | PoolComparison
     | CachedContent
+    | InvalidHit
     | ForeignHit
+    | ForeignLoad
     | SharedWrite
     | Uncovered
     | Leak

@@ -11,7 +11,7 @@ import pytest
 from tests.audit.checks.watched import Watched
 from tests.engines.observed import audited, findings, observe
 from tests.scenarios import driving
-from tests.scenarios.driving import Attach, Driver
+from tests.scenarios.driving import Attach, Driver, lora
 
 from kvledger.audit.engines import choose, host_version
 from kvledger.audit.events import EngineStarted, RequestAdded
@@ -27,12 +27,6 @@ PREFIX = 64
 @pytest.fixture
 def watched() -> Watched:
     return Watched()
-
-
-def adapter(name: str, number: int, path: str = "") -> dict[str, Any]:
-    from vllm.lora.request import LoRARequest
-
-    return {"lora_request": LoRARequest(name, number, path or f"/adapters/{name}")}
 
 
 def image(content: str, at: int, tokens: int = 8) -> Any:
@@ -84,12 +78,12 @@ DIFFERENT: dict[str, tuple[Callable[[], Any], Callable[[], Any], dict[str, Any],
     "salt and none": (lambda: {"cache_salt": "alice"}, dict, {"cache_salt": None}, "another cache salt"),
     "none and salt": (dict, lambda: {"cache_salt": "alice"}, {"cache_salt": None}, "another cache salt"),
     "adapter": (
-        lambda: adapter("sql", 1),
-        lambda: adapter("law", 2),
+        lambda: lora("sql", 1),
+        lambda: lora("law", 2),
         {"lora_request": None},
         "another LoRA adapter",
     ),
-    "adapter and none": (lambda: adapter("sql", 1), dict, {"lora_request": None}, "another LoRA adapter"),
+    "adapter and none": (lambda: lora("sql", 1), dict, {"lora_request": None}, "another LoRA adapter"),
     "image": (
         lambda: images(image("cat", 20)),
         lambda: images(image("dog", 20)),
@@ -137,9 +131,9 @@ def test_the_same_run_with_sound_hashes_is_clean(watched, case, groups):
     [
         dict,
         lambda: {"cache_salt": "alice"},
-        lambda: adapter("sql", 1),
+        lambda: lora("sql", 1),
         lambda: images(image("cat", 20), image("dog", 60)),
-        lambda: {"cache_salt": "alice", **adapter("sql", 1), **images(image("cat", 20))},
+        lambda: {"cache_salt": "alice", **lora("sql", 1), **images(image("cat", 20))},
     ],
     ids=["plain", "salt", "adapter", "images", "all"],
 )
@@ -173,6 +167,83 @@ def test_a_preempted_request_hits_its_own_kv(watched):
     assert [] == watched.violation_ids()
 
 
+# --- the connector's store ----------------------------------------------------------------------------------
+
+STORE = {"connector": "KeyedConnector", "connector_module": "tests.scenarios.keyed_connector"}
+
+
+def run_with_store(watched: Watched, *requests: dict[str, Any], salted: bool) -> list[int]:
+    """Run the requests one after another with an empty local cache; return their external tokens.
+
+    All have the same first ``PREFIX`` tokens, and their prompts are saved.
+    """
+    driver = start(watched, **STORE)
+    driver.connector.salted = salted
+    external = []
+    for place, of_request in enumerate(requests):
+        request = driver.add(f"r{place}", 100, 3, shares=("family", PREFIX), of_request=of_request)
+        driver.connector.save(request)
+        driver.run()
+        driver.reset_prefix_cache()
+        account = watched.audits[0].ledger.account(f"r{place}")
+        assert account is not None
+        external.append(account.promised)
+    return external
+
+
+@violates("blocks/isolation")
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [
+        (lambda: {"cache_salt": "bob"}, "another cache salt"),
+        (dict, "another cache salt"),
+        (lambda: {"cache_salt": "alice", **lora("sql", 1)}, "another LoRA adapter"),
+    ],
+    ids=["another salt", "no salt", "another adapter"],
+)
+def test_a_promise_of_kv_that_was_saved_under_another_class_is_found(watched, second, words):
+    assert [0, 64] == run_with_store(watched, {"cache_salt": "alice"}, second(), salted=False)
+
+    finding = watched.finding("blocks/isolation")
+
+    assert "r1" == finding.request
+    assert f"for which request r0 saved KV with {words}." in finding.message
+    assert {"tokens": 64, "start": 0, "written_by": "r0"}.items() <= finding.figures.items()
+
+
+@near_miss("blocks/isolation")
+@pytest.mark.parametrize("salted", [True, False])
+def test_promises_of_kv_of_the_same_class_are_clean(watched, salted):
+    classes = [{"cache_salt": "alice"}, {"cache_salt": "alice"}]
+    assert [0, 64] == run_with_store(watched, *classes, salted=salted)
+
+    assert [] == watched.violation_ids()
+
+
+@near_miss("blocks/isolation")
+def test_a_store_that_keeps_salts_apart_is_clean(watched):
+    classes = [{"cache_salt": "alice"}, {"cache_salt": "bob"}, {}, {"cache_salt": "bob"}]
+    assert [0, 0, 0, 64] == run_with_store(watched, *classes, salted=True)
+
+    assert [] == watched.violation_ids()
+
+
+@near_miss("blocks/isolation")
+def test_a_key_that_its_own_class_has_saved_too_proves_nothing(watched):
+    """The KV may be that of either request: both were scheduled before the store had it."""
+    driver = start(watched, **STORE)
+    driver.connector.salted = False
+    for name, salt in (("a", "alice"), ("b", "bob")):
+        of_request = {"cache_salt": salt}
+        driver.connector.save(driver.add(name, 100, 3, shares=("family", PREFIX), of_request=of_request))
+    driver.run()
+    driver.reset_prefix_cache()
+    driver.add("c", 100, 3, shares=("family", PREFIX), of_request={"cache_salt": "bob"})
+    driver.run()
+
+    assert [] == watched.violation_ids()
+
+
 # --- what is recorded ---------------------------------------------------------------------------------------
 
 SECRETS = {"cache_salt": "salt-of-alice"}
@@ -180,7 +251,7 @@ SECRETS = {"cache_salt": "salt-of-alice"}
 
 def one_request(attach: Attach) -> Driver:
     driver = driving.start(attach)
-    driver.add("r", 40, 2, of_request={**SECRETS, **adapter("sql-adapter", 1), **images(image("cat", 90))})
+    driver.add("r", 40, 2, of_request={**SECRETS, **lora("sql-adapter", 1), **images(image("cat", 90))})
     return driver
 
 

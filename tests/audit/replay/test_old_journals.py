@@ -35,6 +35,9 @@ SENTENCES = {"text", "message", "story", "notes"}
 WORDS = {"where", "what", "has", "meaning"}
 """Figures of a finding that are parts of its sentence."""
 
+ADDED = {"invalid_hits", "level"}
+"""JSON keys that the older version did not print."""
+
 
 def figures(value: Any) -> Any:
     """``value`` without sentences, and with the names of paths only."""
@@ -42,7 +45,7 @@ def figures(value: Any) -> Any:
         return {
             key: Path(item).name if key == "path" else figures(item)
             for key, item in value.items()
-            if key not in SENTENCES | WORDS
+            if key not in SENTENCES | WORDS | ADDED
         }
     return [figures(item) for item in value] if isinstance(value, list) else value
 

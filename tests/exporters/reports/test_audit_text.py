@@ -74,9 +74,11 @@ def test_a_clean_audit_starts_with_its_verdict_and_sources(tmp_path: Path) -> No
         "200 prompt tokens: 0 local (0.0 %), 104 external (52.0 %), 96 computed.",
         "97 scheduled tokens: 0 rework (0.0 %).",
         "Read 20 events in 1 journal of vllm 0.32.0.",
+        "Level tokens records no blocks: a hit on KV that was never filled, or that was written with another",
+        "cache salt or LoRA adapter, is not found (KVLEDGER_LEVEL=blocks finds it).",
         "",
         "Where prompt tokens came from",
-    ] == text(audit_text.render(result)).splitlines()[:6]
+    ] == text(audit_text.render(result)).splitlines()[:8]
 
 
 def test_a_violated_audit_names_its_invariants_before_any_table(tmp_path: Path) -> None:

@@ -1,0 +1,177 @@
+"""Hits on cached blocks without valid KV: who is named, and how their prompts are settled."""
+
+from __future__ import annotations
+
+import pytest
+from tests.audit.checks.watched import Watched
+from tests.scenarios.driving import Driver
+from tests.scenarios.scripted_connector import ScriptedConnector, ScriptedMetadata
+
+from kvledger.audit.ledger.frozen import Settlement
+
+violates = pytest.mark.violates
+near_miss = pytest.mark.near_miss
+
+
+@pytest.fixture
+def watched() -> Watched:
+    return Watched()
+
+
+def settled(watched: Watched, request_id: str) -> tuple[int, int, int, int, int]:
+    """Local, external, computed and unattained tokens, and the invalid hits among the unattained."""
+    account = watched.audits[0].ledger.account(request_id)
+    assert account is not None
+    figures = account.settled
+    assert isinstance(figures, Settlement)
+    sources = figures.local, figures.external, figures.computed, figures.unattained
+    assert sum(sources) == figures.prompt_tokens
+    return (*sources, figures.invalid_hits)
+
+
+def messages(watched: Watched) -> dict[str | None, str]:
+    """The sentence of each finding of ``blocks/hash-content``, by request."""
+    return {v.request: v.message for v in watched.audits[0].violations if v.id == "blocks/hash-content"}
+
+
+def with_failed_load(watched: Watched, **setup: int) -> Driver:
+    """Request r loads 160 of its 200 tokens; the load of blocks 4 to 9, which are cached by then, fails."""
+    driver = watched.start(connector="scripted", **setup)
+    driver.connector.answer_lookups("r", 160, 0)
+    driver.add("r", 200, 3)
+    driver.schedule()
+    driver.output(invalid_blocks=driver.blocks("r")[4:10])
+    return driver
+
+
+# --- loads that failed ------------------------------------------------------------------------------
+
+
+@violates("blocks/hash-content")
+def test_requests_that_hit_blocks_of_a_failed_load_are_named(watched):
+    """vLLM 0.32 leaves the blocks in the cache if their request ends before it computes them."""
+    driver = with_failed_load(watched)
+    driver.abort("r")
+    for name in ("b", "c"):
+        driver.add(name, 200, 3, shares=("r", 160))
+        driver.run()
+    watched.violation_ids()
+
+    named = messages(watched)
+    assert {None, "b", "c"} == set(named)  # r had ended when its blocks were freed
+    assert (
+        " and 5 more, so 96 of its local tokens have no valid KV: the block was cached for request r, and "
+        "its load failed." in named["b"]
+    )
+
+
+@violates("blocks/hash-content")
+def test_invalid_hits_are_settled_as_unattained(watched):
+    driver = with_failed_load(watched)
+    driver.abort("r")
+    driver.add("b", 200, 3, shares=("r", 160))
+    driver.run()
+    watched.violation_ids()
+
+    assert (64, 0, 40, 96, 96) == settled(watched, "b")
+
+
+@violates("blocks/hash-content")
+def test_a_request_that_hits_its_own_failed_blocks_is_named(watched):
+    driver = with_failed_load(watched)
+    driver.preempt("r")
+    driver.run()
+    watched.violation_ids()
+
+    assert 128 == settled(watched, "r")[-1]  # the tokens computed above the failed load are not valid either
+
+
+@near_miss("blocks/hash-content")
+@pytest.mark.parametrize("batch", [8192, 32], ids=["one step", "three steps"])
+def test_hits_after_the_tokens_were_computed_again_are_valid(watched, batch):
+    driver = with_failed_load(watched, max_batched_tokens=batch)
+    driver.run()
+    driver.add("b", 200, 3, shares=("r", 160))
+    driver.run()
+
+    assert [] == [id for id in watched.violation_ids() if id == "blocks/hash-content"]
+    assert (160, 0, 40, 0, 0) == settled(watched, "b")
+
+
+@near_miss("blocks/hash-content")
+def test_hits_in_the_step_that_computes_the_tokens_again_are_valid(watched):
+    driver = with_failed_load(watched)
+    driver.add("b", 200, 3, shares=("r", 160))
+    driver.run()
+
+    assert "b" not in messages(watched)
+    assert (160, 0, 40, 0, 0) == settled(watched, "b")
+
+
+@near_miss("blocks/hash-content")
+def test_hits_after_the_blocks_left_the_cache_are_valid(watched):
+    driver = with_failed_load(watched)
+    driver.abort("r")
+    driver.reset_prefix_cache()
+    for name in ("b", "c"):
+        driver.add(name, 200, 3, shares=("r", 160))
+        driver.run()
+    watched.violation_ids()
+
+    assert {None} == set(messages(watched))
+    assert (160, 0, 40, 0, 0) == settled(watched, "c")
+
+
+# --- loads that were never made ---------------------------------------------------------------------
+
+
+def with_lost_load(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """Request r is promised 96 of its 120 tokens, and the connector metadata orders no load."""
+    monkeypatch.setattr(ScriptedConnector, "build_connector_meta", lambda *_: ScriptedMetadata())
+    driver = watched.start(connector="scripted")
+    driver.connector.answer_lookups("r", 96)
+    driver.add("r", 120, 3)
+    driver.run()
+    return driver
+
+
+@violates("blocks/hash-content")
+def test_requests_that_hit_blocks_of_a_load_that_was_never_ordered_are_named(watched, monkeypatch):
+    driver = with_lost_load(watched, monkeypatch)
+    driver.add("b", 120, 3, shares=("r", 112))
+    driver.run()
+    watched.violation_ids()
+
+    assert {"b"} == set(messages(watched))
+    assert (
+        "so 96 of its local tokens have no valid KV: the block was cached for request r, and the connector "
+        "metadata did not name its load." in messages(watched)["b"]
+    )
+    assert (16, 0, 8, 96, 96) == settled(watched, "b")
+
+
+@violates("blocks/hash-content")
+def test_a_hit_in_the_step_of_the_promise_is_invalid_too(watched, monkeypatch):
+    monkeypatch.setattr(ScriptedConnector, "build_connector_meta", lambda *_: ScriptedMetadata())
+    driver = watched.start(connector="scripted")
+    driver.connector.answer_lookups("r", 96)
+    driver.add("r", 120, 3)
+    driver.add("b", 120, 3, shares=("r", 96))
+    driver.run()
+    watched.violation_ids()
+
+    assert {"b"} == set(messages(watched))
+    assert (0, 0, 24, 96, 96) == settled(watched, "b")
+
+
+@near_miss("blocks/hash-content")
+def test_hits_on_loaded_blocks_are_valid(watched):
+    driver = watched.start(connector="scripted")
+    driver.connector.answer_lookups("r", 96)
+    driver.add("r", 120, 3)
+    driver.run()
+    driver.add("b", 120, 3, shares=("r", 112))
+    driver.run()
+
+    assert [] == watched.violation_ids()
+    assert (112, 0, 8, 0, 0) == settled(watched, "b")
