@@ -90,6 +90,14 @@ ENGINE_ENDED = "engine_ended"
 OUTCOMES = ("stopped", "length", "aborted", "ignored", "error", "repetition", ENGINE_ENDED, UNKNOWN)
 """Why requests end. ``engine_ended``: the engine stopped while the request was open."""
 
+# --- why an account is unknown --------------------------------------------------------------------
+
+BEGAN_BEFORE = "it began before the first kept segment"
+"""An account that a rotated journal has only the end of. The account is left out of the verdict."""
+
+END_UNSEEN = "its end was not observed"
+"""An account that was open when the trace ended, or whose end no event reports."""
+
 # --- why prompt tokens missed the prefix cache --------------------------------------------------
 
 BELOW_BLOCK = "below_block"

@@ -114,6 +114,10 @@ class Gap(Event, frozen=True, array_like=True, tag=2):
     reason: str
 
 
+REMOVED = "segments removed"
+"""Reason of a :class:`Gap` where segments were removed. Before a journal's first event that is no loss."""
+
+
 class HookFailed(Event, frozen=True, array_like=True, tag=3):
     """A hook raised, so events that it should have emitted are missing. ``removed``: it was removed."""
 

@@ -317,7 +317,8 @@ SECTIONS: dict[str, tuple[Term, ...]] = {
         ),
         Term(
             "clean",
-            "No invariant is violated and no account is unknown. A clean run may have drifts.",
+            "No invariant is violated, and no event is missing that could hide a violation. A clean run may "
+            "have drifts.",
             "`clean, 11 drifts`, exit code 0.",
         ),
         Term(
@@ -384,6 +385,22 @@ SECTIONS: dict[str, tuple[Term, ...]] = {
             "become unknown.",
             "Note `events were lost` in an audit.",
             ("lost events",),
+        ),
+        Term(
+            "rotation",
+            "The writer removes the oldest segments of its journal to keep the journal's size bound. That is "
+            "no loss: requests that began before the first kept segment are left out of every figure, and "
+            "the verdict of the others stands.",
+            "Note `12 requests began before the first kept segment` in an audit.",
+            ("rotated", "first kept segment"),
+        ),
+        Term(
+            "lost tail",
+            "The end of a journal whose engine is gone without `EngineStopped`: the engine was killed, or "
+            "the last segments were removed. Events may be missing, so the verdict is unknown; requests "
+            "that ended before keep theirs.",
+            "Note `the trace is whole up to 2026-01-31 12:00:00 UTC` after `kill -9`.",
+            ("not in good order",),
         ),
         Term(
             "checkpoint",

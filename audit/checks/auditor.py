@@ -206,15 +206,16 @@ class Auditor:
     @property
     def doubts(self) -> list[str]:
         """Why the verdict can't be clean, one phrase each."""
-        return self.doubts_with(self.ledger.totals().unknown_requests)
+        return self.doubts_with(self.ledger.totals().doubtful_requests)
 
-    def doubts_with(self, unknown: int) -> list[str]:
-        """The same, if ``unknown`` of the accounts that matter are unknown."""
+    def doubts_with(self, unknown: int, losses: int | None = None) -> list[str]:
+        """The same, if ``unknown`` accounts and ``losses`` of events matter (None: every loss)."""
         ledger = self.ledger
+        losses = ledger.gaps if losses is None else losses
         counts = (
             (0 if ledger.engine else 1, "no engine was seen to start"),
             (unknown, f"{unknown} accounts are unknown"),
-            (ledger.gaps, f"events were lost {'once' if ledger.gaps == 1 else f'{ledger.gaps} times'}"),
+            (losses, f"events were lost {'once' if losses == 1 else f'{losses} times'}"),
             (ledger.hook_failures, f"observers failed {ledger.hook_failures} times"),
             (len(ledger.engine_errors), f"the engine raised {', '.join(ledger.engine_errors)}"),
             (len(self.check_failures), f"checks failed: {', '.join(self.check_failures)}"),

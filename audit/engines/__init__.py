@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 from ..hooks import EngineMismatch, check
-from .host_classes import bare_scheduler
+from .host_classes import bare_scheduler, engine_core, engine_processes
 from .pool.signatures import differences as pool_differences
 from .readers import metadata_readers
 from .v0.observer import V0Observer
@@ -28,6 +28,8 @@ __all__ = [
     "blocks_out_of_reach",
     "choose",
     "differences",
+    "engine_core",
+    "engine_processes",
     "host_version",
     "out_of_reach",
     "read_connectors",

@@ -1,9 +1,14 @@
-"""Instances of vLLM's classes for comparing signatures: no ``__init__`` runs, no engine starts."""
+"""vLLM's classes and functions that kvledger uses without an engine.
+
+An instance made here is of use only for comparing signatures: no ``__init__`` runs, no engine starts.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 from importlib.util import find_spec
+from inspect import signature
 from typing import Any
 
 
@@ -16,6 +21,23 @@ def bare_scheduler() -> Any:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     return _bare(Scheduler, kv_cache_manager=_bare(KVCacheManager), connector=_bare(KVConnectorBase_V1))
+
+
+def engine_processes() -> Any:
+    """vLLM's module whose ``shutdown(procs, timeout)`` ends engine cores; None if it has no such function."""
+    try:
+        from vllm.v1.engine import utils
+    except ImportError:
+        return None
+    shutdown = getattr(utils, "shutdown", None)
+    if shutdown is None or list(signature(shutdown).parameters) != ["procs", "timeout"]:
+        return None
+    return utils
+
+
+def engine_core() -> Any:
+    """vLLM's class of engine cores, if this process has imported it."""
+    return getattr(sys.modules.get("vllm.v1.engine.core"), "EngineCore", None)
 
 
 def _bare_v0() -> Any:

@@ -4,8 +4,8 @@ It is inert unless ``KVLEDGER_DIR`` is set; ``KVLEDGER_LEVEL=blocks`` observes t
 wraps two functions. Only an EngineCore calls ``SchedulerConfig.get_scheduler_cls``, just before it creates
 its scheduler, so out-of-tree schedulers are observed too and other processes do no work.
 ``KVConnectorFactory.create_connector`` creates the worker side of a KV connector in a worker process, which
-gets its own journal. vLLM does not catch what a plugin function raises (``vllm/plugins/__init__.py``), so
-:func:`install` must not raise.
+gets its own journal. The end of an engine is in ``engine_end.py``. vLLM does not catch what a plugin function
+raises (``vllm/plugins/__init__.py``), so :func:`install` must not raise.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from . import engine_end
 
 if TYPE_CHECKING:
     from ..journal.recorder import Recorder
@@ -63,6 +65,7 @@ def _install() -> None:
     setattr(get_scheduler_cls, _MARK, True)
     config.get_scheduler_cls = get_scheduler_cls
     _observe_workers()
+    engine_end.give_time()
 
 
 def _observe_workers() -> None:
@@ -173,6 +176,7 @@ def observe(scheduler: Any) -> object | None:
         observer.instance = instance()
         observer.start()
         recorder.on_exit = functools.partial(observer.stop, "exit")
+        engine_end.end_before_shutdown(scheduler, observer)
         vllm_logger.info(
             "kvledger observes vLLM %s: adapter %s, level %s, journal %s",
             observer.version,

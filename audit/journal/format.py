@@ -15,6 +15,7 @@ from __future__ import annotations
 import enum
 import errno
 import fcntl
+import math
 import os
 import re
 import stat
@@ -56,6 +57,13 @@ FILE_MODE = 0o640
 LOCK = "lock"
 """Name of the file that the writer keeps locked while it lives."""
 
+HEARTBEAT_SECONDS = 60
+"""How often a living writer touches its lock file."""
+
+HEARTBEAT = b"heartbeat %d\n" % HEARTBEAT_SECONDS
+"""What the lock file holds while a writer keeps it: a killed writer leaves it, one that closes removes it."""
+
+_HEARTBEAT = re.compile(rb"heartbeat (\d{1,6})\n")
 _NAME = re.compile(r"(\d{8,})\.kvl")
 _HEADER_LINE = re.compile(re.escape(MAGIC) + rb"(\d{1,9}) ([0-9a-f]{8})\n")
 _HEADER_BYTES = 64
@@ -213,6 +221,19 @@ def take_lock(folder: Path) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def gone_by(path: Path) -> float:
+    """Unix time by which the writer that was killed was gone; infinity if that is not known.
+
+    Two intervals after the last heartbeat: the writer's thread may have been late.
+    """
+    try:
+        with open(path / LOCK, "rb") as file:
+            beating = _HEARTBEAT.fullmatch(file.read(64))
+            return os.fstat(file.fileno()).st_mtime + 2 * int(beating[1]) if beating else math.inf
+    except OSError:
+        return math.inf
 
 
 def is_live(folder: Path) -> bool:

@@ -24,7 +24,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ..errors import LedgerError
-from ..events import EngineStopped, Gap
+from ..events import REMOVED, EngineStopped, Gap
 from ..old_events import AnyEvent
 from .decode import NewerBatch, UnreadableBatch, decode_batch
 from .format import (
@@ -45,7 +45,6 @@ TORN = "torn tail"
 CORRUPT = "corrupt segment"
 UNREADABLE = "unreadable batch"
 DISORDER = "numbers out of order"
-REMOVED = "segments removed"
 UNWRITTEN = "not written"
 
 
@@ -114,6 +113,8 @@ class Reader:
         """Whether the writer is gone and everything was read."""
         self.stopped = False
         """Whether the last event is EngineStopped; if the journal ended without it, the engine was killed."""
+        self.continues = False
+        """Whether a single segment was read to its end, and later segments of its journal lie beside it."""
         self._single = not self.path.is_dir()
         """Whether ``path`` is a single segment file."""
         self.position = start or Position(event=-1 if self._single else 0)
@@ -159,6 +160,7 @@ class Reader:
                 yield self._gap(-1, 0)
         if not live:
             self.ended = True
+            self.continues = self._single and self._has_sibling()
             self.close()
 
     @property
@@ -205,6 +207,10 @@ class Reader:
         number = segment_number(self.path)
         folder = self.path.parent
         return number is not None and number == max(_segments(folder), default=0) and is_live(folder)
+
+    def _has_sibling(self) -> bool:
+        number = segment_number(self.path)
+        return number is not None and number < max(_segments(self.path.parent), default=0)
 
     def _has_later(self) -> bool:
         return any(number > self.position.segment for number in self._listed())

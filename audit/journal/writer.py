@@ -28,6 +28,8 @@ from ..old_events import AnyEvent
 from .format import (
     FILE_MODE,
     HEADER,
+    HEARTBEAT,
+    HEARTBEAT_SECONDS,
     LARGEST_EVENT_BYTES,
     LOCK,
     MAX_PAYLOAD_BYTES,
@@ -122,6 +124,8 @@ class JournalWriter:
         """Whether a Gap stands in the current segment, so that a new one with a snapshot should begin."""
         self._retry_at = 0.0
         """When another rotation may be asked for, by the monotonic clock."""
+        self._beat_at = 0.0
+        """When the lock file is to be touched next, by the monotonic clock."""
         self._event_bytes = 0.0
         """Mean size of an event in the last batch."""
         self._batch = 0
@@ -227,7 +231,7 @@ class JournalWriter:
         if _gone(self._lock, self.folder / LOCK):
             lock = _lock(self.folder)
             _close(self._lock)
-            self._lock = lock
+            self._lock, self._beat_at = lock, 0.0
         if self._current >= 0:
             _close(self._current)
             self._current = -1
@@ -236,9 +240,21 @@ class JournalWriter:
         self._retry_at = 0.0
 
     def idle(self) -> None:
-        """Report losses, and remove segments that are too old; called when there is nothing to write."""
+        """Report losses, remove segments that are too old, and show that the writer lives.
+
+        Called about once a second, when there is nothing to write.
+        """
         self._report_loss_if_open()
         self._expire()
+        self._beat()
+
+    def _beat(self) -> None:
+        """Touch the lock file if it is time, so that a reader knows by when a killed engine was gone."""
+        now = time.monotonic()
+        if now >= self._beat_at and self._lock >= 0:
+            self._beat_at = now + HEARTBEAT_SECONDS
+            with contextlib.suppress(OSError):
+                os.pwrite(self._lock, HEARTBEAT, 0)
 
     def close(self) -> None:
         """Report losses, close the segment and release the lock. Idempotent."""
@@ -246,6 +262,8 @@ class JournalWriter:
             return
         if self._current >= 0:
             self._report_loss()
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._lock, 0)
         self.abandon()
 
     def abandon(self) -> None:

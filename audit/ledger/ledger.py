@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .. import events as ev
+from ..causes import END_UNSEEN
 from .account import Account
 from .blocks.ledger import BlockLedger
 from .frozen import AccountStatement
 from .lives import LIVES, withdraw_hit
 from .loads import LOADS
 from .observation import ERRORS_KEPT, OBSERVATION, forget
-from .posting import close_unseen, enter_subjects
+from .posting import close_unseen, enter_subjects, make_unknown
 from .state import LedgerState
 from .steady import activate_all, open_accounts
 from .steps import STEPS
@@ -103,6 +104,11 @@ class Ledger(LedgerState):
         return totals
 
     # --- the end of an engine -------------------------------------------------------------------
+
+    def doubt_open(self) -> None:
+        """Make the open accounts of an engine that is gone unknown; no event shows their end."""
+        for account in self.open.values():
+            make_unknown(account, END_UNSEEN)
 
     def lose_open(self) -> None:
         """Close the open accounts of an engine that is gone; how their requests ended is not known."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from .. import causes
 from .. import events as ev
 from .account import Account
 from .loads import enter_overdue
@@ -22,6 +23,8 @@ ERRORS_KEPT = 16
 
 def _engine_started(state: LedgerState, event: ev.EngineStarted) -> None:
     if state.engine is None:
+        if state.number > 0 and not state.gaps:  # the journal's oldest segments were removed
+            forget(state, causes.BEGAN_BEFORE)
         state.engine = event
         state.reported_admission = str(event.configuration.get("figures"))
         beside = event.configuration.get("sampled_beside_drafts")
@@ -35,7 +38,11 @@ def _engine_stopped(state: LedgerState, event: ev.EngineStopped) -> None:
 
 
 def _gap(state: LedgerState, event: ev.Gap) -> None:
-    state.gaps += 1
+    """Lose track until the next snapshot. Segments removed before the first event seen are no loss."""
+    if state.engine is None and event.reason == ev.REMOVED:
+        state.removed_events += event.lost_events
+    else:
+        state.gaps += 1
     forget(state, f"events were lost ({event.reason})")
     enter(state, event)
 
@@ -92,6 +99,7 @@ def _snapshot(state: LedgerState, event: ev.Snapshot) -> None:
     state.step = event.step
     activate_all(state)
     begins_here = state.lost_track is not None or not (state.undelivered or state.last_step)
+    rotated = state.lost_track == causes.BEGAN_BEFORE
     state.last_step = {}
     state.output_order = []
     state.lost_track = None
@@ -106,7 +114,8 @@ def _snapshot(state: LedgerState, event: ev.Snapshot) -> None:
             account = open_account(state, row.request, row.request_id, row.prompt_tokens)
             account.transferred = row.transferred
             if not row.fresh:
-                make_unknown(account, "the trace begins while the request runs")
+                began = causes.BEGAN_BEFORE if rotated else "the trace begins while the request runs"
+                make_unknown(account, began)
                 account.preemptions = row.preemptions
         if account.unknown is not None and not row.fresh:
             _take_counts(state, account, row)

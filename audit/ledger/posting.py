@@ -60,7 +60,7 @@ def close_account(state: LedgerState, request: int, account: Account) -> None:
 def close_unseen(state: LedgerState, request: int) -> None:
     """Close the account of a request whose end was not observed."""
     account = account_of(state, request)
-    make_unknown(account, "its end was not observed")
+    make_unknown(account, causes.END_UNSEEN)
     account.outcome = causes.UNKNOWN
     account.closed_at = state.at
     close_account(state, request, account)

@@ -37,6 +37,8 @@ class LedgerState:
         """Why observation ended; None while it goes on."""
         self.gaps = 0
         """How many times events were lost."""
+        self.removed_events = 0
+        """Events that rotation removed from the beginning of the journal; they are no loss."""
         self.hook_failures = 0
         """How many times a hook failed."""
         self.engine_errors: dict[str, int] = {}

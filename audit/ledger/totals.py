@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from ..causes import BEGAN_BEFORE
 from .account import Account
 
 
@@ -35,6 +36,13 @@ class Totals(msgspec.Struct):
     voided: dict[str, int] = {}
     discarded: dict[str, int] = {}
     invalid_hits: int = 0
+    began_before: int = 0
+    """Unknown requests that began before the first kept segment of a rotated journal: no loss."""
+
+    @property
+    def doubtful_requests(self) -> int:
+        """Unknown requests that make a verdict unknown."""
+        return self.unknown_requests - self.began_before
 
     def add(self, account: Account) -> None:
         """Add an account. An unknown account adds only to the requests and preemptions."""
@@ -42,6 +50,7 @@ class Totals(msgspec.Struct):
         self.preemptions += account.preemptions
         if account.unknown is not None:
             self.unknown_requests += 1
+            self.began_before += account.unknown == BEGAN_BEFORE
             return
         for settlement in account.settlements:
             self.prompt_tokens += settlement.prompt_tokens - settlement.carried

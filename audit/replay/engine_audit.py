@@ -8,6 +8,7 @@ unless the caller asked for it. Reading whole journals and finding them are in `
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -17,17 +18,18 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from ..analysis.reconciliation import EngineCounters, Reconciliation
-from ..causes import ENGINE_ENDED, UNKNOWN
+from ..causes import BEGAN_BEFORE, ENGINE_ENDED, UNKNOWN
 from ..checks.auditor import Auditor, Verdict
 from ..checks.registry import Violation
 from ..events import EngineStarted, Event, Finished
+from ..journal.format import gone_by
 from ..journal.reader import Batch, Reader
 from ..ledger.account import Account
 from ..ledger.state import Watch
 from ..ledger.totals import Totals
 from ..text import printable
 from .metrics_state import METRICS_HANDLERS, MetricsState
-from .windows import EVERYTHING, Window
+from .windows import EVERYTHING, LossesInWindow, Window
 from .worker_journals import AFTER_PLANNING, WorkerJournals
 
 if TYPE_CHECKING:
@@ -77,6 +79,9 @@ class EngineAudit:
         """The engine's own counters beside the ledger's figures, if the engine is scraped."""
         self.workers = WorkerJournals(path)
         """The journals of this engine's workers."""
+        self.lost_tails = 0
+        """How many journals ended without ``EngineStopped`` although their engines are gone: 0 or 1, or more
+        after :meth:`absorb`."""
         self.read_seconds = 0.0
         """Unix time at which the journal was last read to its end; 0.0 before the first time."""
         self.checkpoint_seconds = 0.0
@@ -89,6 +94,14 @@ class EngineAudit:
         """Totals of the requests that ended in a bounded window."""
         self._in_window: dict[str, bool] = {}
         """For each request with a finding, whether it is in a bounded window."""
+        self._bounded = window.bounded
+        """Whether the window has a bound."""
+        self._losses = LossesInWindow()
+        """How many times events were lost at a time that a bounded window may include."""
+        self._whole_until = 0.0
+        """Unix time of the last event before a lost tail."""
+        self._gone_by = math.inf
+        """Unix time by which the engine of a lost tail was gone."""
 
     def feed(self, number: int, event: Event) -> list[Violation]:
         """Audit one event; returns the findings that are new."""
@@ -96,20 +109,30 @@ class EngineAudit:
         from_workers: list[Violation] = []
         if 0 <= self.workers.next_step <= auditor.ledger.step and type(event) in AFTER_PLANNING:
             from_workers = self._feed_worker_steps()
-        findings = auditor.feed(event, number)
+        findings = self._feed_in_window(event, number) if self._bounded else auditor.feed(event, number)
         if from_workers:
             findings = from_workers + findings
         try:
             handler = METRICS_HANDLERS.get(type(event)) if self._with_metrics else None
             if handler is not None:
                 handler(self.metrics, event, auditor.ledger.living)
-            if findings and self.window.bounded:
+            if findings and self._bounded:
                 self._in_window.update(dict.fromkeys((v.request for v in findings if v.request), False))
             if auditor.ledger.closed:
                 self._add_closed(event)
         except Exception:
             auditor.note_failure(event)
             auditor.ledger.closed.clear()
+        return findings
+
+    def _feed_in_window(self, event: Event, number: int) -> list[Violation]:
+        """Audit one event, and find out whether a loss that it reports or ends is in the window."""
+        ledger = self.auditor.ledger
+        before, gaps = ledger.at, ledger.gaps
+        findings = self.auditor.feed(event, number)
+        began = self.began_seconds or 0.0
+        lost = ledger.gaps > gaps
+        self._losses.place(self.window, lost, began + before / 1e6, began + event.at / 1e6)
         return findings
 
     def _feed_worker_steps(self) -> list[Violation]:
@@ -159,6 +182,8 @@ class EngineAudit:
             with hold:
                 self._feed_worker_steps()
                 self.workers.close()
+                if not reader.stopped and not reader.continues:
+                    self.lose_tail()
         self.read_seconds = begun  # events written since then may have been missed
 
     def _add_closed(self, event: Event | None = None) -> None:
@@ -173,7 +198,8 @@ class EngineAudit:
             self.auditor.violating.discard(account.request)
             if bounded and not self._add_to_window(account):
                 continue
-            self.requests[kind] = self.requests.get(kind, 0) + 1
+            if account.unknown != BEGAN_BEFORE:
+                self.requests[kind] = self.requests.get(kind, 0) + 1
             self._add_account(account)
             for callback in self.on_closed:
                 callback(account, verdict)
@@ -209,6 +235,16 @@ class EngineAudit:
         accounts, self.accounts = self.accounts, []
         return accounts
 
+    def lose_tail(self) -> None:
+        """Note that the engine is gone and its last events may be missing. Idempotent.
+
+        Requests that are open at the journal's end become unknown; ended ones keep their verdict.
+        """
+        if not self.lost_tails:
+            self.lost_tails = 1
+            self._whole_until, self._gone_by = self.auditor.ledger.read_to, gone_by(self.path)
+        self.auditor.ledger.doubt_open()
+
     def end(self, *, stopped: bool) -> None:
         """Close the open requests of an engine that has gone, at the end of a journal that was followed.
 
@@ -216,6 +252,8 @@ class EngineAudit:
         engine ran on without being observed, nobody saw how they ended and they become unknown.
         """
         ledger = self.auditor.ledger
+        if not stopped:
+            self.lose_tail()
         if not stopped or ledger.stopped == "detached":
             ledger.lose_open()
             self._add_closed()
@@ -229,18 +267,24 @@ class EngineAudit:
         self.reconciliation.merge(other.reconciliation)
         self.metrics.merge(other.metrics)
         self.events += other.events
+        self.lost_tails += other.lost_tails
+        self._whole_until = max(self._whole_until, other._whole_until)
         for kind, requests in other.requests.items():
             self.requests[kind] = self.requests.get(kind, 0) + requests
         for reason, requests in other.unknown.items():
             self.unknown[reason] = self.unknown.get(reason, 0) + requests
 
     def note_end(self, reader: Reader) -> None:
-        """Note what ``reader`` found damaged, and how the journal ended."""
-        self.notes += [str(damage) for damage in reader.damage]
+        """Note what ``reader`` found damaged, and whether the engine still writes."""
+        rotated = self.auditor.ledger.removed_events
+        if rotated:
+            first = f"rotation has removed the first {counted(rotated, 'event')}"
+            self.notes.append(f"{first}: the trace begins at {_utc(self.created)}")
+        self.notes += [str(damage) for damage in reader.damage[bool(rotated) :]]
         if not reader.ended:
-            self.notes.append("the engine is alive, this is up to now")
-        elif not reader.stopped:
-            self.notes.append("the engine did not end in good order, its last moments may be missing")
+            self.notes.append("the engine is still running, this is up to now")
+        elif reader.continues:
+            self.notes.append("this segment is not the journal's last")
 
     def finish(self) -> None:
         """Add the requests that are still open to the reconciliation, as they stand; no event follows."""
@@ -248,12 +292,25 @@ class EngineAudit:
             self._add_account(account)
 
     def open(self) -> list[Account]:
-        """The accounts that are still open, as they stand; none if the window has an end."""
-        accounts = list(self.auditor.ledger.open.values()) if self.window.until is None else []
+        """The accounts that are still open, as they stand; none if the window has an end.
+
+        None either if the engine was gone before the window began.
+        """
+        ledger, window = self.auditor.ledger, self.window
+        inside = window.until is None and window.touches(ledger.read_to, self._open_until)
+        accounts = list(ledger.open.values()) if inside else []
         for account in accounts:
             if account.request_id in self._in_window:
                 self._in_window[account.request_id] = True
         return accounts
+
+    @property
+    def _open_until(self) -> float:
+        """Unix time up to which a request that is open at the end of the trace may have run."""
+        if self.lost_tails:
+            return self._gone_by
+        ledger = self.auditor.ledger
+        return math.inf if ledger.stopped is None else ledger.read_to
 
     def totals(self) -> Totals:
         """Sums over all requests, open ones included."""
@@ -294,16 +351,29 @@ class EngineAudit:
     def verdict(self) -> Verdict:
         """``violated`` for a violation in the window, else ``unknown`` if there are doubts."""
         if not self.window.bounded:
-            return self.auditor.verdict
-        violated = any(verdict == "violated" for verdict, _ in self.requests)
-        if violated or any(violation.severity == "violation" for violation in self.violations):
-            return "violated"
-        return "unknown" if self.doubts else "clean"
+            violated = self.auditor.verdict == "violated"
+        else:
+            violated = any(verdict == "violated" for verdict, _ in self.requests)
+            violated |= any(violation.severity == "violation" for violation in self.violations)
+        return "violated" if violated else "unknown" if self.doubts else "clean"
 
     @property
     def doubts(self) -> list[str]:
-        """Why the verdict can't be clean. Lost events count for every window."""
-        return self.auditor.doubts_with(self.totals().unknown_requests)
+        """Why the verdict can't be clean. Lost events count for each window that may include them."""
+        losses = self._losses.count(self.window) if self.window.bounded else None
+        doubts = self.auditor.doubts_with(self.totals().doubtful_requests, losses)
+        return [*doubts, *self._tail_doubts()]
+
+    def _tail_doubts(self) -> list[str]:
+        """Up to when the trace is whole, if what may be missing after that can be in the window."""
+        if not self.lost_tails or not self.window.touches(self._whole_until, self._gone_by):
+            return []
+        if self.lost_tails > 1:
+            return [f"{self.lost_tails} engines did not end in good order: their last events may be missing"]
+        return [
+            "the engine did not end in good order, or the journal's last segments were removed: "
+            f"the trace is whole up to {_utc(self._whole_until)}"
+        ]
 
     @property
     def closed(self) -> Totals:
@@ -318,8 +388,12 @@ class EngineAudit:
     @property
     def all_notes(self) -> list[str]:
         """How the journal was read, why the verdict can't be clean, and why requests are unknown."""
-        reasons = [f"in {requests} of them: {reason}" for reason, requests in self.unknown.items()]
-        return [*self.notes, *self.doubts, *reasons]
+        unknown = dict(self.unknown)
+        before = unknown.pop(BEGAN_BEFORE, 0)
+        began = f"{counted(before, 'request')} began before the first kept segment, no figure includes them"
+        left_out = [began] if before else []
+        reasons = [f"in {requests} of them: {reason}" for reason, requests in unknown.items()]
+        return [*self.notes, *left_out, *self.doubts, *reasons]
 
     @property
     def engine(self) -> EngineStarted | None:
@@ -357,6 +431,19 @@ class EngineAudit:
     def name(self) -> str:
         """The engine's name in findings and labels."""
         return self.auditor.engine or printable(self.path.name)
+
+
+def counted(n: int, noun: str) -> str:
+    """1 request, 2 requests."""
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"
+
+
+def _utc(seconds: float) -> str:
+    """A Unix time for a person."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+    except (OverflowError, ValueError, OSError):  # a journal can hold any number
+        return f"Unix time {seconds:.0f}"
 
 
 def _started(batch: Batch) -> EngineStarted | None:

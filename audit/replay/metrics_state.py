@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from .. import events as ev
+from ..causes import BEGAN_BEFORE
 from ..ledger.account import Account
 from ..ledger.positions import COMPUTED, EXTERNAL, LOCAL
 from .distribution import Distribution, Exemplar
@@ -177,7 +178,9 @@ class MetricsState(msgspec.Struct):
             self.hook_steps += event.hook_steps
 
     def gap(self, event: ev.Gap, _: Open) -> None:
-        """Count a gap."""
+        """Count a gap, but not the segments that rotation removed before the first event seen."""
+        if event.reason == ev.REMOVED and not self.begun:
+            return
         if event.lost_events < 0:
             self.gaps_of_unknown_size += 1
         else:
@@ -228,7 +231,8 @@ class MetricsState(msgspec.Struct):
         if account.unknown is not None:
             # If the request's arrival was not seen, its length is known only from the engine.
             reported_tokens = event.sequence_tokens if type(event) is ev.Finished else -1
-            _add(self.sequence_tokens, verdict, max(sequence, reported_tokens))
+            if account.unknown != BEGAN_BEFORE:
+                _add(self.sequence_tokens, verdict, max(sequence, reported_tokens))
             for source, tokens in zip(PLANNED, account.reported or (), strict=False):
                 _add(self.reported_unknown, source, tokens)
             return

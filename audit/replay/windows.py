@@ -7,6 +7,7 @@ starts in the middle knows nothing of earlier events.
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from datetime import datetime
@@ -37,6 +38,10 @@ class Window(msgspec.Struct, frozen=True):
             self.until is None or wall_seconds < self.until
         )
 
+    def touches(self, since: float, until: float) -> bool:
+        """Whether a time from ``since`` to ``until``, both included, is in the window."""
+        return (self.since is None or self.since <= until) and (self.until is None or since < self.until)
+
     def has(self, account: Account, began_seconds: float | None) -> bool:
         """Whether a request is in the window. ``began_seconds``: when the engine started; None: not known."""
         if not self.bounded:
@@ -47,6 +52,30 @@ class Window(msgspec.Struct, frozen=True):
 
 
 EVERYTHING = Window()
+
+
+class LossesInWindow(msgspec.Struct):
+    """Counts the losses that may lie in a window.
+
+    Lost events happened after the event before the loss and before the event after it. A request that ended
+    at another time has its own account, which is unknown if the loss touched it.
+    """
+
+    times: int = 0
+    since: float = -1.0
+    """Unix time of the event before a loss that no event has followed yet; -1: there is none."""
+
+    def place(self, window: Window, lost: bool, before: float, at: float) -> None:
+        """Take an event at Unix time ``at``, after one at ``before``; ``lost``: it reports a loss."""
+        if lost:
+            self.since = before if self.since < 0 else self.since
+        elif self.since >= 0:
+            self.times += window.touches(self.since, at)
+            self.since = -1.0
+
+    def count(self, window: Window) -> int:
+        """How many losses the window may include."""
+        return self.times + (self.since >= 0 and window.touches(self.since, math.inf))
 
 
 def window(since: str = "", until: str = "", now: float | None = None) -> Window:

@@ -131,7 +131,8 @@ class FindingData(msgspec.Struct, frozen=True, kw_only=True):
 class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     """The whole audit. ``violations`` holds every finding, ``drift`` says how many are drifts.
 
-    ``unknown`` counts the requests with missing events; no other figure includes them.
+    ``unknown`` counts the requests with missing events; no other figure includes them. ``began_before`` of
+    them began before the first kept segment of a rotated journal, and do not make the verdict unknown.
     ``reported`` is None where the engine does not report the sources of a prompt.
     """
 
@@ -149,6 +150,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     violations: list[FindingData]
     journals: list[JournalData]
     notes: list[str]
+    began_before: int
 
     @property
     def not_seen(self) -> str:
@@ -191,6 +193,7 @@ def report(audit: Audit) -> AuditReport:
         violations=[finding(violation) for violation in violations],
         journals=[_journal(engine_audit) for engine_audit in audit.engines],
         notes=audit.notes,
+        began_before=totals.began_before,
     )
 
 

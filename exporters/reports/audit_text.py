@@ -90,9 +90,9 @@ def _answer(report: AuditReport) -> Iterator[Text]:
     yield verdict(report)
     if report.drift:
         yield Text(f"{_DRIFT} `kvledger explain drift` has an example.")
-    if report.unknown:
+    if doubtful := report.unknown - report.began_before:
         lost = "Events are missing, so no figure below includes"
-        yield Text(f"{lost} {counted(report.unknown, 'request')}.", style="yellow")
+        yield Text(f"{lost} {counted(doubtful, 'request')}.", style="yellow")
     totals = report.totals
     if totals.prompt_tokens:
         sources = [
@@ -120,14 +120,15 @@ def _journals_read(report: AuditReport) -> Text:
 def verdict(report: AuditReport) -> Text:
     """The first line: the verdict and its counts."""
     violations = sum(finding.severity == "violation" for finding in report.violations)
-    counts = [counted(report.requests, "request"), counted(violations, "violation")]
+    unknown = report.unknown - report.began_before
+    counts = [counted(report.requests - report.began_before, "request"), counted(violations, "violation")]
     drifts = counted(report.drift, "drift")
     name = report.verdict
     if report.drift and name == "clean":
         name += f", {drifts}"
     elif report.drift:
         counts.append(drifts)
-    counts += [f"{counted(report.unknown, 'request')} unknown"] if report.unknown else []
+    counts += [f"{counted(unknown, 'request')} unknown"] if unknown else []
     counts.append(counted(report.preemptions, "preemption"))
     return Text.assemble((name, VERDICTS[report.verdict]), f": {', '.join(counts)}")
 

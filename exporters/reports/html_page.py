@@ -112,15 +112,15 @@ def _tiles(report: AuditReport) -> list[tuple[str, str]]:
     rework = share(report.work.rework, report.work.scheduled)
     violations = sum(finding.severity == "violation" for finding in report.violations)
     tiles = [
-        (f"{report.requests:,}", "requests"),
+        (f"{report.requests - report.began_before:,}", "requests"),
         (f"{totals.prompt_tokens:,}", "prompt tokens"),
         ("-" if hits is None else percent(hits), "hit rate"),
         ("-" if rework is None else percent(rework), "rework"),
         (f"{report.preemptions:,}", "preemptions"),
         (f"{violations:,}", "violations"),
     ]
-    if report.unknown:
-        tiles.append((f"{report.unknown:,}", "unknown requests"))
+    if unknown := report.unknown - report.began_before:
+        tiles.append((f"{unknown:,}", "unknown requests"))
     return tiles
 
 

@@ -193,7 +193,7 @@ def _row(engine_audit: EngineAudit) -> tuple[str, ...]:
     last_event = time.gmtime(auditor.ledger.read_to)
     return (
         engine_audit.name,
-        auditor.verdict,
+        engine_audit.verdict,
         f"{engine_audit.closed.requests:,}",
         f"{len(auditor.ledger.open):,}",
         str(sum(1 + violation.repeats for violation in auditor.violations)),

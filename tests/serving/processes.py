@@ -83,6 +83,11 @@ class Server:
             self._process.wait()
             self._process = None
 
+    def terminate(self, *, group: bool = False) -> None:
+        """Send SIGTERM to the process that was started, or to its whole process group."""
+        assert self._process is not None
+        (os.killpg if group else os.kill)(self._process.pid, 15)
+
     def last_words(self) -> str:
         """The end of the log."""
         return self._log.read_text(errors="replace")[-3000:]

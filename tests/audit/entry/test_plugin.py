@@ -16,6 +16,8 @@ pytest.importorskip("vllm")
 
 from vllm.config.scheduler import SchedulerConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.v1.engine import utils as engine_utils
+from vllm.v1.engine.core import EngineCore
 
 from kvledger.audit.conformance.driver import Driver, EngineSetup
 from kvledger.audit.engines import choose, host_version
@@ -32,7 +34,10 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     chosen = [_chosen(asynchronous) for asynchronous in (False, True)]
     inits = [cls.__dict__.get("__init__") for cls in chosen]
     maker = KVConnectorFactory.__dict__["create_connector"]
+    ending, core_ending = engine_utils.shutdown, EngineCore.shutdown
     yield
+    engine_utils.shutdown = ending
+    EngineCore.shutdown = core_ending  # type: ignore[method-assign]
     SchedulerConfig.get_scheduler_cls = chooser
     KVConnectorFactory.create_connector = maker
     for cls, init in zip(chosen, inits, strict=True):

@@ -7,10 +7,11 @@
 - ``scheduler-0.9.2-v0``: the same with vLLM's v0 scheduler
 - ``scheduler-0.32.0-schema-1``: written with the first schema, whose block events no engine emits any more
 
-One journal of ``scheduler-0.20.0-blocks`` lacks a segment, and one of ``scheduler-0.32.0-tokens`` has a torn
-tail. ``journals/NAME.json`` has what ``audit``, ``summary`` and ``why`` printed with ``--format json`` in the
-version before the folders were laid out by layer. Sentences and paths are left out. Sentences may change;
-figures, ids and verdicts may not.
+One journal of ``scheduler-0.20.0-blocks`` lacks its first segment, and one of ``scheduler-0.32.0-tokens``
+has a torn tail. ``journals/NAME.json`` has what ``audit``, ``summary`` and ``why`` printed with ``--format
+json`` in the version before the folders were laid out by layer. Sentences and paths are left out. Sentences
+may change; figures, ids and verdicts may not. One verdict has changed since, with the rule: a journal without
+its first segment was unknown, and rotation is no loss now; ``began_before`` was added with it.
 """
 
 from __future__ import annotations

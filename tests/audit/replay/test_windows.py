@@ -6,16 +6,35 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from tests import journals
 from tests.histories import events, weave
 
 from kvledger.audit.errors import LedgerError
-from kvledger.audit.events import Event, Finished, Gap, Reported
+from kvledger.audit.events import (
+    CacheReset,
+    EngineStopped,
+    Event,
+    Finished,
+    Gap,
+    Reported,
+    Snapshot,
+    SnapshotRow,
+)
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.audit.replay.windows import Window, window
 
 BEGAN = journals.STARTED.began_seconds
 TWO = "a.A0+0 a.s40 a.o+ a.F b.A16+0 b.s8 b.o+ b.F"
+
+
+def segment_start(at: int, *rows: SnapshotRow) -> list[Event]:
+    """The first events of a segment that begins at ``at``."""
+    wall_seconds = journals.STARTED.wall_seconds + at / 1e6
+    return [
+        replace(journals.STARTED, at=at, wall_seconds=wall_seconds),
+        Snapshot(at, 1, list(rows), 0),
+    ]
 
 
 def end_seconds(stream: list[Event]) -> list[float]:
@@ -88,10 +107,41 @@ def test_a_window_has_only_findings_of_its_requests(tmp_path: Path) -> None:
     assert [] == outside.violations
 
 
-def test_lost_events_make_every_window_unknown(tmp_path: Path) -> None:
-    path = journals.write(tmp_path / "lost", [*events(10, "A0+0 s10 o+"), Gap(900, 5, "full")])
+@pytest.mark.parametrize(
+    ("window", "verdict"),
+    [
+        (Window(), "unknown"),
+        (Window(BEGAN, None), "unknown"),
+        (Window(BEGAN + 150, BEGAN + 160), "unknown"),
+        (Window(None, BEGAN + 99), "clean"),
+        (Window(BEGAN + 201, None), "clean"),
+    ],
+)
+def test_lost_events_make_a_window_unknown_that_may_include_them(
+    tmp_path: Path, window: Window, verdict: str
+) -> None:
+    """The event before the Gap is at 100 s and the one after it at 200 s: the loss lies between them."""
+    lost = [CacheReset(100_000_000, True, False), Gap(150_000_000, 5, "full")]
+    stream = [*lost, *segment_start(200_000_000), EngineStopped(400_000_000, "shutdown")]
+    path = journals.write(tmp_path / "lost", stream, stopped=False)
 
-    assert "unknown" == audit_paths([path], window=Window(None, BEGAN)).verdict
+    assert verdict == audit_paths([path], window=window).verdict
+
+
+def test_a_request_that_lost_events_touched_makes_the_window_of_its_end_unknown(tmp_path: Path) -> None:
+    """The events were lost before the window, and the request ended in it, at 300 s."""
+    row = SnapshotRow(0, "request-0", 10, False, 10, 0, 0, 11, 0)
+    stream = [
+        *events(10, "A0+0 s10 o+"),
+        Gap(100_000_000, 5, "full"),
+        *segment_start(200_000_000, row),
+        Finished(300_000_000, 0, "stopped", 10, 0, 0, 11, 1),
+        EngineStopped(400_000_000, "shutdown"),
+    ]
+    path = journals.write(tmp_path / "lost", stream, stopped=False)
+
+    assert "unknown" == audit_paths([path], window=Window(BEGAN + 250, None)).verdict
+    assert "clean" == audit_paths([path], window=Window(BEGAN + 350, None)).verdict
 
 
 def test_a_window_reconciles_only_reports_of_its_requests(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_unknown_requests_are_counted_and_in_no_other_figure(tmp_path: Path) -> 
 
 
 def test_an_open_request_waits_until_the_last_event(tmp_path: Path) -> None:
-    (row,) = summarize([journals.write(tmp_path / "open", events(10, "A0+0 s10 o+"), stopped=False)])
+    (row,) = summarize([journals.write(tmp_path / "open", events(10, "A0+0 s10 o+"))])
 
     assert (1, 0) == (row.requests, row.unknown)
     assert row.wait_seconds >= 0

@@ -1,0 +1,120 @@
+"""Let an engine's journal end in good order when vLLM ends the engine.
+
+At SIGTERM, vLLM's front end sends SIGTERM to its engine cores. Since 0.23 it kills them right after that,
+unless ``--shutdown-timeout`` allows them more time, so an engine core could neither report how its requests
+ended nor write its last events. Two functions are wrapped:
+
+- In the front end, the function that ends the engine cores: an engine core that writes a journal has at least
+  :data:`GRACE_SECONDS` before it is killed. The function returns earlier if the engine core ends earlier.
+- In the engine core, ``EngineCore.shutdown``: it runs after the last step, and the journal ends before the
+  workers and the device are released, which may take longer.
+
+Nothing here raises into the engine. No signal handler is installed: Python runs one only between two
+bytecodes of the main thread, so it could delay the end of an engine that hangs. While the journal ends, an
+engine core ignores a second SIGTERM: systemd and Ctrl-C signal the front end and the engine core alike, and
+the front end then signals the engine core once more.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from multiprocessing import parent_process
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger("kvledger")
+
+GRACE_SECONDS = 2.0
+"""The least time that an observed engine core has between SIGTERM and SIGKILL."""
+
+_MARK = "__kvledger__"
+_observers: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+"""The observer of each scheduler. The scheduler's hooks keep the observer alive."""
+
+
+def give_time() -> None:
+    """Wrap the function of vLLM's front end that ends engine cores. Idempotent."""
+    from ..engines import engine_processes
+
+    module = engine_processes()
+    if module is None or hasattr(module.shutdown, _MARK):
+        return
+    original = module.shutdown
+
+    @functools.wraps(original)
+    def shutdown(procs: Any, timeout: float | None = None) -> Any:
+        if timeout is not None and timeout < GRACE_SECONDS and _writes_journal(procs):
+            timeout = GRACE_SECONDS
+        return original(procs, timeout=timeout)
+
+    setattr(shutdown, _MARK, True)
+    module.shutdown = shutdown
+
+
+def _writes_journal(processes: Iterable[Any]) -> bool:
+    """Whether one of the processes is alive and writes a journal."""
+    from ..journal.folder import ENGINE
+    from ..journal.format import is_live
+
+    try:
+        folder = Path(os.environ["KVLEDGER_DIR"])
+        ids = [process.pid for process in processes if process.is_alive()]
+        return any(is_live(path) for id in ids for path in folder.glob(f"{ENGINE}*-{id}-*"))
+    except Exception as error:
+        logger.warning("kvledger can't tell whether an engine is observed: %r", error)
+        return False
+
+
+def end_before_shutdown(scheduler: Any, observer: Any) -> None:
+    """End the journal of ``observer`` when ``EngineCore.shutdown`` is called. Never raises."""
+    try:
+        from ..engines import engine_core
+
+        _observers[scheduler] = weakref.ref(observer)
+        core = engine_core()
+        if core is None or hasattr(core.shutdown, _MARK):
+            return
+        original = core.shutdown
+
+        @functools.wraps(original)
+        def shutdown(self: Any, *args: Any, **kwargs: Any) -> Any:
+            _end_journal(getattr(self, "scheduler", None))
+            return original(self, *args, **kwargs)
+
+        setattr(shutdown, _MARK, True)
+        core.shutdown = shutdown
+    except Exception as error:  # the journal then ends with the process
+        logger.warning("kvledger can't observe the engine's shutdown: %r", error)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ignore SIGTERM and SIGINT in an engine core's process, for which vLLM has reset its handlers by now."""
+    signals = []
+    if parent_process() is not None and threading.current_thread() is threading.main_thread():
+        signals = [one for one in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(one) is signal.SIG_DFL]
+    try:
+        for one in signals:
+            signal.signal(one, signal.SIG_IGN)
+        yield
+    finally:
+        for one in signals:
+            signal.signal(one, signal.SIG_DFL)
+
+
+def _end_journal(scheduler: Any) -> None:
+    try:
+        reference = _observers.get(scheduler)
+        observer = reference() if reference is not None else None
+        if observer is not None:
+            with _undisturbed():
+                observer.shutting_down()
+    except Exception as error:
+        logger.warning("kvledger failed at the engine's shutdown: %r", error)

@@ -1,0 +1,70 @@
+"""Readers that begin in the middle of a real scheduler's trace, as on a journal that has rotated.
+
+Every scenario of the corpus is recorded with a segment after every few events, and read from each segment
+on. A finding that the whole trace does not have is a false alarm.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.engines.observed import audited, findings
+from tests.scenarios.corpus import SCENARIOS
+
+from kvledger.audit.causes import BEGAN_BEFORE
+from kvledger.audit.checks.auditor import Auditor
+from kvledger.audit.engines import choose, host_version
+from kvledger.audit.events import EngineStarted, Event, Snapshot
+from kvledger.audit.journal.memory_recorder import MemoryRecorder
+
+SEGMENT_EVENTS = 25
+
+
+class SegmentedRecorder(MemoryRecorder):
+    """Wants a new segment after every few events."""
+
+    segment_events = 0
+
+    def record(self, event: Event) -> None:
+        super().record(event)
+        self.segment_events += 1
+        self.wants_snapshot |= self.segment_events > SEGMENT_EVENTS
+
+    def restart(self, started: EngineStarted, snapshot: Snapshot) -> None:
+        super().restart(started, snapshot)
+        self.segment_events = 0
+
+
+def recorded(name: str, level: str) -> list[Event]:
+    """The events of a scenario, with many segments."""
+    sink, observers = SegmentedRecorder(), []
+
+    def attach(scheduler: Any) -> None:
+        observer = choose(scheduler)(scheduler, sink, version=host_version(), level=level)
+        observer.start()
+        observers.append(observer)
+
+    SCENARIOS[name](attach)
+    for observer in observers:
+        observer.stop("exit")
+    return sink.take()
+
+
+@pytest.mark.parametrize("level", ["tokens", "blocks"])
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_reader_that_begins_at_any_segment_has_no_false_finding(name: str, level: str) -> None:
+    events = recorded(name, level)
+    whole = findings(audited(events))
+    for start in (i for i, event in enumerate(events) if i and isinstance(event, EngineStarted)):
+        auditor = Auditor(keep_closed=True, debug=True)
+        for number, event in enumerate(events[start:], start):
+            auditor.feed(event, number)
+
+        assert findings(auditor) <= whole, f"from event {start}"
+        assert [] == auditor.doubts, f"from event {start}"
+        reasons = {account.unknown for account in auditor.ledger.accounts()}
+        assert reasons <= {None, BEGAN_BEFORE}
