@@ -170,6 +170,7 @@ KNOWN: tuple[Known, ...] = (
             "load_failure_sync_async",
             "load_failure_async_partial",
             "load_failure_recomputed_in_chunks",
+            "load_failure_sync_before_next_output",
         ),
         "0.20.0",
         "0.33.0",
@@ -177,7 +178,11 @@ KNOWN: tuple[Known, ...] = (
     ),
     Known(
         "tokens/in-flight",
-        ("load_failure_sync_async",),
+        (
+            "load_failure_sync_async",
+            "load_failure_sync_before_next_output",
+            "load_failure_of_a_shared_block",
+        ),
         "0.12.0",
         "0.33.0",
         "a synchronous load failure under async scheduling leaks an output placeholder",

@@ -28,6 +28,8 @@ KNOWN_FINDINGS: dict[str, set[tuple[str, str]]] = {
     "asynchronous_load_fails_in_part": {FAILED_LOAD_COUNTED},
     "load_failure_sync_sync": {FAILED_LOAD_COUNTED},
     "load_failure_sync_async": {FAILED_LOAD_COUNTED, PLACEHOLDER_LEAK},
+    "load_failure_sync_before_next_output_async": {FAILED_LOAD_COUNTED, PLACEHOLDER_LEAK},
+    "load_failure_of_a_shared_block_async": {PLACEHOLDER_LEAK},
     "load_failure_recomputed_in_chunks_sync": {FAILED_LOAD_COUNTED},
     "load_failure_recomputed_in_chunks_async": {FAILED_LOAD_COUNTED},
     "load_failure_async_partial_sync": {FAILED_LOAD_COUNTED},
@@ -87,6 +89,24 @@ def test_the_real_scheduler_gives_the_figures_of_a_golden_history(title: str) ->
         "loaded again": account.loaded_again,
         "hit again": account.hit_again,
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "settled"),
+    [
+        ("load_failure_sync_before_next_output_async", (0, 64, 136, 0)),
+        ("load_failure_of_a_shared_block_async", (0, 0, 70, 0)),
+    ],
+)
+def test_tokens_computed_after_the_first_output_are_not_unattained(
+    name: str, settled: tuple[int, ...], recorded: Recorded
+) -> None:
+    """An output in flight comes between the failed load and the step that computes the tokens."""
+    account = audited(recorded(name)).ledger.account("r")
+
+    assert account is not None and account.settled is not None
+    split = account.settled
+    assert settled == (split.local, split.external, split.computed, split.unattained)
 
 
 @pytest.mark.parametrize(("name", "overrun"), [("sync", 1), ("async", 5)])

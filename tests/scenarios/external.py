@@ -165,6 +165,38 @@ def load_failure_async_total(attach: Attach = id, **setup: Any) -> Driver:
     return _fail_load(start(attach, connector="scripted", **setup), 0, True)
 
 
+@workload("failed load", **{"async": {"asynchronous": True}})
+def load_failure_sync_before_next_output(attach: Attach = id, **setup: Any) -> Driver:
+    """The output of a step in flight at the failure is delivered before `r` computes the tokens again."""
+    driver = start(attach, connector="scripted", **setup)
+    driver.connector.answer_lookups("r", 160)
+    driver.add("r", 200, 3)
+    driver.schedule()
+    failed = driver.blocks("r")[4:10]
+    driver.schedule()
+    driver.output(invalid_blocks=failed)
+    driver.run()
+    return driver
+
+
+@workload("failed load", **{"async": {"asynchronous": True}})
+def load_failure_of_a_shared_block(attach: Attach = id, **setup: Any) -> Driver:
+    """`waits` and `r` share a block, which the asynchronous load of `waits` reports as invalid."""
+    driver = start(attach, connector="scripted", **setup)
+    driver.add("warm", 16, 1)
+    driver.run()
+    driver.connector.answer_lookups("waits", (64, True))
+    driver.add("waits", 100, 2, shares=("warm", 16))
+    driver.schedule()
+    driver.add("r", 70, 3, shares=("warm", 16))
+    driver.schedule()
+    driver.schedule()
+    driver.output()
+    driver.output(invalid_blocks=driver.blocks("waits")[:1], finished_recving=["waits"])
+    driver.run()
+    return driver
+
+
 @workload("failed load", **BOTH)
 def load_failure_recomputed_in_chunks(attach: Attach = id, **setup: Any) -> Driver:
     """A synchronous load fails; equal steps compute its tokens again, and the last one ends `r`."""
