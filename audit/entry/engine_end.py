@@ -60,10 +60,10 @@ def give_time() -> None:
 
 def _writes_journal(processes: Iterable[Any]) -> bool:
     """Whether one of the processes is alive and writes a journal."""
-    from ..journal.folder import ENGINE
-    from ..journal.format import is_live
-
     try:
+        from ..journal.folder import ENGINE
+        from ..journal.format import is_live
+
         folder = Path(os.environ["KVLEDGER_DIR"])
         ids = [process.pid for process in processes if process.is_alive()]
         return any(is_live(path) for id in ids for path in folder.glob(f"{ENGINE}*-{id}-*"))

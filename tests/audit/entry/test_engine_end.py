@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,6 +82,15 @@ def test_a_failure_to_look_for_journals_leaves_the_shutdown_alone(
         assert 0 == timeouts([object()], timeout=0)
 
     assert "kvledger can't tell whether an engine is observed" in caplog.text
+
+
+def test_an_import_that_fails_at_the_end_leaves_the_shutdown_alone(
+    timeouts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another version of kvledger may have been installed while the engine ran."""
+    monkeypatch.setitem(sys.modules, "kvledger.audit.journal.folder", None)
+
+    assert 0 == timeouts([Process(LIVE)], timeout=0)
 
 
 def test_wrapping_twice_is_wrapping_once(timeouts: Any) -> None:
