@@ -229,7 +229,10 @@ def _metric(metric: Metric, samples: Sequence[Sample], now: int) -> otel.Metric:
 
 def _number(metric: Metric, sample: Sample, now: int) -> otel.NumberDataPoint:
     assert not isinstance(sample.value, Distribution)
-    return otel.NumberDataPoint(_labels(metric, sample), round(sample.created * 1e9), now, sample.value)
+    value = sample.value
+    if not -(1 << 63) <= value < 1 << 63:  # an integer of OTLP has 64 bits
+        value = float(value)
+    return otel.NumberDataPoint(_labels(metric, sample), round(sample.created * 1e9), now, value)
 
 
 def _spread(metric: Metric, sample: Sample, now: int) -> otel.HistogramDataPoint:

@@ -83,3 +83,22 @@ def test_the_engine_index_is_in_the_configuration() -> None:
     (started,) = (event for event in events if isinstance(event, EngineStarted))
 
     assert 0 == started.configuration["engine_index"]
+
+
+def test_a_long_request_id_is_cut_in_the_journal_and_stays_apart_from_another() -> None:
+    """vLLM takes an id of any length from a client's header, and tells requests apart by its end."""
+    long = ["r" * 10_000 + str(number) for number in range(2)]
+
+    def scenario(attach: Any, **setup: Any) -> Driver:
+        driver = start(attach, **setup)
+        for request_id in long:
+            driver.scheduler.add_request(
+                build_request(request_id, tokens(40, "a"), hasher=None, max_tokens=1)
+            )
+        return driver
+
+    _, events = observe(scenario)
+
+    ids = [event.request_id for event in events if isinstance(event, RequestAdded)]
+    assert [256, 256] == [len(request_id) for request_id in ids]
+    assert 2 == len(set(ids))
