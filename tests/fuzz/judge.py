@@ -218,7 +218,8 @@ def _figures(level: str, changed: Trace, before: Reading | None, after: Reading 
 
 def _front_removed(trace: Trace) -> bool:
     """Whether the first segment is gone, as after the writer removed its oldest ones."""
-    return "00000001.kvl" not in {segment.name for segment in trace.segments}
+    there = [segment.name for segment in trace.segments if segment.special != "dangling"]
+    return "00000001.kvl" not in there
 
 
 def figures(account: AccountStatement) -> tuple[object, ...]:
