@@ -203,7 +203,7 @@ class Lives:
     def forget(self, request_id: str) -> None:
         """The engine has dropped the request, so every part forgets it."""
         self._log.forget(request_id)
-        self._reports.forget(request_id)
+        self._reports.due.pop(request_id, None)
         self._admissions.admitted_before.discard(request_id)
         self._counts.forget(request_id)
 

@@ -23,7 +23,7 @@ class PromptReports:
         self._log = log
         """Has the numbers of the requests."""
         self.due: dict[str, int] = {}
-        """Prompt tokens of each request whose figures the engine has still to report, by request id."""
+        """Prompt tokens by request id, of living requests whose figures the engine has still to report."""
 
     def expect(self, request: Any) -> None:
         """A request arrived, or lives already: its figures are due unless the engine has reported them.
@@ -38,11 +38,6 @@ class PromptReports:
         """The connector shortened the prompt."""
         if request.request_id in self.due:
             self.due[request.request_id] = request.num_prompt_tokens
-
-    def forget(self, request_id: str) -> None:
-        """The engine has dropped the request."""
-        if self.due:
-            self.due.pop(request_id, None)
 
     def read(
         self, at: int, result: Any, model_output: Any, lengths: list[int], load_failures: int

@@ -15,7 +15,7 @@ from itertools import takewhile
 from typing import Any
 
 from .allocations import Allocations
-from .call_buffer import CallBuffer, block_ids, reference_counts
+from .call_buffer import CallBuffer, block_ids
 from .caller_stack import Callers
 from .hash_ids import HashId
 from .signatures import method_codes
@@ -156,7 +156,7 @@ class HashTracker:
         if request_id is not None:
             self._cached_blocks += len(ids)
         number = buffer.request_nos[request_id]
-        buffer.blocks_touched(0, number, group, by, ids, reference_counts(blocks))
+        buffer.blocks_touched(0, number, group, by, ids, [block.ref_cnt for block in blocks])
 
     def freed(self, _: None, __: None, ordered_blocks: list[Any], prepend: bool = False) -> None:
         """``free_blocks``: the table of the request in ``leaves``, or other blocks."""
@@ -177,7 +177,7 @@ class HashTracker:
                 self._cached_blocks -= self._left.pop(request_id, 0)
         buffer = self._buffer
         number = buffer.request_nos[request_id]
-        buffer.blocks_freed(0, number, group, by, ids, reference_counts(blocks))
+        buffer.blocks_freed(0, number, group, by, ids, [block.ref_cnt for block in blocks])
 
     def frees_deferred(self, blocks: list[Any]) -> None:
         """``pop_blocks_for_free``: the blocks of the request in ``leaves`` are freed later."""
@@ -188,7 +188,7 @@ class HashTracker:
         """Write everything that came before a call; return the ids of the call's blocks."""
         if self._allocations.deferred:
             self._allocations.write_deferred()
-        ids = block_ids(blocks)
+        ids = [block.block_id for block in blocks]
         if self._buffer.allocated:
             for block_id in set(ids).intersection(self._buffer.allocated_ids()):
                 if block_id not in self._cached_unowned:
