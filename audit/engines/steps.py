@@ -62,9 +62,12 @@ class Steps:
         """Without drafts and diffusion a request samples at most one token a step."""
 
     def request_added(self, _: None, __: None, request: Any) -> None:
-        """``add_request`` returned. Emits ``RequestAdded``, but not for a session's next chunk or its end."""
+        """``add_request`` returned. Emits ``RequestAdded``, but not for a session's next chunk or its end.
+
+        The end of a session may leave its request, which has ended, to a connector that still keeps blocks.
+        """
         log, request_id = self._log, request.request_id
-        if request_id in log.ids or request_id not in self._scheduler.requests:
+        if request_id in log.ids or self._scheduler.requests.get(request_id) is not request:
             return
         self._reports.expect(request)
         resumable, headers = getattr(request, "resumable", False), getattr(request, "trace_headers", None)

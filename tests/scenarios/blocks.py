@@ -108,3 +108,17 @@ def adapter_named_like_a_salt(attach: Attach = id, **setup: Any) -> Driver:
 def adapter_from_another_path(attach: Attach = id, **setup: Any) -> Driver:
     """vLLM#30931: two LoRA adapters of one name, with other weights, have equal block hashes."""
     return _one_after_another(attach, setup, lora("sql", 1, "/old"), lora("sql", 2, "/new"))
+
+
+@workload(**BOTH)
+def hit_beside_a_resumed_request(attach: Attach = id, **setup: Any) -> Driver:
+    """In the step that resumes `resumed`, `second` hits the block just allocated for `first`."""
+    driver = start(attach, **setup)
+    driver.add("resumed", 20, 3)
+    driver.schedule()
+    driver.drain()
+    driver.preempt("resumed")
+    driver.add("first", 16, 1, shares=("family", 16))
+    driver.add("second", 32, 3, shares=("family", 32))
+    driver.run()
+    return driver

@@ -239,3 +239,18 @@ def delayed_free(attach: Attach = id, **setup: Any) -> Driver:
     driver.abort("b")
     driver.run()
     return driver
+
+
+@workload("session", **BOTH)
+def session_delayed_free(attach: Attach = id, **setup: Any) -> Driver:
+    """A session ends while it waits for its next chunk, and the connector keeps its blocks for a while."""
+    driver = start(attach, connector="scripted", **setup)
+    driver.connector.script.delay_free.add("s")
+    driver.add("s", 40, 3, resumable=True)
+    driver.add("other", 30, 12)
+    for _ in range(6):
+        driver.step()
+    driver.close("s")
+    driver.step()
+    driver.run()
+    return driver

@@ -166,7 +166,7 @@ class Allocations:
         tables = [leaving] if leaving is not None and leaving.blocks else []
         tables += self._buffer.freed_tables()
         tables += self._tables_ending_in(ids)
-        self._write(step, owners_from_tables(ids, tables), ids)
+        self._write(step, owners_from_tables(ids, tables, self._buffer.hits), ids)
 
     def _tables_ending_in(self, allocated: list[int]) -> Iterator[BlockRun]:
         last = set(allocated)

@@ -53,17 +53,19 @@ def attribute(allocated: list[int], named: NamedBlocks, hits: Mapping[int, list[
     ``hits`` are the blocks that were touched for the admitted requests. None: some allocated block is not in
     the output.
     """
-    return _in_order(allocated, named, hits) or _by_last_blocks(allocated, _by_last(_runs(named)))
+    return _in_order(allocated, named, hits) or _by_last_blocks(allocated, _by_last(_runs(named), hits))
 
 
-def owners_from_tables(allocated: list[int], tables: Iterable[BlockRun]) -> Owners:
+def owners_from_tables(
+    allocated: list[int], tables: Iterable[BlockRun], hits: Mapping[int, list[int]]
+) -> Owners:
     """Find the owners of the ``allocated`` blocks by matching these with the ends of tables.
 
-    If several tables end with the same block, the last of these tables counts. A block that matches no table
-    belongs to no request.
+    ``hits`` are as for :func:`attribute`. If several tables end with the same block, the last of these tables
+    counts. A block that matches no table belongs to no request.
     """
     of_nobody = {block: BlockRun(NO_REQUEST, -1, [block]) for block in allocated}
-    owners = _by_last_blocks(allocated, of_nobody | _by_last(tables))
+    owners = _by_last_blocks(allocated, of_nobody | _by_last(tables, hits))
     assert owners is not None
     return owners
 
@@ -97,8 +99,19 @@ def _runs(named: NamedBlocks) -> Iterable[BlockRun]:
             yield BlockRun(request_no, group, list(blocks))
 
 
-def _by_last(tables: Iterable[BlockRun]) -> dict[int, BlockRun]:
-    return {table.blocks[-1]: table for table in tables if table.blocks}
+def _by_last(tables: Iterable[BlockRun], hits: Mapping[int, list[int]]) -> dict[int, BlockRun]:
+    """The tables by their last block, without the hits.
+
+    A request may hit blocks that were allocated in the same step, just before its own.
+    """
+    by_last: dict[int, BlockRun] = {}
+    for table in tables:
+        hit_blocks = hits.get(table.request_no)
+        if hit_blocks:
+            table = table._replace(blocks=[block for block in table.blocks if block not in hit_blocks])
+        if table.blocks:
+            by_last[table.blocks[-1]] = table
+    return by_last
 
 
 def _by_last_blocks(allocated: list[int], tables: dict[int, BlockRun]) -> Owners | None:

@@ -66,7 +66,8 @@ class CallBuffer:
         self.allocated: list[Any] = []
         """Allocated blocks whose owners are not known yet."""
         self.hits: dict[int, list[int]] = {}
-        """Ids of the blocks touched in this step, by request number: the prefix-cache hits of admissions."""
+        """Ids of the blocks touched in this step, by request number: the prefix-cache hits of admissions, of
+        all KV cache groups."""
         self.call_added: Callable[[], None] | None = None
         """Runs after each pool call if stacks are recorded: then every call is emitted by itself."""
         self._allocated_ids: list[int] = []
@@ -89,7 +90,7 @@ class CallBuffer:
     ) -> None:
         """``touch``; ``counts`` are the blocks' reference counts just after the call."""
         if request_no != NO_REQUEST:
-            self.hits[request_no] = ids
+            self.hits.setdefault(request_no, []).extend(ids)
         self._add(TOUCHED + POOL_FACTOR * pool, request_no, group, by, ids, counts)
 
     def blocks_freed(

@@ -80,6 +80,7 @@ def test_a_held_block_allocated_as_free_is_a_double_allocation(watched):
     [
         "shared_prefix_sync",
         "shared_while_running_async",
+        "hit_beside_a_resumed_request_sync",
         "double_allocation_two_groups",
         "double_allocation_three_groups",
         "hybrid_external",

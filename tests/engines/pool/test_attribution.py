@@ -88,19 +88,32 @@ def test_an_output_that_names_a_block_that_was_not_allocated_is_not_in_order() -
 def test_a_block_that_no_table_ends_with_belongs_to_no_request() -> None:
     tables = [BlockRun(4, 0, [1, 11]), BlockRun(7, 0, [2, 13])]
 
-    owners = owners_from_tables([11, 12, 13], tables)
+    owners = owners_from_tables([11, 12, 13], tables, {})
 
     assert [(4, 0, [11]), (NO_REQUEST, -1, [12]), (7, 0, [13])] == runs(owners)
 
 
 def test_the_last_of_two_tables_with_the_same_end_has_precedence() -> None:
-    assert [(7, 0, [11])] == runs(owners_from_tables([11], [BlockRun(4, 0, [11]), BlockRun(7, 0, [11])]))
+    tables = [BlockRun(4, 0, [11]), BlockRun(7, 0, [11])]
+
+    assert [(7, 0, [11])] == runs(owners_from_tables([11], tables, {}))
+
+
+def test_a_block_that_the_next_request_hits_belongs_to_the_request_it_was_allocated_for() -> None:
+    """Request 9 hits block 12 of request 8, which was admitted just before; request 4 was resumed."""
+    hits = {4: [1], 9: [12]}
+    named = NamedBlocks([4], [([1, 11],)], [(8, ([12],)), (9, ([12, 13],))])
+    tables = [BlockRun(4, 0, [1, 11]), BlockRun(8, 0, [12]), BlockRun(9, 0, [12, 13])]
+
+    expected = [(4, 0, [11]), (8, 0, [12]), (9, 0, [13])]
+    assert expected == runs(attribute([11, 12, 13], named, hits))
+    assert expected == runs(owners_from_tables([11, 12, 13], tables, hits))
 
 
 def test_attribution_changes_none_of_its_arguments() -> None:
     allocated, table = [11, 12], [1, 11, 12]
     named = NamedBlocks([], [], [(4, (table,))])
     attribute(allocated, named, {})
-    owners_from_tables(allocated, [BlockRun(4, 0, table)])
+    owners_from_tables(allocated, [BlockRun(4, 0, table)], {4: [1]})
 
     assert ([11, 12], [1, 11, 12]) == (allocated, table)
