@@ -7,7 +7,7 @@ PYTEST := $(BIN)/python -m pytest
 TWO_WORKERS := -n 2 --dist loadfile
 SLOW := benchmark or browser or crash or fuzz or packaging or programs or serving or whole_engine
 
-.PHONY: help demo test test-all lint bench instructions crash fuzz releases cards upstream-tests docs clean
+.PHONY: help demo test test-all lint bench instructions crash differential fuzz releases cards upstream-tests docs clean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -45,6 +45,11 @@ crash: ## kill the sidecar 300 times while it is scraped; KILLS=n for another nu
 fuzz: ## read 100,000 mutated journals; JOURNALS=n for another number
 	$(READY) test
 	$(BIN)/python -m tests.fuzz.run $(or $(JOURNALS),100000) $(ARGS)
+
+differential: ## compare the ledger with a position-by-position oracle on 20,000 random histories; HISTORIES=n, FIRST=seed, RELEASE=0.33.0
+	$(READY) test
+	PYTHONPATH=src VLLM_LOGGING_LEVEL=ERROR $(if $(RELEASE),$(PYTHON) scripts/releases.py run $(RELEASE) -- python,$(BIN)/python) \
+		-m tests.differential.compare $(or $(HISTORIES),20000) $(if $(FIRST),--first $(FIRST)) --processes 2 $(ARGS)
 
 releases: ## run the scenarios on every vLLM and LMCache release, or on ARGS=core, and the tests that need them
 	$(READY) test

@@ -1,0 +1,397 @@
+"""The reference: what every request's account must say, kept position by position from a tape.
+
+This file shares nothing with ``kvledger.audit.ledger``. It knows definitions, not events:
+
+- *executed*: a position whose token a step ran through the model. A rejected draft is not executed.
+- A position *has KV* once it was executed, hit or loaded. Executing it again is rework.
+- *origin*: what gave a position its first valid KV. A load that failed gives none, and a position that was
+  executed above a failed load has no valid KV until it is executed again.
+- Steps run on the device in the order in which they were scheduled, so a hit of a later admission comes after
+  the execution of an earlier step, although the output of that step may be delivered later.
+- *overrun*: in flight when the request or the chunk stopped, or executed past the end of the sequence.
+- *settled*: the origins of a prompt's positions at the first output at which each has valid KV, or at the end
+  of the request or chunk.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.differential import tape
+from tests.differential.tape import Fact, State
+
+WAITS_FOR_LOAD = "WAITING_FOR_REMOTE_KVS"
+
+
+@dataclass
+class Position:
+    """Everything that happened at one position of a sequence."""
+
+    origin: str = ""
+    origin_life: int = 0
+    executed: bool = False
+    came: set[int] = field(default_factory=set)
+    """The lives in which a hit or a load gave the position its KV."""
+    first_output: int = 0
+
+    @property
+    def has_kv(self) -> bool:
+        return self.executed or bool(self.came)
+
+
+@dataclass
+class Life:
+    """From an admission to a preemption, a release or the end."""
+
+    number: int
+    local: int
+    external: int
+    asynchronous: bool
+    pending: set[int]
+    """Promised positions that are neither loaded nor given up."""
+    ended: bool = False
+
+
+@dataclass
+class Work:
+    """One request's part of a step in flight."""
+
+    life: Life
+    start: int
+    tokens: int
+    drafts: int
+    valid_below: int | None = None
+    """After a failed load: positions from here up are executed without valid KV below them."""
+    overrun: bool = False
+    executed: int = 0
+    """Tokens executed before the request stopped, though their output had not come."""
+
+
+@dataclass
+class Hit:
+    """The local hit of an admission, which comes after the steps that are in flight at the admission."""
+
+    life: Life
+
+
+@dataclass
+class Load:
+    """The end of an asynchronous load: the positions that were loaded."""
+
+    life: Life
+    positions: list[int]
+
+
+@dataclass
+class Account:
+    """The figures of one request."""
+
+    prompt_tokens: int
+    resumable: bool = False
+    carried: int = 0
+    positions: dict[int, Position] = field(default_factory=dict)
+    lives: list[Life] = field(default_factory=list)
+    queue: list[Work | Hit | Load] = field(default_factory=list)
+    """What the device has still to do, or has done without a delivered output, oldest first."""
+    counts: Counter[str] = field(default_factory=Counter)
+    settled: bool = False
+    incomplete: bool = False
+    """Whether an output came while a position of the prompt had no valid KV."""
+    settlements: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """Local, external, computed and unattained tokens of the prompt, or of each chunk."""
+    plan: tuple[int, int] | None = None
+    finished: bool = False
+    load_failures: int = 0
+
+    @property
+    def life(self) -> Life | None:
+        return self.lives[-1] if self.lives and not self.lives[-1].ended else None
+
+    def at(self, position: int) -> Position:
+        assert position >= 0
+        return self.positions.setdefault(position, Position())
+
+    def works(self) -> list[Work]:
+        return [each for each in self.queue if isinstance(each, Work)]
+
+    # Positions get KV, in the order of the device.
+
+    def come(self, life: Life, position: int, source: str) -> None:
+        one = self.at(position)
+        if one.has_kv:
+            self.counts["hit again" if source == "local" else "loaded again"] += 1
+        one.came.add(life.number)
+        if not one.origin:
+            one.origin, one.origin_life = source, life.number
+
+    def catch_up(self, *, everything: bool = False) -> None:
+        """Post the hits and loads at the head of the queue; with ``everything`` also those behind work."""
+        kept: list[Work | Hit | Load] = []
+        for each in self.queue:
+            if isinstance(each, Work) or (kept and not everything):
+                kept.append(each)
+            elif isinstance(each, Hit):
+                for position in range(each.life.local):
+                    self.come(each.life, position, "local")
+            else:
+                for position in each.positions:
+                    self.load(each.life, position)
+        self.queue = kept
+
+    def load(self, life: Life, position: int) -> None:
+        self.counts["loaded"] += 1
+        self.come(life, position, "external")
+
+    def execute(self, work: Work, position: int) -> None:
+        one = self.at(position)
+        if one.has_kv:
+            self.counts["rework"] += 1
+        elif position < self.prompt_tokens:
+            self.counts["first prompt"] += 1
+        else:
+            self.counts["first output"] += 1
+            one.first_output += 1
+        one.executed = True
+        if work.valid_below is not None and position >= work.valid_below:
+            return
+        if not one.origin:
+            one.origin, one.origin_life = "computed", work.life.number
+
+    # KV that turns out not to be there.
+
+    def fail_load(self, life: Life, valid: int) -> None:
+        """The engine keeps only the positions below ``valid``."""
+        self.load_failures += 1
+        life.pending = {position for position in life.pending if position < valid}
+        for number, one in self.positions.items():
+            if number >= valid:
+                if one.origin_life == life.number:
+                    one.origin, one.origin_life = "", 0
+                one.came.discard(life.number)
+        for work in self.works():
+            if work.life is life and not work.overrun:
+                work.valid_below = valid if work.valid_below is None else min(valid, work.valid_below)
+
+    # Ends.
+
+    def stop(self, end: int) -> None:
+        """The request or the chunk stopped, and its sequence ends at ``end``."""
+        self._execute_below_hits()
+        self.catch_up(everything=True)
+        for work in self.works():
+            if not work.overrun:
+                self.counts["overrun"] += work.tokens - work.executed
+                work.overrun = True
+        for number, one in self.positions.items():
+            if number >= end and one.first_output:
+                self.counts["first output"] -= one.first_output
+                self.counts["overrun"] += one.first_output
+                one.first_output = 0
+
+    def _execute_below_hits(self) -> None:
+        """Execute what the hits behind it in the queue prove to be executed."""
+        for place, work in enumerate(self.queue):
+            hits = [each.life.local for each in self.queue[place:] if isinstance(each, Hit)]
+            if isinstance(work, Work) and not work.overrun and hits:
+                for position in range(work.start, min(work.start + work.tokens - work.drafts, max(hits))):
+                    self.execute(work, position)
+                    work.executed += 1
+
+    def extend(self, carried: int, prompt_tokens: int) -> None:
+        """A session's next chunk: the positions from ``carried`` up hold other tokens now."""
+        if self.incomplete and not self.settled:
+            self.settle()
+        self.carried, self.prompt_tokens = carried, prompt_tokens
+        self.settled = self.incomplete = False
+        for number in [number for number in self.positions if number >= carried]:
+            del self.positions[number]
+
+    def answer(self) -> None:
+        """An output was handed to the client."""
+        if not self.settled:
+            self.incomplete = any(
+                not self.at(number).origin for number in range(self.carried, self.prompt_tokens)
+            )
+            if not self.incomplete:
+                self.settle()
+
+    def settle(self) -> None:
+        origins = Counter(self.at(number).origin for number in range(self.carried, self.prompt_tokens))
+        self.settlements.append((origins["local"], origins["external"], origins["computed"], origins[""]))
+        self.settled = True
+
+    def figures(self) -> dict[str, Any]:
+        """The figures that the ledger must have. ``compare.ledger_figures`` uses the same names."""
+        names = ("scheduled", "first prompt", "first output", "rework", "rejected", "overrun")
+        names += ("hit again", "loaded again", "preemptions", "promised", "loaded")
+        return {
+            **{name: self.counts[name] for name in names},
+            "settled": self.settlements,
+            "plan": self.plan,
+            "admissions": [(life.local, life.external) for life in self.lives],
+        }
+
+
+@dataclass
+class Lookups:
+    """What the engine's lookup statistics must sum to: one lookup for each admission."""
+
+    requests: int = 0
+    queries: int = 0
+    hits: int = 0
+
+
+@dataclass
+class Oracle:
+    """All accounts of one engine."""
+
+    block_size: int
+    accounts: dict[str, Account] = field(default_factory=dict)
+    local: Lookups = field(default_factory=Lookups)
+    external: Lookups = field(default_factory=Lookups)
+    flight: list[dict[str, Work]] = field(default_factory=list)
+    asked: dict[str, int] = field(default_factory=dict)
+    """The local hit behind which the connector was last asked to look, by request."""
+
+    def read(self, facts: Iterable[Fact]) -> Oracle:
+        for fact in facts:
+            match fact:
+                case tape.Added():
+                    self._added(fact)
+                case tape.Matched():
+                    self.asked[fact.request_id] = fact.local
+                case tape.Allocated():
+                    self._admitted(fact)
+                case tape.Preempted():
+                    self._preempted(fact)
+                case tape.Scheduled():
+                    self._scheduled(fact)
+                case tape.Output():
+                    self._output(fact)
+                case tape.Aborted():
+                    for name, state in fact.after.items():
+                        self._end(name, state)
+                case _:
+                    pass
+        return self
+
+    def _added(self, fact: tape.Added) -> None:
+        if fact.before is None:
+            self.accounts[fact.request_id] = Account(fact.after.prompt_tokens, fact.resumable)
+        elif fact.after.prompt_tokens > fact.before.prompt_tokens:
+            self.accounts[fact.request_id].extend(fact.after.computed, fact.after.prompt_tokens)
+
+    def _admitted(self, fact: tape.Allocated) -> None:
+        account = self.accounts[fact.request_id]
+        if account.life is not None:  # Its load failed as a whole, and the engine released its blocks.
+            account.life.ended = True
+        promised = set(range(fact.local, fact.local + fact.external))
+        life = Life(len(account.lives) + 1, fact.local, fact.external, fact.asynchronous, promised)
+        account.lives.append(life)
+        account.counts["promised"] += fact.external
+        account.queue.append(Hit(life))
+        account.catch_up()
+        self.local.requests += 1
+        self.local.queries += len(fact.sequence)
+        self.local.hits += fact.local
+        self.external.requests += 1
+        self.external.queries += len(fact.sequence) - self.asked.get(fact.request_id, 0)
+        self.external.hits += fact.external
+
+    def _preempted(self, fact: tape.Preempted) -> None:
+        account = self.accounts[fact.request_id]
+        account.counts["preemptions"] += 1
+        if account.life is not None:
+            account.life.ended = True
+
+    def _scheduled(self, fact: tape.Scheduled) -> None:
+        step: dict[str, Work] = {}
+        for name, (tokens, drafts) in fact.rows.items():
+            account = self.accounts[name]
+            life = account.life
+            assert life is not None, f"{name} was scheduled without an admission"
+            account.plan = account.plan or (life.local, life.external)
+            work = Work(life, fact.computed[name], tokens, drafts)
+            account.counts["scheduled"] += tokens
+            account.queue.append(work)
+            step[name] = work
+        self.flight.append(step)
+
+    def _output(self, fact: tape.Output) -> None:
+        step = self.flight.pop(0)
+        self._failures(fact)
+        for name, work in step.items():
+            account = self.accounts[name]
+            account.catch_up()
+            assert account.queue[0] is work
+            del account.queue[0]
+            if not work.overrun:
+                self._execute(account, work, len(fact.sampled.get(name, ())))
+            account.catch_up()
+            if fact.returned.get(name, 0):
+                account.answer()
+        for name, state in fact.after.items():
+            before, account = fact.before[name], self.accounts[name]
+            if account.resumable and name in fact.ended and name in step and not account.finished:
+                account.stop(state.computed)  # A turn gives up its last token.
+                if state.prompt_tokens > before.prompt_tokens:
+                    account.extend(state.computed, state.prompt_tokens)
+            self._end(name, state)
+        # Like the engine: a request that this output ends does not take its load over.
+        self._received(fact)
+
+    def _execute(self, account: Account, work: Work, sampled: int) -> None:
+        life = work.life
+        if not life.asynchronous:
+            for position in sorted(life.pending):
+                account.load(life, position)
+            life.pending.clear()
+        rejected = work.drafts - (sampled - 1) if work.drafts and sampled else 0
+        account.counts["rejected"] += rejected
+        for position in range(work.start, work.start + work.tokens - rejected):
+            account.execute(work, position)
+        if rejected:
+            # The steps behind this one were scheduled as if all drafts were accepted.
+            for later in account.works():
+                if later.life is life and (later.valid_below is None) == (work.valid_below is None):
+                    later.start -= rejected
+
+    def _failures(self, fact: tape.Output) -> None:
+        """The loads that this output reports failed, as far as the engine looks at the requests' blocks."""
+        for name, before in fact.before.items():
+            account = self.accounts[name]
+            life = account.life
+            if life is None or before.finished:
+                continue
+            if name in fact.failed and before.status == WAITS_FOR_LOAD:
+                account.fail_load(life, 0)
+                continue
+            scheduled = fact.step.get(name, (0, 0))[0]
+            computed = before.computed - scheduled
+            held = before.blocks[: -(-computed // self.block_size)]
+            looked_at = before.status in ("RUNNING", WAITS_FOR_LOAD)
+            if looked_at and fact.invalid_blocks.intersection(held):
+                account.fail_load(life, fact.after[name].computed)
+
+    def _received(self, fact: tape.Output) -> None:
+        for name in fact.received:
+            life = self.accounts[name].life
+            if life is not None and life.pending and life.asynchronous:
+                account = self.accounts[name]
+                account.queue.append(Load(life, sorted(life.pending)))
+                life.pending = set()
+                account.catch_up()
+
+    def _end(self, name: str, after: State) -> None:
+        account = self.accounts[name]
+        if account.finished or not after.finished:
+            return
+        account.stop(after.tokens)
+        if account.life is not None:
+            account.life.ended = True
+        if not account.settled:
+            account.settle()
+        account.finished = True

@@ -1,0 +1,350 @@
+"""Records what a scheduler's methods were given and returned, without kvledger's hooks.
+
+The tape is raw material for :mod:`tests.differential.oracle`: arguments, return values and the public state
+of requests before and after each call. Nothing is interpreted here; fields of vLLM's objects are copied,
+because vLLM changes the objects later.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+FINISHED = "FINISHED"
+"""The statuses of ended requests begin with this word."""
+
+
+Cached = dict[int, Any]
+"""The hash of each block of the first KV cache group that is in the prefix cache, by block id."""
+
+
+@dataclass(frozen=True)
+class State:
+    """A request's public state at one instant."""
+
+    status: str
+    computed: int
+    tokens: int
+    prompt_tokens: int
+    blocks: tuple[int, ...]
+    """Blocks of the first KV cache group."""
+
+    @property
+    def finished(self) -> bool:
+        return self.status.startswith(FINISHED)
+
+
+@dataclass(frozen=True)
+class Added:
+    """`add_request` took a request, or a chunk of a session. ``before``: the session's state."""
+
+    request_id: str
+    before: State | None
+    after: State
+    resumable: bool
+
+
+@dataclass(frozen=True)
+class Matched:
+    """The connector answered a lookup. ``external`` is None if it asks to be asked again."""
+
+    request_id: str
+    local: int
+    external: int | None
+    asynchronous: bool
+
+
+@dataclass(frozen=True)
+class Allocated:
+    """`allocate_slots` gave a request without computed tokens its blocks."""
+
+    request_id: str
+    sequence: tuple[int, ...]
+    """The token ids of the request so far."""
+    local: int
+    external: int
+    asynchronous: bool
+    blocks: tuple[int, ...]
+    """The request's blocks of the first KV cache group."""
+
+
+@dataclass(frozen=True)
+class Preempted:
+    """A running request was put back into the waiting queue."""
+
+    request_id: str
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """`schedule()` returned a step. ``rows``: scheduled and draft tokens by request."""
+
+    rows: dict[str, tuple[int, int]]
+    computed: dict[str, int]
+    """Computed tokens of the scheduled requests before they are advanced by this step."""
+    blocks: dict[str, tuple[int, ...]]
+    """Their blocks of the first KV cache group."""
+    sequences: dict[str, tuple[int, ...]]
+    """Their token ids, as far as the scheduler knows them."""
+    cached: Cached
+
+
+@dataclass(frozen=True)
+class Output:
+    """`update_from_output` took the output of the oldest step."""
+
+    step: dict[str, tuple[int, int]]
+    """The rows of the step."""
+    sampled: dict[str, tuple[int, ...]]
+    """Token ids that the model sampled."""
+    invalid_blocks: frozenset[int]
+    received: frozenset[str]
+    failed: frozenset[str]
+    """Requests whose load failed as a whole."""
+    before: dict[str, State]
+    after: dict[str, State]
+    returned: dict[str, int]
+    """Tokens handed to the client by request; a request without tokens has 0 if its end is reported."""
+    ended: frozenset[str]
+    """Requests whose output has a finish reason."""
+    cached: Cached
+
+
+@dataclass(frozen=True)
+class Aborted:
+    """`finish_requests` was called from outside the scheduler."""
+
+    before: dict[str, State]
+    after: dict[str, State]
+    cached: Cached
+
+
+@dataclass(frozen=True)
+class Reset:
+    """The prefix cache was reset, or the scheduler refused."""
+
+    succeeded: bool
+
+
+Fact = Added | Matched | Allocated | Preempted | Scheduled | Output | Aborted | Reset
+
+
+@dataclass
+class LookupStats:
+    """Sums of the prefix-cache statistics that the scheduler returns."""
+
+    requests: int = 0
+    queries: int = 0
+    hits: int = 0
+
+    def add(self, stats: Any) -> None:
+        for name in ("requests", "queries", "hits"):
+            both = getattr(stats, name) + getattr(stats, f"preempted_{name}", 0)
+            setattr(self, name, getattr(self, name) + both)
+
+
+@dataclass
+class Tape:
+    """Everything recorded of one scheduler, oldest first."""
+
+    facts: list[Fact] = field(default_factory=list)
+    local_stats: LookupStats = field(default_factory=LookupStats)
+    external_stats: LookupStats = field(default_factory=LookupStats)
+    prefixes: dict[Any, tuple[int, ...]] = field(default_factory=dict)
+    """The token ids up to the end of a block, by the block's hash."""
+    raised: bool = False
+    """Whether a method of the scheduler raised an exception."""
+    _scheduler: Any = None
+    _ended_by_output: bool = False
+    """Whether `update_from_output` is running: the requests that it ends are part of its own record."""
+
+    def attach(self, scheduler: Any) -> None:
+        """Wrap the methods of a scheduler that has no requests yet."""
+        self._scheduler = scheduler
+        for name in (
+            "add_request",
+            "finish_requests",
+            "schedule",
+            "update_from_output",
+            "reset_prefix_cache",
+            "_preempt_request",
+        ):
+            self._wrap(scheduler, name, getattr(self, f"_of_{name.strip('_')}"))
+        self._wrap(scheduler.kv_cache_manager, "allocate_slots", self._of_allocate_slots)
+        if scheduler.connector is not None:
+            self._wrap(scheduler.connector, "get_num_new_matched_tokens", self._of_match)
+
+    def _wrap(self, owner: Any, name: str, record: Callable[..., Any]) -> None:
+        call = getattr(owner, name)
+
+        def recording(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return record(call, *args, **kwargs)
+            except Exception:
+                self.raised = True
+                raise
+
+        recording.__signature__ = inspect.signature(call)  # type: ignore[attr-defined]
+        setattr(owner, name, recording)
+
+    def _state(self, request: Any) -> State:
+        blocks: tuple[int, ...] = ()
+        if request.request_id in self._scheduler.requests:
+            try:
+                blocks = tuple(self._scheduler.kv_cache_manager.get_block_ids(request.request_id)[0])
+            except (KeyError, IndexError):
+                blocks = ()
+        return State(
+            request.status.name,
+            request.num_computed_tokens,
+            request.num_tokens,
+            request.num_prompt_tokens,
+            blocks,
+        )
+
+    def _states(self, requests: list[Any]) -> dict[str, State]:
+        return {request.request_id: self._state(request) for request in requests}
+
+    def _cached(self) -> Cached:
+        from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
+
+        keys = [
+            (block.block_id, block.block_hash) for block in self._scheduler.kv_cache_manager.block_pool.blocks
+        ]
+        return {
+            number: get_block_hash(key) for number, key in keys if key is not None and not get_group_id(key)
+        }
+
+    def _note_hashes(self) -> None:
+        size = self._scheduler.block_size
+        for request in self._scheduler.requests.values():
+            for number, block_hash in enumerate(request.block_hashes, 1):
+                if block_hash not in self.prefixes:
+                    self.prefixes[block_hash] = tuple(request.all_token_ids[: number * size])
+
+    # The wrapped methods.
+
+    def _of_add_request(self, call: Callable[..., Any], request: Any) -> Any:
+        known = self._scheduler.requests.get(request.request_id)
+        before = self._state(known) if known is not None else None
+        result = call(request)
+        request = known if known is not None else request
+        self.facts.append(Added(request.request_id, before, self._state(request), request.resumable))
+        return result
+
+    def _of_finish_requests(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._ended_by_output:
+            return call(*args, **kwargs)
+        requests = list(self._scheduler.requests.values())
+        before = self._states(requests)
+        result = call(*args, **kwargs)
+        self.facts.append(Aborted(before, self._states(requests), self._cached()))
+        return result
+
+    def _of_preempt_request(self, call: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
+        result = call(request, *args, **kwargs)
+        self.facts.append(Preempted(request.request_id))
+        return result
+
+    def _of_reset_prefix_cache(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        succeeded = False
+        try:
+            succeeded = bool(call(*args, **kwargs))
+        finally:
+            self.facts.append(Reset(succeeded))
+        return succeeded
+
+    def _of_allocate_slots(self, call: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(call).bind(request, *args, **kwargs)
+        given = bound.arguments
+        admission = "new_computed_blocks" in given and request.num_computed_tokens == 0
+        result = call(request, *args, **kwargs)
+        if admission and result is not None:
+            self.facts.append(
+                Allocated(
+                    request.request_id,
+                    tuple(request.all_token_ids),
+                    given.get("num_new_computed_tokens", 0),
+                    given.get("num_external_computed_tokens", 0),
+                    bool(given.get("delay_cache_blocks", False)),
+                    self._state(request).blocks,
+                )
+            )
+        return result
+
+    def _of_match(self, call: Callable[..., Any], request: Any, local: int) -> Any:
+        external, asynchronous = call(request, local)
+        self.facts.append(Matched(request.request_id, local, external, asynchronous))
+        return external, asynchronous
+
+    def _of_schedule(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        scheduled = call(*args, **kwargs)
+        rows = _rows(scheduled)
+        computed = {
+            name: self._scheduler.requests[name].num_computed_tokens - tokens
+            for name, (tokens, _) in rows.items()
+        }
+        requests = [self._scheduler.requests[name] for name in rows]
+        blocks = {request.request_id: self._state(request).blocks for request in requests}
+        sequences = {request.request_id: tuple(request.all_token_ids) for request in requests}
+        self._note_hashes()
+        self.facts.append(Scheduled(rows, computed, blocks, sequences, self._cached()))
+        return scheduled
+
+    def _of_update_from_output(self, call: Callable[..., Any], scheduled: Any, answer: Any) -> Any:
+        requests = list(self._scheduler.requests.values())
+        before = self._states(requests)
+        # vLLM cuts the lists of sampled tokens at a stop, so they are counted before the call.
+        lists = answer.sampled_token_ids or [[] for _ in answer.req_ids]
+        sampled = {name: tuple(tokens) for name, tokens in zip(answer.req_ids, lists, strict=True)}
+        self._ended_by_output = True
+        try:
+            outputs = call(scheduled, answer)
+        finally:
+            self._ended_by_output = False
+        self._note_hashes()
+        transfers = getattr(answer, "kv_connector_output", None)
+        returned: dict[str, int] = {}
+        ended: set[str] = set()
+        for of_client in outputs.values():
+            for output in of_client.outputs:
+                returned[output.request_id] = len(output.new_token_ids)
+                if output.finish_reason is not None:
+                    ended.add(output.request_id)
+            self._add_stats(of_client.scheduler_stats)
+        self.facts.append(
+            Output(
+                _rows(scheduled),
+                sampled,
+                _given(transfers, "invalid_block_ids"),
+                _given(transfers, "finished_recving"),
+                _given(transfers, "failed_recving"),
+                before,
+                self._states(requests),
+                returned,
+                frozenset(ended),
+                self._cached(),
+            )
+        )
+        return outputs
+
+    def _add_stats(self, stats: Any) -> None:
+        if stats is None:
+            return
+        if stats.prefix_cache_stats is not None:
+            self.local_stats.add(stats.prefix_cache_stats)
+        if getattr(stats, "connector_prefix_cache_stats", None) is not None:
+            self.external_stats.add(stats.connector_prefix_cache_stats)
+
+
+def _rows(scheduled: Any) -> dict[str, tuple[int, int]]:
+    drafts = scheduled.scheduled_spec_decode_tokens
+    return {
+        name: (tokens, len(drafts.get(name, ()))) for name, tokens in scheduled.num_scheduled_tokens.items()
+    }
+
+
+def _given(transfers: Any, name: str) -> frozenset[Any]:
+    return frozenset(getattr(transfers, name, None) or ())

@@ -1,0 +1,149 @@
+"""The ledger agrees with an oracle on random histories of the real scheduler; the oracle with hand counts."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+pytest.importorskip("vllm")
+
+from tests.differential import compare
+from tests.differential.content import Device
+from tests.differential.oracle import Oracle
+from tests.differential.player import play
+from tests.differential.random_histories import Add, History, Output, Preempt, Step, draw
+from tests.differential.tape import Tape
+from tests.engines.observed import audited
+from tests.histories import GOLDEN
+from tests.scenarios.corpus import HISTORIES
+
+from kvledger.audit.events import Preempted
+
+ROOT = Path(__file__).parents[2]
+COMPARED = 2_000
+"""Histories that `make test-all` compares; `make test` compares a share."""
+PARTS = 20
+GOLDEN_BLOCK = 16
+ROWS = {row.title: row for row in GOLDEN}
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_ledger_and_oracle_agree_on_random_histories(part: int) -> None:
+    """A failure prints the seed and the shortened history; draw(seed) makes the history again."""
+    number = COMPARED * settings().max_examples // 100 // PARTS
+    first = part * COMPARED // PARTS
+    result = compare.compare(range(first, first + number))
+
+    assert not result.kinds, "\n\n".join([str(result), *result.reports])
+
+
+@pytest.mark.releases
+@pytest.mark.parametrize("release", ["0.33.0"])
+def test_ledger_and_oracle_agree_in_another_release(release: str) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(ROOT / "scripts")
+        releases: Any = importlib.import_module("releases")
+    if not releases.is_built(release):
+        pytest.skip(f"not here: python3 scripts/releases.py build {release}")
+    environment = releases.environ(release)
+    environment["PYTHONPATH"] = os.pathsep.join([environment["PYTHONPATH"], str(ROOT / "src")])
+    command = [releases.BIN / "python", "-m", "tests.differential.compare", "500", "--first", "0"]
+    completed = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+
+    assert 0 == completed.returncode, completed.stdout + completed.stderr[-2000:]
+
+
+@pytest.mark.parametrize("title", HISTORIES)
+def test_the_oracle_gives_the_figures_of_a_golden_history(title: str) -> None:
+    recorded = Tape()
+    HISTORIES[title](recorded.attach)
+    figures = Oracle(GOLDEN_BLOCK).read(recorded.facts).accounts["r"].figures()
+    row = ROWS[title]
+
+    assert {
+        "scheduled": row.scheduled,
+        "first prompt": row.first_prompt,
+        "first output": row.first_output,
+        "rework": row.rework,
+        "rejected": row.rejected,
+        "overrun": row.overrun,
+        "settled": row.settled,
+        "plan": row.plan,
+        "loaded again": row.loaded_again,
+        "hit again": row.hit_again,
+    } == {
+        **{name: figures[name] for name in ("scheduled", "first prompt", "first output", "rework")},
+        **{name: figures[name] for name in ("rejected", "overrun", "plan", "loaded again", "hit again")},
+        "settled": figures["settled"][0],
+    }
+
+
+def test_a_history_follows_from_its_seed() -> None:
+    assert draw(7) == draw(7)
+    assert draw(7) != draw(8)
+
+
+PREEMPTED = History(
+    0,
+    {"block_size": 4, "blocks": 32, "max_batched_tokens": 16, "asynchronous": False},
+    1,
+    (
+        Add("r1", prompt=24, max_tokens=8, family=0, shared=24),
+        Add("r2", prompt=24, max_tokens=8, family=0, shared=12),
+        Step(),
+        Step(),
+        Preempt(0, False),
+        Step(),
+    ),
+)
+
+
+def test_a_ledger_that_misses_an_event_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(events: list[Any]) -> Any:
+        return audited([event for event in events if not isinstance(event, Preempted)])
+
+    assert [] == compare.differences(PREEMPTED)
+    monkeypatch.setattr(compare, "audited", forgetful)
+
+    text = compare.report(PREEMPTED, compare.differences(PREEMPTED))
+    assert "level tokens: unknown: r1: a life began while another lasted" in text
+    assert 1 == text.count("Add(name=")  # the shortened history needs only one of the requests
+
+
+FAILED_LOAD = Output(failure=1)
+LOST = History(
+    0,
+    {"block_size": 4, "blocks": 32, "asynchronous": False, "connector": "scripted"},
+    1,
+    (
+        Add("r1", prompt=9, max_tokens=4, family=0, shared=9, stored=8),
+        Step(FAILED_LOAD),
+        Preempt(0, False),
+    ),
+)
+"""vLLM leaves the blocks of a failed load in the prefix cache until they are computed again."""
+
+
+def device(history: History) -> Device:
+    recorded = Tape()
+    play(history, recorded.attach)
+    return Device(history.setup["block_size"]).read(recorded)
+
+
+def test_a_block_of_a_failed_load_that_stays_cached_is_a_fault_of_the_engine() -> None:
+    assert device(LOST).went_wrong
+
+
+def test_a_failed_load_that_is_computed_again_is_no_fault_of_the_engine() -> None:
+    recomputed = History(LOST.seed, LOST.setup, LOST.depth, LOST.operations[:2])
+
+    assert not device(recomputed).went_wrong
+    assert not device(PREEMPTED).went_wrong
