@@ -171,6 +171,7 @@ KNOWN: tuple[Known, ...] = (
             "load_failure_async_partial",
             "load_failure_recomputed_in_chunks",
             "load_failure_sync_before_next_output",
+            "load_failure_then_reset",
         ),
         "0.20.0",
         "0.33.0",
@@ -189,7 +190,7 @@ KNOWN: tuple[Known, ...] = (
     ),
     Known(
         "tokens/set-once",
-        ("load_failure_sync", "load_failure_recomputed_in_chunks"),
+        ("load_failure_sync", "load_failure_recomputed_in_chunks", "load_failure_then_reset"),
         "0.17.0",
         "0.19.1",
         "external tokens that failed to load are counted as local hits",

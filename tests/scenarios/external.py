@@ -209,6 +209,19 @@ def load_failure_recomputed_in_chunks(attach: Attach = id, **setup: Any) -> Driv
     return driver
 
 
+@workload("failed load", "reset under running requests")
+def load_failure_then_reset(attach: Attach = id, **setup: Any) -> Driver:
+    """A synchronous load fails, and the cache is reset before the tokens are computed again."""
+    driver = start(attach, connector="scripted", **setup)
+    driver.connector.answer_lookups("r", 112)
+    driver.add("r", 160, 1)
+    driver.schedule()
+    driver.output(invalid_blocks=driver.blocks("r")[2:7])
+    driver.reset_prefix_cache(running=True)
+    driver.run()
+    return driver
+
+
 @workload("failed load", "failure policy", **BOTH)
 def load_failure_async_policy_fail(attach: Attach = id, **setup: Any) -> Driver:
     driver = start(attach, connector="scripted", load_failure_policy="fail", **setup)

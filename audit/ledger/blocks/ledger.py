@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ... import events as ev
+from ...causes import RESET
 from . import hashes, invalid, store
 from .decode import calls
 from .engine_reports import ENGINE_REPORTS
@@ -45,6 +46,11 @@ _LOADS = (ev.LoadFinished, ev.LoadFailed)
 """Events that may make the KV of a cached block valid."""
 
 
+def _preempted_by_reset(event: ev.Event) -> bool:
+    """Whether a reset of the prefix cache preempts a request; the cache is reset before it is used again."""
+    return type(event) is ev.Preempted and event.cause == RESET
+
+
 class BlockLedger(Holdings):
     """Blocks of one engine, kept from its events in order."""
 
@@ -74,7 +80,7 @@ class BlockLedger(Holdings):
             hashes.check_pending(self)
         if type(event) is ev.LoadFailed:
             hashes.load_failed(self, event)
-        elif self.failed and type(event) in _COMPUTING_OR_ENDING:
+        elif self.failed and type(event) in _COMPUTING_OR_ENDING and not _preempted_by_reset(event):
             hashes.follow_failed_loads(self)
             if type(event) is ev.Stepped:
                 hashes.check_failed_hits(self, event.step)

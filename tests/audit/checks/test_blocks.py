@@ -354,6 +354,7 @@ def test_a_hit_in_the_step_that_recomputes_the_last_failed_block_is_clean(watche
         "load_failure_async_total_sync",
         "load_failure_recomputed_in_chunks_sync",
         "load_failure_recomputed_in_chunks_async",
+        "load_failure_then_reset",
         "full_external_hit",
         "speculative_eagle",
     ],
