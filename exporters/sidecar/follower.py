@@ -99,6 +99,8 @@ class Follower:
         """Lists the journals to follow."""
         self._fold = fold
         """Whether ended engines of one name share an audit, and leave after a while."""
+        self._to_fold: list[str] = []
+        """The ended journals that are folded at the end of the present round."""
         self._folder = folder
         """Where the checkpoint is kept; None: nowhere."""
         self._notify = notify
@@ -179,7 +181,8 @@ class Follower:
                 return
             if not journal.ended and not journal.broken and time.monotonic() >= journal.retry_at:
                 self._read(journal, stop)
-        self._forget_names()
+        if self._fold:
+            self._fold_ended()
 
     def close(self) -> None:
         """Close every file."""
@@ -201,8 +204,8 @@ class Follower:
         except Exception as error:
             journal.broken = True
             self._set_problem(journal, f"kvledger itself failed ({type(error).__name__}: {error})")
-        if journal.ended and self._fold:
-            self._fold_earlier(journal)
+        if journal.ended:
+            self._note_ended(journal, time.time())
         self.heartbeat = time.monotonic()
 
     def _posted(self, journal: FollowedJournal, batch: Batch, violations: list[Violation]) -> None:
@@ -231,12 +234,15 @@ class Follower:
 
     def _find(self) -> None:
         names = set(self._finder.names([*self.journals, *self.ended.folded], self._notify_once))
+        new = {}
         for name in sorted(names - self.journals.keys() - self.ended.folded.keys()):
             if self._finder.is_journal(name, self._notify_once):
                 engine_audit = EngineAudit(self._finder.path(name))
                 self.on_opened(engine_audit)
-                with self.lock:
-                    self.journals[name] = FollowedJournal(name, engine_audit, Reader(engine_audit.path))
+                new[name] = FollowedJournal(name, engine_audit, Reader(engine_audit.path))
+        if new:
+            with self.lock:
+                self.journals.update(new)
         for name in self.journals.keys() - names:
             self._retire(name)
         for name in self.ended.folded.keys() - names:
@@ -257,19 +263,20 @@ class Follower:
 
     # --- engines that have ended ----------------------------------------------------------------------
 
-    def _fold_earlier(self, journal: FollowedJournal) -> None:
-        """An engine has ended: fold the engine of its name that ended before it."""
-        with self.lock:
-            earlier = self.ended.add(journal.engine_audit.name, journal.name, time.time())
-            if earlier in self.journals:
-                self.ended.fold(self._drop(earlier), time.time())
+    def _note_ended(self, journal: FollowedJournal, now: float) -> None:
+        """An engine has ended: the engine of its name that ended before it is to be folded."""
+        earlier = self.ended.add(journal.engine_audit.name, journal.name, now)
+        if earlier:
+            self._to_fold.append(earlier)
 
-    def _forget_names(self) -> None:
-        """Drop the names of ended engines that ended long ago, or that are too many."""
-        if not self._fold:
-            return
+    def _fold_ended(self) -> None:
+        """Fold engines that have ended, and drop names that ended long ago or are too many."""
         followed = {one.engine_audit.name for one in self.journals.values() if not one.ended}
         with self.lock:
+            for name in self._to_fold:
+                if name in self.journals:
+                    self.ended.fold(self._drop(name), time.time())
+            self._to_fold.clear()
             for left in self.ended.leaving(followed, PAST_NAMES, time.time() - PAST_SECONDS):
                 if left.journal in self.journals:
                     self._drop(left.journal)
@@ -383,6 +390,6 @@ class Follower:
         journal.damage = state.damage
         journal.saved = state
         self.journals[state.name] = journal
-        if state.ended and self._fold:
-            name = engine_audit.name
-            self.ended.add(name, state.name, self.ended.ended_at.get(name, self.health.saved_at))
+        if state.ended:
+            ended_at = self.ended.ended_at.get(engine_audit.name, self.health.saved_at)
+            self._note_ended(journal, ended_at)

@@ -339,7 +339,7 @@ def test_a_folder_that_cannot_be_made_again_ends_the_recorder_with_one_warning(
     (tmp_path / "journals").write_text("no folder")
     with caplog.at_level(logging.WARNING, logger="kvledger"):
         recorder.flush()
-        wait_until(lambda: recorder.failures)
+        wait_until(lambda: recorder.failures and caplog.records)
         for number in range(10):
             recorder.record(repeated(number))
     recorder.close()
