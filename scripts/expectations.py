@@ -139,6 +139,7 @@ REPORTS: tuple[Report, ...] = (
         ("blocks/isolation",),
         (
             *("lmcache-0.3.9", "lmcache-0.3.11", "lmcache-0.4.2", "lmcache-0.4.3", "lmcache-0.5.6"),
+            "lmcache-0.5.7rc2",
             *("lmcache-0.4.2/vllm-0.17.0", "lmcache-0.3.9/vllm-0.33.0"),
         ),
         ("LMCache#2880", "https://github.com/LMCache/LMCache/pull/2880"),
