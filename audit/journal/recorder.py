@@ -390,8 +390,8 @@ class Recorder:
                 item.done.set()
             elif not isinstance(item, _Close):
                 self._unwritten += 2 if isinstance(item, _Restart) else 1
-        self.failures += 1
         logger.warning("kvledger records nothing in %s: %r", self.folder, error)
+        self.failures += 1
 
     def _shut(self) -> None:
         self._open = False
