@@ -268,6 +268,13 @@ KNOWN: tuple[Known, ...] = (
         "that name gives the same hash (vLLM#44701)",
     ),
     Known(
+        "tokens/in-flight",
+        ("session_async_speculative",),
+        "0.27.1",
+        "0.30.0",
+        "a session waits with output placeholders that no step in flight fills, and never runs again",
+    ),
+    Known(
         "",
         ("session_async_speculative",),
         "0.17.0",
