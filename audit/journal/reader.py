@@ -145,6 +145,8 @@ class Reader:
                 tail = yield from self._read_segment()
             elif live and tail is not TailState.BAD:
                 return
+            if tail is TailState.WHOLE and not self._skipping and self.position.offset <= self._frames_at:
+                tail = TailState.BAD  # the writer begins no segment without a batch
             if tail is not TailState.WHOLE:
                 self._break(CORRUPT if tail is TailState.BAD else TORN)
                 self._skipping = True

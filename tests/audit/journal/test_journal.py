@@ -416,6 +416,20 @@ def test_only_the_batch_with_a_wrong_type_is_skipped(tmp_path: Path) -> None:
     assert ["unreadable batch"] == [one.reason for one in damage]
 
 
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_segment_without_a_batch_is_damage(tmp_path: Path, number: int) -> None:
+    """With the segment after it removed, it would otherwise read as one that rotation removed."""
+    write_segments(tmp_path)
+    path = tmp_path / f"0000000{number}.kvl"
+    path.write_bytes(path.read_bytes()[: len(seg.HEADER)])
+    damage: list[Damage] = []
+
+    numbered = list(read(tmp_path, damage=damage))
+
+    assert 1 == len(gaps(numbered))
+    assert [("corrupt segment", path.name)] == [(one.reason, one.segment) for one in damage]
+
+
 def test_a_copy_of_a_segment_under_a_later_name_is_not_read_twice(tmp_path: Path) -> None:
     written = write_segments(tmp_path)
     shutil.copy(tmp_path / "00000001.kvl", tmp_path / "00000009.kvl")
