@@ -135,12 +135,14 @@ class Site:
         with self._follower.lock:
             rows = [_row(engine_audit) for engine_audit in self._follower.audits]
             problems = self._follower.problems
+            left = len(self._follower.ended.folded)
         return _html(
             "engines.html.j2",
             ready=self._follower.ready.is_set(),
             columns=_COLUMNS,
             rows=rows,
             problems=problems,
+            left=left,
             version=__version__,
         )
 

@@ -253,6 +253,16 @@ def test_an_empty_folder_says_so(tmp_path: Path) -> None:
         assert 200 == client.get("/metrics").status
 
 
+def test_the_landing_page_counts_folded_journals(tmp_path: Path) -> None:
+    """Where every engine ended long ago, the page does not say that there was none."""
+    for number in range(3):
+        journals.clean(tmp_path / f"engine-{number}")
+    with served(tmp_path) as client:
+        page = client.get("/").text
+        assert "2 journals of ended engines are not listed" in page
+        assert "No engine has written" not in page
+
+
 def test_pages_with_figures_are_503_before_catching_up(tmp_path: Path) -> None:
     journals.clean(tmp_path / "engine")
     with served(tmp_path, ready=False) as client:
