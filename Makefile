@@ -67,6 +67,7 @@ upstream-tests: ## run vLLM's own tests with and without the ledger
 docs: ## write the generated pages, boards and rules
 	$(READY) test
 	$(BIN)/python -m kvledger.audit.checks > docs/invariants.md
+	$(BIN)/python -m kvledger.audit.checks.figures_page docs/reconciliation.md
 	$(BIN)/python -m kvledger.audit.glossary > docs/glossary.md
 	$(BIN)/python -m kvledger.exporters.metrics.table > docs/metrics.md
 	$(BIN)/python -m kvledger.exporters.trace.tables > docs/tables.md

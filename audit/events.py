@@ -218,7 +218,8 @@ class Admitted(Event, frozen=True, array_like=True, tag=8):
 class LookupsCounted(Event, frozen=True, array_like=True, tag=9):
     """How much the engine's own lookup statistics rose during step ``step``.
 
-    Requests are lookups, queries and hits are tokens; -1: the engine does not count.
+    Requests are lookups, queries and hits are tokens; -1: the engine does not count. ``failed_*`` are the
+    local lookups of this step, as observed, that led to no admission.
     """
 
     step: int
@@ -228,6 +229,9 @@ class LookupsCounted(Event, frozen=True, array_like=True, tag=9):
     external_requests: int
     external_queries: int
     external_hits: int
+    failed_requests: int = 0
+    failed_queries: int = 0
+    failed_hits: int = 0
 
 
 # --- external tokens ------------------------------------------------------------------------------
@@ -319,6 +323,18 @@ class DeliveredWhole(Event, frozen=True, array_like=True, tag=40):
     sampled: bytes
 
 
+class DraftsCounted(Event, frozen=True, array_like=True, tag=45):
+    """What the engine's statistics of speculative decoding counted for the last output.
+
+    Emitted for a step with drafts that admitted a request, or whose output ended one. ``drafts`` are
+    verifications of one request each.
+    """
+
+    drafts: int
+    draft_tokens: int
+    accepted_tokens: int
+
+
 class Repeated(Event, frozen=True, array_like=True, tag=16):
     """The last step and the last output were repeated unchanged, ``times`` times, in this order."""
 
@@ -326,7 +342,11 @@ class Repeated(Event, frozen=True, array_like=True, tag=16):
 
 
 class Reported(Event, frozen=True, array_like=True, tag=17):
-    """The engine reported where a prompt came from (vLLM: ``prefill_stats``, since 0.20)."""
+    """The engine reported where a prompt came from (vLLM: ``prefill_stats``, since 0.20).
+
+    ``written_tokens``: prompt tokens that the engine claims to have computed and written to its prefix
+    cache; -1: it claims none.
+    """
 
     request: int
     prompt_tokens: int
@@ -334,6 +354,7 @@ class Reported(Event, frozen=True, array_like=True, tag=17):
     external_tokens: int
     computed_tokens: int
     cached_tokens: int
+    written_tokens: int = -1
 
 
 # --- preemption, sessions, the end ------------------------------------------------------------------
@@ -754,6 +775,7 @@ EmittedEvent = (
     | Stepped
     | Delivered
     | DeliveredWhole
+    | DraftsCounted
     | Repeated
     | Reported
     | Preempted

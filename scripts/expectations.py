@@ -50,6 +50,28 @@ class Known:
         )
 
 
+@dataclass(frozen=True)
+class Drift:
+    """A drift of a figure: the scenarios that must show it, in the releases that have it, and in no other.
+
+    Other scenarios of these releases may show it too; tests/engines/test_corpus.py names all of vLLM 0.32.
+    """
+
+    id: str
+    scenarios: tuple[str, ...]
+    first: str
+    last: str = "0.33.0"
+
+    def covers(self, release: str) -> bool:
+        """Whether the release has the drift; what LMCache runs with is not told apart."""
+        package, number = _number(release)
+        return bool(package) or _number(self.first)[1] <= number <= _number(self.last)[1]
+
+    def shows(self, scenario: str, release: str) -> bool:
+        """Whether the audit must find the drift in this scenario of this release."""
+        return scenario in self.scenarios and not _number(release)[0] and self.covers(release)
+
+
 def _number(release: str) -> tuple[str, tuple[int, ...]]:
     """The package, "" for vLLM, and its version."""
     package, _, version = release.partition("/")[0].removesuffix("-v0").rpartition("-")
@@ -148,6 +170,37 @@ REPORTS: tuple[Report, ...] = (
     ),
 )
 
+DRIFTS: tuple[Drift, ...] = (
+    Drift("metrics/prompt-missing", ("aborted_in_prefill", "abort_before_output_sync"), "0.16.0"),
+    Drift("metrics/session-chunk-missing", ("session_sync", "session_async"), "0.20.0"),
+    Drift("metrics/session-chunk-whole", ("session_sync",), "0.16.0", "0.19.1"),
+    Drift("metrics/full-hit-token-missing", ("full_external_hit",), "0.20.0"),
+    Drift("metrics/replay-missing", ("replayed_window_sync", "replayed_window_async"), "0.28.0"),
+    Drift(
+        "metrics/recomputed-prompt-missing",
+        ("preempted_in_prefill_sync", "preempted_in_prefill_async"),
+        "0.16.0",
+    ),
+    Drift("metrics/later-source-missing", ("asked_again_after_preemption",), "0.20.0"),
+    Drift("metrics/failed-hit-reported", ("local_hit_fails_sync",), "0.20.0"),
+    Drift("metrics/transfer-as-cached", ("handed_over_sync",), "0.16.0"),
+    Drift("metrics/cache-write-overstated", ("asked_again_after_preemption",), "0.26.0"),
+    Drift("metrics/chunks-in-one-step", ("chunked_prefill", "chunked_sync", "chunked_async"), "0.16.0"),
+    Drift("metrics/lookup-never-ran", ("aborted_in_remote_wait",), "0.16.0"),
+    Drift("metrics/lookup-load-failed", ("asynchronous_load_fails_in_part",), "0.16.0"),
+    Drift("metrics/lookup-resumed-missing", ("resumed_from_cache", "resumed_cold"), "0.16.0"),
+    Drift("metrics/lookup-exempt-counted", ("prompt_logprobs_sync", "prompt_logprobs_async"), "0.16.0"),
+    Drift(
+        "metrics/lookup-attempt-counted",
+        ("attempts_before_admission_sync", "attempts_before_admission_async"),
+        "0.16.0",
+        "0.26.0",
+    ),
+    Drift("metrics/drafts-past-stop", ("stop_within_drafts",), "0.9.1"),
+    Drift("metrics/padding-as-drafts", ("padded_decode_sync", "padded_decode_async"), "0.27.0"),
+    Drift("metrics/samples-counted-each", ("samples_of_one_request_sync",), "0.9.1"),
+)
+
 KNOWN: tuple[Known, ...] = (
     Known(
         "tokens/stale-lookup",
@@ -173,6 +226,7 @@ KNOWN: tuple[Known, ...] = (
             "load_failure_recomputed_in_chunks",
             "load_failure_sync_before_next_output",
             "load_failure_then_reset",
+            "local_hit_fails",
         ),
         "0.20.0",
         "0.33.0",
@@ -184,6 +238,7 @@ KNOWN: tuple[Known, ...] = (
             "load_failure_sync_async",
             "load_failure_sync_before_next_output",
             "load_failure_of_a_shared_block",
+            "local_hit_fails_async",
         ),
         "0.12.0",
         "0.33.0",

@@ -1,9 +1,9 @@
-"""The checks: a module for each family of invariants, and one for isolation.
+"""The checks: a module for each family of invariants, two for ``metrics``, and one for isolation.
 
 Importing this package, or any module in it, imports every check, which fills the catalogue of
 ``registry.py``.
 """
 
-from . import blocks, connector, isolation, requests, tokens
+from . import blocks, connector, isolation, lookup_drifts, prompt_drifts, requests, tokens
 
-__all__ = ["blocks", "connector", "isolation", "requests", "tokens"]
+__all__ = ["blocks", "connector", "isolation", "lookup_drifts", "prompt_drifts", "requests", "tokens"]

@@ -37,7 +37,7 @@ class KeptFinding:
         self.violation = violation
         """The violation as first found."""
         self.repeats = 0
-        """How often it was found again in the same request."""
+        """How often it was found again in the same request, or engine."""
         self.last_step = violation.step
         """The step in which it was found last."""
 
@@ -140,7 +140,7 @@ class Auditor:
             self.violating.add(account.request)
         if self._on_violation is not None:
             self._on_violation(row.id, entry.at, account)
-        key = (row.id, None if account is None else account.request)
+        key = (row.id, None if account is None or row.once else account.request)
         earlier = self._findings.get(key)
         if earlier is not None:
             earlier.repeats += 1

@@ -4,8 +4,8 @@ An invariant is a small pure function that takes a ledger entry and yields a :cl
 violation. Its docstring is its definition: the first paragraph says what must hold, the rest when it is
 violated. A witness holds figures; its sentence is rendered from the template beside the check.
 
-The checks are in ``tokens.py``, ``blocks.py`` and ``connector.py``, which register themselves here when
-they are imported. This module imports none of them.
+The checks are in ``tokens.py``, ``blocks.py``, ``connector.py``, ``prompt_drifts.py`` and
+``lookup_drifts.py``, which register themselves here when they are imported. This module imports none of them.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ VLLM_36533 = _vllm(36533)
 VLLM_36638 = _vllm(36638)
 VLLM_36752 = _vllm(36752, "pull")
 VLLM_36755 = _vllm(36755)
+VLLM_36812 = _vllm(36812)
 VLLM_37076 = _vllm(37076)
 VLLM_37460 = _vllm(37460, "pull")
 VLLM_39146 = _vllm(39146)
@@ -64,6 +65,8 @@ VLLM_43884 = _vllm(43884)
 VLLM_44250 = _vllm(44250)
 VLLM_44409 = _vllm(44409, "pull")
 VLLM_44701 = _vllm(44701)
+VLLM_46898 = _vllm(46898)
+VLLM_47136 = _vllm(47136)
 VLLM_48245 = _vllm(48245)
 VLLM_49250 = _vllm(49250)
 VLLM_57562 = _vllm(57562)
@@ -107,7 +110,8 @@ class Invariant(msgspec.Struct, frozen=True):
 
     ``on``: the types of subjects that it checks. ``message``: the sentence of a violation, with figures in
     braces. ``near_misses``: what looks like a violation and is not. ``must_hold`` and ``violated_when`` are
-    the two parts of its definition.
+    the two parts of its definition. ``once``: it is found once an engine, and the first request stands for
+    all; a rule by which the engine counts every such request needs no finding for each.
     """
 
     id: str
@@ -119,6 +123,7 @@ class Invariant(msgspec.Struct, frozen=True):
     must_hold: str
     violated_when: str
     check: Check
+    once: bool = False
 
     @property
     def family(self) -> str:
@@ -135,7 +140,8 @@ class Violation(msgspec.Struct, frozen=True):
 
     ``request`` and ``life`` are None if it concerns no single request. ``step`` and ``at`` (microseconds
     since the engine started) are those of the first time it was found. ``repeats`` counts how often it was
-    found again in the same request, the last time at ``last_step``.
+    found again, the last time at ``last_step``: in the same request, or in the same engine if the invariant
+    is found ``once`` an engine.
     """
 
     id: str
@@ -168,6 +174,7 @@ def invariant(
     severity: Severity = "violation",
     references: tuple[Reference, ...] = (),
     near_misses: tuple[str, ...] = (),
+    once: bool = False,
 ) -> Callable[[Check], Check]:
     """Register a check. It is called with the entries whose subject has one of the types ``on``."""
 
@@ -185,10 +192,31 @@ def invariant(
             must_hold=must_hold,
             violated_when=rest.strip(),
             check=check,
+            once=once,
         )
         return check
 
     return register
+
+
+def drift(
+    id: str,
+    *,
+    on: tuple[type, ...],
+    message: str,
+    near_misses: tuple[str, ...],
+    references: tuple[Reference, ...] = (),
+) -> Callable[[Check], Check]:
+    """Register a drift of the family ``metrics``, which is found once an engine."""
+    return invariant(
+        f"metrics/{id}",
+        on=on,
+        message=message,
+        severity="drift",
+        references=references,
+        near_misses=near_misses,
+        once=True,
+    )
 
 
 def catalogue() -> dict[str, Invariant]:

@@ -453,8 +453,8 @@ def _kept(subject: LookupKept) -> Iterator[Witness]:
 def lookup_counted_once(entry: Entry) -> Iterator[Witness]:
     """Each admission counts as one local and one external lookup, with that admission's figures.
 
-    Violated when the engine also counts attempts that failed (vLLM up to 0.26 counts each lookup), or does
-    not count an admission: the hit rate is wrong.
+    Violated when the engine counts an admission twice, not at all, or with other figures: the hit rate is
+    wrong. Attempts without an admission, and requests that may not read a cache, have drifts of their own.
     """
     subject = entry.subject
     assert isinstance(subject, ReportedLookups)

@@ -54,6 +54,7 @@ class Driver:
         priority: int = 0,
         transfer: Mapping[str, Any] | None = None,
         of_request: Mapping[str, Any] | None = None,
+        prompt_logprobs: bool = False,
     ) -> Any:
         """Add a request, or a further chunk of a session; returns vLLM's Request.
 
@@ -61,6 +62,7 @@ class Driver:
         first 64 of them from request "a", or from any token family of that name. With `stop_at` n, the
         n-th output token is the stop token. `transfer`: the `kv_transfer_params` that a router sends.
         `of_request`: further arguments of vLLM's Request, such as `cache_salt`.
+        With `prompt_logprobs` the request may not read a cache.
         """
         prompt = self.prompt(request_id, prompt_tokens, shares)
         self._added += 1
@@ -75,6 +77,7 @@ class Driver:
             arrival_seconds=float(self._added),
             transfer=transfer,
             of_request=of_request,
+            prompt_logprobs=prompt_logprobs,
         )
         if stop_at is not None:
             self.runner.stop_at[request_id] = stop_at

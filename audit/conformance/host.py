@@ -141,18 +141,23 @@ def build_request(
     arrival_seconds: float | None = None,
     transfer: Mapping[str, Any] | None = None,
     of_request: Mapping[str, Any] | None = None,
+    prompt_logprobs: bool = False,
 ) -> Any:
     """A real Request. Only the stop token ends it before `max_tokens`.
 
     `transfer`: its `kv_transfer_params`, passed as a client passes them. `of_request`: further arguments of
-    vLLM's Request.
+    vLLM's Request. With `prompt_logprobs` it may not read a cache.
     """
     from vllm.pooling_params import PoolingParams
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
 
     sampling = SamplingParams(
-        max_tokens=max_tokens, ignore_eos=True, stop_token_ids=[STOP_TOKEN], temperature=0.0
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        stop_token_ids=[STOP_TOKEN],
+        temperature=0.0,
+        prompt_logprobs=1 if prompt_logprobs else None,
     )
     if transfer is not None:
         sampling.extra_args = {"kv_transfer_params": dict(transfer)}

@@ -69,6 +69,8 @@ class Admissions:
         """The loads and saves of this step's connector metadata, not yet emitted."""
         self._promises: dict[str, tuple[int, list[int]]] = {}
         """External tokens promised in this step and the request's blocks, by request id."""
+        self.not_admitted = NOTHING
+        """Lookups, queried and hit tokens without an admission, in releases that count every attempt."""
         self._statistics: tuple[int, ...] | None = None
         """The engine's lookup statistics when the step began; None if no request waited."""
         self.defers_loads: bool = hasattr(self._scheduler, "deferred_loads")
@@ -315,7 +317,7 @@ class Admissions:
             and not getattr(scheduler, "defer_async_loads", False)
         ):
             external = tuple(map(sub, after[3:], before[3:]))
-        return ev.LookupsCounted(now, self._observer.step, *local, *external)
+        return ev.LookupsCounted(now, self._observer.step, *local, *external, *self.not_admitted)
 
 
 def _cache_statistics(stats: Any) -> tuple[int, int, int]:

@@ -26,7 +26,7 @@ class PromptReports:
         """Prompt tokens by request id, of living requests whose figures the engine has still to report."""
 
     def expect(self, request: Any) -> None:
-        """A request arrived, or lives already: its figures are due unless the engine has reported them.
+        """A request arrived, lives already, or got a further chunk: its figures are due unless reported.
 
         Figures of another engine are never due: they say nothing about this engine's account.
         """
@@ -76,8 +76,8 @@ class PromptReports:
                 most += 1
         return most
 
-    def _figures(self, output: Any) -> tuple[int, int, int, int, int] | None:
-        """Prompt, local, external, computed and cached tokens, if this request's output carries them."""
+    def _figures(self, output: Any) -> tuple[int, ...] | None:
+        """Prompt, local, external, computed, cached and written tokens, if the request's output has them."""
         figures = output.prefill_stats
         if figures is None:
             return None
@@ -87,4 +87,5 @@ class PromptReports:
             figures.num_external_cached_tokens,
             figures.num_computed_tokens,
             figures.num_cached_tokens,
+            getattr(figures, "num_cache_creation_tokens", -1),
         )

@@ -174,6 +174,8 @@ class Steps:
                 log.delivered(at, lengths, order, index, dropped, held or ())
         elif held:
             log.emit_all(held)
+        if not self._one_at_most and scheduler_output.scheduled_spec_decode_tokens:
+            self._emit_counted_drafts(result, scheduler_output)
         observer = self._observer
         observer.in_step = False
         if log.pool_calls and observer.pools is not None:
@@ -188,6 +190,16 @@ class Steps:
                 loads.finished(received)
         if observer.resync or not observer.step % AT_REST_STEPS:
             observer.at_rest()
+
+    def _emit_counted_drafts(self, result: Any, scheduler_output: Any) -> None:
+        """Emit ``DraftsCounted`` if the step admitted a request, or its output ended one."""
+        if not (self._lives.ended or scheduler_output.scheduled_new_reqs):
+            return
+        for outputs in result.values():
+            counted = getattr(outputs.scheduler_stats, "spec_decoding_stats", None)
+            if counted is not None:
+                figures = counted.num_drafts, counted.num_draft_tokens, counted.num_accepted_tokens
+                self._log.emit(ev.DraftsCounted(self._log.now(), *figures))
 
 
 def _traceparent(headers: Mapping[str, str]) -> str | None:

@@ -48,7 +48,7 @@ class PromptReports017(PromptReports):
         # A request that ends because its load failed is reported too.
         return super()._at_most(index, lengths, load_failures) + load_failures
 
-    def _figures(self, output: Any) -> tuple[int, int, int, int, int] | None:
+    def _figures(self, output: Any) -> tuple[int, ...] | None:
         prompt = self.due[output.request_id]
         counted = prompt_token_stats()
         counted.update_from_output(output.num_cached_tokens, output.num_external_computed_tokens, prompt)

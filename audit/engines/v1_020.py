@@ -5,7 +5,7 @@
   flag (0.20) or a number of outputs (0.22). kvledger sees this when the request's output has not grown.
 - Before 0.26 the engine does not count tokens in flight, and reports the last admission's hits.
 - The lookup's answer is the hit that is used, and the lookup statistics count it at once, also for an attempt
-  that leads to no admission. ``LookupsCounted`` has -1 for them.
+  that leads to no admission. ``LookupsCounted`` tells these attempts apart.
 - The end of a session's turn keeps the whole count, placeholders included.
 """
 
@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from .. import events as ev
 from ..hooks import Hook
-from .admissions import Admissions
+from .admissions import NOTHING, Admissions, Attempt
 from .engine_counts import EngineCounts020
 from .hook_tables import V1, amended, signature
 from .lives import Lives
@@ -36,10 +37,21 @@ HOOKS = amended(
 class Admissions020(Admissions):
     """Local lookups are counted at the lookup, external ones once an admission."""
 
-    COUNTED: ClassVar[tuple[str, ...]] = ("external",)
-
     def counts_lookups(self, request: Any) -> bool:
-        return True
+        exempt = getattr(request, "skip_reading_prefix_cache", False)
+        return bool(self._scheduler.kv_cache_manager.enable_caching and not exempt)
+
+    def _not_admitted(self, events: list[ev.Event], now: int, request_id: str, attempt: Attempt) -> None:
+        if attempt.looked_up >= 0 and self.counts_lookups(attempt.request):
+            attempts, queries, hits = self.not_admitted
+            queries += attempt.request.num_tokens
+            self.not_admitted = attempts + 1, queries, hits + attempt.looked_up
+        super()._not_admitted(events, now, request_id, attempt)
+
+    def lookups_counted(self, now: int, admitted: bool) -> ev.LookupsCounted | None:
+        counted = super().lookups_counted(now, admitted)
+        self.not_admitted = NOTHING
+        return counted
 
     def matched(self, _: None, result: Any, request: Any, num_computed_tokens: int) -> None:
         attempt = self.attempt(request)

@@ -54,6 +54,8 @@ class Life:
         "number",
         "pending_end",
         "pending_start",
+        "queried_external",
+        "queried_local",
         "ran",
         "rejected",
         "rolled_back",
@@ -75,6 +77,10 @@ class Life:
         """First promised position that is neither loaded nor lost."""
         self.pending_end = local + max(0, external)
         """End of the promised positions that are neither loaded nor lost."""
+        self.queried_local = 0
+        """Tokens that the engine's exported statistics should count as queried in its own cache; 0: none."""
+        self.queried_external = 0
+        """The same for the connector."""
         self.missing_blocks: list[int] = []
         """Promised blocks that no load filled, as far as known."""
         self.loaded = 0

@@ -14,6 +14,7 @@ from .account import Account
 from .execution import execute_before_hit
 from .life import Life
 from .loads import load, lose_external
+from .miscounts import counted_otherwise, cut_off, expect_queries, never_ran, sibling, unreported
 from .positions import LOCAL
 from .posting import (
     account_of,
@@ -41,6 +42,7 @@ def _request_added(state: LedgerState, event: ev.RequestAdded) -> None:
     account.traceparent = event.traceparent
     account.transferred = event.transferred
     state.blocks.identify(event.request, event.isolation)
+    sibling(state, account)
     enter(state, event, account)
 
 
@@ -87,7 +89,7 @@ def _admitted(state: LedgerState, event: ev.Admitted) -> None:
     elif promised < 0:
         # The engine used a negative match, so its count fell below the local hit.
         roll_back(state, account, account.computed, event.local_tokens, causes.NEGATIVE_MATCH)
-    _expect_lookup(state, account, event)
+    _expect_lookup(state, account, life, event)
     enter(state, event, account)
     enter_reported(state, account, "admitted", event.computed_tokens)
 
@@ -116,11 +118,13 @@ def withdraw_hit(state: LedgerState, request: int, start: int, end: int) -> None
         add_line(state, account, f"invalid hit: {tokens} tokens have no valid KV")
 
 
-def _expect_lookup(state: LedgerState, account: Account, event: ev.Admitted) -> None:
+def _expect_lookup(state: LedgerState, account: Account, life: Life, event: ev.Admitted) -> None:
     """Count the lookups that the engine's statistics should show for this admission."""
     if account.unknown is not None:
         state.lookups_unsure = True
     local, external = state.expected_local, state.expected_external
+    if state.prefix_caching and not event.counted:
+        external = state.exempt_external
     if event.counted:
         local[0] += 1
         local[1] += account.sequence_tokens
@@ -130,6 +134,7 @@ def _expect_lookup(state: LedgerState, account: Account, event: ev.Admitted) -> 
         external[0] += 1
         external[1] += queries
         external[2] += event.external_tokens
+    expect_queries(state, account, life, event, queries)
 
 
 def _queried_from(account: Account, event: ev.Admitted) -> int:
@@ -148,14 +153,20 @@ def _lookups_counted(state: LedgerState, event: ev.LookupsCounted) -> None:
         ("local", event.local_requests, event.local_queries, event.local_hits),
         ("external", event.external_requests, event.external_queries, event.external_hits),
     )
-    expected = {"local": state.expected_local, "external": state.expected_external}
+    failed = (event.failed_requests, event.failed_queries, event.failed_hits)
+    expected = {
+        "local": (state.expected_local, failed),
+        "external": (state.expected_external, tuple(state.exempt_external)),
+    }
+    state.counts_local, state.counts_external = event.local_requests >= 0, event.external_requests >= 0
     for source, requests, queries, hits in reported:
         if requests >= 0 and not state.lookups_unsure:
-            own = expected[source]
+            own = counted_otherwise(state, source, (requests, queries, hits), *expected[source])
             subject = ReportedLookups(requests, queries, hits, own[0], own[1], own[2], source)
             state.entries.append(Entry(state.number, event.step, state.at, subject, None))
     state.expected_local = [0, 0, 0]
     state.expected_external = [0, 0, 0]
+    state.exempt_external = [0, 0, 0]
     state.lookups_unsure = state.lost_track is not None
 
 
@@ -203,6 +214,8 @@ def end_life(state: LedgerState, account: Account, cause: str) -> None:
         lost_by = causes.EXTERNAL_LOSS_AT_END.get(cause, causes.LOST)
         lose_external(state, account, life, life.pending_start, life.pending_end, lost_by)
         life.pending_start = life.pending_end
+    if not life.ran:
+        never_ran(state, account, life)
     life.discarded = account.computed
     life.ended_at, life.ended_by = state.at, cause
     if account.computed:
@@ -217,6 +230,7 @@ def _extended(state: LedgerState, event: ev.Extended) -> None:
     enter_reported(state, account, "extended", event.computed_tokens)
     if account.incomplete and not account.settled:
         settle(state, account)
+    unreported(state, account)
     account.positions.truncate(event.computed_tokens)
     account.carried = event.computed_tokens
     account.prompt_tokens = account.sequence_tokens = event.prompt_tokens
@@ -251,6 +265,8 @@ def _finished(state: LedgerState, event: ev.Finished) -> None:
     end_life(state, account, causes.FINISHED)
     if not account.settled:
         settle(state, account)
+    unreported(state, account)
+    cut_off(state, account, event.sequence_tokens)
     enter(state, event, account)
     close_account(state, event.request, account)
 

@@ -12,6 +12,7 @@ from .. import causes
 from .. import events as ev
 from .account import Account
 from .life import Life
+from .miscounts import load_failed
 from .positions import EXTERNAL
 from .posting import account_of, add_line, enter, enter_reported, find_account, roll_back
 from .state import LedgerState
@@ -169,6 +170,8 @@ def lose_external(
         state.blocks.lost(account.request, start, end, cause)
     add_line(state, account, f"{tokens} external tokens failed or cancelled: {causes.external_loss(cause)}")
     blocks = life.missing_blocks if by_worker or cause == causes.NOT_PLANNED else []
+    if cause == causes.FAILED:
+        load_failed(state, account, life, tokens)
     subject = ExternalTokensLost(tokens, cause, start, blocks, by_worker)
     state.entries.append(Entry(state.number, state.step, state.at, subject, account))
 

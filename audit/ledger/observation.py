@@ -27,6 +27,7 @@ def _engine_started(state: LedgerState, event: ev.EngineStarted) -> None:
             forget(state, causes.BEGAN_BEFORE)
         state.engine = event
         state.reported_admission = str(event.configuration.get("figures"))
+        state.prefix_caching = event.configuration.get("prefix_caching") is not False
         beside = event.configuration.get("sampled_beside_drafts")
         state.sampled_beside_drafts = 0 if beside == 0 else 1  # 0: diffusion
     enter(state, event)

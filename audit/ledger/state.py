@@ -81,10 +81,23 @@ class LedgerState:
         self.sampled_beside_drafts = 1
         """Tokens that the engine samples beside accepted drafts; 0 for a diffusion model."""
 
+        self.output_drafts = (0, 0, 0)
+        """Draft tokens of the last output: proposed, padding, and accepted of both."""
+        self.cut_drafts = 0
+        """Accepted draft tokens of the last output that lay beyond a stop."""
+
         self.expected_local = [0, 0, 0]
         """Local cache lookups, queried tokens and hit tokens that the engine should count for this step."""
         self.expected_external = [0, 0, 0]
         """Connector lookups, queried and hit tokens that the engine should count for this step."""
+        self.exempt_external = [0, 0, 0]
+        """The same of this step's admissions that may not read a cache, so that no lookup should count."""
+        self.counts_local = False
+        """Whether the engine counts the lookups of its own cache."""
+        self.counts_external = False
+        """Whether the engine counts the lookups of the connector."""
+        self.prefix_caching = True
+        """Whether the engine has a prefix cache of its own."""
         self.lookups_unsure = False
         """Whether the expected lookup counts of this step may be incomplete."""
         self.reported_admission = "first"

@@ -15,6 +15,7 @@ from .account import Account
 from .execution import execute, execute_invalid
 from .life import InFlight, Life
 from .loads import resolve
+from .miscounts import NO_DRAFTS, count_drafts, drafts_counted
 from .posting import (
     account_of,
     add_line,
@@ -123,6 +124,7 @@ def _deliver(state: LedgerState, ignored: frozenset[int]) -> None:
     if not state.undelivered:
         return
     state.delivered_steps += 1
+    state.output_drafts, state.cut_drafts = NO_DRAFTS, 0
     newly_steady: list[Account] = []
     for request, (account, _, _) in state.undelivered.popleft().items():
         if account.steady_scheduled >= 0 or not account.in_flight:
@@ -159,6 +161,8 @@ def _deliver(state: LedgerState, ignored: frozenset[int]) -> None:
 def _reject(state: LedgerState, account: Account, flight: InFlight, rejected: int, accepted: bool) -> int:
     """Post rejected draft tokens; return how many."""
     account.drafted = True
+    if accepted:
+        count_drafts(state, flight, max(0, account.sampled - state.sampled_beside_drafts))
     if rejected <= 0:
         return 0
     account.rejected += rejected
@@ -224,5 +228,6 @@ STEPS: dict[type[ev.Event], Callable[[LedgerState, Any], None]] = {
     ev.Delivered: _delivered,
     ev.DeliveredWhole: _delivered_whole,
     ev.Repeated: _repeated,
+    ev.DraftsCounted: drafts_counted,
 }
 """Postings by event."""

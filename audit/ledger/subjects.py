@@ -115,6 +115,57 @@ class ReportedLookups(NamedTuple):
     source: str
 
 
+class MiscountedLookups(NamedTuple):
+    """Lookups of one cache that the engine's statistics count by another rule than an admission that ran.
+
+    ``why``: ``never_ran`` (the admitted request ended, or lost its blocks, before it ran), ``load_failed``
+    (``hits`` failed to load), ``resumed`` (counted apart, and not exported), ``exempt`` (the request may not
+    read a cache) or ``attempts`` (no admission followed). ``source``: ``local`` or ``external``.
+    """
+
+    why: str
+    source: str
+    requests: int
+    queries: int
+    hits: int
+
+
+class PromptUnreported(NamedTuple):
+    """Prompt tokens with KV that the engine never reported.
+
+    ``session``: they are a later chunk of a session; else the request ended before its first output.
+    """
+
+    tokens: int
+    session: bool
+
+
+class CountedDrafts(NamedTuple):
+    """Draft tokens of one output as the engine counted them, beside what became of them.
+
+    ``padding`` are draft tokens of requests in their first step of a life, which nobody can have proposed.
+    ``cut`` of the ``accepted`` ones lay beyond a stop and are no output.
+    """
+
+    step: int
+    counted_tokens: int
+    counted_accepted: int
+    proposed: int
+    padding: int
+    accepted: int
+    cut: int
+
+
+class SiblingAdded(NamedTuple):
+    """A further sample of a client's request (``n`` > 1) was added: a request of its own to the engine.
+
+    ``client_request`` is the id that all samples share, ``sample`` counts them from 0.
+    """
+
+    client_request: str
+    sample: int
+
+
 class Entry(msgspec.Struct, frozen=True, gc=False):
     """One subject, and its account as it stood right after posting.
 
@@ -135,6 +186,10 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
         | Unpromised
         | Unsaved
         | ReportedLookups
+        | MiscountedLookups
+        | PromptUnreported
+        | CountedDrafts
+        | SiblingAdded
         | Settlement
         | Subject
     )

@@ -115,6 +115,8 @@ class MetricsState(msgspec.Struct):
     """Most preemptions of one such request."""
     largest_prompt: int = 0
     """Tokens of the largest prompt that the engine reported."""
+    exempts: bool = True
+    """Whether the engine has a prefix cache, so that a request without a local lookup may read no cache."""
     cached_share: Distribution = msgspec.field(default_factory=lambda: Distribution.over(SHARES))
     rework_share: Distribution = msgspec.field(default_factory=lambda: Distribution.over(REWORK))
     preempted: Distribution = msgspec.field(default_factory=lambda: Distribution.over(TIMES))
@@ -129,6 +131,7 @@ class MetricsState(msgspec.Struct):
     def started(self, event: ev.EngineStarted, _: Open) -> None:
         """Take the engine's clock; an EngineStarted begins every segment."""
         self.clock_seconds = event.wall_seconds - event.at / 1e6
+        self.exempts = event.configuration.get("prefix_caching") is not False
         if not self.created_seconds:
             self.created_seconds = event.wall_seconds
 
@@ -156,7 +159,7 @@ class MetricsState(msgspec.Struct):
             return
         local, sequence = event.local_tokens, account.sequence_tokens
         lookups = {"local": (1, sequence, local)} if event.counted else {}
-        if sequence != local:
+        if sequence != local and (event.counted or not self.exempts):
             lookups["external"] = (1, sequence - local, event.external_tokens)
         for cache, figures in lookups.items():
             self.admitted[cache].add(*figures)

@@ -234,11 +234,14 @@ def external(external: ExternalData) -> Group | None:
 def findings(
     rows: Sequence[FindingData], most: int = SHOWN_FINDINGS, rest: str = "in the JSON"
 ) -> Group | None:
-    """Findings by invariant, a sentence each; ``most`` per invariant, and ``rest`` says where more are."""
+    """Findings by invariant, violations first, a sentence each; ``most`` per invariant.
+
+    ``rest`` says where more are.
+    """
     if not rows:
         return None
     by_id: dict[str, list[FindingData]] = {}
-    for finding in rows:
+    for finding in sorted(rows, key=lambda finding: finding.severity == "drift"):
         by_id.setdefault(finding.id, []).append(finding)
     parts: list[RenderableType] = [title("Findings")]
     for id, group in by_id.items():

@@ -43,5 +43,12 @@ def audited(events: list[Event]) -> Auditor:
 
 
 def findings(auditor: Auditor) -> set[tuple[str, str | None]]:
-    """Invariant and request of every finding, drift included."""
-    return {(violation.id, violation.request) for violation in auditor.violations}
+    """Invariant and request of every finding, without the drifts of :func:`drifts`."""
+    found = {(violation.id, violation.request) for violation in auditor.violations}
+    return {(id, request) for id, request in found if not id.startswith("metrics/")}
+
+
+def drifts(auditor: Auditor) -> set[str]:
+    """The drifts of figures, which are found once an engine, without their family."""
+    ids = {violation.id for violation in auditor.violations}
+    return {id.removeprefix("metrics/") for id in ids if id.startswith("metrics/")}

@@ -11,7 +11,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.engines.conftest import Recorded
-from tests.engines.observed import audited, findings, observe
+from tests.engines.known_drifts import DRIFTS
+from tests.engines.observed import audited, drifts, findings, observe
 from tests.histories import GOLDEN
 from tests.scenarios.corpus import HISTORIES, SCENARIOS
 from tests.scenarios.driving import Attach, start
@@ -35,6 +36,8 @@ KNOWN_FINDINGS: dict[str, set[tuple[str, str]]] = {
     "load_failure_then_reset": {FAILED_LOAD_COUNTED},
     "load_failure_async_partial_sync": {FAILED_LOAD_COUNTED},
     "load_failure_async_partial_async": {FAILED_LOAD_COUNTED},
+    "local_hit_fails_sync": {FAILED_LOAD_COUNTED},
+    "local_hit_fails_async": {FAILED_LOAD_COUNTED, PLACEHOLDER_LEAK},
 }
 
 
@@ -43,6 +46,7 @@ def test_a_scenario_balances_and_has_only_known_findings(name: str, recorded: Re
     auditor = audited(recorded(name))
 
     assert KNOWN_FINDINGS.get(name, set()) == findings(auditor)
+    assert {drift for drift, scenarios in DRIFTS.items() if name in scenarios} == drifts(auditor)
     assert [] == auditor.doubts
     assert {} == auditor.ledger.open
     for account in auditor.ledger.accounts():

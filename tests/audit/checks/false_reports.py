@@ -7,6 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from kvledger.audit.checks.auditor import Auditor
+from kvledger.audit.checks.registry import Violation
 from kvledger.audit.events import Delivered, EngineStarted, Event, Reported, Stepped
 
 
@@ -23,8 +24,22 @@ def audited(stream: list[Event], **configuration: str | int | bool) -> Auditor:
 
 
 def violation_ids(stream: list[Event], **configuration: str | int | bool) -> list[str]:
-    """The ids of the violations in a stream, in the order in which the auditor found them."""
-    return [violation.id for violation in audited(stream, **configuration).violations]
+    """The ids of the findings in a stream, in the order in which the auditor found them.
+
+    Without the drifts of figures: see :func:`drift_ids`.
+    """
+    return [violation.id for violation in without_drifts(audited(stream, **configuration))]
+
+
+def without_drifts(auditor: Auditor) -> list[Violation]:
+    """The findings of an auditor, without the drifts of figures."""
+    return [violation for violation in auditor.violations if not violation.id.startswith("metrics/")]
+
+
+def drift_ids(stream: list[Event], **configuration: str | int | bool) -> list[str]:
+    """The ids of the drifts of figures in a stream, in the order in which the auditor found them."""
+    ids = [violation.id for violation in audited(stream, **configuration).violations]
+    return [id for id in ids if id.startswith("metrics/")]
 
 
 def index_of(stream: list[Event], kind: type[Event], nth: int = 0) -> int:

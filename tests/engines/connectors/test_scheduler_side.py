@@ -89,7 +89,9 @@ def test_a_connector_that_is_handed_blocks_of_a_failed_load_is_found(cuts_off: b
     _, events = observe(scenario)
     auditor = audited(events)
 
-    assert (set() if cuts_off else {"connector/handed-over"}) == {v.id for v in auditor.violations}
+    assert (set() if cuts_off else {"connector/handed-over"}) == {
+        v.id for v in auditor.violations if v.severity == "violation"
+    }
 
 
 def test_each_child_of_a_multi_connector_is_observed(tmp_path: Path) -> None:
@@ -169,7 +171,8 @@ def test_real_lmcache_of_the_matrix(release: str, scenario: str, found: set[str]
         [*releases, "run", release, "--", *run], capture_output=True, text=True, timeout=300
     )
 
-    assert found == {id for id, _ in json.loads(done.stdout.splitlines()[-1])["findings"]}
+    ids = {id for id, _ in json.loads(done.stdout.splitlines()[-1])["findings"]}
+    assert found == {id for id in ids if not id.startswith("metrics/")}
 
 
 @pytest.mark.parametrize(

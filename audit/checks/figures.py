@@ -1,0 +1,399 @@
+"""Every figure about tokens that an engine exports or hands its client: its definition, and what is counted.
+
+A definition says what the figure counts from first principles: once a request, an admission, a position or a
+step. A deviation says what releases count instead, as read in their sources, and which invariant finds it. No
+definition is taken from the code that counts.
+
+Examined: vLLM 0.9.1, 0.9.2, 0.18.1, 0.19.1, 0.20.0, 0.23.0, 0.24.0, 0.27.1, 0.32.0 and 0.33.0, and 0.16 and
+0.17 in part. ``figures_page.py`` makes the tables of docs/reconciliation.md.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Deviation(NamedTuple):
+    """What some releases count instead.
+
+    ``finds``: the invariant that finds it; "" where only vLLM's front end knows, which is not observed.
+    """
+
+    releases: str
+    counts: str
+    finds: str = ""
+
+
+class Compared(NamedTuple):
+    """A counter that the sidecar compares: its label ``figure``, the ledger's figure, since which release.
+
+    ``source`` is the counter's label of that name; "" for a counter without it.
+    """
+
+    figure: str
+    counter: str
+    source: str
+    ledger: str
+    since: str
+
+
+class Figure(NamedTuple):
+    """One figure, or several that are counted alike. A name may end in ``*``.
+
+    ``each``: what it counts one by one. ``compared``: the counters that the sidecar compares.
+    """
+
+    names: tuple[str, ...]
+    each: str
+    definition: str
+    deviations: tuple[Deviation, ...] = ()
+    compared: tuple[Compared, ...] = ()
+
+
+EARLY_END = Deviation(
+    "0.16 and later",
+    "nothing of a request that ends before its first output",
+    "metrics/prompt-missing",
+)
+LATER_CHUNK = Deviation(
+    "0.20 and later", "nothing of the later chunks of a session", "metrics/session-chunk-missing"
+)
+WHOLE_CHUNK = Deviation(
+    "up to 0.19",
+    "with each chunk of a session, the whole sequence so far",
+    "metrics/session-chunk-whole",
+)
+EACH_SAMPLE = Deviation("all", "with `n` > 1, the prompt once a sample", "metrics/samples-counted-each")
+ONE_ADMISSION = Deviation(
+    "0.16 and later",
+    "the split of one admission (in 0.20 to 0.25 the last before the first output, else the first), also for "
+    "positions whose KV came from another",
+    "metrics/later-source-missing",
+)
+MIXED = Deviation(
+    "0.16 to 0.19",
+    "cached tokens of the first admission and external tokens of the last",
+    "tokens/set-once",
+)
+FAILED_EXTERNAL = Deviation(
+    "0.20 and later", "external tokens that failed to load, as external", "connector/failed-load-counted"
+)
+FAILED_LOCAL = Deviation(
+    "0.16 and later",
+    "local hits that a failed load made invalid, as local",
+    "metrics/failed-hit-reported",
+)
+HANDED_OVER = Deviation(
+    "0.16 and later",
+    "tokens that a prefill engine computed and handed over, as cached",
+    "metrics/transfer-as-cached",
+)
+WORK_LEFT_OUT = (
+    Deviation(
+        "0.20 and later",
+        "no token of a full external hit, though the last is executed again",
+        "metrics/full-hit-token-missing",
+    ),
+    Deviation("0.32 and later", "a replayed window as cached only", "metrics/replay-missing"),
+    Deviation(
+        "0.16 and later",
+        "each token once, though a preemption in mid-prefill or a failed load had it computed twice",
+        "metrics/recomputed-prompt-missing",
+    ),
+)
+NEVER_RAN = Deviation(
+    "0.16 and later (external), 0.27 and later (local)",
+    "an admission whose request ended, or was looked up again, before it ran",
+    "metrics/lookup-never-ran",
+)
+RESUMED_APART = Deviation(
+    "0.16 and later",
+    "lookups after a preemption, apart (`preempted_*`); no logger exports them",
+    "metrics/lookup-resumed-missing",
+)
+FAILED_HIT = Deviation(
+    "0.16 and later", "hits that failed to load, under every failure policy", "metrics/lookup-load-failed"
+)
+CUT_DRAFTS = Deviation("all", "accepted drafts that a stop before them cut off", "metrics/drafts-past-stop")
+PADDING = Deviation(
+    "0.27 and later",
+    "padding of a decode of one token, as drafts that were rejected",
+    "metrics/padding-as-drafts",
+)
+PAST_STOP_STRING = Deviation(
+    "all", "tokens of the same step after a stop string; since 0.32 `usage` leaves them out"
+)
+
+_LOOKUPS = "lookups of every admission"
+
+FIGURES: tuple[Figure, ...] = (
+    Figure(
+        ("vllm:prompt_tokens", "vllm:request_prompt_tokens", "prefill_stats.num_prompt_tokens"),
+        "request",
+        "The tokens of the client's prompt: once, when the prompt has been processed or the request ends. Of "
+        "a session, those of each chunk.",
+        (EARLY_END, LATER_CHUNK, WHOLE_CHUNK, EACH_SAMPLE),
+        (
+            Compared(
+                "prompt_tokens",
+                "vllm:prompt_tokens_total",
+                "",
+                "settled prompt tokens of ended requests",
+                "0.20",
+            ),
+        ),
+    ),
+    Figure(
+        (
+            "vllm:prompt_tokens_by_source",
+            "prefill_stats.num_local_cached_tokens",
+            "prefill_stats.num_external_cached_tokens",
+        ),
+        "position",
+        "Where the KV of each prompt token first came from, whichever admission brought it: the prefix "
+        "cache, the connector (loaded, not promised) or a computation. The sources sum to the prompt.",
+        (ONE_ADMISSION, MIXED, FAILED_EXTERNAL, FAILED_LOCAL, EARLY_END, LATER_CHUNK),
+        tuple(
+            Compared(
+                figure, "vllm:prompt_tokens_by_source_total", source, "settled, from this source", "0.20"
+            )
+            for figure, source in (
+                ("local_tokens", "local_cache_hit"),
+                ("external_tokens", "external_kv_transfer"),
+                ("computed_tokens", "local_compute"),
+            )
+        ),
+    ),
+    Figure(
+        ("vllm:prompt_tokens_cached", "prefill_stats.num_cached_tokens"),
+        "position",
+        "Prompt tokens whose KV came from the prefix cache or from a store. A handover from a prefill engine "
+        "is a transfer and no cache hit.",
+        (HANDED_OVER, ONE_ADMISSION, FAILED_EXTERNAL, FAILED_LOCAL, EARLY_END),
+        (
+            Compared(
+                "cached_tokens",
+                "vllm:prompt_tokens_cached_total",
+                "",
+                "settled local and external together",
+                "0.20",
+            ),
+        ),
+    ),
+    Figure(
+        (
+            "prefill_stats.num_computed_tokens",
+            "vllm:request_prefill_kv_computed_tokens",
+            "vllm:prompt_tokens_recomputed",
+        ),
+        "executed position",
+        "Prompt tokens that the engine executed before the first output, each as often as it was executed.",
+        (
+            *WORK_LEFT_OUT,
+            Deviation(
+                "0.32 and later",
+                "in the histogram of a decode engine, the prompt without the prefill engine's hits",
+            ),
+        ),
+    ),
+    Figure(
+        ("prefill_stats.num_cache_creation_tokens", "usage.prompt_tokens_details.created_cache_tokens"),
+        "position",
+        "Prompt tokens that the request computed and wrote to the prefix cache.",
+        (
+            Deviation(
+                "0.26 and later",
+                "what is cached at the first output, without the hits of the first admission",
+                "metrics/cache-write-overstated",
+            ),
+            Deviation("0.26 and later", "less by the external tokens that failed to load and were computed"),
+        ),
+    ),
+    Figure(
+        ("vllm:iteration_tokens_total",),
+        "step",
+        "The prompt and output tokens that the step executed.",
+        (
+            Deviation(
+                "all",
+                "a prompt in the step of its first output; up to 0.20 its cached tokens too",
+                "metrics/chunks-in-one-step",
+            ),
+        ),
+    ),
+    Figure(
+        ("vllm:prefix_cache_queries", "vllm:prefix_cache_hits", "vllm:gpu_prefix_cache_*"),
+        "admission",
+        "At each admission that runs: the tokens of the sequence, and those that the engine's cache had.",
+        (
+            Deviation(
+                "up to 0.26",
+                "every lookup, also without an admission",
+                "metrics/lookup-attempt-counted",
+            ),
+            NEVER_RAN,
+            RESUMED_APART,
+            EACH_SAMPLE,
+        ),
+        (
+            Compared("local_queried_tokens", "vllm:prefix_cache_queries_total", "", _LOOKUPS, "0.27"),
+            Compared("local_hit_tokens", "vllm:prefix_cache_hits_total", "", _LOOKUPS, "0.27"),
+        ),
+    ),
+    Figure(
+        ("vllm:external_prefix_cache_queries", "vllm:external_prefix_cache_hits"),
+        "admission",
+        "At each admission that runs and may read a cache: the tokens beyond the local hit, and those that "
+        "the connector loaded.",
+        (
+            Deviation(
+                "0.18 and later",
+                "requests that may not read a cache, as those with `prompt_logprobs`; up to 0.27 also their "
+                "hits",
+                "metrics/lookup-exempt-counted",
+            ),
+            FAILED_HIT,
+            HANDED_OVER,
+            NEVER_RAN,
+            RESUMED_APART,
+            Deviation("0.11 to 0.15", "requests when they begin to run, with the whole sequence"),
+        ),
+        (
+            Compared(
+                "external_queried_tokens",
+                "vllm:external_prefix_cache_queries_total",
+                "",
+                "the same for the connector",
+                "0.16",
+            ),
+            Compared(
+                "external_hit_tokens",
+                "vllm:external_prefix_cache_hits_total",
+                "",
+                "the same for the connector",
+                "0.16",
+            ),
+        ),
+    ),
+    Figure(
+        ("vllm:prompt_tokens_cached_by_source",),
+        "position",
+        "Cached prompt tokens by the tier that held their KV.",
+        (NEVER_RAN, FAILED_HIT, RESUMED_APART),
+    ),
+    Figure(
+        ("vllm:generation_tokens", "vllm:request_generation_tokens", "usage.completion_tokens"),
+        "output token",
+        "The tokens that the client gets.",
+        (PAST_STOP_STRING,),
+    ),
+    Figure(
+        ("vllm:request_max_num_generation_tokens",),
+        "client's request",
+        "The output tokens of its longest sample.",
+        (PAST_STOP_STRING,),
+    ),
+    Figure(
+        ("vllm:request_params_max_tokens",),
+        "request",
+        "The limit that the client set.",
+        (EACH_SAMPLE,),
+    ),
+    Figure(
+        ("usage.prompt_tokens",),
+        "client's request",
+        "The tokens of its prompt, or of its prompts.",
+    ),
+    Figure(
+        ("usage.prompt_tokens_details.cached_tokens",),
+        "client's request",
+        "The tokens of all its prompts whose KV came from a cache, for every sample that read it.",
+        (
+            Deviation("all", "with `n` > 1, one sample's tokens", "metrics/samples-counted-each"),
+            Deviation("all", "with several prompts in a call, one prompt's tokens"),
+            Deviation(
+                "up to 0.27",
+                "on a decode engine, the tokens handed over: nearly the whole prompt",
+                "metrics/transfer-as-cached",
+            ),
+            Deviation(
+                "0.32 and later", "on a decode engine, the prefill engine's cached tokens, if it tells"
+            ),
+            ONE_ADMISSION,
+            FAILED_EXTERNAL,
+        ),
+    ),
+    Figure(
+        ("vllm:spec_decode_num_drafts",),
+        "verified draft",
+        "How often the model verified draft tokens of a request.",
+        (PADDING,),
+    ),
+    Figure(
+        ("vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_draft_tokens_per_pos"),
+        "draft token",
+        "The tokens that a drafter proposed and the model verified.",
+        (PADDING, Deviation("0.18 and later", "without those that a grammar forbids")),
+    ),
+    Figure(
+        (
+            "vllm:spec_decode_num_accepted_tokens",
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "metrics.speculative_decoding",
+        ),
+        "draft token",
+        "The draft tokens that became output.",
+        (CUT_DRAFTS,),
+    ),
+    Figure(
+        ("vllm:diffusion_*",),
+        "denoising step",
+        "Steps, canvas positions and committed tokens of a diffusion model.",
+    ),
+    Figure(
+        (
+            "vllm:nixl_*",
+            "vllm:mooncake_*",
+            "vllm:umbp_*",
+            "vllm:hf3fs_*",
+            "vllm:hisparse_*",
+            "vllm:kv_offload_*",
+            "vllm:simple_kv_offload_*",
+        ),
+        "transfer",
+        "Bytes, descriptors, keys or blocks of the KV transferred, their time, and the failed transfers.",
+        (Deviation("all", "by the connector itself, in its own units; the journal has tokens and blocks"),),
+    ),
+    Figure(
+        ("vllm:mm_cache_queries", "vllm:mm_cache_hits"),
+        "multimodal item",
+        "Items looked up in the processor's cache, and found. They are no KV.",
+    ),
+    Figure(
+        ("vllm:num_preemptions", "vllm:request_num_preemptions"),
+        "preemption",
+        "Preemptions, when they happen.",
+        (
+            Deviation(
+                "all", "with the request's next output; a request that ends before then counts none of them"
+            ),
+        ),
+        (
+            Compared(
+                "preemptions",
+                "vllm:num_preemptions_total",
+                "",
+                "preemptions, counted as they happen",
+                "0.9",
+            ),
+        ),
+    ),
+    Figure(
+        ("vllm:request_success",),
+        "client's request",
+        "Requests that ended, by reason.",
+        (EACH_SAMPLE, Deviation("all", "not those whose client had gone when the last output came")),
+        (Compared("requests", "vllm:request_success_total", "", "ended requests", "0.9"),),
+    ),
+)
+"""Every figure, in the order of the page."""

@@ -1,0 +1,65 @@
+"""The table of figures: complete for the installed vLLM, and in step with the drifts and the sidecar."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+from kvledger.audit.analysis.reconciliation import FIGURES as COMPARED
+from kvledger.audit.checks.figures import FIGURES
+from kvledger.audit.checks.figures_page import replaced
+from kvledger.audit.checks.registry import catalogue
+from kvledger.exporters.sidecar.scrape_engine import COUNTERS, ENDED
+
+PAGE = Path(__file__).parents[3] / "docs/reconciliation.md"
+NAMES = [name for figure in FIGURES for name in figure.names]
+FOUND = {row.finds for figure in FIGURES for row in figure.deviations if row.finds}
+ABOUT_TOKENS = re.compile(r"tokens|cache_(hits|queries)|draft|_(bytes|transfer|load|save|store|offload|xfer)")
+ABOUT_TIME_OR_BLOCKS = re.compile(r"seconds|perc|_time|flops|per_gpu|websocket|info$|pages|lora")
+
+
+def test_the_page_is_up_to_date():
+    assert PAGE.read_text() == replaced(PAGE.read_text()), (
+        "python -m kvledger.audit.checks.figures_page docs/reconciliation.md"
+    )
+
+
+def test_every_drift_is_a_deviation_in_the_table():
+    drifts = {row.id for row in catalogue().values() if row.severity == "drift"}
+
+    assert drifts == {id for id in FOUND if catalogue()[id].severity == "drift"}
+
+
+def test_every_deviation_names_an_invariant():
+    assert FOUND <= catalogue().keys()
+
+
+def test_no_figure_stands_in_the_table_twice():
+    assert len(NAMES) == len(set(NAMES))
+
+
+def test_the_compared_counters_are_those_of_the_sidecar():
+    rows = [row for figure in FIGURES for row in figure.compared]
+
+    assert set(COMPARED) == {row.figure for row in rows}
+    assert COUNTERS == {(row.counter, row.source): row.figure for row in rows if row.counter != ENDED}
+    assert ["requests"] == [row.figure for row in rows if row.counter == ENDED]
+
+
+def test_every_figure_about_tokens_of_the_installed_vllm_is_in_the_table():
+    vllm = importlib.util.find_spec("vllm")
+    if vllm is None or vllm.origin is None:
+        pytest.skip("no vLLM is installed")
+    exported: set[str] = set()
+    for path in Path(vllm.origin).parent.rglob("*.py"):
+        text = path.read_text()
+        if '"vllm:' in text:
+            exported.update(re.findall(r'"(vllm:[a-z_0-9]+)"', text))
+    about = {name for name in exported if ABOUT_TOKENS.search(name) and not ABOUT_TIME_OR_BLOCKS.search(name)}
+
+    assert len(about) > 10
+    assert set() == {name for name in about if not any(fnmatch(name, pattern) for pattern in NAMES)}
