@@ -246,10 +246,22 @@ KNOWN: tuple[Known, ...] = (
     ),
     Known(
         "tokens/set-once",
-        ("load_failure_sync", "load_failure_recomputed_in_chunks", "load_failure_then_reset"),
+        (
+            "load_failure_sync",
+            "load_failure_recomputed_in_chunks",
+            "load_failure_then_reset",
+            "load_failure_of_a_shared_block",
+        ),
         "0.17.0",
         "0.19.1",
         "external tokens that failed to load are counted as local hits",
+    ),
+    Known(
+        "tokens/negative",
+        ("load_failure_of_a_shared_block",),
+        "0.17.0",
+        "0.19.1",
+        "tokens that a failed load takes away are subtracted from the external figure, which had none",
     ),
     Known(
         "tokens/set-once",
