@@ -449,7 +449,8 @@ class Engine:
         """A session's chunk stops; ``silent``: no event if the count does not fall."""
         one = self.requests[request]
         self._cut(one, beyond)
-        before, one.computed = one.computed, one.sequence_tokens - 1
+        # A preempted request, whose output in flight stops the chunk, has no computed tokens.
+        before, one.computed = one.computed, 0 if one.resumed else one.sequence_tokens - 1
         one.placeholders = 0
         for part in self.parts(request):
             part.fate = "dropped"
@@ -740,6 +741,9 @@ FURTHER = (
     Golden("session: the step in flight when a chunk stops is overrun", 20,
            "A0+0 s20 s1 o+ s1 o+ S X10 s10 o o+ F",
            32, 30, 1, 0, 0, 1, (0, 0, 20, 0), (0, 0), 0, 0, {}, {}, ((0, 0, 10, 0),)),
+    Golden("session: its turn stops while it is preempted", 20,
+           "A0+0 s20 o+ s1 P o+ S F",
+           21, 20, 1, 0, 0, 0, (0, 0, 20, 0), (0, 0), 0, 0),
     Golden("session: the stop lies within the accepted drafts", 20,
            # 20..23 executed and accepted; 22 and 23 lie past the stop and are overrun.
            # The new chunk stands at 22..26: other tokens, so its KV has not come to be before.

@@ -178,7 +178,8 @@ def _rolled_back(state: LedgerState, event: ev.RolledBack) -> None:
             if not flight.overrun:
                 flight.overrun = True
                 account.overrun += flight.tokens - flight.posted
-        overrun_past(account, event.computed_tokens)
+        if account.life is not None:  # a preempted request has no KV that its turn could give up
+            overrun_past(account, event.computed_tokens)
     if event.cause == causes.RELEASED:
         end_life(state, account, causes.LOAD_FAILED)
     else:

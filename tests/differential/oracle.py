@@ -336,8 +336,8 @@ class Oracle:
         for name, state in fact.after.items():
             before, account = fact.before[name], self.accounts[name]
             if account.resumable and name in fact.ended and name in step and not account.finished:
-                # A turn gives up its last token. A preempted request has no computed tokens.
-                account.stop(state.computed if before.status == "RUNNING" else state.tokens - 1)
+                # A turn gives up its last token. A preempted request has no KV to give up.
+                account.stop(state.computed if before.status == "RUNNING" else state.tokens)
                 if state.prompt_tokens > before.prompt_tokens:
                     account.extend(state.computed, state.prompt_tokens)
             self._end(name, state)
