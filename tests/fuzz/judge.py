@@ -218,8 +218,8 @@ def _figures(level: str, changed: Trace, before: Reading | None, after: Reading 
 
 def _front_removed(trace: Trace) -> bool:
     """Whether the first segment is gone, as after the writer removed its oldest ones."""
-    there = [segment.name for segment in trace.segments if segment.special != "dangling"]
-    return "00000001.kvl" not in there
+    first = {segment.name: segment for segment in trace.segments}.get("00000001.kvl")
+    return first is None or first.special == "dangling"
 
 
 def figures(account: AccountStatement) -> tuple[object, ...]:
