@@ -12,8 +12,8 @@ FAST_PERCENT = 20
 
 # In CI the same examples run every time; elsewhere each run tries others.
 DERANDOMIZE = bool(os.environ.get("CI"))
-settings.register_profile("thorough", max_examples=100, derandomize=DERANDOMIZE)
-settings.register_profile("fast", max_examples=FAST_PERCENT, derandomize=DERANDOMIZE)
+settings.register_profile("thorough", max_examples=100, derandomize=DERANDOMIZE, deadline=None)
+settings.register_profile("fast", max_examples=FAST_PERCENT, derandomize=DERANDOMIZE, deadline=None)
 
 
 def examples(thorough: int, **options: Any) -> settings:
