@@ -32,7 +32,7 @@ SHOWN_FINDINGS = 5
 VERDICTS = {
     "clean": "Every figure that could be checked is right.",
     "violated": "The engine's accounting is wrong: see the findings.",
-    "unknown": "No violation was found, but events are missing: see the notes at the end.",
+    "unknown": "No violation was found, but events are missing or the engine raised: see the notes below.",
 }
 DRIFT = (
     "A drift is a figure that the engine counts by a deliberate but misleading rule. A drift does not change "
