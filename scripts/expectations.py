@@ -173,7 +173,7 @@ REPORTS: tuple[Report, ...] = (
 DRIFTS: tuple[Drift, ...] = (
     Drift("metrics/prompt-missing", ("aborted_in_prefill", "abort_before_output_sync"), "0.16.0"),
     Drift("metrics/session-chunk-missing", ("session_sync", "session_async"), "0.20.0"),
-    Drift("metrics/session-chunk-whole", ("session_sync",), "0.16.0", "0.19.1"),
+    Drift("metrics/session-chunk-whole", (), "0.16.0", "0.19.1"),
     Drift("metrics/full-hit-token-missing", ("full_external_hit",), "0.20.0"),
     Drift("metrics/replay-missing", ("replayed_window_sync", "replayed_window_async"), "0.28.0"),
     Drift(
@@ -181,6 +181,7 @@ DRIFTS: tuple[Drift, ...] = (
         ("preempted_in_prefill_sync", "preempted_in_prefill_async"),
         "0.16.0",
     ),
+    Drift("metrics/later-source-missing", (), "0.16.0", "0.19.1"),
     Drift("metrics/later-source-missing", ("asked_again_after_preemption",), "0.20.0"),
     Drift("metrics/failed-hit-reported", ("local_hit_fails_sync",), "0.20.0"),
     Drift("metrics/transfer-as-cached", ("handed_over_sync",), "0.16.0"),
@@ -202,6 +203,13 @@ DRIFTS: tuple[Drift, ...] = (
 )
 
 KNOWN: tuple[Known, ...] = (
+    Known(
+        "tokens/set-once",
+        ("local_hit_fails",),
+        "0.17.0",
+        "0.19.1",
+        "external tokens that failed to load are subtracted from the local hit",
+    ),
     Known(
         "tokens/stale-lookup",
         ("never_fits_again",),
@@ -293,7 +301,7 @@ KNOWN: tuple[Known, ...] = (
     ),
     Known(
         "tokens/negative",
-        ("load_failure_async_policy_fail",),
+        ("load_failure_async_policy_fail", "local_hit_fails"),
         "0.17.0",
         "0.18.1",
         "a request that ends before its first step because its load failed is counted with -1 cached tokens",

@@ -60,7 +60,7 @@ LATER_CHUNK = Deviation(
 )
 WHOLE_CHUNK = Deviation(
     "up to 0.19",
-    "with each chunk of a session, the whole sequence so far",
+    "with each chunk of a session, the whole sequence so far (these later reports are not recorded yet)",
     "metrics/session-chunk-whole",
 )
 EACH_SAMPLE = Deviation("all", "with `n` > 1, the prompt once a sample", "metrics/samples-counted-each")

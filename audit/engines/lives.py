@@ -162,7 +162,7 @@ class Lives:
     def session_extended(self, _: None, __: None, session: Any, *___: Any) -> None:
         """``_update_request_as_session`` appended a chunk to the prompt. Emits ``Extended``."""
         number = self._log.ids[session.request_id]
-        self._reports.expect(session)
+        self._reports.extended(session)
         prompt, computed = session.num_prompt_tokens, session.num_computed_tokens
         isolation = self._observer.isolation(session)
         self._log.emit(ev.Extended(self._log.now(), number, prompt, computed, isolation))

@@ -34,6 +34,10 @@ class PromptReports:
         if self._will_report(request) and not (transfer and REPLACED in transfer):
             self.due[request.request_id] = request.num_prompt_tokens
 
+    def extended(self, request: Any) -> None:
+        """A session got its next chunk: the chunk's figures are due if the engine will report them."""
+        self.expect(request)
+
     def prompt_cut(self, request: Any) -> None:
         """The connector shortened the prompt."""
         if request.request_id in self.due:

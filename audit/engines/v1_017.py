@@ -44,6 +44,9 @@ class PromptReports017(PromptReports):
     def _will_report(self, request: Any) -> bool:
         return bool(request.num_output_tokens == 0)
 
+    def extended(self, request: Any) -> None:
+        """Every output carries figures, and one of the chunk before could be taken for the next one's."""
+
     def _at_most(self, index: dict[str, int], lengths: list[int], load_failures: int) -> int:
         # A request that ends because its load failed is reported too.
         return super()._at_most(index, lengths, load_failures) + load_failures

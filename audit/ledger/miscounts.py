@@ -79,6 +79,8 @@ def unreported(state: LedgerState, account: Account) -> None:
         return
     last = account.settlements[-1]
     session = len(account.settlements) > 1
+    if session and state.reported_admission == "mixed":
+        return  # up to 0.19 each chunk is reported, and only the first report is recorded
     if not session and (account.plan is None or last.at != account.closed_at or account.sampled):
         return
     tokens = last.local + last.external + last.computed
