@@ -6,6 +6,7 @@ beginning of the names of its variants.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -73,9 +74,11 @@ class Drift:
 
 
 def _number(release: str) -> tuple[str, tuple[int, ...]]:
-    """The package, "" for vLLM, and its version."""
+    """The package, "" for vLLM, and the numbers of its version; a pre-release counts as its release."""
     package, _, version = release.partition("/")[0].removesuffix("-v0").rpartition("-")
-    return package, tuple(int(part) for part in version.split("."))
+    numbers = re.match(r"[\d.]*\d", version)
+    assert numbers is not None
+    return package, tuple(map(int, numbers[0].split(".")))
 
 
 REPORTS: tuple[Report, ...] = (
