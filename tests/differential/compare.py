@@ -233,10 +233,13 @@ class Comparison:
 
 def compare(seeds: Iterable[int]) -> Comparison:
     """Compare the histories of ``seeds``."""
+    result, disabled = Comparison(), logging.root.manager.disable
     logging.disable(logging.ERROR)  # vLLM reports every failed load
-    result = Comparison()
-    for seed in seeds:
-        result.add(draw(seed))
+    try:
+        for seed in seeds:
+            result.add(draw(seed))
+    finally:
+        logging.disable(disabled)
     return result
 
 
