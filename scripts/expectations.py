@@ -348,6 +348,13 @@ KNOWN: tuple[Known, ...] = (
     Known(
         "tokens/in-flight",
         ("session_async_speculative",),
+        "0.17.0",
+        "0.17.0",
+        "a session waits with output placeholders that no step in flight fills, and never runs again",
+    ),
+    Known(
+        "tokens/in-flight",
+        ("session_async_speculative",),
         "0.27.1",
         "0.30.0",
         "a session waits with output placeholders that no step in flight fills, and never runs again",
