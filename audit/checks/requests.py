@@ -25,8 +25,8 @@ def stalled(entry: Entry) -> Iterator[Witness]:
     """A request that runs is scheduled again, and a request that waits is not overtaken for ever.
 
     Violated when no step schedules a running request, or a waiting one that later requests overtook, though
-    other requests run: its client waits for ever. A census finds this after 4,096 steps (only for a request
-    that runs) or ten minutes.
+    other requests run: its client waits for ever. A census finds this after ten minutes; for a request that
+    runs, after 4,096 steps that took at least a minute.
     """
     subject = entry.subject
     assert isinstance(subject, Stalled)

@@ -11,7 +11,10 @@ from .state import LedgerState
 from .subjects import Entry, Stalled
 
 STALLED_STEPS = 4_096
-"""A running request that none of this many steps scheduled is stalled."""
+"""A running request is stalled if none of this many steps scheduled it, for :data:`STEPS_SECONDS`."""
+
+STEPS_SECONDS = 60
+"""Without a model, a scheduler makes thousands of steps a second; no client has waited long by then."""
 
 STALLED_SECONDS = 600
 """A request that no step scheduled for this long is stalled, if it runs or if later requests overtook it."""
@@ -30,7 +33,8 @@ def enter_stalled(state: LedgerState) -> None:
         idle[request] = since
         steps, seconds = state.scheduled_steps - since[1], (state.at - since[2]) // 1_000_000
         runs = account.life is not None and account.life.ran
-        if not steps or (seconds < STALLED_SECONDS and not (runs and steps >= STALLED_STEPS)):
+        left_out = runs and steps >= STALLED_STEPS and seconds >= STEPS_SECONDS
+        if not steps or (seconds < STALLED_SECONDS and not left_out):
             continue
         if not runs:
             newest = _newest_running(state) if newest is None else newest

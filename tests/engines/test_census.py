@@ -64,6 +64,7 @@ def test_a_request_that_is_never_scheduled_again_is_found_at_the_end(asynchronou
 def test_a_request_that_is_never_scheduled_again_is_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(observer, "CENSUS_STEPS", 32)
     monkeypatch.setattr(stalls, "STALLED_STEPS", 100)
+    monkeypatch.setattr(stalls, "STEPS_SECONDS", 0)
 
     def scenario(attach: Attach) -> Driver:
         driver = decoding(attach)

@@ -146,7 +146,7 @@ def test_every_request_is_counted_and_clean(deployment: Deployment) -> None:
 
     assert deployment.requests == ask("sum(kvledger_requests_total)")
     assert deployment.requests == ask('sum(kvledger_requests_total{verdict="clean"})')
-    assert 0 == ask("sum(kvledger_violations_total)")
+    assert 0 == ask('sum(kvledger_violations_total{severity="violation"})')
     assert 1 == ask('sum(kvledger_requests_total{outcome="aborted"})')
 
 
@@ -203,7 +203,7 @@ def test_a_full_disk_loses_events_and_no_answers(deployment: Deployment) -> None
 
     wait_until(lambda: (ask("sum(kvledger_gaps_total)") or 0) > 0, SETTLE_SECONDS)
     wait_until(lambda: (ask("sum(kvledger_requests_total)") or 0) >= (before or 0) + 24, SETTLE_SECONDS)
-    assert 0 == ask("sum(kvledger_violations_total)")
+    assert 0 == ask('sum(kvledger_violations_total{severity="violation"})')
     assert [] == resets(deployment)
     deployment.prompt_tokens = int(ask(ENDED) or 0)
 

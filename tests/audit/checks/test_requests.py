@@ -18,7 +18,7 @@ from kvledger.audit.events import (
     RolledBack,
     Stepped,
 )
-from kvledger.audit.ledger.stalls import STALLED_SECONDS, STALLED_STEPS
+from kvledger.audit.ledger.stalls import STALLED_SECONDS, STALLED_STEPS, STEPS_SECONDS
 
 violates = pytest.mark.violates
 near_miss = pytest.mark.near_miss
@@ -76,7 +76,7 @@ def after(stream: list[Event], steps: int, seconds: float, **configuration: int)
 
 
 @violates("requests/stalled")
-@pytest.mark.parametrize(("steps", "seconds"), [(STALLED_STEPS, 5), (10, STALLED_SECONDS)])
+@pytest.mark.parametrize(("steps", "seconds"), [(STALLED_STEPS, STEPS_SECONDS), (10, STALLED_SECONDS)])
 def test_a_running_request_that_no_step_schedules_is_found(steps: int, seconds: int):
     (violation,) = after(left_out(), steps, seconds).violations
 
@@ -97,7 +97,7 @@ def test_a_waiting_request_that_a_later_one_overtook_is_found():
 def test_a_stalled_request_is_one_finding():
     stream = [*left_out(), census(1)]
     for round in range(1, 4):
-        stream += [Repeated(round * SECOND, STALLED_STEPS), census(1 + round)]
+        stream += [Repeated(round * STEPS_SECONDS * SECOND, STALLED_STEPS), census(1 + round * STEPS_SECONDS)]
 
     (violation,) = audited(stream).violations
 
@@ -105,7 +105,10 @@ def test_a_stalled_request_is_one_finding():
 
 
 @near_miss("requests/stalled")
-@pytest.mark.parametrize(("steps", "seconds"), [(STALLED_STEPS - 1, 5), (0, STALLED_SECONDS)])
+@pytest.mark.parametrize(
+    ("steps", "seconds"),
+    [(STALLED_STEPS - 1, STEPS_SECONDS), (STALLED_STEPS, STEPS_SECONDS - 1), (0, STALLED_SECONDS)],
+)
 def test_a_running_request_that_is_left_out_for_a_while_is_clean(steps: int, seconds: int):
     """Without a step nobody ran, so nobody was left out."""
     assert [] == after(left_out(), steps, seconds).violations
@@ -116,12 +119,12 @@ def test_a_request_that_runs_now_and_then_is_clean():
     stream = [*left_out(), census(1)]
     for round in range(3):
         stream += [
-            Repeated(SECOND, STALLED_STEPS - 8),
+            Repeated(round * STEPS_SECONDS * SECOND, STALLED_STEPS - 8),
             Stepped(SECOND, 3, [0, 1, 0, 51 + round], []),
             Delivered(SECOND, [], []),
             Stepped(SECOND, 4, [], [0]),
             Delivered(SECOND, [], []),
-            census(1 + round),
+            census(1 + round * STEPS_SECONDS),
         ]
 
     assert [] == violation_ids(stream)
