@@ -146,13 +146,13 @@ class Engine(Server):
         }
 
     def complete(self, prompt: list[int], output_tokens: int) -> bool:
-        """Request a completion; return whether it succeeded."""
+        """Request a completion; return whether it succeeded. A server that ends answers 200 with an abort."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         try:
             self._ask(connection, prompt, output_tokens, stream=False)
             response = connection.getresponse()
-            response.read()
-            return response.status == 200
+            answer = response.read()
+            return response.status == 200 and json.loads(answer)["choices"][0]["finish_reason"] != "abort"
         except (OSError, http.client.HTTPException):
             return False
         finally:
