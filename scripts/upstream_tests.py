@@ -64,6 +64,8 @@ EXCLUDED = {
     "test_different_block_size": "removes a hash from the cache map",
     "test_async_load_registers_immediately_without_deferral": "replaces two methods of the connector for one "
     "step, after observation has begun, so nobody sees the load",
+    "test_spec_decoding_stats_empty_output": "returns no token for a decode step with drafts, which no model "
+    "runner does; the engine then counts more computed tokens than the sequence has",
     "test_scheduler_reset_prefix_cache": "sets the engine's count of tokens in flight to 0",
     "test_priority_scheduling_blast[standard-5": "returns more tokens than the drafts and one more",
     "test_priority_scheduling_blast[preemption-5": "returns more tokens than the drafts and one more",
