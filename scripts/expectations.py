@@ -269,7 +269,7 @@ KNOWN: tuple[Known, ...] = (
     ),
     Known(
         "tokens/negative",
-        ("load_failure_of_a_shared_block",),
+        ("load_failure_of_a_shared_block", "local_hit_fails"),
         "0.17.0",
         "0.19.1",
         "tokens that a failed load takes away are subtracted from the external figure, which had none",
