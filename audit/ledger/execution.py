@@ -60,7 +60,7 @@ def execute_invalid(account: Account, flight: InFlight, end: int) -> None:
 def execute_before_hit(account: Account, hit_end: int) -> None:
     """Post the tokens below position ``hit_end`` that steps of ended lives have in flight.
 
-    Drafts are left out: they are no part of the sequence yet, so no hit covers them.
+    Drafts are left out: the sequence does not contain them yet, so no hit covers them.
     """
     for flight in account.in_flight:
         end = min(flight.start + flight.tokens - flight.drafts, hit_end)
