@@ -84,9 +84,10 @@ def test_the_bundled_adapter_raises_in_every_step_with_the_lmcache_that_it_impor
     card = bundled("nothing in the store", mended=False)
 
     assert card.engine.endswith("lmcache 0.3.9.post2")
-    for outcome, (problem,) in card.situation("nothing in the store"):
+    for outcome, (problem, raised) in card.situation("nothing in the store"):
         assert "broke" == outcome
         assert problem.startswith("TypeError in lookup_unpin")
+        assert "the engine raised TypeError in connector.wait_for_save" == raised
 
 
 def test_the_bundled_adapter_loads_what_it_promised_to_a_new_request(mended_card: ReleasedCard):
