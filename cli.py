@@ -157,25 +157,29 @@ def show(
 def summary(
     paths: opt.TracePaths,
     by: opt.GroupBy = "",
+    gpu_hour: opt.GpuHour = 0.0,
     format: opt.TableFormat = "table",
     since: opt.Since = "",
     until: opt.Until = "",
     jobs: opt.Jobs = 0,
     dask: opt.Dask = "",
 ) -> None:
-    """Sum up hit rates, rework, preemptions and waiting."""
+    """Sum up hit rates, rework, preemptions, waiting, and what lost work cost."""
     from .audit.replay.windows import window
     from .exporters.reports import summary as report
 
     chosen = window(since, until)
     with _reading(paths, jobs, dask) as (places, run):
-        rows = report.summarize(places, by, window=chosen, run=run)
+        rows = report.summarize(
+            places, by, window=chosen, run=run, with_costs=True, gpu_hour=gpu_hour or None
+        )
     _print(format, rows, report.render, report.as_csv)
 
 
 @command(opt.AUDIT, "why /var/lib/kvledger", "why /var/lib/kvledger --since 1h --format csv")
 def why(
     paths: opt.JournalPaths,
+    gpu_hour: opt.GpuHour = 0.0,
     format: opt.TableFormat = "table",
     since: opt.Since = "",
     until: opt.Until = "",
@@ -188,7 +192,7 @@ def why(
 
     chosen = window(since, until)
     with _reading(paths, jobs, dask) as (places, run):
-        result = report.why(places, window=chosen, run=run)
+        result = report.why(places, window=chosen, run=run, gpu_hour=gpu_hour or None)
     _print(format, result, report.render, report.as_csv)
 
 
@@ -241,6 +245,7 @@ def explain(
 def report(
     paths: opt.JournalPaths,
     output: opt.OutputFile,
+    gpu_hour: opt.GpuHour = 0.0,
     since: opt.Since = "",
     until: opt.Until = "",
     jobs: opt.Jobs = 0,
@@ -255,7 +260,7 @@ def report(
 
     chosen = window(since, until)
     with _reading(paths, jobs, dask) as (places, run):
-        page = html_page.gather(places, window=chosen, run=run)
+        page = html_page.gather(places, window=chosen, run=run, gpu_hour=gpu_hour or None)
     if str(output) == "-":
         typer.echo(html_page.html(page))
     else:

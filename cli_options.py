@@ -153,6 +153,16 @@ GroupBy = Annotated[
         help="One row per group. REGEX searches request ids; its first group names the row.",
     ),
 ]
+GpuHour = Annotated[
+    float,
+    typer.Option(
+        "--gpu-hour",
+        metavar="PRICE",
+        min=0.0,
+        show_default=False,
+        help="Price of an hour of one engine with all its GPUs; adds a column of costs.",
+    ),
+]
 Before = Annotated[
     Path, typer.Argument(metavar="BEFORE", show_default=False, help="A journal, or a folder of journals.")
 ]

@@ -17,7 +17,10 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from ..analysis.costs import CostCounters, Costs, CostTally, priced
 from ..analysis.reconciliation import EngineCounters, Reconciliation
+from ..analysis.step_model import StepModel, fit
+from ..analysis.step_times import STEP_HANDLERS, Sample, StepTimes
 from ..causes import BEGAN_BEFORE, ENGINE_ENDED, UNKNOWN
 from ..checks.auditor import Auditor, Verdict
 from ..checks.registry import Violation
@@ -36,12 +39,17 @@ if TYPE_CHECKING:
     from ..release_semantics import Meaning
 
 
+LIVE_SAMPLE = 1024
+"""Observations kept of an engine that is followed, since a checkpoint holds them."""
+
+
 class EngineAudit:
     """One engine's journal, audited.
 
     ``keep`` keeps every account in ``accounts``; ``watch(request_id)`` keeps the accounts of the requests
     for which it is true, with every posting. With a ``window``, requests that ended outside it are left
-    out of the sums. Without ``with_metrics`` the state that only metrics need stays empty.
+    out of the sums. Without ``with_metrics`` the state that only metrics need stays empty. ``times_steps``
+    observes how long steps took, and ``with_costs`` adds up lost work too; metrics do both in any case.
     """
 
     def __init__(
@@ -52,6 +60,8 @@ class EngineAudit:
         watch: Watch | None = None,
         window: Window = EVERYTHING,
         with_metrics: bool = True,
+        with_costs: bool = False,
+        times_steps: bool = False,
     ) -> None:
         self.path = path
         """The journal's folder, or a single segment file."""
@@ -86,10 +96,24 @@ class EngineAudit:
         """Unix time at which the journal was last read to its end; 0.0 before the first time."""
         self.checkpoint_seconds = 0.0
         """Unix time at which this audit was last saved in a checkpoint; 0.0 before the first time."""
+        self.step_times = StepTimes(
+            Sample(most=LIVE_SAMPLE) if with_metrics else Sample(),
+            since_seconds=window.since,
+            until_seconds=window.until,
+        )
+        """How long the steps took."""
+        self.cost_tally = CostTally()
+        """Lost work and loads of the requests that were counted, if ``with_costs``."""
+        self.cost_counters = CostCounters()
+        """Seconds of lost work and loads, for metrics."""
         self._keep = keep
         """Whether every account goes to ``accounts``."""
         self._with_metrics = with_metrics
-        """Whether ``metrics`` is filled."""
+        """Whether ``metrics`` and ``cost_counters`` are filled."""
+        self._with_costs = with_costs
+        """Whether ``cost_tally`` is filled."""
+        self._times_steps = times_steps or with_costs or with_metrics
+        """Whether ``step_times`` is filled."""
         self._ended_in_window = Totals()
         """Totals of the requests that ended in a bounded window."""
         self._in_window: dict[str, bool] = {}
@@ -116,6 +140,8 @@ class EngineAudit:
             handler = METRICS_HANDLERS.get(type(event)) if self._with_metrics else None
             if handler is not None:
                 handler(self.metrics, event, auditor.ledger.living)
+            if self._times_steps and (observe := STEP_HANDLERS.get(type(event))) is not None:
+                observe(self.step_times, event)
             if findings and self._bounded:
                 self._in_window.update(dict.fromkeys((v.request for v in findings if v.request), False))
             if auditor.ledger.closed:
@@ -195,6 +221,7 @@ class EngineAudit:
             kind = (verdict, account.outcome or UNKNOWN)
             if self._with_metrics:
                 self.metrics.close(account, verdict, event)
+                self.cost_counters.close(account, self.step_times.sample)
             self.auditor.violating.discard(account.request)
             if bounded and not self._add_to_window(account):
                 continue
@@ -220,6 +247,8 @@ class EngineAudit:
     def _add_account(self, account: Account) -> None:
         """Add one account to the reconciliation, and keep it if the caller asked for it."""
         self.reconciliation.add(account)
+        if self._with_costs:
+            self.cost_tally.add(account)
         if account.unknown is not None:
             self.unknown[account.unknown] = self.unknown.get(account.unknown, 0) + 1
         if self._keep or account.lines is not None:
@@ -266,6 +295,8 @@ class EngineAudit:
         self.auditor.absorb(other.auditor)
         self.reconciliation.merge(other.reconciliation)
         self.metrics.merge(other.metrics)
+        self.cost_counters.merge(other.cost_counters)
+        self.step_times.busy_us += other.step_times.busy_us
         self.events += other.events
         self.lost_tails += other.lost_tails
         self._whole_until = max(self._whole_until, other._whole_until)
@@ -320,6 +351,19 @@ class EngineAudit:
         for account in self.open():
             totals.add(account)
         return totals
+
+    def step_model(self) -> StepModel:
+        """The model of step time, fitted to the steps so far."""
+        return fit(self.step_times.sample)
+
+    def costs(self, model: StepModel) -> Costs:
+        """Lost work and loads, in seconds by ``model``."""
+        return priced(self.cost_tally, model, self.step_times.busy_us, self.connector)
+
+    @property
+    def connector(self) -> str:
+        """The engine's connector; "none" if it has none."""
+        return str((self.engine and self.engine.configuration.get("connector")) or "none")
 
     @property
     def last_at(self) -> int:

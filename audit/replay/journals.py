@@ -115,20 +115,25 @@ def audit_paths(
     watch: Watch | None = None,
     window: Window = EVERYTHING,
     with_metrics: bool = True,
+    with_costs: bool = False,
     run: Run = here,
 ) -> Audit:
     """Replay every journal at or under ``paths``. Raises LedgerError if there is none.
 
     ``run`` decides which processes replay the journals; with ``watch`` it must be :func:`here`.
     """
-    replay = partial(_replay, keep=keep, watch=watch, window=window, with_metrics=with_metrics)
+    replay = partial(
+        _replay, keep=keep, watch=watch, window=window, with_metrics=with_metrics, with_costs=with_costs
+    )
     return Audit(list(run(replay, journals_at(paths))))
 
 
 def _replay(
-    path: Path, *, keep: bool, watch: Watch | None, window: Window, with_metrics: bool
+    path: Path, *, keep: bool, watch: Watch | None, window: Window, with_metrics: bool, with_costs: bool
 ) -> EngineAudit:
-    audit = EngineAudit(path, keep=keep, watch=watch, window=window, with_metrics=with_metrics)
+    audit = EngineAudit(
+        path, keep=keep, watch=watch, window=window, with_metrics=with_metrics, with_costs=with_costs
+    )
     with Reader(path) as reader:
         audit.read(reader)
         audit.note_end(reader)

@@ -15,10 +15,12 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from ...audit.analysis.costs import KINDS, plus, total
 from ...audit.replay.journals import Audit, audit_paths
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
 from .audit import share, structs_csv
+from .costs import gathered, part
 from .terminal import VERDICTS, blocks, counted, figures_table, listed, percent, plain_table, title
 
 NO_MEANING = "does not apply"
@@ -65,7 +67,10 @@ def compare(
     before: Sequence[Path], after: Sequence[Path], *, window: Window = EVERYTHING, run: Run = here
 ) -> TraceComparison:
     """Audit both. Raises LedgerError for a path that holds no journal."""
-    one, other = (audit_paths(paths, window=window, with_metrics=False, run=run) for paths in (before, after))
+    one, other = (
+        audit_paths(paths, window=window, with_metrics=False, with_costs=True, run=run)
+        for paths in (before, after)
+    )
     figures = [
         msgspec.structs.replace(was, after=now.before)
         for was, now in zip(_figures(one), _figures(other), strict=True)
@@ -102,6 +107,24 @@ def _figures(audit: Audit) -> Iterator[Figure]:
     yield _figure("preemptions", share(totals.preemptions, totals.requests), per="request")
     yield _figure("promised tokens", totals.promised)
     yield _figure("loaded", share(totals.loaded, totals.promised), of="promised tokens")
+    yield from _costs(audit)
+
+
+def _costs(audit: Audit) -> Iterator[Figure]:
+    """Engine time and what lost work took of it; None where step times follow no model."""
+    costs, _ = gathered(audit.engines)
+    busy = costs.busy_us / 1e6
+    yield _figure("engine time, s", busy or None)
+    lost: dict[str, float | None] = dict.fromkeys(KINDS, 0.0)
+    for key, row in costs.lost.items():
+        kind = key.partition("/")[0]
+        lost[kind] = plus(lost[kind], row.seconds)
+    for kind, seconds in lost.items():
+        yield _figure(f"{kind}, estimated", part(seconds, busy), of="engine time")
+    waited = sum(loads.waited_seconds for loads in costs.loads.values())
+    yield _figure("waited for loads, s", waited if costs.loads else None)
+    saved = total(loads.saved_seconds for loads in costs.loads.values()) if costs.loads else None
+    yield _figure("saved by loads, estimated, s", saved)
 
 
 def _figure(name: str, figure: float | None, of: str = "", per: str = "") -> Figure:
@@ -206,6 +229,8 @@ def _shown(figure: float | None, row: Figure) -> str:
         return "-"
     if row.of:
         return percent(figure)
+    if row.name.endswith(", s"):
+        return f"{figure:,.1f}"
     return f"{figure:,.2f}" if row.per else f"{figure:,.0f}"
 
 

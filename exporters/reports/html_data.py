@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from ...audit import events as ev
+from ...audit.analysis.costs import Costs
 from ...audit.ledger.account import Account
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.find import journals_at
@@ -20,6 +21,7 @@ from ...audit.replay.windows import EVERYTHING, Window
 from ..trace.request_counts import RequestCounts
 from ..trace.time_series import Series, together
 from .audit import AuditReport, report
+from .costs import CostReport, cost_report
 from .why import Tally, Why, block_size, explained, remark
 
 WAITS = (0.01, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -48,13 +50,15 @@ class PageData(msgspec.Struct, frozen=True, kw_only=True):
     series: Series
     waits: list[int]
     preempted: list[MostPreempted]
+    costs: CostReport
 
 
 class JournalPageData:
     """The data of one journal."""
 
     def __init__(self, path: Path, window: Window) -> None:
-        self.engine_audit = EngineAudit(path, keep=True, window=window, with_metrics=False)
+        self.engine_audit = EngineAudit(path, keep=True, window=window, with_metrics=False, with_costs=True)
+        self.costs = Costs()
         self.tally = Tally()
         self.series = Series()
         self.waits = [0] * (len(WAITS) + 1)
@@ -71,6 +75,9 @@ class JournalPageData:
             for account in batch.accounts:
                 self._add(account, engine_audit.last_at)
         remark(self.tally, engine_audit)
+        model = engine_audit.step_model()
+        self.costs = engine_audit.costs(model)
+        self.tally.price(engine_audit, model)
 
     def _add_levels(self, began: float, event: ev.Event, counts: RequestCounts) -> None:
         wall = began + event.at / 1e6
@@ -105,18 +112,22 @@ class JournalPageData:
                 heapq.heappop(self.preempted)
 
 
-def gather(paths: Sequence[Path], *, window: Window = EVERYTHING, run: Run = here) -> PageData:
+def gather(
+    paths: Sequence[Path], *, window: Window = EVERYTHING, run: Run = here, gpu_hour: float | None = None
+) -> PageData:
     """Read all journals at ``paths``. Raises LedgerError for one that holds none."""
     parts = list(run(partial(_of_journal, window=window), journals_at(paths)))
-    tally = Tally()
+    tally, costs = Tally(), Costs()
     for part in parts:
         tally.merge(part.tally)
+        costs.merge(part.costs)
     return PageData(
         report=report(Audit([part.engine_audit for part in parts])),
-        why=explained(tally),
+        why=explained(tally, gpu_hour),
         series=together([part.series for part in parts]),
         waits=[sum(counts) for counts in zip(*(part.waits for part in parts), strict=True)],
         preempted=sorted((row for part in parts for row in part.preempted), reverse=True)[:SHOWN],
+        costs=cost_report(costs, tally.models, gpu_hour),
     )
 
 

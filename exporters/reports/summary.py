@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import floor
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 from rich.console import Group
 from rich.text import Text
 
+from ...audit.analysis.costs import Costs, CostTally, priced
 from ...audit.errors import LedgerError
 from ...audit.ledger.account import Account
 from ...audit.ledger.totals import Totals
@@ -27,7 +29,9 @@ from ...audit.replay.journals import each_account
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
 from ..trace.tables import hour_name
-from .audit import share, structs_csv
+from . import costs as cost
+from .audit import csv_of, share
+from .costs import CostReport, ModelRow, cost_report, model_row
 from .terminal import blocks, counted, figures_table, listed, part_of, percent
 
 REQUESTS = "requests.parquet"
@@ -40,11 +44,12 @@ NO_MATCH = "no match"
 Key = Callable[[Account], str]
 
 
-class SummaryRow(msgspec.Struct, frozen=True, kw_only=True):
+class SummaryRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One group. Figures are tokens except ``requests``, ``unknown``, ``preemptions`` and shares of 1.
 
     ``unknown`` requests count in ``requests`` and ``preemptions`` and in no other figure. A share is None
     where the whole is 0. ``wait_seconds`` is the time that all its requests spent outside their lives.
+    ``costs`` is None where they were not asked for, or the steps are not known.
     """
 
     group: str
@@ -66,31 +71,39 @@ class SummaryRow(msgspec.Struct, frozen=True, kw_only=True):
     promised: int
     loaded: int
     wait_seconds: float
+    costs: CostReport | None = None
 
 
 class Sums(msgspec.Struct):
-    """The sums of one group."""
+    """The sums of one group. ``costs`` are those of whole journals; ``tally`` is of the present one."""
 
     totals: Totals
     waited: int = 0
+    tally: CostTally | None = None
+    costs: Costs | None = None
 
     @classmethod
-    def none(cls) -> Sums:
+    def none(cls, with_costs: bool = False) -> Sums:
         """Sums of no request."""
-        return cls(Totals())
+        return cls(Totals(), tally=CostTally() if with_costs else None)
 
     def add(self, account: Account, until: int) -> None:
         """Add an account; an open one counts as waiting ``until`` now."""
         self.totals.add(account)
         if account.unknown is None:
             self.waited += account.waited(until)
+        if self.tally is not None:
+            self.tally.add(account)
 
     def merge(self, more: Sums) -> None:
         """Add the sums of ``more``."""
         self.totals.merge(more.totals)
         self.waited += more.waited
+        if more.costs is not None:
+            self.costs = self.costs or Costs()
+            self.costs.merge(more.costs)
 
-    def row(self, group: str) -> SummaryRow:
+    def row(self, group: str, models: Sequence[ModelRow] = (), gpu_hour: float | None = None) -> SummaryRow:
         """The sums as a row called ``group``."""
         totals, rework = self.totals, sum(self.totals.rework.values())
         return SummaryRow(
@@ -113,53 +126,83 @@ class Sums(msgspec.Struct):
             promised=totals.promised,
             loaded=totals.loaded,
             wait_seconds=self.waited / 1e6,
+            costs=None if self.costs is None else cost_report(self.costs, models, gpu_hour),
         )
 
 
 Groups = dict[str, Sums]
 
 
+class Part(NamedTuple):
+    """The groups of one journal, or of one folder of tables, and the model of the engine's step time."""
+
+    groups: Groups
+    model: ModelRow | None = None
+
+
 def summarize(
-    paths: Sequence[Path], by: str = "", *, window: Window = EVERYTHING, run: Run = here
+    paths: Sequence[Path],
+    by: str = "",
+    *,
+    window: Window = EVERYTHING,
+    run: Run = here,
+    with_costs: bool = False,
+    gpu_hour: float | None = None,
 ) -> list[SummaryRow]:
     """One row per group, most prompt tokens first, then a row of all requests.
 
     ``paths`` hold journals, or tables that ``export`` wrote. ``by`` is one of :data:`KEYS`, or a regular
     expression over request ids whose first group (else the whole match) names the group, or "" for no
-    groups. Raises :class:`LedgerError`.
+    groups. ``with_costs`` adds what lost work cost, which tables can't tell; ``gpu_hour`` is the price of an
+    hour of one engine. Raises :class:`LedgerError`.
     """
     if by and by not in KEYS:
         _pattern(by)
     places = [place for path in paths for place in matching_paths(path)]
     exported = [place for place in places if os.path.isfile(place / REQUESTS)]
-    partial_sums = [_of_tables(folder, by, window) for folder in exported]
+    parts = [_of_tables(folder, by, window) for folder in exported]
     journals = [place for place in places if place not in exported]
     if journals or not exported:
-        partial_sums += run(partial(_of_journal, by=by, window=window), journals_at(journals))
+        read = partial(_of_journal, by=by, window=window, with_costs=with_costs and not exported)
+        parts += run(read, journals_at(journals))
     groups: Groups = {}
     everything = Sums.none()
-    for part in partial_sums:
-        for name, sums in part.items():
+    for part in parts:
+        for name, sums in part.groups.items():
             everything.merge(sums)
             groups.setdefault(name, Sums.none()).merge(sums)
-    rows = [group.row(name) for name, group in groups.items()] if by else []
+    models = [part.model for part in parts if part.model is not None]
+    # A part of the requests shares its engines' time with the others.
+    busy_us = everything.costs.busy_us if everything.costs else 0
+    rows = []
+    for name, group in groups.items() if by else ():
+        if group.costs is not None:
+            group.costs.busy_us = busy_us
+        rows.append(group.row(name, gpu_hour=gpu_hour))
     rows.sort(key=lambda row: (-row.prompt_tokens, row.group))
-    return [*rows, everything.row(ALL)]
+    return [*rows, everything.row(ALL, models, gpu_hour)]
 
 
-def _of_journal(path: Path, by: str, window: Window) -> Groups:
-    engine_audit = EngineAudit(path, keep=True, window=window, with_metrics=False)
+def _of_journal(path: Path, by: str, window: Window, with_costs: bool) -> Part:
+    engine_audit = EngineAudit(path, keep=True, window=window, with_metrics=False, times_steps=with_costs)
     key = _key(by, engine_audit)
     groups: Groups = {}
     for account in each_account(engine_audit):
-        groups.setdefault(key(account), Sums.none()).add(account, engine_audit.last_at)
-    return groups
+        groups.setdefault(key(account), Sums.none(with_costs)).add(account, engine_audit.last_at)
+    if not with_costs:
+        return Part(groups)
+    model, busy_us = engine_audit.step_model(), engine_audit.step_times.busy_us
+    for sums in groups.values():
+        if sums.tally is not None:
+            sums.costs, sums.tally = priced(sums.tally, model, busy_us, engine_audit.connector), None
+            busy_us = 0  # counted once for the journal
+    return Part(groups, model_row(engine_audit, model))
 
 
-def _of_tables(folder: Path, by: str, window: Window) -> Groups:
+def _of_tables(folder: Path, by: str, window: Window) -> Part:
     from ..trace import parquet
 
-    return {
+    groups = {
         group: Sums(
             Totals(
                 requests=sums["requests"],
@@ -181,6 +224,7 @@ def _of_tables(folder: Path, by: str, window: Window) -> Groups:
         )
         for group, sums in parquet.sums(folder, by, _named_by(by), window).items()
     }
+    return Part(groups)
 
 
 def _pattern(by: str) -> re.Pattern[str]:
@@ -243,7 +287,12 @@ def render(rows: Sequence[SummaryRow]) -> Group:
             f"{row.preemptions:,}",
             f"{row.wait_seconds:,.1f}",
         )
-    return blocks(Group(*_answer(rows[-1])), table if rows[-1].requests else None)
+    costs = rows[-1].costs
+    return blocks(
+        Group(*_answer(rows[-1])),
+        table if rows[-1].requests else None,
+        None if costs is None else cost.render(costs),
+    )
 
 
 def _answer(row: SummaryRow) -> Iterator[Text]:
@@ -267,5 +316,14 @@ def _answer(row: SummaryRow) -> Iterator[Text]:
 
 
 def as_csv(rows: Sequence[SummaryRow]) -> str:
-    """All figures, with a header; an empty cell for a share of nothing."""
-    return structs_csv(SummaryRow, rows)
+    """All figures, with a header; an empty cell for what is not known. Costs are totals of the group."""
+    names = [field.name for field in msgspec.structs.fields(SummaryRow) if field.name != "costs"]
+    columns = [*names, *COST_COLUMNS] if rows[-1].costs else names
+    return csv_of(columns, ([getattr(row, name) for name in names] + _cost_cells(row) for row in rows))
+
+
+COST_COLUMNS = ("engine_seconds", "lost_seconds", "lost_share", "money")
+
+
+def _cost_cells(row: SummaryRow) -> list[object]:
+    return [getattr(row.costs, name) for name in COST_COLUMNS] if row.costs else []

@@ -15,7 +15,10 @@ import msgspec
 from rich.console import Group
 from rich.text import Text
 
+from ...audit import causes as names
 from ...audit.analysis.cache_misses import missed_ranges, never_came
+from ...audit.analysis.costs import PREFILL, Delays, PricedDelays, first_output_at, plus, seconds
+from ...audit.analysis.step_model import StepModel
 from ...audit.causes import MISSES
 from ...audit.ledger.account import Account
 from ...audit.replay.engine_audit import EngineAudit
@@ -24,6 +27,7 @@ from ...audit.replay.journals import each_account
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
 from .audit import share, structs_csv
+from .costs import ModelRow, model_row, model_text, money, part, shown_seconds, spread
 from .terminal import blocks, counted, figures_table, notes, part_of, percent, title
 
 LEGEND = (
@@ -41,13 +45,23 @@ NO_BLOCK_SIZE = "{path}: its engine reported no block size, so no miss can be be
 
 
 class CauseRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One cause. ``share`` is of all misses, 1 for all; ``requests`` had at least one such miss."""
+    """One cause. ``share`` is of all misses, 1 for all; ``requests`` had at least one such miss.
+
+    ``seconds`` is the engine time that computing the tokens took, and ``engine_share`` its share of all
+    engine time. ``first_token_*``: how much later the first token came in the requests concerned.
+    None: not known.
+    """
 
     cause: str
     text: str
     tokens: int
     share: float | None
     requests: int
+    seconds: float | None = None
+    engine_share: float | None = None
+    first_token_median_seconds: float | None = None
+    first_token_p95_seconds: float | None = None
+    money: float | None = None
 
 
 class Why(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +74,12 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     no_hit: int
     causes: list[CauseRow]
     notes: list[str]
+    engine_seconds: float = 0.0
+    models: list[ModelRow] = []
+    block_size: int = 0
+    """Tokens per block; 0: not known, or different in several engines."""
+    levels: list[str] = []
+    """The levels below ``blocks`` at which journals were recorded."""
 
 
 class Tally(msgspec.Struct):
@@ -74,6 +94,14 @@ class Tally(msgspec.Struct):
     no_hit: int = 0
     levels: list[str] = []
     notes: list[str] = []
+    sizes: list[int] = []
+    early: dict[str, Delays] = msgspec.field(default_factory=dict)
+    """Tokens of the present journal that were computed before the first output, by cause."""
+    computed: Counter[str] = msgspec.field(default_factory=Counter)
+    """Missed tokens of the present journal that were computed, by cause."""
+    seconds: dict[str, float | None] = msgspec.field(default_factory=dict)
+    delays: dict[str, PricedDelays] = msgspec.field(default_factory=dict)
+    models: list[ModelRow] = msgspec.field(default_factory=list)
 
     def add(self, account: Account, block_size: int) -> None:
         """Add one request."""
@@ -88,11 +116,33 @@ class Tally(msgspec.Struct):
         self.no_hit += sum(end - start for start, end, _ in account.executed_again)
         if account.closed_at >= 0:
             self.no_hit += sum(end - start for start, end in never_came(account))
-        causes = set()
+        causes: Counter[str] = Counter()
         for start, end, cause in missed_ranges(account, block_size):
-            self.tokens[cause] += end - start
-            causes.add(cause)
-        self.requests.update(causes)
+            causes[cause] += end - start
+        self.tokens.update(causes)
+        self.requests.update(causes.keys())
+        self._add_costs(account, causes)
+
+    def _add_costs(self, account: Account, causes: Counter[str]) -> None:
+        """Add what was computed: all misses but those that never got KV."""
+        causes.pop(names.ENDED_FIRST, None)
+        causes.pop(names.INVALID_HIT, None)
+        self.computed.update(causes)
+        first = first_output_at(account)
+        if first is None:
+            return
+        late = {LOST_LATE.get(life.ended_by, "") for life in account.lives if life.ended_at > first}
+        for cause, tokens in causes.items():
+            if cause not in late:
+                self.early.setdefault(cause, Delays()).add(tokens)
+
+    def price(self, engine_audit: EngineAudit, model: StepModel) -> None:
+        """Turn the present journal's tokens into seconds."""
+        for cause, tokens in self.computed.items():
+            self.seconds[cause] = seconds(model, PREFILL, tokens)
+        self.delays = {cause: each.seconds(model.prefill_seconds) for cause, each in self.early.items()}
+        self.models = [model_row(engine_audit, model)]
+        self.computed, self.early = Counter(), {}
 
     def merge(self, more: Tally) -> None:
         """Add the misses of another journal."""
@@ -105,18 +155,30 @@ class Tally(msgspec.Struct):
         self.no_hit += more.no_hit
         self.levels += [level for level in more.levels if level not in self.levels]
         self.notes += more.notes
+        self.sizes += [size for size in more.sizes if size not in self.sizes]
+        for cause, took in more.seconds.items():
+            self.seconds[cause] = plus(self.seconds.get(cause, 0.0), took)
+        for cause, delays in more.delays.items():
+            self.delays.setdefault(cause, PricedDelays()).merge(delays)
+        self.models += more.models
 
 
-def why(paths: Sequence[Path], *, window: Window = EVERYTHING, run: Run = here) -> Why:
+LOST_LATE = {names.BLOCKS: names.PREEMPTED, names.RESET: names.CACHE_RESET}
+"""The cause of misses that follow a preemption, by the cause of the preemption."""
+
+
+def why(
+    paths: Sequence[Path], *, window: Window = EVERYTHING, run: Run = here, gpu_hour: float | None = None
+) -> Why:
     """The causes, most tokens first. Raises LedgerError for a path that holds no journal."""
     everything = Tally()
     for tally in run(partial(_of_journal, window=window), journals_at(paths)):
         everything.merge(tally)
-    return explained(everything)
+    return explained(everything, gpu_hour)
 
 
-def explained(tally: Tally) -> Why:
-    """A tally as data."""
+def explained(tally: Tally, gpu_hour: float | None = None) -> Why:
+    """A tally as data. ``gpu_hour``: the price of an hour of one engine."""
     assert tally.no_hit == sum(tally.tokens.values()), "the causes do not add up to the misses"
     causes = sorted(tally.tokens.items(), key=lambda row: (-row[1], row[0]))
     return Why(
@@ -125,17 +187,33 @@ def explained(tally: Tally) -> Why:
         prompt_tokens=tally.prompt_tokens,
         hit=tally.hit,
         no_hit=tally.no_hit,
-        causes=[
-            CauseRow(
-                cause=cause,
-                text=MISSES[cause],
-                tokens=tokens,
-                share=share(tokens, tally.no_hit),
-                requests=tally.requests[cause],
-            )
-            for cause, tokens in causes
-        ],
+        causes=[_cause_row(tally, cause, tokens, gpu_hour) for cause, tokens in causes],
         notes=[*(MORE.format(level=level) for level in tally.levels), *tally.notes],
+        engine_seconds=_engine_seconds(tally),
+        models=tally.models,
+        block_size=tally.sizes[0] if len(tally.sizes) == 1 else 0,
+        levels=tally.levels,
+    )
+
+
+def _engine_seconds(tally: Tally) -> float:
+    return sum(row.engine_seconds for row in tally.models)
+
+
+def _cause_row(tally: Tally, cause: str, tokens: int, gpu_hour: float | None) -> CauseRow:
+    took = tally.seconds.get(cause)
+    median, p95 = spread(tally.delays.get(cause, PricedDelays()))
+    return CauseRow(
+        cause=cause,
+        text=MISSES[cause],
+        tokens=tokens,
+        share=share(tokens, tally.no_hit),
+        requests=tally.requests[cause],
+        seconds=took,
+        engine_share=part(took, _engine_seconds(tally)),
+        first_token_median_seconds=median,
+        first_token_p95_seconds=p95,
+        money=money(took, gpu_hour),
     )
 
 
@@ -146,10 +224,12 @@ def block_size(engine_audit: EngineAudit) -> int:
 
 
 def _of_journal(path: Path, window: Window) -> Tally:
-    engine_audit, tally = EngineAudit(path, keep=True, window=window, with_metrics=False), Tally()
+    engine_audit = EngineAudit(path, keep=True, window=window, with_metrics=False, times_steps=True)
+    tally = Tally()
     for account in each_account(engine_audit):
         tally.add(account, block_size(engine_audit))
     remark(tally, engine_audit)
+    tally.price(engine_audit, engine_audit.step_model())
     return tally
 
 
@@ -157,13 +237,24 @@ def remark(tally: Tally, engine_audit: EngineAudit) -> None:
     """Note what this journal's recording can't prove."""
     if engine_audit.engine is not None and engine_audit.engine.level != BLOCKS:
         tally.levels = [engine_audit.engine.level]
+    tally.sizes = [block_size(engine_audit)]
     if not block_size(engine_audit):
         tally.notes.append(NO_BLOCK_SIZE.format(path=engine_audit.path))
 
 
 def render(result: Why) -> Group:
     """Hits and misses in a sentence each, then the causes as a table."""
-    return blocks(Group(*_answer(result)), _causes(result), notes(result.notes))
+    return blocks(Group(*_answer(result)), _causes(result), _models(result), notes(result.notes))
+
+
+def _models(result: Why) -> Text | None:
+    """How seconds were found, or why they are not known."""
+    if not result.engine_seconds:
+        return None
+    lines = [f"{result.engine_seconds:,.1f} s of engine time. {model_text(result.models[0].model)}"]
+    if len(result.models) > 1:
+        lines.append(f"That is the model of {result.models[0].engine}; --format json has all.")
+    return Text("\n".join(lines), style="dim")
 
 
 def _answer(result: Why) -> Iterator[Text]:
@@ -181,13 +272,34 @@ def _answer(result: Why) -> Iterator[Text]:
 def _causes(result: Why) -> Group | None:
     if not result.causes:
         return None
-    table = figures_table("", "tokens", "share", "requests")
+    timed = any(row.seconds is not None for row in result.causes)
+    paid = any(row.money is not None for row in result.causes)
+    more = ["seconds", "engine time", "first token, median", "p95"] if timed else []
+    table = figures_table("", "tokens", "share", "requests", *more, *(["cost"] if paid else []))
     for row in result.causes:
-        table.add_row(Text(row.text), f"{row.tokens:,}", percent(row.share or 0), f"{row.requests:,}")
+        cells = [f"{row.tokens:,}", percent(row.share or 0), f"{row.requests:,}"]
+        if timed:
+            cells += _seconds(row)
+        if paid:
+            cells.append("-" if row.money is None else f"{row.money:,.2f}")
+        table.add_row(Text(row.text), *cells)
     table.add_section()
     requests = result.requests - result.unknown
     table.add_row(Text("all misses", style="bold"), f"{result.no_hit:,}", percent(1), f"{requests:,}")
     return Group(title("Why prompt tokens missed the caches", LEGEND), table)
+
+
+def _seconds(row: CauseRow) -> list[str]:
+    """The cells of a cause in seconds; a cause without computed tokens has none."""
+    if row.seconds is None:
+        return ["-"] * 4
+    early = row.first_token_median_seconds is not None
+    return [
+        shown_seconds(row.seconds),
+        "-" if row.engine_share is None else percent(row.engine_share),
+        shown_seconds(row.first_token_median_seconds) if early else "-",
+        shown_seconds(row.first_token_p95_seconds) if early else "-",
+    ]
 
 
 def as_csv(result: Why) -> str:

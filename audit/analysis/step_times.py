@@ -1,0 +1,320 @@
+"""How long the steps of an engine took, and what each step worked on, read from the events.
+
+An *observation* is one step, or several steps in a row whose single times were not recorded. Its time runs to
+the delivery of its output, from the later of two instants: the delivery before, and its own scheduling where
+no request had been running in between. So time without a running request belongs to no step, and steps
+that overlap (async scheduling, pipeline stages) are not counted twice.
+
+``Repeated`` has the time of its emission and not of its last delivery. Its steps are therefore observed
+together with the next step that has a delivery of its own.
+
+Memory is constant: observations are summed, and a sample of them is kept for :mod:`.step_model`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+
+from .. import events as ev
+
+SAMPLE_ROWS = 2048
+"""The largest number of rows that a sample keeps."""
+
+_HASH = 2654435761
+"""Spreads consecutive numbers over 32 bits (Knuth's multiplicative hash)."""
+
+FAR = 1 << 62
+"""A time after every event."""
+
+
+class Work(NamedTuple):
+    """What some steps worked on. ``context_tokens``: the KV that their decoding requests attended to.
+
+    A request decodes if the step schedules one token of it beside drafts; all other tokens are prefill.
+    """
+
+    steps: int = 0
+    prefill_tokens: int = 0
+    decode_requests: int = 0
+    draft_tokens: int = 0
+    context_tokens: int = 0
+
+    def plus(self, more: Work) -> Work:
+        """The sum."""
+        return Work(*map(sum, zip(self, more, strict=True)))
+
+
+NO_WORK = Work()
+
+
+class Sample(msgspec.Struct):
+    """Rows of numbers, thinned to a bounded, evenly spread part of all rows, the same one each time.
+
+    Each kept row stands for ``weight`` rows. The first number of a kept row is its place among all rows.
+    """
+
+    most: int = SAMPLE_ROWS
+    rows: list[tuple[int, ...]] = []
+    seen: int = 0
+    shift: int = 0
+
+    def add(self, *row: int) -> None:
+        """Take one row."""
+        self.seen += 1
+        if self._kept(self.seen):
+            self.rows.append((self.seen, *row))
+            while len(self.rows) > self.most:
+                self.shift += 1
+                self.rows = [one for one in self.rows if self._kept(one[0])]
+
+    def _kept(self, place: int) -> bool:
+        return not ((place * _HASH) & 0xFFFFFFFF) >> (32 - self.shift)
+
+    @property
+    def weight(self) -> int:
+        """How many rows each kept row stands for, about."""
+        return 1 << self.shift
+
+
+class ScheduledRequest(NamedTuple):
+    """One request's part of the last step. Its context at step k is ``context`` + k * ``advance``."""
+
+    tokens: int
+    drafts: int
+    advance: int = 0
+    context: int = 0
+
+    @property
+    def decodes(self) -> bool:
+        """Whether one token is scheduled beside the drafts."""
+        return self.tokens - self.drafts == 1
+
+
+class PendingStep(NamedTuple):
+    """A scheduled step whose output has not come."""
+
+    at: int
+    work: Work
+
+
+class StepTimes(msgspec.Struct):
+    """Observes the steps of one engine. Times are microseconds since the engine started."""
+
+    sample: Sample = msgspec.field(default_factory=Sample)
+    """Observations: steps, the figures of :class:`Work`, microseconds."""
+    busy_us: int = 0
+    """Time of all observations in the window."""
+    work: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
+    """Work of all observations in the window, as :class:`Work`."""
+    since_seconds: float | None = None
+    """Unix time at which the window begins; None: no bound."""
+    until_seconds: float | None = None
+    """Unix time at which the window ends; None: no bound."""
+    since_at: int = 0
+    until_at: int = FAR
+    requests: dict[int, ScheduledRequest] = {}
+    """The last step's requests that still run."""
+    sums: list[int] = msgspec.field(default_factory=lambda: [0, 0, 0, 0, 0])
+    """Over ``requests``: prefill tokens, decoding requests, drafts; context and advance of the decoding."""
+    scheduled: int = 0
+    """Steps scheduled so far."""
+    pending: list[PendingStep] = []
+    """Steps whose output has not come, oldest first."""
+    repeated: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
+    """Work of repeated steps that wait for the next delivery."""
+    repeated_at: int = -1
+    """When these were emitted; -1: there are none."""
+    delivered_at: int = -1
+    """Time of the last delivery; -1: not known."""
+    busy: bool = False
+    """Whether requests have been running since the last delivery."""
+    lost: bool = False
+    """Whether events were lost since the last snapshot."""
+    skip: int = 0
+    """Deliveries of steps that were not seen."""
+    order: list[int] = []
+    """Request numbers in the order of the last ``DeliveredWhole``."""
+
+    # --- events ---------------------------------------------------------------------------------------
+
+    def started(self, event: ev.EngineStarted) -> None:
+        """Take the engine's clock for the bounds of the window."""
+        began = event.began_seconds
+        self.since_at = 0 if self.since_seconds is None else round((self.since_seconds - began) * 1e6)
+        self.until_at = FAR if self.until_seconds is None else round((self.until_seconds - began) * 1e6)
+
+    def snapshot(self, event: ev.Snapshot) -> None:
+        """The next step lists every request. Steps in flight are known unless events were lost."""
+        self.requests, self.sums = {}, [0, 0, 0, 0, 0]
+        if self.lost or len(self.pending) != event.undelivered_steps:
+            self.pending, self.skip = [], event.undelivered_steps
+            self.repeated, self.repeated_at = NO_WORK, -1
+            self.delivered_at, self.busy = -1, False
+        self.lost = False
+
+    def lose(self, _: ev.Event) -> None:
+        """Events were lost: observe nothing until the next snapshot."""
+        self.lost = True
+
+    def raised(self, event: ev.EngineRaised) -> None:
+        """An exception of the engine may have left its counts in between."""
+        self.lost |= event.lost
+
+    def stepped(self, event: ev.Stepped) -> None:
+        """A step was scheduled."""
+        if self.lost:
+            return
+        for request in ev.numbers(event.dropped):
+            self._remove(request)
+        changed = ev.numbers(event.changed)
+        self.scheduled += 1
+        for i in range(0, len(changed), 4):
+            self._put(changed[i], changed[i + 1], changed[i + 2], changed[i + 3])
+        self.pending.append(PendingStep(event.at, self._work(1)))
+
+    def delivered(self, event: ev.Delivered) -> None:
+        """The output of the oldest step came."""
+        if self.sums[2]:
+            changed = ev.numbers(event.changed)
+            for i in range(0, len(changed), 2):
+                self._sampled(changed[i], changed[i + 1])
+        self._deliver(event.at)
+
+    def delivered_whole(self, event: ev.DeliveredWhole) -> None:
+        """The same, for an output with many differences."""
+        if event.requests:
+            self.order = event.requests
+        if self.sums[2]:
+            for request, sampled in zip(self.order, event.sampled, strict=False):
+                self._sampled(request, sampled)
+        self._deliver(event.at)
+
+    def repeat(self, event: ev.Repeated) -> None:
+        """The last step and its output were repeated."""
+        if self.lost or not event.times:
+            return
+        times, depth = event.times, len(self.pending)
+        self.scheduled += times
+        if self.skip or self.delivered_at < 0 or not self.requests:
+            self._repeat_unobserved(times)
+            return
+        delivered = [step.work for step in self.pending]
+        if times > depth:
+            delivered.append(self._work(times - depth, before=depth))
+        kept = [self._work(1, before=place) for place in reversed(range(min(times, depth)))]
+        self.pending = [
+            *self.pending[times:],
+            *(PendingStep(event.at, work) for work in kept),
+        ]
+        for work in delivered[: times if times < depth else len(delivered)]:
+            self.repeated = Work(*self.repeated).plus(work)
+        self.repeated_at, self.busy = event.at, True
+
+    def left(self, event: ev.Finished | ev.Preempted) -> None:
+        """A request runs no longer."""
+        self._remove(event.request)
+        if not self.requests and not self.pending:
+            if self.repeated_at >= 0 and not self.lost:
+                self._observe(self.delivered_at, self.repeated_at, NO_WORK)
+                self.delivered_at = self.repeated_at
+            self.repeated, self.repeated_at = NO_WORK, -1
+            self.busy = False
+
+    # --- a step -----------------------------------------------------------------------------------------
+
+    def _deliver(self, at: int) -> None:
+        if self.lost:
+            return
+        if self.skip:
+            self.skip -= 1
+        elif self.pending:
+            step = self.pending.pop(0)
+            begin = self.delivered_at
+            if begin < 0 or not self.busy:
+                begin = max(begin, step.at)
+            self._observe(begin, at, step.work)
+        self.delivered_at = at
+        self.repeated, self.repeated_at = NO_WORK, -1
+        self.busy = bool(self.pending or self.requests)
+
+    def _repeat_unobserved(self, times: int) -> None:
+        """Repeat steps while it is not known when the last output came."""
+        unseen = min(self.skip, times)
+        self.skip -= unseen
+        works = [step.work for step in self.pending] + [self._work(1)] * unseen
+        self.pending = [PendingStep(FAR, work) for work in works]
+        self.delivered_at, self.busy = -1, False
+
+    def _observe(self, begin: int, end: int, work: Work) -> None:
+        """Add an observation: the repeated steps, and ``work``."""
+        if end <= begin:
+            return
+        if self.repeated_at >= 0:
+            work = Work(*self.repeated).plus(work)
+        self.sample.add(*work, end - begin)
+        if self.since_at <= end < self.until_at:
+            self.busy_us += end - begin
+            self.work = Work(*self.work).plus(work)
+
+    def _work(self, steps: int, before: int = 0) -> Work:
+        """The work of ``steps`` steps with the present requests; the last is ``before`` steps ago."""
+        prefill, decodes, drafts, context, advance = self.sums
+        last = self.scheduled - before
+        places = steps * last - steps * (steps - 1) // 2
+        tokens = steps * context + places * advance
+        return Work(steps, steps * prefill, steps * decodes, steps * drafts, tokens)
+
+    def _put(self, request: int, tokens: int, drafts: int, computed: int) -> None:
+        """Set one request's part of the present step. ``computed``: its context after scheduling."""
+        before = self.requests.get(request)
+        self._remove(request)
+        advance = tokens if not drafts else before.advance if before is not None and before.drafts else 1
+        row = ScheduledRequest(tokens, drafts, advance, computed - advance * self.scheduled)
+        self._add(request, row)
+
+    def _sampled(self, request: int, sampled: int) -> None:
+        """A request with drafts gets ``sampled`` tokens in each step from now on."""
+        row = self.requests.get(request)
+        if row is None or not row.drafts or not sampled or row.advance == sampled:
+            return
+        self._remove(request)
+        context = row.context + (row.advance - sampled) * self.scheduled
+        self._add(request, row._replace(advance=sampled, context=context))
+
+    def _add(self, request: int, row: ScheduledRequest) -> None:
+        self.requests[request] = row
+        self._count(row, 1)
+
+    def _remove(self, request: int) -> None:
+        row = self.requests.pop(request, None)
+        if row is not None:
+            self._count(row, -1)
+
+    def _count(self, row: ScheduledRequest, sign: int) -> None:
+        sums = self.sums
+        if row.decodes:
+            sums[1] += sign
+            sums[3] += sign * row.context
+            sums[4] += sign * row.advance
+        else:
+            sums[0] += sign * (row.tokens - row.drafts)
+        sums[2] += sign * row.drafts
+
+
+STEP_HANDLERS: dict[type[ev.Event], Callable[[StepTimes, Any], None]] = {
+    ev.EngineStarted: StepTimes.started,
+    ev.Snapshot: StepTimes.snapshot,
+    ev.Gap: StepTimes.lose,
+    ev.HookFailed: StepTimes.lose,
+    ev.EngineRaised: StepTimes.raised,
+    ev.Stepped: StepTimes.stepped,
+    ev.Delivered: StepTimes.delivered,
+    ev.DeliveredWhole: StepTimes.delivered_whole,
+    ev.Repeated: StepTimes.repeat,
+    ev.Finished: StepTimes.left,
+    ev.Preempted: StepTimes.left,
+}
+"""The method for each type of event."""

@@ -1,0 +1,277 @@
+"""What lost work cost, as data and for a terminal: seconds, share of engine time, delay, money.
+
+:mod:`kvledger.audit.analysis.costs` computes the figures. Everything in seconds is an estimate by a model of
+step time, whose error stands beside it; waiting is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+from rich.console import Group
+from rich.text import Text
+
+from ...audit.analysis.costs import OVERRUN, REJECTED, REWORK, Costs, LostWork, PricedDelays, PricedLoads
+from ...audit.analysis.step_model import StepModel
+from ...audit.causes import loss
+from ...audit.replay.engine_audit import EngineAudit
+from .terminal import counted, figures_table, indented, percent, title
+
+LEGEND = (
+    "Seconds are tokens times the time that a token takes in these steps, without the constant time of a "
+    "step. First token: how much later the first token of the requests concerned came."
+)
+NOT_KNOWN = "unknown"
+
+
+class CostRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Lost work of one kind and cause. ``share`` is of engine time, 1 for all.
+
+    ``first_token_*``: how much later the first token came, of the requests that lost work before it. None:
+    not known.
+    """
+
+    kind: str
+    cause: str
+    text: str
+    tokens: int
+    requests: int
+    seconds: float | None
+    share: float | None
+    first_token_requests: int
+    first_token_median_seconds: float | None
+    first_token_p95_seconds: float | None
+    money: float | None
+
+
+class LoadRow(msgspec.Struct, frozen=True, kw_only=True):
+    """External loads of one connector.
+
+    ``waited_seconds`` is measured, for asynchronous loads; ``vain_seconds`` of it led to no loaded token.
+    ``saved_seconds``: what computing the loaded tokens would have taken;
+    ``asynchronous_saved_seconds`` is the part of the asynchronous loads. ``not_saved_*``: tokens that were
+    promised, and computed because their load failed or did not happen.
+    """
+
+    connector: str
+    asynchronous_loads: int
+    asynchronous_tokens: int
+    synchronous_tokens: int
+    waited_seconds: float
+    vain_seconds: float
+    saved_seconds: float | None
+    asynchronous_saved_seconds: float | None
+    not_saved_tokens: int
+    not_saved_seconds: float | None
+
+
+class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The model of one engine's step time, and the time of all its steps."""
+
+    engine: str
+    engine_seconds: float
+    model: StepModel
+
+
+class CostReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What lost work cost, most seconds first. ``engine_seconds``: time of all steps, measured."""
+
+    engine_seconds: float
+    lost_seconds: float | None
+    lost_share: float | None
+    money: float | None
+    rows: list[CostRow]
+    loads: list[LoadRow]
+    models: list[ModelRow]
+
+
+def model_row(engine_audit: EngineAudit, model: StepModel) -> ModelRow:
+    """The model of one engine."""
+    return ModelRow(
+        engine=engine_audit.name, engine_seconds=engine_audit.step_times.busy_us / 1e6, model=model
+    )
+
+
+def gathered(engine_audits: Sequence[EngineAudit]) -> tuple[Costs, list[ModelRow]]:
+    """The costs of all engines together, each by its own model. The audits were made ``with_costs``."""
+    costs, models = Costs(), []
+    for engine_audit in engine_audits:
+        model = engine_audit.step_model()
+        costs.merge(engine_audit.costs(model))
+        models.append(model_row(engine_audit, model))
+    return costs, models
+
+
+def cost_report(costs: Costs, models: Sequence[ModelRow], gpu_hour: float | None = None) -> CostReport:
+    """Costs as data. ``gpu_hour``: the price of an hour of one engine."""
+    engine_seconds = costs.busy_us / 1e6
+    rows = [_row(key, lost, engine_seconds, gpu_hour) for key, lost in costs.lost.items()]
+    lost_seconds = costs.lost_seconds
+    return CostReport(
+        engine_seconds=engine_seconds,
+        lost_seconds=lost_seconds,
+        lost_share=part(lost_seconds, engine_seconds),
+        money=money(lost_seconds, gpu_hour),
+        rows=sorted(rows, key=lambda row: (-(row.seconds or 0.0), -row.tokens, row.kind, row.cause)),
+        loads=[_load_row(connector, loads) for connector, loads in sorted(costs.loads.items())],
+        models=list(models),
+    )
+
+
+def _row(key: str, lost: LostWork, engine_seconds: float, gpu_hour: float | None) -> CostRow:
+    kind, _, cause = key.partition("/")
+    median, p95 = spread(lost.delays)
+    return CostRow(
+        kind=kind,
+        cause=cause,
+        text=lost_text(kind, cause),
+        tokens=lost.tokens,
+        requests=lost.requests,
+        seconds=lost.seconds,
+        share=part(lost.seconds, engine_seconds),
+        first_token_requests=lost.delays.requests,
+        first_token_median_seconds=median,
+        first_token_p95_seconds=p95,
+        money=money(lost.seconds, gpu_hour),
+    )
+
+
+def _load_row(connector: str, loads: PricedLoads) -> LoadRow:
+    return LoadRow(
+        connector=connector,
+        asynchronous_loads=loads.loads,
+        asynchronous_tokens=loads.asynchronous_tokens,
+        synchronous_tokens=loads.synchronous_tokens,
+        waited_seconds=loads.waited_seconds,
+        vain_seconds=loads.vain_seconds,
+        saved_seconds=loads.saved_seconds,
+        asynchronous_saved_seconds=loads.asynchronous_saved_seconds,
+        not_saved_tokens=loads.not_saved_tokens,
+        not_saved_seconds=loads.not_saved_seconds,
+    )
+
+
+def lost_text(kind: str, cause: str = "") -> str:
+    """Words for one kind of lost work."""
+    if kind == REWORK:
+        return f"rework: {loss(cause)}"
+    return {REJECTED: "rejected drafts", OVERRUN: "overrun past the stop"}[kind]
+
+
+def part(seconds: float | None, engine_seconds: float) -> float | None:
+    """A part of engine time, 1 for all of it; None if it is not known."""
+    return None if seconds is None or not engine_seconds else seconds / engine_seconds
+
+
+def money(seconds: float | None, gpu_hour: float | None) -> float | None:
+    """The price of some seconds of engine time; None if it is not known."""
+    return None if seconds is None or gpu_hour is None else seconds / 3600 * gpu_hour
+
+
+def spread(delays: PricedDelays) -> tuple[float | None, float | None]:
+    """Median and 95th percentile of the delays of the first token."""
+    return delays.quantile(0.5), delays.quantile(0.95)
+
+
+# --- for a terminal -------------------------------------------------------------------------------------
+
+
+def render(report: CostReport) -> Group | None:
+    """What lost work cost, the loads, and the model; None where no step was timed."""
+    if not report.engine_seconds:
+        return None
+    parts: list[Text | object] = [title("What lost work cost", LEGEND)]
+    if report.rows:
+        parts.append(_lost_table(report))
+    else:
+        parts.append(Text("No work was lost."))
+    if report.loads:
+        parts += [Text(), title("External loads: seconds waited and saved"), _loads_table(report)]
+    parts += [Text(), *(indented(Text(line, style="dim")) for line in model_lines(report))]
+    return Group(*parts)  # type: ignore[arg-type]
+
+
+def _lost_table(report: CostReport) -> object:
+    priced = any(row.money is not None for row in report.rows)
+    columns = ["tokens", "requests", "seconds", "engine time", "first token, median", "p95"]
+    table = figures_table("", *columns, *(["cost"] if priced else []))
+    for row in report.rows:
+        cells = [
+            f"{row.tokens:,}",
+            f"{row.requests:,}",
+            shown_seconds(row.seconds),
+            NOT_KNOWN if row.share is None else percent(row.share),
+            _delay(row, row.first_token_median_seconds),
+            _delay(row, row.first_token_p95_seconds),
+        ]
+        table.add_row(Text(row.text), *cells, *([_money(row.money)] if priced else []))
+    return table
+
+
+def _delay(row: CostRow, seconds: float | None) -> str:
+    return shown_seconds(seconds) if row.first_token_requests else "-"
+
+
+def _loads_table(report: CostReport) -> object:
+    table = figures_table("connector", "loads", "waited, s", "in vain, s", "saved, s", "not saved, s")
+    for row in report.loads:
+        table.add_row(
+            Text(row.connector),
+            f"{row.asynchronous_loads:,}",
+            f"{row.waited_seconds:,.2f}",
+            f"{row.vain_seconds:,.2f}",
+            shown_seconds(row.saved_seconds),
+            shown_seconds(row.not_saved_seconds),
+        )
+    return table
+
+
+def model_lines(report: CostReport) -> Iterator[str]:
+    """Engine time and the model of each engine, a sentence each."""
+    shown = report.models[:3]
+    for row in shown:
+        name = f"{row.engine}: " if len(report.models) > 1 else ""
+        yield f"{name}{counted_seconds(row.engine_seconds)} of engine time. {model_text(row.model)}"
+    if len(report.models) > len(shown):
+        yield f"{len(report.models) - len(shown)} more engines: --format json."
+
+
+def model_text(model: StepModel) -> str:
+    """The model's figures and its error in a sentence, or why it was refused."""
+    if model.refused:
+        return f"Seconds are unknown: {model.refused}."
+    prices = [
+        f"{1e3 * coefficient.seconds:.3g} ms a {_UNITS[name]}"
+        for name, coefficient in model.coefficients.items()
+        if coefficient.seconds is not None and name in _UNITS
+    ]
+    error = (
+        f"median error {percent(model.relative_error or 0)} ({1e3 * (model.absolute_error_seconds or 0):.2g} "
+        f"ms) on held-out steps, R² {model.r2 or 0:.3f}, {counted(model.observations, 'observation')}"
+    )
+    return f"Model: {', '.join(prices)}; {error}."
+
+
+_UNITS = {
+    "constant": "step",
+    "prefill_tokens": "prefill token",
+    "decode_requests": "decoding request",
+    "draft_tokens": "draft token",
+}
+
+
+def shown_seconds(seconds: float | None) -> str:
+    """``12.34``, or that it is not known."""
+    if seconds is None:
+        return NOT_KNOWN
+    return f"{seconds:,.1f}" if seconds >= 100 else f"{seconds:,.3f}"
+
+
+def counted_seconds(seconds: float) -> str:
+    """``1,234.5 s``."""
+    return f"{seconds:,.1f} s"
+
+
+def _money(amount: float | None) -> str:
+    return NOT_KNOWN if amount is None else f"{amount:,.2f}"
