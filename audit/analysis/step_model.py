@@ -23,7 +23,7 @@ from .step_times import Sample
 FEATURES = ("constant", "prefill_tokens", "decode_requests", "draft_tokens", "context_tokens")
 CONSTANT, PREFILL, DECODE, DRAFT, CONTEXT = range(len(FEATURES))
 
-LEAST_OBSERVATIONS = 48
+LEAST_OBSERVATIONS = 64
 """Fewer observations are refused."""
 
 LEAST_R2 = 0.5

@@ -107,8 +107,8 @@ class StepTimes(msgspec.Struct):
     """Observations: steps, the figures of :class:`Work`, microseconds."""
     busy_us: int = 0
     """Time of all observations in the window."""
-    work: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
-    """Work of all observations in the window, as :class:`Work`."""
+    work: Work = NO_WORK
+    """Work of all observations in the window."""
     since_seconds: float | None = None
     """Unix time at which the window begins; None: no bound."""
     until_seconds: float | None = None
@@ -123,7 +123,7 @@ class StepTimes(msgspec.Struct):
     """Steps scheduled so far."""
     pending: list[PendingStep] = []
     """Steps whose output has not come, oldest first."""
-    repeated: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
+    repeated: Work = NO_WORK
     """Work of repeated steps that wait for the next delivery."""
     repeated_at: int = -1
     """When these were emitted; -1: there are none."""
@@ -210,7 +210,7 @@ class StepTimes(msgspec.Struct):
             *(PendingStep(event.at, work) for work in kept),
         ]
         for work in delivered[: times if times < depth else len(delivered)]:
-            self.repeated = Work(*self.repeated).plus(work)
+            self.repeated = self.repeated.plus(work)
         self.repeated_at, self.busy = event.at, True
 
     def left(self, event: ev.Finished | ev.Preempted) -> None:
@@ -253,11 +253,11 @@ class StepTimes(msgspec.Struct):
         if end <= begin:
             return
         if self.repeated_at >= 0:
-            work = Work(*self.repeated).plus(work)
+            work = self.repeated.plus(work)
         self.sample.add(*work, end - begin)
         if self.since_at <= end < self.until_at:
             self.busy_us += end - begin
-            self.work = Work(*self.work).plus(work)
+            self.work = self.work.plus(work)
 
     def _work(self, steps: int, before: int = 0) -> Work:
         """The work of ``steps`` steps with the present requests; the last is ``before`` steps ago."""

@@ -91,10 +91,10 @@ def test_equal_durations_have_no_price() -> None:
 
 
 def test_few_steps_are_refused() -> None:
-    model = fit(steps(6, 47, law))
+    model = fit(steps(6, 63, law))
 
-    assert "only 47 steps were timed, and a model takes 48" == model.refused
-    assert "" == fit(steps(6, 48, law)).refused
+    assert "only 63 steps were timed, and a model takes 64" == model.refused
+    assert "" == fit(steps(6, 64, law)).refused
 
 
 def test_work_that_never_happened_has_no_price() -> None:
