@@ -320,6 +320,34 @@ WORKED = PanelRow(
             unit="cps",
         ),
         Panel(
+            "Lost engine time",
+            "Estimated share of engine time that lost work took: computed again, rejected drafts, and "
+            "computed past the stop. One line is the median error of the model of step time. All are zero "
+            "until step times follow a model.",
+            "timeseries",
+            (
+                Query(
+                    "sum by (kind) (rate(kvledger_lost_seconds_total{@engine}[$__rate_interval])) / "
+                    "ignoring(kind) group_left "
+                    "sum(rate(kvledger_engine_busy_seconds_total{@engine}[$__rate_interval]))",
+                    "{{kind}}",
+                ),
+                Query("max(kvledger_step_model_error_ratio{@engine})", "error of the model"),
+            ),
+            unit="percentunit",
+        ),
+        Panel(
+            "Loads: seconds waited and saved",
+            "Seconds per second that requests waited for asynchronous loads, beside the estimated engine "
+            "time that the loads saved. Waiting above saving means that computing would have been faster.",
+            "timeseries",
+            (
+                Query("sum(rate(kvledger_load_wait_seconds_total{@engine}[$__rate_interval]))", "waited"),
+                Query("sum(rate(kvledger_load_saved_seconds_total{@engine}[$__rate_interval]))", "saved"),
+            ),
+            unit="s",
+        ),
+        Panel(
             "Rework per request",
             "Share of a request's scheduled tokens that was rework. The 99th percentile shows whether a "
             "few requests pay most of the cost.",

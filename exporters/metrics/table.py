@@ -152,6 +152,66 @@ GROUPS: tuple[Group, ...] = (
         ),
     ),
     Group(
+        "Seconds",
+        "What lost work took of the engine's time, and what loads saved. Engine time and waiting are "
+        "measured from the recorded events; the other seconds are estimates by a model of step time over "
+        "prefill tokens, decoding requests, draft tokens and context, and stay at zero until a model is "
+        "accepted. The model's error is beside them ([how](analysis.md#what-lost-work-costs)).",
+        (
+            Metric(
+                "kvledger_engine_busy_seconds",
+                "seconds",
+                "counter",
+                "Time of all steps of the engine, without the time in which no request ran.",
+                ENGINE,
+                read.value(lambda engine_audit: engine_audit.step_times.busy_us / 1e6),
+            ),
+            Metric(
+                "kvledger_lost_seconds",
+                "seconds",
+                "counter",
+                "Estimate of the engine time of lost work, by kind: computed again, rejected drafts, and "
+                "computed past the stop.",
+                (*ENGINE, "kind"),
+                read.engines(read.lost_seconds),
+                {"kind": read.LOST},
+            ),
+            Metric(
+                "kvledger_load_wait_seconds",
+                "seconds",
+                "counter",
+                "Time that requests waited for asynchronous loads, from the admission to the end of the "
+                "load.",
+                ENGINE,
+                read.value(lambda engine_audit: engine_audit.cost_counters.load_wait_us / 1e6),
+            ),
+            Metric(
+                "kvledger_load_saved_seconds",
+                "seconds",
+                "counter",
+                "Estimate of the engine time that computing the loaded external tokens would have taken.",
+                ENGINE,
+                read.value(lambda engine_audit: engine_audit.cost_counters.saved_seconds),
+            ),
+            Metric(
+                "kvledger_step_model_error_ratio",
+                "ratio",
+                "gauge",
+                "Median relative error of the model of step time on held-out steps.",
+                ENGINE,
+                read.engines(read.model_error),
+            ),
+            Metric(
+                "kvledger_step_model_accepted",
+                "",
+                "gauge",
+                "1 if step times follow a model well enough to estimate seconds, else 0.",
+                ENGINE,
+                read.value(lambda engine_audit: float(not engine_audit.cost_counters.model.refused)),
+            ),
+        ),
+    ),
+    Group(
         "External tokens",
         "What the connector promised, and what was loaded: promised = loaded + failed or cancelled "
         "(voided). Tokens that a prefill engine handed over were computed there. A fleet that adds "

@@ -19,6 +19,7 @@ import msgspec
 
 from ... import __version__
 from ...audit import causes
+from ...audit.analysis.costs import KINDS
 from ...audit.checks.registry import catalogue
 from ...audit.errors import LedgerError
 from ...audit.journal.format import is_live
@@ -30,6 +31,7 @@ OTHER = "other"
 SOURCES = ("local", "external", "computed", "unattained")
 PLANNED = ("local", "external", "computed")
 WORK = ("first_prompt", "first_output", "rework", "rejected", "overrun")
+LOST = KINDS
 LOSSES = (*causes.REWORK, OTHER)
 DISCARDS = (*causes.DISCARDS, OTHER)
 VOIDS = (
@@ -124,6 +126,22 @@ def lookups(of: Callable[[LookupCounts], int]) -> MetricReader:
     return values(
         CACHES, lambda engine_audit: {cache: of(engine_audit.metrics.lookups[cache]) for cache in CACHES}
     )
+
+
+# --- seconds ------------------------------------------------------------------------------------------
+
+
+def lost_seconds(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Engine time of lost work by kind."""
+    for kind in LOST:
+        yield (kind,), engine_audit.cost_counters.lost_seconds.get(kind, 0.0)
+
+
+def model_error(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Median relative error of the model of step time, if a model was fitted."""
+    error = engine_audit.cost_counters.model.relative_error
+    if error is not None:
+        yield (), error
 
 
 # --- requests -----------------------------------------------------------------------------------------
