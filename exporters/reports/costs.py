@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import msgspec
-from rich.console import Group
+from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from ...audit.analysis.costs import OVERRUN, REJECTED, REWORK, Costs, LostWork, PricedDelays, PricedLoads
@@ -181,7 +182,7 @@ def render(report: CostReport) -> Group | None:
     """What lost work cost, the loads, and the model; None where no step was timed."""
     if not report.engine_seconds:
         return None
-    parts: list[Text | object] = [title("What lost work cost", LEGEND)]
+    parts: list[RenderableType] = [title("What lost work cost", LEGEND)]
     if report.rows:
         parts.append(_lost_table(report))
     else:
@@ -189,42 +190,59 @@ def render(report: CostReport) -> Group | None:
     if report.loads:
         parts += [Text(), title("External loads: seconds waited and saved"), _loads_table(report)]
     parts += [Text(), *(indented(Text(line, style="dim")) for line in model_lines(report))]
-    return Group(*parts)  # type: ignore[arg-type]
+    return Group(*parts)
 
 
-def _lost_table(report: CostReport) -> object:
-    priced = any(row.money is not None for row in report.rows)
+def _lost_table(report: CostReport) -> Table:
     columns = ["tokens", "requests", "seconds", "engine time", "first token, median", "p95"]
-    table = figures_table("", *columns, *(["cost"] if priced else []))
-    for row in report.rows:
-        cells = [
+    paid = report.money is not None or any(row.money is not None for row in report.rows)
+    table = figures_table("", *columns, *(["cost"] if paid else []))
+    for label, *cells in lost_cells(report):
+        table.add_row(Text(label), *(cells if paid else cells[:-1]))
+    return table
+
+
+def lost_cells(report: CostReport) -> list[tuple[str, ...]]:
+    """The rows of the table of lost work."""
+    return [
+        (
+            row.text,
             f"{row.tokens:,}",
             f"{row.requests:,}",
             shown_seconds(row.seconds),
             NOT_KNOWN if row.share is None else percent(row.share),
             _delay(row, row.first_token_median_seconds),
             _delay(row, row.first_token_p95_seconds),
-        ]
-        table.add_row(Text(row.text), *cells, *([_money(row.money)] if priced else []))
-    return table
+            "" if row.money is None else f"{row.money:,.2f}",
+        )
+        for row in report.rows
+    ]
 
 
 def _delay(row: CostRow, seconds: float | None) -> str:
     return shown_seconds(seconds) if row.first_token_requests else "-"
 
 
-def _loads_table(report: CostReport) -> object:
+def _loads_table(report: CostReport) -> Table:
     table = figures_table("connector", "loads", "waited, s", "in vain, s", "saved, s", "not saved, s")
-    for row in report.loads:
-        table.add_row(
-            Text(row.connector),
+    for label, *cells in load_cells(report):
+        table.add_row(Text(label), *cells)
+    return table
+
+
+def load_cells(report: CostReport) -> list[tuple[str, ...]]:
+    """The rows of the table of loads. What synchronous loads waited is part of their steps."""
+    return [
+        (
+            row.connector,
             f"{row.asynchronous_loads:,}",
             f"{row.waited_seconds:,.2f}",
             f"{row.vain_seconds:,.2f}",
             shown_seconds(row.saved_seconds),
             shown_seconds(row.not_saved_seconds),
         )
-    return table
+        for row in report.loads
+    ]
 
 
 def model_lines(report: CostReport) -> Iterator[str]:
@@ -265,13 +283,11 @@ def shown_seconds(seconds: float | None) -> str:
     """``12.34``, or that it is not known."""
     if seconds is None:
         return NOT_KNOWN
-    return f"{seconds:,.1f}" if seconds >= 100 else f"{seconds:,.3f}"
+    if seconds >= 100:
+        return f"{seconds:,.1f}"
+    return f"{seconds:.3f}" if seconds >= 0.1 or not seconds else f"{seconds:.2g}"
 
 
 def counted_seconds(seconds: float) -> str:
     """``1,234.5 s``."""
     return f"{seconds:,.1f} s"
-
-
-def _money(amount: float | None) -> str:
-    return NOT_KNOWN if amount is None else f"{amount:,.2f}"

@@ -17,7 +17,7 @@ from ...audit.checks.registry import Reference, catalogue
 from ..files import whole
 from ..templating import environment
 from ..trace.time_series import TICKS, Series
-from . import charts
+from . import charts, costs
 from .audit import AuditReport, FindingData, share
 from .html_data import WAITS, PageData, gather
 from .terminal import counted, percent
@@ -65,6 +65,9 @@ def html(data: PageData) -> str:
             miss_notes=data.why.notes,
             **_over_time(data.series),
             work=_work(report),
+            costs=costs.lost_cells(data.costs),
+            loads=costs.load_cells(data.costs),
+            models=list(costs.model_lines(data.costs)),
             waits=_waits(data.waits),
             preempted=_preempted(data),
             reconciliation=_reconciliation(report),
