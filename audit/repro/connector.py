@@ -1,0 +1,116 @@
+"""The KV connector of a workload: its answers to lookups come from the workload's requests.
+
+vLLM loads this module by its name (``kv_connector_module_path``), so it imports vLLM at the top; nothing else
+in this package does. Only the scheduler side exists. What the worker side would report is in the script.
+"""
+
+# mypy: disallow-subclassing-any=False
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1 import base as _base
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+from ..engines.connectors.metadata_reader import MetadataReader
+from ..engines.readers import register
+from .workload import Answer
+
+_SupportsHMA: Any = getattr(_base, "SupportsHMA", object)  # since 0.11
+_TAKES_LAYOUT = "kv_cache_config" in inspect.signature(KVConnectorBase_V1.__init__).parameters  # since 0.12
+
+
+@dataclass(frozen=True)
+class PlannedLoad:
+    """One load that the connector metadata of a step orders, into these blocks of each group."""
+
+    request_id: str
+    asynchronous: bool
+    block_ids: tuple[tuple[int, ...], ...]
+
+
+@dataclass
+class PlannedLoads(KVConnectorMetadata):
+    """The connector metadata of one step."""
+
+    loads: tuple[PlannedLoad, ...] = ()
+
+
+class WorkloadConnector(KVConnectorBase_V1):
+    """Gives each lookup the next answer of its request, and plans every load that the scheduler accepts."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
+        super().__init__(vllm_config, role, *[kv_cache_config] * _TAKES_LAYOUT)
+        self.answers: dict[str, deque[Answer]] = {}
+        """The answers that each request has still to get."""
+        self.holds: set[str] = set()
+        """Requests whose blocks stay allocated after their end."""
+        self.held: set[str] = set()
+        """Those of them that have ended and were not sent yet."""
+        self._asynchronous: dict[str, bool] = {}
+        self._loads: list[PlannedLoad] = []
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        answers = self.answers.get(request.request_id)
+        answer = answers.popleft() if answers else 0
+        found, asynchronous = answer if isinstance(answer, tuple) else (answer, False)
+        if found is not None:
+            room = request.num_tokens - num_computed_tokens - (not asynchronous)
+            found = max(0, min(found, room))
+        self._asynchronous[request.request_id] = asynchronous
+        return found, asynchronous and bool(found)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        name = request.request_id
+        if num_external_tokens:
+            block_ids = tuple(map(tuple, blocks.get_block_ids()))
+            self._loads.append(PlannedLoad(name, self._asynchronous[name], block_ids))
+
+    def build_connector_meta(self, scheduler_output: Any) -> PlannedLoads:
+        loads, self._loads = tuple(self._loads), []
+        return PlannedLoads(loads)
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        delayed = request.request_id in self.holds
+        if delayed:
+            self.held.add(request.request_id)
+        return delayed, None
+
+    # The worker side: a workload has no worker.
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        raise NotImplementedError
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        raise NotImplementedError
+
+    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError
+
+    def wait_for_save(self) -> None:
+        raise NotImplementedError
+
+
+class WorkloadHybridConnector(WorkloadConnector, _SupportsHMA):
+    """The same for pools with more than one KV cache group."""
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids)
+
+
+class PlannedLoadsReader(MetadataReader):
+    """Reads the blocks that the planned loads fill."""
+
+    def filled(self, metadata: Any, block_size: int) -> set[int]:
+        return {block for load in metadata.loads for group in load.block_ids for block in group}
+
+
+register(WorkloadConnector.__name__, PlannedLoadsReader)
+register(WorkloadHybridConnector.__name__, PlannedLoadsReader)
