@@ -1,0 +1,419 @@
+"""Cuts a journal down to what a finding may depend on: some thousand operations before it.
+
+The journal is read twice, both times as a stream. :func:`findings` audits it and notes where each finding
+is. :func:`cut` reads it again from the segment in which the finding's request came, up to the finding, and
+keeps the requests and operations of that stretch, the latest :data:`MOST_ITEMS` of them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from .. import events as ev
+from .. import old_events as old
+from ..checks.registry import Violation
+from ..errors import LedgerError
+from ..journal.reader import Position, Reader
+from ..ledger.blocks.decode import calls
+from ..replay.engine_audit import EngineAudit
+from ..replay.journals import journals_at
+
+MOST_ITEMS = 300_000
+"""Most operations that a cut keeps."""
+
+LEAD_US = 60_000_000
+"""How long before a finding the cut begins, in microseconds, where no request says it."""
+
+
+class NotRebuilt(LedgerError):
+    """The journal does not have what a reproduction needs; the text is one sentence."""
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """A finding in a journal, and where it is: ``number`` of its event, ``segment`` to read from."""
+
+    id: str
+    request_id: str
+    """Empty if the finding concerns no single request."""
+    severity: str
+    engine: str
+    release: str
+    message: str
+    at: int
+    step: int
+    number: int
+    segment: int
+    journal: Path
+
+
+class Row(msgspec.Struct):
+    """What the journal has of one request. ``added``: the cut begins before it came.
+
+    ``hashes``: the hash id of each full block, by the position at which the block ends. ``sequence``: its
+    tokens when the cut began, or its prompt. ``hit``: the local hit of its first admission.
+    """
+
+    number: int
+    request_id: str
+    prompt: int
+    max_tokens: int | None = None
+    priority: int = 0
+    resumable: bool = False
+    pooling: bool = False
+    isolation: list[int] | None = None
+    added: bool = True
+    sequence: int = 0
+    chunks: list[int] = []
+    hashes: dict[int, int] = {}
+    hit: int = -1
+    answers: list[int | tuple[int, bool] | None] = []
+    hold: bool = False
+    outcome: str = ""
+    outputs: int = -1
+
+
+class Step(NamedTuple):
+    """A step was scheduled: the rows of ``Stepped``, by request: tokens, drafts, computed tokens after it."""
+
+    changed: dict[int, tuple[int, int, int]]
+    dropped: tuple[int, ...]
+
+
+class Output(NamedTuple):
+    """An output came: the tokens sampled by each request whose number of tokens changed."""
+
+    sampled: dict[int, int]
+
+
+class Repeat(NamedTuple):
+    """The last step and output were repeated."""
+
+    times: int
+
+
+class Happened(NamedTuple):
+    """Anything else: ``add``, ``chunk``, ``abort``, ``reset``, ``admit``, ``preempt``, ``loaded``, ``failed``,
+    ``sent``. ``tokens``: of a failed load the first position that was not loaded; of an admission the end of
+    its hits; of a preemption the computed tokens before; of a reset 1 if it preempts running requests."""
+
+    what: str
+    request: int
+    tokens: int = 0
+
+
+Item = Step | Output | Repeat | Happened
+
+
+class Cut(msgspec.Struct):
+    """The stretch of a journal before one finding."""
+
+    seen: Seen
+    configuration: dict[str, ev.Setting]
+    level: str
+    rows: dict[int, Row]
+    items: list[Item]
+    target: int
+    """The number of the finding's request; -1 if it concerns none."""
+    undelivered: int
+    """Steps that were in flight where the cut begins."""
+    whole: bool
+    """Whether the cut begins with the journal."""
+    groups: tuple[int, ...]
+    """The kind of each KV cache group, as PoolSeen has it; empty if not recorded."""
+    requests: int
+    """How many requests the journal had up to the finding."""
+    steps: int
+    """How many steps it had up to the finding."""
+
+
+def findings(path: Path, *, finding: str | None = None, request: str | None = None) -> Iterator[Seen]:
+    """Every finding of the journals at ``path``, in order; only those asked for."""
+    for journal in journals_at([path]):
+        yield from _findings(journal, finding, request)
+
+
+def _findings(journal: Path, finding: str | None, request: str | None) -> Iterator[Seen]:
+    audit = EngineAudit(journal, with_metrics=False)
+    segments: list[tuple[int, int]] = []  # segment, time of its first event
+    came: dict[str, int] = {}  # when each request came whose account closed in the present batch
+    audit.on_closed.append(lambda account, _: came.update({account.request_id: account.added_at}))
+    with Reader(journal) as reader:
+        for batch, new in audit.batches(reader):
+            if batch.begins_segment and batch.events:
+                segments.append((batch.start.segment, batch.events[0].at))
+            for violation in new:
+                if finding not in (None, violation.id) or not _is(violation.request, request):
+                    continue
+                number = batch.first_event + len(batch.events)
+                yield _seen(audit, journal, violation, segments, number, came)
+            came.clear()
+
+
+def _is(request_id: str | None, wanted: str | None) -> bool:
+    return wanted is None or (request_id is not None and request_id.startswith(wanted))
+
+
+def _seen(
+    audit: EngineAudit,
+    journal: Path,
+    violation: Violation,
+    segments: list[tuple[int, int]],
+    number: int,
+    came: dict[str, int],
+) -> Seen:
+    started = audit.engine
+    accounts = audit.auditor.ledger.accounts()
+    open_since = (each.added_at for each in accounts if each.request_id == violation.request)
+    since = next(open_since, came.get(violation.request or "", max(0, violation.at - LEAD_US)))
+    segment = max((number for number, at in segments if at <= since), default=segments[0][0])
+    return Seen(
+        violation.id,
+        violation.request or "",
+        violation.severity,
+        violation.engine,
+        started.version if started is not None else "",
+        violation.message,
+        violation.at,
+        violation.step,
+        number,
+        segment,
+        journal,
+    )
+
+
+def cut(seen: Seen) -> Cut:
+    """Read the stretch before a finding."""
+    reading = _Reading(seen)
+    start = None if seen.segment <= 1 else Position(segment=seen.segment, event=-1)
+    with Reader(seen.journal, start) as reader:
+        for batch in reader.poll():
+            if batch.first_event >= seen.number:
+                break
+            for event in batch.events:
+                reading.take(event)
+    return reading.result()
+
+
+class _Reading:
+    """Collects the rows and items of a cut."""
+
+    def __init__(self, seen: Seen) -> None:
+        self.seen = seen
+        self.items: deque[Item] = deque(maxlen=MOST_ITEMS)
+        self.rows: dict[int, Row] = {}
+        self.started: ev.EngineStarted | None = None
+        self.undelivered = 0
+        self.whole = False
+        self.groups: dict[int, int] = {}
+        self.requests = self.steps = 0
+        self._begun = False
+        self._blocks: dict[tuple[int, int], tuple[int, int]] = {}
+        """By pool and block: the hash id and the end."""
+        self._take: dict[type, Any] = {
+            ev.EngineStarted: self._engine_started,
+            ev.Snapshot: self._snapshot,
+            ev.RequestAdded: self._added,
+            ev.Extended: self._extended,
+            ev.Finished: self._finished,
+            ev.Stepped: self._stepped,
+            ev.Delivered: self._delivered,
+            ev.DeliveredWhole: self._delivered_whole,
+            ev.Repeated: self._repeated,
+            ev.Matched: self._matched,
+            ev.AdmissionFailed: self._not_admitted,
+            ev.Admitted: self._admitted,
+            ev.Preempted: self._preempted,
+            ev.LoadFinished: lambda e: self._happened("loaded", e.request, e.computed_tokens),
+            ev.LoadFailed: self._load_failed,
+            ev.FreeDelayed: self._free_delayed,
+            ev.FreeCompleted: lambda e: self._happened("sent", e.request),
+            ev.CacheReset: lambda e: self._happened("reset", -1, int(e.running)),
+            ev.PoolSeen: self._pool_seen,
+            ev.PoolCalls: self._pool_calls,
+            ev.BlocksCached: self._cached,
+            old.BlocksTouched: self._touched,
+        }
+        self._order: list[int] = []
+        """The requests of the last DeliveredWhole."""
+
+    def take(self, event: ev.Event) -> None:
+        handler = self._take.get(type(event))
+        if handler is not None:
+            handler(event)
+
+    def result(self) -> Cut:
+        seen, started = self.seen, self.started
+        if started is None:
+            raise NotRebuilt("The journal does not say how its engine was configured.")
+        kinds = tuple(kind for _, kind in sorted(self.groups.items()))
+        named = [row.number for row in self.rows.values() if row.request_id == seen.request_id]
+        if seen.request_id and not named:
+            raise NotRebuilt(f"The part of the journal that has request {seen.request_id} is gone.")
+        added = {item.request for item in self.items if type(item) is Happened and item.what == "add"}
+        for number, row in self.rows.items():
+            row.added = number in added
+        return Cut(
+            seen,
+            started.configuration,
+            started.level,
+            self.rows,
+            list(self.items),
+            named[-1] if named and seen.request_id else -1,
+            self.undelivered,
+            self.whole,
+            kinds,
+            self.requests,
+            self.steps,
+        )
+
+    def _happened(self, what: str, request: int, tokens: int = 0) -> None:
+        if request < 0 or request in self.rows:
+            self.items.append(Happened(what, request, tokens))
+
+    # --- the engine and its requests ------------------------------------------------------------------
+
+    def _engine_started(self, event: ev.EngineStarted) -> None:
+        self.started = self.started or event
+
+    def _snapshot(self, event: ev.Snapshot) -> None:
+        if self._begun:  # a later segment: what it repeats is known
+            return
+        self._begun = True
+        self.whole = not event.rows and event.step <= 0
+        self.undelivered = event.undelivered_steps
+        for row in event.rows:
+            self.rows[row.request] = Row(
+                row.request,
+                row.request_id,
+                row.prompt_tokens,
+                isolation=row.isolation,
+                sequence=max(row.prompt_tokens, row.sequence_tokens),
+                chunks=[],
+                hashes={},
+                answers=[],
+            )
+
+    def _added(self, event: ev.RequestAdded) -> None:
+        self.requests += 1
+        self.rows[event.request] = Row(
+            event.request,
+            event.request_id,
+            event.prompt_tokens,
+            event.max_tokens,
+            event.priority,
+            event.resumable,
+            event.pooling,
+            event.isolation,
+            sequence=event.prompt_tokens,
+            chunks=[],
+            hashes={},
+            answers=[],
+        )
+        self._happened("add", event.request)
+
+    def _extended(self, event: ev.Extended) -> None:
+        row = self.rows.get(event.request)
+        if row is not None:
+            row.chunks.append(event.prompt_tokens)
+            self._happened("chunk", event.request, event.prompt_tokens)
+
+    def _finished(self, event: ev.Finished) -> None:
+        row = self.rows.get(event.request)
+        if row is None:
+            return
+        row.outcome, row.outputs = event.reason, event.output_tokens
+        if event.reason == "aborted":
+            self._happened("abort", event.request)
+        elif row.resumable:
+            self._happened("close", event.request)
+
+    # --- steps ----------------------------------------------------------------------------------------
+
+    def _stepped(self, event: ev.Stepped) -> None:
+        self.steps += 1
+        rows = ev.numbers(event.changed)
+        changed = {rows[i]: (rows[i + 1], rows[i + 2], rows[i + 3]) for i in range(0, len(rows), 4)}
+        self.items.append(Step(changed, tuple(ev.numbers(event.dropped))))
+
+    def _delivered(self, event: ev.Delivered) -> None:
+        rows = ev.numbers(event.changed)
+        self.items.append(Output(dict(zip(rows[::2], rows[1::2], strict=True))))
+
+    def _delivered_whole(self, event: ev.DeliveredWhole) -> None:
+        self._order = event.requests or self._order
+        self.items.append(Output(dict(zip(self._order, event.sampled, strict=False))))
+
+    def _repeated(self, event: ev.Repeated) -> None:
+        self.steps += event.times
+        self.items.append(Repeat(event.times))
+
+    # --- lookups, admissions, loads -------------------------------------------------------------------
+
+    def _matched(self, event: ev.Matched) -> None:
+        row = self.rows.get(event.request)
+        if row is not None and event.external_tokens is not None:
+            answer = (event.external_tokens, True) if event.asynchronous else event.external_tokens
+            row.answers.append(answer)
+
+    def _not_admitted(self, event: ev.AdmissionFailed) -> None:
+        row = self.rows.get(event.request)
+        if row is not None and event.reason == "deferred":
+            row.answers += [None] * min(event.attempts, 100)
+
+    def _admitted(self, event: ev.Admitted) -> None:
+        row = self.rows.get(event.request)
+        if row is not None:
+            if row.hit < 0:
+                row.hit = event.local_tokens
+            self._happened("admit", event.request, event.local_tokens + event.external_tokens)
+
+    def _preempted(self, event: ev.Preempted) -> None:
+        self._happened("preempt" if event.cause == "blocks" else "lost", event.request, event.before_tokens)
+
+    def _load_failed(self, event: ev.LoadFailed) -> None:
+        self._happened("failed", event.request, event.computed_tokens)
+
+    def _free_delayed(self, event: ev.FreeDelayed) -> None:
+        row = self.rows.get(event.request)
+        if row is not None:
+            row.hold = True
+
+    # --- blocks ---------------------------------------------------------------------------------------
+
+    def _pool_seen(self, event: ev.PoolSeen) -> None:
+        for place in range(0, len(event.groups), 3):
+            self.groups[event.groups[place]] = event.groups[place + 2]
+
+    def _pool_calls(self, event: ev.PoolCalls) -> None:
+        for call in calls(event):
+            if type(call) is ev.BlocksCached:
+                self._cached(call)
+            elif type(call) is old.BlocksTouched:
+                self._touched(call)
+
+    def _cached(self, event: ev.BlocksCached) -> None:
+        rows, place = event.rows, 0
+        while place < len(rows):
+            request, group, _, count = rows[place : place + 4]
+            place += 4
+            row = self.rows.get(request)
+            for _ in range(count):
+                block, hash_id, end = rows[place : place + 3]
+                place += 3
+                self._blocks[event.pool, block] = (hash_id, end)
+                if row is not None and group <= 0:
+                    row.hashes[end] = hash_id
+
+    def _touched(self, event: old.BlocksTouched) -> None:
+        row = self.rows.get(event.request)
+        if row is None or event.group > 0:
+            return
+        for block in event.blocks:
+            known = self._blocks.get((event.pool, block))
+            if known is not None:
+                row.hashes[known[1]] = known[0]

@@ -1,0 +1,298 @@
+"""Drives one workload through a real scheduler, observed, and tells what was found.
+
+The engine around the scheduler is conformance's driver. This module adds what a script needs: tokens by
+family, operations that are skipped where they make no sense, and an audit after every operation.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+
+from ..checks.auditor import Auditor
+from ..checks.registry import Violation
+from ..conformance.driver import Driver
+from ..conformance.host import STOP_TOKEN, EngineSetup
+from ..conformance.runner import ModelStep, Runner, tokens
+from ..journal.memory_recorder import MemoryRecorder
+from . import checks
+from .workload import OUT, Check, Op, Request, Segment, Workload
+
+MOST_STEPS = 4_000
+"""A script that schedules more steps than this is not driven to its end."""
+
+_MODULE = f"{__package__}.connector"
+
+
+class Found(msgspec.Struct, frozen=True):
+    """One finding, and after how many operations it was found."""
+
+    id: str
+    request: str
+    message: str
+    after: int
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What a workload led to. ``check``: the assertion that shows the wanted finding; None without it."""
+
+    found: tuple[Found, ...]
+    check: Check | None
+    raised: str
+    steps: int
+    seconds: float
+    statement: str = ""
+
+    @property
+    def reproduced(self) -> bool:
+        return self.check is not None
+
+
+class Engine:
+    """One scheduler under a script; also what a probe reads (see :mod:`~kvledger.audit.repro.probes`)."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.driver = self._start()
+        self.scheduler: Any = self.driver.scheduler
+        self.requests: dict[str, Any] = {}
+        self.outputs: dict[str, list[Any]] = self.driver.delivered
+        self.steps: list[Any] = []
+        self.raised = ""
+        self._chunks: dict[str, int] = {}
+        """By request: how many of its prompt and chunks were added."""
+        self._outputs: dict[str, list[int]] = {}
+        """By request: the tokens that it will generate."""
+
+    def _start(self) -> Driver:
+        engine = dict(self.workload.engine)
+        if engine.get("connector") == "scripted":
+            name = (
+                "WorkloadConnector"
+                if len(engine.get("groups", ("full",))) == 1
+                else "WorkloadHybridConnector"
+            )
+            engine |= {"connector": name, "connector_module": _MODULE}
+        if "groups" in engine:
+            engine["groups"] = tuple(engine["groups"])
+        driver = Driver(EngineSetup(**engine))
+        driver.runner = _FamilyRunner(driver.setup, self)
+        if engine.get("connector_module") == _MODULE:
+            self._answer(driver.connector)
+        return driver
+
+    def _answer(self, connector: Any) -> None:
+        from collections import deque
+
+        for name, request in self.workload.requests.items():
+            connector.answers[name] = deque(
+                tuple(answer) if isinstance(answer, list) else answer for answer in request.answers
+            )
+            if request.hold:
+                connector.holds.add(name)
+
+    def carry_out(self, op: Op) -> None:
+        """Do one operation of the script, or skip it."""
+        name = op.request
+        match op.do:
+            case "add":
+                self._add(name)
+            case "schedule":
+                if self.scheduler.has_requests():
+                    self.steps.append(self.driver.schedule())
+            case "output":
+                if self.driver.in_flight:
+                    self.driver.output(**self._reported(op))
+            case "abort":
+                if name in self.scheduler.requests:
+                    self.driver.abort(name)
+            case "close":
+                if name in self.scheduler.requests:
+                    self.driver.close(name)
+            case "reset":
+                self.driver.reset_prefix_cache(running=op.running)
+
+    def output_token(self, name: str, place: int) -> int:
+        """The token that a request generates at a place of its output."""
+        known = self._outputs.get(name, [])
+        if place >= len(known):
+            known = self._outputs[name] = tokens(max(64, 2 * place + 1), name + OUT)
+        return known[place]
+
+    def _add(self, name: str) -> None:
+        request = self.workload.requests[name]
+        prompts = (request.prompt, *request.chunks)
+        number = self._chunks.get(name, 0)
+        if number == len(prompts) or (number > 0) != (name in self.scheduler.requests):
+            return
+        self._chunks[name] = number + 1
+        added = self.driver.add(
+            name,
+            tokens_of(prompts[number]),
+            request.max_tokens,
+            stop_at=request.stop_at,
+            resumable=request.resumable,
+            priority=request.priority,
+            of_request=_of_request(request),
+        )
+        self.requests.setdefault(name, added)
+
+    def _reported(self, op: Op) -> dict[str, Any]:
+        """The arguments of the driver's output: only transfers that are under way."""
+        driver, step = self.driver, self.driver.in_flight[0]
+        arguments: dict[str, Any] = {
+            "accepted": {name: op.accepted.get(name, 0) for name in step.scheduled.num_scheduled_tokens}
+        }
+        if driver.connector is None:
+            return arguments
+        loads = getattr(step.scheduled.kv_connector_metadata, "loads", ())
+        loading = driver.runner.loading | {load.request_id for load in loads if load.asynchronous}
+        held = getattr(driver.connector, "held", set())
+        failed: list[int] = []
+        for name, (first, end) in op.failed.items():
+            if name in self.scheduler.requests:
+                failed += driver.blocks(name)[first:end]
+        arguments["invalid_blocks"] = failed
+        arguments["finished_recving"] = sorted(loading.intersection(op.loaded))
+        arguments["failed_recving"] = sorted(loading.intersection(op.failed_whole))
+        arguments["finished_sending"] = sorted(held.intersection(op.sent))
+        return arguments
+
+
+class _FamilyRunner(Runner):
+    """Generates each request's own family of output tokens."""
+
+    def __init__(self, setup: EngineSetup, engine: Engine) -> None:
+        super().__init__(setup, 0)
+        self._engine = engine
+
+    def answer(self, step: ModelStep, requests: Any, accepted: Any) -> Any:
+        answer = super().answer(step, requests, accepted)
+        for name, sampled in zip(answer.req_ids, answer.sampled_token_ids or (), strict=False):
+            request = requests.get(name)
+            if request is None:
+                continue
+            begin = request.num_output_tokens
+            for place, token in enumerate(sampled):
+                if token != STOP_TOKEN:
+                    sampled[place] = self._engine.output_token(name, begin + place)
+        return answer
+
+
+def tokens_of(prompt: tuple[Segment, ...]) -> list[int]:
+    """The invented tokens of a prompt."""
+    return [token for family, count in prompt for token in tokens(count, family)]
+
+
+def _of_request(request: Request) -> dict[str, Any]:
+    more: dict[str, Any] = {"cache_salt": request.salt} if request.salt else {}
+    if request.lora:
+        from vllm.lora.request import LoRARequest
+
+        more["lora_request"] = LoRARequest(f"lora{request.lora}", request.lora, "/nowhere")
+    return more
+
+
+def drive(workload: Workload, finding: str, *, statement: bool = False) -> Outcome:
+    """Drive a workload to the end of its script, or to the exception that ends it.
+
+    ``statement``: the outcome has the account statement of the finding's request.
+    """
+    began = time.monotonic()
+    if workload.engine.get("scheduler") == "v0":
+        from .drive_v0 import V0Engine
+
+        engine: Any = V0Engine(workload)
+    else:
+        engine = Engine(workload)
+    watch = _Watch(engine, finding, statement=statement)
+    for number, op in enumerate(workload.script[: 3 * MOST_STEPS], 1):
+        try:
+            engine.carry_out(op)
+        except Exception as error:
+            engine.raised = f"{type(error).__name__}: {error}"
+        watch.look(number)
+        if engine.raised:
+            break
+    watch.end()
+    seconds = time.monotonic() - began
+    found = tuple(watch.found)
+    return Outcome(found, watch.check, engine.raised, len(engine.steps), seconds, watch.statement())
+
+
+class _Watch:
+    """The observer and the audit of one engine, and the search for the wanted finding's check."""
+
+    def __init__(self, engine: Any, finding: str, *, statement: bool) -> None:
+        from ..engines import blocks_out_of_reach, choose, host_version
+
+        self.found: list[Found] = []
+        self.check: Check | None = None
+        self._engine, self._finding = engine, finding
+        self._sink = MemoryRecorder()
+        self._auditor = Auditor(keep_closed=True, watch=(lambda name: True) if statement else None)
+        self._wanted: list[Violation] = []
+        self._wrong: dict[str, tuple[int, Any]] = {}
+        """Claims of what an earlier operation made wrong: after which operation, and the figure."""
+        level = "tokens" if blocks_out_of_reach(engine.scheduler) else "blocks"
+        self._observer: Any = choose(engine.scheduler)(
+            engine.scheduler, self._sink, version=host_version(), level=level
+        )
+        self._observer.start()
+
+    def look(self, number: int) -> None:
+        """Audit what operation ``number`` emitted, and read the figures of what it led to."""
+        if self._finding == "tokens/stale-lookup":
+            self._note_wrong(number)
+        for violation in self._auditor.feed_all(self._sink.take()):
+            self.found.append(Found(violation.id, violation.request or "", violation.message, number))
+            if violation.id != self._finding:
+                continue
+            self._wanted.append(violation)
+            if self.check is None:
+                self._claim(violation, "now", number)
+            if self.check is None and (wrong := self._wrong.get("kept_lookups")):
+                claim = checks.CLAIMS[violation.id][0]
+                self.check = checks.check_of((claim, wrong[1], 0), violation, wrong[0])
+
+    def end(self) -> None:
+        """Audit what the end of observation emits; then read what is read at the end."""
+        self._observer.stop("exit")
+        self.look(len(self._engine.workload.script))
+        for violation in self._wanted:
+            if self.check is None:
+                self._claim(violation, "end", -1)
+
+    def _claim(self, violation: Violation, when: checks.When, after: int) -> None:
+        claimed = checks.claim(self._engine, violation, self._account(violation), when)
+        if claimed is not None:
+            self.check = checks.check_of(claimed, violation, after)
+
+    def _account(self, violation: Violation) -> Any:
+        accounts = self._auditor.ledger.accounts()
+        return next((each for each in accounts if each.request_id == violation.request), None)
+
+    def statement(self) -> str:
+        """Every posting to the account of the check's request, one a line; "" if postings were not kept."""
+        name = self.check.request if self.check is not None else ""
+        accounts = (each for each in self._auditor.ledger.accounts() if each.request_id == name)
+        lines = next((each.lines for each in accounts if each.lines), None) or []
+        return "".join(
+            f"step {line.step:3}  life {line.life}  {line.text:<60} "
+            f"{f'+{line.credit}' if line.credit else f'-{line.debit}' if line.debit else '':>6} {line.balance:6}\n"
+            for line in lines
+        )
+
+    def _note_wrong(self, number: int) -> None:
+        from .probes import kept_lookups
+
+        try:
+            kept = kept_lookups(self._engine, "")
+        except AttributeError:
+            return
+        if not kept:
+            self._wrong.pop("kept_lookups", None)
+        elif "kept_lookups" not in self._wrong:
+            self._wrong["kept_lookups"] = (number, kept)

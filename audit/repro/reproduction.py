@@ -1,0 +1,250 @@
+"""From a finding in a journal to the smallest workload that leads the released scheduler into it again."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from ..errors import LedgerError
+from ..replay.parallel import cores
+from . import checks
+from .cut import Cut, NotRebuilt, Seen, cut, findings
+from .drive import Found, Outcome
+from .rebuild import Rebuilt, candidates, require_rebuildable
+from .shrink import Shrinker, renamed
+from .workers import OutOfTime, Pool
+from .workload import Check, Workload
+
+Progress = Callable[[str, int, int, int], None]
+"""Called with the phase, the candidates driven, and the requests and steps of the smallest so far."""
+
+BUDGET_SECONDS = 120.0
+SEARCH_SHARE = 0.6
+"""The part of the budget in which a first reproduction must be found."""
+
+
+class Ambiguous(LedgerError):
+    """Several findings could be meant; ``findings`` lists them."""
+
+    def __init__(self, findings: list[Seen]) -> None:
+        super().__init__("The journal has several findings; choose one with --finding or --request.")
+        self.findings = findings
+
+
+class OtherRelease(LedgerError):
+    """The vLLM that would drive the workload is not the journal's."""
+
+
+class Reproduction(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of a finding. ``reason``: why it was refused or not reproduced, as one sentence.
+
+    ``nearest``: another finding that the workloads led to. ``assumed``: what the journal did not have.
+    ``messages``: the findings of the reproduction itself. ``statement``: the account of its request.
+    """
+
+    status: Literal["reproduced", "not reproduced", "refused"]
+    seen: Seen
+    release: str
+    reason: str = ""
+    workload: Workload | None = None
+    check: Check | None = None
+    assumed: tuple[str, ...] = ()
+    messages: tuple[str, ...] = ()
+    nearest: Found | None = None
+    requests_before: int = 0
+    requests_after: int = 0
+    steps_before: int = 0
+    steps_after: int = 0
+    seconds: float = 0.0
+    first_seconds: float = 0.0
+    driven: int = 0
+    statement: str = ""
+    configuration: dict[str, Any] = {}
+    interrupted: bool = False
+
+
+def choose(path: Path, finding: str | None, request: str | None) -> Seen:
+    """The finding that is meant: the first of its id that can be rebuilt. Raises :class:`Ambiguous`."""
+    by_id: dict[str, Seen] = {}
+    for seen in findings(path, finding=finding, request=request):
+        by_id.setdefault(seen.id, seen)
+        if finding is not None:
+            return seen
+    if not by_id:
+        asked = " and ".join(filter(None, (finding, request and f"request {request}")))
+        raise LedgerError(f"The journal has no finding{f' of {asked}' if asked else ''}.")
+    if len(by_id) > 1:
+        raise Ambiguous(list(by_id.values()))
+    return next(iter(by_id.values()))
+
+
+def reproduce(
+    path: Path,
+    *,
+    finding: str | None = None,
+    request: str | None = None,
+    seen: Seen | None = None,
+    budget: float = BUDGET_SECONDS,
+    workers: int | None = None,
+    python: str | None = None,
+    any_release: bool = False,
+    progress: Progress | None = None,
+) -> Reproduction:
+    """Rebuild one finding of the journals at ``path`` and shrink what leads to it.
+
+    ``workers`` 0 drives in this process. Ctrl-C ends the search and keeps the smallest workload so far.
+    """
+    began = time.monotonic()
+    _tell(progress, "reading the journal")
+    seen = seen or choose(path, finding, request)
+    refused = checks.refusal(seen.id)
+    if refused:
+        return Reproduction(status="refused", seen=seen, release=seen.release, reason=refused)
+    try:
+        part = cut(seen)
+        require_rebuildable(part)
+    except NotRebuilt as error:
+        return Reproduction(status="refused", seen=seen, release=seen.release, reason=str(error))
+    count = cores() if workers is None else workers
+    with Pool(count, python or sys.executable, began + budget) as pool:
+        if not any_release:
+            _require_release(pool, seen)
+        return _Search(part, pool, began, budget, progress).run()
+
+
+def _require_release(pool: Pool, seen: Seen) -> None:
+    version = pool.version()
+    if _plain(version) != _plain(seen.release):
+        raise OtherRelease(
+            f"The journal is of vLLM {seen.release}, and {version} would drive the workload: give the "
+            "interpreter of an environment that has it with --python."
+        )
+
+
+def _plain(version: str) -> str:
+    """The numbers of a version, without what a build adds."""
+    matched = re.match(r"\d+(\.\d+)*", version)
+    return matched.group() if matched else version
+
+
+def _tell(progress: Progress | None, phase: str, done: int = 0, requests: int = 0, steps: int = 0) -> None:
+    if progress is not None:
+        progress(phase, done, requests, steps)
+
+
+class _Search:
+    """Finds a first reproduction of one cut, then shrinks it."""
+
+    def __init__(self, part: Cut, pool: Pool, began: float, budget: float, progress: Progress | None) -> None:
+        self._cut, self._pool, self._began = part, pool, began
+        self._deadline = began + budget
+        self._search_until = began + budget * SEARCH_SHARE
+        self._progress = progress
+        self._nearest: Found | None = None
+        self._rebuilt: Rebuilt | None = None
+        self._phase, self._size = "searching", (0, 0)
+        pool.on_driven = self._driven
+
+    def run(self) -> Reproduction:
+        try:
+            first = self._first()
+        except KeyboardInterrupt:
+            return self._failed("It was interrupted before a first reproduction.", interrupted=True)
+        if first is None:
+            return self._failed("No workload that the journal allows led to the finding.")
+        first_seconds = time.monotonic() - self._began
+        workload, outcome = first
+        self._pool.deadline = self._deadline
+        self._phase = "shrinking"
+        self._note(workload)
+        shrinker = Shrinker(workload, outcome, self._pool, self._note)
+        shrinker.run()
+        return self._reproduced(shrinker, first_seconds)
+
+    def _first(self) -> tuple[Workload, Outcome] | None:
+        rebuilt: list[Rebuilt] = []
+
+        def workloads() -> Iterator[Workload]:
+            for each in candidates(self._cut):
+                rebuilt.append(each)
+                yield each.workload
+
+        self._pool.deadline = self._search_until
+        try:
+            found = self._pool.first(workloads(), self._cut.seen.id, self._accept)
+        except OutOfTime:
+            return None
+        if found is not None:
+            self._rebuilt = next(each for each in rebuilt if each.workload is found[0])
+        return found
+
+    def _accept(self, outcome: Outcome) -> bool:
+        if self._nearest is None:
+            family = self._cut.seen.id.partition("/")[0]
+            near = [each for each in outcome.found if each.id.startswith(family)] or list(outcome.found)
+            self._nearest = near[0] if near else None
+        return outcome.check is not None
+
+    def _reproduced(self, shrinker: Shrinker, first_seconds: float) -> Reproduction:
+        workload = renamed(shrinker.best)
+        outcome = self._pool.drive(workload, self._cut.seen.id, statement=True)
+        if outcome is None or outcome.check is None:  # the names themselves mattered, which no scheduler does
+            workload, outcome = shrinker.best, shrinker.outcome
+        assert outcome.check is not None
+        assumed = self._rebuilt.assumed if self._rebuilt is not None else ()
+        return Reproduction(
+            status="reproduced",
+            workload=workload,
+            check=outcome.check,
+            assumed=_still_true(assumed, workload),
+            messages=tuple(each.message for each in outcome.found if each.id == outcome.check.finding),
+            requests_after=len(workload.requests),
+            steps_after=workload.steps,
+            first_seconds=first_seconds,
+            statement=outcome.statement,
+            interrupted=shrinker.interrupted,
+            **self._common(),
+        )
+
+    def _failed(self, reason: str, *, interrupted: bool = False) -> Reproduction:
+        return Reproduction(
+            status="not reproduced",
+            reason=reason,
+            nearest=self._nearest,
+            interrupted=interrupted,
+            **self._common(),
+        )
+
+    def _common(self) -> dict[str, Any]:
+        part = self._cut
+        return {
+            "seen": part.seen,
+            "release": part.seen.release,
+            "requests_before": part.requests,
+            "steps_before": part.steps,
+            "seconds": time.monotonic() - self._began,
+            "driven": self._pool.driven,
+            "configuration": part.configuration,
+        }
+
+    def _driven(self) -> None:
+        _tell(self._progress, self._phase, self._pool.driven, *self._size)
+
+    def _note(self, workload: Workload) -> None:
+        self._size = (len(workload.requests), workload.steps)
+
+
+def _still_true(assumed: tuple[str, ...], workload: Workload) -> tuple[str, ...]:
+    """What was assumed, if it still matters to the shrunk workload."""
+    blocks = str(workload.engine.get("blocks", ""))
+    return tuple(
+        each
+        for each in assumed
+        if not each.startswith("The pool has") or f"The pool has {blocks} blocks" in each
+    )

@@ -1,0 +1,255 @@
+"""Drives candidates in other processes, which import vLLM once, in parallel and within a budget of time.
+
+A worker may run under another interpreter, whose environment has another vLLM. It gets one workload a line
+and answers with one outcome a line. Which candidate is taken depends on their order alone, not on how many
+workers there are or which of them is done first, so a journal always shrinks to the same file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import msgspec
+
+from ..errors import LedgerError
+from .drive import Outcome, drive
+from .workload import Workload
+
+LONGEST_DRIVE_SECONDS = 60.0
+"""A candidate that takes longer is given up: the scheduler may run without end."""
+
+START_SECONDS = 300.0
+"""How long a worker may take to import vLLM."""
+
+_PACKAGE = Path(__file__).resolve().parents[2]
+_BOOT = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("kvledger", {init!r}, submodule_search_locations=[{folder!r}])
+module = importlib.util.module_from_spec(spec)
+sys.modules["kvledger"] = module
+spec.loader.exec_module(module)
+from kvledger.audit.repro.workers import serve
+serve()
+"""
+
+
+class OutOfTime(Exception):
+    """The budget is spent."""
+
+
+class Job(msgspec.Struct):
+    """What a worker is asked for. Without a workload it answers with its vLLM's version."""
+
+    finding: str = ""
+    workload: Workload | None = None
+    statement: bool = False
+
+
+class Answer(msgspec.Struct):
+    """A worker's answer: an outcome, or why there is none."""
+
+    outcome: Outcome | None = None
+    version: str = ""
+    error: str = ""
+
+
+def answer(job: Job) -> Answer:
+    """Do one job in this process."""
+    try:
+        if job.workload is None:
+            return Answer(version=_version())
+        return Answer(drive(job.workload, job.finding, statement=job.statement))
+    except Exception as error:
+        return Answer(error=f"{type(error).__name__}: {error}")
+
+
+def _version() -> str:
+    from ..engines import host_version
+
+    return host_version()
+
+
+def serve() -> None:
+    """Answer jobs from standard input until it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    out = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # what vLLM prints goes to standard error
+    encode, decode = msgspec.json.Encoder().encode, msgspec.json.Decoder(Job).decode
+    for line in sys.stdin.buffer:
+        out.write(encode(answer(decode(line))) + b"\n")
+
+
+class _Worker:
+    """One worker process; started again after a candidate that never ends."""
+
+    def __init__(self, python: str) -> None:
+        self._python = python
+        self._process: subprocess.Popen[bytes] | None = None
+        self._buffer = b""
+
+    def ask(self, job: Job, seconds: float) -> Answer:
+        process = self._process or self._start()
+        assert process.stdin is not None
+        try:
+            process.stdin.write(msgspec.json.encode(job) + b"\n")
+            process.stdin.flush()
+            line = self._line(process, time.monotonic() + seconds)
+        except OSError:
+            line = None
+        if line is None:
+            self.stop()
+            return Answer(error="the worker ended, or the scheduler did not return")
+        return msgspec.json.decode(line, type=Answer)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        boot = _BOOT.format(init=str(_PACKAGE / "__init__.py"), folder=str(_PACKAGE))
+        quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "KVLEDGER_DISABLE": "1"}
+        self._process = subprocess.Popen(
+            [self._python, "-c", boot],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, **quiet},
+            start_new_session=True,
+        )
+        self._buffer = b""
+        return self._process
+
+    def _line(self, process: subprocess.Popen[bytes], until: float) -> bytes | None:
+        assert process.stdout is not None
+        descriptor = process.stdout.fileno()
+        while b"\n" not in self._buffer:
+            ready, _, _ = select.select([descriptor], [], [], max(0.0, until - time.monotonic()))
+            data = os.read(descriptor, 1 << 16) if ready else b""
+            if not data:
+                return None
+            self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line
+
+    def stop(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            with contextlib.suppress(OSError):
+                process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(OSError):
+                        pipe.close()
+
+
+class Pool:
+    """Drives workloads until ``deadline`` (of ``time.monotonic``). ``workers`` 0: in this process."""
+
+    def __init__(self, workers: int, python: str = sys.executable, deadline: float = float("inf")) -> None:
+        self.deadline = deadline
+        self.driven = 0
+        """How many candidates were driven."""
+        self.on_driven: Callable[[], None] | None = None
+        """Called after each candidate."""
+        self._known: dict[bytes, Answer] = {}
+        """Answers by encoded job."""
+        self._idle: SimpleQueue[_Worker] = SimpleQueue()
+        self._workers = [_Worker(python) for _ in range(workers)]
+        for worker in self._workers:
+            self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(workers) if workers else None
+
+    def version(self) -> str:
+        """The vLLM version of the workers."""
+        found = self._ask(Job(), START_SECONDS)
+        if not found.version:
+            raise LedgerError(
+                "vLLM can't be imported: kvledger repro drives the scheduler of a vLLM installed."
+            )
+        return found.version
+
+    def drive(self, workload: Workload, finding: str, *, statement: bool = False) -> Outcome | None:
+        """Drive one workload, whatever the deadline."""
+        return self._ask(Job(finding, workload, statement), LONGEST_DRIVE_SECONDS).outcome
+
+    def first(
+        self, workloads: Iterable[Workload], finding: str, accept: Callable[[Outcome], bool]
+    ) -> tuple[Workload, Outcome] | None:
+        """The first of the workloads, in order, whose outcome is accepted. Raises :class:`OutOfTime`."""
+        for workload, found in self._in_order(workloads, finding):
+            self.driven += 1
+            if self.on_driven is not None:
+                self.on_driven()
+            if found.outcome is not None and accept(found.outcome):
+                return workload, found.outcome
+        return None
+
+    def _in_order(self, workloads: Iterable[Workload], finding: str) -> Iterator[tuple[Workload, Answer]]:
+        """Every workload and its answer in order; as many are under way as there are workers."""
+        jobs = iter(workloads)
+        if self._threads is None:
+            for workload in jobs:
+                self._check_time()
+                yield workload, self._ask(Job(finding, workload), LONGEST_DRIVE_SECONDS)
+            return
+        waiting: list[tuple[Workload, Future[Answer]]] = []
+        ahead = 2 * len(self._workers)
+        try:
+            while True:
+                for workload in itertools.islice(jobs, ahead - len(waiting)):
+                    job = Job(finding, workload)
+                    waiting.append((workload, self._threads.submit(self._ask, job, LONGEST_DRIVE_SECONDS)))
+                if not waiting:
+                    return
+                self._check_time()
+                workload, future = waiting.pop(0)
+                yield workload, _result(future, self.deadline)
+        finally:
+            for _, future in waiting:
+                future.cancel()
+
+    def _check_time(self) -> None:
+        if time.monotonic() >= self.deadline:
+            raise OutOfTime
+
+    def _ask(self, job: Job, seconds: float) -> Answer:
+        key = msgspec.json.encode(job)
+        known = self._known.get(key)
+        if known is not None:
+            return known
+        if not self._workers:
+            found = answer(job)
+        else:
+            worker = self._idle.get()
+            try:
+                found = worker.ask(job, seconds)
+            finally:
+                self._idle.put(worker)
+        self._known[key] = found
+        return found
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for worker in self._workers:
+            worker.stop()
+        if self._threads is not None:
+            self._threads.shutdown(wait=True, cancel_futures=True)
+
+
+def _result(future: Future[Answer], deadline: float) -> Answer:
+    try:
+        return future.result(timeout=max(0.0, deadline - time.monotonic()))
+    except FutureTimeout:
+        raise OutOfTime from None
