@@ -1,7 +1,7 @@
 """Which figure of the engine shows a finding, and what is right.
 
-A reproduction asserts a figure that vLLM's own objects have, so a finding needs a :class:`Claim`: a probe, the
-figure that the audit says it must read, and the right one. Findings that need a worker, KV contents or
+A reproduction asserts a figure that vLLM's own objects have, so a finding needs a :class:`Claim`: a probe,
+the figure that the audit says it must read, and the right one. Findings that need a worker, KV contents or
 real time have none, and :func:`refusal` says so.
 """
 

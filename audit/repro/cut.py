@@ -21,7 +21,7 @@ from ..errors import LedgerError
 from ..journal.reader import Position, Reader
 from ..ledger.blocks.decode import calls
 from ..replay.engine_audit import EngineAudit
-from ..replay.journals import journals_at
+from ..replay.find import journals_at
 
 MOST_ITEMS = 300_000
 """Most operations that a cut keeps."""
@@ -97,9 +97,12 @@ class Repeat(NamedTuple):
 
 
 class Happened(NamedTuple):
-    """Anything else: ``add``, ``chunk``, ``abort``, ``reset``, ``admit``, ``preempt``, ``loaded``, ``failed``,
-    ``sent``. ``tokens``: of a failed load the first position that was not loaded; of an admission the end of
-    its hits; of a preemption the computed tokens before; of a reset 1 if it preempts running requests."""
+    """Anything else: ``add``, ``chunk``, ``abort``, ``close``, ``reset``, ``admit``, ``preempt``, ``lost``,
+    ``loaded``, ``failed``, ``sent``.
+
+    ``tokens``: of a failed load the first position that was not loaded; of an admission the end of its hits;
+    of a preemption the computed tokens before; of a reset 1 if it preempts running requests.
+    """
 
     what: str
     request: int

@@ -17,6 +17,7 @@ from ..conformance.driver import Driver
 from ..conformance.host import STOP_TOKEN, EngineSetup
 from ..conformance.runner import ModelStep, Runner, tokens
 from ..journal.memory_recorder import MemoryRecorder
+from ..ledger.frozen import Line
 from . import checks
 from .workload import OUT, Check, Op, Request, Segment, Workload
 
@@ -149,7 +150,7 @@ class Engine:
             return arguments
         loads = getattr(step.scheduled.kv_connector_metadata, "loads", ())
         loading = driver.runner.loading | {load.request_id for load in loads if load.asynchronous}
-        held = getattr(driver.connector, "held", set())
+        held: set[str] = getattr(driver.connector, "held", set())
         failed: list[int] = []
         for name, (first, end) in op.failed.items():
             if name in self.scheduler.requests:
@@ -279,11 +280,7 @@ class _Watch:
         name = self.check.request if self.check is not None else ""
         accounts = (each for each in self._auditor.ledger.accounts() if each.request_id == name)
         lines = next((each.lines for each in accounts if each.lines), None) or []
-        return "".join(
-            f"step {line.step:3}  life {line.life}  {line.text:<60} "
-            f"{f'+{line.credit}' if line.credit else f'-{line.debit}' if line.debit else '':>6} {line.balance:6}\n"
-            for line in lines
-        )
+        return "".join(_statement_line(line) for line in lines)
 
     def _note_wrong(self, number: int) -> None:
         from .probes import kept_lookups
@@ -296,3 +293,8 @@ class _Watch:
             self._wrong.pop("kept_lookups", None)
         elif "kept_lookups" not in self._wrong:
             self._wrong["kept_lookups"] = (number, kept)
+
+
+def _statement_line(line: Line) -> str:
+    change = f"+{line.credit}" if line.credit else f"-{line.debit}" if line.debit else ""
+    return f"step {line.step:3}  life {line.life}  {line.text:<60} {change:>6} {line.balance:6}\n"

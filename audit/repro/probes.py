@@ -1,9 +1,9 @@
 """The figures of an engine that a reproduction compares with the right ones.
 
-The text of these functions is copied into the files that ``kvledger repro`` writes, so each stands for itself:
-it imports what it needs, and nothing of kvledger. ``engine`` has ``scheduler`` (vLLM's), ``requests`` (vLLM's
-Request by name, kept after its end), ``outputs`` (EngineCoreOutput by name, in order), ``steps`` (the
-SchedulerOutput of each step) and ``raised`` (the exception that ended the run, as text).
+The text of these functions is copied into the files that ``kvledger repro`` writes, so each stands for
+itself: it imports what it needs, and nothing of kvledger. ``engine`` has ``scheduler`` (vLLM's),
+``requests`` (vLLM's Request by name, kept after its end), ``outputs`` (EngineCoreOutput by name, in order),
+``steps`` (the SchedulerOutput of each step) and ``raised`` (the exception that ended the run, as text).
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from __future__ import annotations
 from typing import Any
 
 
-def placeholders(engine: Any, name: str) -> int:
+def placeholders(engine: Any, name: str) -> Any:
     """Output placeholders that the scheduler counts for the request."""
     return engine.requests[name].num_output_placeholders
 
 
-def computed(engine: Any, name: str) -> int:
+def computed(engine: Any, name: str) -> Any:
     """Computed tokens that the scheduler counts for the request now."""
     return engine.requests[name].num_computed_tokens
 
 
-def computed_before_step(engine: Any, name: str) -> int:
+def computed_before_step(engine: Any, name: str) -> Any:
     """Computed tokens with which the last step that ran the request began."""
     for step in reversed(engine.steps):
         for new in step.scheduled_new_reqs:
@@ -33,12 +33,12 @@ def computed_before_step(engine: Any, name: str) -> int:
     return 0
 
 
-def executed(engine: Any, name: str) -> int:
+def executed(engine: Any, name: str) -> Any:
     """Tokens of the request that all steps executed."""
     return sum(step.num_scheduled_tokens.get(name, 0) for step in engine.steps)
 
 
-def reported(engine: Any, name: str) -> list[int]:
+def reported(engine: Any, name: str) -> Any:
     """Local, external and computed tokens of the prompt, as vLLM's front end counts them."""
     for output in engine.outputs[name]:
         stats = getattr(output, "prefill_stats", None)
@@ -56,7 +56,7 @@ def reported(engine: Any, name: str) -> list[int]:
     return [counted.local_cache_hit, counted.external_kv_transfer, counted.computed]
 
 
-def blocks_in_two_places(engine: Any, name: str) -> int:
+def blocks_in_two_places(engine: Any, name: str) -> Any:
     """Blocks that are in two groups, or at two positions, of the block tables."""
     places: dict[int, set[Any]] = {}
     manager = engine.scheduler.kv_cache_manager
@@ -68,25 +68,25 @@ def blocks_in_two_places(engine: Any, name: str) -> int:
     return sum(len(found) > 1 for found in places.values())
 
 
-def blocks_held(engine: Any, name: str) -> int:
+def blocks_held(engine: Any, name: str) -> Any:
     """Blocks of the pool that are not free."""
     pool = engine.scheduler.kv_cache_manager.block_pool
     return pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
 
 
-def raised(engine: Any, name: str) -> str:
+def raised(engine: Any, name: str) -> Any:
     """The exception that the scheduler raised."""
     return engine.raised
 
 
-def kept_lookups(engine: Any, name: str) -> int:
+def kept_lookups(engine: Any, name: str) -> Any:
     """Lookups of waiting or ended requests whose result the v0 scheduler keeps."""
     tracker = engine.scheduler.block_manager._computed_blocks_tracker
     running = {sequence.seq_id for group in engine.scheduler.running for sequence in group.seqs}
     return len(set(tracker._seq_id_to_num_tokens_computed) - running)
 
 
-def planned_to_load(engine: Any, name: str) -> int:
+def planned_to_load(engine: Any, name: str) -> Any:
     """External tokens that LMCache's metadata orders to load for the request."""
     tokens = 0
     for step in engine.steps:
@@ -97,6 +97,6 @@ def planned_to_load(engine: Any, name: str) -> int:
     return tokens
 
 
-def tracked(engine: Any, name: str) -> int:
+def tracked(engine: Any, name: str) -> Any:
     """Tokens of the request that LMCache's tracker knows."""
     return len(engine.scheduler.connector._lmcache_engine._request_trackers[name].token_ids)

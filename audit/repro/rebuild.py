@@ -11,6 +11,7 @@ that cached a prefix came before the cut, a request that caches it first.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Iterator
@@ -121,7 +122,7 @@ def _with_donors(cut: Cut, chosen: list[int]) -> frozenset[int]:
 def engine_of(cut: Cut) -> dict[str, Any]:
     """The engine's recorded settings, as far as they differ from the driver's defaults."""
     recorded = cut.configuration
-    settings = {name: recorded[name] for name in SETTINGS if recorded.get(name) is not None}
+    settings: dict[str, Any] = {name: recorded[name] for name in SETTINGS if recorded.get(name) is not None}
     v0 = "figures" in recorded and "preemption_mode" in recorded
     if v0:
         return {"scheduler": "v0", **settings}
@@ -181,13 +182,11 @@ def _said(recorded: int, pool: int, engine: dict[str, Any], budget: int | None) 
     said: list[str] = []
     if pool != recorded:
         said.append(
-            f"The pool has {pool} blocks instead of {recorded}, because the requests left out held the others."
+            f"The pool has {pool} blocks instead of {recorded}: the requests left out held the others."
         )
     if budget is not None:
         was = engine.get("max_batched_tokens", _DEFAULTS.max_batched_tokens)
-        said.append(
-            f"A step has {budget} tokens instead of {was}, because the requests left out took the others."
-        )
+        said.append(f"A step has {budget} tokens instead of {was}: the requests left out took the others.")
     return tuple(said)
 
 
@@ -444,7 +443,7 @@ class _Build:
             lengths = [row.sequence, *row.chunks]
             chunks = tuple(
                 ((f"{name} chunk {place}", max(1, length - before)),)
-                for place, (before, length) in enumerate(zip(lengths, lengths[1:], strict=False), 1)
+                for place, (before, length) in enumerate(itertools.pairwise(lengths), 1)
             )
             salt, lora = _isolation(row, classes)
             stopped = row.outcome == "stopped" and row.outputs > 0
@@ -464,7 +463,7 @@ class _Build:
         return built
 
     def _prompt(self, row: Row, name: str, sequences: dict[int, tuple[Segment, ...]]) -> tuple[Segment, ...]:
-        """The prompt: what it shares with an earlier request by the recorded hashes, then tokens of its own."""
+        """The prompt: what it shares with an earlier request by recorded hashes, then its own tokens."""
         shared, donor = 0, -1
         for other, each in ((o, self.cut.rows[o]) for o in sequences):
             common = [end for end, hash_id in row.hashes.items() if each.hashes.get(end) == hash_id]

@@ -45,7 +45,7 @@ class Shrinker:
     def run(self) -> None:
         """Shrink until nothing helps, the time is up, or the user interrupts."""
         try:
-            while any([step() for step in self._passes()]):
+            while sum(step() for step in self._passes()):
                 pass
         except (OutOfTime, KeyboardInterrupt) as end:
             self.interrupted = isinstance(end, KeyboardInterrupt)

@@ -173,9 +173,7 @@ class Pool:
         """The vLLM version of the workers."""
         found = self._ask(Job(), START_SECONDS)
         if not found.version:
-            raise LedgerError(
-                "vLLM can't be imported: kvledger repro drives the scheduler of a vLLM installed."
-            )
+            raise LedgerError("vLLM can't be imported: kvledger repro drives its scheduler.")
         return found.version
 
     def drive(self, workload: Workload, finding: str, *, statement: bool = False) -> Outcome | None:

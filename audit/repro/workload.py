@@ -19,7 +19,7 @@ Answer: TypeAlias = int | tuple[int, bool] | None
 asked again later. For LMCache: the tokens that its store has, or None."""
 
 OUT = " out"
-"""The family ``"r1 out"`` has the tokens that request ``r1`` generates, so a prompt can continue an answer."""
+"""The family ``"r1 out"`` has the tokens that ``r1`` generates, so a prompt can go on after them."""
 
 
 class Request(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):

@@ -99,6 +99,7 @@ RULES = {
     "audit.entry.pytest_observer": OUTER._replace(libraries=frozenset({"pytest"})),
     "audit.demo": OUTER._replace(libraries=MSGSPEC | HOST),
     "audit.conformance": OUTER._replace(libraries=MSGSPEC | HOST),
+    "audit.repro": OUTER._replace(libraries=MSGSPEC | HOST),
     # what presents the audit
     "exporters": Rule(ours=("audit", "exporters"), not_ours=("audit.engines",), most_libraries=1),
     "dashboards": Rule(ours=("audit.errors", "dashboards", "exporters.metrics.table"), libraries=NONE),

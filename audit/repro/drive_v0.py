@@ -1,0 +1,47 @@
+"""The engine of a workload for the v0 scheduler (0.9): a schedule is a whole step, its output included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..conformance.driver_v0 import V0Driver, V0Setup
+from .workload import Op, Workload
+
+
+class V0Engine:
+    """One v0 scheduler under a script; also what a probe reads."""
+
+    def __init__(self, workload: Workload) -> None:
+        from .drive import tokens_of
+
+        self.workload = workload
+        engine = {name: value for name, value in workload.engine.items() if name != "scheduler"}
+        if any(request.lora for request in workload.requests.values()):
+            engine.setdefault("max_loras", 1)
+        self.driver = V0Driver(V0Setup(**engine))
+        self.scheduler: Any = self.driver.scheduler
+        self.requests: dict[str, Any] = {}
+        self.outputs: dict[str, list[Any]] = {}
+        self.steps: list[Any] = []
+        self.raised = ""
+        self._tokens_of = tokens_of
+
+    def carry_out(self, op: Op) -> None:
+        """Do one operation of the script, or skip it."""
+        name = op.request
+        if op.do == "add" and name not in self.requests:
+            request = self.workload.requests[name]
+            self.requests[name] = self.driver.add(
+                name,
+                self._tokens_of(request.prompt),
+                min(request.max_tokens, request.stop_at or request.max_tokens),
+                priority=request.priority,
+                lora=request.lora,
+            )
+        elif op.do == "schedule" and (self.scheduler.has_unfinished_seqs()):
+            self.driver.step()
+            self.steps.append(op)
+        elif op.do == "abort" and name in self.requests:
+            self.driver.abort(name)
+        elif op.do == "reset":
+            self.scheduler.reset_prefix_cache()
