@@ -87,8 +87,8 @@ class V0Driver:
         """Add a request; returns vLLM's SequenceGroup.
 
         A number of prompt tokens means generated tokens of this request; ``shares=("a", 64)`` takes the
-        first 64 of them from the token family "a". ``lora`` is the number of a LoRA adapter; ``embeds`` passes the prompt as
-        embeddings.
+        first 64 of them from the token family "a". ``lora`` is the number of a LoRA adapter; ``embeds``
+        passes the prompt as embeddings.
         """
         from vllm.sequence import Sequence, SequenceGroup
 

@@ -42,7 +42,11 @@ class PlannedLoads(KVConnectorMetadata):
 
 
 class WorkloadConnector(KVConnectorBase_V1):
-    """Gives each lookup the next answer of its request, and plans every load that the scheduler accepts."""
+    """Answers lookups, and plans every load that the scheduler accepts.
+
+    An answer is used up when it was to ask again later, or when the request was admitted with it: an attempt
+    that fails for lack of blocks gets the same answer again.
+    """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, *[kv_cache_config] * _TAKES_LAYOUT)
@@ -53,11 +57,16 @@ class WorkloadConnector(KVConnectorBase_V1):
         self.held: set[str] = set()
         """Those of them that have ended and were not sent yet."""
         self._asynchronous: dict[str, bool] = {}
+        self._asked: set[str] = set()
+        """Requests that asked since they were admitted last."""
         self._loads: list[PlannedLoad] = []
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         answers = self.answers.get(request.request_id)
-        answer = answers.popleft() if answers else 0
+        answer = answers[0] if answers else 0
+        self._asked.add(request.request_id)
+        if answers and answer is None:
+            answers.popleft()
         found, asynchronous = answer if isinstance(answer, tuple) else (answer, False)
         if found is not None:
             room = request.num_tokens - num_computed_tokens - (not asynchronous)
@@ -67,6 +76,10 @@ class WorkloadConnector(KVConnectorBase_V1):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         name = request.request_id
+        answers = self.answers.get(name)
+        if name in self._asked and answers:
+            answers.popleft()
+        self._asked.discard(name)
         if num_external_tokens:
             block_ids = tuple(map(tuple, blocks.get_block_ids()))
             self._loads.append(PlannedLoad(name, self._asynchronous[name], block_ids))
