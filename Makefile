@@ -1,5 +1,5 @@
 # Everything runs in .venv, which scripts/environment.py builds, repairs, and leaves alone once it is ready.
-# ARGS are passed on: make demo ARGS=--help, make test ARGS="-k tokens". docs/testing.md says how long each takes.
+# ARGS are passed on: make demo ARGS=-v, make test ARGS="-k tokens". docs/testing.md says how long each takes.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := @$(PYTHON) scripts/environment.py
@@ -14,7 +14,7 @@ help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile
 
 demo: ## run a real engine on this CPU and audit its journal
-	$(READY) demo
+	$(READY) demo $(filter -v --verbose,$(ARGS))
 	@$(BIN)/kvledger demo $(ARGS)
 
 test: lint ## lint, type-check and run the fast tests
@@ -26,9 +26,9 @@ test-all: lint ## lint, type-check and run every test, except those in the envir
 
 lint:
 	$(READY) test
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --quiet --check .
+	@$(BIN)/mypy --no-error-summary
 
 bench: ## measure what the hooks cost an engine step
 	$(READY) test
@@ -76,5 +76,5 @@ docs: ## write the generated pages, boards and rules
 	$(BIN)/python -m kvledger.dashboards.rules --markdown > docs/alerts.md
 
 clean: ## remove the environment, builds and caches
-	rm -rf .venv .venv.lock .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
+	rm -rf .venv .venv.lock .venv.log .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

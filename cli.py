@@ -333,18 +333,20 @@ def timeline(
 )
 def doctor(
     verbose: opt.VerboseDoctor = False,
+    with_import: opt.WithImport = False,
     format: opt.TextFormat = "text",
-    json: opt.JsonAlias = False,
+    json: opt.Json = False,
 ) -> None:
     """Check whether kvledger can observe the vLLM installed here.
 
-    As csv: one line per fact, by topic.
+    Reads vLLM's source files, which takes a second. As csv: one line per fact, by topic.
     """
     from .audit.entry.doctor import diagnose
     from .exporters.reports import doctor as report
+    from .exporters.reports import terminal
 
     _silence_vllm()
-    diagnosis = diagnose()
+    diagnosis = diagnose(with_import=with_import, importing=lambda: terminal.spinner("importing vLLM"))
     if json or format == "json":
         _print("json", report.as_data(diagnosis), None, None)
     else:

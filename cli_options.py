@@ -192,6 +192,10 @@ VerboseDoctor = Annotated[
     bool,
     typer.Option("--verbose", "-v", help="Print what figures mean, what is not checked, and connectors."),
 ]
+WithImport = Annotated[
+    bool,
+    typer.Option("--import", help="Import vLLM too, which takes longer: does the installation work?"),
+]
 Wait = Annotated[
     bool, typer.Option("--wait", help="Keep waiting for new engines after all engines have ended.")
 ]

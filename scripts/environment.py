@@ -1,10 +1,13 @@
 """Installs into .venv what `make demo` or `make test` needs; returns at once if .venv is ready.
 
-Usage: python3 scripts/environment.py demo|test
+Usage: python3 scripts/environment.py demo|test [-v]
 
 Standard library only: this runs before anything is installed. Versions come from constraints/*.txt. uv
 does not read the machine's pip configuration (find-links, indexes, certificate), so this script passes
 it on. It replaces a .venv that is incomplete, was moved, or was created by something else.
+
+One line on standard error shows the progress. What the installers print goes to .venv.log, or with -v to
+the terminal.
 """
 
 import ast
@@ -15,6 +18,8 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -44,15 +49,80 @@ Environ = dict[str, str]
 Route = tuple[list[str], Environ]  # flags and environment of one way to run uv
 
 
-def main(target: str) -> None:
+class Progress:
+    """One line on standard error: the present step, then the seconds that the set-up took.
+
+    On a terminal the line is rewritten every second. Elsewhere it names the first step only.
+    """
+
+    def __init__(self) -> None:
+        self.verbose = False
+        """Whether the installers print to the terminal; each step then has a line of its own."""
+        self._step = ""
+        self._began = 0.0
+        self._drawing: threading.Event | None = None
+
+    def step(self, step: str) -> None:
+        """The set-up has reached this step."""
+        first, self._step = not self._step, step
+        if self.verbose:
+            print(f"kvledger: {step}", file=sys.stderr, flush=True)
+        elif first:
+            self._began = time.monotonic()
+            if sys.stderr.isatty():
+                self._drawing = threading.Event()
+                threading.Thread(target=self._draw, args=(self._drawing,), daemon=True).start()
+            else:
+                self._write(f"kvledger: setting up .venv (log: {log().name}) ...")
+
+    def end(self, result: str) -> None:
+        """Complete the line with ``result`` and the seconds. Does nothing if no step was shown."""
+        if self.verbose or not self._step:
+            return
+        seconds = f"{time.monotonic() - self._began:.0f} s"
+        if self._drawing is not None:
+            self._drawing.set()
+            self._write(f"\r\033[Kkvledger: setting up .venv ... {result} {seconds}\n")
+        else:
+            self._write(f" {result} {seconds}\n")
+        self._step, self._drawing = "", None
+
+    def _draw(self, ended: threading.Event) -> None:
+        while not ended.is_set():
+            seconds = time.monotonic() - self._began
+            self._write(f"\r\033[Kkvledger: setting up .venv: {self._step}, {seconds:.0f} s")
+            ended.wait(1)
+
+    @staticmethod
+    def _write(text: str) -> None:
+        print(text, end="", file=sys.stderr, flush=True)
+
+
+progress = Progress()
+
+
+def main(target: str, *options: str) -> None:
     """Return when .venv is ready for `target`, or exit with one sentence."""
+    progress.verbose = bool({"-v", "--verbose"}.intersection(options))
     with locked():
-        if not is_whole():
-            make_venv()
-        if not any(holds(stamp(name), key()) for name in {target, "test"}):  # test includes all of demo
+        if is_whole() and any(holds(stamp(name), key()) for name in (target, "test")):
+            return  # test includes all of demo
+        log().unlink(missing_ok=True)
+        try:
+            if not is_whole():
+                make_venv()
             install(target)
-            stamp(target).write_text(key())
-            WHOLE.write_text(str(VENV))  # a copy of the folder elsewhere is another environment
+        except BaseException:
+            progress.end("failed after")
+            raise
+        stamp(target).write_text(key())
+        WHOLE.write_text(str(VENV))  # a copy of the folder elsewhere is another environment
+        progress.end("ready after")
+
+
+def log() -> Path:
+    """The file that gets the installers' output."""
+    return ROOT / ".venv.log"
 
 
 @contextlib.contextmanager
@@ -102,7 +172,7 @@ def interpreter() -> str:
 
 def make_venv() -> None:
     """Replace .venv by an empty environment with uv."""
-    say("creating .venv")
+    progress.step("creating the environment")
     if VENV.is_dir() and not VENV.is_symlink():
         shutil.rmtree(VENV)
     else:
@@ -121,11 +191,11 @@ def install(target: str) -> None:
     plain = {name: value for name, value in configured.items() if name != "UV_FIND_LINKS"}
     routes: list[Route] = [([], configured), ([], everywhere), ([], plain)]
 
-    say("installing torch for the CPU")
+    progress.step("installing torch for the CPU")
     # PyTorch's own index is used for torch only: its other packages are often older.
     cpu_index: Route = (["--torch-backend", "cpu"], plain)
     uv_install([*PINS[target], "--no-deps", "torch"], [routes[0], cpu_index, *routes[1:]])
-    say(f"installing what `make {target}` needs")
+    progress.step(f"installing what `make {target}` needs")
     uv_install([*PINS[target], *BUILD_PINS, *SETS[target]], routes)
 
 
@@ -173,14 +243,21 @@ def from_pip(listed: str) -> Environ:
 
 
 def run(command: Sequence[str | Path], environ: Mapping[str, str] = os.environ) -> None:
-    """Run a command and show its output, or exit with a sentence that names the command."""
-    if subprocess.run(command, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, check=False).returncode:
-        sys.exit(f"kvledger: this command failed, see above: {' '.join(map(str, command))}")
-
-
-def say(words: str) -> None:
-    print(f"kvledger: {words}", file=sys.stderr, flush=True)
+    """Run a command with its output in the log, or exit with a sentence that names command and log."""
+    words = " ".join(map(str, command))
+    with contextlib.ExitStack() as stack:
+        output = None if progress.verbose else stack.enter_context(log().open("ab"))
+        if output is not None:
+            output.write(f"$ {words}\n".encode())
+            output.flush()
+        code = subprocess.run(
+            command, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL,
+            stdout=output, stderr=output and subprocess.STDOUT, check=False,
+        ).returncode  # fmt: skip
+    if code:
+        where = "above" if progress.verbose else f"in {log()}"
+        sys.exit(f"kvledger: this command failed with exit code {code}; its output is {where}: {words}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..hooks import EngineMismatch, check
 from .host_classes import bare_scheduler, engine_core, engine_processes
+from .host_source import HostSource, read
 from .pool.signatures import differences as pool_differences
 from .readers import metadata_readers
 from .v0.observer import V0Observer
@@ -24,12 +25,15 @@ __all__ = [
     "ADAPTERS",
     "LEVELS",
     "Adapter",
+    "HostSource",
     "bare_scheduler",
     "blocks_out_of_reach",
     "choose",
     "differences",
     "engine_core",
     "engine_processes",
+    "has_scheduler_seam",
+    "host_source",
     "host_version",
     "out_of_reach",
     "read_connectors",
@@ -54,14 +58,15 @@ ADAPTERS: tuple[Adapter, ...] = (
 """Newest first, since a newer release often still has everything that an older adapter needs."""
 
 
-def choose(scheduler: Any) -> Adapter:
+def choose(scheduler: Any, fields: tuple[str, ...] | None = None) -> Adapter:
     """The adapter whose hooks all fit ``scheduler``.
 
-    Raises :class:`EngineMismatch`, which names the differences from the nearest adapter.
+    ``fields`` are those of ``EngineCoreOutput``; by default vLLM is asked for them. Raises
+    :class:`EngineMismatch`, which names the differences from the nearest adapter.
     """
     nearest, least = ADAPTERS[0], None
     for adapter in ADAPTERS:
-        differing = differences(adapter, scheduler)
+        differing = differences(adapter, scheduler, fields)
         if not differing:
             return adapter
         if least is None or len(differing) < len(least):
@@ -72,7 +77,7 @@ def choose(scheduler: Any) -> Adapter:
     )
 
 
-def differences(adapter: Adapter, scheduler: Any) -> list[str]:
+def differences(adapter: Adapter, scheduler: Any, fields: tuple[str, ...] | None = None) -> list[str]:
     """Phrases for what ``adapter`` needs and ``scheduler`` lacks or declares otherwise."""
     phrases = []
     for hook in adapter.HOOKS:
@@ -82,10 +87,10 @@ def differences(adapter: Adapter, scheduler: Any) -> list[str]:
             phrases.append(str(mismatch).partition(": ")[2])
     needed = getattr(adapter, "HAS", ())
     phrases += [f"{name} is missing" for name in needed if not _has(scheduler, name)]
-    fields = getattr(adapter, "OUTPUT", ())
-    if fields and not phrases:
-        present = output_fields()
-        phrases += [f"EngineCoreOutput has no {name}" for name in fields if name not in present]
+    expected = getattr(adapter, "OUTPUT", ())
+    if expected and not phrases:
+        present = output_fields() if fields is None else fields
+        phrases += [f"EngineCoreOutput has no {name}" for name in expected if name not in present]
     return phrases
 
 
@@ -114,6 +119,11 @@ def read_connectors() -> dict[str, tuple[str, ...]]:
     return {name: reader.READS for name, reader in metadata_readers().items()}
 
 
+def host_source() -> HostSource | None:
+    """The installed vLLM as its source files tell, without an import; None if they do not tell."""
+    return read()
+
+
 def host_version() -> str:
     """vLLM's version. An engine has imported vLLM long before this runs."""
     import vllm
@@ -128,18 +138,24 @@ def scheduler_config() -> Any:
     return SchedulerConfig
 
 
-def out_of_reach(adapter: Adapter) -> str:
-    """Why the plugin can't reach an engine's scheduler here, in one sentence; "" if it can."""
-    version = host_version()
+def out_of_reach(adapter: Adapter, version: str, *, has_seam: bool) -> str:
+    """Why the plugin can't reach an engine's scheduler here, in one sentence; "" if it can.
+
+    ``has_seam``: ``SchedulerConfig`` has the method that the plugin wraps.
+    """
     if adapter is V0Observer:
         return f"The plugin does not reach the v0 scheduler of vLLM {version}."
-    try:
-        config = scheduler_config()
-    except ImportError:
-        config = None
-    if hasattr(config, "get_scheduler_cls"):
+    if has_seam:
         return ""
     return (
         f"The plugin does not reach the scheduler of vLLM {version}, which has no "
         "SchedulerConfig.get_scheduler_cls; kvledger.attach does."
     )
+
+
+def has_scheduler_seam() -> bool:
+    """Whether vLLM's ``SchedulerConfig`` has the method that the plugin wraps."""
+    try:
+        return hasattr(scheduler_config(), "get_scheduler_cls")
+    except ImportError:
+        return False

@@ -7,10 +7,12 @@ and know nothing of other releases.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import time
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from .. import events as ev
@@ -83,6 +85,8 @@ class Observer:
         """``schedule`` or ``update_from_output`` runs, or an exception left it: the counts are in between."""
         self._stopped = False
         """``stop`` has run."""
+        self.on_stopped: Callable[[str], None] | None = None
+        """Gets the reason when the observation has ended."""
         self._last_census = 0, self.log.now()
         """Step and time of the last census or snapshot."""
 
@@ -133,6 +137,9 @@ class Observer:
             self.hooks.remove()
         self.emit_failed_attempts()
         self.log.emit(ev.EngineStopped(self.log.now(), reason))
+        if self.on_stopped is not None:
+            with contextlib.suppress(Exception):  # a log handler that fails must not stop the engine
+                self.on_stopped(reason)
 
     def _last_look(self) -> None:
         """Emit a census at the end. Never raises."""

@@ -1,7 +1,9 @@
 """Check whether kvledger can observe the vLLM installed here, and which invariants it can check.
 
 No engine is started: the doctor compares the signatures of vLLM's classes with those that the adapters
-expect. What an engine-reported figure means in a release comes from ``release_semantics``.
+expect. It reads them from vLLM's source files. It imports vLLM, which takes many seconds, only if the files
+do not tell or the caller wants to know whether the import works. What an engine-reported figure means in a
+release comes from ``release_semantics``.
 """
 
 from __future__ import annotations
@@ -9,9 +11,11 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -47,6 +51,8 @@ class Diagnosis(msgspec.Struct, frozen=True):
     plugin: str | None
     directory: str | None
     problems: list[str]
+    examined: str = "import"
+    """How vLLM was examined: ``source`` (its files were read) or ``import``."""
 
     @property
     def observed(self) -> bool:
@@ -54,9 +60,29 @@ class Diagnosis(msgspec.Struct, frozen=True):
         return not self.problems
 
 
-def diagnose() -> Diagnosis:
-    """Examine this environment. Imports vLLM if it is installed; a broken vLLM is a problem, not an error."""
-    host, adapter, scheduler, problems = _host()
+class _Host(NamedTuple):
+    """The installed vLLM: its version, its adapter, and a scheduler to compare signatures with."""
+
+    version: str | None = None
+    adapter: Any = None
+    scheduler: Any = None
+    problems: tuple[str, ...] = ()
+    examined: str = "import"
+
+
+def diagnose(
+    *, with_import: bool = False, importing: Callable[[], AbstractContextManager[object]] = nullcontext
+) -> Diagnosis:
+    """Examine this environment. A broken vLLM is a problem, not an error.
+
+    ``with_import`` imports vLLM even where its source files tell everything. ``importing`` makes the context
+    in which an import runs, such as a spinner.
+    """
+    found = None if with_import else _host_from_source()
+    if found is None:
+        with importing():
+            found = _host()
+    host, adapter, scheduler = found.version, found.adapter, found.scheduler
     by_figure = meanings(host or "", v0=bool(adapter and adapter.NAME.startswith("v0")))
     unchecked, in_part = limits(by_figure)
     names = list(catalogue()) if adapter else []
@@ -75,29 +101,47 @@ def diagnose() -> Diagnosis:
         connectors=_connectors() if adapter and not adapter.NAME.startswith("v0") else {},
         plugin=plugin,
         directory=directory,
-        problems=[*problems, *plugin_problems, *directory_problems],
+        problems=[*found.problems, *plugin_problems, *directory_problems],
+        examined=found.examined,
     )
 
 
-def _host() -> tuple[str | None, Any, Any, list[str]]:
-    """vLLM's version, its adapter, a scheduler to compare signatures with, and the problems."""
+def _host_from_source() -> _Host | None:
+    """vLLM as its source files describe it; None if only an import can tell."""
+    try:
+        source = engines.host_source()
+    except ModuleNotFoundError as error:
+        return _Host(problems=(f"vLLM can't be imported: {error}.",), examined="source")
+    if source is None:
+        return None
+    version, scheduler, fields, has_seam = source
+    try:
+        adapter = engines.choose(scheduler, fields)
+    except EngineMismatch as mismatch:
+        return _Host(version, problems=(f"vLLM {version} can't be observed: {mismatch}.",), examined="source")
+    unreachable = engines.out_of_reach(adapter, version, has_seam=has_seam)
+    return _Host(version, adapter, scheduler, (unreachable,) if unreachable else (), "source")
+
+
+def _host() -> _Host:
+    """vLLM as it is when imported."""
     try:
         with contextlib.redirect_stdout(sys.stderr):  # vLLM logs to stdout while it is imported
             host = engines.host_version()
     except ModuleNotFoundError as error:
-        return None, None, None, [f"vLLM can't be imported: {error}."]
+        return _Host(problems=(f"vLLM can't be imported: {error}.",))
     except Exception as error:  # a broken installation
-        return None, None, None, [f"vLLM can't be imported: {type(error).__name__}: {error}."]
+        return _Host(problems=(f"vLLM can't be imported: {type(error).__name__}: {error}.",))
     try:
         with contextlib.redirect_stdout(sys.stderr):
             scheduler = engines.bare_scheduler()
             adapter = engines.choose(scheduler)
-            unreachable = engines.out_of_reach(adapter)
+            unreachable = engines.out_of_reach(adapter, host, has_seam=engines.has_scheduler_seam())
     except EngineMismatch as mismatch:
-        return host, None, None, [f"vLLM {host} can't be observed: {mismatch}."]
+        return _Host(host, problems=(f"vLLM {host} can't be observed: {mismatch}.",))
     except Exception as error:  # its modules are not where any known release has them
-        return host, None, None, [f"vLLM {host} can't be examined: {type(error).__name__}: {error}."]
-    return host, adapter, scheduler, [unreachable] if unreachable else []
+        return _Host(host, problems=(f"vLLM {host} can't be examined: {type(error).__name__}: {error}.",))
+    return _Host(host, adapter, scheduler, (unreachable,) if unreachable else ())
 
 
 def _hooks(adapter: Any, scheduler: Any) -> tuple[list[str], list[str]]:
@@ -145,7 +189,10 @@ def _directory() -> tuple[str | None, list[str]]:
     """``KVLEDGER_DIR``, and why no journal could be written to it."""
     directory = os.environ.get("KVLEDGER_DIR")
     if not directory:
-        return None, ["KVLEDGER_DIR is not set: the plugin stays inert."]
+        return None, [
+            "KVLEDGER_DIR is not set, so the plugin does nothing. Start the server with: "
+            "KVLEDGER_DIR=~/kvledger vllm serve MODEL"
+        ]
     path = Path(directory)
     existing = next((each for each in (path, *path.absolute().parents) if each.exists()), path)
     if not existing.is_dir():

@@ -17,10 +17,12 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from multiprocessing import parent_process
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import engine_end
+from .variables import PREFIX, unknown
 
 if TYPE_CHECKING:
     from ..journal.recorder import Recorder
@@ -31,6 +33,11 @@ vllm_logger = logging.getLogger("vllm.kvledger")
 
 _MARK = "__kvledger__"
 _counter = itertools.count()
+_has_named = False
+"""Whether unknown variables have been logged in this process."""
+
+_ENDS = {"shutdown": "the engine shuts down", "exit": "the process ends", "detached": "it was detached"}
+"""Reasons of an orderly end."""
 
 INSTANCE_CHARACTERS = 64
 """The most characters of a host's name, or of ``KVLEDGER_NAME``, in a journal."""
@@ -39,10 +46,29 @@ INSTANCE_CHARACTERS = 64
 def install() -> None:
     """The ``vllm.general_plugins`` entry point. Idempotent; never raises."""
     try:
+        _name_unknown_variables()
         if os.environ.get("KVLEDGER_DIR"):
             _install()
     except Exception as error:  # an escaping exception would kill the engine core
         logger.warning("kvledger is off: %s: %s", type(error).__name__, error)
+
+
+def _name_unknown_variables() -> None:
+    """Log each variable that may be a misspelt one of kvledger's, in the first process of the engine only."""
+    global _has_named
+    if _has_named or parent_process() is not None:
+        return
+    _has_named = True
+    if any(name.startswith(PREFIX) for name in os.environ):
+        for sentence in unknown(os.environ):
+            vllm_logger.warning("%s", sentence)
+
+
+def _log_end(reason: str) -> None:
+    """Log once that the observation ended. A hook that kept failing has been logged already."""
+    phrase = _ENDS.get(reason)
+    if phrase is not None:
+        vllm_logger.info("kvledger ends its observation: %s", phrase)
 
 
 def _install() -> None:
@@ -174,6 +200,7 @@ def observe(scheduler: Any) -> object | None:
         level = _level(scheduler)
         observer = observer_class(scheduler, recorder, version=host_version(), level=level)
         observer.instance = instance()
+        observer.on_stopped = _log_end
         observer.start()
         recorder.on_exit = functools.partial(observer.stop, "exit")
         engine_end.end_before_shutdown(scheduler, observer)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import shutil
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +14,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ... import __version__
 from ...audit.causes import DIFFERENCES
 from ...audit.demo.injections import INJECTIONS
 from ...audit.demo.lookups import COUNTERS, Differences, LookupReport, LookupTotals
@@ -21,6 +25,9 @@ from .audit import AuditReport, DifferenceData, PlannedSplit
 
 CODES = {"clean": 0, "violated": 1, "unknown": 3}
 ENGINE_FAILED = 4
+
+SERVER_FOLDER = "~/kvledger"
+"""The example of a folder for a server's journals; every user can write to it."""
 
 _LOOKUPS = (
     "Each admission looks up its tokens in the local prefix cache, and the rest in the connector. The "
@@ -198,13 +205,44 @@ def _lookup_differences(table: Table, differences: Differences) -> None:
 
 
 def _next(demo: Demo, report: AuditReport) -> Group:
-    """The journal's folder, and the commands to read on with."""
+    """What to type next: about this run, for a server, in a notebook and in CI."""
     journal = shlex.quote(str(demo.journal))
-    commands = [f"kvledger audit {journal}"]
+    commands = [*_activation(), f"kvledger audit {journal}"]
     if demo.statement is not None:
         commands.append(f"kvledger show {journal} {shlex.quote(demo.statement.account.request_id)}")
     ids = list(dict.fromkeys(finding.id for finding in report.violations))
     commands.append(f"kvledger explain {ids[0]}" if ids else "kvledger demo --inject list")
-    return Group(
-        terminal.title("Next"), *(terminal.indented(Text(line, overflow="fold")) for line in commands)
+    sections = {
+        "Next: read this run": commands,
+        "Your server, in the environment of vLLM": [
+            f"pip install {_requirement()}",
+            f"KVLEDGER_DIR={SERVER_FOLDER} vllm serve MODEL",
+            f"kvledger audit {SERVER_FOLDER}",
+        ],
+        "In a notebook": [
+            "%load_ext kvledger",
+            "%%audit llm  # at the top of a cell that calls llm.generate",
+        ],
+        "In CI": ["pytest --kvledger  # docs/ci.md has a job to copy"],
+    }
+    lines: list[RenderableType] = []
+    for heading, words in sections.items():
+        lines.append(terminal.title(heading))
+        lines += [terminal.indented(Text(line, overflow="fold")) for line in words]
+    return Group(*lines)
+
+
+def _activation() -> list[str]:
+    """The command after which the shell finds ``kvledger``; none if it finds it now."""
+    script = Path(sys.prefix) / "bin" / "activate"
+    if shutil.which("kvledger") or not script.exists():
+        return []
+    return [f". {shlex.quote(os.path.relpath(script))}"]
+
+
+def _requirement() -> str:
+    """What to give to pip: the checkout that runs now, or else this version."""
+    checkout = Path(__file__).resolve().parents[2]
+    return (
+        shlex.quote(str(checkout)) if (checkout / "pyproject.toml").exists() else f"kvledger=={__version__}"
     )

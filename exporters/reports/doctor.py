@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from rich.console import Group, RenderableType
@@ -58,26 +58,66 @@ def render(diagnosis: Diagnosis, *, verbose: bool = False) -> Group:
 def _answer(diagnosis: Diagnosis) -> Group:
     if diagnosis.observed:
         return Group(Text("An engine started here would be observed.", style="bold green"))
-    reasons = [Text(f"- {problem}") for problem in diagnosis.problems]
+    reasons = [Text(f"- {problem}", overflow="fold") for problem in diagnosis.problems]
     return Group(Text("An engine started here would not be observed:", style="bold red"), *reasons)
 
 
+class Fact(NamedTuple):
+    """One line about this environment: whether it is right, in part, or missing."""
+
+    state: str
+    name: str
+    text: str
+
+
+STYLES = {"ok": "green", "partly": "yellow", "missing": "red", "": ""}
+
+
+def facts(diagnosis: Diagnosis) -> list[Fact]:
+    """The facts behind the answer."""
+    found = diagnosis.adapter is not None
+    version = diagnosis.versions.get("vllm")
+    rows = [Fact("ok" if found else "missing", "vLLM", _vllm(version, diagnosis))]
+    if found:
+        hooks = f"{len(diagnosis.hooks)} fit"
+        if diagnosis.missing_hooks:
+            hooks += f"; not in this release: {', '.join(diagnosis.missing_hooks)}"
+        limited = diagnosis.not_checked or diagnosis.checked_in_part
+        rows += [
+            Fact("ok", "hooks", hooks),
+            Fact("partly" if limited else "ok", "invariants", _invariants(diagnosis)),
+        ]
+    has_problem = {name: any(name in each for each in diagnosis.problems) for name in _SETTINGS}
+    plugin_ok = diagnosis.plugin is not None and not has_problem["VLLM_PLUGINS"]
+    folder_ok = diagnosis.directory is not None and not has_problem["KVLEDGER_DIR"]
+    rows += [
+        Fact("ok" if plugin_ok else "missing", "plugin", diagnosis.plugin or "not installed"),
+        Fact("ok" if folder_ok else "missing", "KVLEDGER_DIR", diagnosis.directory or "not set"),
+    ]
+    others = {name: number for name, number in diagnosis.versions.items() if name != "vllm"}
+    installed = [f"{name} {number}" if number else f"no {name}" for name, number in others.items()]
+    return [*rows, Fact("", "also", ", ".join(installed))]
+
+
+_SETTINGS = ("KVLEDGER_DIR", "VLLM_PLUGINS")
+_HOW = {"source": "read from its source files; --import imports it too", "import": "imported"}
+
+
+def _vllm(version: str | None, diagnosis: Diagnosis) -> str:
+    if version is None:
+        return "not installed"
+    adapter = f"adapter {diagnosis.adapter}" if diagnosis.adapter else "no adapter fits"
+    return f"{version}, {adapter} ({_HOW[diagnosis.examined]})"
+
+
 def _facts(diagnosis: Diagnosis) -> Table:
-    versions = [f"{name} {number}" for name, number in diagnosis.versions.items() if number]
-    absent = [name for name, number in diagnosis.versions.items() if not number]
-    hooks = f"{len(diagnosis.hooks)} fit"
-    if diagnosis.missing_hooks:
-        hooks += f"; not in this release: {', '.join(diagnosis.missing_hooks)}"
-    facts = {
-        "installed": ", ".join(versions) or "nothing",
-        "not installed": ", ".join(absent),
-        "adapter": diagnosis.adapter or "none",
-        "hooks": hooks if diagnosis.adapter else "",
-        "invariants": _invariants(diagnosis) if diagnosis.adapter else "",
-        "plugin": diagnosis.plugin or "not installed",
-        "KVLEDGER_DIR": diagnosis.directory or "not set",
-    }
-    return _table({name: value for name, value in facts.items() if value})
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for state, name, text in facts(diagnosis):
+        table.add_row(Text(state, style=STYLES[state]), Text(name), Text(text))
+    return table
 
 
 def _invariants(diagnosis: Diagnosis) -> str:

@@ -161,3 +161,14 @@ def progress(before: str, text: str) -> Iterator[Callable[[int, int], None]]:
     finally:
         if bar.live.is_started:
             bar.stop()
+
+
+@contextmanager
+def spinner(text: str) -> Iterator[None]:
+    """Turn a spinner on standard error; nothing is printed where that is not a terminal."""
+    out = console(stderr=True)
+    if not out.is_terminal:
+        yield
+        return
+    with out.status(text):
+        yield

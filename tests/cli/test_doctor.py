@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from tests.engines.stand_ins import stand_in
 
 from kvledger import cli
 from kvledger.audit import engines
 from kvledger.audit.checks.registry import catalogue
+from kvledger.audit.engines import host_source
 from kvledger.audit.engines.v1_012 import V1Observer012
 from kvledger.audit.entry import doctor
 
@@ -40,6 +44,7 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     monkeypatch.setattr(engines, "host_version", lambda: "0.12.0.post2")
     monkeypatch.setattr(engines, "bare_scheduler", lambda: stand_in(V1Observer012))
+    monkeypatch.setattr(engines, "host_source", lambda: None)  # only an import can tell
     seam = SimpleNamespace(get_scheduler_cls=None)
     monkeypatch.setattr(engines, "scheduler_config", lambda: seam)
     return seam
@@ -149,6 +154,94 @@ def test_no_engine_is_started(host: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(engines, "bare_scheduler", lambda: scheduler)
 
     assert doctor.diagnose().observed
+
+
+def test_the_answer_says_what_is_right_partial_and_missing(
+    run: Any, host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KVLEDGER_DIR")
+    _, out = run()
+    states = {tuple(line.split()[:2]) for line in out.splitlines()}
+
+    assert {("ok", "vLLM"), ("partly", "invariants"), ("ok", "plugin"), ("missing", "KVLEDGER_DIR")} <= states
+    assert all(len(line) <= 100 for line in out.splitlines())
+
+
+def test_a_problem_says_what_to_type(run: Any, host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVLEDGER_DIR")
+    _, out = run()
+
+    assert "KVLEDGER_DIR=~/kvledger vllm serve MODEL" in " ".join(out.split())
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
+def test_the_doctor_does_not_import_torch(tmp_path: Path) -> None:
+    """An import of the engine takes many seconds."""
+    code = (
+        "import sys; from kvledger.audit.entry.doctor import diagnose; found = diagnose();"
+        "print(found.examined, found.adapter, 'torch' in sys.modules, 'vllm' in sys.modules, found.problems)"
+    )
+    environ = {name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"}
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environ | {"KVLEDGER_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    adapter = engines.choose(engines.bare_scheduler()).NAME
+    assert f"source {adapter} False False []" == ran.stdout.strip()
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
+def test_source_files_and_import_tell_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KVLEDGER_DIR", str(tmp_path))
+    source, imported = doctor.diagnose(), doctor.diagnose(with_import=True)
+
+    assert ["source", "import"] == [source.examined, imported.examined]
+    assert msgspec.structs.replace(source, examined="import") == imported
+
+
+@pytest.mark.releases
+@pytest.mark.parametrize(
+    ("folder", "adapter", "reachable"),
+    [
+        ("0.9.2", "v1-0.9", False),
+        ("0.10.2", "v1-0.9", False),
+        ("0.12.0", "v1-0.12", True),
+        ("0.17.0", "v1-0.17", True),
+        ("0.18.1", "v1-0.18", True),
+        ("0.19.1", "v1-0.18", True),
+        ("0.20.0", "v1-0.20", True),
+        ("0.24.0", "v1-0.20", True),
+        ("0.27.1", "v1-0.27", True),
+        ("0.33.0", "v1-0.27", True),
+    ],
+)
+def test_the_adapter_of_a_release_is_found_in_its_source_files(
+    folder: str, adapter: str, reachable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = Path(__file__).parents[2] / ".releases" / folder / "vllm"
+    spec = SimpleNamespace(origin=str(package / "__init__.py"))
+    monkeypatch.setattr(host_source, "find_spec", lambda name: spec)
+    source = host_source.read()
+
+    assert source is not None
+    assert source.version.startswith(folder)
+    assert adapter == engines.choose(source.scheduler, source.output_fields).NAME
+    assert reachable == source.has_scheduler_seam
+
+
+def test_a_vllm_with_an_unknown_layout_is_left_to_the_import(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "_version.py").write_text("__version__ = version = '0.99.0'\n")
+    spec = SimpleNamespace(origin=str(tmp_path / "vllm" / "__init__.py"))
+    monkeypatch.setattr(host_source, "find_spec", lambda name: spec)
+
+    assert host_source.read() is None
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")

@@ -211,6 +211,34 @@ def test_the_terminal_output_names_the_next_commands(
         assert f"kvledger {command}".replace(" ", "") in output
 
 
+def test_the_output_ends_with_what_to_type_for_a_server_a_notebook_and_ci(
+    stand_in: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    stand_in("write('clean'); finish()")
+    demo_report.run(None, tmp_path / "demo", as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    words = [line.strip() for line in lines]
+
+    assert "KVLEDGER_DIR=~/kvledger vllm serve MODEL" in words
+    assert "%load_ext kvledger" in words
+    assert any(line.startswith("pytest --kvledger") for line in words)
+    assert lines[0].startswith("clean: 1 request")
+    assert len(lines) <= 59  # the set-up and the start of the engine have a line each
+
+
+def test_where_the_shell_does_not_find_kvledger_the_first_command_activates_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "activate").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+    monkeypatch.setenv("PATH", "")
+
+    assert [". .venv/bin/activate"] == demo_report._activation()
+
+
 def test_the_counters_include_a_request_that_is_unknown_here(tmp_path: Path) -> None:
     """kvledger leaves out an account that lost events; the engine's counters include its report."""
     stream = journals.reported(events(10, "A0+0 s10 o+ F"), local=0, external=0, computed=10)

@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parents[2]
+Captured = pytest.CaptureFixture[str]
 CONSTRAINTS = sorted((ROOT / "constraints").glob("*.txt"))
 
 
@@ -94,6 +95,81 @@ def test_a_venv_without_an_interpreter_is_not_whole(
     environment.WHOLE.write_text(str(tmp_path))
     monkeypatch.setattr(environment, "PYTHON", tmp_path / "bin/python")
     assert not environment.is_whole()
+
+
+def test_the_output_of_a_command_goes_to_the_log(
+    environment: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capfd: Captured,
+) -> None:
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    environment.run(["sh", "-c", "echo resolved 250 packages >&2"])
+
+    assert ("", "") == capfd.readouterr()
+    assert "resolved 250 packages" in (tmp_path / ".venv.log").read_text().splitlines()
+
+
+def test_a_command_that_fails_names_the_log(
+    environment: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    with pytest.raises(
+        SystemExit, match=rf"exit code 3; its output is in {tmp_path}/\.venv\.log: sh -c exit 3"
+    ):
+        environment.run(["sh", "-c", "exit 3"])
+
+
+def test_with_v_the_output_is_shown(
+    environment: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capfd: Captured,
+) -> None:
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    environment.progress.verbose = True
+    environment.run(["echo", "resolved 250 packages"])
+
+    assert "resolved 250 packages\n" == capfd.readouterr().out
+    assert not (tmp_path / ".venv.log").exists()
+
+
+def test_the_set_up_prints_one_line(
+    environment: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capfd: Captured,
+) -> None:
+    """Stand-ins install nothing; a second set-up prints nothing."""
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    monkeypatch.setattr(environment, "key", lambda: "key")
+    monkeypatch.setattr(environment, "works", lambda *command: True)
+    monkeypatch.setattr(environment, "make_venv", lambda: environment.progress.step("creating"))
+    monkeypatch.setattr(environment, "install", lambda target: environment.progress.step("installing"))
+    environment.main("demo")
+    first = capfd.readouterr().err
+    environment.main("demo")
+
+    assert "kvledger: setting up .venv (log: .venv.log) ... ready after 0 s\n" == first
+    assert "" == capfd.readouterr().err
+
+
+def test_a_set_up_that_fails_completes_its_line(
+    environment: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capfd: Captured,
+) -> None:
+    def broken() -> None:
+        environment.progress.step("creating")
+        raise SystemExit("the reason")
+
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    monkeypatch.setattr(environment, "make_venv", broken)
+    with pytest.raises(SystemExit, match="the reason"):
+        environment.main("demo")
+
+    assert "kvledger: setting up .venv (log: .venv.log) ... failed after 0 s\n" == capfd.readouterr().err
 
 
 @pytest.mark.parametrize("path", CONSTRAINTS, ids=lambda path: path.name)

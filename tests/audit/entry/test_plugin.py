@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 from collections.abc import Iterator
 from importlib.metadata import entry_points
@@ -23,6 +24,7 @@ from kvledger.audit.conformance.driver import Driver, EngineSetup
 from kvledger.audit.engines import choose, host_version
 from kvledger.audit.engines.v1 import V1Observer
 from kvledger.audit.entry import plugin
+from kvledger.audit.entry.variables import VARIABLES
 from kvledger.audit.journal.folder import find_journals, read
 from kvledger.audit.replay.journals import audit_paths
 
@@ -179,6 +181,59 @@ def test_one_line_in_the_engines_log_says_that_observation_began(
     assert tmp_path == journal.parent
     assert line.startswith(f"INFO kvledger observes vLLM {host_version()}: adapter v1")
     assert line.endswith(f"level tokens, journal {journal}")
+
+
+def test_one_line_in_the_engines_log_says_why_observation_ended(
+    untouched: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine_log: list[str]
+) -> None:
+    monkeypatch.setenv("KVLEDGER_DIR", str(tmp_path))
+    observer: Any = plugin.observe(Driver(EngineSetup()).scheduler)
+    observer.shutting_down()
+    observer.stop("exit")
+
+    assert ["INFO kvledger ends its observation: the engine shuts down"] == engine_log[-1:]
+    assert 1 == sum("ends its observation" in line for line in engine_log)
+
+
+def test_a_log_handler_that_fails_does_not_stop_the_engine(
+    untouched: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def broken(reason: str) -> None:
+        raise OSError(reason)
+
+    monkeypatch.setenv("KVLEDGER_DIR", str(tmp_path))
+    driver = Driver(EngineSetup())
+    observer: Any = plugin.observe(driver.scheduler)
+    observer.on_stopped = broken
+
+    driver.scheduler.shutdown()
+
+
+def test_a_misspelt_variable_is_logged_once_with_the_nearest_name(
+    untouched: None, monkeypatch: pytest.MonkeyPatch, engine_log: list[str]
+) -> None:
+    """The misspelt KVLEDGER_DIR leaves the plugin without a folder: nothing else would tell."""
+    monkeypatch.setattr(plugin, "_has_named", False)
+    monkeypatch.delenv("KVLEDGER_DIR", raising=False)
+    monkeypatch.setenv("KVLEDGER_DIRR", "/var/lib/kvledger")
+    monkeypatch.setenv("KVLEDGER_LEVEL", "blocks")
+    plugin.install()
+    plugin.install()
+
+    (line,) = engine_log
+    assert line.startswith("WARNING kvledger does not know the environment variable KVLEDGER_DIRR;")
+    assert line.endswith("the nearest name is KVLEDGER_DIR")
+
+
+def test_the_table_has_every_variable_that_the_package_reads() -> None:
+    package = Path(plugin.__file__).resolve().parents[2]
+    files = [
+        *package.glob("*.py"),
+        *(p for name in ("audit", "exporters") for p in (package / name).rglob("*.py")),
+    ]
+    named = {name for path in files for name in re.findall(r"\bKVLEDGER_[A-Z_]+", path.read_text())}
+
+    assert set() == named - set(VARIABLES) - {"KVLEDGER_"}
 
 
 def test_a_hook_that_is_removed_is_logged_once(

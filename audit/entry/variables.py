@@ -1,0 +1,44 @@
+"""The environment variables that kvledger reads, and those that look like one but are not."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+
+PREFIX = "KVLEDGER_"
+
+ENGINE = {
+    "KVLEDGER_DIR": "the folder of the journals; without it the plugin does nothing",
+    "KVLEDGER_LEVEL": "tokens (the default), or blocks to observe the block pool as well",
+    "KVLEDGER_NAME": "the engine's name in journals, instead of the host's name",
+    "KVLEDGER_JOURNAL_BYTES": "the most bytes of one engine's journal",
+    "KVLEDGER_TOTAL_BYTES": "the most bytes of all journals in the folder",
+}
+"""Read in the processes of an engine."""
+
+SIDECAR = {
+    "KVLEDGER_WEB_LISTEN_ADDRESS": "--web.listen-address",
+    "KVLEDGER_WEB_CONFIG_FILE": "--web.config.file",
+    "KVLEDGER_WEB_TELEMETRY_PATH": "--web.telemetry-path",
+    "KVLEDGER_STATE": "--state",
+    "KVLEDGER_ENGINE_URL": "--engine-url; several URLs are separated by blanks",
+    "KVLEDGER_LOG_LEVEL": "--log.level",
+    "KVLEDGER_LOG_FORMAT": "--log.format",
+}
+"""Read by ``kvledger serve``, each in place of an option."""
+
+OTHER = {
+    "KVLEDGER_DEBUG": "the auditor checks the ledger's own state after every event",
+    "KVLEDGER_KILLS": "how often `make crash` kills the sidecar",
+}
+
+VARIABLES = ENGINE | SIDECAR | OTHER
+"""Every variable, and what it sets."""
+
+
+def unknown(environ: Mapping[str, str]) -> Iterator[str]:
+    """One sentence for each variable that begins like kvledger's and that kvledger does not read."""
+    for name in sorted(environ):
+        if name.startswith(PREFIX) and name not in VARIABLES:
+            nearest = difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.0)
+            yield f"kvledger does not know the environment variable {name}; the nearest name is {nearest[0]}"
