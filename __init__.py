@@ -1,9 +1,9 @@
 """kvledger: a double-entry ledger for the KV-cache tokens of a serving engine.
 
-Only the version and `attach` live here; importing this module imports nothing else.
+Only the version, `attach` and the IPython extension live here; importing this module imports nothing else.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .audit.entry.attach import attach
@@ -20,3 +20,10 @@ def __getattr__(name: str) -> object:
 
         return attach
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """`%load_ext kvledger` in IPython: register the cell magic `%%audit`."""
+    from .audit.entry.notebook import load
+
+    load(shell)

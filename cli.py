@@ -89,12 +89,13 @@ def options(
     opt.AUDIT,
     "audit /var/lib/kvledger",
     "audit /var/lib/kvledger --since 1h --format json",
+    "audit journals --format github  # in a GitHub Actions step",
     exit_codes=f"{opt.AUDIT_CODES}.",
 )
 def audit(
     paths: opt.JournalPaths,
     verbose: opt.Verbose = False,
-    format: opt.TextFormat = "text",
+    format: opt.AuditFormat = "text",
     since: opt.Since = "",
     until: opt.Until = "",
     jobs: opt.Jobs = 0,
@@ -102,7 +103,8 @@ def audit(
 ) -> None:
     """Check every account in the journals and print the verdict.
 
-    Prints the verdict, the findings and where prompt tokens came from. As csv: one line per finding.
+    Prints the verdict, the findings and where prompt tokens came from. As csv: one line per finding. As
+    github: annotations for GitHub Actions. As sarif: a SARIF 2.1.0 log.
     """
     from .audit.replay.journals import audit_paths
     from .audit.replay.windows import window
@@ -110,7 +112,16 @@ def audit(
 
     chosen = window(since, until)
     with _reading(paths, jobs, dask) as (places, run):
-        result = report(audit_paths(places, window=chosen, with_metrics=False, run=run))
+        audited = audit_paths(places, window=chosen, with_metrics=False, run=run)
+        result = report(audited)
+    if format in ("github", "sarif"):
+        from .exporters.reports import annotations
+
+        if format == "github":
+            typer.echo(annotations.github(result))
+        else:
+            _print("json", annotations.sarif(result, annotations.paths_of(audited.engines)), None, None)
+        raise typer.Exit(CODES[result.verdict])
 
     def render(result: Any) -> Any:
         from .exporters.reports import audit_text

@@ -84,6 +84,7 @@ def _format_option(*formats: str) -> Any:
 
 
 TextFormat = Annotated[str, _format_option("text", "json", "csv")]
+AuditFormat = Annotated[str, _format_option("text", "json", "csv", "github", "sarif")]
 TableFormat = Annotated[str, _format_option("table", "json", "csv")]
 JournalPaths = Annotated[
     list[Path],

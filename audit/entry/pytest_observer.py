@@ -3,7 +3,8 @@
 Every vLLM scheduler that a test builds is observed, and every KV cache manager built without a scheduler
 (at level ``blocks``). A test that breaks an invariant fails, with the finding in its report. An engine
 that outlives the test that built it, such as one in a module fixture, is observed until the end of that
-test. An engine that kvledger cannot observe runs on, and the summary counts it with the reason.
+test. An engine that kvledger cannot observe runs on, and the summary counts it with the reason. What is found
+goes into the properties of the test, from which ``pytest_plugin`` makes the summary.
 """
 
 from __future__ import annotations
@@ -17,35 +18,16 @@ from unittest.mock import NonCallableMock
 
 import pytest
 
-from ..checks.auditor import Auditor
 from ..checks.registry import Violation
 from ..engines import choose, host_version
 from ..engines.pool.manager_observer import ManagerObserver
-from ..events import HookFailed
 from ..hooks import Hooks
 from ..journal.memory_recorder import MemoryRecorder
+from .pytest_audits import AuditedInstance, TestAudits
+from .pytest_plugin import ALLOWED, DRIFT, ENGINES, FIXTURE, LEFT_ALONE, VIOLATION, Wanted, wanted
 
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 MANAGER = "vllm.v1.core.kv_cache_manager"
-
-
-class _AuditedInstance:
-    """One scheduler or KV cache manager that a test built, its observer and its audit."""
-
-    def __init__(self, observer: Any, sink: MemoryRecorder) -> None:
-        self._observer = observer
-        self._sink = sink
-        self._auditor = Auditor()
-        observer.start()
-
-    def end(self) -> tuple[list[Violation], list[str]]:
-        """The violations, and a phrase for each failure of a check or hook, which may hide further ones."""
-        self._observer.stop("detached")
-        events = self._sink.take()
-        self._auditor.feed_all(events)
-        broken = [f"a check failed: {name}" for name in self._auditor.check_failures]
-        broken += [f"the hook on {e.hook} failed: {e.error}" for e in events if isinstance(e, HookFailed)]
-        return self._auditor.violations, broken
 
 
 class _ObservedMock:
@@ -76,34 +58,32 @@ def _keep_mocks(*owners: Any) -> None:
 class LedgerPlugin:
     """Observes the engines that the running test builds, and reports on them when the test ends."""
 
-    def __init__(self, level: str, allowed: list[str], *, stacks: bool) -> None:
-        self._level = level
-        """``tokens`` or ``blocks``."""
-        self._allowed = allowed
-        """Invariants that a test may break."""
+    def __init__(self, *, stacks: bool) -> None:
+        self._wanted = Wanted("", frozenset())
+        """How the running test is observed."""
+        self._keep_closed = False
+        """Whether the running test may ask for the accounts of requests that have ended."""
         self._stacks = stacks
         """Whether each block operation keeps its Python stack."""
-        self._audited: list[_AuditedInstance] = []
+        self._audited: list[AuditedInstance] = []
         """What the running test built and is being observed."""
+        self.running = TestAudits()
+        """The same, for the fixture ``kvledger_audit``."""
         self._building = 0
         """How many ``__init__`` calls of vLLM's classes are running, one within the other."""
         self._wrapped: list[tuple[type, str, Any]] = []
         """Class, attribute name and original of each wrapped attribute."""
         self._built: list[Any] = []
         """Schedulers that have not run a step yet."""
-        self.observed = 0
-        """Engines and managers observed so far."""
-        self.left_alone: dict[str, int] = {}
-        """How many engines could not be observed, by the reason."""
-        self.violations = 0
-        """Violations reported so far, without the allowed ones."""
+        self._left_alone: list[str] = []
+        """Why engines of the running test could not be observed."""
 
     # --- engines that a test builds --------------------------------------------------------------
 
     def _wrap(self) -> None:
         """Wrap vLLM's two classes, once a test module has imported them."""
         for name, attribute, observe in (
-            (SCHEDULER, "Scheduler", lambda scheduler: self._built.append(scheduler)),
+            (SCHEDULER, "Scheduler", self._expect_first_step),
             (MANAGER, "KVCacheManager", self._observe_manager),
         ):
             class_ = getattr(sys.modules.get(name), attribute, None)
@@ -111,6 +91,10 @@ class LedgerPlugin:
                 self._observe_instances(class_, observe)
                 if name == SCHEDULER:
                     self._observe_from_first_step(class_)
+
+    def _expect_first_step(self, scheduler: Any) -> None:
+        if self._wanted.level:
+            self._built.append(scheduler)
 
     def _observe_from_first_step(self, class_: Any) -> None:
         """Begin to observe a scheduler at its first ``schedule()``.
@@ -172,36 +156,39 @@ class LedgerPlugin:
         try:
             observer_class = choose(scheduler)
             observer = observer_class(
-                scheduler, sink, version=host_version(), level=self._level, stacks=self._stacks
+                scheduler, sink, version=host_version(), level=self._wanted.level, stacks=self._stacks
             )
-            self._keep(_AuditedInstance(observer, sink))
+            self._keep(observer, sink)
             _keep_mocks(scheduler, scheduler.kv_cache_manager, getattr(scheduler, "connector", None))
         except Exception as error:  # a release that kvledger does not know fails no test
             self._leave_alone(error)
 
     def _observe_manager(self, manager: Any) -> None:
-        if self._level != "blocks":
+        if self._wanted.level != "blocks":
             return
         sink = MemoryRecorder()
         try:
             observer = ManagerObserver(manager, sink, version=host_version(), stacks=self._stacks)
-            self._keep(_AuditedInstance(observer, sink))
+            self._keep(observer, sink)
         except Exception as error:
             self._leave_alone(error)
 
     def _leave_alone(self, error: Exception) -> None:
-        reason = f"{type(error).__name__}: {error}"
-        self.left_alone[reason] = self.left_alone.get(reason, 0) + 1
+        self._left_alone.append(f"{type(error).__name__}: {error}")
 
-    def _keep(self, audited: _AuditedInstance) -> None:
+    def _keep(self, observer: Any, sink: MemoryRecorder) -> None:
+        audited = AuditedInstance(observer, sink, keep_closed=self._keep_closed)
         self._audited.append(audited)
-        self.observed += 1
+        self.running.add(audited)
 
     # --- pytest's hooks --------------------------------------------------------------------------
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_setup(self) -> None:
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
         """Wrap vLLM's classes before the fixtures of a test run."""
+        self._wanted = wanted(item)
+        self._keep_closed = FIXTURE in getattr(item, "fixturenames", ())
+        self.running = TestAudits()
         self._wrap()
 
     @pytest.hookimpl(wrapper=True)
@@ -210,35 +197,37 @@ class LedgerPlugin:
         try:
             result = yield
         except BaseException:
-            text = self._report()
+            text = self._report(item)
             if text:
                 item.add_report_section("call", "kvledger", text)
             raise
-        text = self._report()
+        text = self._report(item)
         if text:
             pytest.fail(text, pytrace=False)
         return result
 
-    def _report(self) -> str:
+    def _report(self, item: pytest.Item) -> str:
+        """End the audits of a test: its findings become properties; the text is that of its failure."""
         audited, self._audited, self._built = self._audited, [], []
-        lines: list[str] = []
+        left_alone, self._left_alone = self._left_alone, []
+        properties, lines = item.user_properties, []
+        if audited:
+            properties.append((ENGINES, f"{self._wanted.level} {len(audited)}"))
+        properties += [(LEFT_ALONE, reason) for reason in left_alone]
         for instance in audited:
             violations, failures = instance.end()
             lines += [f"kvledger: {phrase}" for phrase in failures]
             for violation in violations:
-                if violation.severity == "violation" and violation.id not in self._allowed:
-                    self.violations += 1
+                kind = self._kind(violation)
+                properties.append((kind, f"{violation.id}: {violation.message}"))
+                if kind == VIOLATION:
                     lines += [f"{violation.id}: {violation.message}", *violation.story]
         return "\n".join(lines)
 
-    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Print how many engines were observed, and how many could not be and why."""
-        terminalreporter.write_line(
-            f"kvledger: {self.observed} engines observed at level {self._level}, "
-            f"{sum(self.left_alone.values())} left alone, {self.violations} violations"
-        )
-        for reason, engines in self.left_alone.items():
-            terminalreporter.write_line(f"kvledger: {engines} left alone: {reason}")
+    def _kind(self, violation: Violation) -> str:
+        if violation.severity != "violation":
+            return DRIFT
+        return ALLOWED if violation.id in self._wanted.allowed else VIOLATION
 
     def pytest_unconfigure(self) -> None:
         """Restore vLLM's classes."""

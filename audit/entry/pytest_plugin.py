@@ -1,27 +1,51 @@
-"""The pytest plugin ``kvledger``: its options, and nothing else until one of them asks for it.
+"""The pytest plugin ``kvledger``: its options and summary; it observes nothing until it is asked for.
 
     pytest --kvledger                 fail each test whose vLLM engine breaks an invariant
     pytest --kvledger=tokens          the same, observing tokens only
     kvledger = blocks                 the same for every run, in the ini file
+    @pytest.mark.kvledger             the same for one test
+    def test(kvledger_audit): ...     the same, and the test can read the figures
 
 pytest imports this file in every run of an environment that has kvledger, so the file imports the
-standard library and pytest only. What observes engines is in ``pytest_observer``.
+standard library and pytest only. What observes engines is in ``pytest_observer``. What was found travels in
+the properties of each test's report, so that it reaches the JUnit file and, with pytest-xdist, the summary.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import pytest
 
 NAME = "kvledger"
-"""The name of the entry point, of the option and of the ini option."""
+"""The name of the entry point, of the option, of the ini option and of the marker."""
 LEVELS = ("tokens", "blocks")
 """As ``audit.engines.LEVELS``, which cannot be imported here."""
+OFF = "off"
+"""The level at which a marked test is not observed."""
+FIXTURE = "kvledger_audit"
+OBSERVER = "kvledger-observer"
+"""The name of the plugin that observes."""
+
+ENGINES, LEFT_ALONE = "kvledger.engines", "kvledger.left_alone"
+VIOLATION, DRIFT, ALLOWED = "kvledger.violation", "kvledger.drift", "kvledger.allowed"
+"""Names of a test's properties."""
+
+
+class Wanted(NamedTuple):
+    """How one test is to be observed."""
+
+    level: str
+    """A level; "" if the test is not observed."""
+    allowed: frozenset[str]
+    """Invariants that the test may break."""
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """Add ``--kvledger``, ``--kvledger-allow`` and ``--kvledger-stacks``, and the ini option ``kvledger``."""
+    """Add the options ``--kvledger...`` and the ini options of the same names."""
     for name in (NAME, __name__):
         if not pluginmanager.has_plugin(name):  # pytest refuses to register one module under two names
             pluginmanager.set_blocked(name)
@@ -49,19 +73,133 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
         help="Record the Python stack of every block operation (slow).",
     )
     parser.addini(NAME, "Observe vLLM engines in every run, at level tokens or blocks.", default="")
+    parser.addini("kvledger_allow", "Invariants that tests may break, one a line.", "linelist", [])
+    parser.addini(
+        "kvledger_stacks", "Record the Python stack of every block operation (slow).", "bool", False
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the observing plugin if the option or the ini file names a level."""
-    level = config.getoption("--kvledger") or config.getini(NAME)
-    if not level:
-        return
-    if level not in LEVELS:
+    """Register the marker and the summary, and the observing plugin if an option names a level."""
+    config.addinivalue_line(
+        "markers",
+        "kvledger(level='blocks', allow=[]): observe the vLLM engines of this test and fail it if they break "
+        "an invariant that allow does not list; level is tokens, blocks or off.",
+    )
+    level = _run_level(config)
+    config.pluginmanager.register(Summary(level), "kvledger-summary")
+    if level:
+        _observe(config)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Check the markers, and observe if a test asks for it by its marker or by the fixture."""
+    levels = {wanted(item).level for item in items}  # of every test, so that every marker is checked
+    if levels - {""} and not config.pluginmanager.has_plugin(OBSERVER):
+        _observe(config)
+
+
+@pytest.fixture
+def kvledger_audit(request: pytest.FixtureRequest) -> Any:
+    """The audit of the vLLM engines that this test builds: violations, totals, verdict, account(id)."""
+    observer: Any = request.config.pluginmanager.get_plugin(OBSERVER)
+    if not wanted(request.node).level:
+        pytest.fail("kvledger_audit: this test is marked kvledger(level='off')", pytrace=False)
+    return observer.running
+
+
+def wanted(item: pytest.Item) -> Wanted:
+    """How a test is to be observed: its nearest marker decides the level, and all of them what is allowed.
+
+    Raises UsageError for a marker that is not understood.
+    """
+    config = item.config
+    allowed = {*config.getoption("--kvledger-allow"), *config.getini("kvledger_allow")}
+    level = _run_level(config)
+    if not level and FIXTURE in getattr(item, "fixturenames", ()):
+        level = LEVELS[-1]
+    for place, marker in enumerate(item.iter_markers(NAME)):
+        named, more = _arguments(item, marker)
+        allowed |= more
+        if not place:
+            level = named or level or LEVELS[-1]
+    return Wanted("" if level == OFF else level, frozenset(allowed))
+
+
+def _arguments(item: pytest.Item, marker: pytest.Mark) -> tuple[str, set[str]]:
+    """The level and the allowed invariants that one marker names."""
+    given = dict(marker.kwargs)
+    level, allow = given.pop("level", ""), given.pop("allow", ())
+    if marker.args or given:
+        raise pytest.UsageError(f"{item.nodeid}: the marker kvledger takes level=... and allow=[...] only")
+    if level not in ("", *LEVELS, OFF):
+        raise pytest.UsageError(f"{item.nodeid}: marker kvledger: {_unknown(level)}, {OFF}")
+    return level, {allow} if isinstance(allow, str) else set(allow)
+
+
+def _run_level(config: pytest.Config) -> str:
+    """The level for tests without a marker; "" if they are not observed."""
+    level: str = config.getoption("--kvledger") or config.getini(NAME)
+    if level and level not in LEVELS:
         raise pytest.UsageError(f"ini option kvledger: {_unknown(level)}")
+    return level
+
+
+def _observe(config: pytest.Config) -> None:
     from .pytest_observer import LedgerPlugin
 
-    allowed, stacks = config.getoption("--kvledger-allow"), config.getoption("--kvledger-stacks")
-    config.pluginmanager.register(LedgerPlugin(level, allowed, stacks=stacks), "kvledger-observer")
+    stacks = config.getoption("--kvledger-stacks") or config.getini("kvledger_stacks")
+    config.pluginmanager.register(LedgerPlugin(stacks=stacks), OBSERVER)
+
+
+class Summary:
+    """A section of the terminal summary: how many engines were observed, and what was found in which test."""
+
+    def __init__(self, level: str) -> None:
+        self._level = level
+        """The level of the run; "" if only marked tests are observed."""
+        self._engines: Counter[str] = Counter()
+        """Observed engines and managers, by level."""
+        self._left_alone: Counter[str] = Counter()
+        """Engines that could not be observed, by the reason."""
+        self._findings: dict[str, Counter[str]] = {VIOLATION: Counter(), DRIFT: Counter(), ALLOWED: Counter()}
+        """Findings of each kind, by invariant."""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Add up the properties of a test."""
+        if report.when != "call":
+            return
+        for name, value in report.user_properties:
+            if name == ENGINES:
+                level, _, engines = str(value).partition(" ")
+                self._engines[level] += int(engines)
+            elif name == LEFT_ALONE:
+                self._left_alone[str(value)] += 1
+            elif name in self._findings:
+                self._findings[name][str(value).partition(":")[0]] += 1
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Print the section if this run observes engines."""
+        if not (self._level or self._engines or self._left_alone):
+            return
+        terminalreporter.section(NAME)
+        violations = sum(self._findings[VIOLATION].values())
+        for level in self._engines or [self._level or LEVELS[-1]]:
+            terminalreporter.write_line(
+                f"kvledger: {self._engines[level]} engines observed at level {level}, "
+                f"{sum(self._left_alone.values())} left alone, {violations} violations"
+            )
+        for reason, engines in self._left_alone.items():
+            terminalreporter.write_line(f"kvledger: {engines} left alone: {reason}")
+        for line in self._lines():
+            terminalreporter.write_line(line)
+
+    def _lines(self) -> Iterable[str]:
+        for kind, ids in self._findings.items():
+            for id, times in sorted(ids.items()):
+                yield f"{kind.partition('.')[2]}  {id}  {times}"
+        if self._findings[VIOLATION]:
+            yield "`kvledger explain ID` explains an invariant."
 
 
 def _level(text: str) -> str:

@@ -50,7 +50,7 @@ EVENTS = ("audit.errors", "audit.events", "audit.old_events")
 OUTER = Rule(ours=("audit",))
 
 RULES = {
-    TOP: Rule(libraries=NONE, ours=("audit.entry.attach",)),
+    TOP: Rule(libraries=NONE, ours=("audit.entry.attach", "audit.entry.notebook")),
     "__main__": Rule(libraries=NONE, ours=("cli",)),
     "cli": Rule(ours=("attach", "cli_options", *FOLDERS), libraries=frozenset({"rich", "typer"})),
     "cli_options": Rule(libraries=frozenset({"typer"})),

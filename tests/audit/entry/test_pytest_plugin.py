@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -209,6 +211,148 @@ def test_the_classes_are_restored_when_the_run_ends(pytester: pytest.Pytester) -
     run(pytester, CLEAN)
 
     assert before == (Scheduler.__init__, Scheduler.schedule)
+
+
+# --- one test: its marker and its fixture -----------------------------------------------------------
+
+MARKED = """
+    import pytest
+    from tests.scenarios.driving import start
+
+    def free_twice():
+        driver = start()
+        driver.add("a", 40, 4)
+        driver.step()
+        manager = driver.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
+        blocks = list(manager.req_to_blocks["a"])
+        manager.free("a")
+        manager.req_to_blocks["a"] = blocks
+        manager.free("a")
+
+    {marker}
+    def test_marked():
+        free_twice()
+
+    def test_not_marked():
+        free_twice()
+"""
+OF_A_DOUBLE_FREE = [
+    "blocks/double-free", "blocks/free-iff-unreferenced", "blocks/references", "tokens/balance"
+]  # fmt: skip
+
+
+def run_marked(pytester: pytest.Pytester, marker: str, *options: str) -> pytest.RunResult:
+    pytester.makepyfile(MARKED.format(marker=f"@pytest.mark.kvledger{marker}"))
+    return pytester.runpytest_inprocess("-p", pytest_plugin.__name__, *options)
+
+
+def test_a_marked_test_is_observed_in_a_run_that_observes_no_other(pytester: pytest.Pytester) -> None:
+    result = run_marked(pytester, "")
+
+    result.assert_outcomes(failed=1, passed=1)
+    result.stdout.fnmatch_lines(
+        ["*= kvledger =*", "kvledger: 1 engines observed at level blocks, 0 left alone, * violations"]
+    )
+    result.stdout.fnmatch_lines("violation  blocks/double-free  1")
+
+
+@pytest.mark.parametrize(
+    ("marker", "options", "failed"),
+    [
+        ("(level='tokens')", (), 0),
+        ("(level='tokens')", ("--kvledger=blocks",), 1),  # the test that has no marker
+        ("(level='off')", ("--kvledger=blocks",), 1),
+        (f"(allow={OF_A_DOUBLE_FREE})", (), 0),
+        ("(allow='tokens/balance')", (), 1),
+        (f"(allow={OF_A_DOUBLE_FREE})", ("--kvledger",), 1),
+    ],
+)
+def test_a_marker_sets_the_level_and_what_is_allowed(
+    marker: str, options: tuple[str, ...], failed: int, pytester: pytest.Pytester
+) -> None:
+    run_marked(pytester, marker, *options).assert_outcomes(failed=failed, passed=2 - failed)
+
+
+@pytest.mark.parametrize(
+    ("marker", "message"),
+    [
+        ("(level='all')", "*test_marked: marker kvledger: 'all' is not a level*"),
+        ("('tokens')", "*the marker kvledger takes level=... and allow=[...] only*"),
+    ],
+)
+def test_a_marker_that_is_not_understood_is_a_usage_error(
+    marker: str, message: str, pytester: pytest.Pytester
+) -> None:
+    result = run_marked(pytester, marker)
+
+    assert pytest.ExitCode.USAGE_ERROR == result.ret
+    result.stderr.fnmatch_lines(message)
+
+
+def test_the_ini_file_may_allow_invariants(pytester: pytest.Pytester) -> None:
+    lines = "\n    ".join(OF_A_DOUBLE_FREE)
+    pytester.makeini(f"[pytest]\nkvledger = blocks\nkvledger_allow =\n    {lines}\n")
+
+    run_marked(pytester, "").assert_outcomes(passed=2)
+
+
+def test_the_fixture_has_the_figures_of_the_running_test(pytester: pytest.Pytester) -> None:
+    result = run(
+        pytester,
+        """
+        from tests.scenarios.driving import start
+
+        def test_figures(kvledger_audit):
+            assert ("unknown", 0) == (kvledger_audit.verdict, kvledger_audit.engines)
+            for name in ("a", "b"):
+                driver = start()
+                driver.add(name, 40, 4)
+                driver.run()
+            assert ("clean", 2) == (kvledger_audit.verdict, kvledger_audit.engines)
+            assert (2, 80) == (kvledger_audit.totals.requests, kvledger_audit.totals.computed)
+            assert 40 == kvledger_audit.account("b").settlements[0].computed
+            assert [] == kvledger_audit.violations
+        """,
+        "--kvledger=tokens",
+    )
+
+    result.assert_outcomes(passed=1)
+
+
+def test_the_fixture_observes_in_a_run_that_observes_no_other_test(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(MARKED.format(marker="").replace("def test_marked()", "def test(kvledger_audit)"))
+    result = pytester.runpytest_inprocess("-p", pytest_plugin.__name__)
+
+    result.assert_outcomes(failed=1, passed=1)
+
+
+def test_findings_are_properties_in_the_junit_file(pytester: pytest.Pytester) -> None:
+    run_marked(pytester, "(allow='tokens/balance')", "--junit-xml=junit.xml", "-o", "junit_family=xunit1")
+    (marked, not_marked) = ElementTree.parse(pytester.path / "junit.xml").iter("testcase")
+    properties = [(each.get("name"), str(each.get("value"))) for each in marked.iter("property")]
+
+    assert ("kvledger.engines", "blocks 1") in properties
+    assert any(
+        name == "kvledger.violation" and value.startswith("blocks/double-free: ")
+        for name, value in properties
+    )
+    assert [] == list(not_marked.iter("property"))
+
+
+def test_with_workers_the_summary_counts_the_engines_of_all(pytester: pytest.Pytester) -> None:
+    """The summary is that of a process that runs no test: it reads the properties of the reports."""
+    summary = pytest_plugin.Summary("blocks")
+    report = pytest.TestReport(
+        "t", ("t", 0, "t"), {}, "passed", None, "call",
+        user_properties=[("kvledger.engines", "blocks 2"), ("kvledger.drift", "tokens/x: text")],
+    )  # fmt: skip
+    lines: list[str] = []
+    summary.pytest_runtest_logreport(report)
+    summary.pytest_runtest_logreport(report)
+    summary.pytest_terminal_summary(SimpleNamespace(section=lines.append, write_line=lines.append))
+
+    assert "kvledger: 4 engines observed at level blocks, 0 left alone, 0 violations" in lines
+    assert "drift  tokens/x  2" in lines
 
 
 # --- in an environment that has kvledger ------------------------------------------------------------

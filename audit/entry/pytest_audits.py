@@ -1,0 +1,105 @@
+"""The engines that the running test built, each with its observer and its audit.
+
+:class:`TestAudits` is what the fixture ``kvledger_audit`` gives to a test.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..checks.auditor import Auditor
+from ..checks.registry import Violation
+from ..events import HookFailed
+from ..journal.memory_recorder import MemoryRecorder
+from ..ledger.frozen import AccountStatement
+from ..ledger.totals import Totals
+from ..replay.find import pick_request
+
+WORST_LAST = ("clean", "unknown", "violated")
+
+
+class AuditedInstance:
+    """One scheduler or KV cache manager that a test built, its observer and its audit."""
+
+    def __init__(self, observer: Any, sink: MemoryRecorder, *, keep_closed: bool = False) -> None:
+        self._observer = observer
+        self._sink = sink
+        self._failed_hooks: list[HookFailed] = []
+        self.auditor = Auditor(keep_closed=keep_closed)
+        observer.start()
+
+    def catch_up(self) -> None:
+        """Audit what was observed so far."""
+        if self._observer.pools is not None:
+            self._observer.pools.emit_all_calls()
+        self._feed()
+
+    def end(self) -> tuple[list[Violation], list[str]]:
+        """The violations, and a phrase for each failure of a check or hook, which may hide further ones."""
+        self._observer.stop("detached")
+        self._feed()
+        broken = [f"a check failed: {name}" for name in self.auditor.check_failures]
+        broken += [f"the hook on {each.hook} failed: {each.error}" for each in self._failed_hooks]
+        return self.auditor.violations, broken
+
+    def _feed(self) -> None:
+        events = self._sink.take()
+        self.auditor.feed_all(events)
+        self._failed_hooks += [event for event in events if isinstance(event, HookFailed)]
+
+
+class TestAudits:
+    """The audits of the engines that the running test has built so far, summed up."""
+
+    __test__ = False  # pytest must not collect this class where a test module imports it
+
+    def __init__(self) -> None:
+        self._audited: list[AuditedInstance] = []
+
+    def add(self, audited: AuditedInstance) -> None:
+        """The test built one more engine."""
+        self._audited.append(audited)
+
+    @property
+    def engines(self) -> int:
+        """How many engines and KV cache managers are observed."""
+        return len(self._audited)
+
+    @property
+    def violations(self) -> list[Violation]:
+        """Every finding so far, drift included, engine by engine."""
+        return [violation for auditor in self._auditors() for violation in auditor.violations]
+
+    @property
+    def totals(self) -> Totals:
+        """Sums over the requests of all engines so far."""
+        sums = Totals()
+        for auditor in self._auditors():
+            sums.merge(auditor.ledger.totals())
+        return sums
+
+    @property
+    def verdict(self) -> str:
+        """``clean``, ``violated`` or ``unknown``; ``unknown`` if no engine was observed."""
+        verdicts = [str(auditor.verdict) for auditor in self._auditors()]
+        return max(verdicts, key=WORST_LAST.index, default="unknown")
+
+    def account(self, request_id: str) -> AccountStatement:
+        """The account statement of one request, by its id or a prefix of it.
+
+        Raises LedgerError if no request has that name, or several have.
+        """
+        by_id = {
+            account.request_id: auditor.ledger
+            for auditor in self._auditors()
+            for account in auditor.ledger.accounts()
+        }
+        request_id = pick_request(request_id, set(by_id), list(by_id), "this test")
+        statement = by_id[request_id].account(request_id)
+        assert statement is not None
+        return statement
+
+    def _auditors(self) -> list[Auditor]:
+        for audited in self._audited:
+            audited.catch_up()
+        return [audited.auditor for audited in self._audited]
