@@ -382,27 +382,47 @@ def tail(
 
 
 @command(
-    opt.LIVE, "serve /var/lib/kvledger", "serve /var/lib/kvledger --engine-url http://localhost:8000/metrics"
+    opt.LIVE,
+    "serve /var/lib/kvledger",
+    "serve /var/lib/kvledger --engine-url http://localhost:8000/metrics",
+    "serve /var/lib/kvledger --check-config",
 )
 def serve(
-    path: opt.JournalPath,
+    path: opt.ServedPath,
     address: opt.ListenAddress = "127.0.0.1:9464",
     config: opt.WebConfig = None,
+    telemetry_path: opt.TelemetryPath = "/metrics",
     state: opt.StateFolder = None,
     engine_url: opt.EngineUrls = None,
+    log_level: opt.LogLevel = "info",
+    log_format: opt.LogFormat = "text",
+    check_config: opt.CheckConfig = False,
 ) -> None:
     """Follow journals and serve /metrics for Prometheus.
 
     Every engine under PATH is followed, also engines that start later. The page / lists what is served. A
     restarted server continues from its checkpoint and counts nothing twice.
     """
-    from .audit.text import printable
-    from .exporters.sidecar.serve import serve as serving
+    from .exporters.sidecar import serve as sidecar
+    from .exporters.sidecar.log import Log
 
-    def notify(sentence: str) -> None:
-        typer.echo(printable(sentence), err=True)
-
-    serving(path, address, notify, folder=state, config=config, engine_urls=engine_url or ())
+    log, urls = Log(log_level, log_format), engine_url or ()
+    if check_config:
+        sidecar.check_config(
+            path, address, folder=state, config=config, engine_urls=urls, telemetry_path=telemetry_path
+        )
+        typer.echo("The configuration is valid.")
+        return
+    sidecar.serve(
+        path,
+        address,
+        log,
+        folder=state,
+        config=config,
+        engine_urls=urls,
+        inform=log.info,
+        telemetry_path=telemetry_path,
+    )
 
 
 dashboards = typer.Typer(

@@ -71,16 +71,21 @@ def examples(*lines: str, exit_codes: str = "") -> str:
 # --- arguments and options ------------------------------------------------------------------------------
 
 
-def _format_option(*formats: str) -> Any:
-    """The option --format; the first of ``formats`` is for a person."""
+def _choice(name: str, help: str, choices: tuple[str, ...], **more: Any) -> Any:
+    """The option ``name``, which takes one of ``choices``."""
 
     def check(value: str) -> str:
-        if value not in formats:
-            *others, last = formats
+        if value not in choices:
+            *others, last = choices
             raise typer.BadParameter(f"{value!r} is none of {', '.join(others)} and {last}.")
         return value
 
-    return typer.Option("--format", metavar="|".join(formats), callback=check, help="The output format.")
+    return typer.Option(name, metavar="|".join(choices), callback=check, help=help, **more)
+
+
+def _format_option(*formats: str) -> Any:
+    """The option --format; the first of ``formats`` is for a person."""
+    return _choice("--format", "The output format.", formats)
 
 
 TextFormat = Annotated[str, _format_option("text", "json", "csv")]
@@ -200,9 +205,50 @@ WithImport = Annotated[
 Wait = Annotated[
     bool, typer.Option("--wait", help="Keep waiting for new engines after all engines have ended.")
 ]
+ServedPath = Annotated[
+    Path,
+    typer.Argument(
+        metavar="PATH",
+        show_default=False,
+        envvar="KVLEDGER_DIR",
+        help="A journal, or a folder of journals.",
+    ),
+]
 ListenAddress = Annotated[
     str,
-    typer.Option("--web.listen-address", metavar="HOST:PORT", help="Where to listen."),
+    typer.Option(
+        "--web.listen-address",
+        metavar="HOST:PORT",
+        envvar="KVLEDGER_WEB_LISTEN_ADDRESS",
+        help="Where to listen.",
+    ),
+]
+TelemetryPath = Annotated[
+    str,
+    typer.Option(
+        "--web.telemetry-path",
+        metavar="PATH",
+        envvar="KVLEDGER_WEB_TELEMETRY_PATH",
+        help="The path of the metrics.",
+    ),
+]
+LogLevel = Annotated[
+    str,
+    _choice(
+        "--log.level",
+        "The least severe lines to log.",
+        ("debug", "info", "warn", "error"),
+        envvar="KVLEDGER_LOG_LEVEL",
+    ),
+]
+LogFormat = Annotated[
+    str,
+    _choice(
+        "--log.format", "The form of log lines.", ("text", "logfmt", "json"), envvar="KVLEDGER_LOG_FORMAT"
+    ),
+]
+CheckConfig = Annotated[
+    bool, typer.Option("--check-config", help="Check options and files, then exit: 0 valid, 2 not.")
 ]
 WebConfig = Annotated[
     Path | None,
@@ -210,6 +256,7 @@ WebConfig = Annotated[
         "--web.config.file",
         metavar="FILE",
         show_default=False,
+        envvar="KVLEDGER_WEB_CONFIG_FILE",
         help="TLS and users, in the format of Prometheus's exporter-toolkit. "
         "Needs the web extra: pip install 'kvledger[web]'.",
     ),
@@ -219,6 +266,7 @@ StateFolder = Annotated[
     typer.Option(
         metavar="DIR",
         show_default=False,
+        envvar="KVLEDGER_STATE",
         help="The folder of the checkpoint. Default: .kvledger under PATH.",
     ),
 ]
@@ -228,6 +276,7 @@ EngineUrls = Annotated[
         "--engine-url",
         metavar="URL",
         show_default=False,
+        envvar="KVLEDGER_ENGINE_URL",
         help="An engine's own /metrics, to compare with the ledger. Repeatable.",
     ),
 ]

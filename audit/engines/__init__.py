@@ -11,9 +11,9 @@ from typing import Any
 
 from ..hooks import EngineMismatch, check
 from .host_classes import bare_scheduler, engine_core, engine_processes
-from .host_source import HostSource, read
 from .pool.signatures import differences as pool_differences
 from .readers import metadata_readers
+from .source_files import HostSource, read
 from .v0.observer import V0Observer
 from .v1 import V1Observer
 from .v1_009 import V1Observer009

@@ -24,7 +24,7 @@ from ..engines.pool.manager_observer import ManagerObserver
 from ..hooks import Hooks
 from ..journal.memory_recorder import MemoryRecorder
 from .pytest_audits import AuditedInstance, TestAudits
-from .pytest_plugin import ALLOWED, DRIFT, ENGINES, FIXTURE, LEFT_ALONE, VIOLATION, Wanted, wanted
+from .pytest_settings import ALLOWED, DRIFT, ENGINES, FIXTURE, LEFT_ALONE, VIOLATION, Wanted, wanted
 
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 MANAGER = "vllm.v1.core.kv_cache_manager"

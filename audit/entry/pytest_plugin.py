@@ -16,32 +16,25 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
-NAME = "kvledger"
-"""The name of the entry point, of the option, of the ini option and of the marker."""
-LEVELS = ("tokens", "blocks")
-"""As ``audit.engines.LEVELS``, which cannot be imported here."""
-OFF = "off"
-"""The level at which a marked test is not observed."""
-FIXTURE = "kvledger_audit"
+from .pytest_settings import (
+    ALLOWED,
+    DRIFT,
+    ENGINES,
+    LEFT_ALONE,
+    LEVELS,
+    NAME,
+    VIOLATION,
+    run_level,
+    unknown_level,
+    wanted,
+)
+
 OBSERVER = "kvledger-observer"
 """The name of the plugin that observes."""
-
-ENGINES, LEFT_ALONE = "kvledger.engines", "kvledger.left_alone"
-VIOLATION, DRIFT, ALLOWED = "kvledger.violation", "kvledger.drift", "kvledger.allowed"
-"""Names of a test's properties."""
-
-
-class Wanted(NamedTuple):
-    """How one test is to be observed."""
-
-    level: str
-    """A level; "" if the test is not observed."""
-    allowed: frozenset[str]
-    """Invariants that the test may break."""
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
@@ -86,7 +79,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "kvledger(level='blocks', allow=[]): observe the vLLM engines of this test and fail it if they break "
         "an invariant that allow does not list; level is tokens, blocks or off.",
     )
-    level = _run_level(config)
+    level = run_level(config)
     config.pluginmanager.register(Summary(level), "kvledger-summary")
     if level:
         _observe(config)
@@ -106,43 +99,6 @@ def kvledger_audit(request: pytest.FixtureRequest) -> Any:
     if not wanted(request.node).level:
         pytest.fail("kvledger_audit: this test is marked kvledger(level='off')", pytrace=False)
     return observer.running
-
-
-def wanted(item: pytest.Item) -> Wanted:
-    """How a test is to be observed: its nearest marker decides the level, and all of them what is allowed.
-
-    Raises UsageError for a marker that is not understood.
-    """
-    config = item.config
-    allowed = {*config.getoption("--kvledger-allow"), *config.getini("kvledger_allow")}
-    level = _run_level(config)
-    if not level and FIXTURE in getattr(item, "fixturenames", ()):
-        level = LEVELS[-1]
-    for place, marker in enumerate(item.iter_markers(NAME)):
-        named, more = _arguments(item, marker)
-        allowed |= more
-        if not place:
-            level = named or level or LEVELS[-1]
-    return Wanted("" if level == OFF else level, frozenset(allowed))
-
-
-def _arguments(item: pytest.Item, marker: pytest.Mark) -> tuple[str, set[str]]:
-    """The level and the allowed invariants that one marker names."""
-    given = dict(marker.kwargs)
-    level, allow = given.pop("level", ""), given.pop("allow", ())
-    if marker.args or given:
-        raise pytest.UsageError(f"{item.nodeid}: the marker kvledger takes level=... and allow=[...] only")
-    if level not in ("", *LEVELS, OFF):
-        raise pytest.UsageError(f"{item.nodeid}: marker kvledger: {_unknown(level)}, {OFF}")
-    return level, {allow} if isinstance(allow, str) else set(allow)
-
-
-def _run_level(config: pytest.Config) -> str:
-    """The level for tests without a marker; "" if they are not observed."""
-    level: str = config.getoption("--kvledger") or config.getini(NAME)
-    if level and level not in LEVELS:
-        raise pytest.UsageError(f"ini option kvledger: {_unknown(level)}")
-    return level
 
 
 def _observe(config: pytest.Config) -> None:
@@ -204,9 +160,5 @@ class Summary:
 
 def _level(text: str) -> str:
     if text not in LEVELS:
-        raise argparse.ArgumentTypeError(f"{_unknown(text)}. Before a path, write --kvledger=blocks")
+        raise argparse.ArgumentTypeError(f"{unknown_level(text)}. Before a path, write --kvledger=blocks")
     return text
-
-
-def _unknown(level: str) -> str:
-    return f"{level!r} is not a level; the levels are {', '.join(LEVELS)}"

@@ -150,18 +150,19 @@ class Telemetry:
         except Exception as error:  # the reading thread must not fail
             logger.warning("no spans of %s: %s: %s", account.request_id, type(error).__name__, error)
 
-    def close(self) -> None:
-        """Send what is waiting, for a few seconds at most."""
+    def close(self, milliseconds: int = CLOSE_MILLISECONDS) -> None:
+        """Send what is waiting, for ``milliseconds`` in all at most."""
         self._stop.set()
-        for thread in self._threads:
-            if thread.is_alive():
-                thread.join(CLOSE_MILLISECONDS / 1e3)
+        deadline = time.monotonic() + milliseconds / 1e3
+        closing = list(self._threads)
         if self._provider is not None:
-            closing = threading.Thread(target=self._provider.shutdown, daemon=True)
-            closing.start()
-            closing.join(CLOSE_MILLISECONDS / 1e3)
+            closing.append(threading.Thread(target=self._provider.shutdown, daemon=True))
+            closing[-1].start()
+        for thread in closing:
+            if thread.is_alive():
+                thread.join(max(deadline - time.monotonic(), 0.0))
         if self._metrics is not None:
-            self._metrics.shutdown(CLOSE_MILLISECONDS)
+            self._metrics.shutdown(max(int(1e3 * (deadline - time.monotonic())), 1))
 
     def _watch_all(self) -> None:
         while not self._stop.wait(WATCH_SECONDS):

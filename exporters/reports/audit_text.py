@@ -232,11 +232,11 @@ def external(external: ExternalData) -> Group | None:
 
 
 def findings(
-    rows: Sequence[FindingData], most: int = SHOWN_FINDINGS, rest: str = "in the JSON"
+    rows: Sequence[FindingData], most: int = SHOWN_FINDINGS, rest: str = "in the JSON", *, drifts: bool = True
 ) -> Group | None:
     """Findings by invariant, violations first, a sentence each; ``most`` per invariant.
 
-    ``rest`` says where more are.
+    ``rest`` says where more are. Without ``drifts``, the drifts of an invariant have one line, no sentence.
     """
     if not rows:
         return None
@@ -248,6 +248,8 @@ def findings(
         style = "bold red" if group[0].severity == "violation" else "bold yellow"
         count = f"  in {len(group):,} requests" if len(group) > 1 else ""
         parts.append(indented(Text.assemble((group[0].severity, style), "  ", (id, "bold"), count)))
+        if group[0].severity == "drift" and not drifts:
+            continue
         parts += [indented(_finding(finding), 4) for finding in group[:most]]
         if len(group) > most:
             parts.append(indented(Text(f"and {len(group) - most:,} more, {rest}", style="dim"), 4))

@@ -110,11 +110,14 @@ def _lookups_data(lookups: LookupReport) -> dict[str, object]:
 
 
 def render(demo: Demo, report: AuditReport, *, verbose: bool = False) -> Group:
-    """The answer first, then findings and sources; ``verbose`` adds work, lookups and one statement."""
+    """The answer first, then findings and sources, in sixty lines.
+
+    ``verbose`` adds the sentences of drifts, work, lookups and one statement.
+    """
     remarks = terminal.notes([*report.notes, *_refusals(demo), *_preemptions(demo, report)])
     sources = audit_text.sources(report, _counters(demo))
     if not verbose:
-        rest = audit_text.findings(report.violations, most=1, rest="with -v")
+        rest = audit_text.findings(report.violations, most=1, rest="with -v", drifts=False)
         return terminal.blocks(_answer(demo, report), rest, sources, remarks, _next(demo, report))
     return terminal.blocks(
         _answer(demo, report),

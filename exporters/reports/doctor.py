@@ -100,7 +100,7 @@ def facts(diagnosis: Diagnosis) -> list[Fact]:
 
 
 _SETTINGS = ("KVLEDGER_DIR", "VLLM_PLUGINS")
-_HOW = {"source": "read from its source files; --import imports it too", "import": "imported"}
+_HOW = {"source": "source files read, not imported", "import": "imported"}
 
 
 def _vllm(version: str | None, diagnosis: Diagnosis) -> str:

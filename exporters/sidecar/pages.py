@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import (
+    CollectorRegistry,
+    GCCollector,
+    PlatformCollector,
+    ProcessCollector,
+    make_wsgi_app,
+)
 
 from ... import __version__
 from ...audit.checks.registry import catalogue, explain
@@ -31,6 +37,9 @@ FINDINGS_SHOWN = 200
 Page = tuple[int, str, bytes]
 """Status, content type, body."""
 
+TELEMETRY_PATH = "/metrics"
+"""Where the metrics are, if ``--web.telemetry-path`` names no other path."""
+
 PLAIN = "text/plain; charset=utf-8"
 HTML = "text/html; charset=utf-8"
 EXPLAIN = "/explain/"
@@ -41,10 +50,17 @@ _TEMPLATES = environment(Path(__file__).parent / "templates")
 class Site:
     """The WSGI application: checks the password, then calls the function of the path."""
 
-    def __init__(self, follower: Follower, security: Security = OPEN, notify: Notify = ignore) -> None:
+    def __init__(
+        self,
+        follower: Follower,
+        security: Security = OPEN,
+        notify: Notify = ignore,
+        telemetry_path: str = TELEMETRY_PATH,
+    ) -> None:
         self._follower = follower
         self._security = security
         self._notify = notify
+        self._telemetry_path = telemetry_path
         self._text = _exposition(follower, created=False)
         self._openmetrics = _exposition(follower, created=True)
         self._pages: dict[str, Callable[[], Page]] = {
@@ -53,6 +69,7 @@ class Site:
             EXPLAIN: _explanations,
             EXPLAIN.rstrip("/"): _explanations,
             "/-/healthy": self._healthy,
+            "/health": self._healthy,
             "/-/ready": lambda: (200, PLAIN, b"Ready.\n") if follower.ready.is_set() else _NOT_YET,
         }
 
@@ -75,7 +92,7 @@ class Site:
         if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
             return self._send(start, environ, (405, PLAIN, b"Only GET and HEAD.\n"), [("Allow", "GET, HEAD")])
         path = environ.get("PATH_INFO", "")
-        if path == "/metrics":
+        if path == self._telemetry_path:
             return self._metrics(environ, start)
         page_of = self._pages.get(path)
         if page_of is None and path.startswith(EXPLAIN):
@@ -144,6 +161,7 @@ class Site:
             problems=problems,
             left=left,
             version=__version__,
+            telemetry_path=self._telemetry_path,
         )
 
 
@@ -171,6 +189,9 @@ def _explanations() -> Page:
 def _exposition(follower: Follower, *, created: bool) -> Application:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(AuditCollector(lambda: follower.audits, follower.lock, created=created))
+    ProcessCollector(registry=registry)  # process_*: this process, not an engine's
+    PlatformCollector(registry=registry)  # python_info
+    GCCollector(registry=registry)  # python_gc_*
     return cast("Application", make_wsgi_app(registry))
 
 

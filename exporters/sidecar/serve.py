@@ -13,16 +13,20 @@ from ...audit.errors import LedgerError
 from ...audit.journal.folder import find_journals
 from ...audit.replay.checkpoint import HIDDEN
 from ..metrics.otel import attach_telemetry
-from . import http_server
+from . import http_server, systemd
 from .follower import Follower, ignore
 from .journal_finder import Notify
-from .pages import Site
+from .pages import TELEMETRY_PATH, Site
 from .scrape_engine import attach_reconciliation, check_url
 
-STOP_SECONDS = 20.0
-"""How long the batch that is being posted and the last checkpoint may delay the end."""
+STOP_SECONDS = 0.5
+"""How long the batch that is being posted and the last checkpoint may delay the end, so that the sidecar
+ends within a second. Without the last checkpoint, the next start reads the events since the one before."""
 
-LATENCY_SECONDS = 0.2
+TELEMETRY_MILLISECONDS = 200
+"""How long OpenTelemetry may delay the end."""
+
+LATENCY_SECONDS = 0.05
 """How long a signal may go unseen."""
 
 
@@ -34,25 +38,20 @@ def serve(
     folder: Path | None,
     config: Path | None,
     engine_urls: Sequence[str] = (),
+    inform: Notify | None = None,
+    telemetry_path: str = TELEMETRY_PATH,
 ) -> None:
     """Follow the journals under ``path`` and answer at ``address`` until SIGTERM or SIGINT.
 
     ``folder`` keeps the checkpoint (:func:`state_folder` if None), ``config`` is the web
     configuration, ``engine_urls`` are engines' own metrics, which are compared with the ledger. The
-    ``OTEL_*`` variables turn OpenTelemetry on. ``notify`` gets the address of the metrics once they are
-    ready, and a sentence for each problem. Raises :class:`LedgerError` for an address that is malformed or
-    in use, a path that does not exist, and a folder that can't be written or is in use by another follower.
+    ``OTEL_*`` variables turn OpenTelemetry on. ``notify`` gets a sentence for each problem, and ``inform``
+    the address of the metrics once they are ready. Raises :class:`LedgerError` for an address that is
+    malformed or in use, a path that does not exist, and a folder that can't be written or is in use by
+    another follower.
     """
-    http_server.parse_address(address)
-    for url in engine_urls:
-        check_url(url)
-    security = http_server.OPEN
-    if config is not None:
-        from .web_config import load
-
-        security = load(config)
-    if path.is_file():
-        find_journals([path])
+    inform = inform or notify
+    security = _checked(path, address, config, engine_urls, telemetry_path)
     kept = folder or state_folder(path, notify)
     try:
         follower = Follower(path, kept, notify)
@@ -63,7 +62,8 @@ def serve(
     telemetry = None
 
     def ready(url: str) -> None:
-        notify(f"Serving {url}/metrics")
+        inform(f"Serving {url}{telemetry_path}")
+        systemd.notify(STATUS=f"Serving {url}{telemetry_path}")
         if engine_urls:
             attach_reconciliation(engine_urls, lambda: follower.audits, follower.lock, stop)
 
@@ -71,19 +71,60 @@ def serve(
         telemetry = attach_telemetry(lambda: follower.audits, follower.lock)
         if telemetry is not None:
             follower.on_opened = telemetry.watch
-        server = http_server.listen(address, Site(follower, security, notify), security)
+        site = Site(follower, security, notify, telemetry_path)
+        server = http_server.listen(address, site, security)
+        systemd.notify(READY=1, STATUS="Reading the events that were written before the start")
         try:
             reading.when_ready = lambda: ready(server.url)
             with _signals() as received:
                 if not reading.until(received):
                     notify("Stopped without a last checkpoint, because a journal kept the follower busy.")
         finally:
+            systemd.notify(STOPPING=1)
             server.shutdown()
             server.server_close()
     finally:
         if telemetry is not None:
-            telemetry.close()
+            telemetry.close(TELEMETRY_MILLISECONDS)
         follower.close()
+
+
+def check_config(
+    path: Path,
+    address: str,
+    *,
+    folder: Path | None,
+    config: Path | None,
+    engine_urls: Sequence[str] = (),
+    telemetry_path: str = TELEMETRY_PATH,
+) -> None:
+    """Raise :class:`LedgerError` for what :func:`serve` would refuse; listens nowhere and writes nothing."""
+    _checked(path, address, config, engine_urls, telemetry_path)
+    if not path.exists():
+        raise LedgerError(f"There is no {path}.")
+    if folder is not None:
+        existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+            raise LedgerError(f"{folder} can't be written.")
+
+
+def _checked(
+    path: Path, address: str, config: Path | None, engine_urls: Sequence[str], telemetry_path: str
+) -> http_server.Security:
+    """Check the options; returns the settings of the web configuration."""
+    http_server.parse_address(address)
+    if not telemetry_path.startswith("/"):
+        raise LedgerError(f"{telemetry_path!r} is no path of an address; an example is {TELEMETRY_PATH}.")
+    for url in engine_urls:
+        check_url(url)
+    security = http_server.OPEN
+    if config is not None:
+        from .web_config import load
+
+        security = load(config)
+    if path.is_file():
+        find_journals([path])
+    return security
 
 
 def state_folder(path: Path, notify: Notify) -> Path | None:

@@ -214,7 +214,7 @@ def test_a_corrupted_segment_is_named_and_makes_the_verdict_unknown(run: Any, cl
     ("words", "expected"),
     [
         (("audit",), "Missing argument"),
-        (("audit", "x", "--format", "xml"), "'xml' is none of text, json and csv"),
+        (("audit", "x", "--format", "xml"), "'xml' is none of text, json, csv, github and sarif"),
         (("audit", "x", "--frmat", "json"), "No such option: --frmat"),
         (("adit",), "No such command 'adit'"),
         (("show", "x"), "Missing argument"),

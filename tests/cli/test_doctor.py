@@ -19,7 +19,7 @@ from tests.engines.stand_ins import stand_in
 from kvledger import cli
 from kvledger.audit import engines
 from kvledger.audit.checks.registry import catalogue
-from kvledger.audit.engines import host_source
+from kvledger.audit.engines import source_files
 from kvledger.audit.engines.v1_012 import V1Observer012
 from kvledger.audit.entry import doctor
 
@@ -224,8 +224,8 @@ def test_the_adapter_of_a_release_is_found_in_its_source_files(
 ) -> None:
     package = Path(__file__).parents[2] / ".releases" / folder / "vllm"
     spec = SimpleNamespace(origin=str(package / "__init__.py"))
-    monkeypatch.setattr(host_source, "find_spec", lambda name: spec)
-    source = host_source.read()
+    monkeypatch.setattr(source_files, "find_spec", lambda name: spec)
+    source = source_files.read()
 
     assert source is not None
     assert source.version.startswith(folder)
@@ -239,9 +239,9 @@ def test_a_vllm_with_an_unknown_layout_is_left_to_the_import(
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "_version.py").write_text("__version__ = version = '0.99.0'\n")
     spec = SimpleNamespace(origin=str(tmp_path / "vllm" / "__init__.py"))
-    monkeypatch.setattr(host_source, "find_spec", lambda name: spec)
+    monkeypatch.setattr(source_files, "find_spec", lambda name: spec)
 
-    assert host_source.read() is None
+    assert source_files.read() is None
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")

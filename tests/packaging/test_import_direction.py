@@ -96,6 +96,7 @@ RULES = {
     # the outer ring
     "audit.entry": OUTER,
     "audit.entry.pytest_plugin": OUTER._replace(libraries=frozenset({"pytest"})),
+    "audit.entry.pytest_settings": OUTER._replace(libraries=frozenset({"pytest"})),
     "audit.entry.pytest_observer": OUTER._replace(libraries=frozenset({"pytest"})),
     "audit.demo": OUTER._replace(libraries=MSGSPEC | HOST),
     "audit.conformance": OUTER._replace(libraries=MSGSPEC | HOST),

@@ -277,7 +277,7 @@ def test_a_marker_sets_the_level_and_what_is_allowed(
     ("marker", "message"),
     [
         ("(level='all')", "*test_marked: marker kvledger: 'all' is not a level*"),
-        ("('tokens')", "*the marker kvledger takes level=... and allow=[...] only*"),
+        ("('tokens')", "*the marker kvledger takes level=... and allow=* only*"),
     ],
 )
 def test_a_marker_that_is_not_understood_is_a_usage_error(
