@@ -33,6 +33,7 @@ EXTRAS = {
     "lmcache": ("lmcache",),
     "vllm": ("torch", "vllm"),
     "web": ("bcrypt", "yaml"),
+    "whatif": ("libcachesim",),
 }
 COMPLETE = "_KVLEDGER_COMPLETE"
 SHELLS = ("bash", "zsh", "fish")
@@ -205,6 +206,76 @@ def why(
     with _reading(paths, jobs, dask) as (places, run):
         result = report.why(places, window=chosen, run=run, gpu_hour=gpu_hour or None)
     _print(format, result, report.render, report.as_csv)
+
+
+@command(
+    opt.AUDIT,
+    "whatif /var/lib/kvledger",
+    "whatif /var/lib/kvledger --blocks 1000,2000,4000 --policy lru,lfu --tiers 40GiB",
+    "whatif conversation_trace.jsonl --skip 0.5",
+)
+def whatif(
+    paths: opt.WhatIfPaths,
+    blocks: opt.BlockCounts = "",
+    policy: opt.Policies = "lru",
+    tiers: opt.Tiers = "",
+    block_bytes: opt.BlockBytes = "",
+    block_size: opt.BlockTokens = 0,
+    skip: opt.Skip = 0.0,
+    output: opt.PageFile = None,
+    format: opt.TableFormat = "table",
+    json: opt.JsonAlias = False,
+    since: opt.Since = "",
+    until: opt.Until = "",
+    jobs: opt.Jobs = 0,
+) -> None:
+    """Compute which hits another cache would have had.
+
+    Replays the blocks of a journal of level blocks, or a request trace in the Mooncake format, on caches of
+    other sizes, with other policies and with a second tier.
+    Needs the whatif extra: pip install 'kvledger[whatif]'.
+    """
+    from .audit.analysis.whatif import Options
+    from .audit.replay.windows import window
+    from .exporters.cache_policies import policies
+    from .exporters.reports import whatif as report
+
+    options = Options(
+        policies=policies(policy),
+        blocks=report.counts(blocks),
+        tiers=report.sizes(tiers),
+        block_bytes=report.size(block_bytes) if block_bytes else 0,
+        skip=skip,
+    )
+    chosen = window(since, until)
+    with _reading(paths, jobs) as (places, run):
+        result = report.study(places, options, block_tokens=block_size, window=chosen, run=run)
+    if output is not None and str(output) != "-":
+        report.save(result, output)
+        typer.echo(f"Wrote {output}; open it in a browser.", err=True)
+    if output is not None and str(output) == "-":
+        typer.echo(report.html(result))
+    else:
+        _print("json" if json else format, result, report.render, report.as_csv)
+
+
+@command(opt.AUDIT, "prefixes /var/lib/kvledger", "prefixes /var/lib/kvledger --top 50 --format csv")
+def prefixes(
+    paths: opt.BlockJournalPaths,
+    top: opt.Top = 20,
+    format: opt.TableFormat = "table",
+    json: opt.JsonAlias = False,
+    jobs: opt.Jobs = 0,
+) -> None:
+    """List the shared prefixes for which the cache saved and lost most.
+
+    Prefixes are opaque: their labels come from keyed block hashes.
+    """
+    from .exporters.reports import prefixes as report
+
+    with _reading(paths, jobs) as (places, run):
+        result = report.prefixes(places, most=top, run=run)
+    _print("json" if json else format, result, report.render, report.as_csv)
 
 
 @command(opt.AUDIT, "diff journals/before journals/after")

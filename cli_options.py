@@ -169,6 +169,78 @@ GpuHour = Annotated[
         help="Price of an hour of one engine with all its GPUs; adds a column of costs.",
     ),
 ]
+WhatIfPaths = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="PATH",
+        show_default=False,
+        help="Journals of level blocks, folders of journals, or request traces (.jsonl, .jsonl.gz).",
+    ),
+]
+BlockJournalPaths = Annotated[
+    list[Path],
+    typer.Argument(metavar="PATH", show_default=False, help="Journals of level blocks, or folders of them."),
+]
+Top = Annotated[int, typer.Option("--top", metavar="N", min=1, help="How many prefixes to list.")]
+BlockCounts = Annotated[
+    str,
+    typer.Option(
+        "--blocks",
+        metavar="N,N,...",
+        show_default=False,
+        help="Pool sizes to replay. Default: from a quarter of the recorded size until more gains nothing.",
+    ),
+]
+Policies = Annotated[
+    str,
+    typer.Option("--policy", metavar="NAME,...", help="Eviction policies: lru, fifo, lfu, clock, sieve."),
+]
+Tiers = Annotated[
+    str,
+    typer.Option(
+        "--tiers", metavar="SIZE,...", show_default=False, help="Sizes of a second tier: 40GiB,500GiB."
+    ),
+]
+BlockBytes = Annotated[
+    str,
+    typer.Option(
+        "--block-bytes",
+        metavar="SIZE",
+        show_default=False,
+        help="Size of one block on all workers. Default: what the engine reported.",
+    ),
+]
+BlockTokens = Annotated[
+    int,
+    typer.Option(
+        "--block-size",
+        metavar="TOKENS",
+        min=0,
+        show_default=False,
+        help="Tokens of a block of a request trace that does not say it. Default: 512.",
+    ),
+]
+Skip = Annotated[
+    float,
+    typer.Option(
+        "--skip",
+        metavar="SHARE",
+        min=0.0,
+        max=0.99,
+        show_default=False,
+        help="Count no hits of this share of the requests at the beginning, where the cache is cold.",
+    ),
+]
+PageFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="FILE",
+        show_default=False,
+        help="Also write an HTML page; - prints it only.",
+    ),
+]
 Before = Annotated[
     Path, typer.Argument(metavar="BEFORE", show_default=False, help="A journal, or a folder of journals.")
 ]

@@ -444,6 +444,35 @@ SECTIONS: dict[str, tuple[Term, ...]] = {
             ("inject",),
         ),
     ),
+    "What another cache would have hit": (
+        Term(
+            "residual",
+            "The difference between the hit rate of a replay at the recorded pool size and the recorded hit "
+            "rate, in percentage points. Above 2 points `kvledger whatif` says not to trust its figures.",
+            "`a residual of +0.00 points (400 of 400 admissions equal)`",
+            ("calibration",),
+        ),
+        Term(
+            "second tier",
+            "A cache below the block pool, such as host memory or a KV store, to which every cached block is "
+            "written and from which a prompt is loaded beyond its local hit.",
+            "`kvledger whatif JOURNAL --tiers 40GiB`",
+            ("tier", "tiers"),
+        ),
+        Term(
+            "blocks short",
+            "Blocks that running requests needed beyond the size of a replayed pool: the engine would have "
+            "preempted requests or made them wait.",
+            "`20  25.7 %  394 blocks short` in the curve of `kvledger whatif`.",
+        ),
+        Term(
+            "prefix",
+            "A stretch of blocks that requests share until they differ, named by a label that reveals "
+            "nothing of the tokens.",
+            "`kvledger prefixes JOURNAL`: prefix 1a30b1c1, tokens 0 to 128 of 128 requests.",
+            ("prefixes",),
+        ),
+    ),
 }
 """Every term, by section, in the order of the page."""
 

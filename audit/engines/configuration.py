@@ -39,7 +39,16 @@ def configuration_of(
         "data_parallel_rank": int(getattr(config.parallel_config, "data_parallel_rank", 0)),
         "engine_index": engine_index(config.parallel_config),
         "census_steps": census_steps,
+        "block_bytes": _block_bytes(scheduler.kv_cache_config),
+        "workers": int(getattr(config.parallel_config, "world_size", 1)),
     }
+
+
+def _block_bytes(kv_cache_config: Any) -> int:
+    """Bytes that one block takes on one worker; 0 if not known, or if blocks of several groups differ."""
+    groups = kv_cache_config.kv_cache_groups
+    size = getattr(groups[0].kv_cache_spec, "page_size_bytes", 0) if len(groups) == 1 else 0
+    return int(size) * len(groups[0].layer_names) if isinstance(size, int) else 0
 
 
 def _model_name(config: Any) -> str:

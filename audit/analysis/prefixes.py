@@ -1,0 +1,165 @@
+"""Prefixes of prompts by what the cache saved and lost of them, from the block hashes of one engine.
+
+Block hashes chain: a block's hash covers everything before it. So the hashes of all requests form a trie, and
+a *prefix* here is a stretch of it without a branch: blocks that every request that has the first of them goes
+on to share, until requests differ. The label of a prefix is made from the hash id of its last block, which
+depends on a secret of the engine process and reveals nothing of the tokens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import msgspec
+
+from .block_trace import BlockTrace
+
+LOSSES_KEPT = 5
+"""How many losses of a prefix are kept, the last ones."""
+
+
+class Loss(msgspec.Struct, frozen=True, kw_only=True):
+    """Content that was evicted and computed again. Seconds count from the engine's start."""
+
+    tokens: int
+    evicted_seconds: float
+    evicted_for: str
+    """The request that got the block; empty: not known."""
+    needed_seconds: float
+    needed_by: str
+
+
+class Prefix(msgspec.Struct, frozen=True, kw_only=True):
+    """One prefix: the tokens from ``start`` to ``end`` of every prompt that has them.
+
+    ``saved_tokens`` were hits, ``lost_tokens`` had been in the cache, were evicted, and were computed again.
+    ``parent`` is the label of the prefix before it; empty: it begins the prompt.
+    """
+
+    engine: str
+    label: str
+    parent: str
+    start: int
+    end: int
+    requests: int
+    saved_tokens: int
+    lost_tokens: int
+    losses: int
+    wait_seconds: float | None
+    """Median time from the eviction to the next need; None without a loss."""
+    last_losses: list[Loss]
+
+
+_Loss = tuple[int, int, int, int]
+"""When a block was evicted, for which request, when it was needed again, and by which request."""
+
+
+class _Node(msgspec.Struct):
+    """One block of the trie. The parent is a hash id; 0: the block begins prompts."""
+
+    parent: int
+    index: int
+    requests: int = 0
+    children: list[int] = []
+
+
+class PrefixTrie:
+    """Collects hits and losses by block. A :class:`~kvledger.audit.analysis.block_trace.Listener`."""
+
+    def __init__(self, trace: BlockTrace) -> None:
+        self._trace = trace
+        self._hits: Counter[int] = Counter()
+        self._losses: dict[int, list[_Loss]] = {}
+        self._evicted: dict[int, tuple[int, int]] = {}
+        """Content that is not in the cache any more: when it was evicted, and for which request."""
+        self._nodes: dict[int, _Node] = {}
+
+    def hit(self, life: int, index: int, hash_id: int) -> None:
+        """See the protocol."""
+        self._hits[hash_id] += 1
+
+    def cached(self, life: int, index: int, hash_id: int) -> None:
+        """See the protocol."""
+        evicted = self._evicted.pop(hash_id, None)
+        needed = self._trace.lives[life]
+        if evicted is not None and evicted[0] < needed.at:
+            self._losses.setdefault(hash_id, []).append((*evicted, needed.at, needed.request))
+
+    def evicted(self, hash_id: int, at: int, request: int) -> None:
+        """See the protocol."""
+        self._evicted[hash_id] = at, request
+
+    def prefixes(self) -> Iterator[Prefix]:
+        """Every prefix, in no order. The journal has been read to its end."""
+        self._link()
+        chains = [self._chain(hash_id) for hash_id in self._nodes if self._begins(hash_id)]
+        for chain in chains:
+            parent = self._nodes[chain[0]].parent
+            yield self._prefix(chain, _label(parent) if parent in self._nodes else "")
+
+    def _link(self) -> None:
+        """Make the trie of the requests' hashes. Blocks may have been emitted in another order."""
+        for request in self._trace.requests:
+            before = 0
+            for index, hash_id in enumerate(request.hashes):
+                if hash_id:
+                    node = self._nodes.get(hash_id)
+                    if node is None:
+                        node = self._nodes[hash_id] = _Node(before, index)
+                        if before in self._nodes:
+                            self._nodes[before].children.append(hash_id)
+                    node.requests += 1
+                before = hash_id
+
+    def _begins(self, hash_id: int) -> bool:
+        """Whether a prefix begins here: requests part before this block, or it is their first."""
+        parent = self._nodes.get(self._nodes[hash_id].parent)
+        return parent is None or len(parent.children) > 1
+
+    def _chain(self, hash_id: int) -> list[int]:
+        chain = [hash_id]
+        while len(children := self._nodes[chain[-1]].children) == 1:
+            chain.append(children[0])
+        return chain
+
+    def _prefix(self, chain: list[int], parent: str) -> Prefix:
+        size, first, last = self._trace.block_tokens, self._nodes[chain[0]], self._nodes[chain[-1]]
+        rows = self._loss_rows(chain)
+        waits = sorted(row.needed_seconds - row.evicted_seconds for row in rows)
+        return Prefix(
+            engine=self._trace.engine,
+            label=_label(chain[-1]),
+            parent=parent,
+            start=first.index * size,
+            end=(last.index + 1) * size,
+            requests=first.requests,
+            saved_tokens=size * sum(self._hits[hash_id] for hash_id in chain),
+            lost_tokens=sum(row.tokens for row in rows),
+            losses=len(rows),
+            wait_seconds=waits[len(waits) // 2] if waits else None,
+            last_losses=rows[-LOSSES_KEPT:],
+        )
+
+    def _loss_rows(self, chain: list[int]) -> list[Loss]:
+        """A row for each request that needed evicted blocks again; the first eviction stands for all."""
+        needs: dict[tuple[int, int], list[_Loss]] = {}
+        for hash_id in chain:
+            for loss in self._losses.get(hash_id, ()):
+                needs.setdefault(loss[2:], []).append(loss)
+        requests = self._trace.requests
+        return [
+            Loss(
+                tokens=self._trace.block_tokens * len(losses),
+                evicted_seconds=losses[0][0] / 1e6,
+                evicted_for=requests[losses[0][1]].request_id if losses[0][1] >= 0 else "",
+                needed_seconds=needed / 1e6,
+                needed_by=requests[by].request_id,
+            )
+            for (needed, by), losses in sorted(needs.items())
+        ]
+
+
+def _label(hash_id: int) -> str:
+    """Eight digits of a hash id."""
+    return f"{hash_id & 2**64 - 1:016x}"[:8]

@@ -1,0 +1,394 @@
+"""What another cache would have hit: block traces replayed at other sizes, policies, tiers and block sizes.
+
+A hit is counted in tokens of the first admission of each request, as a share of the prompts; repeat hits of
+preempted requests are left out. The replay at the recorded size is compared with the recorded hits: that is
+the calibration of every other figure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import msgspec
+
+from .block_trace import ADMIT, CACHED, DROP, GROW, RESET, BlockTrace, Operation, TraceLife, TraceRequest
+from .simulated_pool import MakePolicy, NeverEvicts, Replayed, SimulatedPool, Tier
+
+TRUSTED_POINTS = 2.0
+"""The largest residual of a calibration, in percentage points, at which the other figures are trusted."""
+
+KNEE_POINTS = 0.1
+"""A larger pool gains nothing if it is this close to a pool without a limit, in percentage points."""
+
+FACTORS = (0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 3, 4, 6, 8, 16, 32, 64, 128, 256, 512, 1024)
+"""Sizes of the curve, as multiples of the recorded pool; it ends where a larger pool gains nothing."""
+
+SHARES = tuple(1 / 2**power for power in range(10, -1, -1))
+"""Sizes of the curve for a trace of no pool, as shares of all different blocks."""
+
+COARSER = (2, 4)
+"""Block sizes that are tried, as multiples of the recorded one."""
+
+Progress = Callable[[str], None]
+"""Called with what is replayed next."""
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What to replay. ``policies`` are makers by name; the first is used for everything but the curve."""
+
+    policies: Mapping[str, MakePolicy]
+    blocks: Sequence[int] = ()
+    tiers: Sequence[int] = ()
+    """Sizes of a second tier in bytes."""
+    block_bytes: int = 0
+    """Bytes of one block, if the trace does not know them."""
+    skip: float = 0.0
+    """The share of requests at the beginning whose hits are not counted, because the cache is cold."""
+
+
+class SizePoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Hits with one size and policy. ``blocks`` None: a cache without a limit.
+
+    ``short_blocks``: blocks that running requests needed beyond the size, so requests would be preempted.
+    """
+
+    blocks: int | None
+    policy: str
+    hit_tokens: int
+    hit_share: float
+    gained_points: float
+    evicted_blocks: int
+    short_blocks: int
+
+
+class TierPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """What a second tier of one size gives beside the pool of the recorded size.
+
+    A trace of no pool is replayed on the smallest size that was asked for.
+    """
+
+    bytes: int
+    blocks: int
+    tier_tokens: int
+    tier_share: float
+
+
+class BlockSizePoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Hits with larger blocks and the same memory."""
+
+    block_tokens: int
+    blocks: int
+    hit_tokens: int
+    hit_share: float
+    gained_points: float
+
+
+class Preemptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What preemptions cost, and how many blocks would have avoided all of them."""
+
+    preemptions: int
+    computed_again_tokens: int
+    blocks_needed: int
+
+
+class Resets(msgspec.Struct, frozen=True, kw_only=True):
+    """Hits lost to the recorded resets, and to one more reset half way through."""
+
+    resets: int
+    lost_tokens: int
+    one_more_lost_tokens: int
+
+
+class Calibration(msgspec.Struct, frozen=True, kw_only=True):
+    """The replay at the recorded size beside the recorded hits.
+
+    ``equal_admissions`` of ``admissions`` hit exactly as many tokens. Without a recorded pool there is
+    nothing to compare, and ``residual_points`` is None.
+    """
+
+    hit_tokens: int
+    recorded_hit_tokens: int
+    residual_points: float | None
+    equal_admissions: int
+    admissions: int
+    trusted: bool
+    doubts: list[str]
+
+
+class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything for one engine. Shares are of ``prompt_tokens``, 1 for all; points are of 100."""
+
+    engine: str
+    version: str
+    requests: int
+    prompt_tokens: int
+    block_tokens: int
+    blocks: int
+    block_bytes: int
+    sentence: str
+    calibration: Calibration
+    curve: list[SizePoint]
+    ideal: SizePoint
+    tiers: list[TierPoint]
+    block_sizes: list[BlockSizePoint]
+    smaller_blocks_gain_at_most: float
+    preemptions: Preemptions
+    resets: Resets
+
+
+def what_if(trace: BlockTrace, options: Options, progress: Progress = lambda _: None) -> WhatIf:
+    """Replay ``trace`` in every way that ``options`` asks for."""
+    return _Study(trace, options, progress).result()
+
+
+class _Study:
+    """The replays of one trace."""
+
+    def __init__(self, trace: BlockTrace, options: Options, progress: Progress) -> None:
+        self.trace = trace
+        self.options = options
+        self.progress = progress
+        self.name, self.make = next(iter(options.policies.items()))
+        first = [number for number, life in enumerate(trace.lives) if life.counted and not life.resumed]
+        self.counted = first[int(len(first) * options.skip) :]
+        """The lives whose hits are counted."""
+        self.prompt_tokens = sum(self._request(number).prompt_tokens for number in self.counted)
+        unlimited = self._replay(None)
+        present = self._replay(trace.blocks) if trace.blocks else None
+        self.present = self._tokens(present.hits if present else unlimited.hits)
+        """Hits of the replay at the recorded size, or without a limit if there is none."""
+        self.ideal = self._point(None, "", unlimited)
+        self.calibration = self._calibrated(present)
+
+    def result(self) -> WhatIf:
+        trace = self.trace
+        curve = list(self._curve())
+        return WhatIf(
+            engine=trace.engine,
+            version=trace.version,
+            requests=len(self.counted),
+            prompt_tokens=self.prompt_tokens,
+            block_tokens=trace.block_tokens,
+            blocks=trace.blocks,
+            block_bytes=self._block_bytes(),
+            sentence=self._sentence(curve),
+            calibration=self.calibration,
+            curve=curve,
+            ideal=self.ideal,
+            tiers=[self._tier(size) for size in self.options.tiers if self._block_bytes()],
+            block_sizes=[self._coarser(factor) for factor in COARSER if trace.blocks >= 2 * factor],
+            smaller_blocks_gain_at_most=self._finer(),
+            preemptions=self._preemptions(),
+            resets=self._resets(),
+        )
+
+    # --- counting -------------------------------------------------------------------------------------
+
+    def _request(self, life: int) -> TraceRequest:
+        return self.trace.requests[self.trace.lives[life].request]
+
+    def _tokens(self, hits: Sequence[int], block_tokens: int = 0) -> int:
+        """The counted hits in tokens. The last block of a prompt may be partly filled."""
+        size = block_tokens or self.trace.block_tokens
+        return sum(min(hits[number] * size, self._request(number).prompt_tokens) for number in self.counted)
+
+    def _share(self, tokens: int) -> float:
+        return tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    def _points(self, tokens: int) -> float:
+        return 100 * self._share(tokens)
+
+    def _replay(
+        self, blocks: int | None, make: MakePolicy | None = None, *, keep_preempted: bool = False
+    ) -> Replayed:
+        self.progress(f"{blocks:,} blocks" if blocks else "no limit")
+        policy = NeverEvicts() if blocks is None else (make or self.make)(blocks)
+        return SimulatedPool(self.trace, blocks, policy, keep_preempted=keep_preempted).run()
+
+    # --- the curve ------------------------------------------------------------------------------------
+
+    def _point(self, blocks: int | None, policy: str, replayed: Replayed) -> SizePoint:
+        tokens = self._tokens(replayed.hits)
+        return SizePoint(
+            blocks=blocks,
+            policy=policy,
+            hit_tokens=tokens,
+            hit_share=self._share(tokens),
+            gained_points=self._points(tokens - self.present),
+            evicted_blocks=replayed.evicted,
+            short_blocks=replayed.short,
+        )
+
+    def _sizes(self) -> Iterator[int]:
+        if self.options.blocks:
+            yield from sorted({*self.options.blocks, *([self.trace.blocks] if self.trace.blocks else [])})
+            return
+        different = len({hash_id for request in self.trace.requests for hash_id in request.hashes})
+        whole, factors = (self.trace.blocks, FACTORS) if self.trace.blocks else (different, SHARES)
+        yield from sorted({max(1, round(whole * factor)) for factor in factors})
+
+    def _curve(self) -> Iterator[SizePoint]:
+        """Points by size, then policy. Without given sizes it ends where a larger pool gains nothing."""
+        for blocks in self._sizes():
+            best = 0
+            for name, make in self.options.policies.items():
+                point = self._point(blocks, name, self._replay(blocks, make))
+                best = max(best, point.hit_tokens)
+                yield point
+            enough = self._points(self.ideal.hit_tokens - best) < KNEE_POINTS / 10
+            if enough and blocks >= 2 * self.trace.blocks and not self.options.blocks:
+                return
+
+    def _calibrated(self, present: Replayed | None) -> Calibration:
+        recorded = [self.trace.lives[number] for number in self.counted]
+        tokens = sum(max(0, life.hit_tokens) for life in recorded)
+        size = self.trace.block_tokens
+        equal = sum(
+            present is not None and present.hits[number] * size == self.trace.lives[number].hit_tokens
+            for number in self.counted
+        )
+        residual = self._points(self.present - tokens) if present else None
+        return Calibration(
+            hit_tokens=self.present if present else 0,
+            recorded_hit_tokens=tokens,
+            residual_points=residual,
+            equal_admissions=equal,
+            admissions=len(recorded),
+            trusted=residual is None or abs(residual) <= TRUSTED_POINTS,
+            doubts=self.trace.doubts,
+        )
+
+    def _sentence(self, curve: Sequence[SizePoint]) -> str:
+        """The conclusion, with its figures."""
+        own = [point for point in curve if point.policy == self.name]
+        knee = next(
+            (
+                point.blocks
+                for point in own
+                if self._points(self.ideal.hit_tokens - point.hit_tokens) < KNEE_POINTS
+            ),
+            None,
+        )
+        most = f"a cache without a limit would hit {_percent(self.ideal.hit_share)}"
+        end = f"more than {knee:,} blocks gain nothing" if knee else most
+        if not self.trace.blocks:
+            return f"{end[0].upper()}{end[1:]}; {most}." if knee else f"{end[0].upper()}{end[1:]}."
+        missed = _percent(1 - self._share(self.present))
+        if self._points(self.ideal.hit_tokens - self.present) < KNEE_POINTS:
+            return f"More blocks gain nothing: {most}, the present {self.trace.blocks:,} blocks hit as much."
+        twice = next((point for point in own if point.blocks == 2 * self.trace.blocks), None)
+        if twice is None:
+            return f"{missed} of the prompt tokens are misses; {end}."
+        return (
+            f"Twice the blocks ({2 * self.trace.blocks:,}) would turn {twice.gained_points:.1f} points of "
+            f"{missed} misses into hits; {end}."
+        )
+
+    # --- other effects --------------------------------------------------------------------------------
+
+    def _block_bytes(self) -> int:
+        return self.options.block_bytes or self.trace.block_bytes
+
+    def _tier(self, size: int) -> TierPoint:
+        blocks = size // self._block_bytes()
+        self.progress(f"a tier of {blocks:,} blocks")
+        tier = Tier(blocks, self.make(blocks))
+        pool = self.trace.blocks or min(self.options.blocks)
+        replayed = SimulatedPool(self.trace, pool, self.make(pool), tier=tier).run()
+        both = [local + below for local, below in zip(replayed.hits, replayed.tier_hits, strict=True)]
+        tokens = self._tokens(both) - self._tokens(replayed.hits)
+        return TierPoint(bytes=size, blocks=blocks, tier_tokens=tokens, tier_share=self._share(tokens))
+
+    def _coarser(self, factor: int) -> BlockSizePoint:
+        trace = coarser(self.trace, factor)
+        self.progress(f"blocks of {trace.block_tokens} tokens")
+        replayed = SimulatedPool(trace, trace.blocks, self.make(trace.blocks)).run()
+        tokens = self._tokens(replayed.hits, trace.block_tokens)
+        return BlockSizePoint(
+            block_tokens=trace.block_tokens,
+            blocks=trace.blocks,
+            hit_tokens=tokens,
+            hit_share=self._share(tokens),
+            gained_points=self._points(tokens - self.present),
+        )
+
+    def _finer(self) -> float:
+        """The most points that smaller blocks could gain: the rest of one block for each request.
+
+        The hash ids cover whole blocks, so it is not known how much of the next block was in the cache.
+        """
+        size, rest = self.trace.block_tokens, 0
+        for number in self.counted:
+            life = self.trace.lives[number]
+            rest += max(0, min(size - 1, life.sequence_tokens - 1 - max(0, life.hit_tokens)))
+        return self._points(rest)
+
+    def _preemptions(self) -> Preemptions:
+        lives, before = self.trace.lives, dict[int, TraceLife]()
+        preempted = again = 0
+        for life in lives:
+            earlier = before.get(life.request)
+            if earlier is not None and earlier.preempted:
+                again += max(0, earlier.computed_tokens - max(0, life.hit_tokens) - life.external_tokens)
+            preempted += life.preempted
+            before[life.request] = life
+        needed = self._replay(None, keep_preempted=True).most_held
+        return Preemptions(preemptions=preempted, computed_again_tokens=again, blocks_needed=needed)
+
+    def _resets(self) -> Resets:
+        operations, blocks = self.trace.operations, self.trace.blocks
+        resets = sum(operation[0] == RESET for operation in operations)
+        if not blocks:
+            return Resets(resets=resets, lost_tokens=0, one_more_lost_tokens=0)
+        without = [operation for operation in operations if operation[0] != RESET]
+        middle = self._middle(operations)
+        more: list[Operation] = [*operations[:middle], (RESET, 0, 0, 0), *operations[middle:]]
+        return Resets(
+            resets=resets,
+            lost_tokens=self._with(without) - self.present if resets else 0,
+            one_more_lost_tokens=self.present - self._with(more),
+        )
+
+    def _middle(self, operations: Sequence[Operation]) -> int:
+        """The place before the admission in the middle of the counted ones."""
+        if not self.counted:
+            return 0
+        life = self.counted[len(self.counted) // 2]
+        return next(place for place, operation in enumerate(operations) if operation[:2] == (ADMIT, life))
+
+    def _with(self, operations: list[Operation]) -> int:
+        self.progress("resets of the cache")
+        trace = msgspec.structs.replace(self.trace, operations=operations)
+        return self._tokens(SimulatedPool(trace, trace.blocks, self.make(trace.blocks)).run().hits)
+
+
+def coarser(trace: BlockTrace, factor: int) -> BlockTrace:
+    """The trace with blocks ``factor`` times as large and as much memory.
+
+    The hash of a block covers everything before it, so the last small block names the large one.
+    """
+    operations: list[Operation] = []
+    last = {hash_id for request in trace.requests for hash_id in request.hashes[factor - 1 :: factor]}
+    for kind, life, first, second in trace.operations:
+        if kind == GROW:
+            operations.append((kind, life, -(-first // factor), 0))
+        elif kind == CACHED:
+            if not (first + 1) % factor:
+                operations.append((kind, life, first // factor, second))
+        elif kind != DROP or life in last:
+            operations.append((kind, life, first, second))
+    return msgspec.structs.replace(
+        trace,
+        block_tokens=trace.block_tokens * factor,
+        blocks=trace.blocks // factor,
+        operations=operations,
+        lives=[msgspec.structs.replace(life, hit_blocks=life.hit_blocks // factor) for life in trace.lives],
+        requests=[
+            msgspec.structs.replace(request, hashes=request.hashes[factor - 1 :: factor])
+            for request in trace.requests
+        ],
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"

@@ -1,0 +1,101 @@
+"""The prefixes for which the cache saved and lost most, as text, data or CSV."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Group
+from rich.text import Text
+
+from ...audit.analysis.prefixes import Prefix
+from ...audit.replay.block_traces import journal_prefixes
+from ...audit.replay.find import journals_at
+from ...audit.replay.parallel import Run, here
+from .audit import csv_of
+from .terminal import blocks, counted, figures_table, indented, title
+
+LEGEND = (
+    "A prefix is a stretch of blocks that requests share until they differ. Saved tokens were hits. Lost "
+    "tokens had been in the cache, were evicted, and were computed again. Labels come from keyed hashes."
+)
+COLUMNS = (
+    "engine", "label", "parent", "start", "end", "requests", "saved_tokens", "lost_tokens", "losses",
+    "wait_seconds",
+)  # fmt: skip
+
+
+class Prefixes(msgspec.Struct, frozen=True, kw_only=True):
+    """The first prefixes by saved and lost tokens, and the sums over all ``prefixes``."""
+
+    prefixes: int
+    saved_tokens: int
+    lost_tokens: int
+    shown: list[Prefix]
+
+
+def prefixes(paths: Sequence[Path], *, most: int = 20, run: Run = here) -> Prefixes:
+    """The prefixes of all journals at ``paths``. Raises LedgerError."""
+    found = [prefix for several in run(journal_prefixes, journals_at(paths)) for prefix in several]
+    found.sort(key=lambda each: (-each.saved_tokens - each.lost_tokens, each.engine, each.start, each.label))
+    return Prefixes(
+        prefixes=len(found),
+        saved_tokens=sum(each.saved_tokens for each in found),
+        lost_tokens=sum(each.lost_tokens for each in found),
+        shown=found[:most],
+    )
+
+
+def render(result: Prefixes) -> Group:
+    """Two sentences, the table, and who lost what to whom."""
+    answer = [
+        Text(
+            f"{counted(result.prefixes, 'prefix').replace('prefixs', 'prefixes')}: the cache saved "
+            f"{result.saved_tokens:,} tokens; {result.lost_tokens:,} tokens were evicted and computed again."
+        )
+    ]
+    if result.shown and (result.shown[0].saved_tokens or result.shown[0].lost_tokens):
+        first = result.shown[0]
+        answer.append(
+            Text(
+                f"Most by prefix {first.label}, tokens {first.start:,} to {first.end:,} of "
+                f"{counted(first.requests, 'request')}: {first.saved_tokens:,} saved, "
+                f"{first.lost_tokens:,} lost."
+            )
+        )
+    return blocks(Group(*answer), _table(result.shown), _losses(result.shown))
+
+
+def _table(shown: Sequence[Prefix]) -> Group | None:
+    if not shown:
+        return None
+    table = figures_table("prefix", "after", "from", "to", "requests", "saved", "lost", "losses", "again, s")
+    for each in shown:
+        table.add_row(
+            each.label,
+            each.parent or "-",
+            f"{each.start:,}",
+            f"{each.end:,}",
+            f"{each.requests:,}",
+            f"{each.saved_tokens:,}",
+            f"{each.lost_tokens:,}",
+            f"{each.losses:,}",
+            "" if each.wait_seconds is None else f"{each.wait_seconds:,.1f}",
+        )
+    return Group(title("Prefixes by tokens saved and lost", LEGEND), table)
+
+
+def _losses(shown: Sequence[Prefix]) -> Group | None:
+    lines = [
+        f"{loss.needed_seconds:,.1f} s: {loss.needed_by} computed {loss.tokens:,} tokens of {each.label} "
+        f"again, evicted at {loss.evicted_seconds:,.1f} s for {loss.evicted_for or 'no known request'}"
+        for each in sorted(shown, key=lambda each: -each.lost_tokens)[:5]
+        for loss in each.last_losses[-1:]
+    ]
+    return Group(title("Last losses"), *(indented(Text(line)) for line in lines)) if lines else None
+
+
+def as_csv(result: Prefixes) -> str:
+    """One line per prefix."""
+    return csv_of(COLUMNS, ([getattr(each, name) for name in COLUMNS] for each in result.shown))

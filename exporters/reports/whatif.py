@@ -1,0 +1,313 @@
+"""What-if reports: which hits another cache would have had, as text, data, CSV or one HTML page."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import msgspec
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from ... import __version__
+from ...audit.analysis.block_trace import BlockTrace
+from ...audit.analysis.whatif import (
+    TRUSTED_POINTS,
+    Calibration,
+    Options,
+    SizePoint,
+    WhatIf,
+    what_if,
+)
+from ...audit.errors import LedgerError
+from ...audit.replay.block_traces import is_request_trace, journal_trace, request_trace
+from ...audit.replay.find import journals_at
+from ...audit.replay.parallel import Run, here
+from ...audit.replay.windows import EVERYTHING, Window
+from ..files import whole
+from ..templating import environment
+from .audit import structs_csv
+from .terminal import blocks, counted, figures_table, indented, notes, percent, title
+from .whatif_chart import curve_chart
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+BAR = 40
+"""Columns of the longest bar of the curve."""
+
+UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{unit}": base**power
+    for base, unit in ((1000, "b"), (1024, "ib"))
+    for power, prefix in enumerate("kmgt", 1)
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+
+LEGEND = (
+    "Local hits of first admissions as a share of their prompt tokens, if the pool had so many blocks. The "
+    "engine's own timing is kept: a larger cache would also end prefills sooner."
+)
+NO_BLOCK_BYTES = (
+    "--tiers needs the bytes of one block, which this trace does not name: add --block-bytes, which is "
+    "block tokens x layers x 2 x KV heads x head size x bytes per number."
+)
+NO_FIRST_TIER = "--tiers of a request trace needs the size of the first tier: add --blocks."
+
+
+class WhatIfReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One result for each engine or request trace."""
+
+    engines: list[WhatIf]
+
+
+class CurveRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the CSV."""
+
+    engine: str
+    policy: str
+    blocks: int | None
+    present: bool
+    hit_tokens: int
+    hit_share: float
+    gained_points: float
+    evicted_blocks: int
+    short_blocks: int
+
+
+def study(
+    paths: Sequence[Path],
+    options: Options,
+    *,
+    block_tokens: int = 0,
+    window: Window = EVERYTHING,
+    run: Run = here,
+) -> WhatIfReport:
+    """Replay every journal and request trace at ``paths``. Raises LedgerError."""
+    requests = [path for path in paths if is_request_trace(path)]
+    others = [path for path in paths if path not in requests]
+    results = [*run(partial(_of_journal, options=options, window=window), journals_at(others))]
+    results += [_of_trace(request_trace(path, block_tokens), options) for path in requests]
+    return WhatIfReport(engines=results)
+
+
+def _of_journal(path: Path, options: Options, window: Window) -> WhatIf:
+    return _of_trace(journal_trace(path, window), options)
+
+
+def _of_trace(trace: BlockTrace, options: Options) -> WhatIf:
+    if options.tiers and not (options.block_bytes or trace.block_bytes):
+        raise LedgerError(NO_BLOCK_BYTES)
+    if options.tiers and not (options.blocks or trace.blocks):
+        raise LedgerError(NO_FIRST_TIER)
+    return what_if(trace, options)
+
+
+# --- options --------------------------------------------------------------------------------------------
+
+
+def counts(text: str) -> list[int]:
+    """Block counts as a user writes them: ``1000,2000``. Raises LedgerError."""
+    words = [word.strip().replace("_", "") for word in text.split(",") if word.strip()]
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise LedgerError(f"{text!r} is no list of block counts: write --blocks 1000,2000.")
+    return [int(word) for word in words]
+
+
+def sizes(text: str) -> list[int]:
+    """Sizes in bytes as a user writes them: ``40GiB,500GB``. Raises LedgerError."""
+    return [size(word.strip()) for word in text.split(",") if word.strip()]
+
+
+def size(text: str) -> int:
+    """One size in bytes. Raises LedgerError."""
+    match = _SIZE.fullmatch(text)
+    number, unit = match.groups() if match else ("0", "")
+    found = int(float(number) * UNITS.get(unit.lower(), 0))
+    if not found:
+        raise LedgerError(f"{text!r} is no size: write 512MiB, 40GiB or 500GB.")
+    return found
+
+
+# --- text -----------------------------------------------------------------------------------------------
+
+
+def render(report: WhatIfReport) -> Group:
+    """Each engine: the conclusion, the curve, the other effects."""
+    several = len(report.engines) > 1
+    return blocks(*(part for one in report.engines for part in _engine(one, named=several)))
+
+
+def _engine(one: WhatIf, *, named: bool) -> Iterator[RenderableType | None]:
+    lines = [Text(one.engine, style="bold")] if named else []
+    lines.append(Text(one.sentence, style="bold"))
+    lines.append(Text(calibrated(one.calibration), style="" if one.calibration.trusted else "bold yellow"))
+    yield Group(*lines)
+    yield _curve(one)
+    yield _tiers(one)
+    yield Group(title("Other effects"), *(indented(Text(line)) for line in effects(one)))
+    yield notes(one.calibration.doubts)
+
+
+def calibrated(calibration: Calibration) -> str:
+    """How far the replay at the recorded size is from the recorded hits, and whether to trust the rest."""
+    residual = calibration.residual_points
+    if residual is None:
+        return "The trace has no recorded hits to compare with."
+    compared = (
+        f"At the recorded size the replay hits {calibration.hit_tokens:,} tokens and the engine hit "
+        f"{calibration.recorded_hit_tokens:,}: a residual of {residual:+.2f} points "
+        f"({calibration.equal_admissions:,} of {counted(calibration.admissions, 'admission')} equal)."
+    )
+    if calibration.trusted:
+        return compared
+    why = "; ".join(calibration.doubts) or "the trace names no cause"
+    return (
+        f"{compared} That is more than {TRUSTED_POINTS:g} points, so do not trust the figures below. Known "
+        f"causes: {why}."
+    )
+
+
+def _curve(one: WhatIf) -> Group:
+    bar = "█" if (getattr(sys.stdout, "encoding", "") or "").lower().startswith("utf") else "#"
+    several = len({point.policy for point in one.curve}) > 1
+    table = figures_table("blocks", "hit rate", "points")
+    table.add_column("")
+    for point in [*one.curve, one.ideal]:
+        name = "no limit" if point.blocks is None else f"{point.blocks:,}"
+        name += f"  {point.policy}" if several and point.policy else ""
+        name += "  (present)" if _is_present(one, point) else ""
+        drawn = bar * round(BAR * point.hit_share)
+        table.add_row(
+            Text(name, style="bold" if _is_present(one, point) else ""),
+            percent(point.hit_share),
+            f"{point.gained_points:+.1f}" if point.gained_points and one.blocks else "",
+            Text(f"{drawn}{_short(point)}"),
+        )
+    return Group(title("Hit rate by number of blocks", LEGEND), table)
+
+
+def _is_present(one: WhatIf, point: SizePoint) -> bool:
+    return point.blocks is not None and point.blocks == one.blocks
+
+
+def _short(point: SizePoint) -> str:
+    return f"  {point.short_blocks:,} blocks short" if point.short_blocks else ""
+
+
+def _tiers(one: WhatIf) -> Group | None:
+    if not one.tiers:
+        return None
+    table = figures_table("second tier", "blocks", "tokens", "of prompts")
+    for tier in one.tiers:
+        table.add_row(
+            _bytes(tier.bytes), f"{tier.blocks:,}", f"{tier.tier_tokens:,}", percent(tier.tier_share)
+        )
+    legend = (
+        f"Tokens that a second tier would have given beyond the local hits. One block is "
+        f"{_bytes(one.block_bytes)}; every cached block is written to the tier."
+    )
+    return Group(title("Second tier", legend), table)
+
+
+def effects(one: WhatIf) -> Iterator[str]:
+    """The other effects, a sentence each."""
+    for row in one.block_sizes:
+        yield (
+            f"Blocks of {row.block_tokens} tokens and as much memory ({row.blocks:,} blocks): "
+            f"{percent(row.hit_share)} hits, {row.gained_points:+.1f} points."
+        )
+    yield (
+        f"Blocks smaller than {one.block_tokens} tokens: at most "
+        f"{one.smaller_blocks_gain_at_most:+.1f} points; the hashes cover whole blocks only."
+    )
+    if one.blocks:
+        yield _preemptions(one)
+        yield from _resets(one)
+
+
+def _preemptions(one: WhatIf) -> str:
+    row = one.preemptions
+    needed = f"all tables together would need {counted(row.blocks_needed, 'block')}"
+    if not row.preemptions:
+        return (
+            f"No request was preempted: {needed.replace('would need', 'needed at most')} of {one.blocks:,}."
+        )
+    return (
+        f"{counted(row.preemptions, 'preemption')} made {row.computed_again_tokens:,} tokens be computed "
+        f"again. Without preemption {needed}; the pool has {one.blocks:,}."
+    )
+
+
+def _resets(one: WhatIf) -> Iterator[str]:
+    row = one.resets
+    if row.resets:
+        yield f"{counted(row.resets, 'reset')} of the cache cost {row.lost_tokens:,} tokens of hits."
+    yield (
+        f"{'One more' if row.resets else 'A'} reset of the cache half way would have cost "
+        f"{row.one_more_lost_tokens:,} tokens of hits."
+    )
+
+
+def _bytes(number: int) -> str:
+    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if number >= unit:
+            return f"{number / unit:.4g} {name}"
+    return f"{number} B"
+
+
+def as_csv(report: WhatIfReport) -> str:
+    """The curve, one line per size and policy."""
+    rows = [
+        CurveRow(
+            engine=one.engine,
+            present=_is_present(one, point),
+            **{name: getattr(point, name) for name in point.__struct_fields__},
+        )
+        for one in report.engines
+        for point in [*one.curve, one.ideal]
+    ]
+    return structs_csv(CurveRow, rows)
+
+
+# --- the page -------------------------------------------------------------------------------------------
+
+
+def save(report: WhatIfReport, output: Path) -> None:
+    """Write the page, whole or not at all. Raises LedgerError."""
+    with whole(output) as draft:
+        draft.write_text(html(report), encoding="utf-8")
+
+
+def html(report: WhatIfReport) -> str:
+    """Render the page, which loads nothing from the network."""
+    engines = [
+        {
+            "result": one,
+            "calibration": calibrated(one.calibration),
+            "chart": curve_chart(one),
+            "effects": list(effects(one)),
+            "curve": [_row(one, point) for point in [*one.curve, one.ideal]],
+            "tiers": [
+                (_bytes(t.bytes), f"{t.blocks:,}", f"{t.tier_tokens:,}", percent(t.tier_share))
+                for t in one.tiers
+            ],
+        }
+        for one in report.engines
+    ]
+    template = environment(TEMPLATES).get_template("whatif.html.j2")
+    return template.render(engines=engines, legend=LEGEND, version=__version__)
+
+
+def _row(one: WhatIf, point: SizePoint) -> tuple[str, ...]:
+    name = "no limit" if point.blocks is None else f"{point.blocks:,}"
+    return (
+        f"{name} (present)" if _is_present(one, point) else name,
+        point.policy,
+        percent(point.hit_share),
+        f"{point.hit_tokens:,}",
+        f"{point.gained_points:+.1f}",
+        f"{point.evicted_blocks:,}",
+        f"{point.short_blocks:,}",
+    )
