@@ -23,6 +23,7 @@ class V0Engine:
         self.requests: dict[str, Any] = {}
         self.outputs: dict[str, list[Any]] = {}
         self.steps: list[Any] = []
+        self.in_flight = 0
         self.raised = ""
         self._tokens_of = tokens_of
 

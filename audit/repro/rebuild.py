@@ -67,7 +67,8 @@ def candidates(cut: Cut) -> Iterator[Rebuilt]:
         kept = _with_donors(cut, chosen)
         if kept and kept not in tried:
             tried.add(kept)
-            yield from _variants(cut, kept)
+            yield from _variants(cut, kept, late=True)
+            yield from _variants(cut, kept, late=False)
 
 
 def _choices(cut: Cut, target: list[int], beside: list[int]) -> Iterator[list[int]]:
@@ -149,9 +150,13 @@ def _connector(name: str, finding: str) -> str:
     return "lmcache" if of_lmcache else "scripted"
 
 
-def _variants(cut: Cut, kept: frozenset[int]) -> Iterator[Rebuilt]:
-    """One choice of requests with every pool and step budget worth trying."""
-    build = _Build(cut, kept)
+def _variants(cut: Cut, kept: frozenset[int], *, late: bool) -> Iterator[Rebuilt]:
+    """One choice of requests with every pool and step budget worth trying.
+
+    ``late``: a request comes right before the step that admits it, because the requests left out may be why
+    it waited.
+    """
+    build = _Build(cut, kept, late=late)
     workload, assumed = build.workload(), tuple(build.assumed)
     engine = workload.engine
     recorded = int(engine.get("blocks", _DEFAULTS.blocks))
@@ -229,8 +234,10 @@ class _Slot:
 class _Build:
     """Walks a cut's items once, for one choice of requests."""
 
-    def __init__(self, cut: Cut, kept: frozenset[int]) -> None:
+    def __init__(self, cut: Cut, kept: frozenset[int], *, late: bool) -> None:
         self.cut = cut
+        self._waiting: set[int] | None = set() if late else None
+        """The requests that came and were not admitted yet, if they are to come late."""
         self.assumed: list[str] = []
         self.full_pools: list[int] = []
         """Pool sizes that the chosen requests filled when one of them was preempted."""
@@ -354,16 +361,21 @@ class _Build:
     def _happened(self, item: Happened) -> None:
         name = self._names.get(item.request, "")
         match item.what:
+            case "add" if self._waiting is not None:
+                self._waiting.add(item.request)
             case "add" | "chunk":
-                self._ops.append(Op("add", name))
-                self._needed = True
+                self._come(item.request)
             case "abort" | "close":
+                if self._waiting is not None and item.request in self._waiting:
+                    self._come(item.request)
                 if item.request not in self._ended:
                     self._ops.append(Op(item.what, name))
                 self._ended.add(item.request)
             case "reset":
                 self._ops.append(Op("reset", running=bool(item.tokens)))
             case "admit":
+                if self._waiting is not None and item.request in self._waiting:
+                    self._come(item.request)
                 self._needed = True
                 self._hits[item.request] = item.tokens
                 self._computed[item.request] = item.tokens
@@ -377,6 +389,13 @@ class _Build:
                 self._failing.append((item.request, item.tokens))
             case "loaded" | "sent":
                 self._transferred(item.what, item.request, name)
+
+    def _come(self, number: int) -> None:
+        """The request, or its next chunk, comes now."""
+        if self._waiting is not None:
+            self._waiting.discard(number)
+        self._ops.append(Op("add", self._names[number]))
+        self._needed = True
 
     def _transferred(self, what: str, number: int, name: str) -> None:
         """A transfer finished with the last output, or with the output of an empty step, of which no event
@@ -399,6 +418,8 @@ class _Build:
 
     def _finish(self) -> None:
         """Answer what is in flight, and go on for a while, so that figures of the end can be read."""
+        for number in sorted(self._waiting or ()):
+            self._come(number)
         while self._in_flight:
             self._output({})
         left = [row for row in self._rows if row.number not in self._ended]

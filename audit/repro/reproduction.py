@@ -98,7 +98,7 @@ def reproduce(
 ) -> Reproduction:
     """Rebuild one finding of the journals at ``path`` and shrink what leads to it.
 
-    ``workers`` 0 drives in this process. Ctrl-C ends the search and keeps the smallest workload so far.
+    ``budget``: seconds, from when vLLM is imported. ``workers`` 0 drives in this process. Ctrl-C ends the search and keeps the smallest workload so far.
     """
     began = time.monotonic()
     _tell(progress, "reading the journal")
@@ -112,14 +112,15 @@ def reproduce(
     except NotRebuilt as error:
         return Reproduction(status="refused", seen=seen, release=seen.release, reason=str(error))
     count = cores() if workers is None else workers
-    with Pool(count, python or sys.executable, began + budget) as pool:
+    with Pool(count, python or sys.executable) as pool:
+        _tell(progress, "starting vLLM")
+        version = pool.version()
         if not any_release:
-            _require_release(pool, seen)
+            _require_release(version, seen)
         return _Search(part, pool, began, budget, progress).run()
 
 
-def _require_release(pool: Pool, seen: Seen) -> None:
-    version = pool.version()
+def _require_release(version: str, seen: Seen) -> None:
     if _plain(version) != _plain(seen.release):
         raise OtherRelease(
             f"The journal is of vLLM {seen.release}, and {version} would drive the workload: give the "
@@ -143,8 +144,9 @@ class _Search:
 
     def __init__(self, part: Cut, pool: Pool, began: float, budget: float, progress: Progress | None) -> None:
         self._cut, self._pool, self._began = part, pool, began
-        self._deadline = began + budget
-        self._search_until = began + budget * SEARCH_SHARE
+        ready = time.monotonic()
+        self._deadline = ready + budget
+        self._search_until = ready + budget * SEARCH_SHARE
         self._progress = progress
         self._nearest: Found | None = None
         self._rebuilt: Rebuilt | None = None

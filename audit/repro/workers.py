@@ -77,8 +77,15 @@ def answer(job: Job) -> Answer:
 
 
 def _version() -> str:
+    """The version of vLLM, with the modules imported that every workload needs."""
     from ..engines import host_version
 
+    try:
+        from ..conformance.host import EngineSetup, build_scheduler
+
+        build_scheduler(EngineSetup())
+    except ImportError:  # 0.9 with the v0 scheduler alone
+        pass
     return host_version()
 
 
@@ -101,7 +108,9 @@ class _Worker:
         self._buffer = b""
 
     def ask(self, job: Job, seconds: float) -> Answer:
-        process = self._process or self._start()
+        process = self._process
+        if process is None:
+            process, seconds = self.start(), seconds + START_SECONDS
         assert process.stdin is not None
         try:
             process.stdin.write(msgspec.json.encode(job) + b"\n")
@@ -114,7 +123,8 @@ class _Worker:
             return Answer(error="the worker ended, or the scheduler did not return")
         return msgspec.json.decode(line, type=Answer)
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def start(self) -> subprocess.Popen[bytes]:
+        """Start the process; it imports vLLM with its first job."""
         boot = _BOOT.format(init=str(_PACKAGE / "__init__.py"), folder=str(_PACKAGE))
         quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "KVLEDGER_DISABLE": "1"}
         self._process = subprocess.Popen(
@@ -170,8 +180,12 @@ class Pool:
         self._threads = ThreadPoolExecutor(workers) if workers else None
 
     def version(self) -> str:
-        """The vLLM version of the workers."""
-        found = self._ask(Job(), START_SECONDS)
+        """The vLLM version of the workers, once all of them have imported it."""
+        if self._threads is not None:
+            asked = [self._threads.submit(worker.ask, Job(), 0.0) for worker in self._workers]
+            found = [each.result() for each in asked][0]
+        else:
+            found = answer(Job())
         if not found.version:
             raise LedgerError("vLLM can't be imported: kvledger repro drives its scheduler.")
         return found.version
