@@ -98,7 +98,8 @@ def reproduce(
 ) -> Reproduction:
     """Rebuild one finding of the journals at ``path`` and shrink what leads to it.
 
-    ``budget``: seconds, from when vLLM is imported. ``workers`` 0 drives in this process. Ctrl-C ends the search and keeps the smallest workload so far.
+    ``budget``: seconds, from when vLLM is imported. ``workers`` 0 drives in this process. Ctrl-C ends the
+    search and keeps the smallest workload so far.
     """
     began = time.monotonic()
     _tell(progress, "reading the journal")

@@ -183,7 +183,7 @@ class Pool:
         """The vLLM version of the workers, once all of them have imported it."""
         if self._threads is not None:
             asked = [self._threads.submit(worker.ask, Job(), 0.0) for worker in self._workers]
-            found = [each.result() for each in asked][0]
+            found, *_ = [each.result() for each in asked]
         else:
             found = answer(Job())
         if not found.version:
