@@ -496,6 +496,27 @@ def serve(
     )
 
 
+@command(opt.LIVE, "deploy compose -o kvledger-compose", "deploy systemd > kvledger.service")
+def deploy(
+    form: opt.DeployForm,
+    output: opt.DeployFolder = None,
+) -> None:
+    """Print or write the files that run kvledger beside a server.
+
+    The forms are compose, kubernetes (a kustomize component), helm, systemd and containerfile. docs/deploy.md
+    explains them.
+    """
+    from .dashboards import deploy_files
+
+    chosen = deploy_files.form(form)
+    if output is None:
+        typer.echo(deploy_files.printed(chosen))
+        return
+    for path in deploy_files.write(chosen, output):
+        typer.echo(path)
+    typer.echo(f"{chosen.next}.", err=True)
+
+
 dashboards = typer.Typer(
     name="dashboards",
     cls=opt.Commands,

@@ -352,6 +352,22 @@ EngineUrls = Annotated[
         help="An engine's own /metrics, to compare with the ledger. Repeatable.",
     ),
 ]
+DeployForm = Annotated[
+    str,
+    typer.Argument(
+        metavar="FORM", show_default=False, help="compose, kubernetes, helm, systemd or containerfile."
+    ),
+]
+DeployFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="DIR",
+        show_default=False,
+        help="The folder to write; files in it are not replaced. Without it: print.",
+    ),
+]
 ExportedFolder = Annotated[
     Path | None,
     typer.Argument(
