@@ -113,7 +113,7 @@ def write(chosen: Form, folder: Path) -> list[Path]:
 
 
 def printed(chosen: Form) -> str:
-    """The files of a form as one text; several YAML files become the documents of one."""
+    """The files of a form as one text; each of several files stands below a line with its name."""
     made = list(files(chosen))
     if len(made) == 1:
         return made[0][1].rstrip("\n")
