@@ -138,7 +138,12 @@ def test_the_tls_example_is_valid_and_its_web_configuration_is_read(tmp_path: Pa
 
 # --- the Helm chart ---------------------------------------------------------------------------------------
 
-RENDER = "import sys; sys.path.insert(0, sys.argv[1]); import go_template; go_template.render_template(*sys.argv[2:])"
+RENDER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import go_template
+go_template.render_template(*sys.argv[2:])
+"""
 
 
 @pytest.fixture
