@@ -310,17 +310,18 @@ def _load_end(life: Life) -> int | None:
 
 
 class CostCounters(msgspec.Struct):
-    """Seconds of lost work and of loads while requests end, for metrics. They never fall.
+    """The time of lost work and of loads while requests end, for metrics. It never falls.
 
-    Tokens are priced when their request ends, by the model of that time; before the first accepted model
-    they wait.
+    It is kept in whole microseconds, because a sum of floats depends on the order in which journals are added
+    and may fall slightly. Tokens are priced when their request ends, by the model of that time; before the
+    first accepted model they wait.
     """
 
-    lost_seconds: dict[str, float] = {}
+    lost_us: dict[str, int] = {}
     """By kind of :data:`KINDS`."""
     waiting: dict[str, dict[str, int]] = {}
     """Tokens without a price yet, by kind (or ``saved``) and what they were computed as."""
-    saved_seconds: float = 0.0
+    saved_us: int = 0
     """What computing the loaded external tokens would have taken."""
     load_wait_us: int = 0
     """Time that requests waited for asynchronous loads."""
@@ -363,16 +364,17 @@ class CostCounters(msgspec.Struct):
                 if took is None:
                     continue
                 del row[kind]
+                took_us = round(took * 1e6)
                 if key == SAVED:
-                    self.saved_seconds += took
+                    self.saved_us += took_us
                 else:
-                    self.lost_seconds[key] = self.lost_seconds.get(key, 0.0) + took
+                    self.lost_us[key] = self.lost_us.get(key, 0) + took_us
         self.waiting = {key: row for key, row in self.waiting.items() if row}
 
     def merge(self, more: CostCounters) -> None:
         """Add the counters of another engine, which ran later."""
-        for kind, took in more.lost_seconds.items():
-            self.lost_seconds[kind] = self.lost_seconds.get(kind, 0.0) + took
-        self.saved_seconds += more.saved_seconds
+        for kind, took_us in more.lost_us.items():
+            self.lost_us[kind] = self.lost_us.get(kind, 0) + took_us
+        self.saved_us += more.saved_us
         self.load_wait_us += more.load_wait_us
         self.model = more.model

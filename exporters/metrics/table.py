@@ -191,7 +191,7 @@ GROUPS: tuple[Group, ...] = (
                 "counter",
                 "Estimate of the engine time that computing the loaded external tokens would have taken.",
                 ENGINE,
-                read.value(lambda engine_audit: engine_audit.cost_counters.saved_seconds),
+                read.value(lambda engine_audit: engine_audit.cost_counters.saved_us / 1e6),
             ),
             Metric(
                 "kvledger_step_model_error_ratio",
@@ -697,7 +697,8 @@ def _summed(one: Sample, other: Sample) -> Sample:
         both.merge(one.value)
         both.merge(other.value)
         return Sample(one.labels, both, created)
-    return Sample(one.labels, _number(one) + _number(other), created, other.exemplar or one.exemplar)
+    total = round(_number(one) + _number(other), 6)  # seconds are whole microseconds; a float sum might fall
+    return Sample(one.labels, total, created, other.exemplar or one.exemplar)
 
 
 # --- the page -------------------------------------------------------------------------------------------

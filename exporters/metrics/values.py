@@ -134,7 +134,7 @@ def lookups(of: Callable[[LookupCounts], int]) -> MetricReader:
 def lost_seconds(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
     """Engine time of lost work by kind."""
     for kind in LOST:
-        yield (kind,), engine_audit.cost_counters.lost_seconds.get(kind, 0.0)
+        yield (kind,), engine_audit.cost_counters.lost_us.get(kind, 0) / 1e6
 
 
 def model_error(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:

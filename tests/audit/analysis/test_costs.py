@@ -116,7 +116,7 @@ def test_the_same_requests_cost_the_same_in_metrics(tmp_path: Path) -> None:
 
     assert row.costs is not None
     rework = sum(each.seconds or 0 for each in row.costs.rows if each.kind == "rework")
-    assert engine.cost_counters.lost_seconds["rework"] == pytest.approx(rework, rel=0.02)
+    assert engine.cost_counters.lost_us["rework"] / 1e6 == pytest.approx(rework, rel=0.02)
     assert engine.step_times.busy_us / 1e6 == pytest.approx(row.costs.engine_seconds)
 
 
@@ -125,10 +125,10 @@ def test_counters_wait_for_the_first_accepted_model() -> None:
     account.rework = {"blocks": 100}
     counters.close(account, Sample())
 
-    assert not counters.lost_seconds
+    assert not counters.lost_us
     counters.model = StepModel(refused="", coefficients={})
     counters.close(account, Sample())
-    assert not counters.lost_seconds  # accepted, and the price of a prefill token is not known
+    assert not counters.lost_us  # accepted, and the price of a prefill token is not known
 
     assert {"rework": {"prefill": 200}} == counters.waiting
 
