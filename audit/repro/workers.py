@@ -126,13 +126,13 @@ class _Worker:
     def start(self) -> subprocess.Popen[bytes]:
         """Start the process; it imports vLLM with its first job."""
         boot = _BOOT.format(init=str(_PACKAGE / "__init__.py"), folder=str(_PACKAGE))
-        quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "KVLEDGER_DISABLE": "1"}
+        environ = {name: value for name, value in os.environ.items() if name != "KVLEDGER_DIR"}
         self._process = subprocess.Popen(
             [self._python, "-c", boot],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, **quiet},
+            env={**environ, "VLLM_LOGGING_LEVEL": "ERROR"},
             start_new_session=True,
         )
         self._buffer = b""
