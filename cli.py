@@ -278,21 +278,6 @@ def prefixes(
     _print("json" if json else format, result, report.render, report.as_csv)
 
 
-@command(opt.AUDIT, "blocks /var/lib/kvledger")
-def blocks(
-    paths: opt.BlockJournalPaths,
-    format: opt.TableFormat = "table",
-    json: opt.JsonAlias = False,
-    jobs: opt.Jobs = 0,
-) -> None:
-    """Sum up how blocks were used: states, evictions, lifetimes, reuse."""
-    from .exporters.reports import block_use as report
-
-    with _reading(paths, jobs) as (places, run):
-        result = report.block_use(places, run=run)
-    _print("json" if json else format, result, report.render, report.as_csv)
-
-
 @command(opt.AUDIT, "diff journals/before journals/after")
 def diff(
     before: opt.Before,
@@ -381,8 +366,7 @@ def export(
 ) -> None:
     """Write the tables of a trace as Parquet files.
 
-    The tables are requests, lives, entries, violations and steps, and at level blocks stays and occupancy;
-    docs/tables.md lists their columns.
+    The tables are requests, lives, entries, violations and steps; docs/tables.md lists their columns.
     Needs the analysis extra: pip install 'kvledger[analysis]'.
     """
     from .audit.replay.windows import window
@@ -418,6 +402,47 @@ def timeline(
             return
         count = save(places, output, chosen)
     typer.echo(f"{output}: {count:,} trace events. Open it at https://ui.perfetto.dev.", err=True)
+
+
+@command(
+    opt.FILES,
+    "repro /var/lib/kvledger",
+    "repro /var/lib/kvledger --finding tokens/negative -o test_negative.py --issue bug.md",
+    exit_codes="Exit codes: 0 reproduced, and the test fails here; 1 not reproduced; 2 bad usage or input; "
+    "3 a reproduction can't show this finding.",
+)
+def repro(
+    path: opt.JournalPath,
+    finding: opt.FindingId = "",
+    request: opt.FindingRequest = "",
+    output: opt.TestFile = Path("test_repro.py"),
+    issue: opt.IssueFile = None,
+    budget: opt.Budget = "120s",
+    python: opt.Interpreter = "",
+    any_release: opt.AnyRelease = False,
+    json: opt.Json = False,
+) -> None:
+    """Turn a finding into a small pytest file that fails without kvledger.
+
+    Cuts the journal down, drives the scheduler of the installed vLLM, which must have the journal's release,
+    and shrinks the workload while the finding comes back. No prompt, token or request id of the journal is in
+    the file. Ctrl-C keeps the smallest workload so far. Needs the vllm extra: pip install 'kvledger[vllm]'.
+    """
+    from .exporters.reports import repro as report
+
+    _silence_vllm()
+    code = report.run(
+        path,
+        finding=finding,
+        request=request,
+        output=output,
+        issue=issue,
+        budget=budget,
+        any_release=any_release,
+        python=python,
+        as_json=json,
+    )
+    raise typer.Exit(code)
 
 
 # --- live engines ---------------------------------------------------------------------------------------
@@ -633,6 +658,31 @@ def conformance(
         _silence_vllm()
     verdict = report.run(connector, module, options, format, disaggregated or None, verbose=verbose)
     raise typer.Exit(CODES[verdict])
+
+
+@command(
+    opt.TRY,
+    "bisect test_repro.py --releases 0.17.0..0.33.0",
+    "bisect test_repro.py --python 0.23.0=old/bin/python --python 0.24.0=new/bin/python",
+    exit_codes="Exit codes: 0 a release fails; 1 none fails; 2 bad usage or input.",
+)
+def bisect(
+    file: opt.ReproFile,
+    releases: opt.Releases = "",
+    python: opt.Interpreters = None,
+    jobs: opt.BisectJobs = 0,
+    json: opt.Json = False,
+) -> None:
+    """Run a test of repro on several vLLM releases: first bad, last bad, first good.
+
+    A checkout of kvledger has environments for the releases (scripts/releases.py builds them). Elsewhere,
+    name the interpreters of your own environments.
+    """
+    from .exporters.reports import bisect as report
+
+    result = report.run(file, releases, python or (), jobs)
+    _print("json" if json else "text", report.as_data(result) if json else result, report.render, None)
+    raise typer.Exit(0 if result.first_bad else 1)
 
 
 # --- other ----------------------------------------------------------------------------------------------

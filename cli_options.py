@@ -395,6 +395,69 @@ KeptFolder = Annotated[
         "which is not removed.",
     ),
 ]
+FindingId = Annotated[
+    str,
+    typer.Option("--finding", metavar="ID", show_default=False, help="The finding, such as tokens/negative."),
+]
+FindingRequest = Annotated[
+    str,
+    typer.Option("--request", metavar="REQUEST", show_default=False, help="The request of the finding."),
+]
+TestFile = Annotated[
+    Path, typer.Option("--output", "-o", metavar="FILE", help="The test to write; - prints it.")
+]
+IssueFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--issue",
+        metavar="FILE",
+        show_default=False,
+        help="Also write a bug report with the test, as Markdown.",
+    ),
+]
+Budget = Annotated[str, typer.Option("--budget", metavar="TIME", help="The most time to spend: 90s, 5m.")]
+AnyRelease = Annotated[
+    bool,
+    typer.Option(
+        "--any-release", help="Drive the installed vLLM, although the journal is of another release."
+    ),
+]
+Interpreter = Annotated[
+    str,
+    typer.Option(
+        "--python",
+        metavar="INTERPRETER",
+        show_default=False,
+        help="The Python whose vLLM is driven. Default: the one that runs kvledger.",
+    ),
+]
+ReproFile = Annotated[
+    Path, typer.Argument(metavar="FILE", show_default=False, help="A test that kvledger repro wrote.")
+]
+Releases = Annotated[
+    str,
+    typer.Option(
+        "--releases",
+        metavar="FIRST..LAST",
+        show_default=False,
+        help="Only these, of the environments of a checkout; or names with commas between.",
+    ),
+]
+Interpreters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--python",
+        metavar="[RELEASE=]INTERPRETER",
+        show_default=False,
+        help="A Python that has a vLLM, instead of the environments of a checkout. Repeatable.",
+    ),
+]
+BisectJobs = Annotated[
+    int,
+    typer.Option(
+        "--jobs", "-j", metavar="N", show_default=False, help="Releases at a time. Default: one per core."
+    ),
+]
 ConnectorName = Annotated[
     str,
     typer.Argument(metavar="CONNECTOR", show_default=False, help="The name, as in kv_connector."),

@@ -1,0 +1,1 @@
+"""The files that `kvledger repro` writes: the standalone test, and the bug report around it."""

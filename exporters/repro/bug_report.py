@@ -1,0 +1,89 @@
+"""The Markdown of a bug report, as `kvledger repro --issue` writes it for upstream's tracker."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...audit.repro.workload import Check, Workload
+from .texts import explain
+
+if TYPE_CHECKING:
+    from ...audit.repro.reproduction import Reproduction
+
+_SHOWN = (
+    "scheduler",
+    "asynchronous",
+    "policy",
+    "block_size",
+    "blocks",
+    "groups",
+    "max_running",
+    "max_batched_tokens",
+    "max_model_len",
+    "prefix_caching",
+    "drafts",
+    "connector",
+    "load_failure_policy",
+)
+"""Settings of the recorded engine that its scheduler depends on. No names of models and hosts."""
+
+
+def bug_report(reproduction: Reproduction, test: str) -> str:
+    """The report around the file ``test``. Nothing in it comes from a prompt, and request ids are renamed."""
+    workload, check = reproduction.workload, reproduction.check
+    assert workload is not None and check is not None, "only what was reproduced is reported"
+    return report(
+        workload,
+        check,
+        test,
+        configuration=reproduction.configuration,
+        statement=reproduction.statement,
+        messages=reproduction.messages,
+        assumed=reproduction.assumed,
+    )
+
+
+def report(
+    workload: Workload,
+    check: Check,
+    test: str,
+    *,
+    configuration: dict[str, object],
+    statement: str,
+    messages: tuple[str, ...],
+    assumed: tuple[str, ...],
+) -> str:
+    """The parts of the report, in the order in which upstream's form asks for them."""
+    explained = explain(workload, check)
+    settings = [f"- {name}: {configuration[name]}" for name in _SHOWN if _is_set(configuration.get(name))]
+    parts = [
+        f"# {explained.title}",
+        explained.says,
+        "\n".join(f"- {fact}" for fact in explained.facts),
+        "## Versions and configuration",
+        "\n".join([f"- vLLM {workload.release}", *settings]),
+        "The test needs neither a GPU nor a model. It was cut down from the journal of an engine with this "
+        "configuration, and has a smaller one of its own.",
+        "## What happened",
+        f"{_sentence(check.says)}: {check.engine}",
+        *(f"> {message}" for message in dict.fromkeys(messages)),
+        "## Expected",
+        f"{_sentence(check.says)}: {check.right}",
+        "## The request's account",
+        "kvledger counts each token once, by where its KV came from:",
+        f"```\n{statement.strip()}\n```" if statement.strip() else "",
+        "## Test",
+        "The test fails on this release, and passes on a release without the fault:",
+        f"```python\n{test.strip()}\n```",
+    ]
+    if assumed:
+        parts += ["## Assumed", "\n".join(f"- {sentence}" for sentence in assumed)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _is_set(value: object) -> bool:
+    return value is not None and value != ""
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]

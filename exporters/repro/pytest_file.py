@@ -1,0 +1,334 @@
+"""The standalone test of a reproduction: one Python file that needs vLLM and nothing of kvledger.
+
+The file drives vLLM's scheduler through the workload and compares one figure of the engine with the right
+one. It has to run on the release with the fault and on the one that fixed it, so it passes each constructor
+only the arguments that the installed release has. Parts of the driver that the workload does not need are
+left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from ... import __version__
+from ...audit.conformance.driver_v0 import V0Setup
+from ...audit.conformance.host import EngineSetup
+from ...audit.errors import LedgerError
+from ...audit.repro import probes
+from ...audit.repro.faults import Fault
+from ...audit.repro.workload import Check, Op, Request, Workload, script_literal
+from .texts import Explanation, explain
+
+WIDTH = 108
+_SETTINGS = {
+    "num_blocks": "blocks",
+    "block_size": "block_size",
+    "enable_prefix_caching": "prefix_caching",
+    "max_num_seqs": "max_running",
+    "max_num_batched_tokens": "max_batched_tokens",
+    "max_model_len": "max_model_len",
+    "enable_chunked_prefill": "chunked_prefill",
+    "scheduler_reserve_full_isl": "reserve_full_isl",
+    "policy": "policy",
+}
+"""The settings in the file by vLLM's names, which its constructors take, and those of EngineSetup."""
+
+_SETTINGS_OF_V0 = {
+    "num_blocks": "blocks",
+    "num_cpu_blocks": "cpu_blocks",
+    "block_size": "block_size",
+    "enable_prefix_caching": "prefix_caching",
+    "max_num_seqs": "max_running",
+    "max_num_batched_tokens": "max_batched_tokens",
+    "max_model_len": "max_model_len",
+    "enable_chunked_prefill": "chunked_prefill",
+    "preemption_mode": "preemption_mode",
+    "policy": "policy",
+}
+
+_LAYERS = {
+    "full": "kv_cache.FullAttentionSpec, **layer",
+    "sliding": "kv_cache.SlidingWindowSpec, **layer, sliding_window={window}",
+    "cross": "kv_cache.CrossAttentionSpec, **layer",
+    "replay": "kv_cache.SlidingWindowMLASpec, **layer, sliding_window={window}, bounded_replay=True",
+}
+_SUM = 'min(seen) >= 0 and sum(seen) == engine.requests["{name}"].num_prompt_tokens'
+_CONDITIONS = {
+    ("reported", "tokens/negative"): (
+        _SUM,
+        "any release must hold: none is negative, they sum to the prompt",
+    ),
+    ("reported", "tokens/source-sum"): (_SUM, "any release must hold: they sum to the prompt"),
+    ("reported", "tokens/set-once"): (
+        'seen[:2] in engine.scheduler.connector.admissions["{name}"]',
+        "any release must hold: both are of one admission",
+    ),
+    ("reported", "connector/failed-load-counted"): ("seen[1] == RIGHT[1]", "is wrong: the external tokens"),
+}
+"""By probe and finding: the condition where it is not ``seen == RIGHT``, and what it asserts, in words.
+
+Releases differ in which admission of a prompt they report, so a release without the fault may report other
+figures than those of kvledger's account.
+"""
+
+
+def render(
+    workload: Workload,
+    check: Check,
+    *,
+    assumed: Sequence[str] = (),
+    file: str = "test_repro.py",
+) -> str:
+    """The text of the file. Raises LedgerError where a standalone driver can't do what the workload needs."""
+    explained, v0 = explain(workload, check), workload.engine.get("scheduler") == "v0"
+    fields = dataclasses.fields(V0Setup if v0 else EngineSetup)
+    settings = {field.name: field.default for field in fields} | workload.engine
+    if refused := _refused(settings, v0):
+        raise LedgerError(f"The finding was reproduced, but no file can show it: {refused}.")
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=False,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    context = {
+        "title": explained.title,
+        "says": _flowed(explained.says),
+        "facts": _facts(explained, check, assumed),
+        "file": file,
+        "version": __version__,
+        **(_settings_of_v0(settings) if v0 else _settings(settings)),
+        **_needs(workload, settings),
+        **_tables(workload, check, settings),
+        **(figure := _figure(check, explained.fault)),
+        "plain_answers": not figure["admissions"] and _are_plain(workload.requests.values()),
+    }
+    return environment.get_template("v0.py.j2" if v0 else "v1.py.j2").render(context)
+
+
+def _refused(settings: dict[str, Any], v0: bool) -> str:
+    """What the file's driver can't do, as the end of a sentence."""
+    if v0:
+        return "it has no asynchronous output processor of v0" if settings["asynchronous"] else ""
+    if settings["connector"] not in (None, "scripted"):
+        return f"it has no {settings['connector']}"
+    return "it has no diffusion model" if settings["canvas"] else ""
+
+
+# --- parts of the file ----------------------------------------------------------------------------------
+
+
+def _settings(settings: dict[str, Any]) -> dict[str, Any]:
+    window = settings["sliding_window"]
+    return {
+        **{name: settings[name] for name in ("asynchronous", "pooling", "drafts")},
+        "eagle": bool(settings["drafts"]) and settings["drafter"] == "eagle",
+        "connector": settings["connector"] is not None,
+        "groups": [_LAYERS[kind].format(window=window) for kind in settings["groups"]],
+    }
+
+
+def _settings_of_v0(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: settings[name] for name in ("partial_prefills", "block_size", "max_loras")}
+
+
+def _needs(workload: Workload, settings: dict[str, Any]) -> dict[str, Any]:
+    """Which parts of the driver the workload needs."""
+    script, requests = workload.script, workload.requests.values()
+    connector = settings.get("connector") is not None
+    loads = any(op.loaded or op.failed_whole for op in script)
+    reports = [
+        ("loaded", loads),
+        ("failed", fails := any(op.failed for op in script)),
+        ("failed_whole", fails_whole := any(op.failed_whole for op in script)),
+        ("sent", holds := any(request.hold for request in requests)),
+    ]
+    transfers = [
+        ("finished_recving=loaded", loads),
+        ("finished_sending=sent", holds),
+        ("invalid_block_ids=invalid", fails),
+        ("failed_recving=loaded.intersection(failed_whole)", fails_whole),
+    ]
+    return {
+        "transfers": [words for words, needed in transfers if needed],
+        "loads": loads,
+        "calls": {op.do for op in script},
+        "splits": any(op.do == "schedule" for op in script)
+        and any(row[0] in ("schedule", "output") for row in script_literal(script)),
+        "running": any(op.running for op in script),
+        "fails": fails,
+        "fails_whole": fails_whole,
+        "holds": holds,
+        "accepts": any(op.accepted for op in script),
+        "proposes": bool(settings.get("drafts")) and not settings["asynchronous"],
+        "stops": any(request.stop_at for request in requests),
+        "sessions": any(request.resumable or request.chunks for request in requests),
+        "lora": any(request.lora for request in requests),
+        "options": list(_options(requests)),
+        "reports": "".join(f", {name}=()" for name, needed in reports if needed) if connector else "",
+    }
+
+
+def _are_plain(requests: Iterable[Request]) -> bool:
+    """True if each admission takes the next answer, which is a number of tokens."""
+    return all(
+        not request.resumable and not request.chunks and all(isinstance(one, int) for one in request.answers)
+        for request in requests
+    )
+
+
+def _options(requests: Iterable[Request]) -> Iterable[str]:
+    """Further arguments of vLLM's Request."""
+    requests = list(requests)
+    if any(request.priority for request in requests):
+        yield 'priority=row.get("priority", 0)'
+    if any(request.resumable or request.chunks for request in requests):
+        yield "resumable=resumable"
+    if any(request.salt for request in requests):
+        yield 'cache_salt=row.get("salt")'
+    if any(request.lora for request in requests):
+        yield 'lora_request=row.get("lora") and LoRARequest(f"lora {row[\'lora\']}", row["lora"], "nowhere")'
+
+
+def _tables(workload: Workload, check: Check, settings: dict[str, Any]) -> dict[str, Any]:
+    """The literals: settings, requests, and the script up to where the figure is read."""
+    names = _names_of_settings(workload, settings)
+    engine = ", ".join(f"{_literal(name)}:\0{_literal(settings[ours])}" for name, ours in names.items())
+    script = workload.script if check.after < 0 else workload.script[: check.after]
+    return {
+        "engine": [line.replace("\0", " ") for line in textwrap.wrap(f"{engine},", WIDTH - 4)],
+        "requests": [
+            line
+            for name, request in workload.requests.items()
+            for line in _wrapped(f'"{name}": {_literal(_row(request, settings.get("pooling", False)))},')
+        ],
+        "script": _rows(script),
+        "answers": any(request.answers for request in workload.requests.values()),
+    }
+
+
+def _names_of_settings(workload: Workload, settings: dict[str, Any]) -> dict[str, str]:
+    """The settings that the workload depends on."""
+    if settings.get("scheduler") == "v0":
+        return _SETTINGS_OF_V0
+    names = dict(_SETTINGS)
+    if settings["policy"] == "fcfs":
+        del names["policy"]
+    if settings["connector"] is not None:
+        names["kv_role"] = "kv_role"
+        if any(op.failed or op.failed_whole for op in workload.script):
+            names["kv_load_failure_policy"] = "load_failure_policy"
+    return names
+
+
+def _row(request: Request, pooling: bool) -> dict[str, Any]:
+    """A request as the literal of its row, without what is as usual."""
+    row: dict[str, Any] = {"prompt": list(request.prompt)}
+    if not pooling:
+        row["max_tokens"] = request.max_tokens
+    if request.chunks:
+        row["chunks"] = [list(chunk) for chunk in request.chunks]
+    if request.answers:
+        row["answers"] = _answers(request)
+    for name in ("stop_at", "priority", "resumable", "salt", "lora", "hold"):
+        value = getattr(request, name)
+        if value:
+            row[name] = value
+    return row
+
+
+def _answers(request: Request) -> Any:
+    """The answers of a connector; a tuple of two is one answer, in JSON a list."""
+    return [tuple(answer) if isinstance(answer, list) else answer for answer in request.answers]
+
+
+def _rows(script: Sequence[Op]) -> list[str]:
+    rows = []
+    for row in script_literal(tuple(script)):
+        if row == ("step", 1):
+            row = ("step",)
+        rows += _wrapped(f"{_literal(row)},")
+    return rows
+
+
+def _literal(value: Any) -> str:
+    """A literal with double quotes; tuples inside of dictionaries become lists where they are names."""
+    if isinstance(value, dict):
+        return (
+            "{" + ", ".join(f"{_literal(key)}: {_literal(_listed(one))}" for key, one in value.items()) + "}"
+        )
+    if isinstance(value, list):
+        runs = [(one, len(list(equal))) for one, equal in itertools.groupby(map(_literal, value))]
+        return "[" + ", ".join(f"*[{one}] * {n}" if n > 3 else ", ".join([one] * n) for one, n in runs) + "]"
+    if isinstance(value, tuple):
+        return "(" + ", ".join(map(_literal, value)) + ("," if len(value) == 1 else "") + ")"
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return repr(value)
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) and all(isinstance(one, str) for one in value) else value
+
+
+def _figure(check: Check, fault: Fault | None) -> dict[str, Any]:
+    """The probe, the right figure and the condition."""
+    condition, asserted = _CONDITIONS.get((check.probe, check.finding), ("seen == RIGHT", ""))
+    words = fault.name if fault else check.finding.partition("/")[2]
+    return {
+        "probe": source(check.probe),
+        "probe_name": check.probe,
+        "name": _literal(check.request),
+        "what": _literal(check.says),
+        "right": _literal(check.right),
+        "condition": condition.format(name=check.request),
+        "asserted": asserted,
+        "admissions": "admissions" in condition,
+        "raises": check.probe == "raised",
+        "test": "test_" + re.sub(r"\W", "_", words),
+    }
+
+
+def source(probe: str) -> str:
+    """The text of a probe, without annotations."""
+    text = inspect.getsource(getattr(probes, probe))
+    text = re.sub(r"^def (\w+)\(.*?\) -> .*?:$", r"def \1(engine, name):", text, count=1, flags=re.M)
+    return re.sub(r"^( +\w+): .*? = ", r"\1 = ", text, flags=re.M)
+
+
+# --- layout ---------------------------------------------------------------------------------------------
+
+
+def _facts(explained: Explanation, check: Check, assumed: Sequence[str]) -> str:
+    facts = list(explained.facts)
+    facts += [f"Assumed: {sentence}" for sentence in assumed]
+    return "\n".join(_flowed(fact, "- ") for fact in facts)
+
+
+def _flowed(text: str, first: str = "") -> str:
+    indent = " " * len(first)
+    return textwrap.fill(
+        text,
+        WIDTH,
+        initial_indent=first,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _wrapped(line: str) -> list[str]:
+    return textwrap.wrap(
+        line, WIDTH - 4, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
