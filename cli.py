@@ -278,6 +278,21 @@ def prefixes(
     _print("json" if json else format, result, report.render, report.as_csv)
 
 
+@command(opt.AUDIT, "blocks /var/lib/kvledger")
+def blocks(
+    paths: opt.BlockJournalPaths,
+    format: opt.TableFormat = "table",
+    json: opt.JsonAlias = False,
+    jobs: opt.Jobs = 0,
+) -> None:
+    """Sum up how blocks were used: states, evictions, lifetimes, reuse."""
+    from .exporters.reports import block_use as report
+
+    with _reading(paths, jobs) as (places, run):
+        result = report.block_use(places, run=run)
+    _print("json" if json else format, result, report.render, report.as_csv)
+
+
 @command(opt.AUDIT, "diff journals/before journals/after")
 def diff(
     before: opt.Before,
@@ -366,7 +381,8 @@ def export(
 ) -> None:
     """Write the tables of a trace as Parquet files.
 
-    The tables are requests, lives, entries, violations and steps; docs/tables.md lists their columns.
+    The tables are requests, lives, entries, violations and steps, and at level blocks stays and occupancy;
+    docs/tables.md lists their columns.
     Needs the analysis extra: pip install 'kvledger[analysis]'.
     """
     from .audit.replay.windows import window

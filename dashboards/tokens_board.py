@@ -48,6 +48,13 @@ def _quantiles(histogram: str) -> tuple[Query, ...]:
     )
 
 
+def _median(histogram: str, legend: str) -> Query:
+    return Query(
+        f"histogram_quantile(0.5, sum by (le) (rate({histogram}_bucket{{@engine}}[$__rate_interval])))",
+        legend,
+    )
+
+
 RANGE = PanelRow(
     "In the time range",
     (
@@ -404,4 +411,47 @@ REQUESTS = PanelRow(
     ),
 )
 
-ROWS = (RANGE, PROMPTS, EXTERNAL, WORKED, REQUESTS)
+BLOCKS = PanelRow(
+    "Blocks (engines that record at level blocks)",
+    (
+        Panel(
+            "Blocks by state",
+            "Blocks that requests or the connector hold (running), free blocks whose content can be hit "
+            "(cached), and free blocks without content (empty). A pool that is nearly all running preempts "
+            "soon; a pool with empty blocks evicts nothing.",
+            "timeseries",
+            (Query("sum by (state) (kvledger_pool_blocks{@engine})", "{{state}}"),),
+            unit="none",
+            stack="normal",
+        ),
+        Panel(
+            "Evicted blocks",
+            "Cached blocks per second whose content was evicted, by whether an admission had hit it. Content "
+            "that is evicted before anybody hits it was cached in vain.",
+            "timeseries",
+            (
+                Query(
+                    "sum by (hit) (rate(kvledger_evicted_blocks_total{@engine}[$__rate_interval]))",
+                    "hit before: {{hit}}",
+                ),
+            ),
+            unit="cps",
+            stack="normal",
+        ),
+        Panel(
+            "How long blocks stay, and when they are hit again",
+            "Medians: from the caching of content to its eviction, from the last release to the eviction, "
+            "and from a release to the next hit. If content is evicted sooner than it is usually hit, more "
+            "blocks turn misses into hits: kvledger whatif says how many.",
+            "timeseries",
+            (
+                _median("kvledger_block_lifetime_seconds", "cached to evicted"),
+                _median("kvledger_block_idle_seconds", "released to evicted"),
+                _median("kvledger_block_reuse_seconds", "released to hit"),
+            ),
+            unit="s",
+        ),
+    ),
+)
+
+ROWS = (RANGE, PROMPTS, EXTERNAL, WORKED, REQUESTS, BLOCKS)

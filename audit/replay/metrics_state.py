@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 
 from .. import events as ev
-from ..causes import BEGAN_BEFORE
+from ..analysis.block_states import BLOCK_EVENTS, BlockStates
+from ..causes import BEGAN_BEFORE, EVICTED
 from ..ledger.account import Account
 from ..ledger.positions import COMPUTED, EXTERNAL, LOCAL
 from .distribution import Distribution, Exemplar
@@ -31,6 +32,9 @@ REWORK = (0.0, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75)
 TIMES = (0, 1, 2, 3, 5, 8, 13, 21)
 WAIT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
+
+STAY_SECONDS = (0.1, 1, 10, 60, 300, 900, 3600, 14400, 86400)
+"""Bounds for how long content stays in a block."""
 
 PLANNED = (LOCAL, EXTERNAL, COMPUTED)
 ENDED_WITH_OUTPUT = ("stopped", "length", "length_capped", "repetition")
@@ -121,6 +125,11 @@ class MetricsState(msgspec.Struct):
     rework_share: Distribution = msgspec.field(default_factory=lambda: Distribution.over(REWORK))
     preempted: Distribution = msgspec.field(default_factory=lambda: Distribution.over(TIMES))
     remote_wait: Distribution = msgspec.field(default_factory=lambda: Distribution.over(WAIT_SECONDS))
+    blocks: BlockStates = msgspec.field(default_factory=BlockStates)
+    """The pools' blocks, if the level is ``blocks``."""
+    block_lifetime: Distribution = msgspec.field(default_factory=lambda: Distribution.over(STAY_SECONDS))
+    block_idle: Distribution = msgspec.field(default_factory=lambda: Distribution.over(STAY_SECONDS))
+    block_reuse: Distribution = msgspec.field(default_factory=lambda: Distribution.over(STAY_SECONDS))
 
     def seconds(self, at: int) -> float:
         """Unix time of an event's ``at``."""
@@ -190,6 +199,25 @@ class MetricsState(msgspec.Struct):
             self.gaps_of_known_size += 1
             self.lost_events += event.lost_events
 
+    def use_blocks(self, event: ev.Event, _: Open) -> None:
+        """Follow the blocks: their states, how long content stays, and when it is hit again."""
+        if self.blocks.feed(event) is None:
+            return
+        for seconds in self.blocks.idle_seconds:
+            self.block_reuse.observe(seconds)
+        for stay in self.blocks.ended:
+            if stay.left_by != EVICTED:
+                continue
+            if stay.cached_at >= 0:
+                self.block_lifetime.observe((stay.left_at - stay.cached_at) / 1e6)
+            if stay.released_at >= 0:
+                self.block_idle.observe((stay.left_at - stay.released_at) / 1e6)
+
+    def lose(self, event: ev.Gap, open: Open) -> None:
+        """Count a gap; the states of blocks are not known after it."""
+        self.gap(event, open)
+        self.use_blocks(event, open)
+
     def count_violation(self, id: str, at: int, account: Account | None) -> None:
         """Count one violation of an invariant, repeated or not."""
         count = self.violations.get(id)
@@ -223,8 +251,18 @@ class MetricsState(msgspec.Struct):
         for id, count in other.violations.items():
             times = self.violations[id].times if id in self.violations else 0
             self.violations[id] = msgspec.structs.replace(count, times=times + count.times)
-        for name in ("cached_share", "rework_share", "preempted", "remote_wait"):
+        for name in (
+            "cached_share",
+            "rework_share",
+            "preempted",
+            "remote_wait",
+            "block_lifetime",
+            "block_idle",
+            "block_reuse",
+        ):
             getattr(self, name).merge(getattr(other, name))
+        self.blocks.seen |= other.blocks.seen
+        self.blocks.use.merge(other.blocks.use)
 
     # --- when an account closes -------------------------------------------------------------------------
 
@@ -286,8 +324,9 @@ METRICS_HANDLERS: dict[type[ev.Event], Callable[[MetricsState, Any, Open], None]
     ev.Reported: MetricsState.report,
     ev.LookupsCounted: MetricsState.looked_up,
     ev.Preempted: MetricsState.preempt,
-    ev.Gap: MetricsState.gap,
+    ev.Gap: MetricsState.lose,
     ev.Census: MetricsState.census,
+    **dict.fromkeys(BLOCK_EVENTS - {ev.Gap}, MetricsState.use_blocks),
 }
 """The method called for each type of event, after the ledger has posted it, with the open accounts."""
 

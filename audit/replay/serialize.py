@@ -45,7 +45,7 @@ from ..ledger.totals import Totals
 from ..ledger.transfers import Promise, WorkerTransfers
 from .engine_audit import EngineAudit
 
-SCHEMA = 2
+SCHEMA = 3
 """Version of the codes below, of the meaning of the attributes, and of the checkpoint around them."""
 
 OBJECTS: tuple[type, ...] = (

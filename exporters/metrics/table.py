@@ -14,7 +14,7 @@ from ...audit.checks.registry import catalogue
 from ...audit.hooks import TIMED_STEPS
 from ...audit.replay.distribution import Distribution
 from ...audit.replay.engine_audit import EngineAudit
-from ...audit.replay.metrics_state import REWORK, SHARES, TIMES, VERDICTS, WAIT_SECONDS
+from ...audit.replay.metrics_state import REWORK, SHARES, STAY_SECONDS, TIMES, VERDICTS, WAIT_SECONDS
 from . import values as read
 from .values import MetricReader, Sample
 
@@ -507,6 +507,74 @@ GROUPS: tuple[Group, ...] = (
                 "Journals without the event that names their engine; no other metric includes them.",
                 (),
                 read.unnamed,
+            ),
+        ),
+    ),
+    Group(
+        "Blocks",
+        "How the block pools are used. Only engines that record at level `blocks` have these series "
+        "([blocks](blocks.md)).",
+        (
+            Metric(
+                "kvledger_pool_blocks",
+                "blocks",
+                "gauge",
+                "Blocks by state: running (held by requests or the connector), cached (free, and the content "
+                "can be hit), empty (free without content), unknown.",
+                (*ENGINE, "state"),
+                read.engines(read.block_states),
+                combine=add,
+            ),
+            Metric(
+                "kvledger_evicted_blocks",
+                "blocks",
+                "counter",
+                "Cached blocks whose content was evicted, by whether an admission had hit it: yes or no.",
+                (*ENGINE, "hit"),
+                read.engines(read.evicted_blocks),
+            ),
+            Metric(
+                "kvledger_allocated_blocks",
+                "blocks",
+                "counter",
+                "Blocks that the pool allocated.",
+                ENGINE,
+                read.block_count("allocated"),
+            ),
+            Metric(
+                "kvledger_hit_blocks",
+                "blocks",
+                "counter",
+                "Blocks that admissions hit.",
+                ENGINE,
+                read.block_count("hits"),
+            ),
+            Metric(
+                "kvledger_block_lifetime_seconds",
+                "seconds",
+                "histogram",
+                "Time that evicted content had been in its block, from its caching to its eviction.",
+                ENGINE,
+                read.block_times("block_lifetime"),
+                bounds=STAY_SECONDS,
+            ),
+            Metric(
+                "kvledger_block_idle_seconds",
+                "seconds",
+                "histogram",
+                "Time that evicted content had not been held, from the last release to the eviction.",
+                ENGINE,
+                read.block_times("block_idle"),
+                bounds=STAY_SECONDS,
+            ),
+            Metric(
+                "kvledger_block_reuse_seconds",
+                "seconds",
+                "histogram",
+                "Time from a block's release to the next hit, for hits of blocks that no request held.",
+                ENGINE,
+                read.block_times("block_reuse"),
+                bounds=STAY_SECONDS,
             ),
         ),
     ),

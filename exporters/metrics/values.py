@@ -343,6 +343,43 @@ def build(audits: Sequence[EngineAudit]) -> Iterator[Sample]:
     yield Sample((__version__,), 1)
 
 
+# --- blocks -------------------------------------------------------------------------------------------
+
+
+def block_states(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Blocks by state; nothing where the journal has no block events."""
+    for state, count in (engine_audit.metrics.blocks.now or {}).items():
+        yield (state,), count
+
+
+def evicted_blocks(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Evicted blocks, by whether they had been hit; nothing where the journal has no block events."""
+    blocks = engine_audit.metrics.blocks
+    if blocks.seen:
+        yield ("no",), blocks.use.never_hit
+        yield ("yes",), blocks.use.evicted - blocks.use.never_hit
+
+
+def block_count(of: str) -> MetricReader:
+    """One sum of the use of blocks; no series where the journal has no block events."""
+    return engines(
+        lambda engine_audit: (
+            [((), float(getattr(engine_audit.metrics.blocks.use, of)))]
+            if engine_audit.metrics.blocks.seen
+            else []
+        )
+    )
+
+
+def block_times(of: str) -> MetricReader:
+    """One distribution of times of blocks; no series where the journal has no block events."""
+    return engines(
+        lambda engine_audit: (
+            [((), getattr(engine_audit.metrics, of))] if engine_audit.metrics.blocks.seen else []
+        )
+    )
+
+
 # --- reconciliation -----------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from ...audit import events as ev
+from ...audit.analysis.block_states import STATES, BlockStates, BlockUse, Occupancy
 from ...audit.analysis.costs import Costs
 from ...audit.ledger.account import Account
 from ...audit.replay.engine_audit import EngineAudit
@@ -21,6 +22,7 @@ from ...audit.replay.windows import EVERYTHING, Window
 from ..trace.request_counts import RequestCounts
 from ..trace.time_series import Series, together
 from .audit import AuditReport, report
+from .block_use import BlockUseReport, as_report
 from .costs import CostReport, cost_report
 from .why import Tally, Why, block_size, explained, remark
 
@@ -51,6 +53,8 @@ class PageData(msgspec.Struct, frozen=True, kw_only=True):
     waits: list[int]
     preempted: list[MostPreempted]
     costs: CostReport
+    block_use: BlockUseReport | None
+    block_series: Series
 
 
 class JournalPageData:
@@ -63,6 +67,8 @@ class JournalPageData:
         self.series = Series()
         self.waits = [0] * (len(WAITS) + 1)
         self.preempted: list[MostPreempted] = []
+        self.block_states = BlockStates()
+        self.block_series = Series()
 
     def read(self) -> None:
         """Replay the journal."""
@@ -72,6 +78,9 @@ class JournalPageData:
             for event in batch.events:
                 if counts.feed(event):
                     self._add_levels(began, event, counts)
+                occupancy = self.block_states.feed(event)
+                if occupancy is not None:
+                    self._add_occupancy(began, occupancy)
             for account in batch.accounts:
                 self._add(account, engine_audit.last_at)
         remark(self.tally, engine_audit)
@@ -86,6 +95,12 @@ class JournalPageData:
         self.series.level(wall, {"running": counts.running, "waiting": counts.waiting})
         if isinstance(event, ev.Preempted):
             self.series.count(wall, "preemptions")
+
+    def _add_occupancy(self, began: float, now: Occupancy) -> None:
+        wall = began + now.at / 1e6
+        if self.engine_audit.window.holds(wall):
+            self.block_series.level(wall, {name: getattr(now, name) for name in STATES})
+            self.block_series.count(wall, "evicted", now.evicted)
 
     def _add(self, account: Account, last: int) -> None:
         self.tally.add(account, block_size(self.engine_audit))
@@ -128,7 +143,17 @@ def gather(
         waits=[sum(counts) for counts in zip(*(part.waits for part in parts), strict=True)],
         preempted=sorted((row for part in parts for row in part.preempted), reverse=True)[:SHOWN],
         costs=cost_report(costs, tally.models, gpu_hour),
+        block_use=_block_use(parts),
+        block_series=together([part.block_series for part in parts]),
     )
+
+
+def _block_use(parts: Sequence[JournalPageData]) -> BlockUseReport | None:
+    """The use of all blocks; None where no journal has block events."""
+    use = BlockUse()
+    for part in parts:
+        use.merge(part.block_states.use)
+    return as_report(use) if any(part.block_states.seen for part in parts) else None
 
 
 def _of_journal(path: Path, window: Window) -> JournalPageData:

@@ -19,6 +19,7 @@ from ..templating import environment
 from ..trace.time_series import TICKS, Series
 from . import charts, costs
 from .audit import AuditReport, FindingData, share
+from .html_blocks import block_section
 from .html_data import WAITS, PageData, gather
 from .terminal import counted, percent
 
@@ -64,6 +65,7 @@ def html(data: PageData) -> str:
             misses=_misses(data),
             miss_notes=data.why.notes,
             **_over_time(data.series),
+            blocks=block_section(data, _clock),
             work=_work(report),
             costs=costs.lost_cells(data.costs),
             loads=costs.load_cells(data.costs),

@@ -49,6 +49,16 @@ def steps(paths: Paths) -> pd.DataFrame:
     return table("steps", paths)
 
 
+def stays(paths: Paths) -> pd.DataFrame:
+    """A row per stay of content in a block, from its caching to its eviction. Level blocks only."""
+    return table("stays", paths)
+
+
+def occupancy(paths: Paths) -> pd.DataFrame:
+    """A row per second: how many blocks were running, cached and empty. Level blocks only."""
+    return table("occupancy", paths)
+
+
 def table(name: str, paths: Paths) -> pd.DataFrame:
     """One of :data:`~kvledger.exporters.trace.tables.TABLES`.
 

@@ -1,4 +1,6 @@
-"""A trace as tables: a row per request, life, entry, violation or step. :data:`TABLES` has the columns.
+"""A trace as tables: a row per request, life, entry, violation, step, stay of content in a block, or second.
+
+:data:`TABLES` has the columns.
 
 Rows are produced as accounts close, so memory is bounded by open requests. ``parquet.py`` writes them to
 files, ``frames.py`` makes DataFrames; both take names and types from here. Seconds count from the start of
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from datetime import datetime, timezone
+from math import inf
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -21,6 +24,7 @@ from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.find import journals_at
 from ...audit.replay.journals import each_batch
 from ...audit.replay.windows import EVERYTHING, Window
+from .block_rows import BlockRows
 
 Kind = Literal["text", "count", "seconds"]
 Value = str | int | float | None
@@ -137,6 +141,29 @@ TABLES: dict[str, tuple[Column, ...]] = {
         Column("tokens", "count", "tokens that each of these steps scheduled"),
         Column("drafts", "count", "draft tokens among them"),
     ),
+    "stays": (
+        ENGINE,
+        Column("pool", "count", "number of the block pool"),
+        Column("block", "count", "id of the block in which the content stayed"),
+        Column("request_id", "text", "the request that cached the content; null if not known"),
+        Column("cached_seconds", "seconds", "when the content was cached; null: before the trace begins"),
+        Column("left_seconds", "seconds", "when the content left the cache; null while it can be hit"),
+        Column("left_by", "text", "evicted, reset, or dropped by the engine"),
+        Column("hits", "count", "how often an admission hit the block"),
+        Column("released_seconds", "seconds", "when no request held the block any more, the last time"),
+        Column("idle_seconds", "seconds", "from the last release to the end of the stay"),
+    ),
+    "occupancy": (
+        ENGINE,
+        Column("second", "count", "the second; seconds without block events have no row"),
+        Column("running", "count", "blocks that requests or the connector held at its end"),
+        Column("cached", "count", "free blocks whose content could be hit"),
+        Column("empty", "count", "free blocks without content"),
+        Column("unknown", "count", "free blocks of which the trace does not say whether they have content"),
+        Column("allocated", "count", "blocks allocated in this second"),
+        Column("evicted", "count", "blocks whose content was evicted in this second"),
+        Column("hits", "count", "blocks hit by admissions in this second"),
+    ),
 }
 
 
@@ -164,6 +191,7 @@ class _Trace:
         )
         self._scheduled: dict[int, tuple[int, int]] = {}
         self._step = 0
+        self._block_rows = BlockRows() if {"stays", "occupancy"} & set(wanted) else None
 
     def rows(self) -> Iterator[tuple[str, Rows]]:
         engine_audit = self._engine_audit
@@ -173,7 +201,11 @@ class _Trace:
                 steps = [row for event in batch.events for row in self._steps(event)]
             if steps:
                 yield "steps", steps
+            if self._block_rows is not None:
+                yield from self._blocks(*self._block_rows.feed(batch.events))
             yield from self._accounts(batch.accounts)
+        if self._block_rows is not None:
+            yield from self._blocks(*self._block_rows.finish())
         violations = engine_audit.violations
         if violations and "violations" in self._wanted:
             yield "violations", [_violation(engine_audit.name, violation) for violation in violations]
@@ -188,6 +220,23 @@ class _Trace:
             yield "lives", [row for account in accounts for row in _lives(engine, account)]
         if accounts and "entries" in self._wanted:
             yield "entries", [row for account in accounts for row in _entries(engine, account)]
+
+    def _blocks(self, stays: Rows, seconds: Rows) -> Iterator[tuple[str, Rows]]:
+        """The rows of stays that overlap the window, and of seconds in it."""
+        engine, window = self._engine_audit.name, self._engine_audit.window
+        began = self._engine_audit.began_seconds or 0.0
+        if stays and "stays" in self._wanted:
+            yield (
+                "stays",
+                [
+                    (engine, *row)
+                    for row in stays
+                    if window.touches(began + _number(row[3], 0.0), began + _number(row[4], inf))
+                ],
+            )
+        if seconds and "occupancy" in self._wanted:
+            inside = [row for row in seconds if window.holds(began + _number(row[0], 0.0))]
+            yield "occupancy", [(engine, *row) for row in inside]
 
     def _steps(self, event: ev.Event) -> Rows:
         """A row for a scheduled step, or for the repeats of the last one."""
@@ -324,6 +373,10 @@ def hour_name(hour: int) -> str:
 
 def _seconds(at: int) -> float | None:
     return at / 1e6 if at >= 0 else None
+
+
+def _number(value: Value, otherwise: float) -> float:
+    return value if isinstance(value, int | float) else otherwise
 
 
 # --- the page -------------------------------------------------------------------------------------------

@@ -1,0 +1,339 @@
+"""How an engine used its blocks: states over time, evictions, lifetimes, idle times, reuse distances.
+
+Kept from the pool calls of level ``blocks``, for any number of pools and groups. A block is *running* while a
+request or the connector holds it, *cached* while it is free and its content can be hit, and *empty* while it
+is free without content. Where the trace begins in the middle, free blocks are *unknown* until they are used
+or reported.
+
+The stay of content in a block is a :class:`Stay`: from the caching to the eviction. Quantiles are of counts
+in buckets that are 9 % wide, so memory does not grow with the trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import log2
+from typing import Any
+
+import msgspec
+
+from .. import causes, old_events
+from .. import events as ev
+from ..ledger.blocks.decode import calls
+
+STATES = ("running", "cached", "empty", "unknown")
+
+PER_OCTAVE = 8
+"""Buckets of a distribution between a number and its double."""
+
+ZERO = -(1 << 30)
+"""The bucket of the number zero."""
+
+DROPPED = "dropped"
+"""How content left its block: the engine took the hash away, for example after a failed load."""
+
+
+class Quantiles(msgspec.Struct):
+    """A distribution of positive numbers in buckets of equal ratio; zero has a bucket of its own."""
+
+    counts: dict[int, int] = {}
+
+    def add(self, number: float) -> None:
+        """Count one number."""
+        bucket = round(PER_OCTAVE * log2(number)) if number > 0 else ZERO
+        self.counts[bucket] = self.counts.get(bucket, 0) + 1
+
+    def merge(self, more: Quantiles) -> None:
+        """Add another distribution."""
+        for bucket, numbers in more.counts.items():
+            self.counts[bucket] = self.counts.get(bucket, 0) + numbers
+
+    def at(self, share: float) -> float | None:
+        """The number below which this share of all numbers is; None without any."""
+        wanted = share * sum(self.counts.values())
+        for bucket in sorted(self.counts):
+            wanted -= self.counts[bucket]
+            if wanted <= 0:
+                return float(2 ** (bucket / PER_OCTAVE)) if bucket > ZERO else 0.0
+        return None
+
+
+class Occupancy(msgspec.Struct, frozen=True):
+    """The blocks of all pools by state after an event, and what happened since the event before."""
+
+    at: int
+    running: int
+    cached: int
+    empty: int
+    unknown: int
+    allocated: int
+    evicted: int
+    hits: int
+
+
+class Stay(msgspec.Struct):
+    """Content in a block. Times are microseconds since the engine started; -1: not known, or not yet."""
+
+    pool: int
+    block: int
+    request: int
+    """The request that cached the content."""
+    cached_at: int
+    hits: int = 0
+    released_at: int = -1
+    """When the block was last released."""
+    left_at: int = -1
+    left_by: str = ""
+    released_after: int = 0
+    """How many blocks had been allocated when the block was last released."""
+
+
+class BlockUse(msgspec.Struct):
+    """What :class:`BlockStates` found, over a whole trace; the use of several engines can be merged."""
+
+    blocks: int = 0
+    microseconds: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(STATES, 0))
+    """Block-microseconds in each state."""
+    most_running: int = 0
+    allocated: int = 0
+    cached: int = 0
+    hits: int = 0
+    evicted: int = 0
+    never_hit: int = 0
+    """Evicted content that nobody had hit."""
+    lifetimes: Quantiles = msgspec.field(default_factory=Quantiles)
+    """Seconds from the caching to the eviction."""
+    idle: Quantiles = msgspec.field(default_factory=Quantiles)
+    """Seconds from the last release to the eviction."""
+    reuse_seconds: Quantiles = msgspec.field(default_factory=Quantiles)
+    """Seconds from a release to the next hit."""
+    reuse_blocks: Quantiles = msgspec.field(default_factory=Quantiles)
+    """Blocks allocated between a release and the next hit."""
+
+    def merge(self, more: BlockUse) -> None:
+        """Add the use of another engine."""
+        for name in STATES:
+            self.microseconds[name] += more.microseconds[name]
+        for name in ("blocks", "most_running", "allocated", "cached", "hits", "evicted", "never_hit"):
+            setattr(self, name, getattr(self, name) + getattr(more, name))
+        for name in ("lifetimes", "idle", "reuse_seconds", "reuse_blocks"):
+            getattr(self, name).merge(getattr(more, name))
+
+
+class _Pool(msgspec.Struct):
+    """One pool. ``references`` has every block that was seen; the others are as at the beginning."""
+
+    null: int
+    blocks: int
+    free: int
+    cached: int = 0
+    unknown: int = 0
+    references: dict[int, int] = {}
+    stays: dict[int, Stay] = {}
+
+
+class BlockStates(msgspec.Struct):
+    """Follows the pools of one engine. It consists of plain data, so a checkpoint can hold it."""
+
+    use: BlockUse = msgspec.field(default_factory=BlockUse)
+    """The sums so far."""
+    seen: bool = False
+    """Whether the journal has block events."""
+    now: dict[str, int] | None = None
+    """Blocks by state after the last event about blocks; None before the first."""
+    ended: list[Stay] = []
+    """The stays that the last event ended."""
+    idle_seconds: list[float] = []
+    """For each block that the last event hit and no request held: the seconds since its release."""
+    pools: dict[int, _Pool] = {}
+    at: int = 0
+    before: tuple[int, int, int] = (0, 0, 0)
+
+    def feed(self, event: ev.Event) -> Occupancy | None:
+        """Read one event; returns the new occupancy if the event is about blocks."""
+        handler = _HANDLERS.get(type(event))
+        if handler is None:
+            return None
+        self.ended, self.idle_seconds = [], []
+        handler(self, event)
+        return self._occupancy(event.at) if self.pools else None
+
+    def open_stays(self) -> list[Stay]:
+        """The content that is in the cache at the end of the trace."""
+        return [stay for pool in self.pools.values() for stay in pool.stays.values()]
+
+    # --- events ---------------------------------------------------------------------------------------
+
+    def _seen(self, event: ev.PoolSeen) -> None:
+        self.seen = True
+        pool = self.pools.get(event.pool)
+        if pool is None:
+            blocks = event.blocks - (event.null_block >= 0)
+            pool = self.pools[event.pool] = _Pool(event.null_block, blocks, event.free_blocks)
+            pool.unknown = event.free_blocks if event.cached_hashes else 0
+            self.use.blocks += blocks
+        pool.free = event.free_blocks
+
+    def _calls(self, event: ev.PoolCalls) -> None:
+        for call in calls(event):
+            handler = _HANDLERS.get(type(call))
+            if handler is not None:
+                handler(self, call)
+
+    def _allocated(self, event: old_events.BlocksAllocated) -> None:
+        pool, rows, index = self.pools.get(event.pool), event.rows, 0
+        while pool is not None and index < len(rows):
+            count = rows[index + 2]
+            for block in rows[index + 3 : index + 3 + count]:
+                if block != pool.null:
+                    self._leave(pool, block, event.at, causes.EVICTED, free=True)
+                    self._know(pool, block)
+                    pool.references[block] = 1
+                    pool.free -= 1
+                    self.use.allocated += 1
+            index += 3 + count
+
+    def _touched(self, event: old_events.BlocksTouched) -> None:
+        pool = self.pools.get(event.pool)
+        if pool is None:
+            return
+        for block, references in zip(event.blocks, event.references, strict=True):
+            if block == pool.null:
+                continue
+            stay = pool.stays.get(block)
+            if references == 1:
+                pool.free -= 1
+                pool.cached -= stay is not None
+                self._know(pool, block)
+            pool.references[block] = references
+            if event.request < 0:
+                continue
+            self.use.hits += 1
+            if stay is not None:
+                stay.hits += 1
+                if references == 1 and stay.released_at >= 0:
+                    idle = (event.at - stay.released_at) / 1e6
+                    self.idle_seconds.append(idle)
+                    self.use.reuse_seconds.add(idle)
+                    self.use.reuse_blocks.add(self.use.allocated - stay.released_after)
+
+    def _freed(self, event: old_events.BlocksFreed) -> None:
+        pool = self.pools.get(event.pool)
+        if pool is None:
+            return
+        for block, references in zip(event.blocks, event.references, strict=True):
+            if block == pool.null:
+                continue
+            pool.references[block] = references
+            if references:
+                continue
+            pool.free += 1
+            stay = pool.stays.get(block)
+            if stay is not None:
+                pool.cached += 1
+                stay.released_at = event.at
+                stay.released_after = self.use.allocated
+
+    def _cached(self, event: ev.BlocksCached) -> None:
+        pool, rows, index = self.pools.get(event.pool), event.rows, 0
+        while pool is not None and index < len(rows):
+            request, count = rows[index], rows[index + 3]
+            index += 4
+            for block in rows[index : index + 3 * count : 3]:
+                if block not in pool.stays:
+                    pool.stays[block] = Stay(event.pool, block, request, event.at)
+                    self.use.cached += 1
+                    pool.cached += pool.references.get(block, 1) == 0
+            index += 3 * count
+
+    def _evicted(self, event: ev.BlocksEvicted) -> None:
+        pool = self.pools.get(event.pool)
+        if pool is not None:
+            for block in event.blocks:
+                self._leave(pool, block, event.at, DROPPED, free=not pool.references.get(block, 1))
+
+    def _reset(self, event: ev.PoolReset) -> None:
+        pool = self.pools.get(event.pool)
+        if pool is not None and event.succeeded:
+            for block in list(pool.stays):
+                self._leave(pool, block, event.at, causes.RESET, free=not pool.references.get(block, 1))
+            pool.unknown = 0
+
+    def _states(self, event: ev.BlockStatesReported) -> None:
+        pool = self.pools.get(event.pool)
+        if pool is None:
+            return
+        for block, state in enumerate(event.states, event.first):
+            if block == pool.null or block in pool.references:
+                continue
+            self._know(pool, block)
+            pool.references[block] = state >> 3
+            if state & 2 and not state >> 3:
+                pool.stays[block] = Stay(event.pool, block, -1, -1)
+                pool.cached += 1
+        if event.free_blocks >= 0:
+            pool.free = event.free_blocks
+
+    def _gap(self, event: ev.Gap) -> None:
+        self.pools.clear()
+        self.use.blocks = 0
+
+    # --- blocks ---------------------------------------------------------------------------------------
+
+    def _know(self, pool: _Pool, block: int) -> None:
+        """The state of a block is known from now on; before, the block was free."""
+        if block not in pool.references:
+            pool.references[block] = 0
+            pool.unknown = max(0, pool.unknown - 1)
+
+    def _leave(self, pool: _Pool, block: int, at: int, how: str, *, free: bool) -> None:
+        """The content of a block leaves the cache."""
+        stay = pool.stays.pop(block, None)
+        if stay is None:
+            return
+        pool.cached -= free
+        stay.left_at, stay.left_by = at, how
+        if how == causes.EVICTED:
+            self.use.evicted += 1
+            self.use.never_hit += not stay.hits
+            if stay.cached_at >= 0:
+                self.use.lifetimes.add((at - stay.cached_at) / 1e6)
+            if stay.released_at >= 0:
+                self.use.idle.add((at - stay.released_at) / 1e6)
+        self.ended.append(stay)
+
+    def _occupancy(self, at: int) -> Occupancy:
+        use, pools = self.use, self.pools.values()
+        free, cached = sum(pool.free for pool in pools), sum(pool.cached for pool in pools)
+        unknown = sum(pool.unknown for pool in pools)
+        now = {
+            "running": sum(pool.blocks for pool in pools) - free,
+            "cached": cached,
+            "empty": free - cached - unknown,
+            "unknown": unknown,
+        }
+        if self.now is not None:
+            for name, blocks in self.now.items():
+                use.microseconds[name] += blocks * (at - self.at)
+        use.most_running = max(use.most_running, now["running"])
+        before, self.before = self.before, (use.allocated, use.evicted, use.hits)
+        self.now, self.at = now, at
+        since = [new - old for new, old in zip(self.before, before, strict=True)]
+        return Occupancy(at, now["running"], cached, now["empty"], unknown, since[0], since[1], since[2])
+
+
+_HANDLERS: dict[type[ev.Event], Callable[[BlockStates, Any], None]] = {
+    ev.PoolSeen: BlockStates._seen,
+    ev.PoolCalls: BlockStates._calls,
+    ev.BlocksCached: BlockStates._cached,
+    ev.BlocksEvicted: BlockStates._evicted,
+    ev.PoolReset: BlockStates._reset,
+    ev.BlockStatesReported: BlockStates._states,
+    ev.Gap: BlockStates._gap,
+    old_events.BlocksAllocated: BlockStates._allocated,
+    old_events.BlocksTouched: BlockStates._touched,
+    old_events.BlocksFreed: BlockStates._freed,
+}
+
+BLOCK_EVENTS = frozenset(_HANDLERS)
+"""The types of events that :meth:`BlockStates.feed` reads."""
