@@ -211,7 +211,8 @@ def why(
 @command(
     opt.AUDIT,
     "whatif /var/lib/kvledger",
-    "whatif /var/lib/kvledger --blocks 1000,2000,4000 --policy lru,lfu --tiers 40GiB",
+    "whatif /var/lib/kvledger --blocks 1000,2000 --policy lru,lfu",
+    "whatif /var/lib/kvledger --tiers 40GiB,500GiB",
     "whatif conversation_trace.jsonl --skip 0.5",
 )
 def whatif(
@@ -291,6 +292,53 @@ def blocks(
     with _reading(paths, jobs) as (places, run):
         result = report.block_use(places, run=run)
     _print("json" if json else format, result, report.render, report.as_csv)
+
+
+@command(opt.AUDIT, "ls /var/lib/kvledger", "ls /var/lib/kvledger --audit")
+def ls(
+    paths: opt.JournalPaths,
+    audit: opt.AuditToo = False,
+    format: opt.TableFormat = "table",
+    jobs: opt.Jobs = 0,
+) -> None:
+    """List journals: engines, releases, time ranges, requests, bytes.
+
+    Reads the beginning and the end of each journal only; --audit replays them for their verdicts.
+    """
+    from .exporters.reports import listing as report
+
+    with _reading(paths, jobs) as (places, run):
+        rows = report.journals(places, audit=audit, run=run)
+    _print(format, rows, report.render, report.as_csv)
+
+
+@command(
+    opt.AUDIT,
+    "prune /var/lib/kvledger --older-than 30d",
+    "prune /var/lib/kvledger --most 50GiB --yes",
+)
+def prune(
+    folder: opt.JournalFolder,
+    older_than: opt.OlderThan = "",
+    most: opt.MostBytes = "",
+    yes: opt.Yes = False,
+    format: opt.TableFormat = "table",
+) -> None:
+    """Remove old journals of ended engines; without --yes, list them only.
+
+    Journals of live engines stay. Workers' journals go with those of their engine.
+    """
+    from .audit.replay.windows import window
+    from .exporters.reports import listing as report
+    from .exporters.reports.whatif import size
+
+    result = report.prune(
+        folder,
+        before_seconds=window(older_than).since,
+        most_bytes=size(most) if most else None,
+        remove=yes,
+    )
+    _print(format, result, report.render_pruned, report.pruned_csv)
 
 
 @command(opt.AUDIT, "diff journals/before journals/after")

@@ -181,6 +181,29 @@ BlockJournalPaths = Annotated[
     list[Path],
     typer.Argument(metavar="PATH", show_default=False, help="Journals of level blocks, or folders of them."),
 ]
+JournalFolder = Annotated[
+    Path, typer.Argument(metavar="DIR", show_default=False, help="A folder of journals.")
+]
+AuditToo = Annotated[bool, typer.Option("--audit", help="Replay the journals and print their verdicts.")]
+OlderThan = Annotated[
+    str,
+    typer.Option(
+        "--older-than",
+        metavar="AGE",
+        show_default=False,
+        help="Journals that ended longer ago: 30d, or before an ISO time.",
+    ),
+]
+MostBytes = Annotated[
+    str,
+    typer.Option(
+        "--most",
+        metavar="SIZE",
+        show_default=False,
+        help="The oldest journals, until the rest takes SIZE at most: 50GiB.",
+    ),
+]
+Yes = Annotated[bool, typer.Option("--yes", help="Remove them.")]
 Top = Annotated[int, typer.Option("--top", metavar="N", min=1, help="How many prefixes to list.")]
 BlockCounts = Annotated[
     str,

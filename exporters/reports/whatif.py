@@ -202,11 +202,11 @@ def _tiers(one: WhatIf) -> Group | None:
     table = figures_table("second tier", "blocks", "tokens", "of prompts")
     for tier in one.tiers:
         table.add_row(
-            _bytes(tier.bytes), f"{tier.blocks:,}", f"{tier.tier_tokens:,}", percent(tier.tier_share)
+            bytes_text(tier.bytes), f"{tier.blocks:,}", f"{tier.tier_tokens:,}", percent(tier.tier_share)
         )
     legend = (
         f"Tokens that a second tier would have given beyond the local hits. One block is "
-        f"{_bytes(one.block_bytes)}; every cached block is written to the tier."
+        f"{bytes_text(one.block_bytes)}; every cached block is written to the tier."
     )
     return Group(title("Second tier", legend), table)
 
@@ -250,7 +250,8 @@ def _resets(one: WhatIf) -> Iterator[str]:
     )
 
 
-def _bytes(number: int) -> str:
+def bytes_text(number: int) -> str:
+    """A number of bytes for a person."""
     for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if number >= unit:
             return f"{number / unit:.4g} {name}"
@@ -290,7 +291,7 @@ def html(report: WhatIfReport) -> str:
             "effects": list(effects(one)),
             "curve": [_row(one, point) for point in [*one.curve, one.ideal]],
             "tiers": [
-                (_bytes(t.bytes), f"{t.blocks:,}", f"{t.tier_tokens:,}", percent(t.tier_share))
+                (bytes_text(t.bytes), f"{t.blocks:,}", f"{t.tier_tokens:,}", percent(t.tier_share))
                 for t in one.tiers
             ],
         }

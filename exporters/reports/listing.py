@@ -1,0 +1,156 @@
+"""Lists the journals of a folder, and removes old ones when asked."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Group
+from rich.text import Text
+
+from ...audit.errors import LedgerError
+from ...audit.journal.folder import find_journals
+from ...audit.journal.listing import JournalFacts, facts, prunable, workers_of
+from ...audit.replay.find import journals_at
+from ...audit.replay.journals import audit_paths
+from ...audit.replay.parallel import Run, here
+from .audit import structs_csv
+from .terminal import blocks, counted, plain_table
+from .whatif import bytes_text
+
+
+class JournalRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One journal. Times are Unix time. ``verdict`` is "" unless the journals were audited."""
+
+    journal: str
+    engine: str
+    release: str
+    model: str
+    level: str
+    state: str
+    began_seconds: float | None
+    until_seconds: float | None
+    requests: int | None
+    bytes: int
+    segments: int
+    verdict: str = ""
+
+
+def journals(paths: Sequence[Path], *, audit: bool = False, run: Run = here) -> list[JournalRow]:
+    """A row for each journal at ``paths``, the oldest first. ``audit`` replays them for the verdict."""
+    found = journals_at(paths)
+    verdicts: list[str] = [""] * len(found)
+    if audit:
+        verdicts = [engine.verdict for engine in audit_paths(found, with_metrics=False, run=run).engines]
+    rows = [_row(known, verdict) for known, verdict in zip(run(facts, found), verdicts, strict=True)]
+    return sorted(rows, key=lambda row: (row.began_seconds or 0.0, row.journal))
+
+
+def _row(known: JournalFacts, verdict: str = "") -> JournalRow:
+    values = {name: getattr(known, name) for name in known.__struct_fields__ if name != "path"}
+    return JournalRow(journal=str(known.path), verdict=verdict, **values)
+
+
+def render(rows: Sequence[JournalRow]) -> Group:
+    """How many journals there are, then a line each."""
+    audited = any(row.verdict for row in rows)
+    table = plain_table(header=True)
+    for name in ("journal", "release", "level", "state", "from (UTC)", "to (UTC)"):
+        table.add_column(name)
+    for name in ("requests", "bytes"):
+        table.add_column(name, justify="right")
+    if audited:
+        table.add_column("verdict")
+    for row in rows:
+        cells = [Path(row.journal).name, row.release or "-", row.level or "-", row.state]
+        cells += [_utc(row.began_seconds), _utc(row.until_seconds)]
+        cells += ["-" if row.requests is None else f"{row.requests:,}", bytes_text(row.bytes)]
+        table.add_row(*map(Text, [*cells, row.verdict] if audited else cells))
+    whole = bytes_text(sum(row.bytes for row in rows))
+    live = sum(row.state == "live" for row in rows)
+    running = f", {live} of them of live engines" if live else ""
+    return blocks(Group(Text(f"{counted(len(rows), 'journal')}, {whole}{running}.")), table)
+
+
+def as_csv(rows: Sequence[JournalRow]) -> str:
+    """One line per journal, with a header."""
+    return structs_csv(JournalRow, rows)
+
+
+class Pruned(msgspec.Struct, frozen=True, kw_only=True):
+    """Journals that were removed, or would be. ``kept``: how many stay."""
+
+    removed: bool
+    journals: list[JournalRow]
+    bytes: int
+    kept: int
+
+
+def prune(
+    folder: Path, *, before_seconds: float | None, most_bytes: int | None, remove: bool = False
+) -> Pruned:
+    """Choose the journals of ended engines in ``folder`` that are old or too many, and ``remove`` them.
+
+    Raises LedgerError if there is nothing to choose by, or a journal can't be removed.
+    """
+    if before_seconds is None and most_bytes is None:
+        raise LedgerError("Say which journals: --older-than 30d, --most 50GiB, or both.")
+    if not folder.is_dir():
+        raise LedgerError(f"{folder} is not a folder of journals.")
+    found = [facts(path) for path in find_journals([folder]) if path != folder]
+    chosen = prunable(found, before_seconds=before_seconds, most_bytes=most_bytes)
+    if remove:
+        for one in chosen:
+            _remove(one.path)
+    return Pruned(
+        removed=remove,
+        journals=[_row(one) for one in chosen],
+        bytes=sum(one.bytes for one in chosen),
+        kept=len(found) - len(chosen),
+    )
+
+
+def _remove(journal: Path) -> None:
+    """Remove a journal and those of its workers; the lock says last whether an engine writes there."""
+    if facts(journal).state == "live":
+        raise LedgerError(f"{journal} is being written: nothing of it was removed.")
+    for path in [*workers_of(journal), journal]:
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            raise LedgerError(f"{path} can't be removed: {error.strerror}.") from error
+
+
+def render_pruned(result: Pruned) -> Group:
+    """What was or would be removed."""
+    did = "Removed" if result.removed else "Would remove"
+    answer = f"{did} {counted(len(result.journals), 'journal')}, {bytes_text(result.bytes)}"
+    more = "" if result.removed or not result.journals else " Nothing was removed: add --yes to do it."
+    table = plain_table(header=True)
+    for name in ("journal", "release", "to (UTC)"):
+        table.add_column(name)
+    table.add_column("bytes", justify="right")
+    for row in result.journals:
+        cells = (Path(row.journal).name, row.release or "-", _utc(row.until_seconds), bytes_text(row.bytes))
+        table.add_row(*map(Text, cells))
+    text = Text(f"{answer}; {counted(result.kept, 'journal')} would stay.{more}")
+    if result.removed:
+        text = Text(f"{answer}; {counted(result.kept, 'journal')} left.")
+    return blocks(Group(text), table if result.journals else None)
+
+
+def pruned_csv(result: Pruned) -> str:
+    """One line per journal, with a header."""
+    return structs_csv(JournalRow, result.journals)
+
+
+def _utc(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    try:
+        return time.strftime("%Y-%m-%d %H:%M", time.gmtime(seconds))
+    except (OverflowError, ValueError, OSError):  # a journal can hold any number
+        return "-"

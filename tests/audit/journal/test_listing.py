@@ -1,0 +1,121 @@
+"""`kvledger ls` and `kvledger prune`: facts without a replay, and which journals are removed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from tests import journals
+from tests.histories import events
+
+from kvledger import cli
+from kvledger.audit.journal.listing import JournalFacts, facts, prunable
+from kvledger.audit.journal.writer import JournalWriter
+
+DAY = 86_400.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three journals, a day apart; the last has no EngineStopped."""
+    for number in range(3):
+        journals.write(
+            tmp_path / f"engine-{number}",
+            events(200, journals.CLEAN),
+            wall_seconds=1.7e9 + number * DAY,
+            stopped=number < 2,
+        )
+    return tmp_path
+
+
+def run(*words: str | Path) -> object:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as exited:
+        patch.setattr(sys, "argv", ["kvledger", *map(str, words)])
+        cli.main()
+    return exited.value.code
+
+
+def test_the_facts_of_a_journal(folder: Path) -> None:
+    found = facts(folder / "engine-0")
+    assert ("0.32.0", "tokens", "stopped", 1, 1) == (
+        found.release,
+        found.level,
+        found.state,
+        found.requests,
+        found.segments,
+    )
+    assert (1.7e9, 1.7e9 + 1) == (found.began_seconds, found.until_seconds)
+    assert found.bytes == sum(file.stat().st_size for file in (folder / "engine-0").glob("*.kvl"))
+    assert "dead" == facts(folder / "engine-2").state
+
+
+def test_a_journal_that_is_written_is_live_and_stays(tmp_path: Path) -> None:
+    writer = JournalWriter(tmp_path / "engine-live")
+    writer.rotate()
+    writer.write([journals.STARTED])
+    found = facts(tmp_path / "engine-live")
+    assert "live" == found.state
+    assert [] == prunable([found], before_seconds=1e12, most_bytes=0)
+    assert 0 == run("prune", tmp_path, "--most", "1KB", "--yes")
+    assert (tmp_path / "engine-live").is_dir()
+    writer.close()
+
+
+def test_a_damaged_journal_is_listed(folder: Path) -> None:
+    segment = next((folder / "engine-1").glob("*.kvl"))
+    data = segment.read_bytes()
+    segment.write_bytes(data[: len(data) // 2])
+    assert "dead" == facts(folder / "engine-1").state
+
+
+def test_prune_takes_the_oldest_by_age_or_by_size() -> None:
+    rows = [
+        JournalFacts(path=Path(name), state=state, until_seconds=until, bytes=10)
+        for name, state, until in (
+            ("b", "dead", 2.0),
+            ("a", "stopped", 1.0),
+            ("c", "live", 0.5),
+            ("d", "stopped", 4.0),
+        )
+    ]
+    assert ["a", "b"] == [str(one.path) for one in prunable(rows, before_seconds=3.0)]
+    assert ["a"] == [str(one.path) for one in prunable(rows, most_bytes=30)]
+    assert ["a", "b", "d"] == [str(one.path) for one in prunable(rows, most_bytes=0)]
+    assert [] == prunable(rows, most_bytes=40)
+
+
+def test_prune_lists_and_removes_only_with_yes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert 0 == run("prune", folder, "--older-than", "2023-11-16T00:00:00Z")
+    assert "Nothing was removed: add --yes" in capsys.readouterr().out
+    assert 3 == len(list(folder.iterdir()))
+
+    assert 0 == run("prune", folder, "--older-than", "2023-11-16T00:00:00Z", "--yes", "--format", "json")
+    result = json.loads(capsys.readouterr().out)
+    assert (True, 2, 1) == (result["removed"], len(result["journals"]), result["kept"])
+    assert ["engine-2"] == [path.name for path in folder.iterdir()]
+
+
+def test_prune_needs_a_choice(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert 2 == run("prune", folder, "--yes")
+    assert "--older-than" in capsys.readouterr().err
+    assert 3 == len(list(folder.iterdir()))
+
+
+def test_prune_takes_the_workers_journals_too(tmp_path: Path) -> None:
+    for name, transfer in (("engine-1", "t1"), ("worker-1", "t1"), ("worker-2", "t2")):
+        journals.write(tmp_path / name, events(200, journals.CLEAN), configuration={"transfer": transfer})
+    assert 0 == run("prune", tmp_path, "--most", "1B", "--yes")
+    assert ["worker-2"] == [path.name for path in tmp_path.iterdir()]
+
+
+def test_the_list_has_a_line_per_journal_and_verdicts_when_asked(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert 0 == run("ls", folder)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("3 journals, ")
+    assert 3 == sum(line.startswith("engine-") for line in lines)
+    run("ls", folder, "--audit", "--format", "json")
+    assert ["clean", "clean", "unknown"] == [row["verdict"] for row in json.loads(capsys.readouterr().out)]
