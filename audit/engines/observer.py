@@ -71,8 +71,8 @@ class Observer:
         """Observes the block pools; None at level ``tokens``."""
         self.connector: ConnectorWatch | None = None
         """Observes the scheduler side of the KV connector; None without a connector."""
-        self.instance = ""
-        """Tells this engine from others whose process ids may be the same; "" if that is not needed."""
+        self.instance: dict[str, ev.Setting] = {}
+        """Settings that tell this engine from others whose process ids may be the same."""
         self.worker: WorkerWatch | None = None
         """Observes the worker side of the connector, if the worker runs in this process."""
         self.log = StepLog(sink)
@@ -200,7 +200,7 @@ class Observer:
             adapter=self.NAME,
             level=self.level,
             process_id=os.getpid(),
-            configuration=self.configuration() | ({"instance": self.instance} if self.instance else {}),
+            configuration=self.configuration() | self.instance,
         )
         self.log.restart(started, ev.Snapshot(now, self.step, rows, self.log.undelivered))
         self._last_census = self.step, now

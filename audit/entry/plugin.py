@@ -25,6 +25,7 @@ from . import engine_end
 from .variables import PREFIX, unknown
 
 if TYPE_CHECKING:
+    from ..events import Setting
     from ..journal.recorder import Recorder
 
 logger = logging.getLogger("kvledger")
@@ -150,10 +151,11 @@ def _recorder(prefix: str) -> Recorder:
     return Recorder(folder / name, bounds)
 
 
-def instance() -> str:
+def instance() -> dict[str, Setting]:
     """``$KVLEDGER_NAME``, or the host's name: engines of two containers may have one process id."""
-    name = os.environ.get("KVLEDGER_NAME") or socket.gethostname()
-    return "".join(filter(str.isprintable, name))[:INSTANCE_CHARACTERS]
+    given = os.environ.get("KVLEDGER_NAME")
+    name = "".join(filter(str.isprintable, given or socket.gethostname()))[:INSTANCE_CHARACTERS]
+    return {"instance": name, "instance_given": bool(given)}
 
 
 def _observe_instances(scheduler_class: Any) -> None:

@@ -65,6 +65,8 @@ class EngineAudit:
     ) -> None:
         self.path = path
         """The journal's folder, or a single segment file."""
+        self.series = ""
+        """The label of this engine's metrics, if a follower chose it; engines after each other share one."""
         self.window = window
         """The time window that requests must have ended in to be counted."""
         self.metrics = MetricsState()

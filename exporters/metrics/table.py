@@ -775,9 +775,12 @@ HEAD = """# Metrics
 
 Made by `python -m kvledger.exporters.metrics.table`; do not edit.
 
-`kvledger serve PATH` serves these at `/metrics`. `engine` names one observed process by engine, version,
-process id, and host or `KVLEDGER_NAME`. If several engines have one name, counters and histograms are the
-sums over all of them. A gauge leaves out engines that were replaced by a later one. If several are left,
+`kvledger serve PATH` serves these at `/metrics`. `engine` is `MODEL / engine N`: N is the data-parallel rank,
+or the lowest free number if another live engine of the model has that one; with `KVLEDGER_NAME`, `on NAME`
+follows. A restarted engine continues the series of the engine before it. `kvledger_engine_info` has the
+release, the process id and, as `name`, what findings and other commands call the engine. If several engines
+have one label, counters and histograms are the sums over all of them. A gauge leaves out engines that were
+replaced by a later one. If several are left,
 `kvledger_open_requests` and the figures of the reconciliation are sums, and other gauges the largest value;
 of the times and the success of scrapes, it is the smallest.
 

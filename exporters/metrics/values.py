@@ -26,6 +26,7 @@ from ...audit.journal.format import is_live
 from ...audit.replay.distribution import Distribution, Exemplar
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.metrics_state import VERDICTS, LookupCounts, ViolationCount
+from .labels import engine_label, rank
 
 OTHER = "other"
 SOURCES = ("local", "external", "computed", "unattained")
@@ -70,7 +71,7 @@ Values = Iterable[tuple[tuple[str, ...], "float | Distribution"]]
 
 
 def engines(of: Callable[[EngineAudit], Values]) -> MetricReader:
-    """Make a reader that reads one engine at a time and puts the engine's name before the labels.
+    """Make a reader that reads one engine at a time and puts the engine's label before the labels.
 
     A journal whose engine has not emitted its name has no series: the name would change later.
     """
@@ -79,7 +80,9 @@ def engines(of: Callable[[EngineAudit], Values]) -> MetricReader:
         for engine_audit in audits:
             if engine_audit.engine is not None:
                 for labels, value in of(engine_audit):
-                    yield Sample((engine_audit.name, *labels), value, engine_audit.metrics.created_seconds)
+                    yield Sample(
+                        (engine_label(engine_audit), *labels), value, engine_audit.metrics.created_seconds
+                    )
 
     return read
 
@@ -169,7 +172,7 @@ def violations(audits: Sequence[EngineAudit]) -> Iterator[Sample]:
             exemplar = None
             if count.request_id:
                 exemplar = Exemplar(count.request_id, count.trace_id, 1.0, count.last_seconds)
-            labels = (engine_audit.name, id, row.severity)
+            labels = (engine_label(engine_audit), id, row.severity)
             yield Sample(labels, count.times, engine_audit.metrics.created_seconds, exemplar)
 
 
@@ -185,20 +188,21 @@ def last_violations(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...]
 
 
 def current(audits: Sequence[EngineAudit]) -> Sequence[EngineAudit]:
-    """Without the engines that were replaced: another of their name began after their last event.
+    """Without the engines that were replaced: another of their label began after their last event.
 
-    Engines of one name that run side by side are all current, also if one of them has failed since.
+    Engines of one label that run side by side are all current, also if one of them has failed since.
     """
     latest: dict[str, EngineAudit] = {}
     for engine_audit in audits:
-        before = latest.get(engine_audit.name)
+        label = engine_label(engine_audit)
+        before = latest.get(label)
         if before is None or before.metrics.created_seconds <= engine_audit.metrics.created_seconds:
-            latest[engine_audit.name] = engine_audit
+            latest[label] = engine_audit
     kept = [
         engine_audit
         for engine_audit in audits
-        if latest[engine_audit.name] is engine_audit
-        or engine_audit.auditor.ledger.read_to >= latest[engine_audit.name].metrics.created_seconds
+        if (last := latest[engine_label(engine_audit)]) is engine_audit
+        or engine_audit.auditor.ledger.read_to >= last.metrics.created_seconds
         or state(engine_audit) == "live"
     ]
     return EngineAudits(kept, audits.health) if isinstance(audits, EngineAudits) else kept
@@ -312,6 +316,7 @@ ENGINE_LABELS = (
     "model_name",
     "engine_index",
     "connector",
+    "name",
 )
 
 
@@ -321,7 +326,6 @@ def engine(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]
     if started is None:
         return
     settings = started.configuration
-    index = settings.get("engine_index", settings.get("data_parallel_rank", 0))
     yield (
         (
             socket.gethostname(),
@@ -331,8 +335,9 @@ def engine(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]
             started.level,
             str(started.process_id),
             str(settings.get("model") or ""),
-            str(index or 0),
+            str(rank(engine_audit)),
             str(settings.get("connector") or ""),
+            engine_audit.name,
         ),
         1,
     )

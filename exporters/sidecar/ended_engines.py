@@ -1,4 +1,4 @@
-"""Engines that have ended: their sums by engine name, and when a name leaves the metrics.
+"""Engines that have ended: their sums by label, and when a label leaves the metrics.
 
 Engines restart, and their journals stay. Neither a scrape nor a restart of the sidecar may depend on how
 many engines ever ran:
@@ -19,6 +19,7 @@ import msgspec
 
 from ...audit.replay.checkpoint import FoldedJournal
 from ...audit.replay.engine_audit import EngineAudit
+from ..metrics.labels import engine_label
 
 
 class Leaving(msgspec.Struct, frozen=True):
@@ -51,9 +52,9 @@ class EndedEngines:
 
     def fold(self, engine_audit: EngineAudit, now: float) -> None:
         """Add the sums of an ended engine to those of the earlier engines of its name."""
-        name = engine_audit.name
+        name = engine_label(engine_audit)
         sums = self.sums.pop(name, None) or EngineAudit(Path(name))
-        sums.auditor.engine = name
+        sums.series, sums.auditor.engine = name, engine_audit.name
         sums.absorb(engine_audit)
         self.sums[name] = sums
         if name not in self.ended_at:

@@ -29,6 +29,8 @@ from ...audit.journal.reader import Batch, Reader
 from ...audit.replay import checkpoint, serialize
 from ...audit.replay.checkpoint import Checkpoint, FoldedJournal, JournalState
 from ...audit.replay.engine_audit import EngineAudit
+from ..metrics import values
+from ..metrics.labels import engine_label, free_label
 from ..metrics.values import EngineAudits, Health
 from .audits_lock import AuditsLock
 from .ended_engines import EndedEngines
@@ -210,7 +212,15 @@ class Follower:
 
     def _posted(self, journal: FollowedJournal, batch: Batch, violations: list[Violation]) -> None:
         self.heartbeat = time.monotonic()
+        if not journal.engine_audit.series and journal.engine_audit.engine is not None:
+            journal.engine_audit.series = self._label(journal)
         self.on_batch(journal, batch, violations)
+
+    def _label(self, journal: FollowedJournal) -> str:
+        """The label of an engine's metrics: that of the engine before it, unless that one still runs."""
+        others = [one.engine_audit for one in self.journals.values() if one is not journal and not one.ended]
+        taken = {one.series for one in others if one.series and values.state(one) == "live"}
+        return free_label(journal.engine_audit, taken)
 
     def _save_soon(self) -> None:
         """A segment began, or a journal ended and may be removed from now on: save before long."""
@@ -258,20 +268,20 @@ class Follower:
         with self.lock:
             journal.reader.close()
             del self.journals[name]
-            self.ended.removed(journal.engine_audit.name, name, time.time())
+            self.ended.removed(engine_label(journal.engine_audit), name, time.time())
             self.ended.fold(journal.engine_audit, time.time())
 
     # --- engines that have ended ----------------------------------------------------------------------
 
     def _note_ended(self, journal: FollowedJournal, now: float) -> None:
         """An engine has ended: the engine of its name that ended before it is to be folded."""
-        earlier = self.ended.add(journal.engine_audit.name, journal.name, now)
+        earlier = self.ended.add(engine_label(journal.engine_audit), journal.name, now)
         if earlier:
             self._to_fold.append(earlier)
 
     def _fold_ended(self) -> None:
         """Fold engines that have ended, and drop names that ended long ago or are too many."""
-        followed = {one.engine_audit.name for one in self.journals.values() if not one.ended}
+        followed = {engine_label(one.engine_audit) for one in self.journals.values() if not one.ended}
         with self.lock:
             for name in self._to_fold:
                 if name in self.journals:
@@ -391,5 +401,5 @@ class Follower:
         journal.saved = state
         self.journals[state.name] = journal
         if state.ended:
-            ended_at = self.ended.ended_at.get(engine_audit.name, self.health.saved_at)
+            ended_at = self.ended.ended_at.get(engine_label(engine_audit), self.health.saved_at)
             self._note_ended(journal, ended_at)

@@ -71,10 +71,10 @@ def test_the_exposition_matches_the_table(tmp_path: Path) -> None:
     text = generate_latest(scraped(audits)).decode()
 
     for line in (
-        'kvledger_prompt_tokens_total{engine="vllm 0.32.0 pid 4000",source="external"} 104.0',
-        'kvledger_planned_prompt_tokens_total{engine="vllm 0.32.0 pid 4000",source="external"} 32.0',
-        'kvledger_loaded_again_tokens_total{engine="vllm 0.32.0 pid 4000"} 88.0',
-        'kvledger_requests_total{engine="vllm 0.32.0 pid 4000",outcome="stopped",verdict="violated"} 1.0',
+        'kvledger_prompt_tokens_total{engine="vllm / engine 0",source="external"} 104.0',
+        'kvledger_planned_prompt_tokens_total{engine="vllm / engine 0",source="external"} 32.0',
+        'kvledger_loaded_again_tokens_total{engine="vllm / engine 0"} 88.0',
+        'kvledger_requests_total{engine="vllm / engine 0",outcome="stopped",verdict="violated"} 1.0',
     ):
         assert line in text.splitlines()
     assert 'id="tokens/negative"' in text
@@ -329,7 +329,7 @@ def test_counters_never_fall(tmp_path: Path) -> None:
 def test_engines_of_one_name_are_summed(tmp_path: Path) -> None:
     audits = audit_paths([journals.clean(tmp_path / "a")]).engines
     audits += audit_paths([journals.clean(tmp_path / "b")]).engines
-    labels = {"engine": "vllm 0.32.0 pid 4000", "source": "external"}
+    labels = {"engine": "vllm / engine 0", "source": "external"}
 
     assert 208 == scraped(audits).get_sample_value("kvledger_prompt_tokens_total", labels)
 

@@ -24,7 +24,7 @@ def followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Follow
     """Two engines, and a short patience."""
     monkeypatch.setattr(audits_lock, "PATIENCE_SECONDS", 0.05)
     journals.clean(tmp_path / "engine-1-1-0")
-    journals.write(tmp_path / "engine-2-2-0", [], version="0.33.0")
+    journals.write(tmp_path / "engine-2-2-0", [], version="0.33.0", configuration={"model": "second"})
     made = Follower(tmp_path)
     made.catch_up()
     yield made

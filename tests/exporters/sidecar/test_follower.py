@@ -25,6 +25,7 @@ from kvledger.audit.journal import reader
 from kvledger.audit.journal.format import frame, header
 from kvledger.audit.journal.writer import JournalWriter, Limits
 from kvledger.audit.replay import checkpoint, serialize
+from kvledger.exporters.metrics.labels import engine_label
 from kvledger.exporters.sidecar import follower as follower_module
 from kvledger.exporters.sidecar.follower import Follower
 
@@ -34,9 +35,13 @@ HISTORY = events(200, journals.CLEAN)
 class Engine:
     """A journal that is being written, one segment per history."""
 
-    def __init__(self, folder: Path, process_id: int = 4000, wall_seconds: float = 1.7e9) -> None:
+    def __init__(
+        self, folder: Path, process_id: int = 4000, wall_seconds: float = 1.7e9, model: str = "", **given: Any
+    ) -> None:
         self.writer = JournalWriter(folder, Limits(segment_bytes=1))
-        self.started = replace(journals.STARTED, process_id=process_id, wall_seconds=wall_seconds)
+        settings = {"model": model or f"model {process_id}"}
+        given |= {"process_id": process_id, "wall_seconds": wall_seconds, "configuration": settings}
+        self.started = replace(journals.STARTED, **given)
         self.requests = 0
         self.rotate()
 
@@ -735,3 +740,60 @@ def test_it_stops_between_batches_and_saves(tmp_path: Path) -> None:
     assert saved is not None
     assert 2 == serialize.restore(bytes(saved.journals[0].engine_audit), tmp_path).closed.requests
     engine.stop()
+
+
+# --- the label of metrics -----------------------------------------------------------------------------------
+
+
+def labels(follower: Follower) -> list[str]:
+    with follower.lock:
+        return [engine_label(engine_audit) for engine_audit in follower.audits]
+
+
+def test_a_restarted_engine_continues_its_series(tmp_path: Path) -> None:
+    """Also with another process id and another release; the info metric says which."""
+    first = Engine(tmp_path / "engine-1", model="m")
+    first.serve()
+    with following(tmp_path) as follower:
+        before = counted(follower.audits)
+        first.stop()
+        second = Engine(tmp_path / "engine-2", 7, 1.8e9, "m", version="0.33.0")
+        second.serve()
+        follower.poll()
+        after = counted(follower.audits)
+        assert 1 == len(set(labels(follower)))
+    second.stop()
+
+    assert before.keys() == after.keys()
+    assert rose(before, after)
+
+
+def test_live_engines_of_one_model_have_numbers_that_a_restart_keeps(tmp_path: Path) -> None:
+    engines = [Engine(tmp_path / f"engine-{number}", number, model="m") for number in range(3)]
+    with following(tmp_path) as follower:
+        assert [f"m / engine {number}" for number in range(3)] == labels(follower)
+        engines[1].stop()
+        follower.poll()
+        engines[1] = Engine(tmp_path / "engine-3", 9, model="m")
+        follower.poll()
+        assert "m / engine 1" == labels(follower)[-1]
+        follower.save()
+    with following(tmp_path) as follower:
+        assert [0, 1, 2, 1] == [int(label[-1]) for label in labels(follower)]
+    for engine in engines:
+        engine.stop()
+
+
+@pytest.mark.parametrize(
+    "settings, label",
+    [
+        ({}, "vllm / engine 0"),
+        ({"model": "m", "engine_index": 3}, "m / engine 3"),
+        ({"model": "m", "instance": "node-1", "instance_given": False}, "m / engine 0"),
+        ({"model": "m", "instance": "left", "instance_given": True}, "m / engine 0 on left"),
+    ],
+)
+def test_the_label_of_an_engine(settings: dict[str, Any], label: str, tmp_path: Path) -> None:
+    journals.write(tmp_path / "engine", HISTORY, configuration=settings)
+    with following(tmp_path) as follower:
+        assert [label] == labels(follower)

@@ -212,7 +212,7 @@ def test_findings_are_bounded_and_the_newest_are_last(tmp_path: Path, monkeypatc
     monkeypatch.setattr(pages, "FINDINGS_SHOWN", 2)
     stream = journals.reported(events(200, journals.CLEAN), local=-128, external=160, computed=168)
     for number in range(4):
-        journals.write(tmp_path / f"engine-{number}", stream, version=f"0.32.{number}")
+        journals.write(tmp_path / f"engine-{number}", stream, configuration={"model": f"{number}"})
     with served(tmp_path) as client:
         for number, engine_audit in enumerate(client.follower.audits):
             started = replace(journals.STARTED, wall_seconds=1e9 + (number * 7) % 4)

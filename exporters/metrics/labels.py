@@ -1,0 +1,36 @@
+"""The label ``engine`` of metrics: the model and a number. A restarted engine continues its series."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from ...audit.replay.engine_audit import EngineAudit
+
+
+def engine_label(engine_audit: EngineAudit) -> str:
+    """The label that the follower gave this engine, or else the one that the engine asks for."""
+    return engine_audit.series or free_label(engine_audit, ())
+
+
+def free_label(engine_audit: EngineAudit, taken: Collection[str]) -> str:
+    """``model / engine N``, and ``on NAME`` if ``KVLEDGER_NAME`` was set.
+
+    N is the engine's data-parallel rank, or the lowest number whose label is not ``taken``: servers of one
+    model on one host all have rank 0.
+    """
+    model, suffix = engine_audit.model, ""
+    if engine_audit.engine is not None:
+        settings = engine_audit.engine.configuration
+        model = model or engine_audit.engine.engine
+        suffix = f" on {settings.get('instance')}" if settings.get("instance_given") else ""
+    labels = (f"{model} / engine {number}{suffix}" for number in (rank(engine_audit), *range(len(taken) + 1)))
+    return next(label for label in labels if label not in taken)
+
+
+def rank(engine_audit: EngineAudit) -> int:
+    """The engine's data-parallel rank, which vLLM's own metrics have as ``engine``."""
+    if engine_audit.engine is None:
+        return 0
+    settings = engine_audit.engine.configuration
+    index = settings.get("engine_index", settings.get("data_parallel_rank", 0))
+    return index if isinstance(index, int) else 0
