@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from .panels import AMBER, GOOD_IS_NONE, GREEN, RED, Panel, PanelRow, Query
+from .panels import (
+    AMBER,
+    GOOD_IS_NONE,
+    GREEN,
+    RED,
+    TOKENS_PER_SECOND,
+    Panel,
+    PanelRow,
+    Query,
+)
 
 TITLE = "kvledger: Compare"
 UID = "kvledger-compare"
@@ -177,7 +186,7 @@ PLAN = PanelRow(
                     "settled",
                 ),
             ),
-            unit="cps",
+            unit=TOKENS_PER_SECOND,
         ),
         Panel(
             "External tokens, planned and settled",
@@ -195,7 +204,7 @@ PLAN = PanelRow(
                     "settled",
                 ),
             ),
-            unit="cps",
+            unit=TOKENS_PER_SECOND,
         ),
         Panel(
             "Negative planned tokens",
@@ -209,7 +218,7 @@ PLAN = PanelRow(
                     "{{source}}",
                 ),
             ),
-            unit="cps",
+            unit=TOKENS_PER_SECOND,
         ),
     ),
 )

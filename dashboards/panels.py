@@ -17,7 +17,9 @@ DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 GRID = 24
 """Columns of Grafana's grid."""
 
-GREEN, AMBER, RED, BLUE = "green", "orange", "red", "blue"
+GREEN, AMBER, RED, BLUE, GREY, PALE = "#1d7f45", "#d98413", "#c0322b", "#2f6fd0", "#7d8793", "#c3c9cf"
+"""The colours of the HTML report."""
+TOKENS_PER_SECOND = "si:tokens/s"
 Step = tuple[float | None, str]
 """The colour from a value on; the first step has the value None."""
 
@@ -65,29 +67,37 @@ class Panel(NamedTuple):
 
 
 class PanelRow(NamedTuple):
-    """A heading and its panels, from left to right, then down."""
+    """A heading and its panels, from left to right, then down.
+
+    ``collapsed``: only the heading is shown, until a click. Its queries are not run before.
+    """
 
     title: str
     panels: tuple[Panel, ...]
+    collapsed: bool = False
 
 
 def laid_out(rows: Sequence[PanelRow]) -> list[dict[str, Any]]:
     """The panels as Grafana JSON with ids and positions, each row below its heading."""
     panels: list[dict[str, Any]] = []
-    top = 0
+    top = number = 0
     for row in rows:
         place = {"x": 0, "y": top, "w": GRID, "h": 1}
-        heading = {"type": "row", "title": row.title, "collapsed": False, "gridPos": place, "panels": []}
-        panels.append({"id": len(panels) + 1, **heading})
+        heading = {"type": "row", "title": row.title, "collapsed": row.collapsed, "gridPos": place}
+        within: list[dict[str, Any]] = []
+        number += 1
+        panels.append({"id": number, **heading, "panels": within})
         top += 1
+        bottom = top
         left = lowest = 0
         for panel in row.panels:
             if left + panel.width > GRID:
                 top, left, lowest = top + lowest, 0, 0
             place = {"x": left, "y": top, "w": panel.width, "h": panel.height}
-            panels.append({"id": len(panels) + 1, **_json(panel), "gridPos": place})
+            number += 1
+            (within if row.collapsed else panels).append({"id": number, **_json(panel), "gridPos": place})
             left, lowest = left + panel.width, max(lowest, panel.height)
-        top += lowest
+        top = bottom if row.collapsed else top + lowest
     return panels
 
 
@@ -184,7 +194,12 @@ def _stat(panel: Panel) -> dict[str, Any]:
 
 def _timeseries(_: Panel) -> dict[str, Any]:
     return {
-        "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": []},
+        "legend": {
+            "displayMode": "table",
+            "placement": "bottom",
+            "showLegend": True,
+            "calcs": ["lastNotNull", "max"],
+        },
         "tooltip": {"mode": "multi", "sort": "desc"},
     }
 

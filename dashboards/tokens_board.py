@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from .panels import AMBER, BLUE, GREEN, PLAIN, RED, Panel, PanelRow, Query
+from .panels import (
+    AMBER,
+    BLUE,
+    GREEN,
+    GREY,
+    PALE,
+    PLAIN,
+    RED,
+    TOKENS_PER_SECOND,
+    Panel,
+    PanelRow,
+    Query,
+)
 
 TITLE = "kvledger: Tokens"
 UID = "kvledger-tokens"
@@ -15,7 +27,7 @@ PROMPT = "kvledger_prompt_tokens_total{@engine}"
 HITS = 'kvledger_prompt_tokens_total{@engine, source=~"local|external"}'
 WORK = "kvledger_work_tokens_total{@engine}"
 REWORK = 'kvledger_work_tokens_total{@engine, kind="rework"}'
-SOURCES = {"local": GREEN, "external": BLUE, "computed": AMBER, "unattained": "text"}
+SOURCES = {"local": BLUE, "external": AMBER, "computed": GREY, "unattained": PALE}
 
 
 def _share_of_range(part: str, whole: str) -> Query:
@@ -145,7 +157,7 @@ PROMPTS = PanelRow(
             "the request ended, as after an abort.",
             "timeseries",
             (Query(f"sum by (source) (rate({PROMPT}[$__rate_interval]))", "{{source}}"),),
-            unit="cps",
+            unit=TOKENS_PER_SECOND,
             stack="normal",
             colours=SOURCES,
         ),
@@ -154,7 +166,7 @@ PROMPTS = PanelRow(
             "The same figures as percentages.",
             "timeseries",
             (Query(f"sum by (source) (rate({PROMPT}[$__rate_interval]))", "{{source}}"),),
-            unit="cps",
+            unit=TOKENS_PER_SECOND,
             stack="percent",
             colours=SOURCES,
         ),
@@ -185,6 +197,7 @@ PROMPTS = PanelRow(
             "timeseries",
             (_share(HITS, PROMPT, "engine", "{{engine}}"),),
             unit="percentunit",
+            width=6,
             most=1,
         ),
         Panel(
@@ -193,6 +206,7 @@ PROMPTS = PanelRow(
             "timeseries",
             (_share_by_model(HITS, PROMPT),),
             unit="percentunit",
+            width=6,
             most=1,
         ),
         Panel(
@@ -208,6 +222,7 @@ PROMPTS = PanelRow(
                 ),
             ),
             unit="percentunit",
+            width=6,
         ),
         Panel(
             "Hit rate of the engine's lookups",
@@ -223,13 +238,14 @@ PROMPTS = PanelRow(
                 ),
             ),
             unit="percentunit",
+            width=6,
             most=1,
         ),
     ),
 )
 
 EXTERNAL = PanelRow(
-    "External tokens",
+    "External tokens of a KV connector",
     (
         Panel(
             "Promised and loaded",
@@ -244,7 +260,7 @@ EXTERNAL = PanelRow(
                     "sum(rate(kvledger_external_loaded_tokens_total{@engine}[$__rate_interval]))", "loaded"
                 ),
             ),
-            unit="cps",
+            unit=TOKENS_PER_SECOND,
         ),
         Panel(
             "Failed or cancelled tokens by cause",
@@ -258,7 +274,7 @@ EXTERNAL = PanelRow(
                     "{{cause}}",
                 ),
             ),
-            unit="cps",
+            unit=TOKENS_PER_SECOND,
             stack="normal",
         ),
         Panel(
@@ -270,6 +286,7 @@ EXTERNAL = PanelRow(
             unit="s",
         ),
     ),
+    collapsed=True,
 )
 
 WORKED = PanelRow(
@@ -281,9 +298,15 @@ WORKED = PanelRow(
             "in flight when a request stopped) are overhead.",
             "timeseries",
             (Query(f"sum by (kind) (rate({WORK}[$__rate_interval]))", "{{kind}}"),),
-            unit="cps",
+            unit=TOKENS_PER_SECOND,
             stack="normal",
-            colours={"rework": RED, "first_prompt": BLUE, "first_output": GREEN, "rejected": AMBER},
+            colours={
+                "first_prompt": BLUE,
+                "first_output": GREEN,
+                "rework": RED,
+                "rejected": AMBER,
+                "overrun": GREY,
+            },
         ),
         Panel(
             "Rework by cause",
@@ -296,7 +319,7 @@ WORKED = PanelRow(
                     "{{cause}}",
                 ),
             ),
-            unit="cps",
+            unit=TOKENS_PER_SECOND,
             stack="normal",
         ),
         Panel(
@@ -324,7 +347,8 @@ WORKED = PanelRow(
                     "repeat loads",
                 ),
             ),
-            unit="cps",
+            unit=TOKENS_PER_SECOND,
+            width=6,
         ),
         Panel(
             "Lost engine time",
@@ -342,6 +366,7 @@ WORKED = PanelRow(
                 Query("max(kvledger_step_model_error_ratio{@engine})", "error of the model"),
             ),
             unit="percentunit",
+            width=6,
         ),
         Panel(
             "Loads: seconds waited and saved",
@@ -353,6 +378,7 @@ WORKED = PanelRow(
                 Query("sum(rate(kvledger_load_saved_seconds_total{@engine}[$__rate_interval]))", "saved"),
             ),
             unit="s",
+            width=6,
         ),
         Panel(
             "Rework per request",
@@ -361,6 +387,7 @@ WORKED = PanelRow(
             "timeseries",
             _quantiles("kvledger_request_rework_ratio"),
             unit="percentunit",
+            width=6,
         ),
     ),
 )
@@ -380,6 +407,7 @@ REQUESTS = PanelRow(
                 ),
             ),
             unit="cps",
+            width=6,
         ),
         Panel(
             "Preemptions per request, percentiles",
@@ -387,6 +415,7 @@ REQUESTS = PanelRow(
             "timeseries",
             _quantiles("kvledger_request_preemptions"),
             unit="none",
+            width=6,
         ),
         Panel(
             "Requests by outcome",
@@ -399,6 +428,7 @@ REQUESTS = PanelRow(
                 ),
             ),
             unit="reqps",
+            width=6,
             stack="normal",
         ),
         Panel(
@@ -407,6 +437,7 @@ REQUESTS = PanelRow(
             "timeseries",
             (Query("sum by (engine) (kvledger_open_requests{@engine})", "{{engine}}"),),
             unit="none",
+            width=6,
         ),
     ),
 )
@@ -454,4 +485,57 @@ BLOCKS = PanelRow(
     ),
 )
 
-ROWS = (RANGE, PROMPTS, EXTERNAL, WORKED, REQUESTS, BLOCKS)
+DRAFTS = PanelRow(
+    "Speculative decoding",
+    (
+        Panel(
+            "Rejected drafts",
+            "Draft tokens per second that the engine computed and then rejected. Zero without speculative "
+            "decoding.",
+            "timeseries",
+            (
+                Query(
+                    'sum by (engine) (rate(kvledger_work_tokens_total{@engine, kind="rejected"}'
+                    "[$__rate_interval]))",
+                    "{{engine}}",
+                ),
+            ),
+            unit=TOKENS_PER_SECOND,
+            width=12,
+        ),
+        Panel(
+            "Rejected share of scheduled tokens",
+            "Rejected drafts divided by all scheduled tokens. A large share means that the drafts cost more "
+            "than they gain.",
+            "timeseries",
+            (_share('kvledger_work_tokens_total{@engine, kind="rejected"}', WORK, "engine", "{{engine}}"),),
+            unit="percentunit",
+            width=12,
+        ),
+    ),
+    collapsed=True,
+)
+
+TRANSFERS = PanelRow(
+    "Transfers from a prefill engine",
+    (
+        Panel(
+            "Transferred prompt tokens",
+            "Prompt tokens per second whose KV a prefill engine handed over. They were computed there: a "
+            "fleet that adds them to its hits counts each prompt twice.",
+            "timeseries",
+            (
+                Query(
+                    "sum by (engine) (rate(kvledger_transferred_prompt_tokens_total{@engine}"
+                    "[$__rate_interval]))",
+                    "{{engine}}",
+                ),
+            ),
+            unit=TOKENS_PER_SECOND,
+            width=24,
+        ),
+    ),
+    collapsed=True,
+)
+
+ROWS = (RANGE, PROMPTS, WORKED, REQUESTS, EXTERNAL, DRAFTS, TRANSFERS)

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from .panels import AMBER, GOOD_IS_NONE, GREEN, RED, Panel, PanelRow, Query
+from .panels import (
+    AMBER,
+    GOOD_IS_NONE,
+    GREEN,
+    RED,
+    TOKENS_PER_SECOND,
+    Panel,
+    PanelRow,
+    Query,
+)
 
 TITLE = "kvledger: Trust"
 UID = "kvledger-trust"
@@ -192,7 +201,7 @@ COVERAGE = PanelRow(
                     "{{verdict}}",
                 ),
             ),
-            unit="cps",
+            unit=TOKENS_PER_SECOND,
             width=10,
             stack="normal",
             colours={"clean": GREEN, "violated": RED, "unknown": AMBER},
@@ -210,6 +219,7 @@ HEALTH = PanelRow(
             "timeseries",
             (Query("max by (instance, engine) (kvledger_journal_lag_seconds{@engine})", "{{engine}}"),),
             unit="s",
+            width=6,
         ),
         Panel(
             "Events lost",
@@ -227,6 +237,7 @@ HEALTH = PanelRow(
                 ),
             ),
             unit="cps",
+            width=6,
         ),
         Panel(
             "Failures of hooks and checks",
@@ -244,6 +255,7 @@ HEALTH = PanelRow(
                 ),
             ),
             unit="cps",
+            width=6,
         ),
         Panel(
             "Time in hooks",
@@ -258,6 +270,7 @@ HEALTH = PanelRow(
                 ),
             ),
             unit="s",
+            width=6,
         ),
         Panel(
             "Events read",
@@ -270,6 +283,7 @@ HEALTH = PanelRow(
                 ),
             ),
             unit="cps",
+            width=6,
         ),
         Panel(
             "Time since the last event",
@@ -282,6 +296,7 @@ HEALTH = PanelRow(
                 ),
             ),
             unit="s",
+            width=6,
         ),
         Panel(
             "State lost by the sidecar",
@@ -297,6 +312,7 @@ HEALTH = PanelRow(
                 Query("sum by (instance) (kvledger_sidecar_unreadable_journals{@sidecar})", "unreadable now"),
             ),
             unit="none",
+            width=6,
         ),
         Panel(
             "Age of the checkpoint",
@@ -308,6 +324,7 @@ HEALTH = PanelRow(
                 ),
             ),
             unit="s",
+            width=6,
         ),
     ),
 )

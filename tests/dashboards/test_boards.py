@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from kvledger.audit.errors import LedgerError
 from kvledger.dashboards import boards, check, rules
+from kvledger.dashboards.panels import GRID
 
 ROOT = Path(__file__).parents[2]
 GENERATED = ROOT / "dashboards" / "generated"
@@ -20,8 +22,13 @@ every_board = pytest.mark.parametrize("board", boards.BOARDS, ids=lambda board: 
 every_form = pytest.mark.parametrize("form", boards.FORMS)
 
 
+def flat(built: dict[str, Any]) -> list[dict[str, Any]]:
+    """The headings and all panels, those of collapsed rows too."""
+    return [each for panel in built["panels"] for each in (panel, *panel.get("panels", ()))]
+
+
 def panels_of(built: dict[str, Any]) -> list[dict[str, Any]]:
-    return [panel for panel in built["panels"] if panel["type"] != "row"]
+    return [panel for panel in flat(built) if panel["type"] != "row"]
 
 
 @every_form
@@ -77,8 +84,34 @@ def test_panel_ids_are_unique_and_panels_do_not_overlap(board: ModuleType) -> No
                 assert (x, y) not in taken, (panel["title"], taken.get((x, y)))
                 taken[x, y] = panel["title"]
 
-    ids = [panel["id"] for panel in built["panels"]]
+    ids = [panel["id"] for panel in flat(built)]
     assert len(set(ids)) == len(ids)
+
+
+@every_board
+def test_panels_fill_the_width_of_the_board(board: ModuleType) -> None:
+    for row in board.ROWS:
+        widths = [panel.width for panel in row.panels]
+        sums = list(itertools.accumulate(widths))
+        assert sums[-1] % GRID == 0, row.title
+        assert set(range(GRID, sums[-1] + 1, GRID)) <= set(sums), row.title
+
+
+@every_board
+def test_panels_of_a_collapsed_row_are_in_its_heading(board: ModuleType) -> None:
+    headings = [panel for panel in boards.build(board)["panels"] if panel["type"] == "row"]
+
+    assert [row.collapsed for row in board.ROWS] == [heading["collapsed"] for heading in headings]
+    for row, heading in zip(board.ROWS, headings, strict=True):
+        expected = [panel.title for panel in row.panels] if row.collapsed else []
+        assert expected == [panel["title"] for panel in heading["panels"]]
+
+
+@every_board
+def test_legends_show_the_last_and_the_largest_value(board: ModuleType) -> None:
+    for panel in panels_of(boards.build(board)):
+        if panel["type"] == "timeseries":
+            assert ["lastNotNull", "max"] == panel["options"]["legend"]["calcs"]
 
 
 @every_board
