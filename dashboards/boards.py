@@ -31,6 +31,11 @@ SCHEMA_VERSION = 38
 """The version of Grafana's JSON model; a later Grafana upgrades an older model by itself."""
 
 INPUT = "DS_PROMETHEUS"
+VLLM_BOARDS = (
+    ("vLLM: performance", "performance-statistics", "Deployment_id"),
+    ("vLLM: queries", "query-statistics4", "Deployment_id"),
+)
+"""vLLM's own boards (examples/online_serving/dashboards): title, uid, and their variable of models."""
 EXPLANATIONS = "http://127.0.0.1:9464/explain"
 """The address of a sidecar on the machine of the browser."""
 
@@ -57,16 +62,11 @@ def files(form: Form) -> Iterator[tuple[str, str]]:
 
 def _provisioned(board: ModuleType) -> dict[str, Any]:
     others = {
+        **_link("kvledger", "", ""),
         "type": "dashboards",
-        "title": "kvledger",
         "tags": ["kvledger"],
         "asDropdown": True,
         "includeVars": True,
-        "keepTime": True,
-        "targetBlank": False,
-        "icon": "external link",
-        "tooltip": "",
-        "url": "",
     }
     return {
         "uid": board.UID,
@@ -80,9 +80,25 @@ def _provisioned(board: ModuleType) -> dict[str, Any]:
         "timezone": "browser",
         "refresh": "30s",
         "annotations": {"list": []},
-        "links": [others],
+        "links": [others, *(_link(*each) for each in VLLM_BOARDS)],
         "templating": {"list": _variables()},
         "panels": laid_out(board.ROWS),
+    }
+
+
+def _link(title: str, uid: str, variable: str) -> dict[str, Any]:
+    """A link to the board ``uid``, with the chosen models as ``variable``."""
+    return {
+        "type": "link",
+        "title": title,
+        "tags": [],
+        "asDropdown": False,
+        "includeVars": False,
+        "keepTime": True,
+        "targetBlank": False,
+        "icon": "external link",
+        "tooltip": "",
+        "url": f"/d/{uid}?var-{variable}=${{model_name:percentencode}}" if uid else "",
     }
 
 

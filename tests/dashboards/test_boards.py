@@ -119,7 +119,10 @@ def test_boards_link_to_each_other_and_are_tagged_for_vllm(board: ModuleType) ->
     built = boards.build(board)
 
     assert {"kvledger", "vllm"} == set(built["tags"])
-    assert ["kvledger"] == built["links"][0]["tags"]
+    own, *vllms = built["links"]
+    assert ["kvledger"] == own["tags"] and own["includeVars"]
+    assert {"?var-Deployment_id=${model_name:percentencode}"} == {link["url"][-46:] for link in vllms}
+    assert all(link["keepTime"] for link in (own, *vllms))
 
 
 @every_board
