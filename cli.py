@@ -110,11 +110,13 @@ def audit(
     from .audit.replay.journals import audit_paths
     from .audit.replay.windows import window
     from .exporters.reports.audit import findings_csv, report
+    from .exporters.reports.conclusions import concluded
+    from .exporters.reports.costs import costs_of
 
     chosen = window(since, until)
     with _reading(paths, jobs, dask) as (places, run):
-        audited = audit_paths(places, window=chosen, with_metrics=False, run=run)
-        result = report(audited)
+        audited = audit_paths(places, window=chosen, with_metrics=False, with_costs=True, run=run)
+        result = concluded(report(audited, costs_of(audited.engines)))
     if format in ("github", "sarif"):
         from .exporters.reports import annotations
 
@@ -201,10 +203,11 @@ def why(
     """Explain prefix-cache misses with the causes the trace proves."""
     from .audit.replay.windows import window
     from .exporters.reports import why as report
+    from .exporters.reports.conclusions import explained_with
 
     chosen = window(since, until)
     with _reading(paths, jobs, dask) as (places, run):
-        result = report.why(places, window=chosen, run=run, gpu_hour=gpu_hour or None)
+        result = explained_with(report.why(places, window=chosen, run=run, gpu_hour=gpu_hour or None))
     _print(format, result, report.render, report.as_csv)
 
 

@@ -22,6 +22,7 @@ from ...audit.ledger.positions import COMPUTED, EXTERNAL, LOCAL
 from ...audit.ledger.totals import Totals
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.journals import Audit, RequestStatement
+from .costs import CostReport
 
 FIGURES = (LOCAL, EXTERNAL, COMPUTED, "unattained")
 
@@ -151,6 +152,9 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     journals: list[JournalData]
     notes: list[str]
     began_before: int
+    costs: CostReport | None = None
+    """What lost work cost; None if the audit was made without costs."""
+    conclusions: list[str] = []
 
     @property
     def not_seen(self) -> str:
@@ -158,7 +162,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
         return _NOT_SEEN if any(journal.level == "tokens" for journal in self.journals) else ""
 
 
-def report(audit: Audit) -> AuditReport:
+def report(audit: Audit, costs: CostReport | None = None) -> AuditReport:
     """The audit as data."""
     totals, reconciliation = audit.totals, audit.reconciliation
     violations = audit.violations
@@ -194,6 +198,7 @@ def report(audit: Audit) -> AuditReport:
         journals=[_journal(engine_audit) for engine_audit in audit.engines],
         notes=audit.notes,
         began_before=totals.began_before,
+        costs=costs,
     )
 
 

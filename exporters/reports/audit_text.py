@@ -15,10 +15,12 @@ from rich.table import Table
 from rich.text import Text
 
 from ...audit.causes import external_loss, loss
+from . import costs
 from .audit import AuditReport, DifferenceData, ExternalData, FindingData, PlannedSplit, WorkData
 from .terminal import (
     VERDICTS,
     blocks,
+    bullets,
     counted,
     figures_table,
     indented,
@@ -73,6 +75,7 @@ def render(report: AuditReport, *, verbose: bool = False) -> Group:
         notes(report.notes),
         sources(report, None),
         work(report.work),
+        None if report.costs is None else costs.render(report.costs),
         external(report.external),
         journals(report),
     )
@@ -88,6 +91,7 @@ def answer(report: AuditReport) -> Group:
 
 def _answer(report: AuditReport) -> Iterator[Text]:
     yield verdict(report)
+    yield from bullets(report.conclusions)
     if report.drift:
         yield Text(f"{_DRIFT} `kvledger explain drift` has an example.")
     if doubtful := report.unknown - report.began_before:

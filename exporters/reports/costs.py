@@ -104,6 +104,11 @@ def gathered(engine_audits: Sequence[EngineAudit]) -> tuple[Costs, list[ModelRow
     return costs, models
 
 
+def costs_of(engine_audits: Sequence[EngineAudit], gpu_hour: float | None = None) -> CostReport:
+    """The costs of all engines together as data."""
+    return cost_report(*gathered(engine_audits), gpu_hour)
+
+
 def cost_report(costs: Costs, models: Sequence[ModelRow], gpu_hour: float | None = None) -> CostReport:
     """Costs as data. ``gpu_hour``: the price of an hour of one engine."""
     engine_seconds = costs.busy_us / 1e6

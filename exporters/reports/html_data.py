@@ -23,6 +23,7 @@ from ..trace.request_counts import RequestCounts
 from ..trace.time_series import Series, together
 from .audit import AuditReport, report
 from .block_use import BlockUseReport, as_report
+from .conclusions import conclusions, facts_of_audit, with_costs, with_why
 from .costs import CostReport, cost_report
 from .why import Tally, Why, block_size, explained, remark
 
@@ -136,15 +137,18 @@ def gather(
     for part in parts:
         tally.merge(part.tally)
         costs.merge(part.costs)
+    lost, why = cost_report(costs, tally.models, gpu_hour), explained(tally, gpu_hour)
+    audited = report(Audit([part.engine_audit for part in parts]), lost)
+    facts = with_costs(with_why(facts_of_audit(audited), why), lost)
     return PageData(
-        report=report(Audit([part.engine_audit for part in parts])),
-        why=explained(tally, gpu_hour),
+        report=msgspec.structs.replace(audited, conclusions=conclusions(facts)),
+        why=why,
         series=together([part.series for part in parts]),
         waits=[sum(counts) for counts in zip(*(part.waits for part in parts), strict=True)],
         preempted=sorted((row for part in parts for row in part.preempted), reverse=True)[:SHOWN],
-        costs=cost_report(costs, tally.models, gpu_hour),
         block_use=_block_use(parts),
         block_series=together([part.block_series for part in parts]),
+        costs=lost,
     )
 
 

@@ -85,7 +85,7 @@ def html(data: PageData) -> str:
 def _facts(report: AuditReport) -> list[str]:
     """The two or three facts that matter most, a sentence each."""
     totals, work = report.totals, report.work
-    facts = []
+    facts = [*report.conclusions]
     hits = share(totals.local + totals.external, totals.prompt_tokens)
     if hits is not None:
         facts.append(

@@ -31,8 +31,10 @@ from ...audit.replay.windows import EVERYTHING, Window
 from ..trace.tables import hour_name
 from . import costs as cost
 from .audit import csv_of, share
+from .conclusions import conclusions, facts_of_totals
+from .conclusions import with_costs as add_costs
 from .costs import CostReport, ModelRow, cost_report, model_row
-from .terminal import blocks, counted, figures_table, listed, part_of, percent
+from .terminal import blocks, bullets, counted, figures_table, listed, part_of, percent
 
 REQUESTS = "requests.parquet"
 """A folder that holds this file was written by ``kvledger export``."""
@@ -72,6 +74,7 @@ class SummaryRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     loaded: int
     wait_seconds: float
     costs: CostReport | None = None
+    conclusions: list[str] = []
 
 
 class Sums(msgspec.Struct):
@@ -180,7 +183,12 @@ def summarize(
             group.costs.busy_us = busy_us
         rows.append(group.row(name, gpu_hour=gpu_hour))
     rows.sort(key=lambda row: (-row.prompt_tokens, row.group))
-    return [*rows, everything.row(ALL, models, gpu_hour)]
+    total = everything.row(ALL, models, gpu_hour)
+    if with_costs:
+        facts = facts_of_totals(everything.totals)
+        facts = facts if total.costs is None else add_costs(facts, total.costs)
+        total = msgspec.structs.replace(total, conclusions=conclusions(facts))
+    return [*rows, total]
 
 
 def _of_journal(path: Path, by: str, window: Window, with_costs: bool) -> Part:
@@ -289,7 +297,7 @@ def render(rows: Sequence[SummaryRow]) -> Group:
         )
     costs = rows[-1].costs
     return blocks(
-        Group(*_answer(rows[-1])),
+        Group(*bullets(rows[-1].conclusions), *_answer(rows[-1])),
         table if rows[-1].requests else None,
         None if costs is None else cost.render(costs),
     )
@@ -317,7 +325,11 @@ def _answer(row: SummaryRow) -> Iterator[Text]:
 
 def as_csv(rows: Sequence[SummaryRow]) -> str:
     """All figures, with a header; an empty cell for what is not known. Costs are totals of the group."""
-    names = [field.name for field in msgspec.structs.fields(SummaryRow) if field.name != "costs"]
+    names = [
+        field.name
+        for field in msgspec.structs.fields(SummaryRow)
+        if field.name not in ("costs", "conclusions")
+    ]
     columns = [*names, *COST_COLUMNS] if rows[-1].costs else names
     return csv_of(columns, ([getattr(row, name) for name in names] + _cost_cells(row) for row in rows))
 

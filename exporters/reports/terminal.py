@@ -115,6 +115,12 @@ def indented(part: RenderableType, columns: int = 2) -> Padding:
     return Padding(part, (0, 0, 0, columns), expand=False)
 
 
+def bullets(sentences: Sequence[str]) -> Iterator[Text]:
+    """Sentences as a list."""
+    for sentence in sentences:
+        yield Text.assemble(("- ", "bold"), sentence)
+
+
 def notes(lines: Sequence[str]) -> Group | None:
     """What a reader should know about how the journals were read; None for nothing."""
     if not lines:

@@ -28,7 +28,7 @@ from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
 from .audit import share, structs_csv
 from .costs import ModelRow, model_row, model_text, money, part, shown_seconds, spread
-from .terminal import blocks, counted, figures_table, notes, part_of, percent, title
+from .terminal import blocks, bullets, counted, figures_table, notes, part_of, percent, title
 
 LEGEND = (
     "A prompt token is a miss each time it is computed, and once more if it had no KV when its request "
@@ -80,6 +80,7 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens per block; 0: not known, or different in several engines."""
     levels: list[str] = []
     """The levels below ``blocks`` at which journals were recorded."""
+    conclusions: list[str] = []
 
 
 class Tally(msgspec.Struct):
@@ -244,7 +245,8 @@ def remark(tally: Tally, engine_audit: EngineAudit) -> None:
 
 def render(result: Why) -> Group:
     """Hits and misses in a sentence each, then the causes as a table."""
-    return blocks(Group(*_answer(result)), _causes(result), _models(result), notes(result.notes))
+    answer = Group(*bullets(result.conclusions), *_answer(result))
+    return blocks(answer, _causes(result), _models(result), notes(result.notes))
 
 
 def _models(result: Why) -> Text | None:

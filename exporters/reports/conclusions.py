@@ -1,0 +1,330 @@
+"""What the figures of a trace amount to: up to three sentences, the costliest first.
+
+A rule is a function from :class:`Facts` to a :class:`Conclusion`, or to None where its figure is below the
+rule's threshold or not known. A rule that advises says which figure the advice rests on. ``RULES`` has all
+rules; ``audit``, ``summary``, ``why`` and the report print what :func:`conclusions` returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from ...audit import causes
+from ...audit.causes import external_loss
+from ...audit.ledger.totals import Totals
+from .audit import AuditReport, share
+from .costs import CostReport
+from .terminal import counted, percent
+from .why import Why
+
+SHOWN = 3
+"""The most sentences that are printed."""
+
+BELOW_BLOCK_SHARE = 0.1
+NOT_KNOWABLE_SHARE = 0.5
+EVICTED_SHARE = 0.1
+PREEMPTION_SHARE = 0.01
+RECOMPUTED_SHARE = 0.01
+NOT_LOADED_SHARE = 0.01
+REJECTED_SHARE = 0.05
+OVERRUN_SHARE = 0.02
+UNATTAINED_SHARE = 0.02
+"""Below these shares nothing is concluded. Of missed tokens: the first three. Of engine time if it is known,
+else of scheduled tokens: preemption, recomputed, rejected, overrun. Of promised tokens: not loaded. Of
+prompt tokens: unattained."""
+
+
+class Facts(msgspec.Struct, kw_only=True):
+    """The figures that rules read. Tokens unless the name says otherwise; None: not known.
+
+    ``seconds`` are of engine time by kind and cause of lost work, as :class:`~.costs.CostRow` has them.
+    """
+
+    prompt_tokens: int = 0
+    unattained: int = 0
+    scheduled: int = 0
+    rework: Mapping[str, int] = {}
+    rejected: int = 0
+    overrun: int = 0
+    preemptions: int = 0
+    promised: int = 0
+    voided: Mapping[str, int] = {}
+    missed: int = 0
+    misses: Mapping[str, int] = {}
+    block_size: int = 0
+    levels: Sequence[str] = ()
+    engine_seconds: float = 0.0
+    seconds: Mapping[str, float | None] = {}
+    waited_seconds: float | None = None
+    saved_seconds: float | None = None
+
+
+class Conclusion(NamedTuple):
+    """A sentence, and the share of all work or time that it is about, by which sentences are ranked."""
+
+    weight: float
+    text: str
+
+
+Rule = Callable[[Facts], Conclusion | None]
+
+
+def conclusions(facts: Facts) -> list[str]:
+    """The sentences of all rules that apply, the heaviest first, at most :data:`SHOWN`."""
+    found = [conclusion for rule in RULES if (conclusion := rule(facts)) is not None]
+    return [one.text for one in sorted(found, key=lambda one: -one.weight)[:SHOWN]]
+
+
+# --- the facts ------------------------------------------------------------------------------------------
+
+
+def facts_of_audit(report: AuditReport) -> Facts:
+    """The facts of an audit."""
+    work, external = report.work, report.external
+    return Facts(
+        prompt_tokens=report.totals.prompt_tokens,
+        unattained=report.totals.unattained,
+        scheduled=work.scheduled,
+        rework=work.rework_by_cause,
+        rejected=work.rejected,
+        overrun=work.overrun,
+        preemptions=report.preemptions,
+        promised=external.promised,
+        voided=external.voided,
+    )
+
+
+def concluded(report: AuditReport) -> AuditReport:
+    """The audit with its conclusions."""
+    facts = facts_of_audit(report)
+    if report.costs is not None:
+        facts = with_costs(facts, report.costs)
+    return msgspec.structs.replace(report, conclusions=conclusions(facts))
+
+
+def facts_of_totals(totals: Totals) -> Facts:
+    """The facts of some sums."""
+    return Facts(
+        prompt_tokens=totals.prompt_tokens,
+        unattained=totals.unattained,
+        scheduled=totals.scheduled,
+        rework=totals.rework,
+        rejected=totals.rejected,
+        overrun=totals.overrun,
+        preemptions=totals.preemptions,
+        promised=totals.promised,
+        voided=totals.voided,
+    )
+
+
+def explained_with(why: Why) -> Why:
+    """The misses with their conclusions."""
+    return msgspec.structs.replace(why, conclusions=conclusions(with_why(Facts(), why)))
+
+
+def with_why(facts: Facts, why: Why) -> Facts:
+    """The same facts with the misses by cause."""
+    return msgspec.structs.replace(
+        facts,
+        prompt_tokens=facts.prompt_tokens or why.prompt_tokens,
+        missed=why.no_hit,
+        misses={row.cause: row.tokens for row in why.causes},
+        block_size=why.block_size,
+        levels=why.levels,
+    )
+
+
+def with_costs(facts: Facts, costs: CostReport) -> Facts:
+    """The same facts with seconds."""
+    loads = costs.loads
+    saved = [row.asynchronous_saved_seconds for row in loads]
+    known = [each for each in saved if each is not None]
+    return msgspec.structs.replace(
+        facts,
+        engine_seconds=costs.engine_seconds,
+        seconds={f"{row.kind}/{row.cause}" if row.cause else row.kind: row.seconds for row in costs.rows},
+        waited_seconds=sum(row.waited_seconds for row in loads) if loads else None,
+        saved_seconds=sum(known) if loads and len(known) == len(saved) else None,
+    )
+
+
+# --- the rules ------------------------------------------------------------------------------------------
+
+
+def preempted(facts: Facts) -> Conclusion | None:
+    """Preemption made the engine compute tokens again."""
+    tokens = facts.rework.get(causes.BLOCKS, 0)
+    lost = _lost(facts, f"rework/{causes.BLOCKS}", tokens, PREEMPTION_SHARE)
+    if lost is None:
+        return None
+    only = facts.preemptions and causes.RESET not in facts.rework
+    after = f" after {counted(facts.preemptions, 'preemption')}" if only else ""
+    return Conclusion(
+        lost.weight,
+        f"Preemption for lack of free blocks cost {lost.text}: {counted(tokens, 'token')} computed "
+        f"again{after}.",
+    )
+
+
+def recomputed(facts: Facts) -> Conclusion | None:
+    """A cause other than preemption made the engine compute tokens again."""
+    others = {cause: tokens for cause, tokens in facts.rework.items() if cause != causes.BLOCKS}
+    if not others:
+        return None
+    cause = max(others, key=lambda name: others[name])
+    lost = _lost(facts, f"rework/{cause}", others[cause], RECOMPUTED_SHARE)
+    if lost is None:
+        return None
+    tokens = counted(others[cause], "token")
+    return Conclusion(lost.weight, f"Computing {tokens} again ({causes.loss(cause)}) cost {lost.text}.")
+
+
+def rejected(facts: Facts) -> Conclusion | None:
+    """Many draft tokens were rejected."""
+    lost = _lost(facts, "rejected", facts.rejected, REJECTED_SHARE)
+    if lost is None:
+        return None
+    return Conclusion(
+        lost.weight, f"Rejected drafts cost {lost.text}: {counted(facts.rejected, 'draft token')}."
+    )
+
+
+def overrun(facts: Facts) -> Conclusion | None:
+    """Requests ran past their stop."""
+    lost = _lost(facts, "overrun", facts.overrun, OVERRUN_SHARE)
+    if lost is None:
+        return None
+    return Conclusion(
+        lost.weight,
+        f"Work past the stop of requests cost {lost.text}: {counted(facts.overrun, 'token')} in flight when "
+        "their request ended.",
+    )
+
+
+def below_block(facts: Facts) -> Conclusion | None:
+    """Many misses are shorter than a block."""
+    part = _of_misses(facts, causes.BELOW_BLOCK, BELOW_BLOCK_SHARE)
+    if part is None:
+        return None
+    size = f" of {facts.block_size}" if facts.block_size else ""
+    return Conclusion(
+        _weight_of_misses(facts, causes.BELOW_BLOCK),
+        f"{percent(part)} of missed tokens ({facts.misses[causes.BELOW_BLOCK]:,}) are below the block "
+        f"size{size}: "
+        "the prefix cache holds whole blocks only, so at most these could be hits with smaller blocks.",
+    )
+
+
+def evicted(facts: Facts) -> Conclusion | None:
+    """Many missed tokens had been in the cache."""
+    part = _of_misses(facts, causes.EVICTED, EVICTED_SHARE)
+    if part is None:
+        return None
+    return Conclusion(
+        _weight_of_misses(facts, causes.EVICTED),
+        f"{percent(part)} of missed tokens ({facts.misses[causes.EVICTED]:,}) were in the prefix cache "
+        "before and "
+        "were evicted: at most these could be hits with more blocks.",
+    )
+
+
+def not_knowable(facts: Facts) -> Conclusion | None:
+    """The level of the recording proves no cause for most misses."""
+    part = _of_misses(facts, causes.NOT_KNOWABLE, NOT_KNOWABLE_SHARE)
+    if part is None or not facts.levels:
+        return None
+    return Conclusion(
+        0.0,
+        f"{percent(part)} of missed tokens were never seen before, or were evicted: level "
+        f"{facts.levels[0]} can't "
+        "tell these apart, KVLEDGER_LEVEL=blocks can.",
+    )
+
+
+def not_loaded(facts: Facts) -> Conclusion | None:
+    """The connector promised tokens that were not loaded."""
+    lost = {
+        cause: tokens
+        for cause, tokens in facts.voided.items()
+        if cause in (causes.FAILED, causes.NOT_PLANNED, causes.NEVER_LOADED)
+    }
+    tokens = sum(lost.values())
+    part = share(tokens, facts.promised)
+    if part is None or part < NOT_LOADED_SHARE:
+        return None
+    cause = external_loss(max(lost, key=lambda name: lost[name]))
+    return Conclusion(
+        tokens / max(1, facts.prompt_tokens, facts.promised),
+        f"{percent(part)} of the {counted(facts.promised, 'token')} that the connector promised were not "
+        "loaded "
+        f"({tokens:,}; most frequent cause: {cause}).",
+    )
+
+
+def waited_longer_than_saved(facts: Facts) -> Conclusion | None:
+    """Requests waited longer for asynchronous loads than computing the tokens would have taken."""
+    waited, saved = facts.waited_seconds, facts.saved_seconds
+    if not waited or saved is None or waited <= saved:
+        return None
+    return Conclusion(
+        (waited - saved) / max(facts.engine_seconds, waited),
+        f"Requests waited {waited:,.1f} s for asynchronous loads that saved {saved:,.1f} s of computing.",
+    )
+
+
+def unattained(facts: Facts) -> Conclusion | None:
+    """Many prompt tokens never had KV."""
+    part = share(facts.unattained, facts.prompt_tokens)
+    if part is None or part < UNATTAINED_SHARE:
+        return None
+    return Conclusion(
+        part,
+        f"{percent(part)} of prompt tokens ({facts.unattained:,}) had no KV when their request ended.",
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    preempted,
+    recomputed,
+    rejected,
+    overrun,
+    below_block,
+    evicted,
+    not_loaded,
+    waited_longer_than_saved,
+    unattained,
+    not_knowable,
+)
+
+
+# --- shares ---------------------------------------------------------------------------------------------
+
+
+def _lost(facts: Facts, key: str, tokens: int, least: float) -> Conclusion | None:
+    """The share of engine time that lost work took, or of scheduled tokens; None if it is below ``least``."""
+    if not tokens:
+        return None
+    seconds = facts.seconds.get(key)
+    if seconds is not None and facts.engine_seconds:
+        part = seconds / facts.engine_seconds
+        text = f"about {percent(part)} of engine time ({seconds:,.1f} s)"
+    elif facts.scheduled:
+        part = tokens / facts.scheduled
+        text = f"{percent(part)} of scheduled tokens"
+    else:
+        return None
+    return None if part < least else Conclusion(part, text)
+
+
+def _of_misses(facts: Facts, cause: str, least: float) -> float | None:
+    """The share of a cause in all misses; None if it is below ``least``."""
+    part = share(facts.misses.get(cause, 0), facts.missed)
+    return None if part is None or part < least else part
+
+
+def _weight_of_misses(facts: Facts, cause: str) -> float:
+    """The misses of a cause as a share of all prompt tokens."""
+    return facts.misses[cause] / max(facts.prompt_tokens, facts.missed)

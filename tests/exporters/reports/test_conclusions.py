@@ -1,0 +1,137 @@
+"""Each rule from both sides of its threshold, and the order of the sentences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvledger.exporters.reports import conclusions as rules
+from kvledger.exporters.reports.conclusions import RULES, Facts, Rule, conclusions
+
+CASES: list[tuple[Rule, dict[str, Any], dict[str, Any], str]] = [
+    (
+        rules.preempted,
+        {"scheduled": 1000, "rework": {"blocks": 10}, "preemptions": 2},
+        {"scheduled": 1001, "rework": {"blocks": 10}},
+        "Preemption for lack of free blocks cost 1.0 % of scheduled tokens: 10 tokens computed again after "
+        "2 preemptions.",
+    ),
+    (
+        rules.preempted,
+        {
+            "rework": {"blocks": 9},
+            "engine_seconds": 100.0,
+            "seconds": {"rework/blocks": 3.5},
+            "preemptions": 1,
+        },
+        {"rework": {"blocks": 9}, "engine_seconds": 100.0, "seconds": {"rework/blocks": 0.99}},
+        "Preemption for lack of free blocks cost about 3.5 % of engine time (3.5 s): 9 tokens computed "
+        "again after "
+        "1 preemption.",
+    ),
+    (
+        rules.recomputed,
+        {"scheduled": 100, "rework": {"blocks": 50, "load_failed": 1}},
+        {"scheduled": 101, "rework": {"blocks": 50, "load_failed": 1}},
+        "Computing 1 token again (load failed) cost 1.0 % of scheduled tokens.",
+    ),
+    (
+        rules.rejected,
+        {"scheduled": 100, "rejected": 5},
+        {"scheduled": 101, "rejected": 5},
+        "Rejected drafts cost 5.0 % of scheduled tokens: 5 draft tokens.",
+    ),
+    (
+        rules.overrun,
+        {"scheduled": 100, "overrun": 2},
+        {"scheduled": 101, "overrun": 2},
+        "Work past the stop of requests cost 2.0 % of scheduled tokens: 2 tokens in flight when their "
+        "request "
+        "ended.",
+    ),
+    (
+        rules.below_block,
+        {"missed": 1000, "misses": {"below_block": 498}, "block_size": 32},
+        {"missed": 1000, "misses": {"below_block": 99}, "block_size": 32},
+        "49.8 % of missed tokens (498) are below the block size of 32: the prefix cache holds whole "
+        "blocks only, so "
+        "at most these could be hits with smaller blocks.",
+    ),
+    (
+        rules.evicted,
+        {"missed": 10, "misses": {"evicted": 1}},
+        {"missed": 11, "misses": {"evicted": 1}},
+        "10.0 % of missed tokens (1) were in the prefix cache before and were evicted: at most these "
+        "could be hits "
+        "with more blocks.",
+    ),
+    (
+        rules.not_loaded,
+        {"promised": 100, "prompt_tokens": 500, "voided": {"failed": 1}},
+        {"promised": 101, "prompt_tokens": 500, "voided": {"failed": 1, "finished": 50}},
+        "1.0 % of the 100 tokens that the connector promised were not loaded (1; most frequent cause: "
+        "load failed).",
+    ),
+    (
+        rules.waited_longer_than_saved,
+        {"waited_seconds": 12.1, "saved_seconds": 3.4},
+        {"waited_seconds": 3.4, "saved_seconds": 3.4},
+        "Requests waited 12.1 s for asynchronous loads that saved 3.4 s of computing.",
+    ),
+    (
+        rules.unattained,
+        {"prompt_tokens": 100, "unattained": 2},
+        {"prompt_tokens": 101, "unattained": 2},
+        "2.0 % of prompt tokens (2) had no KV when their request ended.",
+    ),
+    (
+        rules.not_knowable,
+        {"missed": 2, "misses": {"not_knowable": 1}, "levels": ["tokens"]},
+        {"missed": 3, "misses": {"not_knowable": 1}, "levels": ["tokens"]},
+        "50.0 % of missed tokens were never seen before, or were evicted: level tokens can't tell these "
+        "apart, "
+        "KVLEDGER_LEVEL=blocks can.",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("rule", "above", "below", "sentence"), CASES, ids=lambda case: getattr(case, "__name__", "")
+)
+def test_a_rule_speaks_at_its_threshold_and_not_below(
+    rule: Rule, above: dict[str, Any], below: dict[str, Any], sentence: str
+) -> None:
+    concluded = rule(Facts(**above))
+
+    assert concluded is not None and sentence == concluded.text
+    assert rule(Facts(**below)) is None
+
+
+def test_every_rule_has_a_case_and_says_nothing_without_figures() -> None:
+    assert {case[0] for case in CASES} == set(RULES)
+    assert [] == conclusions(Facts())
+
+
+def test_misses_that_level_blocks_could_not_prove_are_no_advice() -> None:
+    assert rules.not_knowable(Facts(missed=2, misses={"not_knowable": 2})) is None
+
+
+def test_an_unknown_saving_concludes_nothing() -> None:
+    assert rules.waited_longer_than_saved(Facts(waited_seconds=5.0, saved_seconds=None)) is None
+
+
+def test_the_heaviest_three_sentences_are_printed() -> None:
+    facts = Facts(
+        scheduled=100,
+        rework={"blocks": 10, "load_failed": 2},
+        rejected=30,
+        overrun=20,
+        missed=10,
+        misses={"not_knowable": 9},
+        levels=["tokens"],
+    )
+
+    sentences = conclusions(facts)
+
+    assert ["Rejected drafts", "Work past the s", "Preemption for "] == [each[:15] for each in sentences]
