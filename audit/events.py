@@ -65,6 +65,20 @@ the order of positions. Empty list: the request has none of these. None instead 
 """
 
 
+class RequestLabels(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Whom a request is for, as far as the engine knows. Defaults: the request has none.
+
+    ``lora`` is the adapter's name. ``salt_class`` is the class of the cache salt: a keyed hash, as an
+    isolation class is. ``group`` is what ``KVLEDGER_GROUP``, the operator's regular expression, found in the
+    request id: at most 64 values of one engine, and ``other``.
+    """
+
+    lora: str = ""
+    salt_class: int = 0
+    group: str = ""
+    priority: int = 0
+
+
 class Event(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Base of all events. ``at``: microseconds since the engine started."""
 
@@ -147,6 +161,7 @@ class RequestAdded(Event, frozen=True, array_like=True, tag=4):
     ``traceparent`` is the caller's trace context (W3C), if the engine received one.
     ``transferred``: a prefill engine hands over the KV, so external tokens are no cache hits.
     ``isolation``: what keeps the request's KV apart from other requests, see :data:`Isolation`.
+    ``labels`` None: the request has none, or they were not recorded.
     """
 
     request: int
@@ -159,6 +174,7 @@ class RequestAdded(Event, frozen=True, array_like=True, tag=4):
     traceparent: str | None = None
     transferred: bool = False
     isolation: Isolation | None = None
+    labels: RequestLabels | None = None
 
 
 class LookedUp(Event, frozen=True, array_like=True, tag=5):
@@ -451,6 +467,7 @@ class SnapshotRow(msgspec.Struct, frozen=True, array_like=True):
     preemptions: int
     transferred: bool = False
     isolation: Isolation | None = None
+    labels: RequestLabels | None = None
 
 
 class Snapshot(Event, frozen=True, array_like=True, tag=23):

@@ -202,8 +202,8 @@ SECTIONS: dict[str, tuple[Term, ...]] = {
         Term(
             "step model",
             "How long a step takes, by its prefill tokens, decoding requests, draft tokens and context, "
-            "fitted to the steps of one journal. The model turns tokens into seconds. Where steps don't "
-            "follow a model, it is refused and seconds are unknown.",
+            "fitted to the steps of one journal; it turns tokens into seconds. Where steps don't follow "
+            "a model, it is refused and seconds are unknown.",
             "`8 ms a step, 0.04 ms a prefill token; median error 2.1 % on held-out steps`",
             ("model of step time",),
         ),

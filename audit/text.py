@@ -79,11 +79,21 @@ def _settings(values: dict[str, ev.Setting]) -> dict[str, ev.Setting]:
     }
 
 
+def _labels(labels: ev.RequestLabels | None) -> ev.RequestLabels | None:
+    if labels is None or (labels.lora + labels.group).isprintable():
+        return labels
+    return replace(labels, lora=printable(labels.lora), group=printable(labels.group))
+
+
 def _rows(rows: list[ev.SnapshotRow]) -> list[ev.SnapshotRow]:
-    return [
-        row if (safe := shown_id(row.request_id)) is row.request_id else replace(row, request_id=safe)
-        for row in rows
-    ]
+    return [_row(row) for row in rows]
+
+
+def _row(row: ev.SnapshotRow) -> ev.SnapshotRow:
+    safe, labels = shown_id(row.request_id), _labels(row.labels)
+    if safe is row.request_id and labels is row.labels:
+        return row
+    return replace(row, request_id=safe, labels=labels)
 
 
 _IDS: dict[tuple[str, Any], Callable[[Any], Any]] = {
@@ -102,6 +112,7 @@ _BY_TYPE: dict[Any, Callable[[Any], Any]] = {
     Sequence[str]: _texts,
     dict[str, ev.Setting]: _settings,
     list[ev.SnapshotRow]: _rows,
+    ev.RequestLabels | None: _labels,
 }
 """What makes the fields of these types safe."""
 

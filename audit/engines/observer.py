@@ -11,6 +11,7 @@ import contextlib
 import functools
 import logging
 import os
+import re
 import time
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -19,7 +20,9 @@ from .. import events as ev
 from ..hooks import Hook, Hooks
 from .connectors.scheduler_side import ConnectorWatch
 from .connectors.worker_side import WorkerWatch
+from .pool.isolation import IsolationClasses
 from .pool.watch import PoolWatch
+from .request_labels import LabelReader
 from .step_log import Sink, StepLog
 
 logger = logging.getLogger("vllm.kvledger")
@@ -75,6 +78,10 @@ class Observer:
         """Settings that tell this engine from others whose process ids may be the same."""
         self.worker: WorkerWatch | None = None
         """Observes the worker side of the connector, if the worker runs in this process."""
+        self.group_by: re.Pattern[str] | None = None
+        """Finds the group of a request in its id; None: requests have no groups."""
+        self.labels = LabelReader(IsolationClasses())
+        """Reads the labels of requests."""
         self.log = StepLog(sink)
         """Every part emits its events here."""
         self.step = 0
@@ -98,9 +105,10 @@ class Observer:
         try:
             if self.level == "blocks":
                 self.pools = self._watch_pools()
+            classes = None if self.pools is None else self.pools.isolation
+            self.labels = LabelReader(classes or IsolationClasses(), self.group_by)
             if getattr(self.scheduler, "connector", None) is not None:
                 step = functools.partial(getattr, self, "step")  # no Python frame runs
-                classes = None if self.pools is None else self.pools.isolation
                 self.connector = ConnectorWatch(
                     self.scheduler,
                     self.log,

@@ -86,6 +86,7 @@ class Steps:
                 _traceparent(headers) if headers else None,
                 self._counts.transferred(request),
                 self._observer.isolation(request),
+                self._observer.labels.of(request),
             )
         )
 

@@ -123,6 +123,7 @@ class V1Observer(Observer):
             preemptions=preemptions,
             transferred=counts.transferred(request),
             isolation=self.isolation(request),
+            labels=self.labels.of(request),
         )
 
     def census(self, now: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
+from ..events import RequestLabels
 from .frozen import AccountStatement, Line, RemovedRange, Settlement
 from .life import InFlight, Life, life_statement
 from .positions import Losses, PositionRanges
@@ -38,6 +39,7 @@ class Account:
         "in_flight_tokens",
         "incomplete",
         "invalid_hits",
+        "labels",
         "life",
         "lines",
         "lives",
@@ -105,6 +107,8 @@ class Account:
         """Whether the request is a streaming-input session."""
         self.priority = 0
         """Priority of the request; a lower number is more urgent."""
+        self.labels: RequestLabels | None = None
+        """Whom the request is for; None: it has no labels, or they were not recorded."""
         self.traceparent: str | None = None
         """The caller's W3C trace context."""
         self.transferred = False

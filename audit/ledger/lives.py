@@ -38,6 +38,7 @@ def _request_added(state: LedgerState, event: ev.RequestAdded) -> None:
     account = open_account(state, event.request, event.request_id, event.prompt_tokens)
     account.pooling = event.pooling
     account.priority = event.priority
+    account.labels = event.labels
     account.resumable = event.resumable
     account.traceparent = event.traceparent
     account.transferred = event.transferred

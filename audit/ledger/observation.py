@@ -113,7 +113,9 @@ def _snapshot(state: LedgerState, event: ev.Snapshot) -> None:
         account = state.living.get(row.request)
         if account is None:
             account = open_account(state, row.request, row.request_id, row.prompt_tokens)
-            account.transferred = row.transferred
+            account.transferred, account.labels = row.transferred, row.labels
+            if row.labels is not None:
+                account.priority = row.labels.priority
             if not row.fresh:
                 began = causes.BEGAN_BEFORE if rotated else "the trace begins while the request runs"
                 make_unknown(account, began)

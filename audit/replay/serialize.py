@@ -33,7 +33,7 @@ from ..analysis.reconciliation import Difference, Figures, Reconciliation, Recon
 from ..checks.auditor import Auditor, KeptFinding
 from ..checks.registry import Violation
 from ..errors import LedgerError
-from ..events import EngineStarted
+from ..events import EngineStarted, RequestLabels
 from ..ledger.account import Account
 from ..ledger.blocks.ledger import BlockLedger
 from ..ledger.blocks.records import FailedLoad, Pool
@@ -78,6 +78,7 @@ STRUCTS: tuple[type, ...] = (
     Difference,
     Pool,
     FailedLoad,
+    RequestLabels,
 )
 """msgspec structs and named tuples, written and checked by their types."""
 

@@ -296,8 +296,9 @@ def render(rows: Sequence[SummaryRow]) -> Group:
             f"{row.wait_seconds:,.1f}",
         )
     costs = rows[-1].costs
+    first, *rest = _answer(rows[-1])
     return blocks(
-        Group(*bullets(rows[-1].conclusions), *_answer(rows[-1])),
+        Group(first, *bullets(rows[-1].conclusions), *rest),
         table if rows[-1].requests else None,
         None if costs is None else cost.render(costs),
     )

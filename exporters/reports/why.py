@@ -245,8 +245,13 @@ def remark(tally: Tally, engine_audit: EngineAudit) -> None:
 
 def render(result: Why) -> Group:
     """Hits and misses in a sentence each, then the causes as a table."""
-    answer = Group(*bullets(result.conclusions), *_answer(result))
-    return blocks(answer, _causes(result), _models(result), notes(result.notes))
+    first, *rest = _answer(result)
+    return blocks(
+        Group(first, *bullets(result.conclusions), *rest),
+        _causes(result),
+        _models(result),
+        notes(result.notes),
+    )
 
 
 def _models(result: Why) -> Text | None:

@@ -35,7 +35,7 @@ class IsolationClasses:
             if not (salt or adapter or inputs):
                 return NOTHING
             classes = [
-                self._class("salt", salt) if salt else 0,
+                self.of_salt(salt) if salt else 0,
                 self._class("adapter", adapter.lora_name, adapter.lora_path) if adapter else 0,
             ]
             for start, identifier in inputs:
@@ -43,6 +43,10 @@ class IsolationClasses:
             return classes
         except Exception:  # an observer must never stop the engine; the request's classes are unknown
             return None
+
+    def of_salt(self, salt: str) -> int:
+        """The class of a cache salt."""
+        return self._class("salt", salt)
 
     def keys(self, tokens: list[int], prefix: str, chunk_tokens: int) -> list[int]:
         """A keyed hash for each whole chunk of ``tokens``, over all tokens up to its end and ``prefix``."""

@@ -61,6 +61,7 @@ class LookupObserver(Observer):
                 max_tokens=getattr(seq_group.sampling_params, "max_tokens", None),
                 priority=seq_group.priority,
                 pooling=seq_group.pooling_params is not None,
+                labels=self.labels.of(seq_group),
             )
         )
 

@@ -121,6 +121,7 @@ class V0Observer(LookupObserver):
             placeholder_tokens=-1,
             sequence_tokens=data.get_len(),
             preemptions=0,
+            labels=self.labels.of(group),
         )
 
     def configuration(self) -> dict[str, ev.Setting]:
