@@ -1,0 +1,99 @@
+"""The labels of a request: read once, bounded, and never a salt."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvledger.audit import events as ev
+from kvledger.audit.engines.pool.isolation import IsolationClasses
+from kvledger.audit.engines.request_labels import MOST_GROUPS, OTHER, LabelReader, group_pattern
+from kvledger.audit.text import clean
+
+
+def request(request_id: str = "cmpl-tenant-a-1", salt: str = "", lora: str = "", priority: int = 0) -> Any:
+    adapter = SimpleNamespace(lora_name=lora, lora_path="/adapters/x") if lora else None
+    return SimpleNamespace(request_id=request_id, cache_salt=salt, lora_request=adapter, priority=priority)
+
+
+def reader(pattern: str = "") -> LabelReader:
+    return LabelReader(IsolationClasses(), re.compile(pattern) if pattern else None)
+
+
+def test_a_request_without_labels_has_none() -> None:
+    assert reader().of(request()) is None
+
+
+def test_adapter_priority_and_group_are_read() -> None:
+    labels = reader(r"tenant-(\w)").of(request(lora="french", priority=-3))
+
+    assert ev.RequestLabels("french", 0, "a", -3) == labels
+
+
+def test_a_salt_is_recorded_as_a_keyed_class_only() -> None:
+    one, other = reader(), reader()
+    labels, again = one.of(request(salt="secret")), one.of(request(salt="secret"))
+
+    assert labels is not None and again is not None
+    assert labels.salt_class == again.salt_class != 0
+    elsewhere = other.of(request(salt="secret"))
+    assert elsewhere is not None and elsewhere.salt_class != labels.salt_class
+    assert b"secret" not in msgspec.msgpack.encode(labels)
+
+
+def test_the_class_of_a_salt_is_that_of_the_isolation_classes() -> None:
+    classes = IsolationClasses()
+    labels = LabelReader(classes).of(request(salt="secret"))
+
+    assert labels is not None and classes.of_salt("secret") == labels.salt_class
+
+
+def test_groups_beyond_the_most_are_one() -> None:
+    read = reader(r"\d+")
+    found = [read.of(request(f"request-{number}")) for number in range(MOST_GROUPS + 5)]
+
+    groups = [labels.group for labels in found if labels is not None]
+    assert [OTHER] * 5 == groups[MOST_GROUPS:]
+    assert MOST_GROUPS == len(set(groups[:MOST_GROUPS]))
+    known = read.of(request("request-3"))
+    assert known is not None and "3" == known.group
+
+
+def test_a_request_that_the_pattern_does_not_match_has_no_group() -> None:
+    assert reader("tenant").of(request("somebody-1")) is None
+
+
+def test_a_request_that_can_not_be_read_has_no_labels() -> None:
+    assert reader().of(SimpleNamespace(cache_salt="x")) is None
+
+
+@pytest.mark.parametrize(("text", "found"), [("", None), ("(", None), (r"^(\w+)-", r"^(\w+)-")])
+def test_a_pattern_that_is_no_regular_expression_is_ignored(
+    text: str, found: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("KVLEDGER_GROUP", text)
+    pattern = group_pattern()
+
+    assert found == (pattern.pattern if pattern else None)
+    assert ("no regular expression" in caplog.text) == (text == "(")
+
+
+def test_labels_are_made_printable_when_they_are_read() -> None:
+    labels = ev.RequestLabels("fr\x1b[31m", 0, "a\u202e")
+    row = ev.SnapshotRow(1, "two", 5, True, 0, 0, 0, 5, 0, labels=labels)
+    batch: list[Any] = [ev.RequestAdded(0, 0, "one", 5, labels=labels), ev.Snapshot(0, 0, [row], 0)]
+
+    clean(batch)
+
+    for safe in (batch[0].labels, batch[1].rows[0].labels):
+        assert (safe.lora + safe.group).isprintable()
+
+
+def test_events_without_labels_are_read_as_before() -> None:
+    old = [4, 10, 0, "one", 5]
+
+    assert msgspec.convert(old, ev.RequestAdded).labels is None
