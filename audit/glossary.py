@@ -312,7 +312,7 @@ SECTIONS: dict[str, tuple[Term, ...]] = {
         Term(
             "isolation class",
             "A number that stands for what a request's KV depends on besides its tokens: the cache salt, the "
-            "LoRA adapter, or a multimodal input. It is a keyed hash: a journal holds no salt and no name.",
+            "LoRA adapter, or a multimodal input. It is a keyed hash: a journal holds no salt.",
             "`blocks/isolation`: a request hit a block that was written with another cache salt.",
             ("isolation classes", "cache salt", "LoRA adapter"),
         ),

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import logging
 import os
-import re
 import time
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -22,7 +21,7 @@ from .connectors.scheduler_side import ConnectorWatch
 from .connectors.worker_side import WorkerWatch
 from .pool.isolation import IsolationClasses
 from .pool.watch import PoolWatch
-from .request_labels import LabelReader
+from .request_labels import LabelReader, group_pattern
 from .step_log import Sink, StepLog
 
 logger = logging.getLogger("vllm.kvledger")
@@ -78,8 +77,6 @@ class Observer:
         """Settings that tell this engine from others whose process ids may be the same."""
         self.worker: WorkerWatch | None = None
         """Observes the worker side of the connector, if the worker runs in this process."""
-        self.group_by: re.Pattern[str] | None = None
-        """Finds the group of a request in its id; None: requests have no groups."""
         self.labels = LabelReader(IsolationClasses())
         """Reads the labels of requests."""
         self.log = StepLog(sink)
@@ -106,7 +103,7 @@ class Observer:
             if self.level == "blocks":
                 self.pools = self._watch_pools()
             classes = None if self.pools is None else self.pools.isolation
-            self.labels = LabelReader(classes or IsolationClasses(), self.group_by)
+            self.labels = LabelReader(classes or IsolationClasses(), group_pattern())
             if getattr(self.scheduler, "connector", None) is not None:
                 step = functools.partial(getattr, self, "step")  # no Python frame runs
                 self.connector = ConnectorWatch(

@@ -24,6 +24,9 @@ OTHER = "other"
 CHARACTERS = 64
 """A label is cut to this length."""
 
+SEARCHED = 256
+"""The pattern sees so many characters of a request id: a client may choose the id and its length."""
+
 
 def group_pattern() -> re.Pattern[str] | None:
     """``$KVLEDGER_GROUP``; None if it is not set, or no regular expression."""
@@ -53,7 +56,7 @@ class LabelReader:
             salt = getattr(request, "cache_salt", None)
             lora = _cut(str(adapter.lora_name)) if adapter else ""
             group = self._group(request.request_id) if self._pattern is not None else ""
-            priority = request.priority
+            priority = getattr(request, "priority", 0)  # v1 of 0.9.1 has none
             if not (lora or salt or group or priority):
                 return None
             return ev.RequestLabels(lora, self._classes.of_salt(salt) if salt else 0, group, priority)
@@ -62,7 +65,7 @@ class LabelReader:
 
     def _group(self, request_id: str) -> str:
         assert self._pattern is not None
-        match = self._pattern.search(request_id)
+        match = self._pattern.search(request_id[:SEARCHED])
         if match is None:
             return ""
         group = _cut((match[1] or "") if self._pattern.groups else match[0])
@@ -74,4 +77,5 @@ class LabelReader:
 
 
 def _cut(text: str) -> str:
-    return text[:CHARACTERS]
+    """The beginning of a text, without what can't be encoded."""
+    return text[:CHARACTERS].encode(errors="replace").decode()

@@ -196,7 +196,6 @@ def observe(scheduler: Any) -> object | None:
     """
     try:
         from ..engines import choose, host_version
-        from ..engines.request_labels import group_pattern
 
         observer_class = choose(scheduler)
         recorder = _recorder("engine")
@@ -204,7 +203,6 @@ def observe(scheduler: Any) -> object | None:
         observer = observer_class(scheduler, recorder, version=host_version(), level=level)
         observer.instance = instance()
         observer.on_stopped = _log_end
-        observer.group_by = group_pattern()
         observer.start()
         recorder.on_exit = functools.partial(observer.stop, "exit")
         engine_end.end_before_shutdown(scheduler, observer)

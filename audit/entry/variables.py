@@ -10,6 +10,7 @@ PREFIX = "KVLEDGER_"
 ENGINE = {
     "KVLEDGER_DIR": "the folder of the journals; without it the plugin does nothing",
     "KVLEDGER_LEVEL": "tokens (the default), or blocks to observe the block pool as well",
+    "KVLEDGER_GROUP": "a regular expression over request ids; what it finds is the request's group",
     "KVLEDGER_NAME": "the engine's name in journals, instead of the host's name",
     "KVLEDGER_JOURNAL_BYTES": "the most bytes of one engine's journal",
     "KVLEDGER_TOTAL_BYTES": "the most bytes of all journals in the folder",

@@ -11,7 +11,7 @@ import pytest
 
 from kvledger.audit import events as ev
 from kvledger.audit.engines.pool.isolation import IsolationClasses
-from kvledger.audit.engines.request_labels import MOST_GROUPS, OTHER, LabelReader, group_pattern
+from kvledger.audit.engines.request_labels import CHARACTERS, MOST_GROUPS, OTHER, LabelReader, group_pattern
 from kvledger.audit.text import clean
 
 
@@ -68,7 +68,20 @@ def test_a_request_that_the_pattern_does_not_match_has_no_group() -> None:
 
 
 def test_a_request_that_can_not_be_read_has_no_labels() -> None:
-    assert reader().of(SimpleNamespace(cache_salt="x")) is None
+    assert reader().of(SimpleNamespace(cache_salt=5)) is None
+
+
+def test_a_request_of_a_release_without_priorities_has_the_other_labels() -> None:
+    request = SimpleNamespace(request_id="one", lora_request=SimpleNamespace(lora_name="french"))
+
+    assert ev.RequestLabels("french") == reader().of(request)
+
+
+def test_a_label_is_short_and_can_be_encoded() -> None:
+    labels = reader(".+").of(request("r" * 5000, lora="x\ud800" + "y" * 100))
+
+    assert labels is not None and len(labels.group) == len(labels.lora) == CHARACTERS
+    msgspec.msgpack.encode(labels)
 
 
 @pytest.mark.parametrize(("text", "found"), [("", None), ("(", None), (r"^(\w+)-", r"^(\w+)-")])
@@ -97,3 +110,29 @@ def test_events_without_labels_are_read_as_before() -> None:
     old = [4, 10, 0, "one", 5]
 
     assert msgspec.convert(old, ev.RequestAdded).labels is None
+
+
+def test_the_labels_of_requests_of_a_real_scheduler_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm.v1.core.sched.scheduler", exc_type=ImportError)
+    from tests.engines.observed import observe
+    from tests.scenarios.driving import Driver, lora, start
+
+    def scenario(attach: Any, **setup: Any) -> Driver:
+        driver = start(policy="priority", **setup)
+        driver.add("team-a-1", 40, 2, priority=3, of_request={"cache_salt": "secret", **lora("sql", 1)})
+        attach(driver.scheduler)
+        driver.add("team-b-1", 40, 2, priority=3, of_request={"cache_salt": "secret", **lora("sql", 1)})
+        driver.add("nobody", 40, 2)
+        driver.run()
+        return driver
+
+    monkeypatch.setenv("KVLEDGER_GROUP", "^team-(.)")
+    _, events = observe(scenario)
+
+    (snapshot,) = (event for event in events if isinstance(event, ev.Snapshot))
+    before = snapshot.rows[0].labels
+    arrived = {event.request_id: event.labels for event in events if isinstance(event, ev.RequestAdded)}
+    assert before is not None and ("sql", "a", 3) == (before.lora, before.group, before.priority)
+    assert ev.RequestLabels("sql", before.salt_class, "b", 3) == arrived["team-b-1"]
+    assert arrived["nobody"] is None
+    assert b"secret" not in msgspec.msgpack.encode(events)

@@ -324,3 +324,21 @@ def test_no_token_id_of_a_prompt_is_recorded(monkeypatch: pytest.MonkeyPatch) ->
 
     assert len(events) > 10
     assert not any(str(token) in repr(event) for event in events for token in prompt)
+
+
+def test_adapter_priority_and_group_of_a_request_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVLEDGER_GROUP", "^team-(.)")
+
+    def scenario(attach: Attach, **setup: Any) -> V0Driver:
+        v0 = start(attach, policy="priority", max_loras=1, **setup)
+        v0.add("team-a-1", 40, 2, lora=1, priority=3)
+        v0.add("nobody", 40, 2)
+        v0.run()
+        return v0
+
+    _, events = observe(scenario)
+
+    arrived = {event.request_id: event.labels for event in events if isinstance(event, ev.RequestAdded)}
+    labels = arrived["team-a-1"]
+    assert labels is not None and labels.lora and ("a", 3) == (labels.group, labels.priority)
+    assert arrived["nobody"] is None
