@@ -255,12 +255,14 @@ def one_request(attach: Attach) -> Driver:
     return driver
 
 
-def test_no_salt_name_or_content_hash_is_recorded():
+def test_no_salt_path_or_content_hash_is_recorded():
     _, events = observe(one_request, level="blocks")
 
     recorded = msgspec.msgpack.encode(events)
     added = next(event for event in events if isinstance(event, RequestAdded))
-    assert not any(word in recorded for word in (b"alice", b"sql", b"cat"))
+    assert not any(word in recorded for word in (b"alice", b"/adapters", b"cat"))
+    assert 1 == recorded.count(b"sql")  # the label of the request; its classes are hashes
+    assert added.labels is not None and "sql-adapter" == added.labels.lora
     assert added.isolation is not None
     assert 3 == len({*added.isolation[:3]} - {0})
     assert [90] == added.isolation[3:]
