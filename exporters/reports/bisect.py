@@ -40,8 +40,11 @@ def answer(bisection: Bisection) -> str:
             f"{file} fails in none of {terminal.counted(len(bisection.runs), 'release')} and passes in {ran}."
         )
     bad = f"First bad {first}, last bad {last}" if first != last else f"Bad in {first} only"
-    good = f"first good {bisection.first_good}" if bisection.first_good else "no later release passes"
-    return f"{bad}, {good}."
+    if bisection.first_good:
+        return f"{bad}, first good {bisection.first_good}."
+    if last == bisection.runs[-1].release:
+        return f"{bad}, which is the newest release tried."
+    return f"{bad}, no later release passes."
 
 
 def _table(runs: tuple[Run, ...]) -> Table:

@@ -22,6 +22,7 @@ from rich.text import Text
 
 from ...audit.errors import LedgerError
 from ...audit.repro.bisect import Environment, Run, run_file
+from ...audit.repro.checks import refusal
 from ...audit.repro.cut import Seen
 from ...audit.repro.reproduction import Ambiguous, OtherRelease, Reproduction, choose, reproduce
 from ...audit.text import printable
@@ -50,6 +51,8 @@ def run(
 ) -> int:
     """Reproduce one finding, write what was asked for, and return the exit code."""
     seconds = _seconds(budget)
+    if as_json and str(output) == "-":
+        raise LedgerError("--json and -o - would both print to standard output; name a file")
     try:
         seen = choose(path, finding or None, request or None)
     except Ambiguous as several:
@@ -83,24 +86,32 @@ def run(
 
 def _choose(findings: Sequence[Seen]) -> Seen:
     """The finding that the user chooses; off a terminal an error, after a list of them."""
-    asks = sys.stdin.isatty() and sys.stderr.isatty()
-    listed = [f"{number}. {_line(seen)}" for number, seen in enumerate(findings[:LISTED], 1)]
-    more = len(findings) - len(listed)
-    if not asks:
-        for line in [*listed, *([f"and {more:,} more"] if more > 0 else [])]:
-            print(line, file=sys.stderr)
+    offered = sorted((seen for seen in findings if not refusal(seen.id)), key=_is_drift)
+    offered, more = offered[:LISTED], max(0, len(offered) - LISTED)
+    lines = [f"{number}. {_line(seen)}" for number, seen in enumerate(offered, 1)]
+    lines += [f"and {more:,} more"] if more else []
+    if refused := sorted({seen.id for seen in findings if refusal(seen.id)}):
+        lines.append(f"Can't be rebuilt: {', '.join(refused)}")
+    for line in lines:
+        print(line, file=sys.stderr)
+    if not offered or not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise LedgerError(f"{terminal.counted(len(findings), 'finding')}: choose with --finding or --request")
-    for line in listed:
-        terminal.show(Text(line), stderr=True)
-    answer = input(f"Which of them (1 to {len(listed)})? ").strip()
-    if not answer.isdigit() or not 1 <= int(answer) <= len(listed):
-        raise LedgerError(f"{printable(answer)!r} is no number from 1 to {len(listed)}")
-    return findings[int(answer) - 1]
+    print(f"Which of them (1 to {len(offered)})? ", end="", file=sys.stderr, flush=True)
+    answer = sys.stdin.readline().strip()
+    if not answer.isdigit() or not 1 <= int(answer) <= len(offered):
+        raise LedgerError(f"{printable(answer)!r} is no number from 1 to {len(offered)}")
+    return offered[int(answer) - 1]
+
+
+def _is_drift(seen: Seen) -> bool:
+    return seen.severity == "drift"
 
 
 def _line(seen: Seen) -> str:
-    of_request = f" of request {printable(seen.request_id)}" if seen.request_id else ""
-    return f"{seen.id}{of_request}: {printable(seen.message)}"
+    words = [seen.id, "(drift)" if _is_drift(seen) else ""]
+    if seen.request_id and seen.request_id not in seen.message:
+        words.append(f"of request {printable(seen.request_id)}")
+    return f"{' '.join(filter(None, words))}: {printable(seen.message)}"
 
 
 def _seconds(text: str) -> float:
@@ -145,6 +156,10 @@ def render(made: Reproduction, tried: Run | None, output: Path, issue: Path | No
         _answer(made),
         _written(made, tried, file, issue),
         _table(made),
+        Text(
+            f"{made.driven:,} workloads driven in {made.seconds:.1f} s, the first reproduction after "
+            f"{made.first_seconds:.1f} s."
+        ),
         terminal.notes([f"Assumed: {sentence}" for sentence in made.assumed]),
         Text(f"Next: kvledger bisect {file}") if file and tried.result == "fails" else None,
     )
@@ -187,17 +202,12 @@ def _table(made: Reproduction) -> Table:
     table = terminal.figures_table("", "requests", "steps")
     table.add_row("in the journal", f"{made.requests_before:,}", f"{made.steps_before:,}")
     table.add_row("in the test", f"{made.requests_after:,}", f"{made.steps_after:,}")
-    table.caption = (
-        f"{made.driven:,} workloads driven in {made.seconds:.1f} s, the first reproduction after "
-        f"{made.first_seconds:.1f} s"
-    )
-    table.caption_justify = "left"
     return table
 
 
 def as_data(made: Reproduction, tried: Run | None, output: Path, issue: Path | None) -> dict[str, Any]:
     """For --json: the reproduction, flat, without the workload's tables; the files hold those."""
-    data: dict[str, Any] = msgspec.to_builtins(made)
+    data: dict[str, Any] = msgspec.to_builtins(made, enc_hook=str)
     for name in ("workload", "configuration", "statement"):
         data.pop(name, None)
     written = made.status == "reproduced" and str(output) != "-"

@@ -10,22 +10,22 @@ from .texts import explain
 if TYPE_CHECKING:
     from ...audit.repro.reproduction import Reproduction
 
-_SHOWN = (
-    "scheduler",
-    "asynchronous",
-    "policy",
-    "block_size",
-    "blocks",
-    "groups",
-    "max_running",
-    "max_batched_tokens",
-    "max_model_len",
-    "prefix_caching",
-    "drafts",
-    "connector",
-    "load_failure_policy",
-)
-"""Settings of the recorded engine that its scheduler depends on. No names of models and hosts."""
+_SHOWN = {
+    "scheduler": "scheduler",
+    "asynchronous": "async scheduling",
+    "policy": "policy",
+    "block_size": "block size",
+    "blocks": "GPU blocks",
+    "groups": "KV cache groups",
+    "max_running": "max_num_seqs",
+    "max_batched_tokens": "max_num_batched_tokens",
+    "max_model_len": "max_model_len",
+    "prefix_caching": "prefix caching",
+    "drafts": "speculative tokens",
+    "connector": "KV connector",
+    "load_failure_policy": "kv_load_failure_policy",
+}
+"""Settings of the recorded engine that its scheduler depends on, by vLLM's names. No models and hosts."""
 
 
 def bug_report(reproduction: Reproduction, test: str) -> str:
@@ -55,11 +55,15 @@ def report(
 ) -> str:
     """The parts of the report, in the order in which upstream's form asks for them."""
     explained = explain(workload, check)
-    settings = [f"- {name}: {configuration[name]}" for name in _SHOWN if _is_set(configuration.get(name))]
+    settings = [
+        f"- {words}: {configuration[name]}"
+        for name, words in _SHOWN.items()
+        if _is_set(configuration.get(name))
+    ]
     parts = [
         f"# {explained.title}",
         explained.says,
-        "\n".join(f"- {fact}" for fact in explained.facts),
+        "\n".join(f"- {fact}" for fact in explained.facts[1:]),  # the first is the figure
         "## Versions and configuration",
         "\n".join([f"- vLLM {workload.release}", *settings]),
         "The test needs neither a GPU nor a model. It was cut down from the journal of an engine with this "
@@ -69,13 +73,14 @@ def report(
         *(f"> {message}" for message in dict.fromkeys(messages)),
         "## Expected",
         f"{_sentence(check.says)}: {check.right}",
-        "## The request's account",
-        "kvledger counts each token once, by where its KV came from:",
-        f"```\n{statement.strip()}\n```" if statement.strip() else "",
-        "## Test",
-        "The test fails on this release, and passes on a release without the fault:",
-        f"```python\n{test.strip()}\n```",
     ]
+    if statement.strip():
+        counted = (
+            "kvledger counts each token once, by where its KV came from. The account of the test's request:"
+        )
+        parts += ["## The request's account", counted, f"```\n{statement.strip()}\n```"]
+    fails = "The test fails on this release, and passes on a release without the fault:"
+    parts += ["## Test", fails, f"```python\n{test.strip()}\n```"]
     if assumed:
         parts += ["## Assumed", "\n".join(f"- {sentence}" for sentence in assumed)]
     return "\n\n".join(part for part in parts if part) + "\n"
