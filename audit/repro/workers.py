@@ -80,12 +80,10 @@ def _version() -> str:
     """The version of vLLM, with the modules imported that every workload needs."""
     from ..engines import host_version
 
-    try:
+    with contextlib.suppress(Exception):  # in 0.9 under VLLM_USE_V1=0 no v1 scheduler can be built
         from ..conformance.host import EngineSetup, build_scheduler
 
         build_scheduler(EngineSetup())
-    except ImportError:  # 0.9 with the v0 scheduler alone
-        pass
     return host_version()
 
 
@@ -187,7 +185,7 @@ class Pool:
         else:
             found = answer(Job())
         if not found.version:
-            raise LedgerError("vLLM can't be imported: kvledger repro drives its scheduler.")
+            raise LedgerError(f"kvledger repro drives vLLM's scheduler, but has no vLLM: {found.error}.")
         return found.version
 
     def drive(self, workload: Workload, finding: str, *, statement: bool = False) -> Outcome | None:

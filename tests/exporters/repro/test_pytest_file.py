@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.exporters.repro.examples import EXAMPLES, FOLDER, written
 from tests.exporters.repro.workloads import CASES, Case, add, step
 
 from kvledger.audit.repro.bisect import Environment, run_file
@@ -151,9 +152,14 @@ def test_pytest_reports_both_figures(tmp_path: Path) -> None:
     assert "local, external and computed tokens of r2: [192, 0, 8], right: [64, 0, 136]" in ran.stdout
 
 
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_examples_in_the_documentation_are_current(name: str) -> None:
+    assert (FOLDER / name).read_text() == written(name), "run: python -m tests.exporters.repro.examples"
+
+
 RUNS = [
     (name, release, result)
-    for name, case in CASES.items()
+    for name, case in (CASES | EXAMPLES).items()
     for release, result in [*((bad, "fails") for bad in case.bad), (case.good, "passes")]
     if release
 ]
@@ -170,7 +176,7 @@ def test_the_file_fails_with_the_fault_and_passes_where_it_is_fixed(
     if not releases.is_built(release):
         pytest.skip(f"not here: python3 scripts/releases.py build {release}")
     file = tmp_path / "test_repro.py"
-    file.write_text(rendered(CASES[name]))
+    file.write_text(rendered((CASES | EXAMPLES)[name]))
     script = str(ROOT / "scripts/releases.py")
     ran = run_file(file, Environment(release, (sys.executable, script, "run", release, "--", "python")))
     assert result == ran.result, ran.figure

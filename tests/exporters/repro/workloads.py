@@ -10,12 +10,16 @@ from kvledger.audit.repro.workload import Check, Op, Request, Workload
 
 
 class Case(NamedTuple):
-    """``bad``: releases that have the fault; ``good``: the first without it, if there is one."""
+    """``bad``: releases that have the fault; ``good``: the first without it, if there is one.
+
+    ``assumed``: what the journal did not have.
+    """
 
     workload: Workload
     check: Check
     bad: tuple[str, ...]
     good: str = ""
+    assumed: tuple[str, ...] = ()
 
 
 def step(times: int = 1, **reported: Any) -> tuple[Op, ...]:
