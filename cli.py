@@ -193,6 +193,7 @@ def summary(
 @command(opt.AUDIT, "why /var/lib/kvledger", "why /var/lib/kvledger --since 1h --format csv")
 def why(
     paths: opt.JournalPaths,
+    by: opt.GroupBy = "",
     gpu_hour: opt.GpuHour = 0.0,
     format: opt.TableFormat = "table",
     since: opt.Since = "",
@@ -207,7 +208,7 @@ def why(
 
     chosen = window(since, until)
     with _reading(paths, jobs, dask) as (places, run):
-        result = explained_with(report.why(places, window=chosen, run=run, gpu_hour=gpu_hour or None))
+        result = explained_with(report.why(places, window=chosen, run=run, gpu_hour=gpu_hour or None, by=by))
     _print(format, result, report.render, report.as_csv)
 
 
@@ -348,6 +349,7 @@ def prune(
 def diff(
     before: opt.Before,
     after: opt.After,
+    by: opt.GroupBy = "",
     verbose: opt.VerboseDiff = False,
     format: opt.TableFormat = "table",
     json: opt.JsonAlias = False,
@@ -366,7 +368,7 @@ def diff(
 
     chosen = window(since, until)
     with _reading([before, after], jobs, dask) as (_, run):
-        result = report.compare(journals([before]), journals([after]), window=chosen, run=run)
+        result = report.compare(journals([before]), journals([after]), window=chosen, run=run, by=by)
     text = "json" if json else format
     _print(text, result, lambda result: report.render(result, verbose=verbose), report.as_csv)
 
@@ -393,6 +395,7 @@ def explain(
 def report(
     paths: opt.JournalPaths,
     output: opt.OutputFile,
+    by: opt.GroupBy = "",
     gpu_hour: opt.GpuHour = 0.0,
     since: opt.Since = "",
     until: opt.Until = "",
@@ -408,7 +411,7 @@ def report(
 
     chosen = window(since, until)
     with _reading(paths, jobs, dask) as (places, run):
-        page = html_page.gather(places, window=chosen, run=run, gpu_hour=gpu_hour or None)
+        page = html_page.gather(places, window=chosen, run=run, gpu_hour=gpu_hour or None, by=by)
     if str(output) == "-":
         typer.echo(html_page.html(page))
     else:
@@ -547,6 +550,7 @@ def doctor(
 @command(opt.LIVE, "tail /var/lib/kvledger")
 def tail(
     path: opt.JournalPath,
+    by: opt.GroupBy = "",
     wait: opt.Wait = False,
     format: opt.TextFormat = "text",
 ) -> None:
@@ -557,7 +561,7 @@ def tail(
     """
     from .exporters.reports.tail import follow
 
-    follow(path, wait=wait, format=format)
+    follow(path, wait=wait, format=format, by=by)
 
 
 @command(

@@ -154,9 +154,10 @@ GroupBy = Annotated[
     str,
     typer.Option(
         "--by",
-        metavar="engine|model|hour|outcome|REGEX",
+        metavar="KEY|REGEX",
         show_default=False,
-        help="One row per group. REGEX searches request ids; its first group names the row.",
+        help="One row per group. KEY: engine, model, hour, outcome, 5m, rank, lora, priority, salt, or group "
+        "(KVLEDGER_GROUP). REGEX searches request ids; its first group names the row.",
     ),
 ]
 GpuHour = Annotated[

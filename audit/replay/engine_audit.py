@@ -452,6 +452,13 @@ class EngineAudit:
         return self.engine.wall_seconds if self.engine else 0.0
 
     @property
+    def rank(self) -> int:
+        """The engine's data-parallel rank, which vLLM's own metrics have as ``engine``."""
+        settings = self.engine.configuration if self.engine else {}
+        index = settings.get("engine_index", settings.get("data_parallel_rank", 0))
+        return index if isinstance(index, int) else 0
+
+    @property
     def model(self) -> str:
         """The model that the engine serves; "" if the engine did not report it."""
         return str(self.engine.configuration.get("model", "")) if self.engine else ""

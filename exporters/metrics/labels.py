@@ -23,14 +23,5 @@ def free_label(engine_audit: EngineAudit, taken: Collection[str]) -> str:
         settings = engine_audit.engine.configuration
         model = model or engine_audit.engine.engine
         suffix = f" on {settings.get('instance')}" if settings.get("instance_given") else ""
-    labels = (f"{model} / engine {number}{suffix}" for number in (rank(engine_audit), *range(len(taken) + 1)))
+    labels = (f"{model} / engine {number}{suffix}" for number in (engine_audit.rank, *range(len(taken) + 1)))
     return next(label for label in labels if label not in taken)
-
-
-def rank(engine_audit: EngineAudit) -> int:
-    """The engine's data-parallel rank, which vLLM's own metrics have as ``engine``."""
-    if engine_audit.engine is None:
-        return 0
-    settings = engine_audit.engine.configuration
-    index = settings.get("engine_index", settings.get("data_parallel_rank", 0))
-    return index if isinstance(index, int) else 0

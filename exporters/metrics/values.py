@@ -26,7 +26,7 @@ from ...audit.journal.format import is_live
 from ...audit.replay.distribution import Distribution, Exemplar
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.metrics_state import VERDICTS, LookupCounts, ViolationCount
-from .labels import engine_label, rank
+from .labels import engine_label
 
 OTHER = "other"
 SOURCES = ("local", "external", "computed", "unattained")
@@ -335,7 +335,7 @@ def engine(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]
             started.level,
             str(started.process_id),
             str(settings.get("model") or ""),
-            str(rank(engine_audit)),
+            str(engine_audit.rank),
             str(settings.get("connector") or ""),
             engine_audit.name,
         ),

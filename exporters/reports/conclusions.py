@@ -213,8 +213,8 @@ def below_block(facts: Facts) -> Conclusion | None:
     return Conclusion(
         _weight_of_misses(facts, causes.BELOW_BLOCK),
         f"{percent(part)} of missed tokens ({facts.misses[causes.BELOW_BLOCK]:,}) are below the block "
-        f"size{size}: "
-        "the prefix cache holds whole blocks only, so at most these could be hits with smaller blocks.",
+        f"size{size}: the prefix cache holds whole blocks only, so at most these could be hits with smaller "
+        "blocks.",
     )
 
 
@@ -226,8 +226,7 @@ def evicted(facts: Facts) -> Conclusion | None:
     return Conclusion(
         _weight_of_misses(facts, causes.EVICTED),
         f"{percent(part)} of missed tokens ({facts.misses[causes.EVICTED]:,}) were in the prefix cache "
-        "before and "
-        "were evicted: at most these could be hits with more blocks.",
+        "before and were evicted: at most these could be hits with more blocks.",
     )
 
 
@@ -239,8 +238,7 @@ def not_knowable(facts: Facts) -> Conclusion | None:
     return Conclusion(
         0.0,
         f"{percent(part)} of missed tokens were never seen before, or were evicted: level "
-        f"{facts.levels[0]} can't "
-        "tell these apart, KVLEDGER_LEVEL=blocks can.",
+        f"{facts.levels[0]} can't tell these apart, KVLEDGER_LEVEL=blocks can.",
     )
 
 
@@ -259,8 +257,7 @@ def not_loaded(facts: Facts) -> Conclusion | None:
     return Conclusion(
         tokens / max(1, facts.prompt_tokens, facts.promised),
         f"{percent(part)} of the {counted(facts.promised, 'token')} that the connector promised were not "
-        "loaded "
-        f"({tokens:,}; most frequent cause: {cause}).",
+        f"loaded ({tokens:,}; most frequent cause: {cause}).",
     )
 
 

@@ -19,8 +19,10 @@ from ...audit.analysis.costs import KINDS, plus, total
 from ...audit.replay.journals import Audit, audit_paths
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
+from ..trace.groups import check
 from .audit import share, structs_csv
 from .costs import gathered, part
+from .summary import SummaryRow, summarize
 from .terminal import VERDICTS, blocks, counted, figures_table, listed, percent, plain_table, title
 
 NO_MEANING = "does not apply"
@@ -52,6 +54,14 @@ class MeaningChange(msgspec.Struct, frozen=True, kw_only=True):
     after: str
 
 
+class GroupChange(msgspec.Struct, frozen=True, kw_only=True):
+    """One group of requests in both traces; None where a trace has no such request."""
+
+    group: str
+    before: SummaryRow | None
+    after: SummaryRow | None
+
+
 class TraceComparison(msgspec.Struct, frozen=True, kw_only=True):
     """Two traces compared; pairs are before and after."""
 
@@ -61,12 +71,23 @@ class TraceComparison(msgspec.Struct, frozen=True, kw_only=True):
     figures: list[Figure]
     findings: dict[str, tuple[int, int]]
     meanings: list[MeaningChange]
+    groups: list[GroupChange] = []
+    """Most prompt tokens first; empty where no groups were asked for."""
 
 
 def compare(
-    before: Sequence[Path], after: Sequence[Path], *, window: Window = EVERYTHING, run: Run = here
+    before: Sequence[Path],
+    after: Sequence[Path],
+    *,
+    window: Window = EVERYTHING,
+    run: Run = here,
+    by: str = "",
 ) -> TraceComparison:
-    """Audit both. Raises LedgerError for a path that holds no journal."""
+    """Audit both. Raises LedgerError for a path that holds no journal.
+
+    ``by`` names groups of requests, as for :func:`~kvledger.exporters.trace.groups.group_key`.
+    """
+    check(by)
     one, other = (
         audit_paths(paths, window=window, with_metrics=False, with_costs=True, run=run)
         for paths in (before, after)
@@ -82,7 +103,24 @@ def compare(
         figures=figures,
         findings=_findings(one, other),
         meanings=_meanings(one, other),
+        groups=_groups(before, after, by, window, run) if by else [],
     )
+
+
+def _groups(
+    before: Sequence[Path], after: Sequence[Path], by: str, window: Window, run: Run
+) -> list[GroupChange]:
+    """The groups of both traces. The journals are read once more."""
+    was, now = (
+        {row.group: row for row in summarize(paths, by, window=window, run=run)[:-1]}
+        for paths in (before, after)
+    )
+    changes = [GroupChange(group=name, before=was.get(name), after=now.get(name)) for name in {**was, **now}]
+    return sorted(changes, key=lambda change: (-_prompt(change.before) - _prompt(change.after), change.group))
+
+
+def _prompt(row: SummaryRow | None) -> int:
+    return 0 if row is None else row.prompt_tokens
 
 
 def _figures(audit: Audit) -> Iterator[Figure]:
@@ -173,6 +211,7 @@ def render(comparison: TraceComparison, *, verbose: bool = False) -> Group:
         Group(*_answer(comparison)),
         _findings_table(comparison),
         _figures_table(comparison, verbose),
+        _groups_table(comparison),
         _meanings_table(comparison),
     )
 
@@ -222,6 +261,30 @@ def _meanings_table(comparison: TraceComparison) -> Group | None:
         table.add_row(Text(row.figure), Text(row.before or NO_MEANING), Text(row.after or NO_MEANING))
     legend = "The ledger's figures mean the same in both."
     return Group(title("What the engine's own figures mean in each release", legend), table)
+
+
+def _groups_table(comparison: TraceComparison) -> Table | None:
+    """Requests, hit rate and rework of each group, before and after."""
+    if not comparison.groups:
+        return None
+    figures = ("requests", "hits", "rework", "preempted")
+    table = figures_table("Groups", *(f"{name}, {when}" for name in figures for when in ("before", "after")))
+    for change in comparison.groups:
+        pairs = zip(_of_group(change.before), _of_group(change.after), strict=True)
+        table.add_row(Text(change.group), *(cell for pair in pairs for cell in pair))
+    return table
+
+
+def _of_group(row: SummaryRow | None) -> tuple[str, ...]:
+    if row is None:
+        return ("-",) * 4
+    hits = share(row.local + row.external, row.prompt_tokens)
+    return (
+        f"{row.requests:,}",
+        "-" if hits is None else percent(hits),
+        "-" if row.rework_share is None else percent(row.rework_share),
+        f"{row.preemptions:,}",
+    )
 
 
 def _shown(figure: float | None, row: Figure) -> str:

@@ -19,12 +19,14 @@ from ...audit.replay.find import journals_at
 from ...audit.replay.journals import Audit, each_batch
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
+from ..trace.groups import check, group_key
 from ..trace.request_counts import RequestCounts
 from ..trace.time_series import Series, together
 from .audit import AuditReport, report
 from .block_use import BlockUseReport, as_report
 from .conclusions import conclusions, facts_of_audit, with_costs, with_why
 from .costs import CostReport, cost_report
+from .summary import Groups, SummaryRow, Sums
 from .why import Tally, Why, block_size, explained, remark
 
 WAITS = (0.01, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -56,12 +58,18 @@ class PageData(msgspec.Struct, frozen=True, kw_only=True):
     costs: CostReport
     block_use: BlockUseReport | None
     block_series: Series
+    by: str = ""
+    """What the requests are grouped by; "": there are no groups."""
+    groups: list[SummaryRow] = []
+    """Most prompt tokens first."""
 
 
 class JournalPageData:
     """The data of one journal."""
 
-    def __init__(self, path: Path, window: Window) -> None:
+    def __init__(self, path: Path, window: Window, by: str = "") -> None:
+        self.by = by
+        self.groups: Groups = {}
         self.engine_audit = EngineAudit(path, keep=True, window=window, with_metrics=False, with_costs=True)
         self.costs = Costs()
         self.tally = Tally()
@@ -74,6 +82,7 @@ class JournalPageData:
     def read(self) -> None:
         """Replay the journal."""
         engine_audit, counts = self.engine_audit, RequestCounts()
+        key = group_key(self.by, engine_audit)
         for batch in each_batch(engine_audit):
             began = engine_audit.began_seconds or 0.0
             for event in batch.events:
@@ -84,6 +93,9 @@ class JournalPageData:
                     self._add_occupancy(began, occupancy)
             for account in batch.accounts:
                 self._add(account, engine_audit.last_at)
+                if self.by:
+                    sums = self.groups.setdefault(key(account), Sums.none())
+                    sums.add(account, engine_audit.last_at)
         remark(self.tally, engine_audit)
         model = engine_audit.step_model()
         self.costs = engine_audit.costs(model)
@@ -129,12 +141,24 @@ class JournalPageData:
 
 
 def gather(
-    paths: Sequence[Path], *, window: Window = EVERYTHING, run: Run = here, gpu_hour: float | None = None
+    paths: Sequence[Path],
+    *,
+    window: Window = EVERYTHING,
+    run: Run = here,
+    gpu_hour: float | None = None,
+    by: str = "",
 ) -> PageData:
-    """Read all journals at ``paths``. Raises LedgerError for one that holds none."""
-    parts = list(run(partial(_of_journal, window=window), journals_at(paths)))
+    """Read all journals at ``paths``. Raises LedgerError for one that holds none.
+
+    ``by`` names groups of requests, as for :func:`~kvledger.exporters.trace.groups.group_key`.
+    """
+    check(by)
+    parts = list(run(partial(_of_journal, window=window, by=by), journals_at(paths)))
     tally, costs = Tally(), Costs()
+    groups: Groups = {}
     for part in parts:
+        for name, sums in part.groups.items():
+            groups.setdefault(name, Sums.none()).merge(sums)
         tally.merge(part.tally)
         costs.merge(part.costs)
     lost, why = cost_report(costs, tally.models, gpu_hour), explained(tally, gpu_hour)
@@ -149,6 +173,10 @@ def gather(
         block_use=_block_use(parts),
         block_series=together([part.block_series for part in parts]),
         costs=lost,
+        by=by,
+        groups=sorted(
+            (sums.row(name) for name, sums in groups.items()), key=lambda row: (-row.prompt_tokens, row.group)
+        ),
     )
 
 
@@ -160,7 +188,7 @@ def _block_use(parts: Sequence[JournalPageData]) -> BlockUseReport | None:
     return as_report(use) if any(part.block_states.seen for part in parts) else None
 
 
-def _of_journal(path: Path, window: Window) -> JournalPageData:
-    part = JournalPageData(path, window)
+def _of_journal(path: Path, window: Window, by: str) -> JournalPageData:
+    part = JournalPageData(path, window, by)
     part.read()
     return part

@@ -21,6 +21,7 @@ from . import charts, costs
 from .audit import AuditReport, FindingData, share
 from .html_blocks import block_section
 from .html_data import WAITS, PageData, gather
+from .summary import COLUMNS, cells
 from .terminal import counted, percent
 
 __all__ = ["gather", "html", "save"]
@@ -29,6 +30,9 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 SHOWN_FINDINGS = 5
 """Findings of one invariant that the page shows in full."""
+
+SHOWN_GROUPS = 50
+"""The most groups of requests that the page shows."""
 
 VERDICTS = {
     "clean": "Every figure that could be checked is right.",
@@ -67,6 +71,9 @@ def html(data: PageData) -> str:
             **_over_time(data.series),
             blocks=block_section(data, _clock),
             work=_work(report),
+            by=_by(data),
+            group_columns=["", *COLUMNS],
+            groups=[(row.group, *cells(row)) for row in data.groups[:SHOWN_GROUPS]],
             costs=costs.lost_cells(data.costs),
             loads=costs.load_cells(data.costs),
             models=list(costs.model_lines(data.costs)),
@@ -109,6 +116,12 @@ def _facts(report: AuditReport) -> list[str]:
     if report.drift:
         facts.append(DRIFT)
     return facts
+
+
+def _by(data: PageData) -> str:
+    """The heading of the table of groups."""
+    more = f", the first {SHOWN_GROUPS} of {len(data.groups):,}" if len(data.groups) > SHOWN_GROUPS else ""
+    return f"Requests by {data.by}{more}"
 
 
 def _tiles(report: AuditReport) -> list[tuple[str, str]]:

@@ -15,6 +15,7 @@ import msgspec
 from ...audit.checks.registry import Violation
 from ...audit.errors import LedgerError
 from ...audit.journal.reader import Batch
+from ...audit.ledger.account import Account
 from ...audit.ledger.totals import Totals
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.find import journals_at
@@ -22,10 +23,16 @@ from ...audit.replay.journals import Audit
 from ..sidecar.followed_journal import FollowedJournal
 from ..sidecar.follower import Follower, ignore
 from ..sidecar.journal_finder import Notify
+from ..trace.groups import check, group_key
 from ..trace.request_counts import RequestCounts
 
 RATE_SECONDS = 30.0
 """The span of engine time over which rates are computed."""
+
+MOST_GROUPS = 1024
+"""Requests of further groups are in the group :data:`OTHER`, so that memory is bounded."""
+
+OTHER = "other"
 
 NEWEST = 5
 """How many of the newest findings are kept."""
@@ -46,6 +53,17 @@ class Now(msgspec.Struct, frozen=True, kw_only=True):
     external: int
     prompt_tokens_per_second: float
     scheduled_tokens_per_second: float
+
+
+class GroupNow(msgspec.Struct, frozen=True, kw_only=True):
+    """The requests of one group that have ended."""
+
+    group: str
+    requests: int
+    prompt_tokens: int
+    local: int
+    external: int
+    preemptions: int
 
 
 class TailFinder:
@@ -107,11 +125,18 @@ class LiveTail:
     Raises :class:`LedgerError` if the path holds no journal.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, by: str = "") -> None:
+        check(by)
         journals_at([path])  # raises with the reason
         self._follower = Follower(path, finder=TailFinder(path), fold=False)
         """Reads the journals; a journal whose engine is gone has no open requests any more."""
         self._follower.on_batch = self._add
+        self.by = by
+        """What ended requests are grouped by; "": there are no groups."""
+        self._groups: dict[str, Totals] = {}
+        """The totals of each group."""
+        if by:
+            self._follower.on_opened = self._group
         self._counts: dict[str, LiveCounts] = {}
         """The counts of each journal, by its name."""
         self._new: list[Violation] = []
@@ -132,6 +157,33 @@ class LiveTail:
             raise LedgerError(self._follower.problems[0])
         self.newest.extend(self._new)
         return self._new
+
+    def _group(self, engine_audit: EngineAudit) -> None:
+        """Add the requests of a journal to their groups as they end."""
+        key = group_key(self.by, engine_audit)
+
+        def add(account: Account, _: str) -> None:
+            name = key(account)
+            if name not in self._groups and len(self._groups) >= MOST_GROUPS:
+                name = OTHER
+            self._groups.setdefault(name, Totals()).add(account)
+
+        engine_audit.on_closed.append(add)
+
+    def groups(self) -> list[GroupNow]:
+        """The groups, most prompt tokens first."""
+        rows = [
+            GroupNow(
+                group=name,
+                requests=totals.requests,
+                prompt_tokens=totals.prompt_tokens,
+                local=totals.local,
+                external=totals.external,
+                preemptions=totals.preemptions,
+            )
+            for name, totals in self._groups.items()
+        ]
+        return sorted(rows, key=lambda row: (-row.prompt_tokens, row.group))
 
     def close(self) -> None:
         """Close every file."""

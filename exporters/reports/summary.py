@@ -8,10 +8,8 @@ bounded by the open requests and the number of groups. The sums are those of the
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from math import floor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +18,6 @@ from rich.console import Group
 from rich.text import Text
 
 from ...audit.analysis.costs import Costs, CostTally, priced
-from ...audit.errors import LedgerError
 from ...audit.ledger.account import Account
 from ...audit.ledger.totals import Totals
 from ...audit.replay.engine_audit import EngineAudit
@@ -28,7 +25,7 @@ from ...audit.replay.find import journals_at, matching_paths
 from ...audit.replay.journals import each_account
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
-from ..trace.tables import hour_name
+from ..trace.groups import check, group_key
 from . import costs as cost
 from .audit import csv_of, share
 from .conclusions import conclusions, facts_of_totals
@@ -39,11 +36,7 @@ from .terminal import blocks, bullets, counted, figures_table, listed, part_of, 
 REQUESTS = "requests.parquet"
 """A folder that holds this file was written by ``kvledger export``."""
 
-KEYS = ("engine", "model", "hour", "outcome")
 ALL = "all requests"
-NO_MATCH = "no match"
-
-Key = Callable[[Account], str]
 
 
 class SummaryRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -154,13 +147,12 @@ def summarize(
 ) -> list[SummaryRow]:
     """One row per group, most prompt tokens first, then a row of all requests.
 
-    ``paths`` hold journals, or tables that ``export`` wrote. ``by`` is one of :data:`KEYS`, or a regular
-    expression over request ids whose first group (else the whole match) names the group, or "" for no
-    groups. ``with_costs`` adds what lost work cost, which tables can't tell; ``gpu_hour`` is the price of an
-    hour of one engine. Raises :class:`LedgerError`.
+    ``paths`` hold journals, or tables that ``export`` wrote. ``by`` is as for
+    :func:`~kvledger.exporters.trace.groups.group_key`, or "" for no groups. ``with_costs`` adds what lost
+    work cost, which tables can't tell; ``gpu_hour`` is the price of an hour of one engine. Raises
+    :class:`~kvledger.audit.errors.LedgerError`.
     """
-    if by and by not in KEYS:
-        _pattern(by)
+    check(by)
     places = [place for path in paths for place in matching_paths(path)]
     exported = [place for place in places if os.path.isfile(place / REQUESTS)]
     parts = [_of_tables(folder, by, window) for folder in exported]
@@ -193,7 +185,7 @@ def summarize(
 
 def _of_journal(path: Path, by: str, window: Window, with_costs: bool) -> Part:
     engine_audit = EngineAudit(path, keep=True, window=window, with_metrics=False, times_steps=with_costs)
-    key = _key(by, engine_audit)
+    key = group_key(by, engine_audit)
     groups: Groups = {}
     for account in each_account(engine_audit):
         groups.setdefault(key(account), Sums.none(with_costs)).add(account, engine_audit.last_at)
@@ -230,71 +222,36 @@ def _of_tables(folder: Path, by: str, window: Window) -> Part:
             ),
             sums["waited_microseconds"],
         )
-        for group, sums in parquet.sums(folder, by, _named_by(by), window).items()
+        for group, sums in parquet.sums(folder, by, window).items()
     }
     return Part(groups)
 
 
-def _pattern(by: str) -> re.Pattern[str]:
-    try:
-        return re.compile(by)
-    except re.error as error:
-        raise LedgerError(
-            f"{by!r} is none of {', '.join(KEYS)}, and no regular expression: {error}."
-        ) from error
+COLUMNS = ("requests", "prompt", "local", "external", "rework", "preempted", "waited, s")
+"""The columns of the table, after the group's name."""
 
 
-def _named_by(by: str) -> Callable[[str], str]:
-    """A function from a request id to its group, by a regular expression."""
-    pattern = _pattern(by)
-
-    def name(request_id: str) -> str:
-        match = pattern.search(request_id)
-        if match is None:
-            return NO_MATCH
-        return match[1] or "" if pattern.groups else match[0]
-
-    return name
-
-
-def _key(by: str, engine_audit: EngineAudit) -> Key:
-    def of_hour(account: Account) -> str:
-        return hour_name(floor(((engine_audit.began_seconds or 0.0) + account.added_at / 1e6) / 3600))
-
-    def of_outcome(account: Account) -> str:
-        return account.outcome or ("open" if account.closed_at < 0 else "unknown")
-
-    keys: dict[str, Key] = {
-        "": lambda _: "",
-        "engine": lambda _: engine_audit.name,
-        "model": lambda _: engine_audit.model,
-        "hour": of_hour,
-        "outcome": of_outcome,
-    }
-    if by in keys:
-        return keys[by]
-    name = _named_by(by)
-    return lambda account: name(account.request_id)
+def cells(row: SummaryRow) -> tuple[str, ...]:
+    """The figures of a group, for :data:`COLUMNS`."""
+    return (
+        f"{row.requests:,}",
+        f"{row.prompt_tokens:,}",
+        "" if row.local_share is None else percent(row.local_share),
+        "" if row.external_share is None else percent(row.external_share),
+        "" if row.rework_share is None else percent(row.rework_share),
+        f"{row.preemptions:,}",
+        f"{row.wait_seconds:,.1f}",
+    )
 
 
 def render(rows: Sequence[SummaryRow]) -> Group:
     """All requests in a sentence, then a table with a row per group."""
-    columns = ("requests", "prompt", "local", "external", "rework", "preempted", "waited, s")
-    table = figures_table("", *columns)
+    table = figures_table("", *COLUMNS)
     for row in rows:
         total = row.group == ALL and len(rows) > 1
         if total:
             table.add_section()
-        table.add_row(
-            Text(row.group, style="bold" if total else ""),
-            f"{row.requests:,}",
-            f"{row.prompt_tokens:,}",
-            "" if row.local_share is None else percent(row.local_share),
-            "" if row.external_share is None else percent(row.external_share),
-            "" if row.rework_share is None else percent(row.rework_share),
-            f"{row.preemptions:,}",
-            f"{row.wait_seconds:,.1f}",
-        )
+        table.add_row(Text(row.group, style="bold" if total else ""), *cells(row))
     costs = rows[-1].costs
     first, *rest = _answer(rows[-1])
     return blocks(

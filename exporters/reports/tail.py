@@ -21,10 +21,13 @@ from ...audit.errors import LedgerError
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.parallel import is_remote
 from .audit import finding, share, structs_csv
-from .live_tail import LiveCounts, LiveTail, Now
+from .live_tail import GroupNow, LiveCounts, LiveTail, Now
 from .terminal import VERDICTS, console, counted, figures_table, percent
 
 POLL_SECONDS = 0.5
+SHOWN_GROUPS = 20
+"""The most groups that a screen or a line shows."""
+
 LINE_SECONDS = 10.0
 """How often a line of totals is printed where the output is no terminal."""
 
@@ -51,6 +54,8 @@ def screen(tail: LiveTail) -> Group:
     for engine_audit, running in tail.engines():
         _add_row(table, engine_audit, running)
     parts: list[Table | Text] = [table]
+    if tail.by:
+        parts += [Text(), _groups(tail)]
     if tail.newest:
         parts += [Text(), Text("Newest findings", style="bold")]
         parts += [Text(_sentence(violation), overflow="fold") for violation in tail.newest]
@@ -76,6 +81,21 @@ def _add_row(table: Table, engine_audit: EngineAudit, running: LiveCounts | None
     )
 
 
+def _groups(tail: LiveTail) -> Table:
+    """The ended requests of the largest groups."""
+    table = figures_table(f"ended requests by {tail.by}", "requests", "prompt", "hits", "preempted")
+    for row in tail.groups()[:SHOWN_GROUPS]:
+        hits = share(row.local + row.external, row.prompt_tokens)
+        table.add_row(
+            Text(row.group),
+            f"{row.requests:,}",
+            f"{row.prompt_tokens:,}",
+            "" if hits is None else percent(hits),
+            f"{row.preemptions:,}",
+        )
+    return table
+
+
 def _sentence(violation: Violation) -> str:
     return f"{violation.severity} {violation.id}: {violation.message}"
 
@@ -87,16 +107,18 @@ def follow(
     poll_seconds: float = POLL_SECONDS,
     out: Console | None = None,
     format: str = "text",
+    by: str = "",
 ) -> None:
     """Follow ``path`` until all engines have ended or, with ``wait``, until interrupted.
 
-    ``json`` prints one object a line, for totals and findings; ``csv`` prints the totals alone. Raises
+    ``json`` prints one object a line, for totals, findings and groups; ``csv`` prints the totals alone.
+    ``by`` names groups of ended requests, as for :func:`~kvledger.exporters.trace.groups.group_key`. Raises
     :class:`LedgerError` for a path that holds no journal.
     """
     out = out or console()
     if is_remote(path):
         raise LedgerError(f"{path} can't be followed: only folders of this machine can.")
-    tail = LiveTail(path)
+    tail = LiveTail(path, by)
     try:
         if out.is_terminal and format == "text":
             with Live(console=out, auto_refresh=False, transient=False) as live:
@@ -135,10 +157,17 @@ def _findings(violations: list[Violation], format: str) -> list[str]:
 
 def _totals(tail: LiveTail, format: str, *, first: bool) -> list[str]:
     if format == "json":
-        return [_json("totals", tail.now())]
+        return [_json("totals", tail.now()), *(_json("group", row) for row in tail.groups())]
     if format == "csv":
         return structs_csv(Now, [tail.now()]).splitlines()[0 if first else 1 :]
-    return [line(tail.now())]
+    return [line(tail.now()), *(_group_line(row) for row in tail.groups()[:SHOWN_GROUPS])]
+
+
+def _group_line(row: GroupNow) -> str:
+    hits = share(row.local + row.external, row.prompt_tokens)
+    rate = "no prompt settled" if hits is None else f"{percent(hits)} hits"
+    ended = counted(row.requests, "ended request")
+    return f"  {row.group}: {ended}, {row.prompt_tokens:,} prompt tokens, {rate}"
 
 
 def _json(kind: str, data: msgspec.Struct) -> str:

@@ -26,7 +26,8 @@ from ...audit.replay.find import journals_at
 from ...audit.replay.journals import each_account
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
-from .audit import share, structs_csv
+from ..trace.groups import check, group_key
+from .audit import csv_of, share, structs_csv
 from .costs import ModelRow, model_row, model_text, money, part, shown_seconds, spread
 from .terminal import blocks, bullets, counted, figures_table, notes, part_of, percent, title
 
@@ -64,6 +65,18 @@ class CauseRow(msgspec.Struct, frozen=True, kw_only=True):
     money: float | None = None
 
 
+class WhyGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """The misses of one group of requests. Figures as in :class:`Why`."""
+
+    group: str
+    requests: int
+    unknown: int
+    prompt_tokens: int
+    hit: int
+    no_hit: int
+    causes: list[CauseRow]
+
+
 class Why(msgspec.Struct, frozen=True, kw_only=True):
     """Misses (``no_hit`` tokens) by cause, and ``hit`` tokens. No figure includes ``unknown`` requests."""
 
@@ -81,6 +94,8 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     levels: list[str] = []
     """The levels below ``blocks`` at which journals were recorded."""
     conclusions: list[str] = []
+    groups: list[WhyGroup] = []
+    """Most misses first; empty where no groups were asked for."""
 
 
 class Tally(msgspec.Struct):
@@ -169,26 +184,55 @@ LOST_LATE = {names.BLOCKS: names.PREEMPTED, names.RESET: names.CACHE_RESET}
 
 
 def why(
-    paths: Sequence[Path], *, window: Window = EVERYTHING, run: Run = here, gpu_hour: float | None = None
+    paths: Sequence[Path],
+    *,
+    window: Window = EVERYTHING,
+    run: Run = here,
+    gpu_hour: float | None = None,
+    by: str = "",
 ) -> Why:
-    """The causes, most tokens first. Raises LedgerError for a path that holds no journal."""
-    everything = Tally()
-    for tally in run(partial(_of_journal, window=window), journals_at(paths)):
+    """The causes, most tokens first, and those of each group if ``by`` names groups.
+
+    ``by`` is as for :func:`~kvledger.exporters.trace.groups.group_key`. Raises
+    :class:`~kvledger.audit.errors.LedgerError`, also for a path that holds no journal.
+    """
+    check(by)
+    everything, groups = Tally(), dict[str, Tally]()
+    for tally, grouped in run(partial(_of_journal, window=window, by=by), journals_at(paths)):
         everything.merge(tally)
-    return explained(everything, gpu_hour)
+        for name, group in grouped.items():
+            groups.setdefault(name, Tally()).merge(group)
+    result = explained(everything, gpu_hour)
+    if not by:
+        return result
+    seconds = result.engine_seconds  # a part of the requests shares its engines' time with the others
+    rows = [_group_row(name, group, seconds, gpu_hour) for name, group in groups.items()]
+    rows.sort(key=lambda row: (-row.no_hit, row.group))
+    return msgspec.structs.replace(result, groups=rows)
+
+
+def _group_row(name: str, tally: Tally, engine_seconds: float, gpu_hour: float | None) -> WhyGroup:
+    return WhyGroup(
+        group=name,
+        requests=tally.audited + tally.unknown,
+        unknown=tally.unknown,
+        prompt_tokens=tally.prompt_tokens,
+        hit=tally.hit,
+        no_hit=tally.no_hit,
+        causes=_cause_rows(tally, engine_seconds, gpu_hour),
+    )
 
 
 def explained(tally: Tally, gpu_hour: float | None = None) -> Why:
     """A tally as data. ``gpu_hour``: the price of an hour of one engine."""
     assert tally.no_hit == sum(tally.tokens.values()), "the causes do not add up to the misses"
-    causes = sorted(tally.tokens.items(), key=lambda row: (-row[1], row[0]))
     return Why(
         requests=tally.audited + tally.unknown,
         unknown=tally.unknown,
         prompt_tokens=tally.prompt_tokens,
         hit=tally.hit,
         no_hit=tally.no_hit,
-        causes=[_cause_row(tally, cause, tokens, gpu_hour) for cause, tokens in causes],
+        causes=_cause_rows(tally, _engine_seconds(tally), gpu_hour),
         notes=[*(MORE.format(level=level) for level in tally.levels), *tally.notes],
         engine_seconds=_engine_seconds(tally),
         models=tally.models,
@@ -201,7 +245,14 @@ def _engine_seconds(tally: Tally) -> float:
     return sum(row.engine_seconds for row in tally.models)
 
 
-def _cause_row(tally: Tally, cause: str, tokens: int, gpu_hour: float | None) -> CauseRow:
+def _cause_rows(tally: Tally, engine_seconds: float, gpu_hour: float | None) -> list[CauseRow]:
+    causes = sorted(tally.tokens.items(), key=lambda row: (-row[1], row[0]))
+    return [_cause_row(tally, cause, tokens, engine_seconds, gpu_hour) for cause, tokens in causes]
+
+
+def _cause_row(
+    tally: Tally, cause: str, tokens: int, engine_seconds: float, gpu_hour: float | None
+) -> CauseRow:
     took = tally.seconds.get(cause)
     median, p95 = spread(tally.delays.get(cause, PricedDelays()))
     return CauseRow(
@@ -211,7 +262,7 @@ def _cause_row(tally: Tally, cause: str, tokens: int, gpu_hour: float | None) ->
         share=share(tokens, tally.no_hit),
         requests=tally.requests[cause],
         seconds=took,
-        engine_share=part(took, _engine_seconds(tally)),
+        engine_share=part(took, engine_seconds),
         first_token_median_seconds=median,
         first_token_p95_seconds=p95,
         money=money(took, gpu_hour),
@@ -224,14 +275,21 @@ def block_size(engine_audit: EngineAudit) -> int:
     return size if isinstance(size, int) and size > 0 else 0
 
 
-def _of_journal(path: Path, window: Window) -> Tally:
+def _of_journal(path: Path, window: Window, by: str) -> tuple[Tally, dict[str, Tally]]:
+    """The misses of all requests of a journal, and those of each group if ``by`` is not empty."""
     engine_audit = EngineAudit(path, keep=True, window=window, with_metrics=False, times_steps=True)
-    tally = Tally()
+    tally, groups = Tally(), dict[str, Tally]()
+    key = group_key(by, engine_audit)
     for account in each_account(engine_audit):
-        tally.add(account, block_size(engine_audit))
+        size = block_size(engine_audit)
+        tally.add(account, size)
+        if by:
+            groups.setdefault(key(account), Tally()).add(account, size)
     remark(tally, engine_audit)
-    tally.price(engine_audit, engine_audit.step_model())
-    return tally
+    model = engine_audit.step_model()
+    for each in (tally, *groups.values()):
+        each.price(engine_audit, model)
+    return tally, groups
 
 
 def remark(tally: Tally, engine_audit: EngineAudit) -> None:
@@ -249,6 +307,7 @@ def render(result: Why) -> Group:
     return blocks(
         Group(first, *bullets(result.conclusions), *rest),
         _causes(result),
+        _groups(result),
         _models(result),
         notes(result.notes),
     )
@@ -296,6 +355,34 @@ def _causes(result: Why) -> Group | None:
     return Group(title("Why prompt tokens missed the caches", LEGEND), table)
 
 
+def _groups(result: Why) -> Group | None:
+    """Hits and misses of each group, and the share of the most frequent causes in its misses."""
+    if not result.groups:
+        return None
+    causes = result.causes[:SHOWN_CAUSES]
+    table = figures_table("", "requests", "prompt", "hits", "misses", *(row.text for row in causes))
+    for group in result.groups:
+        tokens = {row.cause: row.tokens for row in group.causes}
+        table.add_row(
+            Text(group.group),
+            f"{group.requests:,}",
+            f"{group.prompt_tokens:,}",
+            _share(group.hit, group.prompt_tokens),
+            f"{group.no_hit:,}",
+            *(_share(tokens.get(row.cause, 0), group.no_hit) for row in causes),
+        )
+    return Group(title("Misses by group", "Causes: share of the group's misses."), table)
+
+
+SHOWN_CAUSES = 3
+"""How many causes have a column in the table of groups."""
+
+
+def _share(part: int, whole: int) -> str:
+    found = share(part, whole)
+    return "" if found is None else percent(found)
+
+
 def _seconds(row: CauseRow) -> list[str]:
     """The cells of a cause in seconds; a cause without computed tokens has none."""
     if row.seconds is None:
@@ -310,5 +397,9 @@ def _seconds(row: CauseRow) -> list[str]:
 
 
 def as_csv(result: Why) -> str:
-    """One line per cause, with a header."""
-    return structs_csv(CauseRow, result.causes)
+    """One line per cause, with a header; with groups one line per group and cause, the group first."""
+    if not result.groups:
+        return structs_csv(CauseRow, result.causes)
+    names = [field.name for field in msgspec.structs.fields(CauseRow)]
+    lines = [[group.group, *msgspec.structs.astuple(row)] for group in result.groups for row in group.causes]
+    return csv_of(["group", *names], lines)

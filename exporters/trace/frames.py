@@ -6,7 +6,7 @@
     requests.groupby("outcome")[["prompt_tokens", "local", "external"]].sum()
 
 Columns and their meaning are in :data:`~kvledger.exporters.trace.tables.TABLES`. Text is ``string``, a count
-``Int64`` and seconds ``Float64``; a null is ``<NA>``.
+``Int64``, seconds ``Float64`` and a time ``datetime64[us, UTC]``; a null is ``<NA>`` or ``NaT``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pandas as pd
 from ..inputs import reading
 from .tables import TABLES, Rows, rows
 
-DTYPES = {"text": "string", "count": "Int64", "seconds": "Float64"}
+DTYPES = {"text": "string", "count": "Int64", "seconds": "Float64", "time": "datetime64[us, UTC]"}
 
 Paths = str | Path | Iterable[str | Path]
 
@@ -71,4 +71,7 @@ def table(name: str, paths: Paths) -> pd.DataFrame:
             data += some
     columns = TABLES[name]
     frame = pd.DataFrame.from_records(data, columns=[column.name for column in columns])
+    for column in columns:
+        if column.kind == "time":
+            frame[column.name] = pd.to_datetime(frame[column.name].astype("Int64"), unit="us", utc=True)
     return frame.astype({column.name: DTYPES[column.kind] for column in columns})

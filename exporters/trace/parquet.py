@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,17 @@ import pyarrow.parquet as pq
 from ...audit.errors import LedgerError
 from ...audit.replay.windows import EVERYTHING, Window
 from ..files import draft_of
-from .tables import TABLES, Column, Rows, hour_name, rows
+from .groups import NO_ADAPTER, NO_GROUP, NO_SALT, TIMES, named_by, time_name
+from .tables import TABLES, Column, Rows, rows
 
 ROW_GROUP = 64 << 10
 BUFFER_BYTES = 256 << 10
-TYPES = {"text": pa.string(), "count": pa.int64(), "seconds": pa.float64()}
+TYPES = {
+    "text": pa.string(),
+    "count": pa.int64(),
+    "seconds": pa.float64(),
+    "time": pa.timestamp("us", tz="UTC"),
+}
 
 
 def schema(columns: Sequence[Column]) -> Any:
@@ -128,11 +134,10 @@ SUMS = (
 )  # fmt: skip
 
 
-def sums(folder: Path, by: str, names: Callable[[str], str], window: Window) -> dict[str, dict[str, int]]:
+def sums(folder: Path, by: str, window: Window) -> dict[str, dict[str, int]]:
     """Sum the columns :data:`SUMS` of a folder's requests by group, with ``requests`` and ``unknown``.
 
-    ``by`` is ``engine``, ``model``, ``hour`` or ``outcome``; with any other value, ``names`` maps a request
-    id to its group. Raises :class:`LedgerError` for files with another schema.
+    ``by`` is as for :func:`~.groups.group_key`. Raises :class:`LedgerError` for files with another schema.
     """
     columns = [*_group_columns(by), *SUMS]
     try:
@@ -147,7 +152,7 @@ def sums(folder: Path, by: str, names: Callable[[str], str], window: Window) -> 
     if window.bounded:
         table = table.filter(_in_window(table, window))
     unknown = pc.cast(pc.is_valid(table["unknown"]), pa.int64())
-    key = _group(table, by, names)
+    key = _group(table, by)
     columns_to_sum = table.select(SUMS).append_column("unknown", unknown).append_column("group", key)
     grouped = columns_to_sum.group_by("group").aggregate(
         [([], "count_all"), *((name, "sum") for name in (*SUMS, "unknown"))]
@@ -164,8 +169,14 @@ def sums(folder: Path, by: str, names: Callable[[str], str], window: Window) -> 
 def _group_columns(by: str) -> tuple[str, ...]:
     always = ("unknown", "outcome", "closed_seconds", "began_seconds")
     return always + {
-        "engine": ("engine",), "model": ("model",), "hour": ("added_seconds",), "outcome": (), "": ()
+        "engine": ("engine",), "model": ("model",), "hour": ("added_seconds",), "5m": ("added_seconds",),
+        "outcome": (), "": (), "rank": ("data_parallel_rank",), "priority": ("priority",),
+        **{key: (column,) for key, (column, _) in LABELS.items()},
     }.get(by, ("request_id",))  # fmt: skip
+
+
+LABELS = {"lora": ("lora", NO_ADAPTER), "salt": ("salt", NO_SALT), "group": ("request_group", NO_GROUP)}
+"""The column of each label, and the group of requests without it."""
 
 
 def _in_window(table: Any, window: Window) -> Any:
@@ -179,17 +190,23 @@ def _in_window(table: Any, window: Window) -> Any:
     return pc.or_(inside, pc.is_null(table["closed_seconds"]))
 
 
-def _group(table: Any, by: str, names: Callable[[str], str]) -> Any:
+def _group(table: Any, by: str) -> Any:
     if by in ("engine", "model"):
         return table[by]
-    if by == "hour":
+    if by in TIMES:
         began = pc.fill_null(table["began_seconds"], 0.0)
-        hours = pc.floor(pc.divide(pc.add(began, table["added_seconds"]), 3600.0)).to_pylist()
-        words = {hour: hour_name(int(hour)) for hour in set(hours)}
-        return pa.array(map(words.__getitem__, hours), pa.string())
+        places = pc.floor(pc.divide(pc.add(began, table["added_seconds"]), float(TIMES[by]))).to_pylist()
+        words = {place: time_name(int(place), TIMES[by]) for place in set(places)}
+        return pa.array(map(words.__getitem__, places), pa.string())
+    if by in ("rank", "priority"):
+        return pc.cast(table["data_parallel_rank" if by == "rank" else by], pa.string())
+    if by in LABELS:
+        column, without = LABELS[by]
+        return pc.fill_null(table[column], without)
     if by == "outcome":
         without = pc.if_else(pc.is_valid(table["closed_seconds"]), "unknown", "open")
         return pc.coalesce(table["outcome"], without)
     if not by:
         return pa.array([""] * len(table), pa.string())
+    names = named_by(by)
     return pa.array([names(name) for name in table["request_id"].to_pylist()], pa.string())

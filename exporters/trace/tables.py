@@ -11,12 +11,10 @@ the engine, as in an account statement. ``python -m kvledger.exporters.trace.tab
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from datetime import datetime, timezone
 from math import inf
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from ...audit import events as ev
 from ...audit.checks.registry import Violation
 from ...audit.ledger.account import Account
 from ...audit.ledger.frozen import Settlement
@@ -25,8 +23,10 @@ from ...audit.replay.find import journals_at
 from ...audit.replay.journals import each_batch
 from ...audit.replay.windows import EVERYTHING, Window
 from .block_rows import BlockRows
+from .groups import salt_name
+from .step_rows import StepRows
 
-Kind = Literal["text", "count", "seconds"]
+Kind = Literal["text", "count", "seconds", "time"]
 Value = str | int | float | None
 Rows = list[tuple[Value, ...]]
 
@@ -42,7 +42,18 @@ class Column(NamedTuple):
 ENGINE = Column("engine", "text", "the engine's name, as in findings")
 REQUEST = Column("request_id", "text", "vLLM's request id")
 
-TABLES: dict[str, tuple[Column, ...]] = {
+INSTANTS: dict[str, tuple[str, ...]] = {
+    "requests": ("added_seconds", "closed_seconds", "settled_seconds"),
+    "lives": ("began_seconds", "ended_seconds"),
+    "entries": ("seconds",),
+    "violations": ("seconds",),
+    "steps": ("seconds",),
+    "stays": ("cached_seconds", "left_seconds", "released_seconds"),
+    "occupancy": ("second",),
+}
+"""The columns that count seconds from the engine's start. Each table ends with the same instants in UTC."""
+
+_WITHOUT_TIMES: dict[str, tuple[Column, ...]] = {
     "requests": (
         ENGINE,
         REQUEST,
@@ -91,6 +102,11 @@ TABLES: dict[str, tuple[Column, ...]] = {
         ),
         Column("model", "text", "the model that the engine serves"),
         Column("began_seconds", "seconds", "Unix time of the engine's second 0"),
+        Column("data_parallel_rank", "count", "number of the engine's data-parallel rank"),
+        Column("priority", "count", "the request's priority; a lower number is more urgent"),
+        Column("lora", "text", "name of the LoRA adapter; null: none, or not recorded"),
+        Column("salt", "text", "keyed hash of the cache salt; null: none, or not recorded"),
+        Column("request_group", "text", "what KVLEDGER_GROUP found in the request id; null: nothing"),
     ),
     "lives": (
         ENGINE,
@@ -140,6 +156,12 @@ TABLES: dict[str, tuple[Column, ...]] = {
         Column("requests", "count", "requests that each of these steps scheduled"),
         Column("tokens", "count", "tokens that each of these steps scheduled"),
         Column("drafts", "count", "draft tokens among them"),
+        Column(
+            "duration_seconds",
+            "seconds",
+            "time of these steps, and of those rows before it that have none because their steps were timed "
+            "together; null if not known",
+        ),
     ),
     "stays": (
         ENGINE,
@@ -167,6 +189,23 @@ TABLES: dict[str, tuple[Column, ...]] = {
 }
 
 
+def time_name(instant: str) -> str:
+    """The column of an instant in UTC."""
+    return "time" if instant in ("seconds", "second") else instant.replace("_seconds", "_time")
+
+
+TABLES: dict[str, tuple[Column, ...]] = {
+    name: (*columns, *(Column(time_name(one), "time", f"`{one}` in UTC") for one in INSTANTS[name]))
+    for name, columns in _WITHOUT_TIMES.items()
+}
+
+_PLACES: dict[str, list[int]] = {
+    name: [[column.name for column in columns].index(one) for one in INSTANTS[name]]
+    for name, columns in _WITHOUT_TIMES.items()
+}
+"""By table, the places of its instants in a row."""
+
+
 def rows(
     paths: Sequence[Path], wanted: Collection[str] = tuple(TABLES), window: Window = EVERYTHING
 ) -> Iterator[tuple[str, Rows]]:
@@ -189,21 +228,27 @@ class _Trace:
         self._engine_audit = EngineAudit(
             path, keep=True, watch=every_request, window=window, with_metrics=False
         )
-        self._scheduled: dict[int, tuple[int, int]] = {}
-        self._step = 0
+        self._step_rows = StepRows() if "steps" in wanted else None
         self._block_rows = BlockRows() if {"stays", "occupancy"} & set(wanted) else None
 
     def rows(self) -> Iterator[tuple[str, Rows]]:
+        """Yield the rows of each table with the instants in UTC."""
+        for name, some in self._rows():
+            began = self._engine_audit.began_seconds
+            began_us = None if began is None else round(began * 1e6)
+            places = _PLACES[name]
+            yield name, [(*row, *(_utc(began_us, row[place]) for place in places)) for row in some]
+
+    def _rows(self) -> Iterator[tuple[str, Rows]]:
         engine_audit = self._engine_audit
         for batch in each_batch(engine_audit):
-            steps: Rows = []
-            if "steps" in self._wanted:
-                steps = [row for event in batch.events for row in self._steps(event)]
-            if steps:
-                yield "steps", steps
+            if self._step_rows is not None:
+                yield from self._steps(self._step_rows.feed(batch.events))
             if self._block_rows is not None:
                 yield from self._blocks(*self._block_rows.feed(batch.events))
             yield from self._accounts(batch.accounts)
+        if self._step_rows is not None:
+            yield from self._steps(self._step_rows.finish())
         if self._block_rows is not None:
             yield from self._blocks(*self._block_rows.finish())
         violations = engine_audit.violations
@@ -212,10 +257,14 @@ class _Trace:
 
     def _accounts(self, accounts: list[Account]) -> Iterator[tuple[str, Rows]]:
         engine = self._engine_audit.name
-        engine_columns = (self._engine_audit.model, self._engine_audit.began_seconds)
+        audit = self._engine_audit
+        of_engine = (audit.model, audit.began_seconds, audit.rank)
         if accounts and "requests" in self._wanted:
             last = self._engine_audit.last_at
-            yield "requests", [(*_request(engine, account, last), *engine_columns) for account in accounts]
+            yield (
+                "requests",
+                [(*_request(engine, account, last), *of_engine, *_labels(account)) for account in accounts],
+            )
         if accounts and "lives" in self._wanted:
             yield "lives", [row for account in accounts for row in _lives(engine, account)]
         if accounts and "entries" in self._wanted:
@@ -238,33 +287,17 @@ class _Trace:
             inside = [row for row in seconds if window.holds(began + _number(row[0], 0.0))]
             yield "occupancy", [(engine, *row) for row in inside]
 
-    def _steps(self, event: ev.Event) -> Rows:
-        """A row for a scheduled step, or for the repeats of the last one."""
-        times = 1
-        match event:
-            case ev.Snapshot():
-                self._scheduled, self._step = {}, event.step
-                return []
-            case ev.Stepped():
-                for request in ev.numbers(event.dropped):
-                    self._scheduled.pop(request, None)
-                changed = ev.numbers(event.changed)
-                for i in range(0, len(changed), 4):
-                    self._scheduled[changed[i]] = changed[i + 1], changed[i + 2]
-                step = self._step = event.step
-            case ev.Repeated():
-                step, times = self._step + 1, event.times
-                self._step += times
-            case _:
-                return []
-        tokens = sum(tokens for tokens, _ in self._scheduled.values())
-        drafts = sum(drafts for _, drafts in self._scheduled.values())
-        engine_audit, seconds = self._engine_audit, event.at / 1e6
-        if engine_audit.window.bounded and not engine_audit.window.holds(
-            (engine_audit.began_seconds or 0.0) + seconds
-        ):
-            return []
-        return [(engine_audit.name, step, seconds, times, len(self._scheduled), tokens, drafts)]
+    def _steps(self, steps: Rows) -> Iterator[tuple[str, Rows]]:
+        """The rows of steps in the window."""
+        engine_audit = self._engine_audit
+        window, began = engine_audit.window, engine_audit.began_seconds or 0.0
+        inside = [
+            (engine_audit.name, *row)
+            for row in steps
+            if not window.bounded or window.holds(began + _number(row[1], 0.0))
+        ]
+        if inside:
+            yield "steps", inside
 
 
 def _request(engine: str, account: Account, last: int) -> tuple[Value, ...]:
@@ -299,6 +332,13 @@ def _request(engine: str, account: Account, last: int) -> tuple[Value, ...]:
         len(account.lives) if has_figures else None,
         account.waited(last) if has_figures else None,
     )
+
+
+def _labels(account: Account) -> tuple[Value, ...]:
+    labels = account.labels
+    if labels is None:
+        return (account.priority, None, None, None)
+    return (account.priority, labels.lora or None, salt_name(labels) or None, labels.group or None)
 
 
 def _sources(settlements: Sequence[Settlement]) -> tuple[Value, ...]:
@@ -366,17 +406,19 @@ def _violation(engine: str, violation: Violation) -> tuple[Value, ...]:
     )
 
 
-def hour_name(hour: int) -> str:
-    """``2026-01-31T12:00Z`` for the hours since 1970."""
-    return datetime.fromtimestamp(hour * 3600, timezone.utc).strftime("%Y-%m-%dT%H:00Z")
-
-
 def _seconds(at: int) -> float | None:
     return at / 1e6 if at >= 0 else None
 
 
 def _number(value: Value, otherwise: float) -> float:
     return value if isinstance(value, int | float) else otherwise
+
+
+def _utc(began_us: int | None, seconds: Value) -> int | None:
+    """Microseconds since 1970 of an instant; None if it is not known."""
+    if began_us is None or not isinstance(seconds, int | float):
+        return None
+    return began_us + round(seconds * 1e6)
 
 
 # --- the page -------------------------------------------------------------------------------------------
@@ -392,7 +434,8 @@ def markdown() -> str:
         "`kvledger export PATH -o DIR` writes these as Parquet, one file per table;",
         "`kvledger.exporters.trace.frames` gives them as pandas DataFrames. *Text* is a string, a *count* a",
         "64-bit integer, of tokens unless the text names another unit, and *seconds* a double, counted from",
-        "the start of the engine. A null means that the value is unknown or does not apply.",
+        "the start of the engine; a *time* is a timestamp in UTC, in microseconds. A null means that the",
+        "value is unknown or does not apply.",
     ]
     for name, columns in TABLES.items():
         lines += ["", f"## {name}", "", "| column | type | meaning |", "|---|---|---|"]

@@ -13,7 +13,8 @@ from tests.histories import GOLDEN, events
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import Gap
 from kvledger.audit.replay.journals import audit_paths
-from kvledger.exporters.reports.summary import ALL, NO_MATCH, as_csv, summarize
+from kvledger.exporters.reports.summary import ALL, as_csv, summarize
+from kvledger.exporters.trace.groups import NO_MATCH
 
 
 @pytest.fixture

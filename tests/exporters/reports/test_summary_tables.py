@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests import journals
+from tests.exporters.labels import labelled
 from tests.histories import GOLDEN, events
 
 from kvledger.audit.errors import LedgerError
@@ -15,6 +16,7 @@ from kvledger.exporters.reports.summary import summarize
 
 pytest.importorskip("pyarrow")
 
+from kvledger.exporters.trace.groups import KEYS
 from kvledger.exporters.trace.parquet import export
 
 BEGAN = journals.STARTED.began_seconds
@@ -27,10 +29,11 @@ def trace(tmp_path: Path) -> Path:
         journals.write(tmp_path / "trace" / f"engine-{number:02d}", row.events())
     journals.write(tmp_path / "trace" / "unknown", [*events(10, "A0+0 s10 o+"), Gap(900, 5, "full")])
     journals.write(tmp_path / "trace" / "open", events(10, "A0+0 s10 o+"), stopped=False)
+    labelled(tmp_path / "trace" / "labelled")
     return tmp_path / "trace"
 
 
-@pytest.mark.parametrize("by", ["", "engine", "model", "hour", "outcome", r"request-(\d)", "nobody"])
+@pytest.mark.parametrize("by", ["", *KEYS, r"request-(\d)", "nobody"])
 def test_tables_and_journals_give_the_same_rows(trace: Path, tmp_path: Path, by: str) -> None:
     export([trace], tmp_path / "out", ("requests",))
 

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 from tests import journals
+from tests.audit.analysis.test_costs import trace
+from tests.exporters.labels import labelled
 from tests.histories import GOLDEN, events
 
 from kvledger.audit.errors import LedgerError
-from kvledger.audit.events import Gap
+from kvledger.audit.events import Delivered, Gap, Stepped
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.exporters.trace import tables
 from kvledger.exporters.trace.tables import TABLES, Rows, rows
@@ -17,6 +19,7 @@ from kvledger.exporters.trace.tables import TABLES, Rows, rows
 ROOT = Path(__file__).parents[3]
 
 pq = pytest.importorskip("pyarrow.parquet")
+pd = pytest.importorskip("pandas")
 
 from kvledger.exporters.trace import frames, parquet  # noqa: E402
 from kvledger.exporters.trace.parquet import export  # noqa: E402
@@ -69,6 +72,64 @@ def test_steps_sum_to_what_was_scheduled(tmp_path: Path) -> None:
 
     assert audit_paths([path]).totals.scheduled == (frame["tokens"] * frame["times"]).sum()
     assert [1] == list(frame["requests"].unique())
+
+
+def test_the_times_of_steps_sum_to_the_time_of_the_engine(tmp_path: Path) -> None:
+    path = trace(tmp_path / "trace")
+    engine_audit = audit_paths([path], with_costs=True).engines[0]
+
+    frame = frames.steps(path)
+
+    assert engine_audit.step_times.busy_us / 1e6 == pytest.approx(frame["duration_seconds"].sum())
+    assert frame["step"].is_monotonic_increasing
+    assert frame["times"].sum() == engine_audit.auditor.ledger.step
+
+
+def test_a_step_takes_until_its_output_comes(tmp_path: Path) -> None:
+    stream = events(10, "A0+0 s10 o+ s1 o+ F")
+    stepped, delivered = (
+        [event.at for event in stream if isinstance(event, kind)] for kind in (Stepped, Delivered)
+    )
+
+    frame = frames.steps(journals.write(tmp_path / "one", stream))
+
+    ends = zip([stepped[0], delivered[0]], delivered, strict=True)
+    assert [(end - begin) / 1e6 for begin, end in ends] == pytest.approx(list(frame["duration_seconds"]))
+
+
+def test_a_step_whose_output_was_not_seen_has_no_time(tmp_path: Path) -> None:
+    frame = frames.steps(journals.write(tmp_path / "cut", events(10, "A0+0 s10", drain=False)))
+
+    assert [True] == list(frame["duration_seconds"].isna())
+
+
+def test_steps_before_a_loss_have_no_time(tmp_path: Path) -> None:
+    stream = [*events(10, "A0+0 s10", drain=False), Gap(900, 5, "full")]
+    frame = frames.steps(journals.write(tmp_path / "lost", stream))
+
+    assert [1] == list(frame["step"])
+    assert frame["duration_seconds"].isna().all()
+
+
+@pytest.mark.parametrize("name", ["requests", "lives", "entries", "violations", "steps"])
+def test_each_table_has_its_instants_in_utc(tmp_path: Path, name: str) -> None:
+    frame = frames.table(name, journals.violated(tmp_path / "violated"))
+
+    assert len(frame)
+    for instant in tables.INSTANTS[name]:
+        times = frame[tables.time_name(instant)]
+        assert "datetime64[us, UTC]" == str(times.dtype)
+        since = (times - pd.Timestamp(journals.STARTED.began_seconds, unit="s", tz="UTC")).dt.total_seconds()
+        assert frame[instant].dropna().tolist() == pytest.approx(since.dropna().tolist(), abs=2e-6)
+
+
+def test_labels_of_requests(tmp_path: Path) -> None:
+    frame = frames.requests(labelled(tmp_path / "labelled"))
+
+    assert ["french", "french"] == frame["lora"].dropna().tolist()
+    assert ["a", "b"] == frame["request_group"].dropna().tolist()
+    assert [5, 0, 0] == frame["priority"].tolist()
+    assert {3} == set(frame["data_parallel_rank"])
 
 
 def test_violations(tmp_path: Path) -> None:

@@ -1,0 +1,126 @@
+"""Rows of the table of steps: what each step scheduled, and how long it took."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import msgspec
+
+from ...audit import events as ev
+from ...audit.analysis.step_times import STEP_HANDLERS, StepTimes, Work
+
+Row = tuple[str | int | float | None, ...]
+
+
+class StepRow(msgspec.Struct):
+    """A step, or equal steps in a row. ``left`` of its steps have no known end so far."""
+
+    step: int
+    at: int
+    times: int
+    requests: int
+    tokens: int
+    drafts: int
+    left: int
+    took_us: int = 0
+
+    def values(self) -> Row:
+        """The row, without the engine's name."""
+        took = self.took_us / 1e6 if self.took_us else None
+        return (self.step, self.at / 1e6, self.times, self.requests, self.tokens, self.drafts, took)
+
+
+class _Observed(StepTimes):
+    """Keeps the observations: how many steps each has, and its microseconds; 0: not known."""
+
+    observations: list[tuple[int, int]] = msgspec.field(default_factory=list)
+
+    def _observe(self, begin: int, end: int, work: Work) -> None:
+        steps = work.steps + (self.repeated.steps if self.repeated_at >= 0 else 0)
+        self.observations.append((steps, max(0, end - begin)))
+        super()._observe(begin, end, work)
+
+    def _repeat_unobserved(self, times: int) -> None:
+        self.observations.append((times - min(self.skip, times), 0))
+        super()._repeat_unobserved(times)
+
+
+class StepRows:
+    """Makes the rows of one journal, in the order of time.
+
+    A row is complete when all its steps have been delivered. Steps that are observed together (an
+    observation of :class:`~kvledger.audit.analysis.step_times.StepTimes`) give their time to the last row of
+    them, so the times of all rows sum to the engine's time.
+    """
+
+    def __init__(self) -> None:
+        self._times = _Observed()
+        self._scheduled: dict[int, tuple[int, int]] = {}
+        self._step = 0
+        self._open: deque[StepRow] = deque()
+
+    def feed(self, events: Iterable[ev.Event]) -> list[Row]:
+        """The rows that are complete after these events."""
+        done: list[Row] = []
+        for event in events:
+            row = self._row(event)
+            if row is not None:
+                self._open.append(row)
+            handler = STEP_HANDLERS.get(type(event))
+            if handler is None:
+                continue
+            pending = len(self._times.pending)
+            handler(self._times, event)
+            done += self._place()
+            emptied = type(event) is ev.Snapshot and pending and not self._times.pending
+            if self._times.lost or emptied:
+                done += self.finish()
+        return done
+
+    def finish(self) -> list[Row]:
+        """The rows that never became complete."""
+        rows = [row.values() for row in self._open]
+        self._open.clear()
+        return rows
+
+    def _place(self) -> list[Row]:
+        """Give the new observations to their rows."""
+        done: list[Row] = []
+        for steps, took_us in self._times.observations:
+            while steps and self._open:
+                row = self._open[0]
+                part = min(steps, row.left)
+                row.left -= part
+                steps -= part
+                if row.left == 0:
+                    self._open.popleft()
+                    row.took_us += 0 if steps and self._open else took_us
+                    done.append(row.values())
+                elif not steps:
+                    row.took_us += took_us
+        self._times.observations = []
+        return done
+
+    def _row(self, event: ev.Event) -> StepRow | None:
+        """A row for a scheduled step, or for the repeats of the last one."""
+        times = 1
+        match event:
+            case ev.Snapshot():
+                self._scheduled, self._step = {}, event.step
+                return None
+            case ev.Stepped():
+                for request in ev.numbers(event.dropped):
+                    self._scheduled.pop(request, None)
+                changed = ev.numbers(event.changed)
+                for i in range(0, len(changed), 4):
+                    self._scheduled[changed[i]] = changed[i + 1], changed[i + 2]
+                step = self._step = event.step
+            case ev.Repeated():
+                step, times = self._step + 1, event.times
+                self._step += times
+            case _:
+                return None
+        tokens = sum(tokens for tokens, _ in self._scheduled.values())
+        drafts = sum(drafts for _, drafts in self._scheduled.values())
+        return StepRow(step, event.at, times, len(self._scheduled), tokens, drafts, left=times)
