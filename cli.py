@@ -679,6 +679,36 @@ def check_dashboards(
     raise typer.Exit(0 if result.passed else 1)
 
 
+@dashboards.command(
+    "preview",
+    cls=opt.Command,
+    epilog=opt.examples(
+        "dashboards preview --prometheus http://localhost:9090 -o boards.html",
+        "dashboards preview tokens --prometheus http://localhost:9090 -o tokens.png --range 6h",
+    ),
+)
+def preview_dashboards(
+    board: opt.BoardName = None,
+    prometheus: opt.DataUrl = "http://localhost:9090",
+    output: opt.PreviewFile = Path("boards.html"),
+    range: opt.TimeRange = "1h",
+    interval: opt.ScrapeInterval = "15s",
+    width: opt.PictureWidth = 1440,
+) -> None:
+    """Draw the boards with the data of a Prometheus, without Grafana.
+
+    The page needs no network; any browser shows it. A picture needs Chromium.
+    """
+    import time
+
+    from .audit.replay.windows import duration
+    from .dashboards import preview
+
+    span = preview.Span(time.time(), duration(range), duration(interval))
+    preview.save(preview.gather([board] if board else [], prometheus, span), span, output, width)
+    typer.echo(output)
+
+
 # --- engines and connectors to try ----------------------------------------------------------------------
 
 

@@ -376,6 +376,17 @@ EngineUrls = Annotated[
         help="An engine's own /metrics, to compare with the ledger. Repeatable.",
     ),
 ]
+BoardName = Annotated[
+    str | None,
+    typer.Argument(metavar="BOARD", show_default=False, help="trust, tokens or compare. Without it: all."),
+]
+DataUrl = Annotated[str, typer.Option("--prometheus", metavar="URL", help="The Prometheus with the data.")]
+PreviewFile = Annotated[
+    Path, typer.Option("--output", "-o", metavar="FILE", help="A page, or with the suffix .png a picture.")
+]
+TimeRange = Annotated[str, typer.Option(metavar="TIME", help="How far back the boards look, such as 6h.")]
+ScrapeInterval = Annotated[str, typer.Option(metavar="TIME", help="The scrape interval of the Prometheus.")]
+PictureWidth = Annotated[int, typer.Option(metavar="PIXELS", min=400, max=4000, help="Width of a picture.")]
 DeployForm = Annotated[
     str,
     typer.Argument(

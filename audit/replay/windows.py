@@ -78,6 +78,14 @@ class LossesInWindow(msgspec.Struct):
         return self.times + (self.since >= 0 and window.touches(self.since, math.inf))
 
 
+def duration(words: str) -> float:
+    """Seconds of ``15s``, ``90m``, ``6h`` or ``2d``. Raises :class:`LedgerError` for anything else."""
+    found = _RELATIVE.fullmatch(words.strip())
+    if found is None or float(found[1]) == 0:
+        raise LedgerError(f"{words!r} is no time such as 15s, 90m, 6h or 2d.")
+    return float(found[1]) * UNITS[found[2]]
+
+
 def window(since: str = "", until: str = "", now: float | None = None) -> Window:
     """Parse the window that a user typed: ISO times, or ``15m`` for 15 minutes before now.
 

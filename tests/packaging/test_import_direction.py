@@ -104,6 +104,7 @@ RULES = {
     # what presents the audit
     "exporters": Rule(ours=("audit", "exporters"), not_ours=("audit.engines",), most_libraries=1),
     "dashboards": Rule(ours=("audit.errors", "dashboards", "exporters.metrics.table"), libraries=NONE),
+    "dashboards.preview": Rule(ours=("audit.errors", "dashboards", "exporters.templating"), libraries=NONE),
 }
 
 
