@@ -425,6 +425,7 @@ def report(
     opt.FILES,
     "export /var/lib/kvledger -o tables",
     "export /var/lib/kvledger -o tables --table requests --table lives",
+    "export /var/lib/kvledger --format openmetrics -o history.om",
 )
 def export(
     paths: opt.JournalPaths,
@@ -432,14 +433,30 @@ def export(
     table: opt.TableNames = None,
     since: opt.Since = "",
     until: opt.Until = "",
+    format: opt.ExportFormat = "parquet",
+    interval: opt.ScrapeInterval = "15s",
+    label: opt.AddedLabels = None,
 ) -> None:
-    """Write the tables of a trace as Parquet files.
+    """Write the tables of a trace as Parquet files, or its metrics over time as OpenMetrics.
 
     The tables are requests, lives, entries, violations and steps, and at level blocks stays and occupancy;
-    docs/tables.md lists their columns.
-    Needs the analysis extra: pip install 'kvledger[analysis]'.
+    docs/tables.md lists their columns. They need the analysis extra: pip install 'kvledger[analysis]'.
+    With --format openmetrics, -o is a file for `promtool tsdb create-blocks-from openmetrics`, so that boards
+    show the past.
     """
-    from .audit.replay.windows import window
+    from .audit.errors import LedgerError
+    from .audit.replay.windows import duration, window
+
+    if format == "openmetrics":
+        from .exporters.metrics import backfill
+
+        added = backfill.labels_of(label or ())
+        with _reading(paths, local=True) as (places, _):
+            ticks, samples = backfill.export(places, output, duration(interval), added)
+        typer.echo(f"{output}: {samples:,} samples at {ticks:,} times", err=True)
+        return
+    if format != "parquet":
+        raise LedgerError(f"{format!r} is neither parquet nor openmetrics.")
     from .exporters.trace import tables
     from .exporters.trace.parquet import export as write_tables
 
@@ -684,14 +701,15 @@ def check_dashboards(
     cls=opt.Command,
     epilog=opt.examples(
         "dashboards preview --prometheus http://localhost:9090 -o boards.html",
-        "dashboards preview tokens --prometheus http://localhost:9090 -o tokens.png --range 6h",
+        "dashboards preview tokens --prometheus http://localhost:9090 -o tokens.png --since 6h",
     ),
 )
 def preview_dashboards(
     board: opt.BoardName = None,
     prometheus: opt.DataUrl = "http://localhost:9090",
     output: opt.PreviewFile = Path("boards.html"),
-    range: opt.TimeRange = "1h",
+    since: opt.Since = "1h",
+    until: opt.Until = "",
     interval: opt.ScrapeInterval = "15s",
     width: opt.PictureWidth = 1440,
 ) -> None:
@@ -701,10 +719,13 @@ def preview_dashboards(
     """
     import time
 
-    from .audit.replay.windows import duration
+    from .audit.replay.windows import duration, window
     from .dashboards import preview
+    from .dashboards.preview_data import Span
 
-    span = preview.Span(time.time(), duration(range), duration(interval))
+    chosen, now = window(since, until), time.time()
+    end = chosen.until or now
+    span = Span(end, end - (chosen.since or 0.0), duration(interval))
     preview.save(preview.gather([board] if board else [], prometheus, span), span, output, width)
     typer.echo(output)
 

@@ -384,8 +384,18 @@ DataUrl = Annotated[str, typer.Option("--prometheus", metavar="URL", help="The P
 PreviewFile = Annotated[
     Path, typer.Option("--output", "-o", metavar="FILE", help="A page, or with the suffix .png a picture.")
 ]
-TimeRange = Annotated[str, typer.Option(metavar="TIME", help="How far back the boards look, such as 6h.")]
-ScrapeInterval = Annotated[str, typer.Option(metavar="TIME", help="The scrape interval of the Prometheus.")]
+ExportFormat = Annotated[str, typer.Option(metavar="FORMAT", help="parquet or openmetrics.")]
+AddedLabels = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=VALUE",
+        show_default=False,
+        help="A label of every sample. Repeatable; job and instance have the value kvledger without it.",
+    ),
+]
+ScrapeInterval = Annotated[
+    str, typer.Option(metavar="TIME", help="Seconds between two scrapes or samples, such as 15s.")
+]
 PictureWidth = Annotated[int, typer.Option(metavar="PIXELS", min=400, max=4000, help="Width of a picture.")]
 DeployForm = Annotated[
     str,

@@ -199,9 +199,8 @@ def _table(panel: Mapping[str, Any], answers: Sequence[Sequence[Series]], _: Spa
         column = settings.setdefault(override["matcher"]["options"], {})
         column |= {prop["id"]: prop["value"] for prop in override["properties"]}
     unit = panel["fieldConfig"]["defaults"]["unit"]
-    titles = next(each for each in panel["transformations"] if each["id"] == "organize")["options"][
-        "renameByName"
-    ]
+    organize = next(each for each in panel["transformations"] if each["id"] == "organize")
+    titles = organize["options"]["renameByName"]
     rows = [
         [_cell(value, settings.get(titles.get(name, name), {}), unit) for name, value in row.items()]
         for row in table(panel, answers)
@@ -213,9 +212,8 @@ def _cell(value: object, setting: Mapping[str, Any], unit: str) -> tuple[str, st
     """The text of a cell, and its link with the place of the value left open."""
     if isinstance(value, float):
         return units.text(value, setting.get("unit", unit)), ""
-    return str(value if value is not None else ""), str(
-        next(iter(setting.get("links", ())), {}).get("url", "")
-    )
+    links = setting.get("links")
+    return str("" if value is None else value), str(links[0]["url"]) if links else ""
 
 
 _DRAWN = {"stat": _stat, "timeseries": _timeseries, "heatmap": _heatmap, "table": _table}

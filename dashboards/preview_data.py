@@ -1,4 +1,4 @@
-"""The data of a board's panels, from a running Prometheus, with what Grafana would substitute in the queries."""
+"""The data of a board's panels, from a Prometheus; variables in queries are replaced as in Grafana."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Draws every board with the data of a real engine: ``python -m tests.serving.pictures docs/pictures``.
 
-Runs a server, the sidecar and Prometheus as in ``test_deployment.py`` for a few minutes, with prefix hits, external
-loads, preemptions, aborts, a restarted engine and one violation, and lets ``kvledger dashboards preview`` draw.
+Runs a server, the sidecar and Prometheus as in ``test_deployment.py`` for a few minutes, with prefix hits,
+external loads, preemptions, aborts, a restarted engine and one violation.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main(folder: Path, width: int = 1440) -> None:
 def draw(board: str, prometheus: str, output: Path, width: int) -> None:
     """Let the command draw one board."""
     command = [sys.executable, "-m", "kvledger", "dashboards", "preview", board, "--prometheus", prometheus]
-    options = ["-o", str(output), "--range", RANGE, "--interval", "1s", "--width", str(width)]
+    options = ["-o", str(output), "--since", RANGE, "--interval", "1s", "--width", str(width)]
     subprocess.run([*command, *options], check=True)
 
 
