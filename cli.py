@@ -316,6 +316,24 @@ def ls(
     _print(format, rows, report.render, report.as_csv)
 
 
+@command(opt.AUDIT, "compact /var/lib/kvledger")
+def compact(
+    paths: opt.JournalPaths,
+    format: opt.TableFormat = "table",
+    jobs: opt.Jobs = 0,
+) -> None:
+    """Sum up journals once, so that summary and why need not read them again.
+
+    Writes a rollup for each journal into .kvledger-rollups beside it: exact sums by the minute. Run it again
+    to add what was recorded since. A rollup stays when its journal is removed.
+    """
+    from .exporters.reports import compact as report
+
+    with _reading(paths, jobs, local=True) as (places, run):
+        result = report.compact_all(places, run=run)
+    _print(format, result, report.render, report.as_csv)
+
+
 @command(
     opt.AUDIT,
     "prune /var/lib/kvledger --older-than 30d",

@@ -137,12 +137,17 @@ class StepTimes(msgspec.Struct):
     """Deliveries of steps that were not seen."""
     order: list[int] = []
     """Request numbers in the order of the last ``DeliveredWhole``."""
+    began_us: int = 0
+    """Unix time of the engine's microsecond 0, in microseconds."""
+    busy_by_minute: dict[int, int] | None = None
+    """``busy_us`` by the minute since 1970 in which an observation ends; None: not wanted."""
 
     # --- events ---------------------------------------------------------------------------------------
 
     def started(self, event: ev.EngineStarted) -> None:
         """Take the engine's clock for the bounds of the window."""
         began = event.began_seconds
+        self.began_us = round(began * 1e6)
         self.since_at = 0 if self.since_seconds is None else round((self.since_seconds - began) * 1e6)
         self.until_at = FAR if self.until_seconds is None else round((self.until_seconds - began) * 1e6)
 
@@ -257,6 +262,9 @@ class StepTimes(msgspec.Struct):
         self.sample.add(*work, end - begin)
         if self.since_at <= end < self.until_at:
             self.busy_us += end - begin
+            if self.busy_by_minute is not None:
+                minute = (self.began_us + end) // 60_000_000
+                self.busy_by_minute[minute] = self.busy_by_minute.get(minute, 0) + end - begin
             self.work = self.work.plus(work)
 
     def _work(self, steps: int, before: int = 0) -> Work:

@@ -266,6 +266,26 @@ class EngineAudit:
         accounts, self.accounts = self.accounts, []
         return accounts
 
+    def resume(self, window: Window) -> None:
+        """Keep the accounts that close from now on, and count those of the ``window`` only.
+
+        For an audit that was restored to read a journal on. The figures of requests that ended before stay.
+        """
+        self.window, self._bounded, self._keep = window, window.bounded, True
+        times = self.step_times
+        times.since_seconds, times.until_seconds = window.since, window.until
+        if self.engine is not None:
+            times.started(self.engine)
+
+    def describe(self, engine: EngineStarted) -> None:
+        """Take the engine's description from elsewhere, where no event is read."""
+        self.auditor.ledger.engine = engine
+        self.auditor.engine = engine.name
+
+    def workers_beside(self) -> bool:
+        """Whether journals of workers lie beside the engine's journal."""
+        return self.workers.beside()
+
     def lose_tail(self) -> None:
         """Note that the engine is gone and its last events may be missing. Idempotent.
 

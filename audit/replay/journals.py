@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ..analysis.reconciliation import Reconciliation
 from ..checks.auditor import Verdict
 from ..checks.registry import Violation
-from ..journal.reader import Reader
+from ..journal.reader import Position, Reader
 from ..ledger.account import Account
 from ..ledger.frozen import AccountStatement, Line
 from ..ledger.state import Watch
@@ -45,13 +45,13 @@ class ReplayedBatch(NamedTuple):
     accounts: list[Account]
 
 
-def each_batch(audit: EngineAudit) -> Iterator[ReplayedBatch]:
-    """Replay the journal of ``audit`` to its end, one batch at a time.
+def each_batch(audit: EngineAudit, start: Position | None = None) -> Iterator[ReplayedBatch]:
+    """Replay the journal of ``audit`` to its end, one batch at a time, from ``start`` if the audit is there.
 
     ``audit`` must have been made with ``keep=True`` or ``watch``; the accounts are handed over and not
     kept, so memory is bounded by open requests. ``audit.last_at`` is the time of the batch's last event.
     """
-    with Reader(audit.path) as reader:
+    with Reader(audit.path, start) as reader:
         for batch, findings in audit.batches(reader):
             yield ReplayedBatch(batch.events, findings, audit.take_accounts())
         audit.note_end(reader)
@@ -59,9 +59,9 @@ def each_batch(audit: EngineAudit) -> Iterator[ReplayedBatch]:
     yield ReplayedBatch([], [], audit.take_accounts())
 
 
-def each_account(audit: EngineAudit) -> Iterator[Account]:
+def each_account(audit: EngineAudit, start: Position | None = None) -> Iterator[Account]:
     """Replay the journal of ``audit``: accounts as they close, then those still open at its end."""
-    for batch in each_batch(audit):
+    for batch in each_batch(audit, start):
         yield from batch.accounts
 
 

@@ -55,6 +55,12 @@ class WorkerJournals:
         self._steps: deque[WorkerStepped] = deque()
         """Workers' steps that are read and not yet returned, in the order of steps."""
 
+    def beside(self) -> bool:
+        """Whether there are journals of any worker in the folder."""
+        with contextlib.suppress(OSError):
+            return self._folder is not None and any(map(_is_workers, os.listdir(self._folder)))
+        return False
+
     def poll(self, transfer: object) -> None:
         """Read what the workers with this ``transfer`` have written by now."""
         if self._folder is None or transfer is None:

@@ -18,12 +18,16 @@ from ...audit.replay.find import journals_at
 from ...audit.replay.journals import audit_paths
 from ...audit.replay.parallel import Run, here
 from .audit import structs_csv
+from .rollups import rolled_verdict
 from .terminal import blocks, counted, plain_table
 from .whatif import bytes_text
 
 
 class JournalRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One journal. Times are Unix time. ``verdict`` is "" unless the journals were audited."""
+    """One journal. Times are Unix time.
+
+    ``verdict`` is of a replay, or else that of the last rollup; "" without either.
+    """
 
     journal: str
     engine: str
@@ -42,7 +46,7 @@ class JournalRow(msgspec.Struct, frozen=True, kw_only=True):
 def journals(paths: Sequence[Path], *, audit: bool = False, run: Run = here) -> list[JournalRow]:
     """A row for each journal at ``paths``, the oldest first. ``audit`` replays them for the verdict."""
     found = journals_at(paths)
-    verdicts: list[str] = [""] * len(found)
+    verdicts = list(run(rolled_verdict, found))
     if audit:
         verdicts = [engine.verdict for engine in audit_paths(found, with_metrics=False, run=run).engines]
     rows = [_row(known, verdict) for known, verdict in zip(run(facts, found), verdicts, strict=True)]

@@ -8,7 +8,7 @@ bounded by the open requests and the number of groups. The sums are those of the
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -21,12 +21,13 @@ from ...audit.analysis.costs import Costs, CostTally, priced
 from ...audit.ledger.account import Account
 from ...audit.ledger.totals import Totals
 from ...audit.replay.engine_audit import EngineAudit
-from ...audit.replay.find import journals_at, matching_paths
+from ...audit.replay.find import matching_paths
 from ...audit.replay.journals import each_account
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
 from ..trace.groups import check, group_key
 from . import costs as cost
+from . import rollups
 from .audit import csv_of, share
 from .conclusions import conclusions, facts_of_totals
 from .conclusions import with_costs as add_costs
@@ -134,6 +135,8 @@ class Part(NamedTuple):
 
     groups: Groups
     model: ModelRow | None = None
+    busy_us: int = 0
+    """Engine time that no group has yet."""
 
 
 def summarize(
@@ -159,7 +162,7 @@ def summarize(
     journals = [place for place in places if place not in exported]
     if journals or not exported:
         read = partial(_of_journal, by=by, window=window, with_costs=with_costs and not exported)
-        parts += run(read, journals_at(journals))
+        parts += run(read, rollups.journals_and_rollups(journals, by, window))
     groups: Groups = {}
     everything = Sums.none()
     for part in parts:
@@ -184,10 +187,18 @@ def summarize(
 
 
 def _of_journal(path: Path, by: str, window: Window, with_costs: bool) -> Part:
+    rollup = rollups.found(path, by, window)
+    if rollup is not None:
+        return _of_rollup(rollup, path, by, window, with_costs)
     engine_audit = EngineAudit(path, keep=True, window=window, with_metrics=False, times_steps=with_costs)
+    return _summed(engine_audit, each_account(engine_audit), by, with_costs)
+
+
+def _summed(engine_audit: EngineAudit, accounts: Iterable[Account], by: str, with_costs: bool) -> Part:
+    """The accounts of one journal by group."""
     key = group_key(by, engine_audit)
     groups: Groups = {}
-    for account in each_account(engine_audit):
+    for account in accounts:
         groups.setdefault(key(account), Sums.none(with_costs)).add(account, engine_audit.last_at)
     if not with_costs:
         return Part(groups)
@@ -196,7 +207,24 @@ def _of_journal(path: Path, by: str, window: Window, with_costs: bool) -> Part:
         if sums.tally is not None:
             sums.costs, sums.tally = priced(sums.tally, model, busy_us, engine_audit.connector), None
             busy_us = 0  # counted once for the journal
-    return Part(groups, model_row(engine_audit, model))
+    return Part(groups, model_row(engine_audit, model), busy_us)
+
+
+def _of_rollup(rollup: rollups.Rollup, path: Path, by: str, window: Window, with_costs: bool) -> Part:
+    """The sums of a rollup, and of what the journal has beyond it."""
+    engine_audit, accounts = rollup.rest_of(path, window)
+    part = _summed(engine_audit, accounts, by, with_costs)
+    busy_us = part.busy_us
+    for key, cell in rollup.within(path, window).items():
+        sums = part.groups.setdefault(rollups.group_of(by, key, engine_audit), Sums.none())
+        sums.totals.merge(cell.totals)
+        sums.waited += cell.waited
+        if part.model is not None:
+            sums.costs = sums.costs or Costs()
+            sums.costs.merge(cell.costs(part.model.model, engine_audit.connector))
+            sums.costs.busy_us += busy_us
+            busy_us = 0
+    return part
 
 
 def _of_tables(folder: Path, by: str, window: Window) -> Part:

@@ -7,9 +7,10 @@ them. The sum of the causes is checked against the ledger's own count of misses.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 from rich.console import Group
@@ -22,7 +23,6 @@ from ...audit.analysis.step_model import StepModel
 from ...audit.causes import MISSES
 from ...audit.ledger.account import Account
 from ...audit.replay.engine_audit import EngineAudit
-from ...audit.replay.find import journals_at
 from ...audit.replay.journals import each_account
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
@@ -30,6 +30,9 @@ from ..trace.groups import check, group_key
 from .audit import csv_of, share, structs_csv
 from .costs import ModelRow, model_row, model_text, money, part, shown_seconds, spread
 from .terminal import blocks, bullets, counted, figures_table, notes, part_of, percent, title
+
+if TYPE_CHECKING:
+    from .rollup_cells import Misses
 
 LEGEND = (
     "A prompt token is a miss each time it is computed, and once more if it had no KV when its request "
@@ -196,9 +199,12 @@ def why(
     ``by`` is as for :func:`~kvledger.exporters.trace.groups.group_key`. Raises
     :class:`~kvledger.audit.errors.LedgerError`, also for a path that holds no journal.
     """
+    from . import rollups  # which imports this module
+
     check(by)
     everything, groups = Tally(), dict[str, Tally]()
-    for tally, grouped in run(partial(_of_journal, window=window, by=by), journals_at(paths)):
+    journals = rollups.journals_and_rollups(paths, by, window)
+    for tally, grouped in run(partial(_of_journal, window=window, by=by), journals):
         everything.merge(tally)
         for name, group in grouped.items():
             groups.setdefault(name, Tally()).merge(group)
@@ -277,18 +283,36 @@ def block_size(engine_audit: EngineAudit) -> int:
 
 def _of_journal(path: Path, window: Window, by: str) -> tuple[Tally, dict[str, Tally]]:
     """The misses of all requests of a journal, and those of each group if ``by`` is not empty."""
-    engine_audit = EngineAudit(path, keep=True, window=window, with_metrics=False, times_steps=True)
+    from . import rollups  # which imports this module
+
+    rollup = rollups.found(path, by, window)
+    if rollup is None:
+        engine_audit = EngineAudit(path, keep=True, window=window, with_metrics=False, times_steps=True)
+        accounts: Iterable[Account] = each_account(engine_audit)
+    else:
+        engine_audit, accounts = rollup.rest_of(path, window)
     tally, groups = Tally(), dict[str, Tally]()
     key = group_key(by, engine_audit)
-    for account in each_account(engine_audit):
+    for account in accounts:
         size = block_size(engine_audit)
         tally.add(account, size)
         if by:
             groups.setdefault(key(account), Tally()).add(account, size)
     remark(tally, engine_audit)
+    cells = [] if rollup is None else list(rollup.within(path, window).items())
+    rolled: list[tuple[Tally, Misses]] = []
+    for name, cell in cells:
+        rolled.append((tally, cell.misses))
+        if by:
+            group = rollups.group_of(by, name, engine_audit)
+            rolled.append((groups.setdefault(group, Tally()), cell.misses))
     model = engine_audit.step_model()
+    for each, misses in rolled:
+        misses.give(each)
     for each in (tally, *groups.values()):
         each.price(engine_audit, model)
+    for each, misses in rolled:
+        misses.give_delays(each, model.prefill_seconds)
     return tally, groups
 
 

@@ -1,0 +1,43 @@
+"""Writes the rollups of journals, and says what was done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Group
+from rich.text import Text
+
+from ...audit.replay.find import journals_at
+from ...audit.replay.parallel import Run, here
+from .audit import structs_csv
+from .rollups import Compacted, compact
+from .terminal import blocks, counted, plain_table
+from .whatif import bytes_text
+
+
+def compact_all(paths: Sequence[Path], *, run: Run = here) -> list[Compacted]:
+    """Write or continue the rollup of every journal at ``paths``. Raises LedgerError."""
+    return list(run(compact, journals_at(paths)))
+
+
+def render(rows: Sequence[Compacted]) -> Group:
+    """How many requests are summed up, then a line for each journal."""
+    whole = [row for row in rows if not row.problem]
+    requests, size = sum(row.requests for row in whole), bytes_text(sum(row.bytes for row in whole))
+    table = plain_table(header=True)
+    for name in ("journal", "requests", "minutes", "bytes"):
+        table.add_column(name, justify="left" if name == "journal" else "right")
+    table.add_column("verdict")
+    for row in rows:
+        cells = (f"{row.requests:,}", f"{row.minutes:,}", bytes_text(row.bytes), row.verdict)
+        if row.problem:
+            cells = ("-", "-", "-", f"no rollup: {row.problem}")
+        table.add_row(*map(Text, (Path(row.journal).name, *cells)))
+    answer = f"{counted(requests, 'ended request')} of {counted(len(whole), 'journal')} in {size} of rollups."
+    return blocks(Group(Text(answer)), table)
+
+
+def as_csv(rows: Sequence[Compacted]) -> str:
+    """One line per journal, with a header."""
+    return structs_csv(Compacted, rows)

@@ -1,0 +1,214 @@
+"""Rollups: their sums are those of a replay, in any window of whole minutes, and they survive the journal."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from benchmarks.simulated import Simulated
+from benchmarks.trace import WALL_SECONDS, started
+from msgspec.structs import replace
+from tests import journals
+from tests.histories import events
+
+from kvledger import cli
+from kvledger.audit import events as ev
+from kvledger.audit.journal.writer import JournalWriter
+from kvledger.audit.replay.windows import EVERYTHING, Window, window
+from kvledger.exporters.reports import rollups
+from kvledger.exporters.reports.listing import journals as listed
+from kvledger.exporters.reports.rollups import compact, find, place
+from kvledger.exporters.reports.summary import summarize
+from kvledger.exporters.reports.why import why
+
+MINUTE, HOUR = 60.0, 3600.0
+SLOWER = 256
+"""Times are stretched by this, so that few requests last for hours."""
+
+
+class Engine:
+    """Writes the journal of a simulated engine, as much of it as a test wants."""
+
+    def __init__(self, folder: Path, requests: int = 400) -> None:
+        self.path = folder / "engine-00"
+        self._batches = self._events(requests)
+        self._writer = JournalWriter(self.path)
+        self._writer.rotate()
+        self._writer.write([started(0, 0), ev.Snapshot(0, 0, [], 0)])
+
+    @staticmethod
+    def _events(requests: int) -> Iterator[list[ev.Event]]:
+        simulated = Simulated(requests, 7)
+        for batch in simulated.events():
+            yield [replace(event, at=event.at * SLOWER) for event in batch]
+
+    def write(self, batches: int) -> None:
+        for _, batch in zip(range(batches), self._batches, strict=False):
+            self._writer.write(batch)
+
+    def stop(self) -> None:
+        last = 0
+        for batch in self._batches:
+            self._writer.write(batch)
+            last = batch[-1].at
+        self._writer.write([ev.EngineStopped(last, "shutdown")])
+        self._writer.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rolled")
+    Engine(path).stop()
+    return path
+
+
+WINDOWS = [
+    EVERYTHING,
+    Window(WALL_SECONDS + 7 * MINUTE, WALL_SECONDS + 71 * MINUTE),
+    Window(WALL_SECONDS + 30 * MINUTE),
+    Window(None, WALL_SECONDS + HOUR),
+    Window(WALL_SECONDS + 1000 * HOUR),
+]
+BY = ["engine", "model", "hour", "outcome", "rank"]
+
+
+def answers(path: Path, chosen: Window, by: str = "") -> Any:
+    """What summary and why say, without the percentiles of delays, which are of a sample."""
+    rows = summarize([path], by, window=chosen, with_costs=True)
+    return _without_percentiles(msgspec.to_builtins([rows, why([path], window=chosen, by=by)]))
+
+
+def _without_percentiles(data: Any) -> Any:
+    if isinstance(data, list):
+        return [_without_percentiles(one) for one in data]
+    if isinstance(data, dict):
+        return {
+            name: _without_percentiles(one)
+            for name, one in data.items()
+            if not name.startswith(("first_token_median", "first_token_p95"))
+        }
+    return data
+
+
+def approximately(data: Any) -> Any:
+    """The same integers; sums of floats depend on their order, in the last digits."""
+    return json.loads(json.dumps(data), parse_float=lambda text: pytest.approx(float(text), rel=1e-9))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "by"), [*((one, "") for one in WINDOWS), *((WINDOWS[1], by) for by in BY)]
+)
+def test_a_rollup_gives_the_sums_of_a_replay(
+    folder: Path, chosen: Window, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(folder / rollups.FOLDER, ignore_errors=True)
+    replayed = answers(folder, chosen, by)
+    assert "" == compact(folder / "engine-00").problem
+    read = _count_batches(monkeypatch)
+    rolled = answers(folder, chosen, by)
+    assert rolled == approximately(replayed)
+    assert 2 == len(read), "only the last batch is read, once for each command"
+
+
+def _count_batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    from kvledger.audit.journal import reader
+
+    read: list[int] = []
+    original = reader.decode_batch
+
+    def decode(data: memoryview) -> Any:
+        read.append(len(data))
+        return original(data)
+
+    monkeypatch.setattr(reader, "decode_batch", decode)
+    return read
+
+
+def test_a_rollup_is_continued_while_the_engine_runs(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, 300)
+    for batches in (40, 0, 300):
+        engine.write(batches)
+        compact(engine.path)
+        rolled = answers(tmp_path, WINDOWS[1])
+        place(engine.path).rename(tmp_path / "aside")
+        assert rolled == approximately(answers(tmp_path, WINDOWS[1]))
+        (tmp_path / "aside").rename(place(engine.path))
+    engine.stop()
+    compact(engine.path)
+    rolled = answers(tmp_path, EVERYTHING)
+    place(engine.path).unlink()
+    assert rolled == approximately(answers(tmp_path, EVERYTHING))
+
+
+def test_a_rollup_answers_when_its_journal_is_gone(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "engine-00", tmp_path / "engine-00")
+    whole = answers(tmp_path, EVERYTHING)
+    compact(tmp_path / "engine-00")
+    shutil.rmtree(tmp_path / "engine-00")
+    assert approximately(whole) == answers(tmp_path, EVERYTHING)
+
+
+def test_a_rollup_of_another_version_counts_only_where_the_journal_is_gone(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(folder / "engine-00", tmp_path / "engine-00")
+    whole = answers(tmp_path, EVERYTHING)
+    compact(tmp_path / "engine-00")
+    monkeypatch.setattr(rollups.serialize, "layout", lambda: "another")
+    assert find(tmp_path / "engine-00") is None
+    shutil.rmtree(tmp_path / "engine-00")
+    assert approximately(whole) == answers(tmp_path, EVERYTHING)
+
+
+def test_bounds_within_a_minute_are_replayed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compact(folder / "engine-00")
+    read = _count_batches(monkeypatch)
+    summarize([folder], window=Window(WALL_SECONDS + 90.5))
+    assert 2 < len(read)
+
+
+def test_ages_of_hours_and_days_begin_at_a_whole_minute() -> None:
+    assert Window(7 * 86400.0, None) == window("1d", now=8 * 86400.0 + 59.9)
+    assert not rollups.usable(window("90s", now=1e9 + 7)) and rollups.usable(window("1h", now=1e9 + 7))
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "other journal"])
+def test_what_is_damaged_or_of_another_journal_is_not_used(tmp_path: Path, damage: str) -> None:
+    journal = journals.write(tmp_path / "engine-1", [*events(200, journals.CLEAN)])
+    compact(journal)
+    path = place(journal)
+    data = path.read_bytes()
+    if damage == "other journal":
+        shutil.rmtree(journal)
+        journals.write(journal, events(200, journals.CLEAN), wall_seconds=1.8e9)
+    else:
+        path.write_bytes(data[:-9] if damage == "cut" else data[:-1] + bytes([data[-1] ^ 1]))
+    assert find(journal) is None
+    assert 1 == summarize([tmp_path])[-1].requests
+    assert "" == compact(journal).problem
+    assert find(journal) is not None
+
+
+def test_the_command_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    journals.write(tmp_path / "engine-1", events(200, journals.CLEAN))
+    for _ in range(2):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as exited:
+            patch.setattr(sys, "argv", ["kvledger", "compact", str(tmp_path)])
+            cli.main()
+        assert 0 == exited.value.code
+    assert "engine-1" in capsys.readouterr().out
+    [row] = listed([tmp_path])
+    assert "clean" == row.verdict, "kvledger ls takes the verdict from the rollup"
+
+
+def test_a_journal_with_workers_journals_has_no_rollup(tmp_path: Path) -> None:
+    journal = journals.write(tmp_path / "engine-1", events(200, journals.CLEAN))
+    journals.write(tmp_path / "worker-1", [])
+    assert "workers" in compact(journal).problem
+    assert 1 == summarize([tmp_path])[-1].requests
