@@ -26,8 +26,9 @@ from .audit import AuditReport, report
 from .block_use import BlockUseReport, as_report
 from .conclusions import conclusions, facts_of_audit, with_costs, with_why
 from .costs import CostReport, cost_report
+from .miss_tally import Tally, block_size
 from .summary import Groups, SummaryRow, Sums
-from .why import Tally, Why, block_size, explained, remark
+from .why import Why, explained, remark
 
 WAITS = (0.01, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 """Bounds in seconds between the bars of the distribution of waits."""

@@ -14,7 +14,7 @@ from ...audit.analysis.costs import Costs, CostTally, Delays, Loads, LostTokens,
 from ...audit.analysis.step_model import StepModel
 from ...audit.ledger.account import Account
 from ...audit.ledger.totals import Totals, merge_tokens
-from .why import Tally
+from .miss_tally import Tally
 
 MOST_DELAYS = 32
 """Delays that a cell keeps for one cause."""
@@ -58,7 +58,7 @@ def _thinned(rows: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 
 
 class Misses(msgspec.Struct):
-    """Cache misses of some requests, as :class:`~.why.Tally` adds them up."""
+    """Cache misses of some requests, as :class:`~.miss_tally.Tally` adds them up."""
 
     audited: int = 0
     unknown: int = 0

@@ -33,8 +33,8 @@ from ...audit.replay.find import journals_at
 from ...audit.replay.journals import each_account
 from ...audit.replay.windows import EVERYTHING, Window
 from ..trace.groups import TIMES, time_name
+from .miss_tally import block_size
 from .rollup_cells import Cell, Cells, merge_cells
-from .why import block_size
 
 SCHEMA = 1
 SUFFIX = ".rollup"

@@ -1,25 +1,20 @@
 """Why prompt tokens missed the caches, over whole journals: causes that sum to all misses.
 
-:mod:`kvledger.audit.analysis.cache_misses` finds the causes by position; this file adds them up and prints
-them. The sum of the causes is checked against the ledger's own count of misses.
+:mod:`kvledger.audit.analysis.cache_misses` finds the causes by position; ``miss_tally.py`` adds them up, and
+this file prints them. The sum of the causes is checked against the ledger's own count of misses.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 from rich.console import Group
 from rich.text import Text
 
-from ...audit import causes as names
-from ...audit.analysis.cache_misses import missed_ranges, never_came
-from ...audit.analysis.costs import PREFILL, Delays, PricedDelays, first_output_at, plus, seconds
-from ...audit.analysis.step_model import StepModel
+from ...audit.analysis.costs import PricedDelays
 from ...audit.causes import MISSES
 from ...audit.ledger.account import Account
 from ...audit.replay.engine_audit import EngineAudit
@@ -27,12 +22,12 @@ from ...audit.replay.journals import each_account
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
 from ..trace.groups import check, group_key
+from . import rollups
 from .audit import csv_of, share, structs_csv
-from .costs import ModelRow, model_row, model_text, money, part, shown_seconds, spread
+from .costs import ModelRow, model_text, money, part, shown_seconds, spread
+from .miss_tally import Tally, block_size
+from .rollup_cells import Misses
 from .terminal import blocks, bullets, counted, figures_table, notes, part_of, percent, title
-
-if TYPE_CHECKING:
-    from .rollup_cells import Misses
 
 LEGEND = (
     "A prompt token is a miss each time it is computed, and once more if it had no KV when its request "
@@ -101,91 +96,6 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     """Most misses first; empty where no groups were asked for."""
 
 
-class Tally(msgspec.Struct):
-    """Misses of one journal, or of several merged."""
-
-    tokens: Counter[str] = msgspec.field(default_factory=Counter)
-    requests: Counter[str] = msgspec.field(default_factory=Counter)
-    audited: int = 0
-    unknown: int = 0
-    prompt_tokens: int = 0
-    hit: int = 0
-    no_hit: int = 0
-    levels: list[str] = []
-    notes: list[str] = []
-    sizes: list[int] = []
-    early: dict[str, Delays] = msgspec.field(default_factory=dict)
-    """Tokens of the present journal that were computed before the first output, by cause."""
-    computed: Counter[str] = msgspec.field(default_factory=Counter)
-    """Missed tokens of the present journal that were computed, by cause."""
-    seconds: dict[str, float | None] = msgspec.field(default_factory=dict)
-    delays: dict[str, PricedDelays] = msgspec.field(default_factory=dict)
-    models: list[ModelRow] = msgspec.field(default_factory=list)
-
-    def add(self, account: Account, block_size: int) -> None:
-        """Add one request."""
-        if account.unknown is not None:
-            self.unknown += 1
-            return
-        self.audited += 1
-        for settlement in account.settlements:
-            self.prompt_tokens += settlement.prompt_tokens - settlement.carried
-            self.hit += settlement.local + settlement.external
-        self.no_hit += account.first_prompt
-        self.no_hit += sum(end - start for start, end, _ in account.executed_again)
-        if account.closed_at >= 0:
-            self.no_hit += sum(end - start for start, end in never_came(account))
-        causes: Counter[str] = Counter()
-        for start, end, cause in missed_ranges(account, block_size):
-            causes[cause] += end - start
-        self.tokens.update(causes)
-        self.requests.update(causes.keys())
-        self._add_costs(account, causes)
-
-    def _add_costs(self, account: Account, causes: Counter[str]) -> None:
-        """Add what was computed: all misses but those that never got KV."""
-        causes.pop(names.ENDED_FIRST, None)
-        causes.pop(names.INVALID_HIT, None)
-        self.computed.update(causes)
-        first = first_output_at(account)
-        if first is None:
-            return
-        late = {LOST_LATE.get(life.ended_by, "") for life in account.lives if life.ended_at > first}
-        for cause, tokens in causes.items():
-            if cause not in late:
-                self.early.setdefault(cause, Delays()).add(tokens)
-
-    def price(self, engine_audit: EngineAudit, model: StepModel) -> None:
-        """Turn the present journal's tokens into seconds."""
-        for cause, tokens in self.computed.items():
-            self.seconds[cause] = seconds(model, PREFILL, tokens)
-        self.delays = {cause: each.seconds(model.prefill_seconds) for cause, each in self.early.items()}
-        self.models = [model_row(engine_audit, model)]
-        self.computed, self.early = Counter(), {}
-
-    def merge(self, more: Tally) -> None:
-        """Add the misses of another journal."""
-        self.tokens.update(more.tokens)
-        self.requests.update(more.requests)
-        self.audited += more.audited
-        self.unknown += more.unknown
-        self.prompt_tokens += more.prompt_tokens
-        self.hit += more.hit
-        self.no_hit += more.no_hit
-        self.levels += [level for level in more.levels if level not in self.levels]
-        self.notes += more.notes
-        self.sizes += [size for size in more.sizes if size not in self.sizes]
-        for cause, took in more.seconds.items():
-            self.seconds[cause] = plus(self.seconds.get(cause, 0.0), took)
-        for cause, delays in more.delays.items():
-            self.delays.setdefault(cause, PricedDelays()).merge(delays)
-        self.models += more.models
-
-
-LOST_LATE = {names.BLOCKS: names.PREEMPTED, names.RESET: names.CACHE_RESET}
-"""The cause of misses that follow a preemption, by the cause of the preemption."""
-
-
 def why(
     paths: Sequence[Path],
     *,
@@ -199,8 +109,6 @@ def why(
     ``by`` is as for :func:`~kvledger.exporters.trace.groups.group_key`. Raises
     :class:`~kvledger.audit.errors.LedgerError`, also for a path that holds no journal.
     """
-    from . import rollups  # which imports this module
-
     check(by)
     everything, groups = Tally(), dict[str, Tally]()
     journals = rollups.journals_and_rollups(paths, by, window)
@@ -275,16 +183,8 @@ def _cause_row(
     )
 
 
-def block_size(engine_audit: EngineAudit) -> int:
-    """Tokens per block of the engine's cache; 0 where the engine did not report it."""
-    size = engine_audit.engine.configuration.get("block_size") if engine_audit.engine else None
-    return size if isinstance(size, int) and size > 0 else 0
-
-
 def _of_journal(path: Path, window: Window, by: str) -> tuple[Tally, dict[str, Tally]]:
     """The misses of all requests of a journal, and those of each group if ``by`` is not empty."""
-    from . import rollups  # which imports this module
-
     rollup = rollups.found(path, by, window)
     if rollup is None:
         engine_audit = EngineAudit(path, keep=True, window=window, with_metrics=False, times_steps=True)

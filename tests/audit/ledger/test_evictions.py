@@ -23,7 +23,8 @@ from kvledger.audit.events import (
 )
 from kvledger.audit.ledger.account import Account
 from kvledger.audit.old_events import BlocksAllocated
-from kvledger.exporters.reports.why import Tally, explained
+from kvledger.exporters.reports.miss_tally import Tally
+from kvledger.exporters.reports.why import explained
 
 BLOCK = 16
 

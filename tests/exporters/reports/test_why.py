@@ -13,7 +13,8 @@ from tests.histories import GOLDEN, events
 from kvledger.audit.events import Gap
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.audit.replay.parallel import Processes
-from kvledger.exporters.reports.why import Tally, as_csv, explained, why
+from kvledger.exporters.reports.miss_tally import Tally
+from kvledger.exporters.reports.why import as_csv, explained, why
 
 
 @pytest.fixture
