@@ -4,24 +4,34 @@
         llm.generate(...)
     audit.violations
 
-Nothing is written to disk. Leaving the block restores every wrapped attribute.
+The events stay in memory. ``audit.why()``, ``summary()``, ``frames()`` and ``report()`` answer what the
+commands answer, from a temporary journal; ``audit.save(folder)`` keeps the journal. Leaving
+the block restores every wrapped attribute.
 """
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
+
+import msgspec
 
 from ..checks.auditor import Auditor
 from ..checks.registry import Violation
 from ..engines import LEVELS, choose, host_version
 from ..engines.v1 import V1Observer
 from ..errors import LedgerError
+from ..events import Event, Gap
 from ..hooks import EngineMismatch
 from ..journal.memory_recorder import MemoryRecorder
+from ..journal.writer import JournalWriter, Limits
 from ..ledger.frozen import AccountStatement
 from ..ledger.ledger import Ledger
 from ..ledger.totals import Totals
+from ..old_events import AnyEvent
 from ..replay.find import pick_request
 
 
@@ -36,9 +46,15 @@ class AuditError(AssertionError):
 class LiveAudit:
     """One attached scheduler and its accounts so far."""
 
+    open_journal: ClassVar[Callable[[Path], Any] | None] = None
+    """Makes the audit that reports are asked for, from a journal's path; ``kvledger`` sets this."""
+
     def __init__(self, scheduler: Any, *, strict: bool, level: str, stacks: bool) -> None:
         self._strict = strict
         self._sink = MemoryRecorder()
+        self._events: list[bytes] = []
+        """All events so far, encoded, for :meth:`save`."""
+        self._encode = msgspec.msgpack.Encoder().encode
         self._auditor = Auditor(keep_closed=True)
         observer_class = choose(scheduler)
         self._observer = observer_class(
@@ -83,6 +99,57 @@ class LiveAudit:
         assert statement is not None
         return statement
 
+    def save(self, folder: str | Path) -> None:
+        """Write the events so far as a journal, for every command. Raises LedgerError.
+
+        A journal that is saved before the end counts its open requests as unknown.
+        """
+        self._catch_up()
+        try:
+            self._write(Path(folder)).close()
+        except OSError as error:
+            raise LedgerError(f"{folder} can't be written: {error.strerror}.") from error
+
+    def summary(self, by: str = "") -> Any:
+        """Totals, by group if ``by`` names groups, as for ``kvledger summary``."""
+        return self._read(lambda audit: audit.summary(by))
+
+    def why(self, by: str = "") -> Any:
+        """Why prompt tokens missed the caches, as ``kvledger why``."""
+        return self._read(lambda audit: audit.why(by))
+
+    def frames(self, *names: str) -> Any:
+        """The tables of these names as DataFrames; all tables if none is named. Needs the analysis extra."""
+        return self._read(lambda audit: audit.frames(*names))
+
+    def report(self, output: str | Path | None = None, by: str = "") -> Any:
+        """The HTML report, also written to ``output``, as ``kvledger report``."""
+        return self._read(lambda audit: audit.report(output, by=by))
+
+    def _repr_html_(self) -> str:
+        return str(self._read(lambda audit: audit._repr_html_()))
+
+    def _read(self, ask: Callable[[Any], Any]) -> Any:
+        """Ask the audit of a temporary journal with the events so far."""
+        open_journal = type(self).open_journal
+        if open_journal is None:
+            raise LedgerError("Reports need `kvledger.attach`: import kvledger, and call attach from there.")
+        self._catch_up()
+        with tempfile.TemporaryDirectory(prefix="kvledger-") as folder:
+            writer = self._write(Path(folder, "attached"))
+            try:  # while the writer holds the journal, the engine counts as running
+                return ask(open_journal(writer.folder))
+            finally:
+                writer.close()
+
+    def _write(self, folder: Path) -> JournalWriter:
+        writer = JournalWriter(folder, Limits(segment_bytes=1 << 40, folder_bytes=1 << 40))
+        writer.rotate()
+        decode = msgspec.msgpack.Decoder(list[AnyEvent]).decode
+        for encoded in self._events:
+            writer.write(list[Event](decode(encoded)))
+        return writer
+
     def detach(self) -> None:
         """Restore every wrapped attribute; the accounts stay readable. Idempotent."""
         self._observer.stop("detached")
@@ -103,9 +170,19 @@ class LiveAudit:
         new: list[Violation] = []
         if self._observer.pools is not None:
             self._observer.pools.emit_all_calls()
-        for event in self._sink.take():
+        events = self._sink.take()
+        if events:
+            self._keep(events)
+        for event in events:
             new += self._auditor.feed(event)
         return new
+
+    def _keep(self, events: list[Event]) -> None:
+        """Keep the events for reports. Never raises: the engine may be waiting."""
+        try:
+            self._events.append(self._encode(events))
+        except Exception:  # such as a request id that is no Unicode
+            self._events.append(self._encode([Gap(events[-1].at, len(events), "not encodable")]))
 
     def _boundary(self) -> None:
         for violation in self._catch_up():

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from ...audit.errors import LedgerError
+from ...audit.replay.windows import EVERYTHING, Window
 from ..inputs import reading
 from .tables import TABLES, Rows, rows
 
@@ -64,11 +66,26 @@ def table(name: str, paths: Paths) -> pd.DataFrame:
 
     Raises LedgerError for a path that holds no journal.
     """
+    return tables(paths, (name,))[name]
+
+
+def tables(paths: Paths, names: Iterable[str], window: Window = EVERYTHING) -> dict[str, pd.DataFrame]:
+    """The tables of these names, from one reading of the journals.
+
+    The ``window`` is as for :func:`~.tables.rows`. Raises LedgerError for a path that holds no journal, and
+    for a name that is no table.
+    """
     given = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
-    data: Rows = []
+    data: dict[str, Rows] = {name: [] for name in names}
+    for name in data.keys() - TABLES.keys():
+        raise LedgerError(f"{name!r} is no table: there are {', '.join(TABLES)}.")
     with reading(given, local=True) as (places, _):
-        for _, some in rows(places, (name,)):
-            data += some
+        for name, some in rows(places, tuple(data), window):
+            data[name] += some
+    return {name: _frame(name, some) for name, some in data.items()}
+
+
+def _frame(name: str, data: Rows) -> pd.DataFrame:
     columns = TABLES[name]
     frame = pd.DataFrame.from_records(data, columns=[column.name for column in columns])
     for column in columns:
