@@ -171,7 +171,7 @@ def _label(name: str) -> str:
 
 def _fits(name: str, file: Path, releases: str) -> bool:
     text = file.read_text(errors="replace") if file.is_file() else ""
-    kind = "v0" if "vllm.core.scheduler" in text else "lmcache" if "import lmcache" in text else "v1"
+    kind = "v0" if "vllm.core.scheduler" in text else "lmcache" if "LMCacheConnectorV1" in text else "v1"
     kind_of_name = "lmcache" if name.startswith("lmcache-") else "v0" if name.endswith("-v0") else "v1"
     if "/" in name or kind != kind_of_name:
         return False

@@ -9,7 +9,7 @@ low.
 - Finding of kvledger: tokens/in-flight.
 - Where: `Scheduler.update_from_output` (`vllm/v1/core/sched/scheduler.py`), for requests that
   `_handle_invalid_blocks` names.
-- Releases with the fault, as far as tried: 0.12.0 and later.
+- Releases of vLLM with the fault, as far as tried: 0.12.0 and later.
 - Upstream: https://github.com/vllm-project/vllm/issues/57562.
 
     pytest test_placeholder_leak.py    fails where the fault is, passes where it is fixed

@@ -55,6 +55,12 @@ _SETTINGS_OF_V0 = {
     "policy": "policy",
 }
 
+_LMCACHE = ("lmcache", "lmcache bundled")
+CHUNK_TOKENS = 256
+"""LMCache's default chunk."""
+COMPILED = ("c_ops", "cuda_ops", "lmcache_fs", "lmcache_native", "lmcache_redis", "native_storage_ops")
+"""Modules of LMCache that may be missing."""
+
 _LAYERS = {
     "full": "kv_cache.FullAttentionSpec, **layer",
     "sliding": "kv_cache.SlidingWindowSpec, **layer, sliding_window={window}",
@@ -109,6 +115,7 @@ def render(
         "file": file,
         "version": __version__,
         **(_settings_of_v0(settings) if v0 else _settings(settings)),
+        **_lmcache(settings),
         **_needs(workload, settings),
         **_tables(workload, check, settings),
         **(figure := _figure(check, explained.fault)),
@@ -121,7 +128,7 @@ def _refused(settings: dict[str, Any], v0: bool) -> str:
     """What the file's driver can't do, as the end of a sentence."""
     if v0:
         return "it has no asynchronous output processor of v0" if settings["asynchronous"] else ""
-    if settings["connector"] not in (None, "scripted"):
+    if settings["connector"] not in (None, "scripted", *_LMCACHE):
         return f"it has no {settings['connector']}"
     return "it has no diffusion model" if settings["canvas"] else ""
 
@@ -134,7 +141,7 @@ def _settings(settings: dict[str, Any]) -> dict[str, Any]:
     return {
         **{name: settings[name] for name in ("asynchronous", "pooling", "drafts")},
         "eagle": bool(settings["drafts"]) and settings["drafter"] == "eagle",
-        "connector": settings["connector"] is not None,
+        "connector": settings["connector"] == "scripted",
         "groups": [_LAYERS[kind].format(window=window) for kind in settings["groups"]],
     }
 
@@ -143,10 +150,24 @@ def _settings_of_v0(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: settings[name] for name in ("partial_prefills", "block_size", "max_loras")}
 
 
+def _lmcache(settings: dict[str, Any]) -> dict[str, Any]:
+    """LMCache's options, if it is the connector."""
+    if settings.get("connector") not in _LMCACHE:
+        return {"lmcache": False}
+    options = {
+        "use_native": settings["connector"] == "lmcache bundled",
+        "lmcache.chunk_size": settings.get("chunk_tokens", CHUNK_TOKENS),
+        "lmcache.save_decode_cache": settings.get("save_decoded", False),
+        "lmcache.save_unfull_chunk": False,
+    }
+    rows = [f"{_literal(name)}: {_literal(value)}," for name, value in options.items()]
+    return {"lmcache": True, "lmcache_options": rows, "compiled": _literal(COMPILED)}
+
+
 def _needs(workload: Workload, settings: dict[str, Any]) -> dict[str, Any]:
     """Which parts of the driver the workload needs."""
     script, requests = workload.script, workload.requests.values()
-    connector = settings.get("connector") is not None
+    connector = settings.get("connector") == "scripted"
     loads = any(op.loaded or op.failed_whole for op in script)
     reports = [
         ("loaded", loads),

@@ -35,10 +35,12 @@ def explain(workload: Workload, check: Check) -> Explanation:
         facts.append(f"Where: {fault.where}.")
     since = f"{fault.first} to {fault.last}, fixed in {fault.fixed}" if fault.fixed else ""
     since = since or (f"{fault.first} to {fault.last}" if fault.last else f"{fault.first} and later")
-    facts.append(f"Releases with the fault, as far as tried: {since}.")
+    project = "LMCache" if "lmcache" in fault.needs else "vLLM"
+    facts.append(f"Releases of {project} with the fault, as far as tried: {since}.")
     if fault.reports:
         facts.append(f"Upstream: {', '.join(fault.reports)}.")
-    return Explanation(f"vLLM {release}: {fault.title}.", fault.says, tuple(facts), fault)
+    under = "LMCache under " if "lmcache" in fault.needs else ""
+    return Explanation(f"{under}vLLM {release}: {fault.title}.", fault.says, tuple(facts), fault)
 
 
 def traits(workload: Workload) -> frozenset[str]:
