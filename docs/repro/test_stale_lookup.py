@@ -26,7 +26,8 @@ lengths, shared where the recorded prompts shared blocks. No model runs; its out
 import os
 import random
 
-os.environ.update(VLLM_USE_V1="0", HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="CRITICAL", VLLM_TARGET_DEVICE="cpu")
+os.environ.update(HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="CRITICAL", VLLM_TARGET_DEVICE="cpu")
+os.environ["VLLM_USE_V1"] = "0"
 
 from vllm import SamplingParams
 from vllm.config import CacheConfig, SchedulerConfig
@@ -93,8 +94,8 @@ class Engine:
         options = {}
         sequence = Sequence(number, token_inputs(prompt), ENGINE["block_size"], **options)
         self.requests[name] = SequenceGroup(
-            name, [sequence], float(number), sampling_params=sampling, priority=row.get("priority", 0), **options
-        )
+            name, [sequence], float(number), sampling_params=sampling,
+            priority=row.get("priority", 0), **options)
         self.scheduler.add_seq_group(self.requests[name])
 
     def step(self, times=1):
