@@ -472,6 +472,20 @@ SECTIONS: dict[str, tuple[Term, ...]] = {
             "`kvledger prefixes JOURNAL`: prefix 1a30b1c1, tokens 0 to 128 of 128 requests.",
             ("prefixes",),
         ),
+        Term(
+            "idle block",
+            "A free block whose content can be hit. Its idle time runs from the last release to the "
+            "eviction.",
+            "`idle before eviction, s` in `kvledger blocks JOURNAL`.",
+            ("idle time",),
+        ),
+        Term(
+            "rollup",
+            "A file with the sums of a journal's requests by the minute in which they ended, which "
+            "`kvledger compact` writes.",
+            "`kvledger summary DIR --since 7d` reads rollups in place of the journals.",
+            ("rollups",),
+        ),
     ),
 }
 """Every term, by section, in the order of the page."""

@@ -213,6 +213,8 @@ def _save(path: Path, rollup: Rollup) -> int:
     """Write a rollup under another name, and rename it; returns its bytes."""
     payload = msgspec.msgpack.encode(rollup)
     path.parent.mkdir(mode=checkpoint.FOLDER_MODE, parents=True, exist_ok=True)
+    if path.parent.is_symlink():  # the engine's container may write beside the journals
+        raise LedgerError(f"{path.parent} is a link, not a folder: no rollup is written there.")
     draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}{checkpoint.DRAFT}")
     try:
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644), "wb") as file:

@@ -19,6 +19,7 @@ from tests.histories import events
 
 from kvledger import cli
 from kvledger.audit import events as ev
+from kvledger.audit.errors import LedgerError
 from kvledger.audit.journal.writer import JournalWriter
 from kvledger.audit.replay.windows import EVERYTHING, Window, window
 from kvledger.exporters.reports import rollups
@@ -212,3 +213,12 @@ def test_a_journal_with_workers_journals_has_no_rollup(tmp_path: Path) -> None:
     journals.write(tmp_path / "worker-1", [])
     assert "workers" in compact(journal).problem
     assert 1 == summarize([tmp_path])[-1].requests
+
+
+def test_no_rollup_is_written_through_a_link(tmp_path: Path) -> None:
+    journal = journals.write(tmp_path / "engine-1", events(200, journals.CLEAN))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / rollups.FOLDER).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(LedgerError, match="is a link"):
+        compact(journal)
+    assert [] == [*(tmp_path / "elsewhere").iterdir()]
