@@ -85,6 +85,7 @@ def time_ticks(span: Span) -> list[Tick]:
     return [
         Tick(datetime.fromtimestamp(at, timezone.utc).strftime(pattern), (at - begin) / span.seconds * 100)
         for at in times
+        if at - begin < 0.93 * span.seconds
     ]
 
 

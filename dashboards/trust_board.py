@@ -149,7 +149,8 @@ FINDINGS = PanelRow(
             (
                 Query(
                     "sum by (id, severity) (rate(kvledger_violations_total{@engine}[$__rate_interval])) > 0 "
-                    "or 0 * sum(kvledger_build_info{@sidecar})",
+                    "or label_replace(0 * sum(kvledger_build_info{@sidecar}), "
+                    '"severity", "no findings", "", "")',
                     "{{severity}} {{id}}",
                 ),
             ),
@@ -265,7 +266,8 @@ HEALTH = PanelRow(
             (
                 Query(
                     "sum by (engine) (rate(kvledger_hook_sampled_seconds_total{@engine}[$__rate_interval]))"
-                    " / sum by (engine) (rate(kvledger_hook_sampled_steps_total{@engine}[$__rate_interval]))",
+                    " / (sum by (engine) "
+                    "(rate(kvledger_hook_sampled_steps_total{@engine}[$__rate_interval])) > 0)",
                     "{{engine}}",
                 ),
             ),

@@ -8,9 +8,9 @@ from datetime import datetime, timezone
 _SI = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 _SHORT = ((1e12, " Tri"), (1e9, " Bil"), (1e6, " Mil"), (1e3, " K"))
 _SECONDS = (
-    (86_400.0, " days"),
-    (3_600.0, " hours"),
-    (60.0, " mins"),
+    (86_400.0, " d"),
+    (3_600.0, " h"),
+    (60.0, " min"),
     (1.0, " s"),
     (1e-3, " ms"),
     (1e-6, " µs"),

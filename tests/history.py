@@ -9,8 +9,10 @@ from pathlib import Path
 
 from benchmarks.trace import WALL_SECONDS, write_trace
 from tests import journals, tools
+from tests.histories import events
 from tests.serving.processes import Prometheus, Server
 
+from kvledger.audit.events import Setting
 from kvledger.exporters.metrics import backfill
 
 INTERVAL = 1.0
@@ -35,7 +37,9 @@ class History(Prometheus):
 def trace(folder: Path, requests: int = REQUESTS) -> Path:
     """Two engines of different models, and an engine with a violation."""
     write_trace(folder, requests, engines=2)
-    journals.violated(folder / "engine-9", WALL_SECONDS + 5)
+    violation = journals.reported(events(200, journals.CLEAN), local=-128, external=160, computed=168)
+    settings: dict[str, Setting] = {"model": "tiny"}
+    journals.write(folder / "engine-9", violation, wall_seconds=WALL_SECONDS + 5, configuration=settings)
     return folder
 
 
