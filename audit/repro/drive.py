@@ -210,7 +210,7 @@ def drive(workload: Workload, finding: str, *, statement: bool = False) -> Outco
     if workload.engine.get("scheduler") == "v0":
         from .drive_v0 import V0Engine
 
-        engine: Any = V0Engine(workload)
+        engine: Any = V0Engine(workload, tokens_of)
     else:
         engine = Engine(workload)
     watch = _Watch(engine, finding, statement=statement)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ..conformance.driver_v0 import V0Driver, V0Setup
-from .workload import Op, Workload
+from .workload import Op, Segment, Workload
 
 
 class V0Engine:
     """One v0 scheduler under a script; also what a probe reads."""
 
-    def __init__(self, workload: Workload) -> None:
-        from .drive import tokens_of
-
+    def __init__(self, workload: Workload, tokens_of: Callable[[tuple[Segment, ...]], list[int]]) -> None:
         self.workload = workload
         engine = {name: value for name, value in workload.engine.items() if name != "scheduler"}
         if any(request.lora for request in workload.requests.values()):
