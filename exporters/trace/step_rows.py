@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import msgspec
 
 from ...audit import events as ev
-from ...audit.analysis.step_times import STEP_HANDLERS, StepTimes, Work
+from ...audit.analysis.step_times import NO_WORK, STEP_HANDLERS, StepTimes, Work
 
 Row = tuple[str | int | float | None, ...]
 
@@ -31,18 +32,32 @@ class StepRow(msgspec.Struct):
         return (self.step, self.at / 1e6, self.times, self.requests, self.tokens, self.drafts, took)
 
 
-class _Observed(StepTimes):
-    """Keeps the observations: how many steps each has, and its microseconds; 0: not known."""
+class Observation(NamedTuple):
+    """Steps that were timed together. ``begin`` and ``end`` are equal where the time is not known."""
 
-    observations: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    steps: int
+    begin: int
+    end: int
+    work: Work
+
+
+class ObservedSteps(StepTimes):
+    """Keeps the observations until they are taken."""
+
+    observations: list[Observation] = msgspec.field(default_factory=list)
+
+    def take(self) -> list[Observation]:
+        """The observations since the last call."""
+        taken, self.observations = self.observations, []
+        return taken
 
     def _observe(self, begin: int, end: int, work: Work) -> None:
-        steps = work.steps + (self.repeated.steps if self.repeated_at >= 0 else 0)
-        self.observations.append((steps, max(0, end - begin)))
+        whole = self.repeated.plus(work) if self.repeated_at >= 0 else work
+        self.observations.append(Observation(whole.steps, begin, max(begin, end), whole))
         super()._observe(begin, end, work)
 
     def _repeat_unobserved(self, times: int) -> None:
-        self.observations.append((times - min(self.skip, times), 0))
+        self.observations.append(Observation(times - min(self.skip, times), 0, 0, NO_WORK))
         super()._repeat_unobserved(times)
 
 
@@ -55,7 +70,7 @@ class StepRows:
     """
 
     def __init__(self) -> None:
-        self._times = _Observed()
+        self._times = ObservedSteps()
         self._scheduled: dict[int, tuple[int, int]] = {}
         self._step = 0
         self._open: deque[StepRow] = deque()
@@ -87,7 +102,8 @@ class StepRows:
     def _place(self) -> list[Row]:
         """Give the new observations to their rows."""
         done: list[Row] = []
-        for steps, took_us in self._times.observations:
+        for steps, begin, end, _ in self._times.take():
+            took_us = end - begin
             while steps and self._open:
                 row = self._open[0]
                 part = min(steps, row.left)
@@ -99,7 +115,6 @@ class StepRows:
                     done.append(row.values())
                 elif not steps:
                     row.took_us += took_us
-        self._times.observations = []
         return done
 
     def _row(self, event: ev.Event) -> StepRow | None:

@@ -1,9 +1,11 @@
 """A trace in Chrome's trace event format, which Perfetto and chrome://tracing display.
 
-An engine is a process, a request is a track, and a life is a slice on it; the time between lives is a slice
-named *waits*. Arrows lead from a preemption to the life that resumes, and findings are marks. Counters show
-running and waiting requests, and the free blocks at each census. Times are microseconds from the start of
-the engine that started first.
+An engine is a process. Its first track has the steps with their durations. Requests share the other tracks,
+its *lanes*: a request takes the first lane that is free when it arrives, so there are as many lanes as
+requests were in the engine at once. A life is a slice named after its request; the time between lives is a
+slice named *waits*. Arrows lead from a preemption to the life that resumes, and findings are marks. Counters
+show running and waiting requests, the free blocks at each census, and at level blocks the blocks by state.
+Times are microseconds from the start of the engine that started first.
 
 The format: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -12,11 +14,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from heapq import heappop, heappush
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
 from ...audit import events as ev
+from ...audit.analysis.block_states import STATES, BlockStates
+from ...audit.analysis.step_times import STEP_HANDLERS
 from ...audit.checks.registry import Violation
 from ...audit.journal.folder import read
 from ...audit.ledger.account import Account
@@ -27,6 +32,7 @@ from ...audit.replay.journals import each_batch
 from ...audit.replay.windows import EVERYTHING, Window
 from ..files import whole
 from .request_counts import RequestCounts
+from .step_rows import ObservedSteps
 
 Slice = dict[str, Any]
 
@@ -55,6 +61,51 @@ def save(paths: Sequence[Path], output: Path, window: Window = EVERYTHING) -> in
         return write_timeline(paths, out, window)
 
 
+STEPS = 0
+"""The track of the steps; lanes are counted from 1."""
+
+BLOCKS_US = 10_000
+"""The counter of blocks has at most one value in so many microseconds."""
+
+
+class Lanes:
+    """Which lane each request takes while it is in the engine."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        """How many lanes there are."""
+        self._free: list[int] = []
+        self._taken: dict[int, int] = {}
+
+    def feed(self, event: ev.Event) -> None:
+        """Give a request that arrives a lane, and free the lane of one that ends.
+
+        The lane of a request whose end was lost stays taken: nobody knows until when.
+        """
+        if isinstance(event, ev.RequestAdded):
+            self._take(event.request)
+        elif isinstance(event, ev.Finished):
+            lane = self._taken.get(event.request)
+            if lane is not None:
+                heappush(self._free, lane)
+        elif isinstance(event, ev.Snapshot):
+            for row in event.rows:
+                self._take(row.request)
+
+    def take_from(self, request: int) -> int:
+        """The lane of a request, which is not asked for again."""
+        lane = self._taken.pop(request, 0)
+        return lane or self._new()
+
+    def _take(self, request: int) -> None:
+        if request not in self._taken:
+            self._taken[request] = heappop(self._free) if self._free else self._new()
+
+    def _new(self) -> int:
+        self.count += 1
+        return self.count
+
+
 class _Track:
     """One engine's journal as trace events."""
 
@@ -64,6 +115,12 @@ class _Track:
         self.window = window
         self.began = _start(path)
         self._counts = RequestCounts()
+        self._lanes = Lanes()
+        self._steps = ObservedSteps()
+        self._step = 0
+        """The last step that has a slice."""
+        self._blocks = BlockStates()
+        self._blocks_at = -BLOCKS_US
         self._flows = 0
         self._findings_by_request: dict[str | None, list[Violation]] = {}
 
@@ -78,7 +135,9 @@ class _Track:
         engine_audit = EngineAudit(self.path, keep=True, window=self.window, with_metrics=False)
         for batch in each_batch(engine_audit):
             for event in batch.events:
+                self._lanes.feed(event)
                 yield from self._counters(event)
+                yield from self._step_slices(event)
             for violation in batch.findings:
                 self._findings_by_request.setdefault(violation.request, []).append(violation)
             for account in batch.accounts:
@@ -86,19 +145,42 @@ class _Track:
         engine = engine_audit.engine
         name = f"{engine_audit.name} ({engine.configuration.get('model', '')})" if engine else self.path.name
         yield _named("process_name", name)
+        yield from _track(STEPS, "steps")
+        for lane in range(1, self._lanes.count + 1):
+            yield from _track(lane, f"lane {lane}")
         yield from self._findings(None, None)
 
+    def _step_slices(self, event: ev.Event) -> Iterator[Slice]:
+        """A slice for each observation of steps that ``event`` ends."""
+        handler = STEP_HANDLERS.get(type(event))
+        if isinstance(event, ev.Snapshot):
+            self._step = event.step - event.undelivered_steps
+        if handler is None:
+            return
+        handler(self._steps, event)
+        for steps, begin, end, work in self._steps.take():
+            first, self._step = self._step + 1, self._step + steps
+            if end > begin and self.window.holds(self.began + end / 1e6):
+                name = f"step {first}" if steps == 1 else f"steps {first} to {self._step}"
+                args = {
+                    "steps": steps,
+                    "prefill tokens": work.prefill_tokens,
+                    "decoding requests": work.decode_requests,
+                    "draft tokens": work.draft_tokens,
+                }
+                yield _slice(name, "step", STEPS, begin, end, args)
+
     def _request(self, account: Account, last: int) -> Iterator[Slice]:
-        """A request's track. One that is still open ends at the journal's ``last`` event."""
-        request = account.request
-        yield {"tid": request, **_named("thread_name", account.request_id)}
-        yield {"tid": request, "ph": "M", "name": "thread_sort_index", "args": {"sort_index": request}}
+        """A request's slices in its lane. One that is still open ends at the journal's ``last`` event."""
+        request, name = self._lanes.take_from(account.request), account.request_id
         end = account.closed_at if account.closed_at >= 0 else last
         for since, until in account.waits(last):
-            yield _slice("waits", "wait", request, since, until, {})
+            yield _slice("waits", "wait", request, since, until, {"request": name})
         for life in account.lives:
             until = life.ended_at if life.ended_at >= 0 else end
-            yield _slice(f"life {life.number}", "life", request, life.began_at, until, _figures(life))
+            args = {"request": name, "life": life.number, **_figures(life)}
+            label = name if len(account.lives) == 1 else f"{name}, life {life.number}"
+            yield _slice(label, "life", request, life.began_at, until, args)
         for before, life in pairwise(account.lives):
             self._flows += 1
             arrow = {"cat": "resumed", "name": "resumed", "id": self._flows, "tid": request}
@@ -130,6 +212,10 @@ class _Track:
         elif isinstance(event, ev.PoolSeen | ev.BlockStatesReported) and event.free_blocks >= 0:
             name = f"free blocks, pool {event.pool}" if event.pool else "free blocks"
             yield _counter(event.at, name, {"free": event.free_blocks})
+        now = self._blocks.feed(event)
+        if now is not None and now.at - self._blocks_at >= BLOCKS_US:
+            self._blocks_at = now.at
+            yield _counter(now.at, "blocks", {name: getattr(now, name) for name in STATES})
         if self._counts.feed(event):
             counts = {"running": self._counts.running, "waiting": self._counts.waiting}
             yield _counter(event.at, "requests", counts)
@@ -173,6 +259,12 @@ def _counter(at: int, name: str, args: dict[str, int]) -> Slice:
 
 def _named(kind: str, name: str) -> Slice:
     return {"ph": "M", "name": kind, "args": {"name": name}}
+
+
+def _track(number: int, name: str) -> Iterator[Slice]:
+    """The name of a track, and its place among the tracks."""
+    yield {"tid": number, **_named("thread_name", name)}
+    yield {"tid": number, "ph": "M", "name": "thread_sort_index", "args": {"sort_index": number}}
 
 
 def _start(path: Path) -> float:

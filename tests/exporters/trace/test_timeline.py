@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests import journals
+from tests.audit.analysis.test_costs import trace
+from tests.exporters.labels import labelled
 from tests.histories import GOLDEN, Golden
 
 from kvledger.audit.errors import LedgerError
@@ -81,7 +84,7 @@ def test_findings_are_marks_on_their_request(tmp_path: Path) -> None:
     events = drawn(journals.violated(tmp_path / "journal"))
 
     marks = [event for event in events if event["ph"] == "i" and event["name"] == "tokens/negative"]
-    (track,) = {event["tid"] for event in events if event["ph"] == "X"}
+    (track,) = {event["tid"] for event in events if event.get("cat") == "life"}
     assert [track] == [mark["tid"] for mark in marks]
 
 
@@ -112,3 +115,55 @@ def test_free_blocks_come_from_census_and_pools(tmp_path: Path) -> None:
 
     counters = {e["name"]: e["args"] for e in events if e["ph"] == "C" and "free" in e["args"]}
     assert {"free blocks": {"free": 7}, "free blocks, pool 1": {"free": 5}} == counters
+
+
+def test_requests_share_lanes_and_never_overlap(tmp_path: Path) -> None:
+    """Of 400 requests there are no more lanes than were in the engine at once."""
+    path = trace(tmp_path / "trace")
+    events = drawn(path)
+    lanes = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
+    slices = [event for event in events if event.get("cat") in ("life", "wait")]
+
+    most, inside = 0, Counter[str]()
+    for account in audit_paths([path], keep=True).engines[0].accounts:
+        inside[account.added_at] += 1
+        inside[account.closed_at] -= 1
+    now = 0
+    for at in sorted(inside):
+        now += inside[at]
+        most = max(most, now)
+    assert most <= len(lanes) - 1 <= most + max(inside.values()) < 400
+    assert {event["tid"] for event in slices} <= set(lanes.values()) - {lanes["steps"]}
+    for lane in set(lanes.values()):
+        spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in slices if e["tid"] == lane)
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
+
+
+def test_steps_have_a_track_with_the_time_of_the_engine(tmp_path: Path) -> None:
+    path = trace(tmp_path / "trace")
+    steps = [event for event in drawn(path) if event.get("cat") == "step"]
+
+    engine_audit = audit_paths([path], with_costs=True).engines[0]
+    assert engine_audit.step_times.busy_us == sum(step["dur"] for step in steps)
+    assert str(engine_audit.auditor.ledger.step) == steps[-1]["name"].split()[-1]
+    assert {0} == {step["tid"] for step in steps}
+    spans = sorted((step["ts"], step["ts"] + step["dur"]) for step in steps)
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
+
+
+def test_a_life_is_named_after_its_request(tmp_path: Path) -> None:
+    lives = [event for event in drawn(labelled(tmp_path / "labelled")) if event.get("cat") == "life"]
+
+    names = [f"{life['args']['request']}" for life in lives]
+    assert 4 == len(lives)
+    assert [f"{names[1]}, life 1", f"{names[1]}, life 2"] == [life["name"] for life in lives[1:3]]
+    assert names[0] == lives[0]["name"]
+
+
+def test_blocks_by_state_are_a_counter(tmp_path: Path) -> None:
+    history = next(iter(GOLDEN)).events()
+    stated = [PoolSeen(0, 0, 0, 8, 0, 7, 0, [0, 16, 2])]
+    events = drawn(journals.write(tmp_path / "journal", [*stated, *history], level="blocks"))
+
+    (blocks,) = [event["args"] for event in events if event["ph"] == "C" and event["name"] == "blocks"]
+    assert 8 >= sum(blocks.values()) > 0
