@@ -22,6 +22,7 @@ def configuration_of(
         "block_size": int(config.cache_config.block_size),
         "blocks": int(config.cache_config.num_gpu_blocks or 0),
         "groups": len(scheduler.kv_cache_config.kv_cache_groups),
+        "sliding_window": _sliding_window(scheduler.kv_cache_config),
         "max_running": int(scheduler.max_num_running_reqs),
         "max_batched_tokens": int(config.scheduler_config.max_num_batched_tokens),
         "max_model_len": int(scheduler.max_model_len),
@@ -42,6 +43,13 @@ def configuration_of(
         "block_bytes": _block_bytes(scheduler.kv_cache_config),
         "workers": int(getattr(config.parallel_config, "world_size", 1)),
     }
+
+
+def _sliding_window(kv_cache_config: Any) -> int:
+    """The tokens that the first KV cache group with a sliding window attends to; 0 without one."""
+    specs = (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
+    windows = (getattr(spec, "sliding_window", None) for spec in specs)
+    return next((window for window in windows if isinstance(window, int)), 0)
 
 
 def _block_bytes(kv_cache_config: Any) -> int:

@@ -7,6 +7,7 @@ real time have none, and :func:`refusal` says so.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -82,6 +83,14 @@ CLAIMS: Mapping[str, tuple[Claim, ...]] = {
     "connector/promise-not-loaded": (
         Claim("planned_to_load", _promised, "external tokens of {request} that LMCache was ordered to load"),
     ),
+    "connector/save-gap": (
+        Claim(
+            "planned_to_save",
+            _figure("due_tokens"),
+            "tokens of {request} that LMCache was ordered to save",
+            "now",
+        ),
+    ),
     "connector/tracker-lag": (
         Claim(
             "tracked",
@@ -110,6 +119,15 @@ def refusal(finding: str) -> str:
     if finding not in CLAIMS:
         return f"No figure of the scheduler is known that shows {finding}."
     return ""
+
+
+def wording(message: str, request: str) -> str:
+    """The words of a finding's message without names, figures and remarks in brackets.
+
+    One finding may have several messages, for different symptoms.
+    """
+    plain = re.sub(r"\(.*?\)", "", message.replace(request, "") if request else message)
+    return " ".join(word for word in plain.split() if re.fullmatch(r"[A-Za-z]+[.,:;]?", word))
 
 
 def claim(

@@ -7,6 +7,7 @@ keeps the requests and operations of that stretch, the latest :data:`MOST_ITEMS`
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,7 +56,8 @@ class Row(msgspec.Struct):
     """What the journal has of one request. ``added``: the cut begins before it came.
 
     ``hashes``: the hash id of each full block, by the position at which the block ends. ``sequence``: its
-    tokens when the cut began, or its prompt. ``hit``: the local hit of its first admission.
+    tokens when the cut began, or its prompt. ``hit``: the local hit of its first admission. ``found``: by
+    admission, the local and external tokens together, or 0 without external ones.
     """
 
     number: int
@@ -72,6 +74,7 @@ class Row(msgspec.Struct):
     hashes: dict[int, int] = {}
     hit: int = -1
     answers: list[int | tuple[int, bool] | None] = []
+    found: list[int] = []
     hold: bool = False
     outcome: str = ""
     outputs: int = -1
@@ -128,6 +131,8 @@ class Cut(msgspec.Struct):
     """Whether the cut begins with the journal."""
     groups: tuple[int, ...]
     """The kind of each KV cache group, as PoolSeen has it; empty if not recorded."""
+    chunk_tokens: int
+    """Of how many tokens a multiple the connector saves; 0 if no save was recorded."""
     requests: int
     """How many requests the journal had up to the finding."""
     steps: int
@@ -213,7 +218,7 @@ class _Reading:
         self.undelivered = 0
         self.whole = False
         self.groups: dict[int, int] = {}
-        self.requests = self.steps = 0
+        self.requests = self.steps = self.chunk_tokens = 0
         self._begun = False
         self._blocks: dict[tuple[int, int], tuple[int, int]] = {}
         """By pool and block: the hash id and the end."""
@@ -233,6 +238,8 @@ class _Reading:
             ev.Preempted: self._preempted,
             ev.LoadFinished: lambda e: self._happened("loaded", e.request, e.computed_tokens),
             ev.LoadFailed: self._load_failed,
+            ev.SavePlanned: lambda e: self._saved(e.end),
+            ev.Tracked: lambda e: self._saved(e.due_tokens),
             ev.FreeDelayed: self._free_delayed,
             ev.FreeCompleted: lambda e: self._happened("sent", e.request),
             ev.CacheReset: lambda e: self._happened("reset", -1, int(e.running)),
@@ -270,6 +277,7 @@ class _Reading:
             self.undelivered,
             self.whole,
             kinds,
+            self.chunk_tokens,
             self.requests,
             self.steps,
         )
@@ -299,6 +307,7 @@ class _Reading:
                 chunks=[],
                 hashes={},
                 answers=[],
+                found=[],
             )
 
     def _added(self, event: ev.RequestAdded) -> None:
@@ -316,6 +325,7 @@ class _Reading:
             chunks=[],
             hashes={},
             answers=[],
+            found=[],
         )
         self._happened("add", event.request)
 
@@ -373,6 +383,7 @@ class _Reading:
         if row is not None:
             if row.hit < 0:
                 row.hit = event.local_tokens
+            row.found.append(event.external_tokens and event.local_tokens + event.external_tokens)
             self._happened("admit", event.request, event.local_tokens + event.external_tokens)
 
     def _preempted(self, event: ev.Preempted) -> None:
@@ -385,6 +396,9 @@ class _Reading:
         row = self.rows.get(event.request)
         if row is not None:
             row.hold = True
+
+    def _saved(self, end: int) -> None:
+        self.chunk_tokens = math.gcd(self.chunk_tokens, max(0, end))
 
     # --- blocks ---------------------------------------------------------------------------------------
 

@@ -46,9 +46,9 @@ class Outcome(msgspec.Struct, frozen=True):
     seconds: float
     statement: str = ""
 
-    @property
-    def reproduced(self) -> bool:
-        return self.check is not None
+    def wordings(self, finding: str) -> set[str]:
+        """The wordings of its messages of this finding."""
+        return {checks.wording(each.message, each.request) for each in self.found if each.id == finding}
 
 
 class Engine:
@@ -83,7 +83,12 @@ class Engine:
             engine |= {"connector": name, "connector_module": _MODULE}
         if "groups" in engine:
             engine["groups"] = tuple(engine["groups"])
-        driver = Driver(EngineSetup(**engine))
+        if str(engine.get("connector")).startswith("lmcache"):
+            from .lmcache_store import start
+
+            driver = start(engine, self.workload.requests)
+        else:
+            driver = Driver(EngineSetup(**engine))
         driver.runner = _FamilyRunner(driver.setup, self)
         if engine.get("connector_module") == _MODULE:
             self._answer(driver.connector)

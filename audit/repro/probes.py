@@ -97,6 +97,13 @@ def planned_to_load(engine: Any, name: str) -> Any:
     return tokens
 
 
+def planned_to_save(engine: Any, name: str) -> Any:
+    """Tokens of the request that LMCache's metadata orders to save."""
+    orders = [order for step in engine.steps for order in step.kv_connector_metadata.requests]
+    saves = [order for order in orders if order.req_id == name and order.save_spec]
+    return max((len(order.token_ids) for order in saves if order.save_spec.can_save), default=0)
+
+
 def tracked(engine: Any, name: str) -> Any:
     """Tokens of the request that LMCache's tracker knows."""
     return len(engine.scheduler.connector._lmcache_engine._request_trackers[name].token_ids)

@@ -11,6 +11,7 @@ that cached a prefix came before the cut, a request that caches it first.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections import deque
@@ -19,8 +20,10 @@ from typing import Any
 
 import msgspec
 
+from ..conformance.driver_v0 import V0Setup
 from ..conformance.host import EngineSetup
 from .cut import Cut, Happened, NotRebuilt, Output, Repeat, Row, Step
+from .lmcache_store import CHUNK_TOKENS
 from .workload import OUT, Op, Request, Segment, Workload
 
 MOST_REPEATS = 400
@@ -31,6 +34,9 @@ COMPANIONS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 MOST_POOLS = 48
 """Most pool sizes that are tried for one choice of requests."""
+
+LEAST_CHUNK = 16
+"""Saves whose ends have a smaller common divisor do not tell LMCache's chunk."""
 
 SETTINGS = (
     "blocks",
@@ -67,8 +73,9 @@ def candidates(cut: Cut) -> Iterator[Rebuilt]:
         kept = _with_donors(cut, chosen)
         if kept and kept not in tried:
             tried.add(kept)
-            yield from _variants(cut, kept, late=True)
-            yield from _variants(cut, kept, late=False)
+            for late in (True, False):
+                for rebuilt in _variants(cut, kept, late=late):
+                    yield from _adapters(cut, rebuilt)
 
 
 def _choices(cut: Cut, target: list[int], beside: list[int]) -> Iterator[list[int]]:
@@ -83,16 +90,18 @@ def _choices(cut: Cut, target: list[int], beside: list[int]) -> Iterator[list[in
 
 
 def _beside(cut: Cut) -> list[int]:
-    """The requests that ran in the steps of the finding's request, those of most such steps first."""
+    """The requests that ran while the finding's request ran or waited, those of most such steps first."""
     common: dict[int, int] = {}
     running: set[int] = set()
+    came = cut.target < 0 or not cut.rows[cut.target].added
     for item in cut.items:
         if type(item) is Step:
             running -= set(item.dropped)
             running |= set(item.changed)
         elif type(item) is Happened and item.what in ("preempt", "abort"):
             running.discard(item.request)
-        if type(item) in (Step, Repeat) and (cut.target < 0 or cut.target in running):
+        came = came or (type(item) is Happened and item.what == "add" and item.request == cut.target)
+        if type(item) in (Step, Repeat) and came:
             times = item.times if type(item) is Repeat else 1
             for number in running:
                 common[number] = common.get(number, 0) + times
@@ -126,7 +135,8 @@ def engine_of(cut: Cut) -> dict[str, Any]:
     settings: dict[str, Any] = {name: recorded[name] for name in SETTINGS if recorded.get(name) is not None}
     v0 = "figures" in recorded and "preemption_mode" in recorded
     if v0:
-        return {"scheduler": "v0", **settings}
+        plain = {field.name: field.default for field in dataclasses.fields(V0Setup)}
+        return {"scheduler": "v0"} | {n: v for n, v in settings.items() if plain.get(n, v) != v}
     connector = recorded.get("connector")
     if connector is not None:
         settings["connector"] = _connector(str(connector), cut.seen.id)
@@ -134,6 +144,7 @@ def engine_of(cut: Cut) -> dict[str, Any]:
     if groups > 1:
         kinds = cut.groups if len(cut.groups) == groups else (2,) + (1,) * (groups - 1)
         settings["groups"] = [_KINDS.get(kind, "full") for kind in kinds]
+        settings["sliding_window"] = recorded.get("sliding_window") or _DEFAULTS.sliding_window
     if cut.rows and all(row.pooling for row in cut.rows.values()):
         settings["pooling"] = True
     if settings.get("max_batched_tokens", 1 << 20) < settings.get("max_model_len", 0):
@@ -183,6 +194,25 @@ def _variants(cut: Cut, kept: frozenset[int], *, late: bool) -> Iterator[Rebuilt
             )
 
 
+def _adapters(cut: Cut, rebuilt: Rebuilt) -> Iterator[Rebuilt]:
+    """With LMCache: each of its two adapters, with and without saves of decoded tokens."""
+    engine = rebuilt.workload.engine
+    if engine.get("connector") != "lmcache":
+        yield rebuilt
+        return
+    known = cut.chunk_tokens >= LEAST_CHUNK
+    chunk_tokens = cut.chunk_tokens if known else CHUNK_TOKENS
+    why = "as its recorded saves do" if known else "its default"
+    assumed = (*rebuilt.assumed, f"LMCache's chunk has {chunk_tokens} tokens, {why}.")
+    for adapter in ("lmcache", "lmcache bundled"):
+        for decoded in (False, True):
+            changed = {**engine, "connector": adapter, "chunk_tokens": chunk_tokens}
+            if decoded:
+                changed["save_decoded"] = True
+            workload = msgspec.structs.replace(rebuilt.workload, engine=changed)
+            yield Rebuilt(workload, assumed, f"{rebuilt.says}, {adapter}")
+
+
 def _said(recorded: int, pool: int, engine: dict[str, Any], budget: int | None) -> tuple[str, ...]:
     said: list[str] = []
     if pool != recorded:
@@ -203,7 +233,8 @@ def _pools(build: _Build, recorded: int, workload: Workload, *, few: bool) -> li
     least = max(needs, default=1) + 1
     pools = [recorded, *(pool for pool in fitted if least <= pool < recorded)]
     if few:
-        most = min(recorded, sum(math.ceil(_longest(each) / size) for each in workload.requests.values()) + 2)
+        filled = sum(math.ceil(_longest(each) / size) for each in workload.requests.values())
+        most = min(recorded, filled * len(workload.engine.get("groups", ("full",))) + 2)
         stride = max(1, math.ceil((most - least) / MOST_POOLS))
         pools += range(least, most, stride)
     return list(dict.fromkeys(pools))
@@ -258,6 +289,8 @@ class _Build:
         self._failing: list[tuple[int, int]] = []
         self._needed = False
         self._ended: set[int] = set()
+        self._finds = str(engine_of(cut).get("connector")).startswith("lmcache")
+        """Whether the answers are what the store has after each preemption."""
 
     def workload(self) -> Workload:
         self._begin()
@@ -478,7 +511,7 @@ class _Build:
                 chunks=chunks if row.resumable else (),
                 salt=salt,
                 lora=lora,
-                answers=tuple(row.answers),
+                answers=tuple(row.found if self._finds else row.answers),
                 hold=row.hold,
             )
         return built

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import time
@@ -16,7 +17,7 @@ from ..replay.parallel import cores
 from . import checks
 from .cut import Cut, NotRebuilt, Seen, cut, findings
 from .drive import Found, Outcome
-from .rebuild import Rebuilt, candidates, require_rebuildable
+from .rebuild import Rebuilt, candidates, engine_of, require_rebuildable
 from .shrink import Shrinker, renamed
 from .workers import OutOfTime, Pool
 from .workload import Check, Workload
@@ -115,7 +116,7 @@ def reproduce(
     count = cores() if workers is None else workers
     with Pool(count, python or sys.executable) as pool:
         _tell(progress, "starting vLLM")
-        version = pool.version()
+        version = pool.version(v0=engine_of(part).get("scheduler") == "v0")
         if not any_release:
             _require_release(version, seen)
         return _Search(part, pool, began, budget, progress).run()
@@ -150,6 +151,8 @@ class _Search:
         self._search_until = ready + budget * SEARCH_SHARE
         self._progress = progress
         self._nearest: Found | None = None
+        self._other_wording: list[tuple[Workload, Outcome]] = []
+        """The first workload that led to the finding with another symptom; taken if no better one comes."""
         self._rebuilt: Rebuilt | None = None
         self._phase, self._size = "searching", (0, 0)
         pool.on_driven = self._driven
@@ -166,7 +169,7 @@ class _Search:
         self._pool.deadline = self._deadline
         self._phase = "shrinking"
         self._note(workload)
-        shrinker = Shrinker(workload, outcome, self._pool, self._note)
+        shrinker = Shrinker(workload, outcome, self._wording(outcome), self._pool, self._note)
         shrinker.run()
         return self._reproduced(shrinker, first_seconds)
 
@@ -179,20 +182,33 @@ class _Search:
                 yield each.workload
 
         self._pool.deadline = self._search_until
-        try:
+        found = None
+        with contextlib.suppress(OutOfTime):
             found = self._pool.first(workloads(), self._cut.seen.id, self._accept)
-        except OutOfTime:
-            return None
+        if found is None and self._other_wording:
+            found = self._other_wording[0]
         if found is not None:
             self._rebuilt = next(each for each in rebuilt if each.workload is found[0])
         return found
 
-    def _accept(self, outcome: Outcome) -> bool:
+    def _accept(self, workload: Workload, outcome: Outcome) -> bool:
         if self._nearest is None:
             family = self._cut.seen.id.partition("/")[0]
             near = [each for each in outcome.found if each.id.startswith(family)] or list(outcome.found)
             self._nearest = near[0] if near else None
-        return outcome.check is not None
+        if outcome.check is None:
+            return False
+        seen = self._cut.seen
+        if checks.wording(seen.message, seen.request_id) in outcome.wordings(seen.id):
+            return True
+        self._other_wording = self._other_wording or [(workload, outcome)]
+        return False
+
+    def _wording(self, outcome: Outcome) -> str:
+        """The wording that a smaller workload must lead to as well."""
+        seen = self._cut.seen
+        wanted, wordings = checks.wording(seen.message, seen.request_id), outcome.wordings(seen.id)
+        return wanted if wanted in wordings else min(wordings)
 
     def _reproduced(self, shrinker: Shrinker, first_seconds: float) -> Reproduction:
         workload = renamed(shrinker.best)
@@ -208,7 +224,7 @@ class _Search:
             assumed=_still_true(assumed, workload),
             messages=tuple(each.message for each in outcome.found if each.id == outcome.check.finding),
             requests_after=len(workload.requests),
-            steps_after=workload.steps,
+            steps_after=_steps_until_check(workload, outcome.check),
             first_seconds=first_seconds,
             statement=outcome.statement,
             interrupted=shrinker.interrupted,
@@ -241,6 +257,11 @@ class _Search:
 
     def _note(self, workload: Workload) -> None:
         self._size = (len(workload.requests), workload.steps)
+
+
+def _steps_until_check(workload: Workload, check: Check) -> int:
+    script = workload.script if check.after < 0 else workload.script[: check.after]
+    return sum(op.do == "schedule" for op in script)
 
 
 def _still_true(assumed: tuple[str, ...], workload: Workload) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from .workers import OutOfTime, Pool
 from .workload import Op, Request, Segment, Workload
 
 _DEFAULTS = EngineSetup()
-_KEPT_SETTINGS = ("scheduler", "connector", "asynchronous")
+_KEPT_SETTINGS = ("scheduler", "connector", "asynchronous", "chunk_tokens")
 Item = TypeVar("Item")
 replace = msgspec.structs.replace
 
@@ -26,13 +26,15 @@ replace = msgspec.structs.replace
 class Shrinker:
     """The smallest workload so far, and the search for a smaller one.
 
-    ``on_smaller`` is called with every smaller workload. ``interrupted``: the search was ended early.
+    ``wording``: of the finding's message, see ``checks.wording``. ``on_smaller`` is called with every smaller
+    workload. ``interrupted``: the search was ended early.
     """
 
     def __init__(
         self,
         workload: Workload,
         outcome: Outcome,
+        wording: str,
         pool: Pool,
         on_smaller: Callable[[Workload], None] | None = None,
     ) -> None:
@@ -40,7 +42,7 @@ class Shrinker:
         self.best, self.outcome = workload, outcome
         self.interrupted = False
         self._finding, self._probe = outcome.check.finding, outcome.check.probe
-        self._pool, self._on_smaller = pool, on_smaller
+        self._wording, self._pool, self._on_smaller = wording, pool, on_smaller
 
     def run(self) -> None:
         """Shrink until nothing helps, the time is up, or the user interrupts."""
@@ -95,8 +97,13 @@ class Shrinker:
             self._on_smaller(self.best)
         return True
 
-    def _holds(self, outcome: Outcome) -> bool:
-        return outcome.check is not None and outcome.check.probe == self._probe
+    def _holds(self, _: Workload, outcome: Outcome) -> bool:
+        check = outcome.check
+        return (
+            check is not None
+            and check.probe == self._probe
+            and self._wording in outcome.wordings(self._finding)
+        )
 
 
 # --- passes -----------------------------------------------------------------------------------------------
@@ -209,6 +216,17 @@ def _shorter_outputs(workload: Workload) -> Iterator[Workload]:
                 for fewer in dict.fromkeys((1, 2, 3, 4, 8, now // 2, now - 1)):
                     if 0 < fewer < now:
                         yield _request(workload, name, replace(request, **{field: fewer}))
+        yield from _prompts_for_outputs(workload, name, request)
+
+
+def _prompts_for_outputs(workload: Workload, name: str, request: Request) -> Iterator[Workload]:
+    """Output tokens that are prompt tokens instead: they take up as much of the pool, in fewer steps."""
+    family, count = request.prompt[-1]
+    for more in dict.fromkeys((request.max_tokens - 1, request.max_tokens - 2, request.max_tokens // 2)):
+        if 0 < more < request.max_tokens and request.stop_at is None:
+            prompt = (*request.prompt[:-1], (family, count + more))
+            fewer = replace(request, prompt=prompt, max_tokens=request.max_tokens - more)
+            yield _request(workload, name, fewer)
 
 
 def _shorter_prompts(workload: Workload) -> Iterator[Workload]:

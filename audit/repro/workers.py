@@ -8,6 +8,7 @@ workers there are or which of them is done first, so a journal always shrinks to
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import os
 import select
@@ -51,11 +52,15 @@ class OutOfTime(Exception):
 
 
 class Job(msgspec.Struct):
-    """What a worker is asked for. Without a workload it answers with its vLLM's version."""
+    """What a worker is asked for. Without a workload it answers with its vLLM's version.
+
+    ``v0``: the workloads are for the v0 scheduler.
+    """
 
     finding: str = ""
     workload: Workload | None = None
     statement: bool = False
+    v0: bool = False
 
 
 class Answer(msgspec.Struct):
@@ -70,17 +75,19 @@ def answer(job: Job) -> Answer:
     """Do one job in this process."""
     try:
         if job.workload is None:
-            return Answer(version=_version())
+            return Answer(version=_version(v0=job.v0))
         return Answer(drive(job.workload, job.finding, statement=job.statement))
     except Exception as error:
         return Answer(error=f"{type(error).__name__}: {error}")
 
 
-def _version() -> str:
-    """The version of vLLM, with the modules imported that every workload needs."""
+def _version(*, v0: bool) -> str:
+    """The version of vLLM, once the modules are imported that every workload needs."""
     from ..engines import host_version
 
-    with contextlib.suppress(Exception):  # in 0.9 under VLLM_USE_V1=0 no v1 scheduler can be built
+    if v0:  # in 0.9 under VLLM_USE_V1=0 no v1 scheduler can be built
+        importlib.import_module("vllm.core.scheduler")
+    else:
         from ..conformance.host import EngineSetup, build_scheduler
 
         build_scheduler(EngineSetup())
@@ -177,15 +184,15 @@ class Pool:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(workers) if workers else None
 
-    def version(self) -> str:
+    def version(self, *, v0: bool = False) -> str:
         """The vLLM version of the workers, once all of them have imported it."""
         if self._threads is not None:
-            asked = [self._threads.submit(worker.ask, Job(), 0.0) for worker in self._workers]
+            asked = [self._threads.submit(worker.ask, Job(v0=v0), 0.0) for worker in self._workers]
             found, *_ = [each.result() for each in asked]
         else:
-            found = answer(Job())
+            found = answer(Job(v0=v0))
         if not found.version:
-            raise LedgerError(f"kvledger repro drives vLLM's scheduler, but has no vLLM: {found.error}.")
+            raise LedgerError(f"kvledger repro drives vLLM's scheduler, but can't build it here: {found.error}.")
         return found.version
 
     def drive(self, workload: Workload, finding: str, *, statement: bool = False) -> Outcome | None:
@@ -193,14 +200,14 @@ class Pool:
         return self._ask(Job(finding, workload, statement), LONGEST_DRIVE_SECONDS).outcome
 
     def first(
-        self, workloads: Iterable[Workload], finding: str, accept: Callable[[Outcome], bool]
+        self, workloads: Iterable[Workload], finding: str, accept: Callable[[Workload, Outcome], bool]
     ) -> tuple[Workload, Outcome] | None:
         """The first of the workloads, in order, whose outcome is accepted. Raises :class:`OutOfTime`."""
         for workload, found in self._in_order(workloads, finding):
             self.driven += 1
             if self.on_driven is not None:
                 self.on_driven()
-            if found.outcome is not None and accept(found.outcome):
+            if found.outcome is not None and accept(workload, found.outcome):
                 return workload, found.outcome
         return None
 
