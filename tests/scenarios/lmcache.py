@@ -74,7 +74,7 @@ class LMCacheScenario(Scenario):
     """A scenario that runs only where its adapter can be imported."""
 
     def lacking(self) -> list[str]:
-        missing = _missing(self.setup.get("adapter", "package"))
+        missing = missing_adapter(self.setup.get("adapter", "package"))
         return [missing] if missing else super().lacking()
 
 
@@ -86,7 +86,7 @@ def _moved(module: str) -> str:
 
 
 @functools.cache
-def _missing(adapter: str) -> str:
+def missing_adapter(adapter: str) -> str:
     """The reason why an adapter can't be imported here; "" if it can."""
     os.environ.update(LMCACHE_LOG_LEVEL="ERROR", LMCACHE_DISABLE_BANNER="1", LMCACHE_TRACK_USAGE="false")
     for name in COMPILED:
