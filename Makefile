@@ -7,7 +7,7 @@ PYTEST := $(BIN)/python -m pytest
 TWO_WORKERS := -n 2 --dist loadfile
 SLOW := benchmark or browser or crash or fuzz or packaging or programs or serving or whole_engine
 
-.PHONY: help demo test test-all lint bench instructions crash differential fuzz releases whatif-proof cards upstream-tests docs clean
+.PHONY: help demo test test-all lint bench instructions crash differential fuzz releases whatif-proof repro-proof cards upstream-tests docs clean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -59,6 +59,10 @@ releases: ## run the scenarios on every vLLM and LMCache release, or on ARGS=cor
 whatif-proof: ## compare predictions of kvledger whatif with real engines of half and of twice the size
 	$(READY) test
 	PYTHONPATH=src $(BIN)/python scripts/whatif_proof.py $(ARGS)
+
+repro-proof: ## reproduce each known fault from a crowd of requests; ARGS=--write writes docs/repro-proof.md
+	$(READY) test
+	$(BIN)/python scripts/repro_proof.py $(ARGS)
 
 cards: ## write the score cards of connectors into docs/connectors.md
 	$(READY) test
