@@ -45,10 +45,13 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     record(FAULTS["placeholder-leak"], folder, requests=60, segment_bytes=8 << 10)
     (seen,) = [seen for seen in cut.findings(folder) if seen.id == FINDING]
     places: dict[type[ev.Event], int] = {}
+    number = -2
     with Reader(folder) as reader:
         for batch in reader.poll():
             for event in batch.events:
-                if getattr(event, "request", -1) == seen.request_no:
+                if getattr(event, "request_id", "") == seen.request_id:
+                    number = event.request
+                if getattr(event, "request", -1) == number:
                     places[type(event)] = batch.start.segment
     return Recorded(folder, places[ev.RequestAdded], places[ev.Finished], max(segments(folder)))
 
