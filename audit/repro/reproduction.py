@@ -265,10 +265,11 @@ def _steps_until_check(workload: Workload, check: Check) -> int:
 
 
 def _still_true(assumed: tuple[str, ...], workload: Workload) -> tuple[str, ...]:
-    """What was assumed, if it still matters to the shrunk workload."""
-    blocks = str(workload.engine.get("blocks", ""))
+    """What was assumed, without what shrinking changed."""
+    changed = {"The pool has ": "blocks", "A step has ": "max_batched_tokens"}
     return tuple(
         each
         for each in assumed
-        if not each.startswith("The pool has") or f"The pool has {blocks} blocks" in each
+        if not (setting := next((changed[begin] for begin in changed if each.startswith(begin)), ""))
+        or str(workload.engine.get(setting)) == each.split()[3]
     )

@@ -15,7 +15,7 @@ import msgspec
 from ..conformance.host import EngineSetup
 from .drive import Outcome
 from .workers import OutOfTime, Pool
-from .workload import Op, Request, Segment, Workload
+from .workload import OUT, Op, Request, Segment, Workload
 
 _DEFAULTS = EngineSetup()
 _KEPT_SETTINGS = ("scheduler", "connector", "asynchronous", "chunk_tokens")
@@ -234,6 +234,8 @@ def _shorter_prompts(workload: Workload) -> Iterator[Workload]:
     size = int(workload.engine.get("block_size", _DEFAULTS.block_size))
     for name, request in workload.requests.items():
         prompt = request.prompt
+        if len(prompt) > 1 or prompt[0][0] not in (name, *_families(workload, name)):
+            yield _request(workload, name, replace(request, prompt=((name, request.prompt_tokens),)))
         for place in range(len(prompt)):
             if len(prompt) > 1:
                 yield _request(workload, name, replace(request, prompt=prompt[:place] + prompt[place + 1 :]))
@@ -249,12 +251,21 @@ def _shorter_prompts(workload: Workload) -> Iterator[Workload]:
                 yield _request(workload, name, replace(request, chunks=chunks))
 
 
+def _families(workload: Workload, name: str) -> set[str]:
+    """The families in the prompts of the other requests."""
+    others = (request for other, request in workload.requests.items() if other != name)
+    return {family for request in others for family, _ in request.prompt}
+
+
 def _simpler_engine(workload: Workload) -> Iterator[Workload]:
     """Default settings, synchronous scheduling, and the smallest pool and step budget."""
     engine = workload.engine
     for name in engine:
         if name not in _KEPT_SETTINGS:
             yield replace(workload, engine={n: v for n, v in engine.items() if n != name})
+    if "max_batched_tokens" in engine:
+        larger = replace(workload, engine={n: v for n, v in engine.items() if n != "max_batched_tokens"})
+        yield from (_shorter_runs(larger, most) for most in (0, 1, 2))
     if engine.get("asynchronous"):
         yield replace(workload, engine={n: v for n, v in engine.items() if n != "asynchronous"})
     if engine.get("connector") == "scripted" and not any(r.answers for r in workload.requests.values()):
@@ -272,6 +283,18 @@ def _simpler_engine(workload: Workload) -> Iterator[Workload]:
         for value in values:
             if value < engine.get(name, 0):
                 yield _with(workload, name, value)
+
+
+def _shorter_runs(workload: Workload, most: int) -> Workload:
+    """At most so many steps without details in a row: larger steps need fewer of them."""
+    units: list[Unit] = []
+    run = 0
+    for unit in _units(workload):
+        plain = unit[0].do in ("schedule", "output") and not any(op.details for op in unit)
+        run = run + 1 if plain else 0
+        if run <= most:
+            units.append(unit)
+    return replace(workload, script=tuple(op for unit in units for op in unit))
 
 
 # --- small changes ------------------------------------------------------------------------------------------
@@ -318,10 +341,18 @@ def renamed(workload: Workload) -> Workload:
     """The workload with its requests called r1, r2, ... in the order in which they are added."""
     order = dict.fromkeys(op.request for op in workload.script if op.do == "add")
     names = {name: f"r{place}" for place, name in enumerate(order, 1)}
+    families: dict[str, str] = {}
+    for name in order:
+        for of, _ in workload.requests[name].prompt:
+            if OUT not in of and of not in families:
+                taken = names[name] in families.values()
+                families[of] = f"{names[name]} part {len(families)}" if taken else names[name]
 
     def family(name: str) -> str:
-        of = name.split(" ")[0]
-        return names.get(of, f"p{of}" if of not in workload.requests else of) + name[len(of) :]
+        if OUT in name:
+            of = name.removesuffix(OUT)
+            return names.get(of, f"{of} gone") + OUT
+        return families.get(name, name)
 
     def segments(prompt: tuple[Segment, ...]) -> tuple[Segment, ...]:
         return tuple((family(name), count) for name, count in prompt)
@@ -341,7 +372,10 @@ def renamed(workload: Workload) -> Workload:
         names[name]: replace(
             workload.requests[name],
             prompt=segments(workload.requests[name].prompt),
-            chunks=tuple(map(segments, workload.requests[name].chunks)),
+            chunks=tuple(
+                tuple((f"{names[name]} chunk {place}", count) for _, count in chunk)
+                for place, chunk in enumerate(workload.requests[name].chunks, 1)
+            ),
         )
         for name in order
     }
