@@ -69,8 +69,9 @@ def start(engine: Mapping[str, Any], requests: Mapping[str, Request]) -> Driver:
     """
     os.environ.update(LMCACHE_LOG_LEVEL="ERROR", LMCACHE_DISABLE_BANNER="1", LMCACHE_TRACK_USAGE="false")
     for name in _COMPILED:
-        if importlib.util.find_spec(f"lmcache.{name}") is None:
-            sys.modules.setdefault(f"lmcache.{name}", mock.MagicMock())
+        module = f"lmcache.{name}"
+        if module not in sys.modules and importlib.util.find_spec(module) is None:
+            sys.modules[module] = mock.MagicMock()
     moved = importlib.util.find_spec(_IN_PROCESS) is not None
     clients = importlib.import_module(f"{_IN_PROCESS if moved else 'lmcache'}.v1.lookup_client")
     table = StoreTable({name: request.answers for name, request in requests.items()})

@@ -163,7 +163,7 @@ class _Search:
         except KeyboardInterrupt:
             return self._failed("It was interrupted before a first reproduction.", interrupted=True)
         if first is None:
-            return self._failed("No workload that the journal allows led to the finding.")
+            return self._failed(self._why_not())
         first_seconds = time.monotonic() - self._began
         workload, outcome = first
         self._pool.deadline = self._deadline
@@ -172,6 +172,11 @@ class _Search:
         shrinker = Shrinker(workload, outcome, self._wording(outcome), self._pool, self._note)
         shrinker.run()
         return self._reproduced(shrinker, first_seconds)
+
+    def _why_not(self) -> str:
+        if self._pool.driven and self._pool.failed == self._pool.driven:
+            return f"No workload could be driven: {self._pool.error}."
+        return "No workload that the journal allows led to the finding."
 
     def _first(self) -> tuple[Workload, Outcome] | None:
         rebuilt: list[Rebuilt] = []

@@ -174,6 +174,9 @@ class Pool:
         self.deadline = deadline
         self.driven = 0
         """How many candidates were driven."""
+        self.failed = 0
+        """How many of them could not be driven, ``error`` says why the first could not."""
+        self.error = ""
         self.on_driven: Callable[[], None] | None = None
         """Called after each candidate."""
         self._known: dict[bytes, Answer] = {}
@@ -207,7 +210,10 @@ class Pool:
             self.driven += 1
             if self.on_driven is not None:
                 self.on_driven()
-            if found.outcome is not None and accept(workload, found.outcome):
+            if found.outcome is None:
+                self.failed += 1
+                self.error = self.error or found.error
+            elif accept(workload, found.outcome):
                 return workload, found.outcome
         return None
 
