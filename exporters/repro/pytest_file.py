@@ -78,6 +78,7 @@ _CONDITIONS = {
         'seen[:2] in engine.scheduler.connector.admissions["{name}"]',
         "any release must hold: both are of one admission",
     ),
+    ("planned_to_save", "connector/save-gap"): ("seen >= RIGHT", "at least"),
     ("reported", "connector/failed-load-counted"): ("seen[1] == RIGHT[1]", "is wrong: the external tokens"),
 }
 """By probe and finding: the condition where it is not ``seen == RIGHT``, and what it asserts, in words.
