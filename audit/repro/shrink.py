@@ -204,8 +204,10 @@ def _simpler_answers(workload: Workload, name: str, request: Request) -> Iterato
         tokens, asynchronous = answer if isinstance(answer, tuple) else (answer, False)
         if asynchronous:
             yield _answered(workload, name, place, tokens)
-        for fewer in _smaller_numbers(tokens, size, least=1):
-            yield _answered(workload, name, place, (fewer, True) if asynchronous else fewer)
+        chunk = int(workload.engine.get("chunk_tokens", 1))  # LMCache's store has whole chunks
+        for fewer in _smaller_numbers(tokens, max(size, chunk), least=1):
+            if fewer % chunk == 0:
+                yield _answered(workload, name, place, (fewer, True) if asynchronous else fewer)
 
 
 def _shorter_outputs(workload: Workload) -> Iterator[Workload]:
