@@ -224,7 +224,8 @@ def _shorter_outputs(workload: Workload) -> Iterator[Workload]:
 def _prompts_for_outputs(workload: Workload, name: str, request: Request) -> Iterator[Workload]:
     """Output tokens that are prompt tokens instead: they take up as much of the pool, in fewer steps."""
     family, count = request.prompt[-1]
-    for more in dict.fromkeys((request.max_tokens - 1, request.max_tokens - 2, request.max_tokens // 2)):
+    most = request.max_tokens
+    for more in dict.fromkeys((most - 1, most - 2, most // 2, 16, 8, 4, 2, 1)):
         if 0 < more < request.max_tokens and request.stop_at is None:
             prompt = (*request.prompt[:-1], (family, count + more))
             fewer = replace(request, prompt=prompt, max_tokens=request.max_tokens - more)
