@@ -33,6 +33,14 @@ def _settled(finding: Violation, account: Account | None) -> Any:
     return [settled.local, settled.external, settled.computed]
 
 
+def _valid(finding: Violation, account: Account | None) -> Any:
+    """The same, with hits on blocks without valid KV as tokens that the request must compute."""
+    if account is None or not account.settlements:
+        return None
+    settled = account.settlements[0]
+    return [settled.local, settled.external, settled.computed + settled.unattained]
+
+
 def _figure(name: str) -> Callable[[Violation, Account | None], Any]:
     return lambda finding, account: finding.figures.get(name)
 
@@ -79,6 +87,7 @@ CLAIMS: Mapping[str, tuple[Claim, ...]] = {
     "blocks/double-allocation": (
         Claim("blocks_in_two_places", _nothing, "blocks in two places of the block tables", "now"),
     ),
+    "blocks/hash-content": (Claim("reported", _valid, "local, external and computed tokens of {request}"),),
     "blocks/leak": (Claim("blocks_held", _nothing, "blocks held when all requests have ended"),),
     "connector/promise-not-loaded": (
         Claim("planned_to_load", _promised, "external tokens of {request} that LMCache was ordered to load"),

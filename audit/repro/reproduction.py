@@ -74,8 +74,9 @@ def choose(path: Path, finding: str | None, request: str | None) -> Seen:
     """The finding that is meant: the first of its id that can be rebuilt. Raises :class:`Ambiguous`."""
     by_id: dict[str, Seen] = {}
     for seen in findings(path, finding=finding, request=request):
-        by_id.setdefault(seen.id, seen)
-        if finding is not None:
+        if not by_id.setdefault(seen.id, seen).request_id:  # one of a request says more
+            by_id[seen.id] = seen
+        if finding is not None and seen.request_id:
             return seen
     if not by_id:
         asked = " and ".join(filter(None, (finding, request and f"request {request}")))
