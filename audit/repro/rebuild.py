@@ -545,8 +545,8 @@ class _Build:
             steps = [op for _ in range(2 + row.hit // budget) for op in (Op("schedule"), Op("output"))]
             warm[name] = (request, [Op("add", name), *steps])
             self.assumed.append(
-                f"The {row.hit} tokens that a request hit in the cache came from a request that the journal does "
-                "not show; another one caches them here."
+                f"The {row.hit} tokens that a request hit in the cache came from a request that the journal "
+                "does not show; another one caches them here."
             )
         return warm
 

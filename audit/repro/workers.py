@@ -195,7 +195,7 @@ class Pool:
         else:
             found = answer(Job(v0=v0))
         if not found.version:
-            raise LedgerError(f"kvledger repro drives vLLM's scheduler, but can't build it here: {found.error}.")
+            raise LedgerError(f"kvledger repro can't build vLLM's scheduler here: {found.error}.")
         return found.version
 
     def drive(self, workload: Workload, finding: str, *, statement: bool = False) -> Outcome | None:
