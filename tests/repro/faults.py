@@ -214,8 +214,12 @@ def ended_before_it_ran_clamped(crowd: Crowd) -> None:
 def reset_drops_valid_token(crowd: Crowd) -> None:
     """The prefix cache is reset while `r` is in prefill."""
     request_id = crowd.add(220, 8)
-    computed = lambda: crowd.driver.scheduler.requests[request_id].num_computed_tokens  # noqa: E731
-    crowd.step_until(lambda: not crowd.is_open(request_id) or 0 < computed() < 200)
+
+    def in_prefill() -> bool:
+        computed: int = crowd.driver.scheduler.requests[request_id].num_computed_tokens
+        return 0 < computed < 200
+
+    crowd.step_until(lambda: not crowd.is_open(request_id) or in_prefill())
     if crowd.is_open(request_id):
         crowd.driver.reset_prefix_cache(running=True)
         crowd.finish(request_id, arrivals=True)
