@@ -36,21 +36,27 @@ class Loads:
             for request_id, request in self._scheduler.requests.items()
         }
 
-    def load_failed(self, before: Any, result: set[str], *_: Any, **__: Any) -> None:
-        """The scheduler has lowered the computed counts. Emits ``LoadFailed`` for each that changed."""
+    def load_failed(self, before: Any, result: set[str], reported: Any, *_: Any) -> None:
+        """The scheduler has lowered the computed counts. Emits ``LoadFailed`` for each that changed.
+
+        ``reported``: block ids, or the ids of requests whose whole load failed.
+        """
         self.failed |= result
         for request_id, tokens in (before or {}).items():
             request = self._scheduler.requests[request_id]
             if request.num_computed_tokens != tokens:
-                self.emit_failed(request, tokens)
+                self.emit_failed(request, tokens, reported)
 
-    def emit_failed(self, request: Any, before_tokens: int) -> None:
+    def emit_failed(self, request: Any, before_tokens: int, reported: Any) -> None:
         """Emit ``LoadFailed``; before it the count was ``before_tokens``."""
         number = self._log.ids.get(request.request_id)
         if number is None:
             return
         computed, waiting = request.num_computed_tokens, self._counts.waits_for_load(request)
-        self._log.emit(ev.LoadFailed(self._log.now(), number, before_tokens, computed, waiting))
+        blocks = sorted(block for block in reported if isinstance(block, int))
+        self._log.emit(
+            ev.LoadFailed(self._log.now(), number, before_tokens, computed, waiting, blocks or None)
+        )
 
     def received(self, model_output: Any) -> Any:
         """Ids of the requests whose load the workers report finished with this output."""

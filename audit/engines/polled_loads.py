@@ -44,14 +44,14 @@ class PolledLoads(Loads):
     def failure_begins(self, *_: Any, **__: Any) -> Any:
         return super().failure_begins(), set(self._scheduler.failed_recving_kv_req_ids)
 
-    def load_failed(self, before: Any, result: set[str], *_: Any, **__: Any) -> None:
+    def load_failed(self, before: Any, result: set[str], reported: Any, *_: Any) -> None:
         self.failed |= result
         counts, failed_before = before or ({}, set())
         failed = result | (self._scheduler.failed_recving_kv_req_ids - failed_before)
         for request_id, tokens in counts.items():
             request = self._scheduler.requests[request_id]
             if request_id in failed or request.num_computed_tokens != tokens:
-                self.emit_failed(request, -1 if self._counts.waits_for_load(request) else tokens)
+                self.emit_failed(request, -1 if self._counts.waits_for_load(request) else tokens, reported)
 
     def finished(self, request_ids: Any) -> None:
         """Emits nothing: the scheduler regards a load as finished when it polls."""

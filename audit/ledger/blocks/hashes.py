@@ -152,14 +152,24 @@ def check_pending(holdings: Holdings) -> None:
 
 
 def load_failed(holdings: Holdings, event: ev.LoadFailed) -> None:
-    """Remember the request's cached blocks above the failure, until their tokens are computed."""
+    """Remember the request's cached blocks without KV above the failure, until their tokens are computed.
+
+    If the failed blocks are known, the others of the load have KV. Blocks above the load were computed over
+    the missing KV. Local hits are not part of a load that failed as a whole.
+    """
     account = holdings.accounts.get(event.request)
-    if account is None or account.unknown is not None:
+    if account is None or account.unknown is not None or account.life is None:
         return
-    owner = holdings.holder(TABLE, event.request, UNKNOWN)
+    owner, life, failed = holdings.holder(TABLE, event.request, UNKNOWN), account.life, event.failed_blocks
+    start = event.computed_tokens
+    if failed is None and event.asynchronous:
+        start = max(start, life.local)
+    loaded_end = life.local + max(0, life.external)
     for pool, block in holdings.held.get(event.request, ()):
         record = holdings.pools[pool].records[block]
-        if record.has_hash == 1 and record.cached_for == event.request and record.end > event.computed_tokens:
+        if failed is not None and block not in failed and record.end <= loaded_end:
+            continue
+        if record.has_hash == 1 and record.cached_for == event.request and record.end > start:
             holdings.failed[pool, block] = FailedLoad(
                 event.request, owner.request_id, owner.life, event.computed_tokens
             )

@@ -34,13 +34,15 @@ def messages(watched: Watched) -> dict[str | None, str]:
     return {v.request: v.message for v in watched.audits[0].violations if v.id == "blocks/hash-content"}
 
 
-def with_failed_load(watched: Watched, **setup: int) -> Driver:
-    """Request r loads 160 of its 200 tokens; the load of blocks 4 to 9, which are cached by then, fails."""
+def with_failed_load(
+    watched: Watched, failed: slice = slice(4, 10), prompt: int = 200, **setup: int
+) -> Driver:
+    """Request r loads 160 of its tokens; the load of some blocks, which are cached by then, fails."""
     driver = watched.start(connector="scripted", **setup)
     driver.connector.answer_lookups("r", 160, 0)
-    driver.add("r", 200, 3)
+    driver.add("r", prompt, 3)
     driver.schedule()
-    driver.output(invalid_blocks=driver.blocks("r")[4:10])
+    driver.output(invalid_blocks=driver.blocks("r")[failed])
     return driver
 
 
@@ -96,6 +98,45 @@ def test_hits_after_the_tokens_were_computed_again_are_valid(watched, batch):
 
     assert [] == [id for id in watched.violation_ids() if id == "blocks/hash-content"]
     assert (160, 0, 40, 0, 0) == settled(watched, "b")
+
+
+@near_miss("blocks/hash-content")
+def test_blocks_of_a_failed_load_that_did_not_fail_have_kv(watched):
+    """Only block 2 of the load fails. The request is preempted after it computed blocks 2 to 5 again."""
+    driver = with_failed_load(watched, prompt=170, failed=slice(2, 3), max_batched_tokens=64)
+    driver.schedule()
+    driver.preempt("r")
+    driver.output()
+    driver.run()
+
+    assert [] == [id for id in watched.violation_ids() if id == "blocks/hash-content"]
+    assert (64, 32, 74, 0, 0) == settled(watched, "r")
+
+
+@violates("blocks/hash-content")
+def test_a_block_that_failed_among_loaded_ones_is_the_only_one_without_kv(watched):
+    driver = with_failed_load(watched, failed=slice(4, 5))
+    driver.abort("r")
+    driver.add("b", 200, 3, shares=("r", 160))
+    driver.run()
+    watched.violation_ids()
+
+    assert "so 16 of its local tokens have no valid KV" in messages(watched)["b"]
+    assert (144, 0, 40, 16, 16) == settled(watched, "b")
+
+
+@near_miss("blocks/hash-content")
+def test_a_load_that_failed_as_a_whole_leaves_the_local_hits_valid(watched):
+    driver = watched.start(connector="scripted", groups=("full", "sliding"), sliding_window=32)
+    driver.connector.answer_lookups("r", 0, (8, True), 0)
+    driver.add("r", 40, 3)
+    driver.step()
+    driver.preempt("r")
+    driver.schedule()
+    driver.output(failed_recving=["r"], finished_recving=["r"])
+    driver.run()
+
+    assert [] == [id for id in watched.violation_ids() if id == "blocks/hash-content"]
 
 
 @near_miss("blocks/hash-content")
