@@ -34,12 +34,6 @@ from kvledger.audit.events import (
     Stepped,
 )
 
-LOAD_AFTER_DEATH = True
-"""Whether a synchronous load in flight at a preemption counts as loaded.
-
-The device does load the tokens. They count as loaded at the preemption itself.
-"""
-
 CAUSE_OF_PROMISES = True
 """Whether a promise that is discarded unloaded with its life gives the cause of later rework.
 
@@ -156,7 +150,7 @@ class Request:
         if one.reached:
             self.counts["hit_again" if source == "local" else "loaded_again"] += 1
         one.came.add(life.number)
-        if position not in life.again:
+        if life.over is None and position not in life.again:
             one.alive = life.number
         if one.origin is None:
             one.origin, one.origin_life = source, life.number
@@ -205,8 +199,10 @@ class Request:
 
     def end_life(self, life: Life, cause: str, void_cause: str) -> None:
         """Discard everything of the life."""
-        for position in sorted(life.pending):
-            self.void(life, position, void_cause)
+        in_flight = any(work.life is life and not work.closed for work in self.works)
+        if life.asynchronous or void_cause != "preempted" or not in_flight:  # else the step in flight loads
+            for position in sorted(life.pending):
+                self.void(life, position, void_cause)
         own = [work for work in self.works if work.life is life and not work.closed]
         scheduled = sum(work.tokens for work in own if work.void_from is None)
         promised = range(life.local, min(life.local + life.external, life.count - scheduled))
@@ -224,6 +220,9 @@ class Request:
             if not work.closed:
                 self.counts["overrun"] += work.tokens - work.posted
                 work.closed = True
+                if work.life.over is not None:
+                    for position in sorted(work.life.pending):
+                        self.void(work.life, position, "preempted")
 
     def past_the_end(self, end: int) -> None:
         """Count output computed from position ``end`` up as overrun."""
@@ -269,16 +268,16 @@ class Request:
                 "loaded",
             )
         }
-        life = self.life
         figures["rework"] = {cause: tokens for cause, tokens in self.rework.items() if tokens}
         figures["voided"] = {cause: tokens for cause, tokens in self.voided.items() if tokens}
         figures["discarded"] = {cause: tokens for cause, tokens in self.discarded.items() if tokens}
         figures["settlements"] = [dict(settled) for settled in self.settlements]
         figures["plan"] = self.plan
+        life = self.life
         figures["computed"] = life.count if life else 0
         figures["in_flight"] = self.undelivered
         figures["unclassified"] = sum(work.tokens - work.posted for work in self.works if not work.closed)
-        figures["pending"] = len(life.pending) if life else 0
+        figures["pending"] = sum(len(life.pending) for life in self.lives)
         return figures
 
 
@@ -357,6 +356,9 @@ class Naive:
         )
         one.lives.append(life)
         for work in one.works:  # steps run in order, so these fill the blocks before the new life reads them
+            if not work.closed and work.life is not life and not work.life.asynchronous:
+                for position in [each for each in sorted(work.life.pending) if each < local]:
+                    one.load(work.life, position)
             while work.posted < work.tokens - work.drafts and work.start + work.posted < local:
                 if work.closed or work.life is life:
                     break
@@ -523,11 +525,6 @@ class Naive:
         if life is None:
             return
         self.compare(event, "before the preemption", event.before_tokens, life.count)
-        if LOAD_AFTER_DEATH and not life.asynchronous:
-            for work in one.works:
-                if work.life is life and work.first_of_life:
-                    for position in sorted(life.pending):
-                        one.load(life, position)
         one.end_life(life, event.cause, "preempted")
 
     def _extended(self, event: Extended) -> None:

@@ -13,7 +13,7 @@ from .. import events as ev
 from .account import Account
 from .execution import execute_before_hit
 from .life import Life
-from .loads import load, lose_external
+from .loads import cancel_in_flight, load_before_hit, lose_external
 from .miscounts import counted_otherwise, cut_off, expect_queries, never_ran, sibling, unreported
 from .positions import LOCAL
 from .posting import (
@@ -78,6 +78,7 @@ def _admitted(state: LedgerState, event: ev.Admitted) -> None:
         make_unknown(account, "a life began while another lasted")
         end_life(state, account, causes.LOST)
     if account.in_flight:
+        load_before_hit(state, account, event.local_tokens)
         execute_before_hit(account, event.local_tokens)
     life = begin_life(state, account, event.local_tokens, event.external_tokens)
     life.asynchronous = event.asynchronous
@@ -175,10 +176,7 @@ def _rolled_back(state: LedgerState, event: ev.RolledBack) -> None:
     account = account_of(state, event.request)
     enter_reported(state, account, "rolled back", event.before_tokens)
     if event.cause == causes.SESSION:
-        for flight in account.in_flight:
-            if not flight.overrun:
-                flight.overrun = True
-                account.overrun += flight.tokens - flight.posted
+        _overrun_in_flight(state, account)
         if account.life is not None:  # a preempted request has no KV that its turn could give up
             overrun_past(account, event.computed_tokens)
     if event.cause == causes.RELEASED:
@@ -209,10 +207,8 @@ def end_life(state: LedgerState, account: Account, cause: str) -> None:
     life = account.life
     if life is None:
         return
-    if life.pending and life.ran and not life.asynchronous and cause in causes.PREEMPTIONS:
-        # The step in flight still loads the tokens; the engine receives no failure report any more.
-        load(state, account, life, life.pending_end, causes.FAILED)
-    if life.pending:
+    # A step in flight loads the tokens before its output comes, also after a preemption.
+    if life.pending and not (cause in causes.PREEMPTIONS and _loads_in_flight(account, life)):
         lost_by = causes.EXTERNAL_LOSS_AT_END.get(cause, causes.LOST)
         lose_external(state, account, life, life.pending_start, life.pending_end, lost_by)
         life.pending_start = life.pending_end
@@ -225,6 +221,22 @@ def end_life(state: LedgerState, account: Account, cause: str) -> None:
         account.losses.add(0, delivered_end(account, account.computed), cause)
     tokens, account.computed, account.life = account.computed, 0, None
     add_line(state, account, f"discarded: {causes.loss(cause)}", debit=tokens, life=life.number)
+
+
+def _loads_in_flight(account: Account, life: Life) -> bool:
+    """Whether a step in flight loads the pending tokens of a life synchronously."""
+    return not life.asynchronous and any(
+        flight.life is life and not flight.overrun for flight in account.in_flight
+    )
+
+
+def _overrun_in_flight(state: LedgerState, account: Account) -> None:
+    """The request or its turn stopped: the tokens in flight are overrun, and ended lives load no more."""
+    for flight in account.in_flight:
+        if not flight.overrun:
+            flight.overrun = True
+            account.overrun += flight.tokens - flight.posted
+            cancel_in_flight(state, account, flight.life)
 
 
 def _extended(state: LedgerState, event: ev.Extended) -> None:
@@ -258,10 +270,7 @@ def _finished(state: LedgerState, event: ev.Finished) -> None:
     account.closed_at = state.at
     if event.sequence_tokens >= 0:
         overrun_past(account, event.sequence_tokens)
-    for flight in account.in_flight:
-        if not flight.overrun:
-            flight.overrun = True
-            account.overrun += flight.tokens - flight.posted
+    _overrun_in_flight(state, account)
     known = account.unknown is None
     state.last_ended = (event.request, event.computed_tokens, account.computed) if known else None
     end_life(state, account, causes.FINISHED)

@@ -158,6 +158,24 @@ def load(state: LedgerState, account: Account, life: Life, upto: int, cause: str
         lose_external(state, account, life, upto, end, cause)
 
 
+def load_before_hit(state: LedgerState, account: Account, hit_end: int) -> None:
+    """Post what steps of ended lives load below position ``hit_end``, before a new life hits it."""
+    for flight in account.in_flight:
+        life, end = flight.life, flight.life.pending_end
+        if life.ended_by and life.pending and life.pending_start < hit_end and not flight.overrun:
+            life.pending_end = min(hit_end, end)
+            load(state, account, life, life.pending_end, causes.FAILED)
+            life.pending_end = end
+
+
+def cancel_in_flight(state: LedgerState, account: Account, life: Life) -> None:
+    """The step that loads the pending tokens of an ended life has no output that counts."""
+    if life.ended_by and life.pending:
+        cause = causes.EXTERNAL_LOSS_AT_END.get(life.ended_by, causes.LOST)
+        start, life.pending_start = life.pending_start, life.pending_end
+        lose_external(state, account, life, start, life.pending_end, cause)
+
+
 def lose_external(
     state: LedgerState, account: Account, life: Life, start: int, end: int, cause: str, by_worker: str = ""
 ) -> None:

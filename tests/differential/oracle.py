@@ -192,10 +192,14 @@ class Account:
                 one.first_output = 0
 
     def _execute_below_hits(self) -> None:
-        """Execute what the hits behind it in the queue prove to be executed."""
+        """Load and execute what the hits behind it in the queue prove to be loaded and executed."""
         for place, work in enumerate(self.queue):
             hits = [each.life.local for each in self.queue[place:] if isinstance(each, Hit)]
             if isinstance(work, Work) and not work.overrun and hits:
+                if not work.life.asynchronous:
+                    for position in sorted(each for each in work.life.pending if each < max(hits)):
+                        work.life.pending.discard(position)
+                        self.load(work.life, position)
                 for position in range(work.start, min(work.start + work.tokens - work.drafts, max(hits))):
                     self.execute(work, position)
                     work.executed += 1
