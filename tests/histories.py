@@ -246,7 +246,10 @@ class Counters:
 
 @dataclass
 class Part:
-    """One request's share of a step in flight. ``fate``: live, stale (delivered) or dropped."""
+    """One request's share of a step in flight.
+
+    ``fate``: live, stale (delivered, of an ended life), invalid (delivered, above a failed load) or dropped.
+    """
 
     request: int
     tokens: int
@@ -348,13 +351,14 @@ class Engine:
     def fail_load(self, request: int, computed: int, *, later_delivered: bool = False) -> None:
         """Truncates at ``computed``; what is in flight of the request will be thrown away.
 
-        ``later_delivered``: only the output of the failed step is, as in vLLM 0.32.
+        ``later_delivered``: only the output of the failed step is, as in vLLM 0.32, which also subtracts
+        drafts rejected in the later ones.
         """
         one = self.requests[request]
         before, one.computed = one.computed, computed
         one.placeholders = 0
         for place, part in enumerate(self.parts(request)):
-            part.fate = "stale" if later_delivered and place else "dropped"
+            part.fate = "invalid" if later_delivered and place else "dropped"
         self.events.append(LoadFailed(self._at(), request, before, computed, one.asynchronous))
 
     def release(self, request: int) -> None:
@@ -403,8 +407,10 @@ class Engine:
                 continue
             one.sequence_tokens += tokens
             one.output_tokens += tokens
+            rejected = part.drafts - (tokens - 1) if part.drafts and tokens else 0
+            if part.fate == "invalid" and one.computed:  # a fault of vLLM 0.32
+                one.computed -= rejected
             if part.fate == "live":
-                rejected = part.drafts - (tokens - 1) if part.drafts and tokens else 0
                 one.computed -= rejected
                 if part.samples:
                     one.placeholders -= rejected + tokens
@@ -434,7 +440,7 @@ class Engine:
         one.waits = False
         one.resumed = True
         for part in self.parts(request):
-            if part.fate == "live":
+            if part.fate in ("live", "invalid"):
                 part.fate = "stale" if delivered else "dropped"
 
     def reset(self, running: bool) -> None:

@@ -12,7 +12,7 @@ from ..causes import FAILED
 from ..events import Admitted, Finished, LookupKept, Preempted, Reported
 from ..ledger.account import Account
 from ..ledger.frozen import Settlement
-from ..ledger.subjects import Entry, ReportedCounts, ReportedLookups
+from ..ledger.subjects import Entry, ReportedCounts, ReportedLookups, StaleRejection
 from .registry import (
     LMCACHE_2912,
     VLLM_18955,
@@ -225,11 +225,12 @@ def balance(entry: Entry) -> Iterator[Witness]:
 
 @invariant(
     "tokens/unexplained-drop",
-    on=(ReportedCounts,),
+    on=(ReportedCounts, StaleRejection),
     message="The engine's count of computed tokens for request {request} fell from {ledger_tokens} to "
     "{computed_tokens} ({instant}), and no recorded event explains it.",
     near_misses=(
         "a preemption, rejected draft tokens, a failed load, or an edit of a session's prompt",
+        "draft tokens of a step before a failed load that are all accepted",
         "the last token of a full hit, and a replayed window, which are computed again",
     ),
 )
@@ -238,9 +239,20 @@ def unexplained_drop(entry: Entry) -> Iterator[Witness]:
 
     Causes are a preemption, rejected draft tokens, a failed load, the last token of a full hit, a replayed
     window, and an edit of a session's prompt. Violated when the engine's count is less than the account's
-    balance.
+    balance, or when the engine subtracts rejected draft tokens that a failed load has already removed from
+    the count: if the request goes on, valid tokens are computed again.
     """
     subject = entry.subject
+    if isinstance(subject, StaleRejection):
+        yield Witness(
+            "The engine's count of computed tokens for request {request} fell from {ledger_tokens} to "
+            "{computed_tokens}, because draft tokens of a step before the failed load were rejected. The failed "
+            "load had already removed them from the count.",
+            computed_tokens=subject.computed - subject.rejected,
+            ledger_tokens=subject.computed,
+            rejected_tokens=subject.rejected,
+        )
+        return
     assert isinstance(subject, ReportedCounts)
     if subject.computed < subject.ledger_computed:
         yield Witness(

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import events as ev
+from ..causes import LOAD_FAILED
 from .account import Account
 from .execution import execute, execute_invalid
 from .life import InFlight, Life
@@ -27,6 +28,7 @@ from .posting import (
 )
 from .state import LedgerState
 from .steady import activate, is_steady, make_steady
+from .subjects import Entry, StaleRejection
 
 
 def _stepped(state: LedgerState, event: ev.Stepped) -> None:
@@ -139,6 +141,9 @@ def _deliver(state: LedgerState, ignored: frozenset[int]) -> None:
         accepted = request not in ignored if ignored else True
         if flight.drafts and (sampled > 0 or not state.sampled_beside_drafts):
             rejected = flight.drafts - max(0, sampled) + state.sampled_beside_drafts
+            if flight.drafts > tokens - state.sampled_beside_drafts:
+                make_unknown(account, "a step had draft tokens without the token before them")
+                continue
             tokens -= _reject(state, account, flight, rejected, accepted)
         if not life.delivered:
             life.delivered = True
@@ -166,7 +171,10 @@ def _reject(state: LedgerState, account: Account, flight: InFlight, rejected: in
     if rejected <= 0:
         return 0
     account.rejected += rejected
-    if flight.life is account.life and accepted:
+    # Like the engine, which subtracts rejected drafts only from a count above zero.
+    if flight.life is account.life and accepted and (flight.invalid_from < 0 or account.computed > 0):
+        if flight.invalid_from >= 0:
+            _reject_again(state, account, rejected)
         account.computed -= rejected
         flight.life.rejected += rejected
         add_line(state, account, "rejected drafts", debit=rejected)
@@ -174,6 +182,18 @@ def _reject(state: LedgerState, account: Account, flight: InFlight, rejected: in
         if later.life is flight.life and later.start > flight.start:
             later.start -= rejected
     return rejected
+
+
+def _reject_again(state: LedgerState, account: Account, rejected: int) -> None:
+    """The engine subtracts drafts of a step before a failed load from the count, which no longer has them.
+
+    So its next step computes as many tokens again, because of the failed load. Drafts that the steps in
+    flight reject move that step further down.
+    """
+    drafts = sum(each.drafts for each in account.in_flight if each.invalid_from < 0)
+    account.losses.add(max(0, account.computed - rejected - drafts), account.computed, LOAD_FAILED)
+    subject = StaleRejection(account.computed, rejected)
+    state.entries.append(Entry(state.number, state.step, state.at, subject, account))
 
 
 def _repeated(state: LedgerState, event: ev.Repeated) -> None:

@@ -166,6 +166,16 @@ class SiblingAdded(NamedTuple):
     sample: int
 
 
+class StaleRejection(NamedTuple):
+    """Draft tokens that the engine subtracted from a count which a failed load had rolled back before.
+
+    ``computed``: the count before, which no longer had the tokens.
+    """
+
+    computed: int
+    rejected: int
+
+
 class Entry(msgspec.Struct, frozen=True, gc=False):
     """One subject, and its account as it stood right after posting.
 
@@ -189,6 +199,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
         | MiscountedLookups
         | PromptUnreported
         | CountedDrafts
+        | StaleRejection
         | SiblingAdded
         | Settlement
         | Subject

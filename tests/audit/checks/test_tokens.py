@@ -219,6 +219,27 @@ def test_a_rollback_without_an_event_is_found():
     assert ["tokens/unexplained-drop"] == violation_ids(stream)
 
 
+FAILED_WITH_DRAFTS = "A0+32 s18 s4 L16! o s34 {} s{} o+ o+ F"
+"""A load fails while a step with three drafts is in flight; its output comes after the next step began."""
+
+
+@violates("tokens/unexplained-drop")
+def test_drafts_rejected_after_a_failed_load_are_found():
+    """Positions 48 and 49 are computed a third time, because the engine's count fell from 50 to 48."""
+    stream = events(50, FAILED_WITH_DRAFTS.format("o1/3", 4))
+    (account,) = audited(stream).ledger.accounts()
+
+    assert ["tokens/unexplained-drop"] == violation_ids(stream)
+    assert {"load_failed": 22} == account.rework
+    assert (34, 2, 2, 0) == (account.first_prompt, account.first_output, account.rejected, account.overrun)
+    assert 0 == account.suspense
+
+
+@near_miss("tokens/unexplained-drop")
+def test_drafts_accepted_after_a_failed_load_are_clean():
+    assert [] == violation_ids(events(50, FAILED_WITH_DRAFTS.format("o3/3", 4)))
+
+
 # --- tokens/beyond-sequence ----------------------------------------------------------------------
 
 DRAFTED: list[Event] = events(50, "A0+0 s50 o+ s4 o1/3 s4 o3/3 F")
