@@ -246,8 +246,8 @@ def unexplained_drop(entry: Entry) -> Iterator[Witness]:
     if isinstance(subject, StaleRejection):
         yield Witness(
             "The engine's count of computed tokens for request {request} fell from {ledger_tokens} to "
-            "{computed_tokens}, because draft tokens of a step before the failed load were rejected. The failed "
-            "load had already removed them from the count.",
+            "{computed_tokens}, because draft tokens of a step before the failed load were rejected. The "
+            "failed load had already removed them from the count.",
             computed_tokens=subject.computed - subject.rejected,
             ledger_tokens=subject.computed,
             rejected_tokens=subject.rejected,

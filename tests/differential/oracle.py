@@ -105,6 +105,10 @@ class Account:
     plan: tuple[int, int] | None = None
     finished: bool = False
     load_failures: int = 0
+    stale_rejections: int = 0
+    """Drafts rejected in steps before a failed load, subtracted from the count after it."""
+    undefined: bool = False
+    """Whether a step had no token before its drafts, so that nothing says what it executed."""
 
     @property
     def life(self) -> Life | None:
@@ -332,16 +336,21 @@ class Oracle:
             account.catch_up()
             assert account.queue[0] is work
             del account.queue[0]
+            if not work.overrun and work.drafts >= work.tokens and fact.sampled.get(name):
+                account.undefined = True
             if not work.overrun:
                 self._execute(account, work, len(fact.sampled.get(name, ())))
+                self._count_stale(account, work, fact, name)
             account.catch_up()
             if fact.returned.get(name, 0):
                 account.answer()
         for name, state in fact.after.items():
             before, account = fact.before[name], self.accounts[name]
             if account.resumable and name in fact.ended and name in step and not account.finished:
-                # A turn gives up its last token. A preempted request has no KV to give up.
-                account.stop(state.computed if before.status == "RUNNING" else state.tokens)
+                # A turn gives up its last token. A preempted request has no KV to give up, and its sequence
+                # ends with the turn: ``state`` may have the tokens of the next chunk.
+                turn_end = before.tokens + fact.returned.get(name, 0)
+                account.stop(state.computed if before.status == "RUNNING" else turn_end)
                 if state.prompt_tokens > before.prompt_tokens:
                     account.extend(state.computed, state.prompt_tokens)
             self._end(name, state)
@@ -364,6 +373,14 @@ class Oracle:
                 if later.life is life and (later.valid_below is None) == (work.valid_below is None):
                     later.start -= rejected
 
+    def _count_stale(self, account: Account, work: Work, fact: tape.Output, name: str) -> None:
+        """Drafts of a step before a failed load are no part of the count any more."""
+        sampled = len(fact.sampled.get(name, ()))
+        rejected = work.drafts - (sampled - 1) if work.drafts and sampled else 0
+        before, after = fact.before[name].computed, fact.after[name].computed
+        if work.valid_below is not None and rejected and after <= before - rejected:
+            account.stale_rejections += 1
+
     def _failures(self, fact: tape.Output) -> None:
         """The loads that this output reports failed, as far as the engine looks at the requests' blocks."""
         for name, before in fact.before.items():
@@ -372,7 +389,8 @@ class Oracle:
             if life is None or before.finished:
                 continue
             if name in fact.failed and before.status == WAITS_FOR_LOAD:
-                account.fail_load(life, 0)
+                # A request that goes on is looked up anew; one that ends keeps its local hit to the end.
+                account.fail_load(life, life.local if fact.after[name].finished else 0)
                 continue
             scheduled = fact.step.get(name, (0, 0))[0]
             computed = before.computed - scheduled
