@@ -26,6 +26,7 @@ from .audit import AuditReport, report
 from .block_use import BlockUseReport, as_report
 from .conclusions import conclusions, facts_of_audit, with_costs, with_why
 from .costs import CostReport, cost_report
+from .html_about import about
 from .miss_tally import Tally, block_size
 from .summary import Groups, SummaryRow, Sums
 from .why import Why, explained, remark
@@ -59,6 +60,8 @@ class PageData(msgspec.Struct, frozen=True, kw_only=True):
     costs: CostReport
     block_use: BlockUseReport | None
     block_series: Series
+    about: list[tuple[str, str]] = []
+    """The header: model, release and so on."""
     by: str = ""
     """What the requests are grouped by; "": there are no groups."""
     groups: list[SummaryRow] = []
@@ -174,6 +177,7 @@ def gather(
         block_use=_block_use(parts),
         block_series=together([part.block_series for part in parts]),
         costs=lost,
+        about=about([part.engine_audit for part in parts]),
         by=by,
         groups=sorted(
             (sums.row(name) for name, sums in groups.items()), key=lambda row: (-row.prompt_tokens, row.group)

@@ -31,6 +31,9 @@ TEMPLATES = Path(__file__).parent / "templates"
 SHOWN_FINDINGS = 5
 """Findings of one invariant that the page shows in full."""
 
+SEVERITIES = {"violation": "Violations", "drift": "Drifts"}
+"""The heading of the findings of each severity."""
+
 SHOWN_GROUPS = 50
 """The most groups of requests that the page shows."""
 
@@ -54,6 +57,7 @@ def save(data: PageData, output: Path) -> None:
 def html(data: PageData) -> str:
     """Render the page."""
     report = data.report
+    findings = _groups(report.violations)
     sources = [(n, getattr(report.totals, n)) for n in ("local", "external", "computed", "unattained")]
     return (
         environment(TEMPLATES)
@@ -62,9 +66,14 @@ def html(data: PageData) -> str:
             report=report,
             verdict=VERDICTS[report.verdict],
             drifts=counted(report.drift, "drift") if report.drift else "",
+            about=data.about,
             facts=_facts(report),
             tiles=_tiles(report),
-            findings=_groups(report.violations),
+            findings=findings,
+            kinds=[
+                (heading, [group for group in findings if group.severity == severity])
+                for severity, heading in SEVERITIES.items()
+            ],
             sources=charts.parts(sources),
             misses=_misses(data),
             miss_notes=data.why.notes,

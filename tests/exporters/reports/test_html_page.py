@@ -20,11 +20,14 @@ from kvledger.exporters.trace.time_series import MOST, TICKS, Series, together
 
 SECTIONS = (
     "Where prompt tokens came from",
-    "Why prompt tokens missed the cache",
     "Hit rate over time",
+    "Conclusions",
+    "What lost work cost",
+    "Why prompt tokens missed the cache",
     "Running and waiting",
     "Preemptions",
     "Work and rework",
+    "Drifts",
     "Waits",
     "Most preempted requests",
     "Ledger and engine-reported figures",
@@ -53,6 +56,37 @@ def test_every_section_is_there(trace: Path) -> None:
     assert list(SECTIONS) == [
         h for h in re.findall(r"<h2>(.*?)</h2>", page.replace("&#x27;", "'")) if h in SECTIONS
     ]
+
+
+def test_the_header_says_what_the_trace_is_of(tmp_path: Path) -> None:
+    configuration = {"model": "org/<model>", "block_size": 16, "blocks": 8, "connector": "Loader"}
+    path = journals.write(tmp_path / "one", events(10, "A0+0 s10 o+ F"), configuration=configuration)
+
+    page = html(gather([path]))
+
+    lines = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page))
+    assert {"Model", "Release", "Connector", "Configuration", "Range", "Engines"} == lines.keys()
+    assert ("org/&lt;model&gt;", "Loader", "1 engine") == (
+        lines["Model"],
+        lines["Connector"],
+        lines["Engines"],
+    )
+    assert "block size 16, 8 blocks" == lines["Configuration"]
+    assert journals.STARTED.version in lines["Release"]
+
+
+def test_lines_without_a_value_are_left_out(tmp_path: Path) -> None:
+    page = html(gather([journals.clean(tmp_path / "clean")]))
+
+    names = re.findall(r"<dt>(.*?)</dt>", page)
+    assert "Range" in names and "Connector" not in names and "Configuration" not in names
+
+
+def test_violations_and_drifts_are_apart(tmp_path: Path) -> None:
+    headings = re.findall(r"<h2>(.*?)</h2>", html(gather([journals.violated(tmp_path / "violated")])))
+
+    assert "Violations" in headings and "Drifts" not in headings
+    assert headings.index("Conclusions") < headings.index("Violations")
 
 
 def test_findings_link_to_their_meaning(tmp_path: Path) -> None:
