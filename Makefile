@@ -7,7 +7,7 @@ PYTEST := $(BIN)/python -m pytest
 TWO_WORKERS := -n 2 --dist loadfile
 SLOW := benchmark or browser or crash or fuzz or packaging or programs or serving or whole_engine
 
-.PHONY: help demo test test-all lint bench instructions crash differential fuzz releases whatif-proof repro-proof cards upstream-tests docs clean
+.PHONY: help demo test test-all lint bench instructions crash differential fuzz releases whatif-proof repro-proof cards upstream-tests docs site pictures clean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -82,6 +82,15 @@ docs: ## write the generated pages, boards and rules
 	$(BIN)/python -m kvledger.dashboards.boards dashboards/generated
 	$(BIN)/python -m kvledger.dashboards.rules > dashboards/generated/kvledger-rules.yaml
 	$(BIN)/python -m kvledger.dashboards.rules --markdown > docs/alerts.md
+
+site: ## build the documentation as a site into build/site
+	@test -x build/docs/bin/mkdocs || $(PYTHON) -m venv build/docs
+	@build/docs/bin/pip install --quiet "mkdocs-material>=9.5"
+	NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs build --strict --quiet
+
+pictures: ## draw the report and the boards of a real run into docs/pictures; needs Chromium
+	$(READY) test
+	PYTHONPATH=src:. $(BIN)/python -m tests.serving.pictures docs/pictures
 
 clean: ## remove the environment, builds and caches
 	rm -rf .venv .venv.lock .venv.log .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist

@@ -89,7 +89,7 @@ def save(boards: Sequence[Board], span: Span, output: Path, width: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         page = put(Path(folder), "page.html", text)
         picture = Path(folder) / "page.png"
-        _photograph(page, picture, width, sum(board.pixels for board in boards))
+        photograph(page, picture, width, sum(board.pixels for board in boards))
         try:
             shutil.copyfile(picture, output)
         except OSError as error:
@@ -106,7 +106,8 @@ def html(boards: Sequence[Board], span: Span) -> str:
     )
 
 
-def _photograph(page: Path, picture: Path, width: int, height: int) -> None:
+def photograph(page: Path, picture: Path, width: int, height: int) -> None:
+    """Let a browser draw a page. Raises :class:`LedgerError` if there is none."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         raise LedgerError(f"A picture needs {' or '.join(BROWSERS)}; write a page: -o page.html")

@@ -1,7 +1,7 @@
 """Draws every board with the data of a real engine: ``python -m tests.serving.pictures docs/pictures``.
 
 Runs a server, the sidecar and Prometheus as in ``test_deployment.py`` for a few minutes, with prefix hits,
-external loads, preemptions, aborts, a restarted engine and one violation.
+external loads, preemptions and aborts. Then ``kvledger report`` and ``kvledger dashboards preview`` draw.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests import journals
+from tests.serving import processes
 from tests.serving.processes import Engine, Prometheus, Sidecar
 from tests.serving.test_deployment import Deployment, prompts_of
 
 from kvledger.dashboards import preview, rules
 
-RANGE = "5m"
+TRAFFIC_SECONDS = 60.0
+SETTLE_SECONDS = 5.0
+
+processes.START_SECONDS = 900.0
 
 
 def traffic(deployment: Deployment, seconds: float) -> None:
@@ -49,25 +52,34 @@ def main(folder: Path, width: int = 1440) -> None:
             for process in started:
                 process.start()
             deployment = Deployment(engine, sidecar, prometheus, place, mounted=False)
-            traffic(deployment, 110)
-            engine.kill()
-            engine.start()
-            traffic(deployment, 60)
-            journals.violated(place / "engine-9-9-9", time.time())
-            time.sleep(8)
+            began = time.monotonic()
+            traffic(deployment, TRAFFIC_SECONDS)
+            time.sleep(SETTLE_SECONDS)
             for name in preview.names():
-                draw(name, prometheus.address, folder / f"board-{name}.png", width)
-                draw(name, prometheus.address, folder / f"board-{name}.html", width)
+                seconds = time.monotonic() - began
+                draw(name, prometheus.address, folder / f"board-{name}.png", width, seconds)
+            report(place, folder / "report.png")
         finally:
             for process in started:
                 process.kill()
 
 
-def draw(board: str, prometheus: str, output: Path, width: int) -> None:
+def draw(board: str, prometheus: str, output: Path, width: int, seconds: float) -> None:
     """Let the command draw one board."""
-    command = [sys.executable, "-m", "kvledger", "dashboards", "preview", board, "--prometheus", prometheus]
-    options = ["-o", str(output), "--since", RANGE, "--interval", "1s", "--width", str(width)]
-    subprocess.run([*command, *options], check=True)
+    command = ["dashboards", "preview", board, "--prometheus", prometheus, "-o", str(output)]
+    kvledger(*command, "--since", f"{seconds:.0f}s", "--interval", "1s", "--width", str(width))
+
+
+def report(place: Path, output: Path) -> None:
+    """Let the command write its page, and a browser draw the first part of it."""
+    page = place / "report.html"
+    kvledger("report", str(place), "-o", str(page))
+    preview.photograph(page, output, 1000, 1500)
+
+
+def kvledger(*words: str) -> None:
+    """Run the command line; ``report`` exits with 1 if it has findings."""
+    subprocess.run([sys.executable, "-m", "kvledger", *words], check=False)
 
 
 if __name__ == "__main__":

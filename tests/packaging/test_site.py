@@ -1,0 +1,39 @@
+"""The documentation as a site: every page has a place in it, and mkdocs builds it without a warning."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+ADDED = {"index.md", "CHANGELOG.md"}
+"""Pages that scripts/site_hooks.py adds."""
+
+
+def pages(nav: list[dict[str, Any]]) -> list[str]:
+    values = [value for entry in nav for value in entry.values()]
+    return [page for value in values for page in (pages(value) if isinstance(value, list) else [value])]
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    named = pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+
+    assert sorted(named) == sorted(ADDED | {path.name for path in (ROOT / "docs").glob("*.md")})
+
+
+@pytest.mark.programs
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    if find_spec("mkdocs") is None:
+        pytest.skip("the extra docs is not installed; make site builds the site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    subprocess.run(command, cwd=ROOT, env=environ, check=True, timeout=120)
+
+    assert "kvledger" in (tmp_path / "index.html").read_text()
