@@ -339,7 +339,7 @@ WORKED = PanelRow(
                 Query(
                     'sum by (cause) (rate(kvledger_discarded_tokens_total{@engine, cause!="finished"}'
                     "[$__rate_interval]))",
-                    "discarded: {{cause}}",
+                    "{{cause}}",
                 ),
                 Query("sum(rate(kvledger_hit_again_tokens_total{@engine}[$__rate_interval]))", "repeat hits"),
                 Query(
