@@ -67,7 +67,7 @@ _LAYERS = {
     "cross": "kv_cache.CrossAttentionSpec, **layer",
     "replay": "kv_cache.SlidingWindowMLASpec, **layer, sliding_window={window}, bounded_replay=True",
 }
-_SUM = 'min(seen) >= 0 and sum(seen) == engine.requests["{name}"].num_prompt_tokens'
+_SUM = 'seen == RIGHT or min(seen) >= 0 and sum(seen) == engine.requests["{name}"].num_prompt_tokens'
 _CONDITIONS = {
     ("reported", "tokens/negative"): (
         _SUM,
@@ -78,6 +78,7 @@ _CONDITIONS = {
         'seen[:2] in engine.scheduler.connector.admissions["{name}"]',
         "any release must hold: both are of one admission",
     ),
+    ("planned_to_load", "connector/promise-not-loaded"): ("seen >= RIGHT", "at least"),
     ("planned_to_save", "connector/save-gap"): ("seen >= RIGHT", "at least"),
     ("reported", "connector/failed-load-counted"): ("seen[1] == RIGHT[1]", "is wrong: the external tokens"),
 }
