@@ -49,6 +49,13 @@ def _promised(finding: Violation, account: Account | None) -> Any:
     return account.promised if account is not None else None
 
 
+def _not_in_flight(finding: Violation, account: Account | None) -> Any:
+    """The computed tokens that a connector can know."""
+    computed, recent = finding.figures["computed_tokens"], finding.figures["recent_tokens"]
+    assert isinstance(computed, int) and isinstance(recent, int)
+    return computed - recent
+
+
 class Claim(NamedTuple):
     """One way to show a finding. ``engine``: what the probe must read, if the finding says so."""
 
@@ -103,7 +110,7 @@ CLAIMS: Mapping[str, tuple[Claim, ...]] = {
     "connector/tracker-lag": (
         Claim(
             "tracked",
-            _figure("computed_tokens"),
+            _not_in_flight,
             "tokens of {request} that LMCache's tracker knows",
             "now",
             "tracked_tokens",

@@ -80,6 +80,7 @@ _CONDITIONS = {
     ),
     ("planned_to_load", "connector/promise-not-loaded"): ("seen >= RIGHT", "at least"),
     ("planned_to_save", "connector/save-gap"): ("seen >= RIGHT", "at least"),
+    ("tracked", "connector/tracker-lag"): ("seen >= RIGHT", "at least: it may know tokens in flight"),
     ("reported", "connector/failed-load-counted"): ("seen[1] == RIGHT[1]", "is wrong: the external tokens"),
 }
 """By probe and finding: the condition where it is not ``seen == RIGHT``, and what it asserts, in words.

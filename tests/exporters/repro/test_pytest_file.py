@@ -73,6 +73,13 @@ def test_parts_of_the_driver_that_are_not_needed_are_left_out() -> None:
     assert "AsyncScheduler" not in rendered(CASES["double-allocation"])
 
 
+def test_a_file_about_lmcache_drives_its_own_adapter() -> None:
+    text = rendered(CASES["tracker-lag"])
+    assert text.startswith('"""LMCache under vLLM 0.24.0: ')
+    assert '"lmcache.chunk_size": 32,' in text
+    assert "ScriptedConnector" not in text
+
+
 def test_the_script_ends_where_the_figure_is_read() -> None:
     rows = rendered(CASES["double-allocation"]).partition("SCRIPT = ")[2].partition("]")[0]
     assert ["add", "step", "add", "step", "add", "schedule"] == [

@@ -180,6 +180,18 @@ FAILED_LOAD_STAYS_CACHED = Case(
     ("0.20.0", "0.32.0"),
 )
 
+TRACKER_LAG = Case(
+    workload(
+        "0.24.0",
+        {"connector": "lmcache", "asynchronous": True, "chunk_tokens": 32, "save_decoded": True},
+        (*add("r1"), Op("schedule"), *step(6)),
+        r1=Request(prompt=(("r1", 40),), max_tokens=12),
+    ),
+    Check("tracked", "r1", 40, 45, "tokens of r1 that LMCache's tracker knows", "connector/tracker-lag"),
+    ("lmcache-0.4.2",),
+    "lmcache-0.4.3",
+)
+
 CASES = {
     "placeholder-leak": PLACEHOLDER_LEAK,
     "negative-local-hit": NEGATIVE_LOCAL_HIT,
@@ -189,4 +201,5 @@ CASES = {
     "failed-load-counted": FAILED_LOAD_COUNTED,
     "reset-drops-valid-token": RESET_DROPS_VALID_TOKEN,
     "failed-load-stays-cached": FAILED_LOAD_STAYS_CACHED,
+    "tracker-lag": TRACKER_LAG,
 }
