@@ -455,7 +455,7 @@ def export(
     interval: opt.ScrapeInterval = "15s",
     label: opt.AddedLabels = None,
 ) -> None:
-    """Write the tables of a trace as Parquet files, or its metrics over time as OpenMetrics.
+    """Write the tables of a trace as Parquet, or its metrics as OpenMetrics.
 
     The tables are requests, lives, entries, violations and steps, and at level blocks stays and occupancy;
     docs/tables.md lists their columns. They need the analysis extra: pip install 'kvledger[analysis]'.
