@@ -7,6 +7,7 @@ collapsed row without data is left out.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import tempfile
@@ -148,11 +149,17 @@ def _counts(box: Box) -> bool:
     return bool(box.drawing.get("nonzero"))
 
 
+def nonzero(answers: Sequence[Sequence[Series]]) -> bool:
+    """Whether any value is a number other than zero; 0 / 0 is no number."""
+    values = (value for answer in answers for one in answer for value in one.values.values())
+    return any(value and not math.isnan(value) for value in values)
+
+
 def _box(panel: Mapping[str, Any], top: int, source: Source, docs: str) -> Box:
     answers = [source.series(target) for target in panel["targets"]]
     drawing = _DRAWN[panel["type"]](panel, answers, source.span)
     drawing["docs"] = docs
-    drawing["nonzero"] = any(value for answer in answers for one in answer for value in one.values.values())
+    drawing["nonzero"] = nonzero(answers)
     return Box(panel, top, not any(answers), drawing)
 
 

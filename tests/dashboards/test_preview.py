@@ -106,6 +106,11 @@ def test_a_heatmap_has_the_counts_of_single_buckets() -> None:
     assert [500.0] == [cell.y for cell in cells]
 
 
+@pytest.mark.parametrize("value, counts", [(0.0, False), (float("nan"), False), (0.1, True)])
+def test_zero_and_no_number_leave_a_collapsed_row_out(value: float, counts: bool) -> None:
+    assert counts == preview.nonzero([[Series({}, {1.0: value})]])
+
+
 def test_a_table_has_a_row_for_each_set_of_labels() -> None:
     panel = next(each for each in boards.build(boards.BOARDS[2])["panels"] if each["type"] == "table")
     answers = [[Series({"engine": "e", "figure": "f"}, {1.0: value})] for value in (1.0, 2.0, 3.0)]
