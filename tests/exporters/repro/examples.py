@@ -48,7 +48,7 @@ NEGATIVE_LOCAL_HIT = Case(
         "local, external and computed tokens of r2",
         "tokens/negative",
     ),
-    ("0.17.0", "0.18.1"),
+    ("0.18.1",),
     "0.20.0",
 )
 
@@ -75,7 +75,7 @@ DOUBLE_ALLOCATION = Case(
         "blocks in two places of the block tables",
         "blocks/double-allocation",
     ),
-    ("0.17.0", "0.23.0"),
+    ("0.23.0",),
     "0.24.0",
 )
 
