@@ -18,6 +18,7 @@ from ..analysis.block_states import BLOCK_EVENTS, BlockStates
 from ..causes import BEGAN_BEFORE, EVICTED
 from ..ledger.account import Account
 from ..ledger.positions import COMPUTED, EXTERNAL, LOCAL
+from ..ledger.totals import Totals
 from .distribution import Distribution, Exemplar
 
 TRACEPARENT = re.compile(r"00-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
@@ -39,6 +40,14 @@ STAY_SECONDS = (0.1, 1, 10, 60, 300, 900, 3600, 14400, 86400)
 PLANNED = (LOCAL, EXTERNAL, COMPUTED)
 ENDED_WITH_OUTPUT = ("stopped", "length", "length_capped", "repetition")
 """Outcomes of requests that end with an output; the front end then has every earlier report of them."""
+
+LABELS = ("lora", "group", "priority")
+"""The labels that have totals of their own. Classes of cache salts are new in each process."""
+
+MOST_VALUES = 64
+"""Requests with further values of a label are counted as :data:`OTHER`."""
+
+OTHER = "other"
 
 Open = Mapping[int, Account]
 
@@ -127,6 +136,8 @@ class MetricsState(msgspec.Struct):
     remote_wait: Distribution = msgspec.field(default_factory=lambda: Distribution.over(WAIT_SECONDS))
     blocks: BlockStates = msgspec.field(default_factory=BlockStates)
     """The pools' blocks, if the level is ``blocks``."""
+    labels: dict[str, dict[str, Totals]] = {}
+    """Totals of ended requests by label (:data:`LABELS`) and value; without the label they are in none."""
     block_lifetime: Distribution = msgspec.field(default_factory=lambda: Distribution.over(STAY_SECONDS))
     block_idle: Distribution = msgspec.field(default_factory=lambda: Distribution.over(STAY_SECONDS))
     block_reuse: Distribution = msgspec.field(default_factory=lambda: Distribution.over(STAY_SECONDS))
@@ -246,6 +257,9 @@ class MetricsState(msgspec.Struct):
         for name in ("preemptions", "planned", "planned_negative", "sequence_tokens"):
             for key, more in getattr(other, name).items():
                 _add(getattr(self, name), key, more)
+        for label, rows in other.labels.items():
+            for value, totals in rows.items():
+                self.of_label(label, value).merge(totals)
         for cache, asked in other.lookups.items():
             self.lookups[cache].add(asked.lookups, asked.queried, asked.hit)
         for id, count in other.violations.items():
@@ -263,6 +277,13 @@ class MetricsState(msgspec.Struct):
             getattr(self, name).merge(getattr(other, name))
         self.blocks.seen |= other.blocks.seen
         self.blocks.use.merge(other.blocks.use)
+
+    def of_label(self, label: str, value: str) -> Totals:
+        """The totals of one value of a label, or of :data:`OTHER` beyond the most values."""
+        values = self.labels.setdefault(label, {})
+        if value not in values and len(values) >= MOST_VALUES:
+            value = OTHER
+        return values.setdefault(value, Totals())
 
     # --- when an account closes -------------------------------------------------------------------------
 
@@ -283,8 +304,16 @@ class MetricsState(msgspec.Struct):
             self.most_preemptions = max(self.most_preemptions, account.preemptions)
         if account.transferred:
             self.transferred_tokens += sum(settled.external for settled in account.settlements)
+        if account.labels is not None:
+            self._label(account, account.labels)
         self._plan(account)
         self._spread(account)
+
+    def _label(self, account: Account, labels: ev.RequestLabels) -> None:
+        for label in LABELS:
+            value = getattr(labels, label)
+            if value:
+                self.of_label(label, str(value)).add(account)
 
     def _plan(self, account: Account) -> None:
         if account.plan is None:

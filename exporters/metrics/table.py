@@ -100,6 +100,39 @@ GROUPS: tuple[Group, ...] = (
         ),
     ),
     Group(
+        "For whom",
+        "The same figures of the ended requests that have a label: `label` is `lora` (the adapter's name), "
+        "`group` (what `KVLEDGER_GROUP` found in the request id) or `priority` (not 0), and `value` its "
+        "value. An engine has at most 64 values of a label; requests with further ones are `other`. A "
+        "request with two labels is counted for each, so don't add labels up.",
+        (
+            Metric(
+                "kvledger_labelled_requests",
+                "requests",
+                "counter",
+                "Ended requests with a label.",
+                (*ENGINE, "label", "value"),
+                read.labelled(lambda totals: totals.requests),
+            ),
+            Metric(
+                "kvledger_labelled_prompt_tokens",
+                TOKENS,
+                "counter",
+                "Prompt tokens of requests with a label, by where their KV first came from.",
+                (*ENGINE, "label", "value", "source"),
+                read.engines(read.labelled_prompt_tokens),
+            ),
+            Metric(
+                "kvledger_labelled_rework_tokens",
+                TOKENS,
+                "counter",
+                "Tokens of requests with a label that were computed again because their KV was lost.",
+                (*ENGINE, "label", "value"),
+                read.labelled(lambda totals: sum(totals.rework.values())),
+            ),
+        ),
+    ),
+    Group(
         "Work",
         "What the engine scheduled, by outcome. The kinds of `kvledger_work_tokens_total` sum to all "
         "scheduled tokens; `kvledger_rework_tokens_total` splits its kind `rework` by cause.",

@@ -23,6 +23,7 @@ from ...audit.analysis.costs import KINDS
 from ...audit.checks.registry import catalogue
 from ...audit.errors import LedgerError
 from ...audit.journal.format import is_live
+from ...audit.ledger.totals import Totals
 from ...audit.replay.distribution import Distribution, Exemplar
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.metrics_state import VERDICTS, LookupCounts, ViolationCount
@@ -122,6 +123,25 @@ def work(engine_audit: EngineAudit) -> dict[str, int]:
     return {kind: getattr(closed, kind) for kind in WORK if kind != "rework"} | {
         "rework": sum(closed.rework.values())
     }
+
+
+def labelled_prompt_tokens(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Prompt tokens of requests with a label, by where their KV first came from."""
+    for label, rows in engine_audit.metrics.labels.items():
+        for value, totals in rows.items():
+            for source in SOURCES:
+                yield (label, value, source), getattr(totals, source)
+
+
+def labelled(of: Callable[[Totals], int]) -> MetricReader:
+    """A figure of requests with a label."""
+    return engines(
+        lambda engine_audit: (
+            ((label, value), of(totals))
+            for label, rows in engine_audit.metrics.labels.items()
+            for value, totals in rows.items()
+        )
+    )
 
 
 def lookups(of: Callable[[LookupCounts], int]) -> MetricReader:

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse
 from tests import journals
+from tests.exporters.labels import labelled as labelled_trace
 from tests.histories import GOLDEN, events
 
 from kvledger.audit.checks.registry import catalogue
@@ -23,9 +24,11 @@ from kvledger.audit.journal.writer import JournalWriter
 from kvledger.audit.replay.distribution import Exemplar
 from kvledger.audit.replay.engine_audit import EngineAudit
 from kvledger.audit.replay.journals import audit_paths
+from kvledger.audit.replay.metrics_state import MOST_VALUES, MetricsState
 from kvledger.exporters.metrics import prometheus, table
 from kvledger.exporters.metrics.table import METRICS
 from kvledger.exporters.metrics.values import OTHER, STATES, EngineAudits, Health
+from kvledger.exporters.reports.summary import summarize
 
 ROOT = Path(__file__).parents[3]
 
@@ -117,6 +120,36 @@ def test_every_invariant_starts_at_zero_with_its_severity() -> None:
     samples = labelled([started()], "kvledger_violations_total", "id", "severity")
 
     assert {(row.id, row.severity): 0.0 for row in catalogue().values()} == samples
+
+
+def test_requests_with_a_label_have_the_figures_of_the_summary(tmp_path: Path) -> None:
+    path = labelled_trace(tmp_path / "trace")
+    audits = audit_paths([path]).engines
+    rows = {by: {row.group: row for row in summarize([path], by)} for by in ("lora", "group", "priority")}
+
+    requests = labelled(audits, "kvledger_labelled_requests_total", "label", "value")
+    assert {
+        ("lora", "french"): 2, ("group", "a"): 1, ("group", "b"): 1, ("priority", "5"): 1
+    } == requests  # fmt: skip
+    rework = labelled(audits, "kvledger_labelled_rework_tokens_total", "label", "value")
+    tokens = labelled(audits, "kvledger_labelled_prompt_tokens_total", "label", "value", "source")
+    for label, value in requests:
+        row = rows[label][value]
+        assert row.rework == rework[label, value]
+        assert (row.local, row.computed) == tuple(tokens[label, value, of] for of in ("local", "computed"))
+
+
+def test_the_values_of_a_label_are_bounded_and_merged() -> None:
+    one, other = MetricsState(), MetricsState()
+    for number in range(MOST_VALUES):
+        one.of_label("lora", f"adapter-{number}").requests += 1
+    other.of_label("lora", "adapter-0").requests += 1
+    other.of_label("lora", "one more").requests += 1
+
+    one.merge(other)
+
+    assert MOST_VALUES + 1 == len(one.labels["lora"])
+    assert (2, 1) == (one.labels["lora"]["adapter-0"].requests, one.labels["lora"][OTHER].requests)
 
 
 def test_an_unknown_label_value_is_other() -> None:
