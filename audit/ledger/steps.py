@@ -179,7 +179,9 @@ def _reject(state: LedgerState, account: Account, flight: InFlight, rejected: in
         flight.life.rejected += rejected
         add_line(state, account, "rejected drafts", debit=rejected)
     for later in account.in_flight:
-        if later.life is flight.life and later.start > flight.start:
+        # A step that was scheduled after a failed load starts at the count that the failure left.
+        same_count = later.life is flight.life and (later.invalid_from < 0) == (flight.invalid_from < 0)
+        if same_count and later.start > flight.start:
             later.start -= rejected
     return rejected
 

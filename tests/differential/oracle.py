@@ -330,7 +330,7 @@ class Oracle:
 
     def _output(self, fact: tape.Output) -> None:
         step = self.flight.pop(0)
-        self._failures(fact)
+        failed = self._failures(fact)
         for name, work in step.items():
             account = self.accounts[name]
             account.catch_up()
@@ -340,7 +340,8 @@ class Oracle:
                 account.undefined = True
             if not work.overrun:
                 self._execute(account, work, len(fact.sampled.get(name, ())))
-                self._count_stale(account, work, fact, name)
+                if name not in failed:
+                    self._count_stale(account, work, fact, name)
             account.catch_up()
             if fact.returned.get(name, 0):
                 account.answer()
@@ -381,8 +382,9 @@ class Oracle:
         if work.valid_below is not None and rejected and after <= before - rejected:
             account.stale_rejections += 1
 
-    def _failures(self, fact: tape.Output) -> None:
+    def _failures(self, fact: tape.Output) -> set[str]:
         """The loads that this output reports failed, as far as the engine looks at the requests' blocks."""
+        names: set[str] = set()
         for name, before in fact.before.items():
             account = self.accounts[name]
             life = account.life
@@ -398,6 +400,8 @@ class Oracle:
             looked_at = before.status in ("RUNNING", WAITS_FOR_LOAD)
             if looked_at and fact.invalid_blocks.intersection(held):
                 account.fail_load(life, fact.after[name].computed)
+                names.add(name)
+        return names
 
     def _received(self, fact: tape.Output) -> None:
         for name in fact.received:

@@ -235,6 +235,17 @@ def test_drafts_rejected_after_a_failed_load_are_found():
     assert 0 == account.suspense
 
 
+@violates("tokens/unexplained-drop")
+def test_a_step_after_a_failed_load_does_not_move_with_drafts_rejected_before():
+    """A shared block failed, and the count stays above the hit: the next step starts at position 7."""
+    stream = events(5, "A4+0 s3/2 s3/2 L3! o0/2 s6/2 o0/2 s3/2 o0/2 o0/2 F")
+    (account,) = audited(stream).ledger.accounts()
+
+    assert "tokens/unexplained-drop" in violation_ids(stream)
+    assert (1, 2, 8, 3) == (account.first_prompt, account.first_output, account.rejected, account.overrun)
+    assert {"load_failed": 1} == account.rework
+
+
 @near_miss("tokens/unexplained-drop")
 def test_drafts_accepted_after_a_failed_load_are_clean():
     assert [] == violation_ids(events(50, FAILED_WITH_DRAFTS.format("o3/3", 4)))
