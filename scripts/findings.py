@@ -161,6 +161,61 @@ def rejection_of_a_past_life() -> Figures:
     return figures(seen, f"{down} computed tokens", f"{before} computed tokens")
 
 
+def failed_load_with_drafts(drafts: int) -> tuple[Seen, int]:
+    """A synchronous load fails while the next step is in flight; also the tokens of that step's output."""
+    from tests.scenarios.driving import start
+
+    handed: list[int] = []
+
+    def drive(attach: Callable[[Any], object]) -> None:
+        driver = start(attach, connector="scripted", asynchronous=True, drafts=drafts)
+        driver.connector.answer_lookups("r", 32)
+        driver.add("r", 50, 8)
+        driver.schedule()
+        driver.schedule()
+        driver.output(invalid_blocks=driver.blocks("r")[1:2])
+        driver.schedule()
+        outputs = driver.output(accepted=0)
+        handed.append(sum(len(one.new_token_ids) for each in outputs.values() for one in each.outputs))
+        driver.run()
+
+    return watch(drive), handed[0]
+
+
+def rejection_before_a_failed_load() -> Figures:
+    seen, _ = failed_load_with_drafts(3)
+    (drop,) = [v for v in seen.auditor.violations if v.id == "tokens/unexplained-drop"]
+    before, down = re.findall(r"from (\d+) to (\d+)", drop.message)[0]
+    return figures(seen, f"{down} computed tokens", f"{before} computed tokens")
+
+
+def output_above_a_failed_load() -> Figures:
+    seen, tokens = failed_load_with_drafts(0)
+    words = "{} tokens handed to the client before the failed blocks are computed"
+    return figures(seen, words.format(tokens), words.format(0))
+
+
+def session_loses_its_tokens() -> Figures:
+    from tests.scenarios.driving import start
+
+    lengths: list[str] = []
+
+    def drive(attach: Callable[[Any], object]) -> None:
+        driver = start(attach, asynchronous=True)
+        session = driver.add("s", 20, 2, resumable=True)
+        driver.add("s", 10, 1, resumable=True)
+        driver.schedule()
+        driver.schedule()
+        driver.output()
+        driver.preempt("s", drop=False)
+        driver.output()
+        waits = "waits" if driver.scheduler.has_requests() else "is in no queue"
+        lengths.append(f"the session has {session.num_tokens} tokens and {waits}")
+
+    seen = watch(drive)
+    return figures(seen, lengths[0] if lengths else seen.raised, "the session has 31 tokens and waits")
+
+
 def load_rounded_up() -> Figures:
     seen = scenario("resumed_local_then_external")
     admitted = seen.of("Admitted", "r")[-1]
@@ -392,6 +447,42 @@ FAULTS: tuple[Fault, ...] = (
         rejection_of_a_past_life,
         "53 computed tokens",
         ("tokens/unexplained-drop",),
+    ),
+    Fault(
+        "rejection-before-a-failed-load",
+        "Under async scheduling, a synchronous load fails while the next step of its request is in flight. "
+        "The scheduler lowers the count of computed tokens, so the tokens of that step are no part of it any "
+        "more. When the output of that step comes, its rejected draft tokens are subtracted all the same, "
+        "and the request executes valid positions again.",
+        "0.12.0 to 0.33.0",
+        ("0.12.0", "0.33.0"),
+        SCHEDULER.format("update_from_output") + ", where rejected drafts are subtracted",
+        rejection_before_a_failed_load,
+        "55 computed tokens",
+        ("tokens/unexplained-drop",),
+    ),
+    Fault(
+        "output-above-a-failed-load",
+        "In the same history, the tokens that the step in flight sampled are handed to the client, although "
+        "the step read the blocks that failed to load. The scheduler skips only the output of the step that "
+        "reported the failure.",
+        "0.12.0 to 0.33.0",
+        ("0.12.0", "0.33.0"),
+        SCHEDULER.format("update_from_output") + ", for requests that `_handle_invalid_blocks` names",
+        output_above_a_failed_load,
+        "1 tokens handed to the client before the failed blocks are computed",
+    ),
+    Fault(
+        "session-loses-its-tokens",
+        "A session is preempted while its last token is in flight, and its next chunk waits. When the output "
+        "stops the turn, the chunk begins at the count of computed tokens, which is 0: the scheduler deletes "
+        "the tokens of all turns before, but keeps their number as the length of the prompt. It also removes "
+        "the session from every queue, so no step schedules it again.",
+        "0.32.0; in 0.33.0 the session keeps its tokens and its place",
+        ("0.32.0",),
+        SCHEDULER.format("_update_request_as_session") + ", called by `_handle_stopped_request`",
+        session_loses_its_tokens,
+        "the session has 10 tokens and is in no queue",
     ),
     Fault(
         "load-rounded-up",
