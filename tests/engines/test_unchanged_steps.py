@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 pytest.importorskip("vllm")
@@ -10,6 +12,7 @@ from tests.engines.observed import observe
 from tests.scenarios.corpus import SCENARIOS
 
 from kvledger.audit.engines.observer import Observer
+from kvledger.audit.engines.pool import isolation
 from kvledger.audit.engines.step_log import StepLog
 
 
@@ -28,6 +31,7 @@ def emitted(name: str) -> list[str]:
 def test_unchanged_steps_give_the_same_events_either_way(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepLog, "now", lambda _: 0)
     monkeypatch.setattr(Observer, "hook_time", lambda _: (-1, 0))
+    monkeypatch.setattr(isolation, "os", SimpleNamespace(urandom=bytes))  # one key, so equal classes
     by_short_path = emitted(name)
     monkeypatch.setattr("kvledger.audit.engines.observer.StepLog", NeverSteady)
 

@@ -41,7 +41,7 @@ def write_hostile(folder: Path) -> None:
 
 
 def test_a_hostile_journal_stops_neither_scrapes_nor_a_signal(tmp_path: Path) -> None:
-    journals.write(tmp_path / "engine-8-8-0", [], version="0.33.0")
+    journals.write(tmp_path / "engine-8-8-0", [], configuration={"model": "served"})
     write_hostile(tmp_path)
     command = [
         sys.executable,
@@ -69,5 +69,5 @@ def test_a_hostile_journal_stops_neither_scrapes_nor_a_signal(tmp_path: Path) ->
 
     assert (0, 200) == (code, healthy)
     assert time.monotonic() - began < 30
-    assert "vllm 0.33.0" in text
-    assert 'kvledger_gaps_total{engine="vllm 0.32.0' in text
+    assert 'kvledger_requests_total{engine="served / engine 0"' in text
+    assert 'kvledger_gaps_total{engine="vllm / engine 0"' in text
