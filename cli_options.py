@@ -252,7 +252,7 @@ Skip = Annotated[
         min=0.0,
         max=0.99,
         show_default=False,
-        help="Count no hits of this share of the requests at the beginning, where the cache is cold.",
+        help="Leave out the hits of this share of the requests at the beginning, where the cache is cold.",
     ),
 ]
 PageFile = Annotated[

@@ -126,7 +126,7 @@ class TraceReader:
         self.path = path
         """The journal, for messages."""
         self.listener: Listener | None = None
-        """Is told of hits, cached blocks and evictions."""
+        """Receives hits, cached blocks and evictions."""
         self.trace = BlockTrace()
         self.began_seconds = 0.0
         """Unix time from which the engine's times count."""
