@@ -223,6 +223,8 @@ def test_the_adapter_of_a_release_is_found_in_its_source_files(
     folder: str, adapter: str, reachable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = Path(__file__).parents[2] / ".releases" / folder / "vllm"
+    if not package.is_dir():
+        pytest.skip(f"not here: python3 scripts/releases.py build {folder}")
     spec = SimpleNamespace(origin=str(package / "__init__.py"))
     monkeypatch.setattr(source_files, "find_spec", lambda name: spec)
     source = source_files.read()
