@@ -77,6 +77,8 @@ def _hash(
     record = holdings.record(pool, block)
     if event.replaced:
         holdings.drop_hashes(pool, record)
+    elif not record.hash_ids:
+        holdings.failed.pop((event.pool, block), None)  # the load that failed belongs to earlier content
     if hash_id in pool.removed:
         _note_return(holdings, event.step, pool, hash_id, group, request, end)
     if hash_id not in record.hash_ids:

@@ -126,6 +126,20 @@ def test_a_block_that_failed_among_loaded_ones_is_the_only_one_without_kv(watche
 
 
 @near_miss("blocks/hash-content")
+def test_a_block_that_is_cached_anew_after_a_reset_has_kv(watched):
+    """Life 2 gets a block of life 1 again and caches it; the load that failed in life 1 is no longer its."""
+    driver = with_failed_load(watched, prompt=208, failed=slice(0, 10), blocks=26)
+    last = driver.blocks("r")[-1]
+    driver.reset_prefix_cache(running=True)
+    driver.schedule()
+    assert last == driver.blocks("r")[-1]
+    driver.output()
+    driver.run()
+
+    assert [] == [id for id in watched.violation_ids() if id == "blocks/hash-content"]
+
+
+@near_miss("blocks/hash-content")
 def test_a_load_that_failed_as_a_whole_leaves_the_local_hits_valid(watched):
     driver = watched.start(connector="scripted", groups=("full", "sliding"), sliding_window=32)
     driver.connector.answer_lookups("r", 0, (8, True), 0)
