@@ -109,7 +109,12 @@ class Engines:
         folder = self._root / f"engine-{number:04d}"
         writer = JournalWriter(folder, Limits(segment_bytes=20_000))
         start = [
-            replace(journals.STARTED, process_id=process_id, wall_seconds=1e9 + number),
+            replace(
+                journals.STARTED,
+                process_id=process_id,
+                wall_seconds=1e9 + number,
+                configuration={"model": f"model-{process_id}"},  # no other engine decides its label
+            ),
             Snapshot(0, 0, [], 0),
         ]
         writer.rotate()
@@ -191,7 +196,10 @@ class Scraper:
 
 
 def scrape(url: str) -> dict[Key, float] | None:
-    """Every counter and histogram; None while the sidecar does not answer."""
+    """Every counter and histogram of the ledger; None while the sidecar does not answer.
+
+    Those of the process (``process_*``, ``python_*``) begin at zero with each process.
+    """
     request = urllib.request.Request(url, headers={"Accept": ACCEPT})
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
@@ -203,7 +211,7 @@ def scrape(url: str) -> dict[Key, float] | None:
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(text)
-        if family.type in ("counter", "histogram")
+        if family.type in ("counter", "histogram") and family.name.startswith("kvledger_")
         for sample in family.samples
     }
 
