@@ -39,6 +39,9 @@ LEFT_OUT = (
 )
 """Prefixes of metrics about the present: of a running engine, its own counters, and a sidecar."""
 
+MOST_TICKS = 1_000_000
+"""The most samples of a series between two events. At 15 seconds it is half a year without an event."""
+
 EXPORTED = tuple(metric for metric in METRICS if not metric.name.startswith(LEFT_OUT))
 
 
@@ -93,11 +96,16 @@ class _Journal:
 
 
 def _ticks(paths: Sequence[Path], interval: float) -> Iterator[tuple[float, list[EngineAudit]]]:
-    """Each time of a sample, with the audits of the events before it."""
+    """Each time of a sample, with the audits of the events before it. Raises :class:`LedgerError`."""
     journals = [_Journal(path) for path in find_journals(paths)]
     begun: list[EngineAudit] = []
     due = 0.0
     for at, place, number, event in heapq.merge(*(one.events(n) for n, one in enumerate(journals))):
+        if due and at > due + MOST_TICKS * interval:
+            raise LedgerError(
+                f"{journals[place].engine_audit.path}: over {MOST_TICKS:,} samples would lie between two "
+                "events; give a longer --interval, or leave this journal out."
+            )
         while due and at > due:
             yield due, begun
             due += interval

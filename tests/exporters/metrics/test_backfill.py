@@ -12,6 +12,7 @@ from tests import history, journals
 from tests.histories import events
 
 from kvledger.audit.errors import LedgerError
+from kvledger.audit.events import CacheReset
 from kvledger.audit.journal.writer import JournalWriter
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.exporters.metrics import backfill
@@ -86,6 +87,14 @@ def test_a_restarted_engine_continues_its_series(tmp_path: Path) -> None:
 
 def journals_of_one_request() -> list[object]:
     return [journals.Snapshot(0, 0, [], 0), *events(200, journals.CLEAN)]
+
+
+def test_an_event_centuries_after_the_others_is_one_sentence(tmp_path: Path) -> None:
+    journals.write(tmp_path / "engine", [CacheReset(1 << 53, True, False)], stopped=False)
+
+    with pytest.raises(LedgerError, match="would lie between two events"):
+        exported(tmp_path / "engine")
+    assert not (tmp_path / "engine.om").exists()
 
 
 def test_a_label_that_is_none_is_one_sentence() -> None:
