@@ -93,6 +93,11 @@ RULES = {
         ),
         lazily=HOST,
     ),
+    # these are imported at level content only, in an environment that has an engine
+    "audit.engines.content.fingerprint": Rule(libraries=frozenset({"numpy", "torch"})),
+    "audit.engines.content.fingerprint_triton": Rule(
+        ours=("audit.engines.content.fingerprint",), libraries=frozenset({"numpy", "torch", "triton"})
+    ),
     # the outer ring
     "audit.entry": OUTER,
     "audit.entry.pytest_plugin": OUTER._replace(libraries=frozenset({"pytest"})),

@@ -1,0 +1,1 @@
+"""Level ``content``: fingerprints of the KV itself, in the worker process."""
