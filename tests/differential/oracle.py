@@ -176,7 +176,8 @@ class Account:
                     one.origin, one.origin_life = "", 0
                 one.came.discard(life.number)
         for work in self.works():
-            if work.life is life and not work.overrun:
+            # A request keeps its count if another one computes the failed blocks again.
+            if work.life is life and not work.overrun and work.start + work.tokens > valid:
                 work.valid_below = valid if work.valid_below is None else min(valid, work.valid_below)
 
     # Ends.
@@ -347,9 +348,11 @@ class Oracle:
                 account.answer()
         for name, state in fact.after.items():
             before, account = fact.before[name], self.accounts[name]
-            if account.resumable and name in fact.ended and name in step and not account.finished:
-                # A turn gives up its last token. A preempted request has no KV to give up, and its sequence
-                # ends with the turn: ``state`` may have the tokens of the next chunk.
+            turn_ended = account.resumable and name in fact.ended and name in step and not account.finished
+            if turn_ended and not state.finished:
+                # A turn gives up its last token, unless the session ends with it. A preempted request
+                # has no KV to give up, and its sequence ends with the turn: ``state`` may have the tokens
+                # of the next chunk.
                 turn_end = before.tokens + fact.returned.get(name, 0)
                 account.stop(state.computed if before.status == "RUNNING" else turn_end)
                 if state.prompt_tokens > before.prompt_tokens:
