@@ -40,6 +40,17 @@ NOT_SAVED = (causes.FAILED, causes.NOT_PLANNED, causes.NEVER_LOADED)
 """Causes for which promised tokens were computed in place of the load."""
 
 
+MOST_AVOIDED = 0.9
+"""The share of lost tokens for which :class:`MoreBlocks` is named."""
+
+
+class MoreBlocks(msgspec.Struct, frozen=True):
+    """So many percent more blocks would have avoided so many lost tokens."""
+
+    percent: int
+    tokens: int
+
+
 class Delays(msgspec.Struct):
     """Delays of the first token: tokens that a request computed before it, and microseconds it waited."""
 
@@ -89,6 +100,8 @@ class LostTokens(msgspec.Struct):
     tokens: dict[str, int] = {}
     requests: int = 0
     delays: Delays = msgspec.field(default_factory=Delays)
+    avoidable: dict[int, int] = {}
+    """Tokens by how many percent more blocks would have avoided them, as far as known."""
 
 
 class Loads(msgspec.Struct):
@@ -139,6 +152,8 @@ class CostTally(msgspec.Struct):
                 waits = waited if cause in causes.PREEMPTIONS else 0
                 if delay or waits:
                     row.delays.add(delay, waits)
+                if cause == causes.BLOCKS and account.more_blocks_percent >= 0:
+                    add_avoidable(row.avoidable, {account.more_blocks_percent: tokens})
         if account.rejected:
             self._row(REJECTED, DRAFT, account.rejected)
         if account.overrun:
@@ -165,6 +180,8 @@ class LostWork(msgspec.Struct):
     requests: int = 0
     seconds: float | None = 0.0
     delays: PricedDelays = msgspec.field(default_factory=PricedDelays)
+    avoidable: dict[int, int] = {}
+    """As in :class:`LostTokens`."""
 
     def merge(self, more: LostWork) -> None:
         """Add the lost work of another engine."""
@@ -172,6 +189,18 @@ class LostWork(msgspec.Struct):
         self.requests += more.requests
         self.seconds = plus(self.seconds, more.seconds)
         self.delays.merge(more.delays)
+        self.avoidable = dict(self.avoidable)
+        add_avoidable(self.avoidable, more.avoidable)
+
+    @property
+    def more_blocks(self) -> MoreBlocks | None:
+        """The fewest blocks that would have avoided most of the tokens; None if that is not known."""
+        sum_ = 0
+        for percent, tokens in sorted(self.avoidable.items()):
+            sum_ += tokens
+            if sum_ >= MOST_AVOIDED * self.tokens:
+                return MoreBlocks(percent=percent, tokens=sum_)
+        return None
 
 
 class PricedLoads(msgspec.Struct):
@@ -224,6 +253,7 @@ def priced(tally: CostTally, model: StepModel, busy_us: int, connector: str) -> 
             requests=row.requests,
             seconds=total(seconds(model, kind, tokens) for kind, tokens in row.tokens.items()),
             delays=row.delays.seconds(model.prefill_seconds),
+            avoidable=dict(row.avoidable),
         )
     loads = tally.loads
     if loads.asynchronous or loads.synchronous_tokens or loads.not_saved_tokens:
@@ -252,6 +282,12 @@ def seconds(model: StepModel, kind: str, tokens: int) -> float | None:
         DRAFT: model.draft_seconds,
     }[kind]
     return None if price is None else price * tokens
+
+
+def add_avoidable(into: dict[int, int], more: dict[int, int]) -> None:
+    """Add tokens by percent of more blocks."""
+    for percent, tokens in more.items():
+        into[percent] = into.get(percent, 0) + tokens
 
 
 def plus(one: float | None, other: float | None) -> float | None:

@@ -50,6 +50,7 @@ class Account:
         "losses",
         "lost",
         "matched_external",
+        "more_blocks_percent",
         "outcome",
         "overrun",
         "plan",
@@ -198,6 +199,9 @@ class Account:
         """Tokens of the connector's last answer; None: it asked to be asked again later."""
         self.asked_from = -1
         """The local hit beyond which the connector was asked since the last lookup; -1: it was not asked."""
+        self.more_blocks_percent = -1
+        """How many percent more blocks would have avoided every preemption for lack of free blocks, rounded
+        up; -1: there was none, or it is not known."""
         self.lines: list[Line] | None = None
         """Lines of the account statement; None: not kept."""
         self.steady_scheduled = -1

@@ -19,7 +19,7 @@ from .frozen import AccountStatement
 from .lives import LIVES, withdraw_hit
 from .loads import LOADS
 from .observation import ERRORS_KEPT, OBSERVATION, forget
-from .posting import close_unseen, enter_subjects, make_unknown
+from .posting import close_unseen, enter_subjects, make_unknown, see_demand
 from .state import LedgerState
 from .steady import activate_all, open_accounts
 from .steps import STEPS
@@ -30,6 +30,8 @@ from .totals import Totals
 def _block(state: LedgerState, event: ev.Event) -> None:
     """Post an event of blocks, and note which parts of a prompt had been in the cache before."""
     subjects = state.blocks.apply(event, open_accounts(state))
+    if state.blocks.demand.waiting:
+        see_demand(state)
     enter_subjects(state, subjects, getattr(event, "step", state.step))
     for request, lost in state.blocks.refilled:
         account = state.living.get(request)

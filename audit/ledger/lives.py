@@ -22,11 +22,13 @@ from .posting import (
     begin_life,
     close_account,
     delivered_end,
+    end_wait,
     enter,
     enter_reported,
     make_unknown,
     open_account,
     roll_back,
+    see_demand,
     settle,
 )
 from .state import LedgerState
@@ -80,6 +82,8 @@ def _admitted(state: LedgerState, event: ev.Admitted) -> None:
     if account.in_flight:
         load_before_hit(state, account, event.local_tokens)
         execute_before_hit(account, event.local_tokens)
+    if state.blocks.demand.known(event.request):
+        end_wait(state, account)
     life = begin_life(state, account, event.local_tokens, event.external_tokens)
     life.asynchronous = event.asynchronous
     _local_hit(state, account, life)
@@ -199,6 +203,9 @@ def _preempted(state: LedgerState, event: ev.Preempted) -> None:
     )
     account.preemptions += 1
     end_life(state, account, event.cause)
+    if event.cause == causes.BLOCKS and len(state.blocks.pools) == 1:
+        state.blocks.demand.preempt(event.request)
+        see_demand(state)
     enter(state, event, account)
 
 
@@ -279,6 +286,8 @@ def _finished(state: LedgerState, event: ev.Finished) -> None:
     unreported(state, account)
     cut_off(state, account, event.sequence_tokens)
     enter(state, event, account)
+    if state.blocks.demand.known(event.request):
+        end_wait(state, account)
     close_account(state, event.request, account)
 
 

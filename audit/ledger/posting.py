@@ -5,6 +5,7 @@ from __future__ import annotations
 from .. import causes
 from .. import events as ev
 from .account import Account
+from .blocks.records import usable, used
 from .blocks.subjects import BlockFinding
 from .frozen import Line, Settlement
 from .life import Life
@@ -34,6 +35,19 @@ def find_account(state: LedgerState, request: int) -> Account | None:
     if account is not None and account.steady_scheduled >= 0:
         activate(state, account)
     return account
+
+
+def see_demand(state: LedgerState) -> None:
+    """Note how many blocks are needed now beside those that preempted requests held."""
+    for pool in state.blocks.pools.values():
+        state.blocks.demand.see(used(pool))
+
+
+def end_wait(state: LedgerState, account: Account) -> None:
+    """A request that may have been preempted is admitted, or ends: note how many blocks it lacked."""
+    for pool in state.blocks.pools.values():
+        percent = state.blocks.demand.end(account.request, usable(pool))
+        account.more_blocks_percent = max(account.more_blocks_percent, percent)
 
 
 def account_of(state: LedgerState, request: int) -> Account:

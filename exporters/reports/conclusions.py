@@ -13,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from ...audit import causes
+from ...audit.analysis.costs import REWORK, MoreBlocks
 from ...audit.causes import external_loss
 from ...audit.ledger.totals import Totals
 from .audit import AuditReport, share
@@ -60,6 +61,8 @@ class Facts(msgspec.Struct, kw_only=True):
     seconds: Mapping[str, float | None] = {}
     waited_seconds: float | None = None
     saved_seconds: float | None = None
+    more_blocks: MoreBlocks | None = None
+    """The fewest blocks that would have avoided most of the rework of preemptions."""
 
 
 class Conclusion(NamedTuple):
@@ -145,6 +148,9 @@ def with_costs(facts: Facts, costs: CostReport) -> Facts:
     return msgspec.structs.replace(
         facts,
         engine_seconds=costs.engine_seconds,
+        more_blocks=next(
+            (row.more_blocks for row in costs.rows if (row.kind, row.cause) == (REWORK, causes.BLOCKS)), None
+        ),
         seconds={f"{row.kind}/{row.cause}" if row.cause else row.kind: row.seconds for row in costs.rows},
         waited_seconds=sum(row.waited_seconds for row in loads) if loads else None,
         saved_seconds=sum(known) if loads and len(known) == len(saved) else None,
@@ -162,10 +168,13 @@ def preempted(facts: Facts) -> Conclusion | None:
         return None
     only = facts.preemptions and causes.RESET not in facts.rework
     after = f" after {counted(facts.preemptions, 'preemption')}" if only else ""
+    more = facts.more_blocks
+    avoided = None if more is None else percent(more.tokens / tokens)
+    advice = f" {more.percent} % more blocks would have avoided {avoided} of them." if more else ""
     return Conclusion(
         lost.weight,
         f"Preemption for lack of free blocks cost {lost.text}: {counted(tokens, 'token')} computed "
-        f"again{after}.",
+        f"again{after}.{advice}",
     )
 
 

@@ -13,7 +13,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...audit.analysis.costs import OVERRUN, REJECTED, REWORK, Costs, LostWork, PricedDelays, PricedLoads
+from ...audit.analysis.costs import (
+    OVERRUN,
+    REJECTED,
+    REWORK,
+    Costs,
+    LostWork,
+    MoreBlocks,
+    PricedDelays,
+    PricedLoads,
+)
 from ...audit.analysis.step_model import StepModel
 from ...audit.causes import loss
 from ...audit.replay.engine_audit import EngineAudit
@@ -44,6 +53,8 @@ class CostRow(msgspec.Struct, frozen=True, kw_only=True):
     first_token_median_seconds: float | None
     first_token_p95_seconds: float | None
     money: float | None
+    more_blocks: MoreBlocks | None = None
+    """The fewest blocks that would have avoided nine tenths of the tokens, from block events."""
 
 
 class LoadRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,6 +151,7 @@ def _row(key: str, lost: LostWork, engine_seconds: float, gpu_hour: float | None
         first_token_median_seconds=median,
         first_token_p95_seconds=p95,
         money=money(lost.seconds, gpu_hour),
+        more_blocks=lost.more_blocks,
     )
 
 

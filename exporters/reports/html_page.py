@@ -19,6 +19,7 @@ from ..templating import environment
 from ..trace.time_series import TICKS, Series
 from . import charts, costs
 from .audit import AuditReport, FindingData, share
+from .conclusions import SHOWN
 from .html_blocks import block_section
 from .html_data import WAITS, PageData, gather
 from .summary import COLUMNS, cells
@@ -65,6 +66,7 @@ def html(data: PageData) -> str:
         .render(
             report=report,
             verdict=VERDICTS[report.verdict],
+            meaning_of_drift=DRIFT if report.drift else "",
             drifts=counted(report.drift, "drift") if report.drift else "",
             about=data.about,
             facts=_facts(report),
@@ -99,20 +101,14 @@ def html(data: PageData) -> str:
 
 
 def _facts(report: AuditReport) -> list[str]:
-    """The two or three facts that matter most, a sentence each."""
-    totals, work = report.totals, report.work
+    """The conclusions, at most three; where there are fewer, what the trace is of."""
+    totals = report.totals
     facts = [*report.conclusions]
     hits = share(totals.local + totals.external, totals.prompt_tokens)
     if hits is not None:
         facts.append(
             f"{percent(hits)} of the {counted(totals.prompt_tokens, 'prompt token')} came from a cache: "
             f"{totals.local:,} local, {totals.external:,} external."
-        )
-    if work.rework:
-        cause = max(work.rework_by_cause, key=lambda name: work.rework_by_cause[name])
-        facts.append(
-            f"{percent(work.rework / work.scheduled)} of the scheduled tokens were computed again. "
-            f"Main cause: {loss(cause)}."
         )
     reported = report.reported
     if reported is not None:
@@ -122,9 +118,7 @@ def _facts(report: AuditReport) -> list[str]:
             f"The engine reported {reported.local:,} local and {reported.external:,} external tokens; the "
             f"ledger settled {settled}."
         )
-    if report.drift:
-        facts.append(DRIFT)
-    return facts
+    return facts[:SHOWN]
 
 
 def _by(data: PageData) -> str:

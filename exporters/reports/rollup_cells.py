@@ -10,7 +10,16 @@ from collections.abc import Iterable
 
 import msgspec
 
-from ...audit.analysis.costs import Costs, CostTally, Delays, Loads, LostTokens, PricedDelays, priced
+from ...audit.analysis.costs import (
+    Costs,
+    CostTally,
+    Delays,
+    Loads,
+    LostTokens,
+    PricedDelays,
+    add_avoidable,
+    priced,
+)
 from ...audit.analysis.step_model import StepModel
 from ...audit.ledger.account import Account
 from ...audit.ledger.totals import Totals, merge_tokens
@@ -111,6 +120,7 @@ class Lost(msgspec.Struct):
     tokens: dict[str, int] = {}
     requests: int = 0
     delays: Delayed = msgspec.field(default_factory=Delayed)
+    avoidable: dict[int, int] = {}
 
 
 class Cell(msgspec.Struct):
@@ -140,6 +150,7 @@ class Cell(msgspec.Struct):
             merge_tokens(lost.tokens, row.tokens)
             lost.requests += row.requests
             lost.delays.take(row.delays)
+            add_avoidable(lost.avoidable, row.avoidable)
         _add_loads(self.loads, tally.loads)
 
     def merge(self, more: Cell) -> None:
@@ -153,10 +164,14 @@ class Cell(msgspec.Struct):
             merge_tokens(lost.tokens, row.tokens)
             lost.requests += row.requests
             lost.delays.merge(row.delays)
+            add_avoidable(lost.avoidable, row.avoidable)
 
     def costs(self, model: StepModel, connector: str) -> Costs:
         """Lost work and loads in seconds, without the engine's time."""
-        lost = {key: LostTokens(dict(row.tokens), row.requests) for key, row in self.lost.items()}
+        lost = {
+            key: LostTokens(dict(row.tokens), row.requests, avoidable=dict(row.avoidable))
+            for key, row in self.lost.items()
+        }
         costs = priced(CostTally(lost, self.loads), model, 0, connector)
         for key, row in self.lost.items():
             costs.lost[key].delays = row.delays.seconds(model.prefill_seconds)

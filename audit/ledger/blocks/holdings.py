@@ -12,6 +12,7 @@ from typing import Any
 from ... import events as ev
 from ..account import Account
 from ..frozen import RemovedRange
+from .demand import BlockDemand
 from .records import PIN, TABLE, UNKNOWN, Block, FailedLoad, Holder, Operation, Pool, hash_text
 from .subjects import BlockFinding, Collision, Subject
 
@@ -62,6 +63,8 @@ class Holdings:
         """By request: tokens per chunk of the connector's store, and the key of each chunk of the request."""
         self.saved_keys: dict[int, list[SavedBy]] = {}
         """By key of the connector's store: who may have saved the KV, one request of each isolation class."""
+        self.demand = BlockDemand()
+        """How many more blocks preempted requests would have needed to run on."""
         self.findings: list[BlockFinding] = []
         """Subjects of this event, for the checks."""
         self.accounts: Accounts = {}
@@ -80,6 +83,7 @@ class Holdings:
         self.never_loaded.clear()
         self.isolation.clear()
         self.store_keys.clear()
+        self.demand.forget()
 
     # --- references and hashes -----------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from ...causes import EVICTED
 from .engine_reports import compare_references
 from .holdings import Holdings
 from .isolation import report_other_classes
-from .records import COPY, DEFERRED, PIN, TABLE, UNKNOWN, Block, Pool, hash_text, remember
+from .records import COPY, DEFERRED, PIN, TABLE, UNKNOWN, Block, Pool, hash_text, remember, used
 from .subjects import StrayFree
 
 
@@ -37,6 +37,8 @@ def _allocate(
     group: int,
     blocks: list[int],
 ) -> None:
+    if request in holdings.demand.waiting:
+        holdings.demand.hold(request, used(pool))
     holder = holdings.actor(TABLE, request, group)
     done = holdings.operation(event, "allocated", event.by, request, group)
     for block in blocks:
@@ -59,6 +61,8 @@ def _touched(holdings: Holdings, event: old_events.BlocksTouched) -> None:
     pool = holdings.pools.get(event.pool)
     if pool is None:
         return
+    if event.request in holdings.demand.waiting:
+        holdings.demand.hold(event.request, used(pool))
     holder, done = (
         holdings.actor(TABLE, event.request, event.group),
         holdings.call_operation(event, "touched"),
@@ -103,6 +107,8 @@ def _freed(holdings: Holdings, event: old_events.BlocksFreed) -> None:
             holdings.report(stray, event.request)
             record.holders_known = False  # until the engine reports the block's count
         counts[block] = references
+    if event.request >= 0 and len(holdings.pools) == 1:
+        holdings.demand.free(event.request, event.step, list(counts), list(counts.values()))
     for block, references in counts.items():
         pool.free_blocks += references == 0
         compare_references(holdings, event.pool, block, pool.records[block], references)

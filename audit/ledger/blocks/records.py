@@ -128,6 +128,16 @@ class Pool(msgspec.Struct):
     """Records of single blocks, by block id."""
 
 
+def usable(pool: Pool) -> int:
+    """Blocks of a pool that requests can use."""
+    return pool.blocks - (pool.null_block >= 0)
+
+
+def used(pool: Pool) -> int:
+    """Blocks of a pool that are in use."""
+    return usable(pool) - pool.free_blocks
+
+
 def remember(record: Block, done: Operation) -> None:
     """Remember an operation on a block."""
     record.operations.append(done)

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import tarfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvledger.audit.analysis.costs import LostWork, MoreBlocks
+from kvledger.audit.replay.journals import audit_paths
 from kvledger.exporters.reports import conclusions as rules
-from kvledger.exporters.reports.conclusions import RULES, Facts, Rule, conclusions
+from kvledger.exporters.reports.audit import report
+from kvledger.exporters.reports.conclusions import RULES, Facts, Rule, concluded, conclusions
+from kvledger.exporters.reports.costs import costs_of
+from kvledger.exporters.reports.html_data import gather
+from kvledger.exporters.reports.summary import summarize
+
+RECORDED = Path(__file__).parents[2] / "audit" / "replay" / "journals"
 
 CASES: list[tuple[Rule, dict[str, Any], dict[str, Any], str]] = [
     (
@@ -29,6 +39,13 @@ CASES: list[tuple[Rule, dict[str, Any], dict[str, Any], str]] = [
         "Preemption for lack of free blocks cost about 3.5 % of engine time (3.5 s): 9 tokens computed "
         "again after "
         "1 preemption.",
+    ),
+    (
+        rules.preempted,
+        {"scheduled": 200, "rework": {"blocks": 20}, "more_blocks": MoreBlocks(percent=12, tokens=18)},
+        {"scheduled": 2001, "rework": {"blocks": 20}, "more_blocks": MoreBlocks(percent=12, tokens=18)},
+        "Preemption for lack of free blocks cost 10.0 % of scheduled tokens: 20 tokens computed again. "
+        "12 % more blocks would have avoided 90.0 % of them.",
     ),
     (
         rules.recomputed,
@@ -135,3 +152,33 @@ def test_the_heaviest_three_sentences_are_printed() -> None:
     sentences = conclusions(facts)
 
     assert ["Rejected drafts", "Work past the s", "Preemption for "] == [each[:15] for each in sentences]
+
+
+@pytest.mark.parametrize(
+    ("avoidable", "more"),
+    [
+        ({5: 50, 12: 40, 80: 10}, MoreBlocks(percent=12, tokens=90)),
+        ({5: 50, 12: 39, 80: 11}, MoreBlocks(percent=80, tokens=100)),
+        ({5: 50, 12: 39}, None),
+        ({}, None),
+    ],
+)
+def test_more_blocks_are_named_for_nine_tenths_of_all_lost_tokens(
+    avoidable: dict[int, int], more: MoreBlocks | None
+) -> None:
+    assert more == LostWork(tokens=100, avoidable=avoidable).more_blocks
+
+
+def test_block_events_say_how_many_more_blocks_would_have_avoided_rework(tmp_path: Path) -> None:
+    """The same in audit, summary and the report; at level tokens nobody knows."""
+    with tarfile.open(RECORDED / "scheduler-0.32.0-blocks.tar.xz") as packed:
+        packed.extractall(tmp_path)
+    folder = tmp_path / "scheduler-0.32.0-blocks"
+
+    audited = audit_paths([folder], with_metrics=False, with_costs=True)
+    sentences = concluded(report(audited, costs_of(audited.engines))).conclusions
+
+    assert sentences[0].endswith("21 % more blocks would have avoided 94.6 % of them.")
+    assert sentences == summarize([folder], with_costs=True)[-1].conclusions
+    assert sentences[0] in gather([folder]).report.conclusions
+    assert "more blocks" not in " ".join(rules.conclusions(Facts(scheduled=10, rework={"blocks": 10})))

@@ -123,6 +123,13 @@ def test_a_clean_trace_with_drifts_says_so_first(tmp_path: Path) -> None:
     assert "A drift is a figure that the engine counts by a deliberate but misleading rule." in page
 
 
+def test_the_page_begins_with_at_most_three_sentences(trace: Path) -> None:
+    page = html(gather([trace]))
+
+    (listed,) = re.findall(r'<h2>Conclusions</h2>\s*<ul class="facts">(.*?)</ul>', page, re.DOTALL)
+    assert 3 == listed.count("<li>")
+
+
 def test_empty_tables_and_plots_are_left_out(tmp_path: Path) -> None:
     page = html(gather([journals.write(tmp_path / "little", events(10, "A0+0 s10 o+"))]))
 
