@@ -7,7 +7,7 @@ PYTEST := $(BIN)/python -m pytest
 TWO_WORKERS := -n 2 --dist loadfile
 SLOW := benchmark or browser or crash or fuzz or packaging or programs or serving or whole_engine
 
-.PHONY: help demo test test-all lint bench instructions crash differential fuzz releases whatif-proof repro-proof cards upstream-tests docs site pictures clean
+.PHONY: help demo test test-all lint bench instructions crash long-run differential fuzz releases whatif-proof repro-proof cards upstream-tests docs site pictures clean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -41,6 +41,10 @@ instructions: ## count the instructions of an engine step, bare and observed; ne
 crash: ## kill the sidecar 300 times while it is scraped; KILLS=n for another number
 	$(READY) test
 	KVLEDGER_KILLS=$(or $(KILLS),300) $(BIN)/python -m pytest -q tests/exporters/sidecar/test_crash.py $(ARGS)
+
+long-run: ## send a day of requests through journal, sidecar and Prometheus, accelerated; ARGS="--hours 2" for less
+	$(READY) test
+	PYTHONPATH=src:. $(BIN)/python -m tests.serving.long_run.run $(ARGS)
 
 fuzz: ## read 100,000 mutated journals; JOURNALS=n for another number
 	$(READY) test

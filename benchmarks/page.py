@@ -1,4 +1,4 @@
-"""Reads and writes docs/performance.md: the table of `make bench`, then that of `make instructions`."""
+"""Reads and writes docs/performance.md: parts of `make bench`, `make instructions`, `make long-run`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from kvledger.audit.engines import host_version
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "performance.md"
 INSTRUCTIONS = "## Instructions\n"
-"""The heading of the second half."""
+"""The heading of the second part."""
+
+LONG_RUN = "## A long run\n"
+"""The heading of the third part."""
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -51,14 +54,33 @@ def read_table(page: Path = PAGE) -> list[tuple[str, ...]]:
     return [tuple(cell.strip() for cell in line.strip("|").split(" | ")) for line in lines[2:]]
 
 
-def write_first(half: str, page: Path = PAGE) -> None:
-    """Replace the part above the heading of the instructions by ``half``."""
-    _, heading, rest = page.read_text().partition(INSTRUCTIONS)
-    page.write_text(f"{half}\n{heading}{rest}" if heading else half)
+def write_first(part: str, page: Path = PAGE) -> None:
+    """Replace what stands above the heading of the instructions."""
+    _write(page, "", part)
 
 
-def write_second(half: str, page: Path = PAGE) -> None:
-    """Replace the part from the heading of the instructions on by ``half``."""
-    assert half.startswith(INSTRUCTIONS)
-    first = page.read_text().partition(INSTRUCTIONS)[0].rstrip("\n")
-    page.write_text(f"{first}\n\n{half}")
+def write_second(part: str, page: Path = PAGE) -> None:
+    """Replace the part about instructions."""
+    _write(page, INSTRUCTIONS, part)
+
+
+def write_long_run(part: str, page: Path = PAGE) -> None:
+    """Replace the part about the long run."""
+    _write(page, LONG_RUN, part)
+
+
+def _write(page: Path, heading: str, part: str) -> None:
+    """Replace one part, which begins with its ``heading``, or add it in its place."""
+    assert part.startswith(heading)
+    parts = _parts(page.read_text()) | {heading: part}
+    order = [parts[each] for each in ("", INSTRUCTIONS, LONG_RUN) if each in parts]
+    page.write_text("\n\n".join(text.strip("\n") for text in order) + "\n")
+
+
+def _parts(text: str) -> dict[str, str]:
+    """The parts of the page, by their headings; the first has none."""
+    begins = [("", 0)]
+    begins += [(each, text.index(each)) for each in (INSTRUCTIONS, LONG_RUN) if each in text]
+    begins.sort(key=lambda each: each[1])
+    ends = [place for _, place in begins[1:]] + [len(text)]
+    return {heading: text[place:end] for (heading, place), end in zip(begins, ends, strict=True)}

@@ -68,6 +68,18 @@ def test_each_half_of_the_page_is_written_without_the_other(tmp_path: Path) -> N
     assert f"# What it costs\n\nnew\n\n{section(ROWS)}" == written.read_text()
 
 
+def test_the_long_run_stands_last_and_is_replaced_alone(tmp_path: Path) -> None:
+    written = tmp_path / "performance.md"
+    written.write_text(f"# What it costs\n\nfirst\n\n{page.INSTRUCTIONS}\nold\n")
+
+    page.write_long_run(f"{page.LONG_RUN}\na day\n", written)
+    page.write_second(section(ROWS), written)
+    page.write_long_run(f"{page.LONG_RUN}\nanother day\n", written)
+
+    expected = f"# What it costs\n\nfirst\n\n{section(ROWS)}\n{page.LONG_RUN}\nanother day\n"
+    assert expected == written.read_text()
+
+
 def test_a_new_second_half_replaces_the_old_one(tmp_path: Path) -> None:
     written = tmp_path / "performance.md"
     written.write_text(f"# What it costs\n\nfirst\n\n{page.INSTRUCTIONS}\nold\n")

@@ -46,7 +46,7 @@ def main(folder: Path, width: int = 1440) -> None:
         place.mkdir()
         engine = Engine(Path(made), place)
         sidecar = Sidecar(Path(made), place, engine)
-        prometheus = Prometheus(Path(made), engine, sidecar, rules.write(Path(made)))
+        prometheus = Prometheus(Path(made), {"vllm": engine, "kvledger": sidecar}, rules.write(Path(made)))
         started = [prometheus, sidecar, engine]
         try:
             for process in started:

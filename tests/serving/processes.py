@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,19 @@ class Server:
             os.killpg(self._process.pid, 9)
             self._process.wait()
             self._process = None
+
+    def stop(self) -> None:
+        """Send SIGTERM and wait for the end."""
+        self.terminate()
+        assert self._process is not None
+        self._process.wait(START_SECONDS)
+        self._process = None
+
+    @property
+    def pid(self) -> int:
+        """The id of the process that was started."""
+        assert self._process is not None
+        return self._process.pid
 
     def terminate(self, *, group: bool = False) -> None:
         """Send SIGTERM to the process that was started, or to its whole process group."""
@@ -188,11 +201,11 @@ class Engine(Server):
 
 
 class Sidecar(Server):
-    """`kvledger serve` for the engine; it also scrapes the engine's own metrics."""
+    """`kvledger serve` for the engine; it also scrapes the engine's own metrics if there is one."""
 
     ready = "/-/ready"
 
-    def __init__(self, folder: Path, journals: Path, engine: Engine) -> None:
+    def __init__(self, folder: Path, journals: Path, engine: Engine | None = None) -> None:
         super().__init__(folder, "sidecar")
         self._journals = journals
         self._engine = engine
@@ -200,18 +213,19 @@ class Sidecar(Server):
     def command(self) -> list[str]:
         serve = [sys.executable, "-m", "kvledger", "serve", str(self._journals)]
         options = ["--web.listen-address", f"127.0.0.1:{self.port}"]
-        return [*serve, *options, "--engine-url", f"{self._engine.address}/metrics"]
+        if self._engine is not None:
+            options += ["--engine-url", f"{self._engine.address}/metrics"]
+        return [*serve, *options]
 
 
 class Prometheus(Server):
-    """Debian's Prometheus, scraping both every second."""
+    """Debian's Prometheus, scraping each of the ``jobs``, by its server, every second."""
 
     ready = "/-/ready"
 
-    def __init__(self, folder: Path, engine: Engine, sidecar: Sidecar, rules: Path) -> None:
+    def __init__(self, folder: Path, jobs: Mapping[str, Server], rules: Path) -> None:
         super().__init__(folder, "prometheus")
         self._program = tools.debian("prometheus", "prometheus")
-        jobs = {"vllm": engine.port, "kvledger": sidecar.port}
         self._configuration = folder / "prometheus.json"
         self._configuration.write_text(
             json.dumps(
@@ -219,8 +233,8 @@ class Prometheus(Server):
                     "global": {"scrape_interval": "1s", "evaluation_interval": "2s"},
                     "rule_files": [str(rules)],
                     "scrape_configs": [
-                        {"job_name": job, "static_configs": [{"targets": [f"127.0.0.1:{port}"]}]}
-                        for job, port in jobs.items()
+                        {"job_name": job, "static_configs": [{"targets": [f"127.0.0.1:{server.port}"]}]}
+                        for job, server in jobs.items()
                     ],
                 }
             )

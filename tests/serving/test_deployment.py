@@ -91,7 +91,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
     mounted = _failed("mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(place)) is False
     engine = Engine(folder, place)
     sidecar = Sidecar(folder, place, engine)
-    prometheus = Prometheus(folder, engine, sidecar, rules.write(folder))
+    prometheus = Prometheus(folder, {"vllm": engine, "kvledger": sidecar}, rules.write(folder))
     started = [prometheus, sidecar, engine]
     try:
         for process in started:
