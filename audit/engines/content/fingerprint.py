@@ -101,7 +101,9 @@ class LayerWords:
         """The sums of these blocks (NumPy int64), without a copy of large blocks."""
         sums: Any = np.empty(len(blocks), dtype=np.uint64)
         if self.array is None:
-            rows = padded_words(self.layer[torch.as_tensor(blocks)]).numpy().view(np.uint32)
+            rows = (
+                padded_words(self.layer[torch.as_tensor(blocks, dtype=torch.int64)]).numpy().view(np.uint32)
+            )
             return np.einsum("ij,j->i", rows, self.keys.reshape(-1), out=sums).view(np.int64)
         at = 0
         while at < len(blocks):

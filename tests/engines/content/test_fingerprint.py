@@ -141,4 +141,5 @@ def test_blocks_may_be_none_or_a_tensor() -> None:
     prints = Fingerprints([random_bytes((4, 8), torch.float32)], 1)
     assert prints.of([]).tolist() == []
     assert prints.by_layer_torch([]).shape == (0, 1)
+    assert Fingerprints([random_bytes((4, 3), torch.uint8)], 1).of([]).tolist() == []
     assert prints.of(torch.tensor([2, 1])).tolist() == prints.of([2, 1]).tolist()
