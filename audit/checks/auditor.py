@@ -48,6 +48,7 @@ class Auditor:
     ``engine`` is the engine's name in violations; without it, the first EngineStarted gives the name. With
     ``debug``, an exception in a check is raised; otherwise it is counted. The default is the environment
     variable KVLEDGER_DEBUG. ``on_violation`` is called for every violation found, repeated ones included.
+    ``only`` names the one invariant to check; None: all of them.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Auditor:
         watch: Watch | None = None,
         debug: bool | None = None,
         on_violation: OnViolation | None = None,
+        only: str | None = None,
     ) -> None:
         self.ledger = Ledger(keep_closed=keep_closed, watch=watch)
         """The ledger that events are posted to."""
@@ -80,7 +82,7 @@ class Auditor:
         self._subscribed: dict[type, tuple[tuple[Invariant, Check], ...]] = {}
         """The checks to run for each type of subject."""
         for row in catalogue().values():
-            for subject in row.on:
+            for subject in row.on if only in (None, row.id) else ():
                 self._subscribed[subject] = (
                     *self._subscribed.get(subject, ()),
                     (row, row.check),

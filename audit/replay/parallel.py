@@ -75,7 +75,7 @@ class Processes:
             return
         # A fork would copy locks that the caller's threads hold.
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(jobs, mp_context=context, initializer=_end_quietly) as pool:
+        with ProcessPoolExecutor(jobs, mp_context=context, initializer=end_quietly) as pool:
             largest = sorted(range(len(journals)), key=lambda place: -sizes[place])
             futures = {place: pool.submit(work, journals[place]) for place in largest}
             try:
@@ -88,6 +88,6 @@ class Processes:
                     future.cancel()
 
 
-def _end_quietly() -> None:
+def end_quietly() -> None:
     """Let Ctrl-C end a worker process silently: the command line prints the message."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

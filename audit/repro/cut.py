@@ -1,55 +1,31 @@
 """Cuts a journal down to what a finding may depend on: some thousand operations before it.
 
-The journal is read twice, both times as a stream. :func:`findings` audits it and notes where each finding
-is. :func:`cut` reads it again from the segment in which the finding's request came, up to the finding, and
-keeps the requests and operations of that stretch, the latest :data:`MOST_ITEMS` of them.
+:func:`cut` reads the journal from the segment in which the finding's request was added, up to the finding.
+It keeps the requests and operations of that stretch, the latest :data:`MOST_ITEMS` of them. Findings are
+found in ``find.py``.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from .. import events as ev
 from .. import old_events as old
-from ..checks.registry import Violation
 from ..errors import LedgerError
 from ..journal.reader import Position, Reader
 from ..ledger.blocks.decode import calls
-from ..replay.engine_audit import EngineAudit
-from ..replay.find import journals_at
+from .find import Seen
 
 MOST_ITEMS = 300_000
 """Most operations that a cut keeps."""
 
-LEAD_US = 60_000_000
-"""How long before a finding the cut begins, in microseconds, where no request says it."""
-
 
 class NotRebuilt(LedgerError):
     """The journal does not have what a reproduction needs; the text is one sentence."""
-
-
-class Seen(msgspec.Struct, frozen=True):
-    """A finding in a journal, and where it is: ``number`` of its event, ``segment`` to read from."""
-
-    id: str
-    request_id: str
-    """Empty if the finding concerns no single request."""
-    severity: str
-    engine: str
-    release: str
-    message: str
-    at: int
-    step: int
-    number: int
-    segment: int
-    journal: Path
 
 
 class Row(msgspec.Struct):
@@ -137,61 +113,6 @@ class Cut(msgspec.Struct):
     """How many requests the journal had up to the finding."""
     steps: int
     """How many steps it had up to the finding."""
-
-
-def findings(path: Path, *, finding: str | None = None, request: str | None = None) -> Iterator[Seen]:
-    """Every finding of the journals at ``path``, in order; only those asked for."""
-    for journal in journals_at([path]):
-        yield from _findings(journal, finding, request)
-
-
-def _findings(journal: Path, finding: str | None, request: str | None) -> Iterator[Seen]:
-    audit = EngineAudit(journal, with_metrics=False)
-    segments: list[tuple[int, int]] = []  # segment, time of its first event
-    came: dict[str, int] = {}  # when each request came whose account closed in the present batch
-    audit.on_closed.append(lambda account, _: came.update({account.request_id: account.added_at}))
-    with Reader(journal) as reader:
-        for batch, new in audit.batches(reader):
-            if batch.begins_segment and batch.events:
-                segments.append((batch.start.segment, batch.events[0].at))
-            for violation in new:
-                if finding not in (None, violation.id) or not _is(violation.request, request):
-                    continue
-                number = batch.first_event + len(batch.events)
-                yield _seen(audit, journal, violation, segments, number, came)
-            came.clear()
-
-
-def _is(request_id: str | None, wanted: str | None) -> bool:
-    return wanted is None or (request_id is not None and request_id.startswith(wanted))
-
-
-def _seen(
-    audit: EngineAudit,
-    journal: Path,
-    violation: Violation,
-    segments: list[tuple[int, int]],
-    number: int,
-    came: dict[str, int],
-) -> Seen:
-    started = audit.engine
-    accounts = audit.auditor.ledger.accounts()
-    open_since = (each.added_at for each in accounts if each.request_id == violation.request)
-    since = next(open_since, came.get(violation.request or "", max(0, violation.at - LEAD_US)))
-    segment = max((number for number, at in segments if at <= since), default=segments[0][0])
-    return Seen(
-        violation.id,
-        violation.request or "",
-        violation.severity,
-        violation.engine,
-        started.version if started is not None else "",
-        violation.message,
-        violation.at,
-        violation.step,
-        number,
-        segment,
-        journal,
-    )
 
 
 def cut(seen: Seen) -> Cut:

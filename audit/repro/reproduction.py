@@ -15,8 +15,9 @@ import msgspec
 from ..errors import LedgerError
 from ..replay.parallel import cores
 from . import checks
-from .cut import Cut, NotRebuilt, Seen, cut, findings
+from .cut import Cut, NotRebuilt, cut
 from .drive import Found, Outcome
+from .find import Seen, choose
 from .rebuild import Rebuilt, candidates, engine_of, require_rebuildable
 from .shrink import Shrinker, renamed
 from .workers import OutOfTime, Pool
@@ -28,14 +29,6 @@ Progress = Callable[[str, int, int, int], None]
 BUDGET_SECONDS = 120.0
 SEARCH_SHARE = 0.6
 """The part of the budget in which a first reproduction must be found."""
-
-
-class Ambiguous(LedgerError):
-    """Several findings could be meant; ``findings`` lists them."""
-
-    def __init__(self, findings: list[Seen]) -> None:
-        super().__init__("The journal has several findings; choose one with --finding or --request.")
-        self.findings = findings
 
 
 class OtherRelease(LedgerError):
@@ -68,22 +61,6 @@ class Reproduction(msgspec.Struct, frozen=True, kw_only=True):
     statement: str = ""
     configuration: dict[str, Any] = {}
     interrupted: bool = False
-
-
-def choose(path: Path, finding: str | None, request: str | None) -> Seen:
-    """The finding that is meant: the first of its id that can be rebuilt. Raises :class:`Ambiguous`."""
-    by_id: dict[str, Seen] = {}
-    for seen in findings(path, finding=finding, request=request):
-        if not by_id.setdefault(seen.id, seen).request_id:  # one of a request says more
-            by_id[seen.id] = seen
-        if finding is not None and seen.request_id:
-            return seen
-    if not by_id:
-        asked = " and ".join(filter(None, (finding, request and f"request {request}")))
-        raise LedgerError(f"The journal has no finding{f' of {asked}' if asked else ''}.")
-    if len(by_id) > 1:
-        raise Ambiguous(list(by_id.values()))
-    return next(iter(by_id.values()))
 
 
 def reproduce(

@@ -23,8 +23,8 @@ from rich.text import Text
 from ...audit.errors import LedgerError
 from ...audit.repro.bisect import Environment, Run, run_file
 from ...audit.repro.checks import refusal
-from ...audit.repro.cut import Seen
-from ...audit.repro.reproduction import Ambiguous, OtherRelease, Reproduction, choose, reproduce
+from ...audit.repro.find import Ambiguous, Seen, choose
+from ...audit.repro.reproduction import OtherRelease, Reproduction, reproduce
 from ...audit.text import printable
 from ..files import whole
 from ..repro.bug_report import bug_report

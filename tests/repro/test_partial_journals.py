@@ -16,7 +16,7 @@ from tests.repro.faults import FAULTS
 from kvledger.audit import events as ev
 from kvledger.audit.journal.format import segment_number, segments
 from kvledger.audit.journal.reader import Reader
-from kvledger.audit.repro import cut
+from kvledger.audit.repro.find import findings
 from kvledger.audit.repro.reproduction import Reproduction, reproduce
 
 FINDING = "tokens/in-flight"
@@ -43,7 +43,7 @@ class Recorded(NamedTuple):
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     folder = tmp_path_factory.mktemp("crowd") / "journal"
     record(FAULTS["placeholder-leak"], folder, requests=60, segment_bytes=8 << 10)
-    (seen,) = [seen for seen in cut.findings(folder) if seen.id == FINDING]
+    (seen,) = [seen for seen in findings(folder) if seen.id == FINDING]
     places: dict[type[ev.Event], int] = {}
     number = -2
     with Reader(folder) as reader:
@@ -107,7 +107,7 @@ def test_a_journal_that_begins_amid_the_request_is_reproduced_or_says_why_not(
     recorded: Recorded, tmp_path: Path
 ):
     folder = recorded.copy(tmp_path / "late", *range(1, recorded.ended))
-    found = [seen for seen in cut.findings(folder) if seen.id == FINDING]
+    found = [seen for seen in findings(folder) if seen.id == FINDING]
 
     results = [first(folder)] if found else []
 

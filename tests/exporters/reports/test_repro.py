@@ -13,9 +13,9 @@ from tests.exporters.repro.workloads import CASES
 
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.repro.bisect import Run
-from kvledger.audit.repro.cut import Seen
 from kvledger.audit.repro.drive import Found
-from kvledger.audit.repro.reproduction import Ambiguous, OtherRelease, Reproduction
+from kvledger.audit.repro.find import Ambiguous, Seen
+from kvledger.audit.repro.reproduction import OtherRelease, Reproduction
 from kvledger.exporters.reports import repro
 
 CASE = CASES["double-allocation"]
