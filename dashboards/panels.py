@@ -148,8 +148,8 @@ def _defaults(panel: Panel) -> dict[str, Any]:
         defaults["max"] = panel.most
         defaults["custom"] = {
             "drawStyle": "line",
-            "fillOpacity": 30 if panel.stack else 10,
-            "lineWidth": 1,
+            "fillOpacity": 70 if panel.stack else 10,
+            "lineWidth": 0 if panel.stack else 1,  # the line of a zero would lie on top of the stack
             "showPoints": "auto",
             "spanNulls": False,
             "stacking": {"mode": panel.stack or "none", "group": "A"},

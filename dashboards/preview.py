@@ -192,7 +192,9 @@ def _timeseries(panel: Mapping[str, Any], answers: Sequence[Sequence[Series]], s
     defaults = panel["fieldConfig"]["defaults"]
     percent = defaults["custom"]["stacking"]["mode"] == "percent"
     ticks = charts.value_ticks(axis, "percentunit" if percent else defaults["unit"])
-    return {"lines": lines, "values": ticks, "opacity": defaults["custom"]["fillOpacity"] / 100}
+    custom = defaults["custom"]
+    opacity, width = custom["fillOpacity"] / 100, 1.5 * custom["lineWidth"]
+    return {"lines": lines, "values": ticks, "opacity": opacity, "width": width}
 
 
 def _heatmap(panel: Mapping[str, Any], answers: Sequence[Sequence[Series]], span: Span) -> dict[str, Any]:

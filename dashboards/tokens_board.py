@@ -71,13 +71,30 @@ RANGE = PanelRow(
     "In the time range",
     (
         Panel(
+            "Tokens audited clean",
+            "Trust: share of the tokens of ended requests whose account is clean. The rest is violated, or "
+            "unknown because events were lost; the board Trust says why.",
+            "stat",
+            (
+                Query(
+                    'sum(increase(kvledger_audited_tokens_total{@engine, verdict="clean"}[$__range])) / '
+                    "sum(increase(kvledger_audited_tokens_total{@engine}[$__range]))",
+                    now=True,
+                ),
+            ),
+            unit="percentunit",
+            width=3,
+            height=4,
+            steps=((None, RED), (0.95, AMBER), (0.999, GREEN)),
+        ),
+        Panel(
             "Prompt tokens from a cache",
             "Hit rate: local and external tokens divided by all prompt tokens of ended requests. Each "
             "request is counted once; preemptions do not change the figure.",
             "stat",
             (_share_of_range(HITS, PROMPT),),
             unit="percentunit",
-            width=4,
+            width=3,
             height=4,
             steps=PLAIN,
         ),
@@ -87,7 +104,7 @@ RANGE = PanelRow(
             "stat",
             (_share_of_range('kvledger_prompt_tokens_total{@engine, source="local"}', PROMPT),),
             unit="percentunit",
-            width=4,
+            width=3,
             height=4,
         ),
         Panel(
@@ -97,7 +114,7 @@ RANGE = PanelRow(
             "stat",
             (_share_of_range('kvledger_prompt_tokens_total{@engine, source="external"}', PROMPT),),
             unit="percentunit",
-            width=4,
+            width=3,
             height=4,
         ),
         Panel(
@@ -108,9 +125,30 @@ RANGE = PanelRow(
             "stat",
             (_share_of_range(REWORK, WORK),),
             unit="percentunit",
-            width=4,
+            width=3,
             height=4,
             steps=((None, GREEN), (0.05, AMBER), (0.2, RED)),
+        ),
+        Panel(
+            "Added seconds per request",
+            "Estimated engine seconds of lost work (rework, rejected drafts, overrun), and measured waits "
+            "for asynchronous loads, divided by ended requests. Unknown until step times follow a model.",
+            "stat",
+            (
+                Query(
+                    "(sum(increase(kvledger_lost_seconds_total{@engine}[$__range])) + "
+                    "sum(increase(kvledger_load_wait_seconds_total{@engine}[$__range]))) / "
+                    "sum(increase(kvledger_requests_total{@engine}[$__range])) "
+                    "and on () max(kvledger_step_model_accepted{@engine}) == 1 or "
+                    "0 * sum(kvledger_build_info{@sidecar}) - 1",
+                    now=True,
+                ),
+            ),
+            unit="s",
+            width=3,
+            height=4,
+            steps=((None, GREEN), (0.1, AMBER), (1, RED)),
+            words={"-1": ("unknown", GREY)},
         ),
         Panel(
             "Promised and not loaded",
@@ -125,7 +163,7 @@ RANGE = PanelRow(
                 ),
             ),
             unit="percentunit",
-            width=4,
+            width=3,
             height=4,
             steps=((None, GREEN), (0.01, AMBER), (0.1, RED)),
         ),
@@ -140,7 +178,7 @@ RANGE = PanelRow(
                     now=True,
                 ),
             ),
-            width=4,
+            width=3,
             height=4,
             steps=((None, GREEN), (0.1, AMBER), (1, RED)),
         ),
@@ -261,6 +299,7 @@ EXTERNAL = PanelRow(
                 ),
             ),
             unit=TOKENS_PER_SECOND,
+            width=6,
         ),
         Panel(
             "Failed or cancelled tokens by cause",
@@ -275,15 +314,38 @@ EXTERNAL = PanelRow(
                 ),
             ),
             unit=TOKENS_PER_SECOND,
+            width=6,
             stack="normal",
         ),
         Panel(
             "Wait for remote KV",
-            "Total time that a request waited for remote KV, of the requests that waited. No line means "
-            "that no request waited.",
+            "Total time that a request waited for remote KV, of the requests that waited.",
             "timeseries",
-            _quantiles("kvledger_request_remote_wait_seconds"),
+            (
+                *(
+                    Query(f"{query.expr} >= 0", query.legend)
+                    for query in _quantiles("kvledger_request_remote_wait_seconds")
+                ),
+                Query(
+                    "0 * sum(kvledger_build_info{@sidecar}) unless on () "
+                    "sum(rate(kvledger_request_remote_wait_seconds_count{@engine}[$__rate_interval])) > 0",
+                    "no request waited",
+                ),
+            ),
             unit="s",
+            width=6,
+        ),
+        Panel(
+            "Loads: seconds waited and saved",
+            "Seconds per second that requests waited for asynchronous loads, beside the estimated engine "
+            "time that the loads saved. Waiting above saving means that computing would have been faster.",
+            "timeseries",
+            (
+                Query("sum(rate(kvledger_load_wait_seconds_total{@engine}[$__rate_interval]))", "waited"),
+                Query("sum(rate(kvledger_load_saved_seconds_total{@engine}[$__rate_interval]))", "saved"),
+            ),
+            unit="s",
+            width=6,
         ),
     ),
     collapsed=True,
@@ -351,6 +413,16 @@ WORKED = PanelRow(
             width=6,
         ),
         Panel(
+            "KV cache in use",
+            "Share of the KV cache's blocks that requests hold, at the last census (every 512 steps or "
+            "30 s). Near 100 % the engine preempts soon, and rework follows.",
+            "timeseries",
+            (Query("max by (engine) (kvledger_pool_usage_ratio{@engine})", "{{engine}}"),),
+            unit="percentunit",
+            width=6,
+            most=1,
+        ),
+        Panel(
             "Lost engine time",
             "Estimated share of engine time that lost work took: computed again, rejected drafts, and "
             "computed past the stop. One line is the median error of the model of step time. All are zero "
@@ -366,18 +438,6 @@ WORKED = PanelRow(
                 Query("max(kvledger_step_model_error_ratio{@engine})", "error of the model"),
             ),
             unit="percentunit",
-            width=6,
-        ),
-        Panel(
-            "Loads: seconds waited and saved",
-            "Seconds per second that requests waited for asynchronous loads, beside the estimated engine "
-            "time that the loads saved. Waiting above saving means that computing would have been faster.",
-            "timeseries",
-            (
-                Query("sum(rate(kvledger_load_wait_seconds_total{@engine}[$__rate_interval]))", "waited"),
-                Query("sum(rate(kvledger_load_saved_seconds_total{@engine}[$__rate_interval]))", "saved"),
-            ),
-            unit="s",
             width=6,
         ),
         Panel(

@@ -149,8 +149,9 @@ FINDINGS = PanelRow(
             (
                 Query(
                     "sum by (id, severity) (rate(kvledger_violations_total{@engine}[$__rate_interval])) > 0 "
-                    "or label_replace(0 * sum(kvledger_build_info{@sidecar}), "
-                    '"severity", "no findings", "", "")',
+                    "or (label_replace(0 * sum(kvledger_build_info{@sidecar}), "
+                    '"severity", "no findings", "", "") unless on () '
+                    "sum(rate(kvledger_violations_total{@engine}[$__rate_interval])) > 0)",
                     "{{severity}} {{id}}",
                 ),
             ),

@@ -141,6 +141,10 @@ class MetricsState(msgspec.Struct):
     block_lifetime: Distribution = msgspec.field(default_factory=lambda: Distribution.over(STAY_SECONDS))
     block_idle: Distribution = msgspec.field(default_factory=lambda: Distribution.over(STAY_SECONDS))
     block_reuse: Distribution = msgspec.field(default_factory=lambda: Distribution.over(STAY_SECONDS))
+    pool_blocks: int = 0
+    """Blocks that requests can use, by the last census; 0: none was read."""
+    pool_free_blocks: int = 0
+    """Those of them that no request held."""
 
     def seconds(self, at: int) -> float:
         """Unix time of an event's ``at``."""
@@ -195,7 +199,8 @@ class MetricsState(msgspec.Struct):
         self.largest_prompt = max(self.largest_prompt, event.prompt_tokens)
 
     def census(self, event: ev.Census, _: Open) -> None:
-        """Add the time spent in hooks."""
+        """Add the time spent in hooks, and take the pool's counts. The pool's first block holds nothing."""
+        self.pool_blocks, self.pool_free_blocks = max(0, event.blocks - 1), event.free_blocks
         if event.hook_us >= 0:
             self.hook_us += event.hook_us
             self.hook_steps += event.hook_steps

@@ -348,6 +348,15 @@ GROUPS: tuple[Group, ...] = (
                 combine=add,
             ),
             Metric(
+                "kvledger_pool_usage_ratio",
+                "ratio",
+                "gauge",
+                "Share of the KV cache's blocks that requests hold, at the last census, which is taken every "
+                "512 steps or 30 seconds.",
+                ENGINE,
+                read.engines(read.pool_usage),
+            ),
+            Metric(
                 "kvledger_preemptions",
                 "",
                 "counter",

@@ -112,6 +112,13 @@ def bounded(words: tuple[str, ...], counts: Mapping[str, int]) -> dict[str, int]
 # --- tokens -------------------------------------------------------------------------------------------
 
 
+def pool_usage(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
+    """The share of blocks that requests held at the last census."""
+    state = engine_audit.metrics
+    if state.pool_blocks:
+        yield (), 1 - state.pool_free_blocks / state.pool_blocks
+
+
 def prompt_tokens(engine_audit: EngineAudit) -> dict[str, int]:
     """Prompt tokens by where their KV first came from."""
     return {source: getattr(engine_audit.closed, source) for source in SOURCES}

@@ -115,6 +115,14 @@ def test_legends_show_the_last_and_the_largest_value(board: ModuleType) -> None:
 
 
 @every_board
+def test_a_stack_has_no_lines_because_that_of_a_zero_would_lie_on_top(board: ModuleType) -> None:
+    for panel in panels_of(boards.build(board)):
+        if panel["type"] == "timeseries":
+            custom = panel["fieldConfig"]["defaults"]["custom"]
+            assert (custom["stacking"]["mode"] != "none") == (custom["lineWidth"] == 0), panel["title"]
+
+
+@every_board
 def test_boards_link_to_each_other_and_are_tagged_for_vllm(board: ModuleType) -> None:
     built = boards.build(board)
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tests.serving import processes
@@ -19,16 +22,27 @@ from tests.serving.test_deployment import Deployment, prompts_of
 from kvledger.dashboards import preview, rules
 
 TRAFFIC_SECONDS = 60.0
-SETTLE_SECONDS = 5.0
 
 processes.START_SECONDS = 900.0
 
 
-def traffic(deployment: Deployment, seconds: float) -> None:
-    """Requests of every kind for a while."""
-    until = time.monotonic() + seconds
+@contextmanager
+def running_traffic(deployment: Deployment) -> Iterator[None]:
+    """Requests of every kind, until the end of the block."""
+    stop = threading.Event()
+    thread = threading.Thread(target=traffic, args=(deployment, stop))
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def traffic(deployment: Deployment, stop: threading.Event) -> None:
+    """Requests of every kind."""
     round_number = 0
-    while time.monotonic() < until:
+    while not stop.is_set():
         prompts = prompts_of(f"round {round_number // 3}", 4)
         deployment.one_by_one(prompts)
         if round_number % 3 == 1:
@@ -53,11 +67,11 @@ def main(folder: Path, width: int = 1440) -> None:
                 process.start()
             deployment = Deployment(engine, sidecar, prometheus, place, mounted=False)
             began = time.monotonic()
-            traffic(deployment, TRAFFIC_SECONDS)
-            time.sleep(SETTLE_SECONDS)
-            for name in preview.names():
-                seconds = time.monotonic() - began
-                draw(name, prometheus.address, folder / f"board-{name}.png", width, seconds)
+            with running_traffic(deployment):
+                time.sleep(TRAFFIC_SECONDS)
+                for name in preview.names():
+                    seconds = time.monotonic() - began
+                    draw(name, prometheus.address, folder / f"board-{name}.png", width, seconds)
             report(place, folder / "report.png")
         finally:
             for process in started:

@@ -18,7 +18,7 @@ from tests.exporters.labels import labelled as labelled_trace
 from tests.histories import GOLDEN, events
 
 from kvledger.audit.checks.registry import catalogue
-from kvledger.audit.events import EngineStopped, Event, Gap, Snapshot
+from kvledger.audit.events import Census, EngineStopped, Event, Gap, Snapshot
 from kvledger.audit.journal.reader import Reader
 from kvledger.audit.journal.writer import JournalWriter
 from kvledger.audit.replay.distribution import Exemplar
@@ -166,6 +166,16 @@ def test_length_and_length_capped_are_one_outcome() -> None:
         stream = events(200, f"A0+0 s200 o+ F:{reason}")
         samples = labelled([started(*stream)], "kvledger_requests_total", "outcome", "verdict")
         assert 1 == samples["length", "clean"]
+
+
+def test_pool_usage_leaves_out_the_block_that_holds_nothing() -> None:
+    engine_audit = started(*events(200, "A0+0 s200 o+ F"))
+    assert {} == labelled([engine_audit], "kvledger_pool_usage_ratio")
+
+    engine_audit.feed(100, Census(10_000, 1, [], 0, free_blocks=25, blocks=101))
+    assert {(): 0.75} == labelled([engine_audit], "kvledger_pool_usage_ratio")
+    engine_audit.feed(101, Census(11_000, 1, [], 0, free_blocks=100, blocks=101))
+    assert {(): 0.0} == labelled([engine_audit], "kvledger_pool_usage_ratio")
 
 
 def test_a_negative_planned_figure_lowers_no_counter() -> None:
