@@ -14,6 +14,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
@@ -145,18 +146,27 @@ def show(
     since: opt.Since = "",
     until: opt.Until = "",
 ) -> None:
-    """Print the account statement of one request.
+    """Print the account statement of one request, or the requests of one call.
 
-    As csv: one line per entry.
+    REQUEST is any id that the client knows: the id of the response, the X-Request-Id, a trace id, or the
+    engine's own. As csv: one line per entry.
     """
-    from .audit.replay.journals import statement
+    from .audit.replay.journals import statements
     from .audit.replay.windows import window
+    from .exporters.reports import call as call_report
     from .exporters.reports import statement as report
     from .exporters.reports.audit import lines_csv, statement_data
 
     chosen = window(since, until)
     with _reading(paths, jobs=1) as (places, run):
-        account = statement(places, request, window=chosen, run=run)
+        found = statements(places, request, window=chosen, run=run)
+    if len(found) > 1:
+        if json or format == "json":
+            _print("json", call_report.data(request, found), None, None)
+        else:
+            _print(format, found, partial(call_report.render, request), call_report.as_csv)
+        return
+    account = found[0]
     if json or format == "json":
         _print("json", statement_data(account), None, None)
     else:

@@ -21,6 +21,7 @@ import msgspec
 
 from ..checks.auditor import Auditor
 from ..checks.registry import Violation
+from ..client_ids import has_random_suffix
 from ..engines import LEVELS, choose, host_version
 from ..engines.v1 import V1Observer
 from ..errors import LedgerError
@@ -32,6 +33,7 @@ from ..ledger.frozen import AccountStatement
 from ..ledger.ledger import Ledger
 from ..ledger.totals import Totals
 from ..old_events import AnyEvent
+from ..release_semantics import release
 from ..replay.find import pick_request
 
 
@@ -88,16 +90,15 @@ class LiveAudit:
         return str(self._auditor.verdict)
 
     def account(self, request_id: str) -> AccountStatement:
-        """The account statement of one request, by its id, its client's id, or a prefix of the id.
+        """The account statement of one request, by any id that its client knows.
 
-        vLLM appends ``-`` and eight digits to the client's id. Raises LedgerError if no observed request
-        has that name, or several have.
+        That is the engine's id, the id of the response, its ``X-Request-Id``, or a trace id. Raises
+        LedgerError if no observed request has that name, or several have, as the samples of a call.
         """
-        ledger = self.ledger
-        request_ids = [account.request_id for account in ledger.accounts()]
-        statement = ledger.account(pick_request(request_id, set(request_ids), request_ids, "this audit"))
-        assert statement is not None
-        return statement
+        accounts = list(self.ledger.accounts())
+        hints = [account.request_id for account in accounts]
+        suffixed = has_random_suffix(release(host_version()))
+        return pick_request(request_id, accounts, hints, "this audit", suffixed=suffixed).freeze()
 
     def save(self, folder: str | Path) -> None:
         """Write the events so far as a journal, for every command. Raises LedgerError.

@@ -257,4 +257,6 @@ class Account:
             discarded=dict(self.discarded),
             suspense=self.suspense,
             lives=[life_statement(life) for life in self.lives],
+            traceparent=self.traceparent,
+            transferred=self.transferred,
         )

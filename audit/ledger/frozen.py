@@ -74,6 +74,8 @@ class AccountStatement(msgspec.Struct, frozen=True):
     discarded: dict[str, int]
     suspense: int
     lives: list[LifeStatement]
+    traceparent: str | None = None
+    transferred: bool = False
 
     @property
     def settled(self) -> Settlement | None:

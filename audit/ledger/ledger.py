@@ -54,7 +54,7 @@ class Ledger(LedgerState):
     """Accounts of one engine, kept from its events in order.
 
     ``keep_closed`` keeps the accounts of ended requests; without it, memory grows with the open ones only.
-    ``watch`` selects the requests, by id, whose statement lines are kept.
+    ``watch`` selects the requests, by id or by trace context, whose statement lines are kept.
     """
 
     def apply(self, event: ev.Event, number: int | None = None) -> list[Entry]:

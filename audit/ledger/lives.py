@@ -43,6 +43,13 @@ def _request_added(state: LedgerState, event: ev.RequestAdded) -> None:
     account.labels = event.labels
     account.resumable = event.resumable
     account.traceparent = event.traceparent
+    if (
+        event.traceparent
+        and state.watch is not None
+        and state.watch(event.traceparent)
+        and account.lines is None
+    ):
+        account.lines = []
     account.transferred = event.transferred
     state.blocks.identify(event.request, event.isolation)
     sibling(state, account)

@@ -1,4 +1,4 @@
-"""Find journals by path or pattern, and one request by what a user typed.
+"""Find journals by path or pattern, and requests by an id that a client knows.
 
 Nothing here reads an event: :mod:`kvledger.audit.replay.journals` replays what is found.
 """
@@ -10,10 +10,14 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from glob import glob, has_magic
 from pathlib import Path
+from typing import Protocol, TypeVar
 
+from ..client_ids import rank
 from ..errors import LedgerError
 from ..journal.folder import find_journals
 from .parallel import is_remote
+
+AnyRequest = TypeVar("AnyRequest", bound="Request")
 
 JOURNAL = "journal"
 """The subfolder in which the demo keeps its journals."""
@@ -51,23 +55,52 @@ def _journals(path: Path) -> list[Path]:
         return find_journals([path / JOURNAL])
 
 
-def pick_request(request_id: str, names: set[str], hints: Sequence[str], where: str) -> str:
-    """The one request id in ``names`` that ``request_id`` means.
+class Request(Protocol):
+    """What a request is found by; accounts have it."""
 
-    That is the same id, else the one id ``request_id-...``, else the one id that begins with
-    ``request_id``. Raises :class:`LedgerError` if there is none, with suggestions from ``hints``, or if
-    there is more than one.
+    @property
+    def request_id(self) -> str:
+        """The engine's id."""
+
+    @property
+    def traceparent(self) -> str | None:
+        """The caller's trace context."""
+
+
+def pick_requests(
+    asked: str, requests: Iterable[AnyRequest], hints: Sequence[str], where: str, *, suffixed: bool = True
+) -> list[AnyRequest]:
+    """The requests that ``asked`` names: one, or all of a client's call, in the order of ``requests``.
+
+    ``asked`` is an id by which a client knows them, see :mod:`kvledger.audit.client_ids`; the most exact
+    meaning counts. ``suffixed``: the release appends random digits to ids. Raises :class:`LedgerError` if
+    there is none, with suggestions from ``hints``.
     """
-    names = {name for name in names if name.startswith(request_id)}
-    for narrower in ({request_id}, {name for name in names if name.startswith(f"{request_id}-")}):
-        names = names & narrower or names
-    if not names:
-        hint = ", ".join(_suggestions(request_id, hints))
-        raise LedgerError(f"No request of {where} is called {request_id!r}; there are {hint or 'none'}.")
-    if len(names) > 1:
-        shown = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
-        raise LedgerError(f"{len(names)} requests begin with {request_id!r}: {shown}.")
-    return names.pop()
+    ranks: dict[int, list[AnyRequest]] = {}
+    for request in requests:
+        place = rank(asked, request.request_id, request.traceparent, suffixed=suffixed)
+        ranks.setdefault(place, []).append(request)
+    ranks.pop(-1, None)
+    if not ranks:
+        hint = ", ".join(_suggestions(asked, hints))
+        raise LedgerError(f"No request of {where} is called {asked!r}; there are {hint or 'none'}.")
+    return ranks[min(ranks)]
+
+
+def pick_request(
+    asked: str, requests: Iterable[AnyRequest], hints: Sequence[str], where: str, *, suffixed: bool = True
+) -> AnyRequest:
+    """The one request that ``asked`` names, see :func:`pick_requests`.
+
+    If several have the same id, the last one. Raises :class:`LedgerError` if ``asked`` is a call of several
+    requests.
+    """
+    picked = pick_requests(asked, requests, hints, where, suffixed=suffixed)
+    ids = list(dict.fromkeys(request.request_id for request in picked))
+    if len(ids) > 1:
+        shown = ", ".join(ids[:5]) + (", ..." if len(ids) > 5 else "")
+        raise LedgerError(f"{asked!r} names {len(ids)} requests: {shown}. Name one of them.")
+    return picked[-1]
 
 
 def _suggestions(request_id: str, names: Sequence[str]) -> Sequence[str]:

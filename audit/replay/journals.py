@@ -14,15 +14,17 @@ from typing import NamedTuple
 from ..analysis.reconciliation import Reconciliation
 from ..checks.auditor import Verdict
 from ..checks.registry import Violation
+from ..client_ids import has_random_suffix, rank
 from ..journal.reader import Position, Reader
 from ..ledger.account import Account
 from ..ledger.frozen import AccountStatement, Line
 from ..ledger.state import Watch
 from ..ledger.totals import Totals
 from ..old_events import AnyEvent
+from ..release_semantics import release
 from ..text import printable, shown_id
 from .engine_audit import EngineAudit
-from .find import journals_at, pick_request
+from .find import journals_at, pick_request, pick_requests
 from .parallel import Run, here
 from .windows import EVERYTHING, Window
 
@@ -157,27 +159,49 @@ class RequestStatement:
             violation for violation in audit.auditor.violations if violation.request == account.request_id
         ]
         """The findings in this request."""
+        self.suffixed = audit.engine is None or has_random_suffix(release(audit.engine.version))
+        """Whether the engine's release appends random digits to ids."""
+
+    @property
+    def request_id(self) -> str:
+        """The engine's id of the request."""
+        return self.account.request_id
+
+    @property
+    def traceparent(self) -> str | None:
+        """The caller's trace context."""
+        return self.account.traceparent
 
 
-def statement(
-    paths: Sequence[Path], request_id: str, *, window: Window = EVERYTHING, run: Run = here
-) -> RequestStatement:
-    """Replay ``paths`` for one request: by its id, its client's id, or the first characters of its id.
+def statements(
+    paths: Sequence[Path], asked: str, *, window: Window = EVERYTHING, run: Run = here
+) -> list[RequestStatement]:
+    """Replay ``paths`` for the requests that ``asked`` names: one, or all of a client's call.
 
-    vLLM appends ``-`` and eight digits to the id that its client chose. If several requests have the same
-    id, the last one is taken. ``run`` must be :func:`here`. Raises LedgerError if no request or
-    more than one matches.
+    ``asked`` is any id by which a client knows them, see :mod:`kvledger.audit.client_ids`. Of several
+    requests with the same engine id, the last one is taken. ``run`` must be :func:`here`. Raises LedgerError
+    if none matches.
     """
-    request_id = shown_id(request_id)
+    asked = shown_id(asked)
     seen: list[str] = []
 
     def watched(name: str) -> bool:
         if len(seen) < HINTS:
             seen.append(name)
-        return name.startswith(request_id)
+        return rank(asked, name, name) >= 0 or rank(asked, name, suffixed=False) >= 0
 
     audit = audit_paths(paths, watch=watched, window=window, run=run)
-    pairs = [(engine, account) for engine in audit.engines for account in engine.accounts]
-    names = {account.request_id for _, account in pairs}
-    name = pick_request(request_id, names, seen, ", ".join(map(str, paths)))
-    return RequestStatement(*[pair for pair in pairs if pair[1].request_id == name][-1])
+    found = [RequestStatement(engine, account) for engine in audit.engines for account in engine.accounts]
+    suffixed = any(
+        has_random_suffix(release(engine.engine.version)) for engine in audit.engines if engine.engine
+    )
+    picked = pick_requests(asked, found, seen, ", ".join(map(str, paths)), suffixed=suffixed)
+    return list({(each.engine, each.request_id): each for each in picked}.values())
+
+
+def statement(
+    paths: Sequence[Path], asked: str, *, window: Window = EVERYTHING, run: Run = here
+) -> RequestStatement:
+    """Replay ``paths`` for one request, see :func:`statements`. Raises LedgerError if several match."""
+    found = statements(paths, asked, window=window, run=run)
+    return pick_request(asked, found, [], ", ".join(map(str, paths)), suffixed=found[0].suffixed)

@@ -12,7 +12,7 @@ from tests.histories import GOLDEN, events
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import Gap, Reported, RequestAdded
 from kvledger.audit.replay.engine_audit import EngineAudit
-from kvledger.audit.replay.journals import audit_paths, statement
+from kvledger.audit.replay.journals import audit_paths, statement, statements
 
 
 def test_a_clean_journal_has_no_findings_and_settled_totals(tmp_path: Path) -> None:
@@ -119,10 +119,11 @@ def test_an_account_statement_has_the_findings_of_its_request(tmp_path: Path) ->
     assert "tokens/negative" in [violation.id for violation in account_statement.findings]
 
 
-def test_the_beginning_of_a_request_id_is_enough(tmp_path: Path) -> None:
-    folder = journals.clean(tmp_path / "one")
+def test_the_id_of_the_response_is_enough(tmp_path: Path) -> None:
+    folder = journals.write(tmp_path / "one", [RequestAdded(1, 0, "chatcmpl-a-0a1b2c3d", 5)])
 
-    assert "request-0" == statement([folder], "req").account.request_id
+    for asked in ("chatcmpl-a", "a", "chatcmpl-a-0a"):
+        assert "chatcmpl-a-0a1b2c3d" == statement([folder], asked).account.request_id
 
 
 def test_an_unknown_request_id_suggests_close_ones(tmp_path: Path) -> None:
@@ -132,12 +133,29 @@ def test_an_unknown_request_id_suggests_close_ones(tmp_path: Path) -> None:
         statement([folder], "reqest-0")
 
 
-def test_an_ambiguous_beginning_of_a_request_id_names_the_candidates(tmp_path: Path) -> None:
-    two = [RequestAdded(1, 0, "chat-1", 5), RequestAdded(2, 1, "chat-2", 5)]
+def test_a_call_of_two_requests_is_no_single_statement(tmp_path: Path) -> None:
+    two = [RequestAdded(1, 0, "0_chatcmpl-a-0a1b2c3d", 5), RequestAdded(2, 1, "1_chatcmpl-a-0a1b2c3d", 5)]
     folder = journals.write(tmp_path / "one", two)
 
-    with pytest.raises(LedgerError, match=r"2 requests begin with 'chat': chat-1, chat-2\."):
-        statement([folder], "chat")
+    with pytest.raises(LedgerError, match=r"'a' names 2 requests: 0_chatcmpl-a-0a1b2c3d, 1_chat"):
+        statement([folder], "a")
+    assert 2 == len(statements([folder], "chatcmpl-a"))
+
+
+def test_requests_of_a_trace_are_found_by_its_id(tmp_path: Path) -> None:
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+    context = f"00-{trace}-00f067aa0ba902b7-01"
+    folder = journals.write(
+        tmp_path / "one",
+        [
+            RequestAdded(1, 0, "a", 5, traceparent=context),
+            RequestAdded(2, 1, "b", 5),
+            RequestAdded(3, 2, "c", 5, traceparent=context),
+        ],
+    )
+
+    assert ["a", "c"] == [each.account.request_id for each in statements([folder], trace)]
+    assert ["a", "c"] == [each.account.request_id for each in statements([folder], context)]
 
 
 def test_the_clients_request_id_is_preferred_to_a_beginning(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def test_a_request_id_is_not_read_as_markup(tmp_path: Path) -> None:
     """Clients choose request ids."""
     folder = journals.write(tmp_path / "one", [RequestAdded(1, 0, "[bold]x[/red]", 5)])
 
-    assert "[bold]x[/red]" in text(render(statement([folder], "[bold]")))
+    assert "[bold]x[/red]" in text(render(statement([folder], "[bold]x[/red]")))
 
 
 def test_entries_are_printed_like_a_bank_statement(tmp_path: Path) -> None:

@@ -1,0 +1,111 @@
+"""A client's call of several requests: one line per request, their sum, and the call counted once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group
+from rich.text import Text
+
+from ...audit.analysis.calls import CallFigures, CallRequest, attempts, figures, requests_of
+from ...audit.replay.journals import RequestStatement
+from . import terminal
+from .audit import csv_of, statement_data
+
+COLUMNS = ("prompt tokens", "local", "external", "computed", "unattained", "output")
+
+
+def render(asked: str, statements: Sequence[RequestStatement]) -> Group:
+    """All requests that ``asked`` names."""
+    calls = attempts(_requests(statements))
+    return terminal.blocks(*(_call(asked, place, len(calls), call) for place, call in enumerate(calls, 1)))
+
+
+def data(asked: str, statements: Sequence[RequestStatement]) -> dict[str, object]:
+    """The same as plain data, with the whole statement of each request."""
+    return {
+        "asked": asked,
+        "calls": [
+            {
+                "requests": [{"request_id": each.account.request_id, **_row(each)} for each in call],
+                "counted_once": figures(call)._asdict(),
+            }
+            for call in attempts(_requests(statements))
+        ],
+        "statements": [statement_data(each) for each in statements],
+    }
+
+
+def as_csv(statements: Sequence[RequestStatement]) -> str:
+    """One line per request."""
+    columns = (
+        "call",
+        "request",
+        "prompt",
+        "sample",
+        *(name.replace(" ", "_") for name in COLUMNS),
+        "outcome",
+    )
+    rows = (
+        (
+            each.part.call,
+            each.account.request_id,
+            each.part.prompt,
+            each.part.sample,
+            *_row(each).values(),
+            each.account.outcome,
+        )
+        for each in _requests(statements)
+    )
+    return csv_of(columns, rows)
+
+
+def _requests(statements: Sequence[RequestStatement]) -> list[CallRequest]:
+    return requests_of([each.account for each in statements], suffixed=statements[0].suffixed)
+
+
+def _call(asked: str, number: int, count: int, requests: Sequence[CallRequest]) -> Group:
+    again = f", use {number} of {count} of this id" if count > 1 else ""
+    counted = figures(requests)
+    made = (
+        f"{terminal.counted(counted.requests, 'request')} for {terminal.counted(counted.prompts, 'prompt')}"
+    )
+    table = terminal.plain_table(header=True)
+    for name in ("request", "prompt", "sample", *COLUMNS, "outcome"):
+        table.add_column(name, justify="left" if name in ("request", "outcome") else "right", no_wrap=True)
+    for request in requests:
+        sample = request.part.sample
+        cells = (f"{value:,}" for value in _row(request).values())
+        table.add_row(
+            request.account.request_id,
+            str(request.part.prompt),
+            "" if sample < 0 else str(sample),
+            *cells,
+            request.account.outcome or "open",
+        )
+    table.add_section()
+    sums = [sum(values) for values in zip(*(_row(each).values() for each in requests), strict=True)]
+    table.add_row("sum", "", "", *(f"{value:,}" for value in sums), "", style="bold")
+    title = Text.assemble(("Call ", "bold"), (asked, "bold"), f": {made}{again}")
+    return Group(title, table, Text(_once(counted)))
+
+
+def _row(request: CallRequest) -> dict[str, int]:
+    values = (
+        request.account.prompt_tokens,
+        request.local,
+        request.external,
+        request.computed,
+        request.unattained,
+        request.output_tokens,
+    )
+    return dict(zip((name.replace(" ", "_") for name in COLUMNS), values, strict=True))
+
+
+def _once(counted: CallFigures) -> str:
+    """The call's figures, each prompt counted once."""
+    if not counted.known:
+        return "Not every account is complete, so the call's figures are unknown."
+    prompt = terminal.counted(counted.prompt_tokens, "prompt token")
+    output = terminal.counted(counted.output_tokens, "output token")
+    return f"Each prompt counted once: {prompt}, of which no sample computed {counted.cached:,}; {output}."
