@@ -114,10 +114,10 @@ def audit(
     from .exporters.reports.conclusions import concluded
     from .exporters.reports.costs import costs_of
 
-    chosen = window(since, until)
+    chosen, priced = window(since, until), format in ("text", "json")
     with _reading(paths, jobs, dask) as (places, run):
-        audited = audit_paths(places, window=chosen, with_metrics=False, with_costs=True, run=run)
-        result = concluded(report(audited, costs_of(audited.engines)))
+        audited = audit_paths(places, window=chosen, with_metrics=False, with_costs=priced, run=run)
+        result = concluded(report(audited, costs_of(audited.engines) if priced else None))
     if format in ("github", "sarif"):
         from .exporters.reports import annotations
 

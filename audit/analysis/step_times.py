@@ -13,7 +13,7 @@ Memory is constant: observations are summed, and a sample of them is kept for :m
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -44,7 +44,9 @@ class Work(NamedTuple):
 
     def plus(self, more: Work) -> Work:
         """The sum."""
-        return Work(*map(sum, zip(self, more, strict=True)))
+        return Work(
+            self[0] + more[0], self[1] + more[1], self[2] + more[2], self[3] + more[3], self[4] + more[4]
+        )
 
 
 NO_WORK = Work()
@@ -64,7 +66,7 @@ class Sample(msgspec.Struct):
     def add(self, *row: int) -> None:
         """Take one row."""
         self.seen += 1
-        if self._kept(self.seen):
+        if not ((self.seen * _HASH) & 0xFFFFFFFF) >> (32 - self.shift):  # as _kept
             self.rows.append((self.seen, *row))
             while len(self.rows) > self.most:
                 self.shift += 1
@@ -79,18 +81,11 @@ class Sample(msgspec.Struct):
         return 1 << self.shift
 
 
-class ScheduledRequest(NamedTuple):
-    """One request's part of the last step. Its context at step k is ``context`` + k * ``advance``."""
+ScheduledRequest = tuple[int, int, int, int]
+"""One request's part of the last step: tokens, drafts among them, advance and context.
 
-    tokens: int
-    drafts: int
-    advance: int = 0
-    context: int = 0
-
-    @property
-    def decodes(self) -> bool:
-        """Whether one token is scheduled beside the drafts."""
-        return self.tokens - self.drafts == 1
+Its context at step k is context + k * advance. A request decodes if one token is scheduled beside the drafts.
+"""
 
 
 class PendingStep(NamedTuple):
@@ -172,12 +167,12 @@ class StepTimes(msgspec.Struct):
         """A step was scheduled."""
         if self.lost:
             return
-        for request in ev.numbers(event.dropped):
-            self._remove(request)
-        changed = ev.numbers(event.changed)
+        if event.dropped:
+            for request in ev.numbers(event.dropped):
+                self._remove(request)
         self.scheduled += 1
-        for i in range(0, len(changed), 4):
-            self._put(changed[i], changed[i + 1], changed[i + 2], changed[i + 3])
+        if event.changed:
+            self._put(ev.numbers(event.changed))
         self.pending.append(PendingStep(event.at, self._work(1)))
 
     def delivered(self, event: ev.Delivered) -> None:
@@ -270,29 +265,58 @@ class StepTimes(msgspec.Struct):
     def _work(self, steps: int, before: int = 0) -> Work:
         """The work of ``steps`` steps with the present requests; the last is ``before`` steps ago."""
         prefill, decodes, drafts, context, advance = self.sums
+        if steps == 1:
+            return Work(1, prefill, decodes, drafts, context + (self.scheduled - before) * advance)
         last = self.scheduled - before
         places = steps * last - steps * (steps - 1) // 2
         tokens = steps * context + places * advance
         return Work(steps, steps * prefill, steps * decodes, steps * drafts, tokens)
 
-    def _put(self, request: int, tokens: int, drafts: int, computed: int) -> None:
-        """Set one request's part of the present step. ``computed``: its context after scheduling."""
-        before = self.requests.get(request)
-        self._remove(request)
-        advance = tokens if not drafts else before.advance if before is not None and before.drafts else 1
-        row = ScheduledRequest(tokens, drafts, advance, computed - advance * self.scheduled)
-        self._add(request, row)
+    def _put(self, changed: Sequence[int]) -> None:
+        """Set the parts of requests of the present step: request, tokens, drafts, context after scheduling.
+
+        Replays spend much of their time here, so this is written out.
+        """
+        requests, scheduled = self.requests, self.scheduled
+        prefill, decodes, draft_tokens, contexts, advances = self.sums
+        for request, tokens, drafts, computed in zip(*[iter(changed)] * 4, strict=True):
+            advance = tokens
+            before = requests.get(request)
+            if before is None:
+                if drafts:
+                    advance = 1
+            else:
+                old_tokens, old_drafts, old_advance, old_context = before
+                draft_tokens -= old_drafts
+                if old_tokens - old_drafts == 1:
+                    decodes -= 1
+                    contexts -= old_context
+                    advances -= old_advance
+                else:
+                    prefill -= old_tokens - old_drafts
+                if drafts:
+                    advance = old_advance if old_drafts else 1
+            context = computed - advance * scheduled
+            requests[request] = (tokens, drafts, advance, context)
+            draft_tokens += drafts
+            if tokens - drafts == 1:
+                decodes += 1
+                contexts += context
+                advances += advance
+            else:
+                prefill += tokens - drafts
+        self.sums = [prefill, decodes, draft_tokens, contexts, advances]
 
     def _sampled(self, request: int, sampled: int) -> None:
         """A request with drafts gets ``sampled`` tokens in each step from now on."""
         row = self.requests.get(request)
-        if row is None or not row.drafts or not sampled or row.advance == sampled:
+        if row is None or not sampled:
+            return
+        tokens, drafts, advance, context = row
+        if not drafts or advance == sampled:
             return
         self._remove(request)
-        context = row.context + (row.advance - sampled) * self.scheduled
-        self._add(request, row._replace(advance=sampled, context=context))
-
-    def _add(self, request: int, row: ScheduledRequest) -> None:
+        row = (tokens, drafts, sampled, context + (advance - sampled) * self.scheduled)
         self.requests[request] = row
         self._count(row, 1)
 
@@ -303,13 +327,14 @@ class StepTimes(msgspec.Struct):
 
     def _count(self, row: ScheduledRequest, sign: int) -> None:
         sums = self.sums
-        if row.decodes:
+        tokens, drafts, advance, context = row
+        if tokens - drafts == 1:
             sums[1] += sign
-            sums[3] += sign * row.context
-            sums[4] += sign * row.advance
+            sums[3] += sign * context
+            sums[4] += sign * advance
         else:
-            sums[0] += sign * (row.tokens - row.drafts)
-        sums[2] += sign * row.drafts
+            sums[0] += sign * (tokens - drafts)
+        sums[2] += sign * drafts
 
 
 STEP_HANDLERS: dict[type[ev.Event], Callable[[StepTimes, Any], None]] = {

@@ -21,6 +21,7 @@ from tests import journals
 from tests.histories import events
 
 from kvledger import __version__, cli
+from kvledger.audit.analysis.step_times import StepTimes
 from kvledger.audit.events import SCHEMA, Gap, RequestAdded
 from kvledger.audit.journal.format import header
 from kvledger.audit.replay import checkpoint
@@ -818,3 +819,17 @@ def test_no_command_prints_a_control_character_of_a_request_id(
         text = text.replace("\r\n", "\n")
         assert set() == {each for each in text if category(each) in ("Cc", "Cf")} - {"\n", "\t"}
         assert "verdict: clean" not in text.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("format", "priced"), [("csv", False), ("github", False), ("sarif", False), ("json", True)]
+)
+def test_audit_prices_lost_work_only_where_it_is_printed(
+    run: Any, clean: Path, monkeypatch: pytest.MonkeyPatch, format: str, priced: bool
+) -> None:
+    observed: list[int] = []
+    monkeypatch.setattr(StepTimes, "_observe", lambda self, *_: observed.append(1))
+
+    assert 0 == run("audit", clean, "--format", format).code
+
+    assert priced == bool(observed)
