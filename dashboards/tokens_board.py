@@ -315,7 +315,6 @@ EXTERNAL = PanelRow(
             ),
             unit=TOKENS_PER_SECOND,
             width=6,
-            stack="normal",
         ),
         Panel(
             "Wait for remote KV",
@@ -490,6 +489,7 @@ REQUESTS = PanelRow(
             unit="reqps",
             width=6,
             stack="normal",
+            colours={"stopped": GREEN, "length": BLUE, "aborted": AMBER, "error": RED},
         ),
         Panel(
             "Open requests",

@@ -81,6 +81,20 @@ def wheel(name: str, version: str) -> zipfile.ZipFile:
     return zipfile.ZipFile(next(folder.glob("*.whl")))
 
 
+def environment(name: str, *requirements: str) -> Path:
+    """The ``bin`` folder of a virtual environment with packages of PyPI."""
+    folder = FOLDER / name
+    with _alone(name):
+        if not (folder / "ready").exists():
+            try:
+                _run([sys.executable, "-m", "venv", "--clear", name], FOLDER)
+                _run([f"{name}/bin/python", "-m", "pip", "install", "--quiet", *requirements], FOLDER)
+                (folder / "ready").touch()
+            except (OSError, subprocess.CalledProcessError) as error:
+                missing(f"{', '.join(requirements)} can't be downloaded from PyPI: {error}")
+    return folder / "bin"
+
+
 def missing(reason: str) -> None:
     """Skip this test, or fail it under CI."""
     if os.environ.get("CI"):
