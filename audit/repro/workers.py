@@ -1,6 +1,7 @@
-"""Drives candidates in other processes, which import vLLM once, in parallel and within a budget of time.
+"""Drives candidates in other processes, in parallel and within a budget of time.
 
-A worker may run under another interpreter, whose environment has another vLLM. It gets one workload a line
+vLLM is imported once, in a process that the workers are forks of (``vllm_process.py``). It may run under
+another interpreter, whose environment has another vLLM. A worker gets one workload a line
 and answers with one outcome a line. Which candidate is taken depends on their order alone, not on how many
 workers there are or which of them is done first, so a journal always shrinks to the same file.
 """
@@ -11,15 +12,12 @@ import contextlib
 import importlib
 import itertools
 import os
-import select
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -27,6 +25,7 @@ import msgspec
 
 from ..errors import LedgerError
 from .drive import Outcome, drive
+from .vllm_process import Line, VllmProcess, serve_lines
 from .workload import Workload
 
 LONGEST_DRIVE_SECONDS = 60.0
@@ -34,17 +33,6 @@ LONGEST_DRIVE_SECONDS = 60.0
 
 START_SECONDS = 300.0
 """How long a worker may take to import vLLM."""
-
-_PACKAGE = Path(__file__).resolve().parents[2]
-_BOOT = """
-import importlib.util, sys
-spec = importlib.util.spec_from_file_location("kvledger", {init!r}, submodule_search_locations=[{folder!r}])
-module = importlib.util.module_from_spec(spec)
-sys.modules["kvledger"] = module
-spec.loader.exec_module(module)
-from kvledger.audit.repro.workers import serve
-serve()
-"""
 
 
 class OutOfTime(Exception):
@@ -95,76 +83,48 @@ def _version(*, v0: bool) -> str:
 
 
 def serve() -> None:
-    """Answer jobs from standard input until it ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    out = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what vLLM prints goes to standard error
+    """Answer jobs from standard input until it ends, and fork workers that do the same."""
     encode, decode = msgspec.json.Encoder().encode, msgspec.json.Decoder(Job).decode
-    for line in sys.stdin.buffer:
-        out.write(encode(answer(decode(line))) + b"\n")
+    serve_lines(lambda line: encode(answer(decode(line))))
 
 
 class _Worker:
-    """One worker process; started again after a candidate that never ends."""
+    """One worker process; another takes its place after a candidate that never ends."""
 
-    def __init__(self, python: str) -> None:
-        self._python = python
-        self._process: subprocess.Popen[bytes] | None = None
-        self._buffer = b""
+    def __init__(self, python: str, parent: VllmProcess) -> None:
+        self._python, self._parent = python, parent
+        self._own: VllmProcess | None = None
+        """The worker's process where the parent can't fork."""
+        self._line: Line | None = None
+        self._pid = 0
 
     def ask(self, job: Job, seconds: float) -> Answer:
-        process = self._process
-        if process is None:
-            process, seconds = self.start(), seconds + START_SECONDS
-        assert process.stdin is not None
-        try:
-            process.stdin.write(msgspec.json.encode(job) + b"\n")
-            process.stdin.flush()
-            line = self._line(process, time.monotonic() + seconds)
-        except OSError:
-            line = None
-        if line is None:
+        if self._line is None:
+            self._start()
+            seconds += START_SECONDS if self._own is not None else 0.0
+        assert self._line is not None
+        found = self._line.ask(msgspec.json.encode(job), seconds)
+        if found is None:
             self.stop()
             return Answer(error="the worker ended, or the scheduler did not return")
-        return msgspec.json.decode(line, type=Answer)
+        return msgspec.json.decode(found, type=Answer)
 
-    def start(self) -> subprocess.Popen[bytes]:
-        """Start the process; it imports vLLM with its first job."""
-        boot = _BOOT.format(init=str(_PACKAGE / "__init__.py"), folder=str(_PACKAGE))
-        environ = {name: value for name, value in os.environ.items() if name != "KVLEDGER_DIR"}
-        self._process = subprocess.Popen(
-            [self._python, "-c", boot],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**environ, "VLLM_LOGGING_LEVEL": "ERROR"},
-            start_new_session=True,
-        )
-        self._buffer = b""
-        return self._process
-
-    def _line(self, process: subprocess.Popen[bytes], until: float) -> bytes | None:
-        assert process.stdout is not None
-        descriptor = process.stdout.fileno()
-        while b"\n" not in self._buffer:
-            ready, _, _ = select.select([descriptor], [], [], max(0.0, until - time.monotonic()))
-            data = os.read(descriptor, 1 << 16) if ready else b""
-            if not data:
-                return None
-            self._buffer += data
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return line
+    def _start(self) -> None:
+        forked = self._parent.fork(START_SECONDS)
+        if forked is not None:
+            self._line, self._pid = forked
+        else:
+            self._own = VllmProcess(self._python)
+            self._line = self._own.line
 
     def stop(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
+        if self._own is not None:
+            self._own.stop()
+        elif self._line is not None:
             with contextlib.suppress(OSError):
-                process.kill()
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    with contextlib.suppress(OSError):
-                        pipe.close()
+                os.kill(self._pid, signal.SIGKILL)  # its parent keeps the process id until it ends itself
+            self._line.close()
+        self._own = self._line = None
 
 
 class Pool:
@@ -182,18 +142,19 @@ class Pool:
         self._known: dict[bytes, Answer] = {}
         """Answers by encoded job."""
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
-        self._workers = [_Worker(python) for _ in range(workers)]
+        self._parent = VllmProcess(python) if workers else None
+        self._workers = [_Worker(python, self._parent) for _ in range(workers) if self._parent]
         for worker in self._workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(workers) if workers else None
 
     def version(self, *, v0: bool = False) -> str:
-        """The vLLM version of the workers, once all of them have imported it."""
-        if self._threads is not None:
-            asked = [self._threads.submit(worker.ask, Job(v0=v0), 0.0) for worker in self._workers]
-            found, *_ = [each.result() for each in asked]
-        else:
+        """The vLLM version of the workers, once it is imported."""
+        if self._parent is None:
             found = answer(Job(v0=v0))
+        else:
+            line = self._parent.line.ask(msgspec.json.encode(Job(v0=v0)), START_SECONDS)
+            found = msgspec.json.decode(line, type=Answer) if line else Answer(error="the process ended")
         if not found.version:
             raise LedgerError(f"kvledger repro can't build vLLM's scheduler here: {found.error}.")
         return found.version
@@ -267,6 +228,8 @@ class Pool:
     def __exit__(self, *_: Any) -> None:
         for worker in self._workers:
             worker.stop()
+        if self._parent is not None:
+            self._parent.stop()
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
 

@@ -1,0 +1,146 @@
+"""A process that imports vLLM once, and worker processes that are forks of it.
+
+Importing vLLM takes some 20 seconds and 600 MB; a fork takes milliseconds, and shares the memory. A fork has
+only the thread that called it, so a lock that another thread holds stays locked in it. Therefore the process
+starts no pool of threads (:data:`ONE_THREAD`) and forks only while it has a single thread. Otherwise
+:meth:`VllmProcess.fork` returns None, and every worker is a process that imports vLLM by itself.
+
+The two sides talk over a pair of sockets: one JSON line each way. A message with a file descriptor asks for a
+fork, which serves the socket of that descriptor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
+"""Environment variables with which numpy and torch start no threads of their own."""
+
+_READ_BYTES = 1 << 16
+_PACKAGE = Path(__file__).resolve().parents[2]
+_BOOT = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("kvledger", {init!r}, submodule_search_locations=[{folder!r}])
+module = importlib.util.module_from_spec(spec)
+sys.modules["kvledger"] = module
+spec.loader.exec_module(module)
+from kvledger.audit.repro.workers import serve
+serve()
+"""
+
+
+class Line:
+    """One end of the pair of sockets: a line out, a line back."""
+
+    def __init__(self, ours: socket.socket) -> None:
+        self._socket = ours
+        self._buffer = b""
+
+    def ask(self, line: bytes, seconds: float, descriptor: int | None = None) -> bytes | None:
+        """The answer to a line; None if none came in time or the other side is gone."""
+        until = time.monotonic() + seconds
+        with contextlib.suppress(OSError):  # a timeout is one too
+            self._socket.settimeout(seconds)
+            if descriptor is None:
+                self._socket.sendall(line + b"\n")
+            else:
+                socket.send_fds(self._socket, [line + b"\n"], [descriptor])
+            while b"\n" not in self._buffer:
+                self._socket.settimeout(max(0.001, until - time.monotonic()))
+                data = self._socket.recv(_READ_BYTES)
+                if not data:
+                    return None
+                self._buffer += data
+            answer, _, self._buffer = self._buffer.partition(b"\n")
+            return answer
+        return None
+
+    def close(self) -> None:
+        """Close this end, which ends the process at the other one unless it is busy."""
+        with contextlib.suppress(OSError):
+            self._socket.close()
+
+
+class VllmProcess:
+    """One process under an interpreter that has vLLM, and the forks of it."""
+
+    def __init__(self, python: str) -> None:
+        ours, theirs = socket.socketpair()
+        boot = _BOOT.format(init=str(_PACKAGE / "__init__.py"), folder=str(_PACKAGE))
+        environ = {name: value for name, value in os.environ.items() if name != "KVLEDGER_DIR"}
+        self._process = subprocess.Popen(
+            [python, "-c", boot],
+            stdin=theirs.fileno(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=environ | ONE_THREAD | {"VLLM_LOGGING_LEVEL": "ERROR"},
+            start_new_session=True,
+        )
+        theirs.close()
+        self.line = Line(ours)
+        self._asking = threading.Lock()
+
+    def fork(self, seconds: float) -> tuple[Line, int] | None:
+        """A worker that has imported what this process has, and its process id; None if it can't fork."""
+        ours, theirs = socket.socketpair()
+        with theirs, self._asking:
+            answer = self.line.ask(b"", seconds, theirs.fileno())
+        if not answer or answer == b"0":
+            ours.close()
+            return None
+        return Line(ours), int(answer)
+
+    def stop(self) -> None:
+        """End the process and all its forks, which are one process group."""
+        with contextlib.suppress(OSError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self.line.close()
+
+
+def serve_lines(answer: Callable[[bytes], bytes]) -> None:
+    """Answer the lines from standard input, which is a socket, and fork when asked to, until it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    server = socket.socket(fileno=os.dup(0))
+    buffer = b""
+    while True:
+        data, descriptor = _receive(server)
+        if descriptor is not None:
+            child = _fork()
+            if child == 0:
+                server.close()
+                server, buffer = socket.socket(fileno=descriptor), b""
+                continue
+            os.close(descriptor)
+            server.sendall(b"%d\n" % max(0, child))
+            continue
+        if not data:
+            os._exit(0)
+        buffer += data
+        while b"\n" in buffer:
+            line, _, buffer = buffer.partition(b"\n")
+            server.sendall(answer(line) + b"\n")
+
+
+def _fork() -> int:
+    """Like os.fork; -1 where other threads run."""
+    if len(os.listdir("/proc/self/task")) != 1:
+        return -1
+    gc.collect()
+    gc.freeze()  # a collection in a fork would copy the pages that it shares
+    return os.fork()
+
+
+def _receive(server: socket.socket) -> tuple[bytes, int | None]:
+    """What came, and the descriptor that came with it."""
+    data, descriptors, _, _ = socket.recv_fds(server, _READ_BYTES, 1)
+    return data, descriptors[0] if descriptors else None

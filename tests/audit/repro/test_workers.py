@@ -1,0 +1,87 @@
+"""Worker processes of repro: forks of one process, replaced when one ends, and alike wherever they run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvledger.audit.repro import vllm_process
+from kvledger.audit.repro.workers import Job, Pool
+from kvledger.audit.repro.workload import Workload
+
+NO_ENGINE = Workload(release="", engine={"no such setting": 1}, requests={}, script=())
+"""Ends before vLLM is imported."""
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    with Pool(2) as pool:
+        yield pool
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def ask(pool: Pool) -> None:
+    """Ask each worker for something."""
+    for worker in pool._workers:
+        found = worker.ask(job(), 60.0)
+        assert found.error.startswith("TypeError")
+
+
+def job() -> Job:
+    return Job("tokens/balance", NO_ENGINE)
+
+
+def test_workers_are_forks_of_one_process(pool: Pool):
+    ask(pool)
+
+    first, second = (worker._pid for worker in pool._workers)
+    assert first != second
+    assert parent_of(first) == parent_of(second) != os.getpid()
+
+
+def test_a_worker_that_was_killed_is_replaced(pool: Pool):
+    ask(pool)
+    worker = pool._workers[0]
+    killed = worker._pid
+    os.kill(killed, signal.SIGKILL)
+
+    assert "the worker ended" in worker.ask(job(), 60.0).error
+    ask(pool)
+    assert worker._pid not in (0, killed)
+
+
+def test_a_process_with_a_second_thread_is_not_forked(monkeypatch: pytest.MonkeyPatch):
+    thread = "import threading, time; threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+    monkeypatch.setattr(vllm_process, "_BOOT", thread + vllm_process._BOOT)
+
+    with Pool(2) as pool:
+        ask(pool)
+        assert all(worker._own is not None for worker in pool._workers)
+
+
+def test_no_process_is_left_behind():
+    with Pool(2) as pool:
+        ask(pool)
+        processes = {worker._pid for worker in pool._workers}
+        processes.add(parent_of(min(processes)))
+
+    until = time.monotonic() + 10
+    while any(map(is_running, processes)) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not any(map(is_running, processes))
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there, and no zombie that waits for its parent."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
