@@ -175,6 +175,44 @@ def show(
 
 @command(
     opt.AUDIT,
+    "usage /var/lib/kvledger --log usage.jsonl",
+    "usage /var/lib/kvledger --log litellm.jsonl --since 1d --format csv",
+    exit_codes=(
+        "Exit codes: 0 every call is equal or explained; 1 a difference is unexplained; 2 bad usage or "
+        "input; 3 a call is not in the trace or its account is incomplete."
+    ),
+)
+def usage(
+    paths: opt.JournalPaths,
+    log: opt.UsageLogFile,
+    verbose: opt.Verbose = False,
+    format: opt.TextFormat = "text",
+    since: opt.Since = "",
+    until: opt.Until = "",
+) -> None:
+    """Compare the usage that clients were told with the ledger, call by call.
+
+    The log has one JSON object a line: OpenAI responses, LiteLLM's logging payload, OpenTelemetry spans, or
+    Envoy AI Gateway's access log. docs/usage.md says how to write one beside a server.
+    """
+    from .audit.replay.find import journals_at
+    from .audit.replay.windows import window
+    from .exporters import usage_logs
+    from .exporters.reports import usage as report
+
+    chosen = window(since, until)
+    told = usage_logs.read(log)
+    with _reading(paths, jobs=1, local=True) as (places, _):
+        result = report.usage(journals_at(places), told, chosen)
+    if format == "json":
+        _print("json", report.data(result, told), None, None)
+    else:
+        _print(format, result, lambda usage: report.render(usage, told, verbose=verbose), report.as_csv)
+    raise typer.Exit(CODES[report.verdict(result)])
+
+
+@command(
+    opt.AUDIT,
     "summary /var/lib/kvledger --by hour",
     "summary /var/lib/kvledger --by '^(tenant-[a-z]+)' --format csv",
 )

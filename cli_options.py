@@ -111,6 +111,12 @@ TracePaths = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 JsonAlias = Annotated[bool, typer.Option("--json", hidden=True, help="The same as --format json.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print all tables and more findings.")]
+UsageLogFile = Annotated[
+    Path,
+    typer.Option(
+        "--log", metavar="FILE", show_default=False, help="What clients were told: one JSON object a line."
+    ),
+]
 Since = Annotated[
     str,
     typer.Option(

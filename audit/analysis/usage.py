@@ -1,0 +1,200 @@
+"""What clients were told about their calls, beside the accounts of these calls.
+
+A response carries ``usage``: prompt tokens, how many of them were cached, and output tokens. vLLM's server
+makes it from what the engine reports for one request of the call. Here it is compared with the settled
+accounts of all of them (:mod:`kvledger.audit.analysis.calls`). A difference has a cause only if the cause
+gives exactly the figure that the client was told; any other difference is unexplained.
+
+Causes of ``cached``:
+
+- ``one-sample``: the figure of one of n samples. Another sample computed what this one hit.
+- ``one-prompt``: the figure of one of several prompts of the call.
+- ``plan``: the hits of the first admission. Some were lost, in a failed load or a preemption, and computed.
+- ``transfer``: KV that a prefill engine handed over, counted as hits.
+- ``engine-report``: what the engine reported for the request; ``kvledger show`` has its findings.
+- ``not-told``: the server gives no cached figure (vLLM: ``--enable-prompt-tokens-details``).
+
+Causes of ``prompt`` and ``output``:
+
+- ``prompt-per-sample``: the prompt was counted once for each sample.
+- ``aborted``: the client left, so it was told fewer output tokens than the engine computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from ..client_ids import client_names
+from ..ledger.frozen import AccountStatement
+from .calls import CallFigures, CallRequest, attempts, figures, requests_of
+
+EQUAL, EXPLAINED, UNEXPLAINED, UNKNOWN, UNTRACED = (
+    "equal",
+    "explained",
+    "unexplained",
+    "unknown",
+    "not in the trace",
+)
+VERDICTS = (EQUAL, EXPLAINED, UNEXPLAINED, UNKNOWN, UNTRACED)
+
+
+class Told(NamedTuple):
+    """What a client was told about one call. Tokens; None: it was not told.
+
+    ``names`` are ids of the call, the most exact first: the response's id, the ``X-Request-Id``, a trace id.
+    ``line`` is the line in the log, from 1.
+    """
+
+    names: tuple[str, ...]
+    prompt_tokens: int | None
+    cached: int | None
+    output_tokens: int | None
+    line: int
+
+
+class Reconciled(NamedTuple):
+    """One call: what the client was told, what the ledger has, and why they differ."""
+
+    told: Told
+    verdict: str
+    causes: tuple[str, ...]
+    ledger: CallFigures | None
+    requests: tuple[CallRequest, ...]
+
+
+class Usage(NamedTuple):
+    """All calls of a log beside the calls of a trace."""
+
+    calls: list[Reconciled]
+    untold: list[list[CallRequest]]
+    """Calls of the trace that no line of the log tells of, such as an attempt that a gateway repeated."""
+
+
+class CallIndex:
+    """Finds the requests of the calls in a log, and of calls that no line names; holds their accounts."""
+
+    def __init__(self, told: Sequence[Told], *, suffixed: bool) -> None:
+        self._suffixed = suffixed
+        """Whether the engine's release appends random digits to ids."""
+        self._by_name: dict[str, dict[int, list[AccountStatement]]] = {
+            name: {} for each in told for name in each.names
+        }
+        """Accounts by each id in the log, and how exactly the id names them."""
+        self._others: dict[str, list[AccountStatement]] = {}
+        """Accounts of calls that no id in the log names, by the call's id."""
+
+    def add(self, account: AccountStatement) -> None:
+        """Take an account of the trace."""
+        named = False
+        call = ""
+        for place, name in client_names(account.request_id, account.traceparent, suffixed=self._suffixed):
+            call = name if place == 1 and not call else call
+            accounts = self._by_name.get(name)
+            if accounts is not None:
+                named = True
+                same = accounts.setdefault(place, [])
+                if account not in same[-1:]:
+                    same.append(account)
+        if not named:
+            self._others.setdefault(call, []).append(account)
+
+    def calls(self, names: Iterable[str]) -> list[list[CallRequest]]:
+        """The calls that the first known one of ``names`` means; several if the id was used again."""
+        for name in names:
+            ranks = self._by_name.get(name)
+            if ranks:
+                return attempts(requests_of(ranks[min(ranks)], suffixed=self._suffixed))
+        return []
+
+    def others(self) -> Iterator[list[CallRequest]]:
+        """The calls that no id in the log names."""
+        for accounts in self._others.values():
+            yield from attempts(requests_of(accounts, suffixed=self._suffixed))
+
+
+def reconcile(told: Sequence[Told], index: CallIndex) -> Usage:
+    """Compare each line of a log with its call. A call is taken by one line."""
+    taken: set[str] = set()
+    rows: list[Reconciled] = []
+    untold: dict[str, list[CallRequest]] = {}
+    for each in told:
+        every = index.calls(each.names)
+        free = [call for call in every if _key(call) not in taken]
+        untold |= {_key(call): call for call in every}
+        rows.append(_row(each, free or every))
+        if rows[-1].requests:
+            taken.add(_key(rows[-1].requests))
+    left = [call for key, call in untold.items() if key not in taken]
+    return Usage(rows, [*left, *index.others()])
+
+
+def _key(call: Sequence[CallRequest]) -> str:
+    return f"{call[0].account.request_id} {call[0].account.added_at}"
+
+
+def _row(told: Told, calls: list[list[CallRequest]]) -> Reconciled:
+    """The line beside the first call that it equals; if none, beside the first that explains it."""
+    rows = [_compared(told, call) for call in calls]
+    if not rows:
+        return Reconciled(told, UNTRACED, (), None, ())
+    return min(rows, key=lambda row: VERDICTS.index(row.verdict))
+
+
+def _compared(told: Told, call: list[CallRequest]) -> Reconciled:
+    counted = figures(call)
+    causes = [*_prompt(told, call, counted), *_cached(told, call, counted), *_output(told, call, counted)]
+    if not counted.known:
+        verdict, causes = UNKNOWN, []
+    elif any(cause.startswith(UNEXPLAINED) for cause in causes):
+        verdict = UNEXPLAINED
+    else:
+        verdict = EXPLAINED if [cause for cause in causes if cause != "not-told"] else EQUAL
+    return Reconciled(told, verdict, tuple(causes), counted, tuple(call))
+
+
+def _prompt(told: Told, call: list[CallRequest], counted: CallFigures) -> Iterator[str]:
+    if told.prompt_tokens in (None, counted.prompt_tokens):
+        return
+    if told.prompt_tokens == sum(each.account.prompt_tokens for each in call):
+        yield "prompt-per-sample"
+    else:
+        yield f"{UNEXPLAINED} prompt"
+
+
+def _cached(told: Told, call: list[CallRequest], counted: CallFigures) -> Iterator[str]:
+    if told.cached == counted.cached:
+        return
+    if told.cached is None:
+        yield "not-told"
+        return
+    for cause, values in _other_figures(call, counted):
+        if told.cached in values:
+            yield cause
+            return
+    yield f"{UNEXPLAINED} cached"
+
+
+def _other_figures(call: list[CallRequest], counted: CallFigures) -> Iterator[tuple[str, set[int]]]:
+    """Each cause of another cached figure, and the figures that it gives."""
+    if counted.requests > counted.prompts:
+        yield "one-sample", {each.cached for each in call}
+    if counted.prompts > 1:
+        yield "one-prompt", {each.cached for each in call}
+    if any(each.account.transferred for each in call):
+        yield "transfer", {each.local + each.external for each in call}
+    yield "plan", {sum(each.account.plan) for each in call if each.account.plan is not None}
+    yield (
+        "engine-report",
+        {sum(each.account.reported[:2]) for each in call if each.account.reported is not None},
+    )
+
+
+def _output(told: Told, call: list[CallRequest], counted: CallFigures) -> Iterator[str]:
+    if told.output_tokens in (None, counted.output_tokens):
+        return
+    aborted = any(each.account.outcome == "aborted" for each in call)
+    if aborted and (told.output_tokens or 0) < counted.output_tokens:
+        yield "aborted"
+    else:
+        yield f"{UNEXPLAINED} output"

@@ -1,0 +1,182 @@
+"""``kvledger usage``: what clients were told, call by call, beside the ledger."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from ...audit.analysis.calls import CallRequest
+from ...audit.analysis.usage import (
+    EQUAL,
+    UNEXPLAINED,
+    UNKNOWN,
+    UNTRACED,
+    VERDICTS,
+    CallIndex,
+    Reconciled,
+    Usage,
+    reconcile,
+)
+from ...audit.client_ids import has_random_suffix
+from ...audit.release_semantics import release
+from ...audit.replay.engine_audit import EngineAudit
+from ...audit.replay.journals import each_account
+from ...audit.replay.windows import Window
+from ..usage_logs import UsageLog
+from . import terminal
+from .audit import csv_of
+
+SHOWN = 20
+"""Calls that differ and are printed without ``-v``."""
+
+SAYS = {
+    "one-sample": "the figure of one of n samples; another sample computed what this one hit",
+    "one-prompt": "the figure of one of several prompts",
+    "plan": "the hits of the first admission, of which some were lost and computed",
+    "transfer": "KV that a prefill engine handed over, counted as hits",
+    "engine-report": "what the engine reported for the request; kvledger show has its findings",
+    "not-told": "the server gave no cached figure; vLLM does with --enable-prompt-tokens-details",
+    "prompt-per-sample": "the prompt counted once for each sample",
+    "aborted": "the client left before the last output tokens",
+}
+"""What each cause means."""
+
+COLUMNS = (
+    "call",
+    "verdict",
+    "causes",
+    "told_prompt",
+    "prompt",
+    "told_cached",
+    "cached",
+    "told_output",
+    "output",
+)
+
+
+def usage(journals: Sequence[Path], log: UsageLog, window: Window) -> Usage:
+    """Reconcile the lines of a log with the calls in ``journals``."""
+    audits = [EngineAudit(path, keep=True, window=window, with_metrics=False) for path in journals]
+    index: CallIndex | None = None
+    for audit in audits:
+        for account in each_account(audit):
+            if index is None:
+                suffixed = audit.engine is None or has_random_suffix(release(audit.engine.version))
+                index = CallIndex(log.told, suffixed=suffixed)
+            index.add(account.freeze())
+    return reconcile(log.told, index or CallIndex(log.told, suffixed=True))
+
+
+def verdict(result: Usage) -> str:
+    """``violated``: a difference is unexplained. ``unknown``: a call has no complete account."""
+    verdicts = {row.verdict for row in result.calls}
+    if UNEXPLAINED in verdicts:
+        return "violated"
+    return "unknown" if verdicts & {UNKNOWN, UNTRACED} else "clean"
+
+
+def render(result: Usage, log: UsageLog, *, verbose: bool = False) -> Group:
+    """The sums by verdict and cause, then the calls that differ."""
+    differ = [row for row in result.calls if row.verdict != EQUAL]
+    shown = differ if verbose else differ[:SHOWN]
+    left = len(differ) - len(shown)
+    return terminal.blocks(
+        Group(*_head(result, log)),
+        _causes(result),
+        _calls(shown) if shown else None,
+        Text(f"{left} more; -v prints them.", style="dim") if left else None,
+    )
+
+
+def _head(result: Usage, log: UsageLog) -> Iterator[Text]:
+    counts = Counter(row.verdict for row in result.calls)
+    style = {"clean": "bold green", "violated": "bold red", "unknown": "bold yellow"}[verdict(result)]
+    calls = terminal.counted(len(result.calls), "call")
+    parts = ", ".join(f"{counts[each]:,} {each}" for each in VERDICTS if counts[each] or each in VERDICTS[:3])
+    yield Text(f"{calls} in the log: {parts}.", style=style)
+    if result.untold:
+        ends = Counter(_outcome(call) for call in result.untold)
+        listed = ", ".join(f"{count:,} {outcome}" for outcome, count in sorted(ends.items()))
+        yield Text(
+            f"{terminal.counted(len(result.untold), 'call')} of the trace in no line of the log: {listed}."
+        )
+    if log.other_lines:
+        yield Text(f"{terminal.counted(log.other_lines, 'line')} of the log without usage or without an id.")
+
+
+def _outcome(call: Sequence[CallRequest]) -> str:
+    outcomes = {each.account.outcome or "open" for each in call}
+    return "aborted" if "aborted" in outcomes else "/".join(sorted(outcomes))
+
+
+def _causes(result: Usage) -> Table | None:
+    counts = Counter(cause for row in result.calls for cause in row.causes)
+    if not counts:
+        return None
+    table = terminal.plain_table(header=True)
+    table.add_column("calls", justify="right", no_wrap=True)
+    table.add_column("cause", no_wrap=True)
+    table.add_column("what the client was told")
+    for cause, count in counts.most_common():
+        what, _, figure = cause.partition(" ")
+        says = f"a {figure} figure that has no known cause" if what == UNEXPLAINED else SAYS[cause]
+        table.add_row(f"{count:,}", cause, says, style="red" if what == UNEXPLAINED else "")
+    return table
+
+
+def _calls(rows: Sequence[Reconciled]) -> Table:
+    table = terminal.plain_table(header=True)
+    table.add_column("call", no_wrap=True)
+    for name in ("verdict", "cause"):
+        table.add_column(name)
+    for name in ("prompt", "cached", "output"):
+        table.add_column(f"{name} told", justify="right", no_wrap=True)
+        table.add_column("ledger", justify="right", no_wrap=True)
+    for row in rows:
+        call, verdict, causes, *figures = _cells(row)
+        table.add_row(call, verdict, causes, *("" if each is None else f"{each:,}" for each in figures))
+    return table
+
+
+def _cells(row: Reconciled) -> tuple[Any, ...]:
+    ledger = row.ledger if row.ledger is not None and row.verdict != UNKNOWN else None
+    return (
+        row.told.names[0],
+        row.verdict,
+        ", ".join(row.causes),
+        row.told.prompt_tokens,
+        ledger.prompt_tokens if ledger else None,
+        row.told.cached,
+        ledger.cached if ledger else None,
+        row.told.output_tokens,
+        ledger.output_tokens if ledger else None,
+    )
+
+
+def data(result: Usage, log: UsageLog) -> dict[str, Any]:
+    """The same as plain data."""
+    counts = Counter(row.verdict for row in result.calls)
+    return {
+        "verdict": verdict(result),
+        "calls": {each: counts[each] for each in VERDICTS},
+        "causes": dict(Counter(cause for row in result.calls for cause in row.causes)),
+        "untold": [
+            {"call": call[0].part.call, "outcome": _outcome(call), "requests": len(call)}
+            for call in result.untold
+        ],
+        "other_lines": log.other_lines,
+        "rows": [
+            dict(zip(COLUMNS, _cells(row), strict=True)) | {"line": row.told.line} for row in result.calls
+        ],
+    }
+
+
+def as_csv(result: Usage) -> str:
+    """One line per line of the log."""
+    return csv_of(COLUMNS, (_cells(row) for row in result.calls))

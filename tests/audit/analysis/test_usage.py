@@ -1,0 +1,127 @@
+"""Every cause of a difference between a log and the ledger, and the near miss that has none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvledger.audit.analysis.usage import CallIndex, Told, Usage, reconcile
+from kvledger.audit.ledger.account import Account
+from kvledger.audit.ledger.frozen import AccountStatement, Settlement
+
+PROMPT = 100
+
+
+def account(
+    request_id: str,
+    local: int = 0,
+    external: int = 0,
+    *,
+    output: int = 5,
+    outcome: str = "length",
+    plan: tuple[int, int] | None = None,
+    reported: tuple[int, int, int] | None = None,
+    transferred: bool = False,
+    unknown: str | None = None,
+    at: int = 0,
+) -> AccountStatement:
+    """The account of a request with a prompt of 100 tokens."""
+    opened: Any = Account(0, request_id, PROMPT, at)
+    opened.sequence_tokens = PROMPT + output
+    opened.outcome, opened.plan, opened.reported = outcome, plan, reported
+    opened.transferred, opened.unknown = transferred, unknown
+    opened.settlements.append(
+        Settlement(PROMPT, 0, local, external, PROMPT - local - external, 0, at=at, step=1)
+    )
+    return AccountStatement(
+        **{name: getattr(opened.freeze(), name) for name in AccountStatement.__struct_fields__}
+    )
+
+
+def told(call: str, cached: int | None, prompt: int | None = PROMPT, output: int | None = 5) -> Told:
+    return Told((call,), prompt, cached, output, 1)
+
+
+def reconciled(log: list[Told], *accounts: AccountStatement) -> Usage:
+    index = CallIndex(log, suffixed=True)
+    for each in accounts:
+        index.add(each)
+    return reconcile(log, index)
+
+
+def row(log: Told, *accounts: AccountStatement) -> tuple[str, tuple[str, ...]]:
+    (only,) = reconciled([log], *accounts).calls
+    return only.verdict, only.causes
+
+
+def one(*counts: int, **more: Any) -> AccountStatement:
+    """The only request of the call ``cmpl-a``."""
+    return account("cmpl-a-0-0a1b2c3d", *counts, **more)
+
+
+SAMPLES = (account("0_cmpl-a-0-0a1b2c3d"), account("1_cmpl-a-0-0a1b2c3d", 96))
+PROMPTS = (account("cmpl-a-0-0a1b2c3d", 32), account("cmpl-a-1-0a1b2c3e", 64))
+
+
+@pytest.mark.parametrize(
+    ("log", "accounts", "verdict", "causes"),
+    [
+        (told("cmpl-a", 64), [one(64)], "equal", ()),
+        (told("cmpl-a", 64), [one(32, 32)], "equal", ()),
+        (told("cmpl-a", None), [one(64)], "equal", ("not-told",)),
+        (told("cmpl-a", 0, output=10), SAMPLES, "equal", ()),
+        (told("cmpl-a", 96, output=10), SAMPLES, "explained", ("one-sample",)),
+        (told("cmpl-a", 95, output=10), SAMPLES, "unexplained", ("unexplained cached",)),
+        (told("cmpl-a", 0, 200, 10), SAMPLES, "explained", ("prompt-per-sample",)),
+        (told("cmpl-a", 96, 200, 10), PROMPTS, "equal", ()),
+        (told("cmpl-a", 64, 200, 10), PROMPTS, "explained", ("one-prompt",)),
+        (told("cmpl-a", 48), [one(16, plan=(16, 32))], "explained", ("plan",)),
+        (told("cmpl-a", 64), [one(16, plan=(16, 32))], "unexplained", ("unexplained cached",)),
+        (told("cmpl-a", 64), [one(0, 64, transferred=True)], "explained", ("transfer",)),
+        (told("cmpl-a", 0), [one(0, 64, transferred=True)], "equal", ()),
+        (told("cmpl-a", 99), [one(64, reported=(99, 0, 1))], "explained", ("engine-report",)),
+        (told("cmpl-a", 0, output=3), [one(outcome="aborted")], "explained", ("aborted",)),
+        (told("cmpl-a", 0, output=9), [one(outcome="aborted")], "unexplained", ("unexplained output",)),
+        (told("cmpl-a", 0, output=3), [one()], "unexplained", ("unexplained output",)),
+        (told("cmpl-a", 0, 99), [one()], "unexplained", ("unexplained prompt",)),
+        (told("cmpl-a", 9), [one(unknown="events are missing")], "unknown", ()),
+        (told("cmpl-b", 0), [one()], "not in the trace", ()),
+        (told("cmpl-a", 0), [account("cmpl-a0-0-0a1b2c3d")], "not in the trace", ()),
+    ],
+)
+def test_a_call_beside_the_ledger(log: Told, accounts: Any, verdict: str, causes: tuple[str, ...]) -> None:
+    assert (verdict, causes) == row(log, *accounts)
+
+
+def test_a_call_that_a_gateway_repeated_leaves_one_that_nobody_was_told_of() -> None:
+    first = account("cmpl-a-0-00000001", 0, outcome="aborted", at=1)
+    second = account("cmpl-a-0-00000002", 96, at=2)
+
+    result = reconciled([told("cmpl-a", 96)], first, second)
+
+    assert ["equal"] == [each.verdict for each in result.calls]
+    assert [["cmpl-a-0-00000001"]] == [[each.account.request_id for each in call] for call in result.untold]
+
+
+def test_two_lines_of_one_id_take_a_call_each() -> None:
+    both = [account("cmpl-a-0-00000001", 0, at=1), account("cmpl-a-0-00000002", 96, at=2)]
+
+    result = reconciled([told("cmpl-a", 96), told("cmpl-a", 0)], *both)
+
+    assert ["equal", "equal"] == [each.verdict for each in result.calls]
+    assert [] == result.untold
+
+
+def test_calls_in_no_line_are_listed() -> None:
+    result = reconciled(
+        [], account("cmpl-a-0-0a1b2c3d"), account("1_cmpl-a-0-0a1b2c3d"), account("17-0a1b2c3d")
+    )
+
+    assert [2, 1] == [len(call) for call in result.untold]
+
+
+def test_the_first_known_id_of_a_line_counts() -> None:
+    log = Told(("lite-1", "a"), PROMPT, 64, 5, 1)
+
+    assert "equal" == row(log, account("chatcmpl-a-0a1b2c3d", 64))[0]
