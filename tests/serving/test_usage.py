@@ -1,4 +1,4 @@
-"""What a real server told its clients, beside the ledger: every call is equal, or differs for a known cause."""
+"""What a real server told its clients, beside the ledger: calls are equal, or differ for a known cause."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         for number in range(SAMPLED):
             engine.call(f"sampled-{number}", tokens(100 + number, 2), n=4, temperature=1.0)
         for number in range(BATCHED):
-            engine.call(f"batched-{number}", [tokens(200 + number, 1), tokens(number % 6, 2)])
+            engine.call(f"batched-{number}", [tokens(number % 6, 2), tokens((number + 1) % 6, 2)])
         for number in range(STREAMED):
             options = {"include_usage": True}
             engine.call(f"streamed-{number}", tokens(number, 2), stream=True, stream_options=options)
