@@ -34,6 +34,7 @@ class Rule(NamedTuple):
 
 
 GROUND = (
+    "audit.client_ids",
     "audit.errors",
     "audit.events",
     "audit.old_events",
@@ -60,6 +61,7 @@ RULES = {
     "audit.events": Rule(ours=("audit.errors",)),
     "audit.old_events": Rule(ours=("audit.events",)),
     "audit.causes": Rule(ours=EVENTS),
+    "audit.client_ids": Rule(libraries=NONE),
     "audit.event_checks": Rule(ours=EVENTS),
     "audit.text": Rule(ours=EVENTS),
     "audit.hooks": Rule(libraries=NONE),
