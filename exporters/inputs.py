@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ..audit.replay.parallel import Processes, Run, is_remote
 from .reports.terminal import console
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
@@ -44,7 +45,7 @@ def reading(
             bar = stack.enter_context(Progress(*columns, console=out, transient=True))
             if local:
                 bar.add_task("", total=None)
-            run = _with_bar(run, bar)
+            run = _ProcessesWithBar(run, bar) if isinstance(run, Processes) else _with_bar(run, bar)
         yield places, run
 
 
@@ -57,9 +58,24 @@ def journals(paths: Sequence[Path]) -> list[Path]:
     return [one for path in paths for one in (remote.journals(path) if is_remote(path) else [path])]
 
 
+class _ProcessesWithBar(Processes):
+    """Processes that advance a bar. The progress within one journal is not known, so its bar only pulses."""
+
+    def __init__(self, processes: Processes, bar: Progress) -> None:
+        super().__init__(processes.jobs)
+        self._bar = bar
+
+    def each(
+        self, work: Callable[[Item], Result], items: Sequence[Item], sizes: Sequence[int]
+    ) -> Iterator[Result]:
+        task = self._bar.add_task("", total=len(items) if len(items) > 1 else None)
+        for result in super().each(work, items, sizes):
+            self._bar.advance(task)
+            yield result
+
+
 def _with_bar(run: Run, bar: Progress) -> Run:
     def run_with_bar(work: Callable[[Path], Result], journals: Sequence[Path]) -> Iterator[Result]:
-        # The progress within one journal is not known, so its bar only pulses.
         task = bar.add_task("", total=len(journals) if len(journals) > 1 else None)
         for result in run(work, journals):
             bar.advance(task)

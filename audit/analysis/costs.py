@@ -57,10 +57,15 @@ class Delays(msgspec.Struct):
     requests: int = 0
     sample: Sample = msgspec.field(default_factory=lambda: Sample(most=DELAYS))
 
-    def add(self, tokens: int, waited_us: int = 0) -> None:
-        """Add one request."""
+    def add(self, request: int, tokens: int, waited_us: int = 0) -> None:
+        """Add one request, by its number."""
         self.requests += 1
-        self.sample.add(tokens, waited_us)
+        self.sample.add(request, tokens, waited_us)
+
+    def merge(self, later: Delays) -> None:
+        """Add later requests of the same engine."""
+        self.requests += later.requests
+        self.sample.merge(later.sample)
 
     def seconds(self, price: float | None) -> PricedDelays:
         """The delays with the ``price`` of a prefill token."""
@@ -132,6 +137,11 @@ class Loads(msgspec.Struct):
                 self.synchronous_tokens += life.loaded
             self.not_saved_tokens += sum(life.voided.get(cause, 0) for cause in NOT_SAVED)
 
+    def merge(self, more: Loads) -> None:
+        """Add the loads of other requests."""
+        for name in self.__struct_fields__:
+            setattr(self, name, getattr(self, name) + getattr(more, name))
+
 
 class CostTally(msgspec.Struct):
     """Lost work and loads of some requests of one engine, in tokens. Memory grows with the causes only."""
@@ -151,7 +161,7 @@ class CostTally(msgspec.Struct):
                 delay = early.get(cause, 0)
                 waits = waited if cause in causes.PREEMPTIONS else 0
                 if delay or waits:
-                    row.delays.add(delay, waits)
+                    row.delays.add(account.request, delay, waits)
                 if cause == causes.BLOCKS and account.more_blocks_percent >= 0:
                     add_avoidable(row.avoidable, {account.more_blocks_percent: tokens})
         if account.rejected:
@@ -160,6 +170,17 @@ class CostTally(msgspec.Struct):
             self._row(OVERRUN, overrun_kind(account), account.overrun)
         if account.promised:
             self.loads.add(account)
+
+    def merge(self, later: CostTally) -> None:
+        """Add later requests of the same engine."""
+        for key, row in later.lost.items():
+            mine = self.lost.setdefault(key, LostTokens())
+            for kind, tokens in row.tokens.items():
+                mine.tokens[kind] = mine.tokens.get(kind, 0) + tokens
+            mine.requests += row.requests
+            mine.delays.merge(row.delays)
+            add_avoidable(mine.avoidable, row.avoidable)
+        self.loads.merge(later.loads)
 
     def _row(self, key: str, kind: str, tokens: int) -> LostTokens:
         row = self.lost.get(key)

@@ -55,7 +55,8 @@ NO_WORK = Work()
 class Sample(msgspec.Struct):
     """Rows of numbers, thinned to a bounded, evenly spread part of all rows, the same one each time.
 
-    Each kept row stands for ``weight`` rows. The first number of a kept row is its place among all rows.
+    Each kept row stands for ``weight`` rows. The first number of a row decides if it is kept: a time, or the
+    number of a request. So two samples merge to the sample of all their rows.
     """
 
     most: int = SAMPLE_ROWS
@@ -63,17 +64,27 @@ class Sample(msgspec.Struct):
     seen: int = 0
     shift: int = 0
 
-    def add(self, *row: int) -> None:
+    def add(self, key: int, *row: int) -> None:
         """Take one row."""
         self.seen += 1
-        if not ((self.seen * _HASH) & 0xFFFFFFFF) >> (32 - self.shift):  # as _kept
-            self.rows.append((self.seen, *row))
-            while len(self.rows) > self.most:
-                self.shift += 1
-                self.rows = [one for one in self.rows if self._kept(one[0])]
+        if not ((key * _HASH) & 0xFFFFFFFF) >> (32 - self.shift):  # as _kept
+            self.rows.append((key, *row))
+            self._thin()
 
-    def _kept(self, place: int) -> bool:
-        return not ((place * _HASH) & 0xFFFFFFFF) >> (32 - self.shift)
+    def merge(self, later: Sample) -> None:
+        """Add the rows of a later sample."""
+        self.seen += later.seen
+        self.shift = max(self.shift, later.shift)
+        self.rows = [row for row in (*self.rows, *later.rows) if self._kept(row[0])]
+        self._thin()
+
+    def _thin(self) -> None:
+        while len(self.rows) > self.most and self.shift < 32:
+            self.shift += 1
+            self.rows = [row for row in self.rows if self._kept(row[0])]
+
+    def _kept(self, key: int) -> bool:
+        return not ((key * _HASH) & 0xFFFFFFFF) >> (32 - self.shift)
 
     @property
     def weight(self) -> int:
@@ -136,6 +147,34 @@ class StepTimes(msgspec.Struct):
     """Unix time of the engine's microsecond 0, in microseconds."""
     busy_by_minute: dict[int, int] | None = None
     """``busy_us`` by the minute since 1970 in which an observation ends; None: not wanted."""
+
+    # --- parts of a journal ---------------------------------------------------------------------------
+
+    def count_steps_anew(self) -> None:
+        """Set the count of scheduled steps to 0; contexts follow."""
+        self.requests = {
+            request: (tokens, drafts, advance, context + advance * self.scheduled)
+            for request, (tokens, drafts, advance, context) in self.requests.items()
+        }
+        self.sums[3] += self.sums[4] * self.scheduled
+        self.scheduled = 0
+
+    def state(self) -> tuple[Any, ...]:
+        """What decides how the observation goes on."""
+        pending = [(step.at, *step.work) for step in self.pending]
+        now = (self.delivered_at, self.repeated_at, self.busy, self.lost, self.skip, self.began_us)
+        return (sorted(self.requests.items()), self.sums, pending, tuple(self.repeated), self.order, now)
+
+    def forget_sums(self) -> None:
+        """Begin the sums anew."""
+        self.sample, self.busy_us, self.work = Sample(most=self.sample.most), 0, NO_WORK
+
+    def precede(self, earlier: StepTimes) -> None:
+        """Add the sums up to where these began."""
+        earlier.sample.merge(self.sample)
+        self.sample = earlier.sample
+        self.busy_us += earlier.busy_us
+        self.work = earlier.work.plus(self.work)
 
     # --- events ---------------------------------------------------------------------------------------
 
@@ -254,7 +293,7 @@ class StepTimes(msgspec.Struct):
             return
         if self.repeated_at >= 0:
             work = self.repeated.plus(work)
-        self.sample.add(*work, end - begin)
+        self.sample.add(end, *work, end - begin)
         if self.since_at <= end < self.until_at:
             self.busy_us += end - begin
             if self.busy_by_minute is not None:

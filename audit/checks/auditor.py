@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from typing import Literal
+from typing import Literal, TypeVar
 
 from msgspec.structs import replace
 
@@ -20,6 +20,8 @@ from ..ledger.subjects import Entry
 from .registry import Check, Invariant, Violation, Witness, catalogue
 
 Verdict = Literal["clean", "violated", "unknown"]
+
+Key = TypeVar("Key")
 
 OnViolation = Callable[[str, int, Account | None], None]
 """Called with the invariant's id, the event's ``at`` and the account, if one is concerned."""
@@ -174,6 +176,28 @@ class Auditor:
         self._kept[row.id] = self._kept.get(row.id, 0) + 1
         return violation
 
+    def forget_findings(self) -> None:
+        """Forget all findings. The requests in which violations were found stay known."""
+        self._findings, self._kept, self.not_kept, self.check_failures = {}, {}, {}, {}
+
+    def precede(self, earlier: Auditor) -> None:
+        """Add the findings of the same journal up to where this auditor forgot its own."""
+        self.ledger.precede(earlier.ledger)
+        findings, kept = earlier._findings, earlier._kept
+        not_kept = merged_counts(earlier.not_kept, self.not_kept)
+        for key, finding in self._findings.items():
+            id = finding.violation.id
+            if key in findings:
+                findings[key].repeats += finding.repeats + 1
+                findings[key].last_step = finding.last_step
+            elif kept.get(id, 0) >= FINDINGS_KEPT:
+                not_kept[id] = not_kept.get(id, 0) + finding.repeats + 1
+            else:
+                findings[key] = finding
+                kept[id] = kept.get(id, 0) + 1
+        self._findings, self._kept, self.not_kept = findings, kept, not_kept
+        self.check_failures = merged_counts(earlier.check_failures, self.check_failures)
+
     def absorb(self, other: Auditor) -> None:
         """Add the findings of another engine, which has ended; one finding of each invariant is kept.
 
@@ -230,6 +254,11 @@ class Auditor:
         if any(f.violation.severity == "violation" for f in self._findings.values()):
             return "violated"
         return "unknown" if self.doubts else "clean"
+
+
+def merged_counts(counts: dict[Key, int], more: dict[Key, int]) -> dict[Key, int]:
+    """The sum of two tables of counts."""
+    return {key: counts.get(key, 0) + more.get(key, 0) for key in [*counts, *more]}
 
 
 def _moved(violation: Violation, clock: EngineStarted | None, other: EngineStarted | None) -> Violation:

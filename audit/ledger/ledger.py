@@ -134,6 +134,24 @@ class Ledger(LedgerState):
         self.entries = []
         forget(self, reason)
 
+    def forget_sums(self) -> None:
+        """Begin all sums anew; what is open stays."""
+        self.gaps = self.hook_failures = self.removed_events = 0
+        self.engine_errors, self.ended = {}, Totals()
+
+    def precede(self, earlier: Ledger) -> None:
+        """Add the sums of the same journal up to where this ledger forgot its own."""
+        self.gaps += earlier.gaps
+        self.hook_failures += earlier.hook_failures
+        self.removed_events += earlier.removed_events
+        errors = dict(earlier.engine_errors)
+        for error, times in self.engine_errors.items():
+            if error in errors or len(errors) < ERRORS_KEPT:
+                errors[error] = errors.get(error, 0) + times
+        self.engine_errors = errors
+        earlier.ended.merge(self.ended)
+        self.ended = earlier.ended
+
     def absorb(self, other: Ledger) -> None:
         """Add the sums of another ledger's ended requests. The engine that started first stays."""
         if other.engine is not None:

@@ -22,7 +22,7 @@ from ..analysis.reconciliation import EngineCounters, Reconciliation
 from ..analysis.step_model import StepModel, fit
 from ..analysis.step_times import STEP_HANDLERS, Sample, StepTimes
 from ..causes import BEGAN_BEFORE, ENGINE_ENDED, UNKNOWN
-from ..checks.auditor import Auditor, Verdict
+from ..checks.auditor import Auditor, Verdict, merged_counts
 from ..checks.registry import Violation
 from ..events import EngineStarted, Event, Finished
 from ..journal.format import gone_by
@@ -327,17 +327,42 @@ class EngineAudit:
         for reason, requests in other.unknown.items():
             self.unknown[reason] = self.unknown.get(reason, 0) + requests
 
-    def note_end(self, reader: Reader) -> None:
-        """Note what ``reader`` found damaged, and whether the engine still writes."""
+    def note_damage(self, reader: Reader, first: int = 0) -> None:
+        """Note what ``reader`` found damaged, from the damage number ``first`` on."""
         rotated = self.auditor.ledger.removed_events
         if rotated:
-            first = f"rotation has removed the first {counted(rotated, 'event')}"
-            self.notes.append(f"{first}: the trace begins at {_utc(self.created)}")
-        self.notes += [str(damage) for damage in reader.damage[bool(rotated) :]]
+            removed = f"rotation has removed the first {counted(rotated, 'event')}"
+            self.notes.append(f"{removed}: the trace begins at {_utc(self.created)}")
+        self.notes += [str(damage) for damage in reader.damage[first + bool(rotated) :]]
+
+    def note_end(self, reader: Reader, first: int = 0) -> None:
+        """The same, and whether the engine still writes."""
+        self.note_damage(reader, first)
         if not reader.ended:
             self.notes.append("the engine is still running, this is up to now")
         elif reader.continues:
             self.notes.append("this segment is not the journal's last")
+
+    def forget_sums(self) -> None:
+        """Begin all sums anew; what is open stays. Not for an audit with metrics or a bounded window."""
+        self.auditor.forget_findings()
+        self.auditor.ledger.forget_sums()
+        self.requests, self.unknown, self.events = {}, {}, 0
+        self.reconciliation, self.cost_tally = Reconciliation(), CostTally()
+        self.step_times.forget_sums()
+
+    def precede(self, earlier: EngineAudit) -> None:
+        """Add the sums of the same journal up to where this audit forgot its own."""
+        self.auditor.precede(earlier.auditor)
+        earlier.reconciliation.merge(self.reconciliation)
+        earlier.cost_tally.merge(self.cost_tally)
+        self.reconciliation, self.cost_tally = earlier.reconciliation, earlier.cost_tally
+        self.step_times.precede(earlier.step_times)
+        self.requests = merged_counts(earlier.requests, self.requests)
+        self.unknown = merged_counts(earlier.unknown, self.unknown)
+        self.notes = [*earlier.notes, *self.notes]
+        self.accounts = [*earlier.accounts, *self.accounts]
+        self.events += earlier.events
 
     def finish(self) -> None:
         """Add the requests that are still open to the reconciliation, as they stand; no event follows."""

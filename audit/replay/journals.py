@@ -26,6 +26,7 @@ from ..text import printable, shown_id
 from .engine_audit import EngineAudit
 from .find import journals_at, pick_request, pick_requests
 from .parallel import Run, here
+from .split import Piece, Span, SpanAudit, joined, split_run
 from .windows import EVERYTHING, Window
 
 VERDICT_ORDER: tuple[Verdict, ...] = ("clean", "unknown", "violated")
@@ -127,7 +128,10 @@ def audit_paths(
     replay = partial(
         _replay, keep=keep, watch=watch, window=window, with_metrics=with_metrics, with_costs=with_costs
     )
-    return Audit(list(run(replay, journals_at(paths))))
+    found = journals_at(paths)
+    if not (keep or watch or window.bounded or with_metrics):
+        return Audit(list(split_run(run, found, partial(_piece, with_costs=with_costs), joined, replay)))
+    return Audit(list(run(replay, found)))
 
 
 def _replay(
@@ -141,6 +145,14 @@ def _replay(
         audit.note_end(reader)
     audit.finish()
     return audit
+
+
+def _piece(span: Span, *, with_costs: bool) -> Piece:
+    audit = EngineAudit(span.path, with_metrics=False, with_costs=with_costs)
+    part = SpanAudit(audit, span)
+    for _ in part.accounts():
+        pass
+    return Piece(audit, part.begin, part.end)
 
 
 class RequestStatement:

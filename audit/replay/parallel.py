@@ -21,6 +21,7 @@ from ..errors import LedgerError
 WORTH_BYTES = 8 << 20
 """Below this total size, reading takes less time than starting processes."""
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
@@ -68,18 +69,23 @@ class Processes:
 
     def __call__(self, work: Callable[[Path], Result], journals: Sequence[Path]) -> Iterator[Result]:
         """See :class:`Run`. Small journals are read in this process."""
-        sizes = [size_bytes(journal) for journal in journals]
-        jobs = min(self.jobs or cores(), len(journals))
+        return self.each(work, journals, [size_bytes(journal) for journal in journals])
+
+    def each(
+        self, work: Callable[[Item], Result], items: Sequence[Item], sizes: Sequence[int]
+    ) -> Iterator[Result]:
+        """The same for any items of these sizes in bytes."""
+        jobs = min(self.jobs or cores(), len(items))
         if jobs < 2 or (not self.jobs and sum(sizes) < WORTH_BYTES):
-            yield from map(work, journals)
+            yield from map(work, items)
             return
         # A fork would copy locks that the caller's threads hold.
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(jobs, mp_context=context, initializer=end_quietly) as pool:
-            largest = sorted(range(len(journals)), key=lambda place: -sizes[place])
-            futures = {place: pool.submit(work, journals[place]) for place in largest}
+            largest = sorted(range(len(items)), key=lambda place: -sizes[place])
+            futures = {place: pool.submit(work, items[place]) for place in largest}
             try:
-                for place in range(len(journals)):
+                for place in range(len(items)):
                     yield futures.pop(place).result()
             except BrokenProcessPool:
                 raise LedgerError("A process that read journals was killed; try fewer --jobs.") from None

@@ -122,6 +122,11 @@ def capture(audit: EngineAudit) -> bytes:
     return msgspec.msgpack.encode(_Captured(layout(), _Writer().value(audit)))
 
 
+def plain(value: Any) -> Any:
+    """Any value of an audit as scalars and lists. Raises TypeError for a value of an unknown class."""
+    return _Writer().value(value)
+
+
 def restore(data: bytes, path: Path) -> EngineAudit:
     """The audit that :func:`capture` turned into ``data``, for the journal at ``path``.
 

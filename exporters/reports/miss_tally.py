@@ -67,7 +67,7 @@ class Tally(msgspec.Struct):
         late = {LOST_LATE.get(life.ended_by, "") for life in account.lives if life.ended_at > first}
         for cause, tokens in causes.items():
             if cause not in late:
-                self.early.setdefault(cause, Delays()).add(tokens)
+                self.early.setdefault(cause, Delays()).add(account.request, tokens)
 
     def price(self, engine_audit: EngineAudit, model: StepModel) -> None:
         """Turn the present journal's tokens into seconds."""

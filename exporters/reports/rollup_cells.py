@@ -151,14 +151,14 @@ class Cell(msgspec.Struct):
             lost.requests += row.requests
             lost.delays.take(row.delays)
             add_avoidable(lost.avoidable, row.avoidable)
-        _add_loads(self.loads, tally.loads)
+        self.loads.merge(tally.loads)
 
     def merge(self, more: Cell) -> None:
         """Add the sums of another cell."""
         self.totals.merge(more.totals)
         self.waited += more.waited
         self.misses.merge(more.misses)
-        _add_loads(self.loads, more.loads)
+        self.loads.merge(more.loads)
         for key, row in more.lost.items():
             lost = self.lost.setdefault(key, Lost())
             merge_tokens(lost.tokens, row.tokens)
@@ -185,8 +185,3 @@ def merge_cells(into: Cells, more: Cells) -> None:
     """Add cells to cells of the same keys."""
     for key, cell in more.items():
         into.setdefault(key, Cell()).merge(cell)
-
-
-def _add_loads(into: Loads, more: Loads) -> None:
-    for name in into.__struct_fields__:
-        setattr(into, name, getattr(into, name) + getattr(more, name))

@@ -127,6 +127,11 @@ def _is_rollup(path: Path) -> bool:
     return path.suffix == SUFFIX
 
 
+def has_one(path: Path) -> bool:
+    """Whether this is a rollup, or a journal that was compacted."""
+    return _is_rollup(path) or place(path).exists()
+
+
 def found(path: Path, by: str, window: Window) -> Rollup | None:
     """The rollup that answers for the journal at ``path``; None if there is none."""
     return find(path) if by in GROUPS and usable(window) else None

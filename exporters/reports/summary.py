@@ -24,6 +24,7 @@ from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.find import matching_paths
 from ...audit.replay.journals import each_account
 from ...audit.replay.parallel import Run, here
+from ...audit.replay.split import Piece, Span, SpanAudit, joined, split_run
 from ...audit.replay.windows import EVERYTHING, Window
 from ..trace.groups import check, group_key
 from . import costs as cost
@@ -93,9 +94,11 @@ class Sums(msgspec.Struct):
             self.tally.add(account)
 
     def merge(self, more: Sums) -> None:
-        """Add the sums of ``more``."""
+        """Add the sums of ``more``, of the same journal if they have no price yet."""
         self.totals.merge(more.totals)
         self.waited += more.waited
+        if self.tally is not None and more.tally is not None:
+            self.tally.merge(more.tally)
         if more.costs is not None:
             self.costs = self.costs or Costs()
             self.costs.merge(more.costs)
@@ -162,7 +165,12 @@ def summarize(
     journals = [place for place in places if place not in exported]
     if journals or not exported:
         read = partial(_of_journal, by=by, window=window, with_costs=with_costs and not exported)
-        parts += run(read, rollups.journals_and_rollups(journals, by, window))
+        places = rollups.journals_and_rollups(journals, by, window)
+        if window.bounded or any(map(rollups.has_one, places)):
+            parts += run(read, places)
+        else:
+            piece = partial(_of_span, by=by, with_costs=with_costs and not exported)
+            parts += split_run(run, places, piece, _joined, read)
     groups: Groups = {}
     everything = Sums.none()
     for part in parts:
@@ -200,6 +208,11 @@ def _summed(engine_audit: EngineAudit, accounts: Iterable[Account], by: str, wit
     groups: Groups = {}
     for account in accounts:
         groups.setdefault(key(account), Sums.none(with_costs)).add(account, engine_audit.last_at)
+    return _priced(engine_audit, groups, with_costs)
+
+
+def _priced(engine_audit: EngineAudit, groups: Groups, with_costs: bool) -> Part:
+    """The groups of one journal, with what their lost work cost."""
     if not with_costs:
         return Part(groups)
     model, busy_us = engine_audit.step_model(), engine_audit.step_times.busy_us
@@ -208,6 +221,36 @@ def _summed(engine_audit: EngineAudit, accounts: Iterable[Account], by: str, wit
             sums.costs, sums.tally = priced(sums.tally, model, busy_us, engine_audit.connector), None
             busy_us = 0  # counted once for the journal
     return Part(groups, model_row(engine_audit, model), busy_us)
+
+
+class _GroupsOfSpan(msgspec.Struct):
+    """The groups of one span of a journal, without prices."""
+
+    piece: Piece
+    groups: Groups
+    with_costs: bool
+
+
+def _of_span(span: Span, by: str, with_costs: bool) -> _GroupsOfSpan:
+    engine_audit = EngineAudit(span.path, keep=True, with_metrics=False, times_steps=with_costs)
+    part, groups = SpanAudit(engine_audit, span), dict[str, Sums]()
+    key = None
+    for accounts in part.accounts():
+        key = key or group_key(by, engine_audit)
+        for account in accounts:
+            groups.setdefault(key(account), Sums.none(with_costs)).add(account, engine_audit.last_at)
+    return _GroupsOfSpan(Piece(engine_audit, part.begin, part.end), groups, with_costs)
+
+
+def _joined(spans: Sequence[_GroupsOfSpan]) -> Part | None:
+    engine_audit = joined([span.piece for span in spans])
+    if engine_audit is None:
+        return None
+    groups: Groups = {}
+    for span in spans:
+        for name, sums in span.groups.items():
+            groups.setdefault(name, Sums.none(span.with_costs)).merge(sums)
+    return _priced(engine_audit, groups, spans[0].with_costs)
 
 
 def _of_rollup(rollup: rollups.Rollup, path: Path, by: str, window: Window, with_costs: bool) -> Part:

@@ -169,5 +169,5 @@ def test_quantiles_weigh_what_each_delay_stands_for() -> None:
     assert PricedDelays().quantile(0.5) is None
     many = Delays()
     for tokens in range(5000):
-        many.add(tokens)
+        many.add(tokens, tokens)
     assert many.seconds(1.0).quantile(0.5) == pytest.approx(2500, rel=0.15)

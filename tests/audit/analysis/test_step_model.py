@@ -17,14 +17,14 @@ LAW = (4_000.0, 55.0, 30.0, 20.0, 0.08)
 def steps(seed: int, count: int, took: Callable[[Work, Random], float], drafts: bool = True) -> Sample:
     """Steps of an engine under changing load."""
     dice, sample = Random(seed), Sample()
-    for _ in range(count):
+    for place in range(count):
         decodes = dice.randrange(1, 129)
         prefill = dice.choice((0, 0, 0, dice.randrange(16, 2048)))
         drafted = 3 * dice.randrange(0, decodes) if drafts else 0
         times = dice.choice((1, 1, 1, dice.randrange(2, 40)))
         context = decodes * dice.randrange(50, 2000)
         work = Work(times, prefill if times == 1 else 0, decodes * times, drafted * times, context * times)
-        sample.add(*work, max(1, round(took(work, dice))))
+        sample.add(place, *work, max(1, round(took(work, dice))))
     return sample
 
 

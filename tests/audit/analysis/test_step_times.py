@@ -152,7 +152,7 @@ def test_only_the_window_counts_as_engine_time() -> None:
 def test_a_sample_is_bounded_and_even() -> None:
     sample = Sample(most=100)
     for place in range(10_000):
-        sample.add(place)
+        sample.add(place, place)
 
     assert 25 <= len(sample.rows) <= 100
     assert 10_000 == sample.seen

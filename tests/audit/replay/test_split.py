@@ -1,0 +1,140 @@
+"""A journal that is cut gives exactly the result of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+from benchmarks import trace as traces
+from benchmarks.simulated import Mix
+from msgspec.structs import replace
+from tests import journals
+
+from kvledger.audit.checks import auditor
+from kvledger.audit.events import Event, Reported
+from kvledger.audit.journal.format import segments
+from kvledger.audit.journal.writer import JournalWriter, Limits
+from kvledger.audit.replay import split
+from kvledger.audit.replay.engine_audit import EngineAudit
+from kvledger.audit.replay.journals import Audit, _piece, _replay
+from kvledger.audit.replay.parallel import here
+from kvledger.audit.replay.windows import EVERYTHING
+from kvledger.exporters.reports.audit import as_json, report
+from kvledger.exporters.reports.costs import costs_of
+from kvledger.exporters.reports.summary import summarize
+
+SEGMENT = 60_000
+MIX = Mix(running=24, waiting=6, median_output=40)
+
+
+def cut_trace(folder: Path, mix: Mix = MIX, requests: int = 4_000) -> Path:
+    """A simulated engine's journal in many small segments."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(traces, "EVERYTHING", Limits(folder_bytes=1 << 40, segment_bytes=SEGMENT))
+        traces.write_journal(folder, requests, 5, mix=mix)
+    assert 6 < len(segments(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cut_trace(tmp_path_factory.mktemp("trace") / "engine-0")
+
+
+def whole(journal: Path) -> EngineAudit:
+    return _replay(journal, keep=False, watch=None, window=EVERYTHING, with_metrics=False, with_costs=True)
+
+
+def in_parts(journal: Path, parts: int) -> EngineAudit | None:
+    cut = split.spans(journal, parts, worth_bytes=0)
+    assert parts == len(cut)
+    return split.joined([_piece(span, with_costs=True) for span in cut])
+
+
+def as_report(audit: EngineAudit) -> str:
+    return as_json(report(Audit([audit]), costs_of([audit])))
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_the_spans_of_a_journal_add_up_to_the_report_of_one_replay(journal: Path, parts: int) -> None:
+    joined = in_parts(journal, parts)
+
+    assert joined is not None
+    assert as_report(whole(journal)) == as_report(joined)
+
+
+@pytest.mark.parametrize("by", ["", "hour", "outcome", "^([a-z]+)"])
+def test_a_summary_by_two_processes_is_that_of_one(
+    journal: Path, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(split, "WORTH_BYTES", 0)
+    one = summarize([journal], by, with_costs=True, run=here)
+    monkeypatch.setattr(split.Processes, "each", lambda _, work, items, sizes: map(work, items))
+
+    assert one == summarize([journal], by, with_costs=True, run=split.Processes(2))
+
+
+def test_each_request_belongs_to_one_span(journal: Path) -> None:
+    def ids(span: split.Span) -> list[str]:
+        audit = EngineAudit(span.path, keep=True, with_metrics=False)
+        return [one.request_id for some in split.SpanAudit(audit, span).accounts() for one in some]
+
+    found = [name for span in split.spans(journal, 3, worth_bytes=0) for name in ids(span)]
+
+    assert 4_000 == len(found) == len(set(found))
+
+
+def test_another_state_at_the_hand_over_is_noticed(journal: Path) -> None:
+    first, second = (_piece(span, with_costs=True) for span in split.spans(journal, 2, worth_bytes=0))
+
+    assert split.joined([first, split.Piece(second.audit, b"other", second.end)]) is None
+    assert split.joined([split.Piece(first.audit, first.begin, b""), second]) is None
+
+
+def test_without_a_hand_over_the_journal_is_not_joined(
+    journal: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(split, "SETTLED_EVENTS", 1 << 40)
+
+    assert in_parts(journal, 2) is None
+
+
+def test_findings_are_those_of_one_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Violations in every span, one of an invariant that keeps only the first few."""
+    reports = 0
+
+    def write(writer: JournalWriter, stream: Sequence[Event]) -> None:
+        nonlocal reports
+        changed: list[Event] = []
+        for event in stream:
+            reports += isinstance(event, Reported)
+            wrong = isinstance(event, Reported) and not reports % 50
+            changed.append(replace(event, local_tokens=event.local_tokens - 7) if wrong else event)
+        real_write(writer, changed)
+
+    real_write = JournalWriter.write
+    monkeypatch.setattr(JournalWriter, "write", write)
+    monkeypatch.setattr(auditor, "FINDINGS_KEPT", 30)
+    journal = cut_trace(tmp_path / "engine-0")
+
+    one, joined = whole(journal), in_parts(journal, 3)
+
+    assert joined is not None
+    assert "violated" == one.verdict and one.auditor.not_kept
+    assert one.auditor.not_kept == joined.auditor.not_kept
+    assert one.requests == joined.requests
+    assert as_report(one) == as_report(joined)
+
+
+def test_small_journals_those_of_blocks_and_those_with_workers_are_not_cut(
+    journal: Path, tmp_path: Path
+) -> None:
+    assert 1 == len(split.spans(journal, 2))
+    blocks = journals.write(tmp_path / "engine-1", [], level="blocks")
+    assert 1 == len(split.spans(blocks, 2, worth_bytes=0))
+    cuttable = partial(split.spans, journal, 2, worth_bytes=0)
+    assert 2 == len(cuttable())
+    (journal.parent / "worker-1").mkdir()
+    assert 1 == len(cuttable())
