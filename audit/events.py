@@ -776,6 +776,80 @@ class StoreKeys(Event, frozen=True, array_like=True, tag=70):
     keys: list[int]
 
 
+# --- block contents, at level ``content`` ------------------------------------------------------------------
+
+
+class ContentWatched(Event, frozen=True, array_like=True, tag=80):
+    """A worker's model runner seals and verifies its blocks. Emitted at the beginning of each segment.
+
+    ``groups`` is flat, four numbers for each KV cache group that is checked: group, tokens per block,
+    distinct tensors, and bytes of a block. ``key_name`` names the fingerprint function and its key:
+    fingerprints of different names are never compared. ``share`` of the hit blocks are verified. ``excluded``
+    has a sentence for each group that is not checked. ``step``: the worker's step so far.
+    """
+
+    step: int
+    worker: int
+    blocks: int
+    groups: list[int]
+    key_name: str
+    share: float
+    excluded: list[str]
+
+
+UNFILLED, UNSEEN, UNSAMPLED, SAME_STEP, MISMATCHED = 0, -1, -2, -3, -4
+"""Codes in ``HitsVerified.rows`` in place of the step after which a block was sealed.
+
+UNFILLED: no worker was seen to fill the block. UNSEEN: the block was filled before the worker was observed.
+UNSAMPLED: the block has a seal and was left out of the sample. SAME_STEP: this step computes the block.
+MISMATCHED: a scrub found other bytes than those that were sealed, and the block was not filled since.
+"""
+
+
+class HitsVerified(Event, frozen=True, array_like=True, tag=81):
+    """The blocks that requests read in a step without having computed them, before its forward pass.
+
+    ``rows`` is flat. Each run of blocks has an index in ``request_ids``, group, first index in the block
+    table and number of blocks, then two numbers for each block: block, and the step after which it was
+    sealed, or one of the codes UNFILLED to MISMATCHED. ``differed`` is flat, two numbers for each block whose
+    bytes are not those that were sealed: block, and the last step at which the bytes were still the same.
+    """
+
+    step: int
+    worker: int
+    request_ids: list[str]
+    rows: list[int]
+    differed: list[int]
+
+
+class ContentCounted(Event, frozen=True, array_like=True, tag=82):
+    """What a worker sealed, verified and scrubbed since the last event of this kind.
+
+    ``sealed``, ``verified`` (at hits) and ``scrubbed`` are blocks, ``bytes`` what was read of them.
+    ``microseconds``: how long the model runner's steps waited for it.
+    """
+
+    step: int
+    worker: int
+    sealed: int
+    verified: int
+    scrubbed: int
+    bytes: int
+    microseconds: int
+
+
+class ScrubDiffered(Event, frozen=True, array_like=True, tag=83):
+    """Blocks at rest whose bytes are not those that were sealed, found after the forward pass of a step.
+
+    ``rows`` is flat, four numbers for each block: group, block, the step after which it was sealed, and the
+    last step at which the bytes were still the same.
+    """
+
+    step: int
+    worker: int
+    rows: list[int]
+
+
 EmittedEvent = (
     EngineStarted
     | EngineStopped
@@ -822,5 +896,9 @@ EmittedEvent = (
     | BlocksPromised
     | WorkerStepped
     | StoreKeys
+    | ContentWatched
+    | HitsVerified
+    | ContentCounted
+    | ScrubDiffered
 )
 """Every event that an engine's hooks emit."""

@@ -4,6 +4,15 @@ Importing this package, or any module in it, imports every check, which fills th
 ``registry.py``.
 """
 
-from . import blocks, connector, isolation, lookup_drifts, prompt_drifts, requests, tokens
+from . import blocks, connector, contents, isolation, lookup_drifts, prompt_drifts, requests, tokens
 
-__all__ = ["blocks", "connector", "isolation", "lookup_drifts", "prompt_drifts", "requests", "tokens"]
+__all__ = [
+    "blocks",
+    "connector",
+    "contents",
+    "isolation",
+    "lookup_drifts",
+    "prompt_drifts",
+    "requests",
+    "tokens",
+]

@@ -42,8 +42,8 @@ __all__ = [
 
 Adapter = type[V1Observer] | type[V0Observer]
 
-LEVELS = ("tokens", "blocks")
-"""What kvledger observes: tokens only, or the block pool as well."""
+LEVELS = ("tokens", "blocks", "content")
+"""What kvledger observes: tokens only, the block pool as well, or also the KV in the blocks."""
 
 ADAPTERS: tuple[Adapter, ...] = (
     V1Observer,

@@ -19,6 +19,7 @@ from .. import events as ev
 from ..hooks import Hook, Hooks
 from .connectors.scheduler_side import ConnectorWatch
 from .connectors.worker_side import WorkerWatch
+from .content.attached import AttachedContent
 from .pool.isolation import IsolationClasses
 from .pool.watch import PoolWatch
 from .request_labels import LabelReader, group_pattern
@@ -64,7 +65,7 @@ class Observer:
         self.version = version
         """vLLM's version."""
         self.level = level
-        """``tokens`` or ``blocks``."""
+        """``tokens``, ``blocks`` or ``content``."""
         self.stacks = stacks
         """Whether each block operation keeps its Python stack."""
         self.hooks: Hooks | None = None
@@ -77,6 +78,8 @@ class Observer:
         """Settings that tell this engine from others whose process ids may be the same."""
         self.worker: WorkerWatch | None = None
         """Observes the worker side of the connector, if the worker runs in this process."""
+        self.content: AttachedContent | None = None
+        """Observes the contents of blocks, at level ``content`` if the worker runs in this process."""
         self.labels = LabelReader(IsolationClasses())
         """Reads the labels of requests."""
         self.log = StepLog(sink)
@@ -100,7 +103,7 @@ class Observer:
             self.HOOKS, self.scheduler, self, self._hook_failed, boundary, raised=self.engine_raised
         )
         try:
-            if self.level == "blocks":
+            if self.level != "tokens":
                 self.pools = self._watch_pools()
             classes = None if self.pools is None else self.pools.isolation
             self.labels = LabelReader(classes or IsolationClasses(), group_pattern())
@@ -138,6 +141,8 @@ class Observer:
             self.connector.remove()
         if self.worker is not None:
             self.worker.remove()
+        if self.content is not None:
+            self.content.remove()
         if self.hooks is not None:
             self.hooks.remove()
         self.emit_failed_attempts()
@@ -211,6 +216,8 @@ class Observer:
         self._last_census = self.step, now
         if self.pools is not None:
             self.pools.begin_segment()
+        if self.content is not None:
+            self.content.begin_segment()
 
     def at_rest(self) -> None:
         """Between two steps: emit a snapshot if the sink wants one, or a census if one is due."""

@@ -17,6 +17,7 @@ from . import hook_tables
 from .admissions import Admissions
 from .configuration import configuration_of
 from .connectors.worker_side import WorkerWatch, worker_in_this_process
+from .content.attached import watch_content
 from .engine_counts import EngineCounts
 from .lives import Lives
 from .loads import Loads
@@ -82,6 +83,13 @@ class V1Observer(Observer):
                 in_scheduler_process=True,
                 raised=self.engine_raised,
             )
+
+    def watch_content(self, worker: Any) -> None:
+        """Observe the contents of blocks too. ``worker``: vLLM's worker, if it runs in this process."""
+        connector = worker_in_this_process(self.scheduler.vllm_config)
+        self.content = watch_content(self, worker, connector)
+        if self.content is not None:
+            self.content.begin_segment()
 
     def engine_raised(self, method: str, error: Exception) -> None:
         if method == "reset_prefix_cache":

@@ -23,6 +23,7 @@ from ..checks.auditor import Auditor
 from ..checks.registry import Violation
 from ..client_ids import has_random_suffix
 from ..engines import LEVELS, choose, host_version
+from ..engines.content.attached import worker_of
 from ..engines.v1 import V1Observer
 from ..errors import LedgerError
 from ..events import Event, Gap
@@ -51,7 +52,7 @@ class LiveAudit:
     open_journal: ClassVar[Callable[[Path], Any] | None] = None
     """Makes the audit that reports are asked for, from a journal's path; ``kvledger`` sets this."""
 
-    def __init__(self, scheduler: Any, *, strict: bool, level: str, stacks: bool) -> None:
+    def __init__(self, scheduler: Any, worker: Any, *, strict: bool, level: str, stacks: bool) -> None:
         self._strict = strict
         self._sink = MemoryRecorder()
         self._events: list[bytes] = []
@@ -65,6 +66,8 @@ class LiveAudit:
         self._observer.start(self._boundary if strict else None)
         if isinstance(self._observer, V1Observer):
             self._observer.watch_worker()
+            if level == "content":
+                self._observer.watch_content(worker)
 
     @property
     def violations(self) -> list[Violation]:
@@ -171,6 +174,8 @@ class LiveAudit:
         new: list[Violation] = []
         if self._observer.pools is not None:
             self._observer.pools.emit_all_calls()
+        if self._observer.content is not None:
+            self._observer.content.emit_counts()
         events = self._sink.take()
         if events:
             self._keep(events)
@@ -195,16 +200,25 @@ def attach(target: Any, *, strict: bool = False, level: str = "tokens", stacks: 
     """Audit a vLLM ``Scheduler``, ``EngineCore``, ``LLMEngine`` or ``LLM`` of this process.
 
     ``strict`` raises :class:`AuditError` at the step that violates (for tests, not for serving).
-    ``level`` is ``tokens``, or ``blocks`` to observe the block pool as well; with ``stacks`` each block
-    operation keeps its Python stack (slow, for tests).
+    ``level`` is ``tokens``, ``blocks`` to observe the block pool as well, or ``content`` to verify the KV in
+    the blocks too; with ``stacks`` each block operation keeps its Python stack (slow, for tests).
     Raises :class:`LedgerError` if the scheduler runs in another process or is of an unknown release.
     """
     if level not in LEVELS:
         raise LedgerError(f"There is no level {level!r}; it is one of {', '.join(LEVELS)}.")
     try:
-        return LiveAudit(_scheduler_of(target), strict=strict, level=level, stacks=stacks)
+        scheduler = _scheduler_of(target)
+        return LiveAudit(scheduler, _worker_of(target), strict=strict, level=level, stacks=stacks)
     except EngineMismatch as mismatch:
         raise LedgerError(f"This engine can't be observed: {mismatch}.") from mismatch
+
+
+def _worker_of(target: Any) -> Any:
+    """vLLM's worker, if it is reachable from ``target`` in this process; else None."""
+    core = target
+    for name in _PATH[:-1]:
+        core = getattr(core, name, core)
+    return worker_of(core)
 
 
 _PATH = ("llm_engine", "engine_core", "engine_core", "scheduler")

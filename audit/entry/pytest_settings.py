@@ -12,7 +12,7 @@ import pytest
 NAME = "kvledger"
 """The name of the entry point, of the option, of the ini option and of the marker."""
 LEVELS = ("tokens", "blocks")
-"""As ``audit.engines.LEVELS``, which cannot be imported here."""
+"""As ``audit.engines.LEVELS``, which cannot be imported here, without ``content``: tests run no model."""
 OFF = "off"
 """The level at which a marked test is not observed."""
 FIXTURE = "kvledger_audit"

@@ -9,7 +9,10 @@ PREFIX = "KVLEDGER_"
 
 ENGINE = {
     "KVLEDGER_DIR": "the folder of the journals; without it the plugin does nothing",
-    "KVLEDGER_LEVEL": "tokens (the default), or blocks to observe the block pool as well",
+    "KVLEDGER_LEVEL": "tokens (the default), blocks for the block pool too, or content to verify its KV",
+    "KVLEDGER_CONTENT_SHARE": "the share of hit blocks that level content verifies, 1 by default",
+    "KVLEDGER_CONTENT_SCRUB_BYTES": "bytes of blocks at rest that level content verifies in a step",
+    "KVLEDGER_CONTENT_KEY": "the key of the fingerprints, for engines whose transfers are compared",
     "KVLEDGER_GROUP": "a regular expression over request ids; what it finds is the request's group",
     "KVLEDGER_NAME": "the engine's name in journals, instead of the host's name",
     "KVLEDGER_JOURNAL_BYTES": "the most bytes of one engine's journal",

@@ -15,6 +15,7 @@ from .. import events as ev
 from ..causes import END_UNSEEN
 from .account import Account
 from .blocks.ledger import BlockLedger
+from .contents import CONTENTS
 from .frozen import AccountStatement
 from .lives import LIVES, withdraw_hit
 from .loads import LOADS
@@ -45,6 +46,7 @@ POSTINGS: dict[type[ev.Event], Callable[[LedgerState, Any], None]] = {
     **LIVES,
     **LOADS,
     **STEPS,
+    **CONTENTS,
     **dict.fromkeys(BlockLedger.EVENTS, _block),
 }
 """The posting function of every event."""
@@ -66,6 +68,8 @@ class Ledger(LedgerState):
         post = POSTINGS.get(kind)
         if post is not None:
             post(self, event)
+        if self.contents.watches and kind in (ev.Admitted, ev.BlocksPromised):
+            self.contents.noted(event, sum(pool.blocks for pool in self.blocks.pools.values()))
         if self.blocks.pools and kind not in BlockLedger.EVENTS:
             enter_subjects(self, self.blocks.after(event, open_accounts(self)), self.step)
             for request, start, end in self.blocks.invalid_hits:
@@ -166,3 +170,4 @@ class Ledger(LedgerState):
             if error in self.engine_errors or len(self.engine_errors) < ERRORS_KEPT:
                 self.engine_errors[error] = self.engine_errors.get(error, 0) + times
         self.ended.merge(other.ended)
+        self.contents.absorb(other.contents)

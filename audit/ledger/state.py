@@ -12,6 +12,7 @@ from collections.abc import Callable
 from .. import events as ev
 from .account import Account
 from .blocks.ledger import BlockLedger
+from .content_state import ContentState
 from .subjects import Entry
 from .totals import Totals
 from .transfers import WorkerTransfers
@@ -105,6 +106,8 @@ class LedgerState:
 
         self.blocks = BlockLedger()
         """The ledger of blocks."""
+        self.contents = ContentState()
+        """What workers found out about the contents of blocks."""
         self.transfers = WorkerTransfers()
         """Promised blocks, and what workers did to load them."""
         self.delayed_frees: dict[int, tuple[int, str, int]] = {}

@@ -176,6 +176,43 @@ class StaleRejection(NamedTuple):
     rejected: int
 
 
+class ContentChanged(NamedTuple):
+    """The bytes of a sealed block changed, and nobody was to write them.
+
+    The block was sealed after ``sealed_step``, held the same bytes at ``intact_step``, and other bytes when
+    it was compared in ``step``. ``reader``: the request that hit the block; "" where a scrub found the
+    change. ``writer``: the request that filled the block.
+    """
+
+    worker: int
+    group: int
+    pool: int
+    blocks: list[int]
+    sealed_step: int
+    intact_step: int
+    step: int
+    reader: str
+    writer: str
+    story: list[str]
+
+
+class UnsealedHit(NamedTuple):
+    """A request hit cached blocks that no worker was seen to fill since they were allocated.
+
+    ``allocated_step``, ``allocated_for``: the allocation of the first of the blocks.
+    """
+
+    worker: int
+    group: int
+    pool: int
+    blocks: list[int]
+    tokens: int
+    allocated_step: int
+    allocated_for: str
+    step: int
+    story: list[str]
+
+
 class Entry(msgspec.Struct, frozen=True, gc=False):
     """One subject, and its account as it stood right after posting.
 
@@ -201,6 +238,8 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
         | CountedDrafts
         | StaleRejection
         | SiblingAdded
+        | ContentChanged
+        | UnsealedHit
         | Settlement
         | Subject
     )

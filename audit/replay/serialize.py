@@ -37,6 +37,7 @@ from ..events import EngineStarted, RequestLabels
 from ..ledger.account import Account
 from ..ledger.blocks.ledger import BlockLedger
 from ..ledger.blocks.records import FailedLoad, Pool
+from ..ledger.content_state import ContentState
 from ..ledger.frozen import Line, RemovedRange, Settlement
 from ..ledger.ledger import Ledger
 from ..ledger.life import InFlight, Life
@@ -54,6 +55,7 @@ OBJECTS: tuple[type, ...] = (
     Ledger,
     BlockLedger,
     WorkerTransfers,
+    ContentState,
     Promise,
     Account,
     Life,
@@ -99,6 +101,7 @@ REBUILT: dict[type, frozenset[str]] = {
     Ledger: frozenset({"keep_closed", "watch", "entries"}),
     BlockLedger: frozenset({"findings", "accounts", "refilled", "invalid_hits"}),
     WorkerTransfers: frozenset(),
+    ContentState: frozenset(),
 }
 """Attributes that are not written: constructors make them, or they last for one event only."""
 
@@ -167,6 +170,7 @@ _BLANK: dict[type, Callable[[], Any]] = {
     Ledger: Ledger,
     BlockLedger: BlockLedger,
     WorkerTransfers: WorkerTransfers,
+    ContentState: ContentState,
     Reconciliation: Reconciliation,
     ReconciliationStep: ReconciliationStep,
 }

@@ -49,6 +49,7 @@ def _allocate(
         holdings.drop_hashes(pool, record, event.step, EVICTED)
         record.has_hash = 0
         remember(record, replace(done, what=f"allocated, evicting {evicted}") if evicted else done)
+        record.allocations = [*record.allocations[-2:], event.step, request]
         if record.holders:
             holdings.report_collision("taken", event.pool, block, record.holders[0], holder)
         else:

@@ -89,6 +89,8 @@ class Block(msgspec.Struct):
     """Whether some holder is known only from a reported table, not from an allocation or touch."""
     operations: list[Operation] = []
     """The last operations on the block, oldest first."""
+    allocations: list[int] = []
+    """Step and request of the last two allocations, oldest first."""
 
 
 class FailedLoad(msgspec.Struct):

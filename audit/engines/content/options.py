@@ -1,0 +1,39 @@
+"""What level ``content`` checks and how often, from environment variables."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import NamedTuple
+
+logger = logging.getLogger("vllm.kvledger")
+"""Below vLLM's own logger, so that operators see its lines among the engine's."""
+
+SHARE, SCRUB, KEY = "KVLEDGER_CONTENT_SHARE", "KVLEDGER_CONTENT_SCRUB_BYTES", "KVLEDGER_CONTENT_KEY"
+
+SCRUB_BYTES = 64 << 10
+"""Bytes of blocks at rest that are compared with their seals in a step, on average."""
+
+
+class ContentOptions(NamedTuple):
+    """``share`` of the hit blocks are verified. ``key``: of the fingerprints; 0: a random one."""
+
+    share: float = 1.0
+    scrub_bytes: int = SCRUB_BYTES
+    key: int = 0
+
+
+def options() -> ContentOptions:
+    """The options that the environment sets. A value that can't be read is logged, and not used."""
+    share = _number(SHARE, 1.0)
+    key = int.from_bytes(os.environ.get(KEY, "").encode()[:7], "big")
+    return ContentOptions(min(1.0, max(0.0, share)), int(max(0.0, _number(SCRUB, SCRUB_BYTES))), key)
+
+
+def _number(name: str, default: float) -> float:
+    text = os.environ.get(name)
+    try:
+        return default if not text else float(text)
+    except ValueError:
+        logger.warning("kvledger: %s is %r, not a number; %s is used", name, text, default)
+        return default

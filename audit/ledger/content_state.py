@@ -1,0 +1,90 @@
+"""What the ledger keeps of the contents of blocks: the sums, and the blocks that were found changed."""
+
+from __future__ import annotations
+
+from .. import events as ev
+from .blocks.ledger import BlockLedger
+
+BLOCK_COUNTS = (
+    "verified",
+    "differed",
+    "unsealed",
+    "same_step",
+    "unsampled",
+    "unseen",
+    "loaded",
+    "arrived",
+    "unmatched",
+)
+"""Counts of blocks at hits, each block once for every request that reads it and for every worker.
+
+``verified``: held the sealed bytes; ``differed``: held others; ``unsealed``: nobody was seen to fill it.
+The others could not be compared. ``same_step``: computed in the same step; ``unsampled``: left out of the
+sample; ``unseen``: filled before the observation; ``loaded``: filled by a load that the worker did not see;
+``arrived``: no hit, the connector loaded the block for this request; ``unmatched``: read by a request that
+the ledger can't find in that step.
+"""
+
+
+class ContentState:
+    """Sums over the contents of one engine's blocks."""
+
+    def __init__(self) -> None:
+        self.watches = False
+        """Whether some worker seals its blocks."""
+        self.workers: dict[int, bool] = {}
+        """The workers that seal their blocks."""
+        self.block_tokens: dict[int, int] = {}
+        """Tokens per block, by checked group."""
+        self.excluded: list[str] = []
+        """Why some groups, or all, are not checked."""
+        self.counts: dict[str, int] = {}
+        """Blocks by what happened to them, and bytes and microseconds."""
+        self.changed: dict[int, int] = {}
+        """Blocks whose bytes were found changed, with the step."""
+        self.promised: dict[int, int] = {}
+        """Blocks that a connector promised to fill, with the step of the promise."""
+        self.loading_requests: dict[int, int] = {}
+        """Requests that were promised external tokens, with the step, where the blocks are not known."""
+
+    def watched(self, event: ev.ContentWatched) -> None:
+        """A worker introduces its watch."""
+        self.watches = self.watches or bool(event.groups)
+        if event.groups:
+            self.workers[event.worker] = True
+        for index in range(0, len(event.groups), 4):
+            self.block_tokens[event.groups[index]] = event.groups[index + 1]
+        self.excluded += [sentence for sentence in event.excluded if sentence not in self.excluded]
+
+    def count(self, name: str, blocks: int = 1) -> None:
+        """Count blocks."""
+        self.counts[name] = self.counts.get(name, 0) + blocks
+
+    def noted(self, event: ev.Event, blocks: int) -> None:
+        """Note which blocks, or whose, a connector promised to fill. ``blocks``: the size of the pools."""
+        if isinstance(event, ev.BlocksPromised):
+            self.promised.update(dict.fromkeys(event.blocks, event.step))
+        elif isinstance(event, ev.Admitted) and event.external_tokens > 0:
+            self.loading_requests.pop(event.request, None)
+            self.loading_requests[event.request] = event.step
+            if len(self.loading_requests) > max(1024, blocks):
+                del self.loading_requests[next(iter(self.loading_requests))]
+
+    def loads_into(self, holdings: BlockLedger, block: int, allocated: tuple[int, int]) -> bool:
+        """Whether a load was to fill a block since its allocation, and is not known to have failed."""
+        step, request = allocated
+        several = len(self.block_tokens) > 1 or len(holdings.pools) > 1
+        promised = self.promised.get(block, -1) >= step
+        if not promised and not (several and self.loading_requests.get(request, -1) >= step):
+            return False
+        for number, pool in holdings.pools.items():
+            record = pool.records.get(block)
+            if (number, block) in holdings.failed or (record is not None and record.invalid is not None):
+                return False
+        return True
+
+    def absorb(self, other: ContentState) -> None:
+        """Add the sums of another engine."""
+        self.watches = self.watches or other.watches
+        for name, count in other.counts.items():
+            self.count(name, count)

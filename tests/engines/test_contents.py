@@ -1,0 +1,47 @@
+"""Every scenario with KV caches that are written: every hit is verified, and there is no false alarm."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("torch")
+
+from typing import Any
+
+from tests.scenarios import driving
+from tests.scenarios.corpus import SCENARIOS
+from tests.scenarios.kv_runner import DriverWithCaches, attach_content
+
+from kvledger.audit.entry.attach import LiveAudit
+
+FAST = (
+    "crowd_async_external",
+    "crowd_async_speculative",
+    "double_allocation_three_groups",
+    "load_failure_async_partial_async",
+    "load_failure_sync_sync",
+    "replayed_window_async",
+    "session_async_speculative",
+)
+"""Scenarios that the fast suite runs; the others take half a minute."""
+
+NAMES = [pytest.param(name, marks=() if name in FAST else pytest.mark.fuzz) for name in SCENARIOS]
+
+
+def test_the_fast_scenarios_exist() -> None:
+    assert set(FAST) <= set(SCENARIOS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_scenario_has_no_finding_about_contents(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    audits: list[LiveAudit] = []
+    monkeypatch.setattr(driving, "Driver", DriverWithCaches)
+
+    SCENARIOS[name](lambda scheduler: audits.append(attach_content(scheduler)))
+
+    for audit in audits:
+        audit.detach()
+        found: list[Any] = [v for v in audit.violations if v.id.startswith("content/")]
+        assert [] == found
+        assert [] == audit.ledger.contents.excluded
