@@ -32,6 +32,7 @@ EXTRAS = {
     "analysis": ("pandas", "plotly", "pyarrow"),
     "fleet": ("dask", "distributed", "fsspec"),
     "lmcache": ("lmcache",),
+    "sign": ("cryptography",),
     "vllm": ("torch", "vllm"),
     "web": ("bcrypt", "yaml"),
     "whatif": ("libcachesim",),
@@ -209,6 +210,44 @@ def usage(
     else:
         _print(format, result, lambda usage: report.render(usage, told, verbose=verbose), report.as_csv)
     raise typer.Exit(CODES[report.verdict(result)])
+
+
+@command(
+    opt.AUDIT,
+    "statement /var/lib/kvledger --month 2026-11 --by group -o november.csv --key private.pem",
+    "statement --verify november.csv --public-key public.pem",
+    exit_codes="Exit codes: 0 written, or verified; 1 --verify found a change; 2 bad usage or input.",
+)
+def statement(
+    paths: opt.SomeJournalPaths = None,
+    month: opt.Month = "",
+    by: opt.GroupBy = "",
+    format: opt.StatementFormat = "focus-csv",
+    output: opt.StatementFile = Path("-"),
+    after: opt.PreviousStatement = None,
+    key: opt.PrivateKey = None,
+    verify: opt.VerifiedStatement = None,
+    public_key: opt.PublicKey = None,
+) -> None:
+    """Write the tokens of a month as billable lines, or verify such a statement.
+
+    Columns are those of FOCUS, with a hash chain over the lines. Requests whose accounts are incomplete are
+    counted and not billed.
+    """
+    from .exporters.billing import run
+
+    if verify is not None:
+        if paths:
+            raise typer.BadParameter("--verify takes no journals.")
+        typer.echo(run.verified(verify, public_key))
+        return
+    if not paths or not month:
+        raise typer.BadParameter("A statement needs journals and --month, or --verify FILE.")
+    if key is not None and str(output) == "-":
+        raise typer.BadParameter("--key needs -o FILE: the signature is written beside the file.")
+    with _reading(paths, jobs=1, local=True) as (places, _):
+        text = run.statement(places, month, by, format, after)
+    run.write(text, output, key)
 
 
 @command(

@@ -111,6 +111,47 @@ TracePaths = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 JsonAlias = Annotated[bool, typer.Option("--json", hidden=True, help="The same as --format json.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print all tables and more findings.")]
+SomeJournalPaths = Annotated[
+    list[Path] | None,
+    typer.Argument(
+        metavar="[PATH...]", show_default=False, help="Journals, folders of journals, or single segments."
+    ),
+]
+StatementFormat = Annotated[str, _format_option("focus-csv", "json")]
+Month = Annotated[
+    str,
+    typer.Option(
+        "--month", metavar="YYYY-MM", show_default=False, help="Requests that ended in this month, in UTC."
+    ),
+]
+StatementFile = Annotated[
+    Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write; - prints it.")
+]
+PreviousStatement = Annotated[
+    Path | None,
+    typer.Option(
+        "--after", metavar="FILE", show_default=False, help="The statement before: continue its hash chain."
+    ),
+]
+PrivateKey = Annotated[
+    Path | None,
+    typer.Option(
+        "--key",
+        metavar="PEM",
+        show_default=False,
+        help="Sign the end of the chain with this Ed25519 key; the signature is written to FILE.sig.",
+    ),
+]
+PublicKey = Annotated[
+    Path | None,
+    typer.Option(
+        "--public-key", metavar="PEM", show_default=False, help="--verify: the signature must be by this key."
+    ),
+]
+VerifiedStatement = Annotated[
+    Path | None,
+    typer.Option("--verify", metavar="FILE", show_default=False, help="Check this statement."),
+]
 UsageLogFile = Annotated[
     Path,
     typer.Option(
