@@ -1014,6 +1014,10 @@ def _print_error(error: Exception) -> int:
         sentence, code = str(error), error.exit_code
     elif usage is not None:
         sentence, code = usage(), BAD_INPUT
+        if sentence.startswith("Missing argument"):
+            words = error.ctx.get_usage().removeprefix("Usage:")  # type: ignore[attr-defined]
+            words = words.replace("[OPTIONS] ", "").replace("{", "").replace("}", "")
+            sentence = f"{sentence.rstrip('.')}; write {words}"
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
         sentence, code = f"The output can't be written: {error.strerror}", BAD_INPUT
     elif isinstance(error, ModuleNotFoundError):
@@ -1026,7 +1030,9 @@ def _print_error(error: Exception) -> int:
         sentence = f"kvledger itself failed ({type(error).__name__}: {error}); --debug shows where"
         code = OWN_BUG
     sentence = printable(" ".join(sentence.split()))
-    if not any(word and sentence.startswith(word) for word in sys.argv[1:]):  # a path keeps its case
+    if not any(
+        word and sentence.startswith(word) for word in ("vLLM", *sys.argv[1:])
+    ):  # a path keeps its case
         sentence = sentence[:1].upper() + sentence[1:]
     print(sentence if sentence.endswith((".", "?", "!")) else f"{sentence}.", file=sys.stderr)
     return code

@@ -186,6 +186,8 @@ def write(folder: Path, form: Form) -> list[Path]:
 def put(folder: Path, name: str, text: str) -> Path:
     """Write one file, whole or not at all. Raises :class:`LedgerError` if it can't be written."""
     draft = folder / f"{name}.new"
+    if folder.exists() and not folder.is_dir():
+        raise LedgerError(f"{folder} can't be written: it is a file, not a folder.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         draft.write_text(text)

@@ -15,6 +15,7 @@ from ..audit.errors import LedgerError
 from ..exporters.metrics.table import METRICS, Metric
 from . import boards, rules
 from .panels import Panel
+from .preview_data import prometheus_url
 
 ADDED = ("job", "instance", "le")
 """Labels that a scrape adds, and the label of histogram buckets."""
@@ -159,13 +160,14 @@ def _json(path: Path) -> object:
 
 def ask(prometheus: str) -> Iterator[Answer]:
     """Run every query and every rule's expression. Raises OSError if the server does not answer."""
+    url = prometheus_url(prometheus)
     for query in (*queries(), *rule_expressions()):
-        yield _ask(prometheus, query)
+        yield _ask(url, query)
 
 
 def _ask(prometheus: str, query: PanelQuery) -> Answer:
     expr = substituted(query.expr)
-    address = f"{prometheus.rstrip('/')}/api/v1/query?{urllib.parse.urlencode({'query': expr})}"
+    address = f"{prometheus}/api/v1/query?{urllib.parse.urlencode({'query': expr})}"
     try:
         with urllib.request.urlopen(address, timeout=TIMEOUT_SECONDS) as response:
             answer = json.load(response)

@@ -44,12 +44,19 @@ class Span(NamedTuple):
         return [n * self.step for n in range(int(first), int(last) + 1)]
 
 
+def prometheus_url(text: str) -> str:
+    """The address of a Prometheus without a slash at its end. Raises :class:`LedgerError` if it is none."""
+    if not text.startswith(("http://", "https://")):
+        raise LedgerError(f"{text!r} is no URL of a Prometheus; an example is http://127.0.0.1:9090.")
+    return text.rstrip("/")
+
+
 class Source:
     """A Prometheus server. Raises :class:`LedgerError` if it does not answer or refuses a query."""
 
     def __init__(self, url: str, span: Span, variables: Mapping[str, str]) -> None:
         self.span = span
-        self._url = url.rstrip("/")
+        self._url = prometheus_url(url)
         rate = max(span.step + span.interval, 4 * span.interval)
         self._variables = {
             "__rate_interval": f"{rate:.0f}s",

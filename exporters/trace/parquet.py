@@ -53,6 +53,8 @@ def export(
     for name in wanted:
         if name not in TABLES:
             raise LedgerError(f"{name!r} is no table: there are {', '.join(TABLES)}.")
+    if folder.exists() and not folder.is_dir():
+        raise LedgerError(f"{folder} can't be written: it is a file, not a folder.")
     files: dict[str, _File] = {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
