@@ -77,15 +77,16 @@ class CallIndex:
     def __init__(self, told: Sequence[Told], *, suffixed: bool) -> None:
         self._suffixed = suffixed
         """Whether the engine's release appends random digits to ids."""
-        self._by_name: dict[str, dict[int, list[AccountStatement]]] = {
+        self._by_name: dict[str, dict[int, list[tuple[AccountStatement, str]]]] = {
             name: {} for each in told for name in each.names
         }
         """Accounts by each id in the log, and how exactly the id names them."""
-        self._others: dict[str, list[AccountStatement]] = {}
+        self._others: dict[str, list[tuple[AccountStatement, str]]] = {}
         """Accounts of calls that no id in the log names, by the call's id."""
 
-    def add(self, account: AccountStatement) -> None:
-        """Take an account of the trace."""
+    def add(self, account: AccountStatement, engine: str = "") -> None:
+        """Take an account of the trace, of the engine of that name."""
+        found = account, engine
         named = False
         call = ""
         for place, name in client_names(account.request_id, account.traceparent, suffixed=self._suffixed):
@@ -94,10 +95,10 @@ class CallIndex:
             if accounts is not None:
                 named = True
                 same = accounts.setdefault(place, [])
-                if account not in same[-1:]:
-                    same.append(account)
+                if found not in same[-1:]:
+                    same.append(found)
         if not named:
-            self._others.setdefault(call, []).append(account)
+            self._others.setdefault(call, []).append(found)
 
     def calls(self, names: Iterable[str]) -> list[list[CallRequest]]:
         """The calls that the first known one of ``names`` means; several if the id was used again."""

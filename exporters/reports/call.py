@@ -61,7 +61,7 @@ def as_csv(statements: Sequence[RequestStatement]) -> str:
 
 
 def _requests(statements: Sequence[RequestStatement]) -> list[CallRequest]:
-    return requests_of([each.account for each in statements], suffixed=statements[0].suffixed)
+    return requests_of([(each.account, each.engine) for each in statements], suffixed=statements[0].suffixed)
 
 
 def _call(asked: str, number: int, count: int, requests: Sequence[CallRequest]) -> Group:
@@ -71,9 +71,16 @@ def _call(asked: str, number: int, count: int, requests: Sequence[CallRequest]) 
         f"{terminal.counted(counted.requests, 'request')} for {terminal.counted(counted.prompts, 'prompt')}"
     )
     table = terminal.plain_table(header=True)
+    engines = list(dict.fromkeys(request.engine for request in requests))
+    several = len(engines) > 1
     for name in ("request", "prompt", "sample", *COLUMNS, "outcome"):
         table.add_column(name, justify="left" if name in ("request", "outcome") else "right", no_wrap=True)
+    engine = ""
     for request in requests:
+        if several and request.engine != engine:
+            engine = request.engine
+            table.add_section()
+            table.add_row(_engine(request), style="bold")
         sample = request.part.sample
         cells = (f"{value:,}" for value in _row(request).values())
         table.add_row(
@@ -88,6 +95,12 @@ def _call(asked: str, number: int, count: int, requests: Sequence[CallRequest]) 
     table.add_row("sum", "", "", *(f"{value:,}" for value in sums), "", style="bold")
     title = Text.assemble(("Call ", "bold"), (asked, "bold"), f": {made}{again}")
     return Group(title, table, Text(_once(counted)))
+
+
+def _engine(request: CallRequest) -> str:
+    """The heading of an engine's requests."""
+    received = " (received KV from a prefill engine)" if request.account.transferred else ""
+    return f"{request.engine}{received}"
 
 
 def _row(request: CallRequest) -> dict[str, int]:

@@ -69,7 +69,7 @@ def usage(journals: Sequence[Path], log: UsageLog, window: Window) -> Usage:
             if index is None:
                 suffixed = audit.engine is None or has_random_suffix(release(audit.engine.version))
                 index = CallIndex(log.told, suffixed=suffixed)
-            index.add(account.freeze())
+            index.add(account.freeze(), audit.name)
     return reconcile(log.told, index or CallIndex(log.told, suffixed=True))
 
 

@@ -15,6 +15,7 @@ from tests.scenarios.driving import start
 
 from kvledger.audit.analysis.calls import attempts, figures, requests_of
 from kvledger.audit.entry.attach import attach
+from kvledger.audit.ledger.frozen import AccountStatement
 from kvledger.audit.replay.journals import statements
 from kvledger.exporters.reports.call import as_csv, data, render
 
@@ -43,8 +44,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return journal(tmp_path_factory.mktemp("calls") / "one", *calls)
 
 
+def pairs(folder: Path, asked: str) -> list[tuple[AccountStatement, str]]:
+    return [(each.account, each.engine) for each in statements([folder], asked)]
+
+
 def test_a_prompt_of_two_samples_counts_once(folder: Path) -> None:
-    requests = requests_of([each.account for each in statements([folder], "cmpl-a")], suffixed=True)
+    requests = requests_of(pairs(folder, "cmpl-a"), suffixed=True)
 
     counted = figures(requests)
 
@@ -54,7 +59,7 @@ def test_a_prompt_of_two_samples_counts_once(folder: Path) -> None:
 
 
 def test_a_used_again_id_makes_two_calls(folder: Path) -> None:
-    requests = requests_of([each.account for each in statements([folder], "b")], suffixed=True)
+    requests = requests_of(pairs(folder, "b"), suffixed=True)
 
     first, second = attempts(requests)
 
@@ -63,7 +68,7 @@ def test_a_used_again_id_makes_two_calls(folder: Path) -> None:
 
 
 def test_an_incomplete_account_makes_the_call_unknown(folder: Path) -> None:
-    requests: list[Any] = requests_of([each.account for each in statements([folder], "a")], suffixed=True)
+    requests: list[Any] = requests_of(pairs(folder, "a"), suffixed=True)
     open_one = requests[0].account.__class__(
         **{name: getattr(requests[0].account, name) for name in requests[0].account.__struct_fields__}
         | {"settlements": []}

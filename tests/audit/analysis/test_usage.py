@@ -125,3 +125,29 @@ def test_the_first_known_id_of_a_line_counts() -> None:
     log = Told(("lite-1", "a"), PROMPT, 64, 5, 1)
 
     assert "equal" == row(log, account("chatcmpl-a-0a1b2c3d", 64))[0]
+
+
+def test_a_prompt_of_two_engines_counts_once() -> None:
+    """The prefill engine hits 32 tokens and computes 68, of which the decode engine receives 96."""
+    prefill = account("cmpl-a-0-0a1b2c3d", 32, output=1)
+    decode = account("cmpl-a-0-0a1b2c3e", 0, 96, transferred=True)
+    log = told("cmpl-a", 32)
+
+    index = CallIndex([log], suffixed=True)
+    index.add(decode, "decode engine")
+    index.add(prefill, "a prefill engine")
+    (only,) = reconcile([log], index).calls
+
+    assert only.ledger is not None
+    assert ("equal", (2, 1, 100, 32, 5)) == (only.verdict, only.ledger[:5])
+    assert ["a prefill engine", "decode engine"] == [each.engine for each in only.requests]
+
+
+def test_a_transfer_that_is_told_as_hits_is_explained() -> None:
+    log = told("cmpl-a", 96)
+
+    index = CallIndex([log], suffixed=True)
+    index.add(account("cmpl-a-0-0a1b2c3d", 32, output=1), "a prefill engine")
+    index.add(account("cmpl-a-0-0a1b2c3e", 0, 96, transferred=True), "decode engine")
+
+    assert ("transfer",) == reconcile([log], index).calls[0].causes
