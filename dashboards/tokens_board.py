@@ -318,18 +318,12 @@ EXTERNAL = PanelRow(
         ),
         Panel(
             "Wait for remote KV",
-            "Total time that a request waited for remote KV, of the requests that waited.",
+            "Total time that a request waited for remote KV, of the requests that waited. Zero means that no "
+            "request waited.",
             "timeseries",
-            (
-                *(
-                    Query(f"{query.expr} >= 0", query.legend)
-                    for query in _quantiles("kvledger_request_remote_wait_seconds")
-                ),
-                Query(
-                    "0 * sum(kvledger_build_info{@sidecar}) unless on () "
-                    "sum(rate(kvledger_request_remote_wait_seconds_count{@engine}[$__rate_interval])) > 0",
-                    "no request waited",
-                ),
+            tuple(
+                Query(f"{query.expr} >= 0 or 0 * sum(kvledger_build_info{{@sidecar}})", query.legend)
+                for query in _quantiles("kvledger_request_remote_wait_seconds")
             ),
             unit="s",
             width=6,
