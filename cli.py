@@ -698,6 +698,7 @@ def serve(
     config: opt.WebConfig = None,
     telemetry_path: opt.TelemetryPath = "/metrics",
     state: opt.StateFolder = None,
+    rollups: opt.Rollups = "",
     engine_url: opt.EngineUrls = None,
     log_level: opt.LogLevel = "info",
     log_format: opt.LogFormat = "text",
@@ -714,7 +715,13 @@ def serve(
     log, urls = Log(log_level, log_format), engine_url or ()
     if check_config:
         sidecar.check_config(
-            path, address, folder=state, config=config, engine_urls=urls, telemetry_path=telemetry_path
+            path,
+            address,
+            folder=state,
+            config=config,
+            engine_urls=urls,
+            telemetry_path=telemetry_path,
+            rollups=rollups,
         )
         typer.echo("The configuration is valid.")
         return
@@ -727,6 +734,7 @@ def serve(
         engine_urls=urls,
         inform=log.info,
         telemetry_path=telemetry_path,
+        rollups=rollups,
     )
 
 

@@ -413,6 +413,16 @@ StateFolder = Annotated[
         help="The folder of the checkpoint. Default: .kvledger under PATH.",
     ),
 ]
+Rollups = Annotated[
+    str,
+    typer.Option(
+        "--rollups",
+        metavar="AGE",
+        show_default=False,
+        envvar="KVLEDGER_ROLLUPS",
+        help="Write rollups of the journals at this interval, such as 1h, as compact does.",
+    ),
+]
 EngineUrls = Annotated[
     list[str] | None,
     typer.Option(

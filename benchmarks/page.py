@@ -17,6 +17,11 @@ INSTRUCTIONS = "## Instructions\n"
 LONG_RUN = "## A long run\n"
 """The heading of the third part."""
 
+LONG_JOURNALS = "## Long journals\n"
+"""The heading of the fourth part."""
+
+HEADINGS = (INSTRUCTIONS, LONG_RUN, LONG_JOURNALS)
+
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table with aligned columns."""
@@ -69,18 +74,23 @@ def write_long_run(part: str, page: Path = PAGE) -> None:
     _write(page, LONG_RUN, part)
 
 
+def write_long_journals(part: str, page: Path = PAGE) -> None:
+    """Replace the part about long journals."""
+    _write(page, LONG_JOURNALS, part)
+
+
 def _write(page: Path, heading: str, part: str) -> None:
     """Replace one part, which begins with its ``heading``, or add it in its place."""
     assert part.startswith(heading)
     parts = _parts(page.read_text()) | {heading: part}
-    order = [parts[each] for each in ("", INSTRUCTIONS, LONG_RUN) if each in parts]
+    order = [parts[each] for each in ("", *HEADINGS) if each in parts]
     page.write_text("\n\n".join(text.strip("\n") for text in order) + "\n")
 
 
 def _parts(text: str) -> dict[str, str]:
     """The parts of the page, by their headings; the first has none."""
     begins = [("", 0)]
-    begins += [(each, text.index(each)) for each in (INSTRUCTIONS, LONG_RUN) if each in text]
+    begins += [(each, text.index(each)) for each in HEADINGS if each in text]
     begins.sort(key=lambda each: each[1])
     ends = [place for _, place in begins[1:]] + [len(text)]
     return {heading: text[place:end] for (heading, place), end in zip(begins, ends, strict=True)}

@@ -93,7 +93,7 @@ class Rollup(msgspec.Struct):
             if (window.since or first) <= first and (window.until is None or after <= window.until):
                 merge_cells(found, cells)
             elif window.touches(first, after - 1):
-                for minute, parts in _minutes(self.minutes[hour]).items():
+                for minute, parts in minutes_of(self.minutes[hour]).items():
                     if window.holds(minute * 60.0):
                         merge_cells(found, parts)
         return found
@@ -214,7 +214,7 @@ def _load(path: Path) -> Rollup | None:
         return None
 
 
-def _save(path: Path, rollup: Rollup) -> int:
+def save(path: Path, rollup: Rollup) -> int:
     """Write a rollup under another name, and rename it; returns its bytes."""
     payload = msgspec.msgpack.encode(rollup)
     path.parent.mkdir(mode=checkpoint.FOLDER_MODE, parents=True, exist_ok=True)
@@ -316,11 +316,11 @@ class _Builder:
         verdict, until = audit.verdict, audit.began_seconds + max(audit.last_at, 0) / 1e6
         rest = self._rest(last.start) if ended else {}
         rollup = self._rollup(last.start, state, verdict, until, rest, sample)
-        size = _save(place(self._journal), rollup)
+        size = save(place(self._journal), rollup)
         return Compacted(
             journal=str(self._journal),
             requests=sum(cell.totals.requests for cell in rollup.cells.values()),
-            minutes=sum(len(_minutes(raw)) for raw in rollup.minutes.values()),
+            minutes=sum(len(minutes_of(raw)) for raw in rollup.minutes.values()),
             bytes=size,
             verdict=verdict,
         )
@@ -354,7 +354,7 @@ class _Builder:
         hours: dict[int, Cells] = dict(old.hours) if old is not None else {}
         minutes: dict[int, msgspec.Raw] = dict(old.minutes) if old is not None else {}
         for hour in sorted({minute // MINUTES for minute in self._minutes}):
-            parts = _minutes(minutes[hour]) if hour in minutes else {}
+            parts = minutes_of(minutes[hour]) if hour in minutes else {}
             for minute in [minute for minute in self._minutes if minute // MINUTES == hour]:
                 merge_cells(parts.setdefault(minute, {}), self._minutes[minute])
             minutes[hour] = msgspec.Raw(msgspec.msgpack.encode(parts))
@@ -393,5 +393,6 @@ def _sum(several: Iterable[Cells]) -> Cells:
 _decoder = msgspec.msgpack.Decoder(dict[int, Cells])
 
 
-def _minutes(raw: msgspec.Raw) -> dict[int, Cells]:
+def minutes_of(raw: msgspec.Raw) -> dict[int, Cells]:
+    """The cells of the minutes of an hour."""
     return _decoder.decode(raw)

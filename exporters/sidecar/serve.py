@@ -17,6 +17,7 @@ from . import http_server, systemd
 from .follower import Follower, ignore
 from .journal_finder import Notify
 from .pages import TELEMETRY_PATH, Site
+from .rollup_writer import RollupWriter, seconds_of
 from .scrape_engine import attach_reconciliation, check_url
 
 STOP_SECONDS = 0.5
@@ -40,17 +41,20 @@ def serve(
     engine_urls: Sequence[str] = (),
     inform: Notify | None = None,
     telemetry_path: str = TELEMETRY_PATH,
+    rollups: str = "",
 ) -> None:
     """Follow the journals under ``path`` and answer at ``address`` until SIGTERM or SIGINT.
 
     ``folder`` keeps the checkpoint (:func:`state_folder` if None), ``config`` is the web
-    configuration, ``engine_urls`` are engines' own metrics, which are compared with the ledger. The
+    configuration, ``engine_urls`` are engines' own metrics, which are compared with the ledger. ``rollups``
+    is the interval at which rollups are written, such as ``1h``; "": none are. The
     ``OTEL_*`` variables turn OpenTelemetry on. ``notify`` gets a sentence for each problem, and ``inform``
     the address of the metrics once they are ready. Raises :class:`LedgerError` for an address that is
     malformed or in use, a path that does not exist, and a folder that can't be written or is in use by
     another follower.
     """
     inform = inform or notify
+    writer = _rollup_writer(path, rollups, notify)
     security = _checked(path, address, config, engine_urls, telemetry_path)
     kept = folder or state_folder(path, notify)
     try:
@@ -73,6 +77,8 @@ def serve(
             follower.on_opened = telemetry.watch
         site = Site(follower, security, notify, telemetry_path)
         server = http_server.listen(address, site, security)
+        if writer is not None:
+            writer.start()
         systemd.notify(READY=1, STATUS="Reading the events that were written before the start")
         try:
             reading.when_ready = lambda: ready(server.url)
@@ -84,6 +90,8 @@ def serve(
             server.shutdown()
             server.server_close()
     finally:
+        if writer is not None:
+            writer.close()
         if telemetry is not None:
             telemetry.close(TELEMETRY_MILLISECONDS)
         follower.close()
@@ -97,15 +105,26 @@ def check_config(
     config: Path | None,
     engine_urls: Sequence[str] = (),
     telemetry_path: str = TELEMETRY_PATH,
+    rollups: str = "",
 ) -> None:
     """Raise :class:`LedgerError` for what :func:`serve` would refuse; listens nowhere and writes nothing."""
     _checked(path, address, config, engine_urls, telemetry_path)
     if not path.exists():
         raise LedgerError(f"There is no {path}.")
+    _rollup_writer(path, rollups, ignore_sentence)
     if folder is not None:
         existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
             raise LedgerError(f"{folder} can't be written.")
+
+
+def ignore_sentence(_: str) -> None:
+    """Drop a sentence."""
+
+
+def _rollup_writer(path: Path, rollups: str, notify: Notify) -> RollupWriter | None:
+    seconds = seconds_of(rollups)
+    return RollupWriter(path, seconds, notify) if seconds else None
 
 
 def _checked(
