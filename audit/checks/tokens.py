@@ -338,8 +338,9 @@ def in_flight(entry: Entry) -> Iterator[Witness]:
             return
         left_over = max(0, subject.ledger_sequence - subject.sequence)
     if subject.placeholders < -1 or subject.placeholders > max(subject.in_flight, ledger) + left_over:
+        noun = "placeholder" if subject.placeholders == 1 else "placeholders"
         yield Witness(
-            "Request {request} has {placeholder_tokens} output placeholders ({instant}), but "
+            f"Request {{request}} has {{placeholder_tokens}} output {noun} ({{instant}}), but "
             "{ledger_tokens} tokens in flight that could fill them.",
             placeholder_tokens=subject.placeholders,
             ledger_tokens=ledger,

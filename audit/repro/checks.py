@@ -138,12 +138,12 @@ def refusal(finding: str) -> str:
 
 
 def wording(message: str, request: str) -> str:
-    """The words of a finding's message without names, figures and remarks in brackets.
+    """The words of a finding's message without names, figures, remarks in brackets and the s of a plural.
 
     One finding may have several messages, for different symptoms.
     """
     plain = re.sub(r"\(.*?\)", "", message.replace(request, "") if request else message)
-    return " ".join(word for word in plain.split() if re.fullmatch(r"[A-Za-z]+[.,:;]?", word))
+    return " ".join(word.rstrip("s") for word in plain.split() if re.fullmatch(r"[A-Za-z]+[.,:;]?", word))
 
 
 def claim(

@@ -110,9 +110,9 @@ class Cut(msgspec.Struct):
     chunk_tokens: int
     """Of how many tokens a multiple the connector saves; 0 if no save was recorded."""
     requests: int
-    """How many requests the journal had up to the finding."""
+    """How many requests came in the stretch, up to the finding."""
     steps: int
-    """How many steps it had up to the finding."""
+    """How many steps there were in it."""
 
 
 def cut(seen: Seen) -> Cut:

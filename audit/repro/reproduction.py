@@ -40,6 +40,7 @@ class Reproduction(msgspec.Struct, frozen=True, kw_only=True):
 
     ``nearest``: another finding that the workloads led to. ``assumed``: what the journal did not have.
     ``messages``: the findings of the reproduction itself. ``statement``: the account of its request.
+    ``whole``: the figures ``before`` are of the journal up to the finding, not only of a part of it.
     """
 
     status: Literal["reproduced", "not reproduced", "refused"]
@@ -61,6 +62,7 @@ class Reproduction(msgspec.Struct, frozen=True, kw_only=True):
     statement: str = ""
     configuration: dict[str, Any] = {}
     interrupted: bool = False
+    whole: bool = True
 
 
 def reproduce(
@@ -233,6 +235,7 @@ class _Search:
             "seconds": time.monotonic() - self._began,
             "driven": self._pool.driven,
             "configuration": part.configuration,
+            "whole": part.whole,
         }
 
     def _driven(self) -> None:

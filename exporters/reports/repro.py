@@ -200,7 +200,8 @@ def _written(made: Reproduction, tried: Run, file: str, issue: Path | None) -> G
 
 def _table(made: Reproduction) -> Table:
     table = terminal.figures_table("", "requests", "steps")
-    table.add_row("in the journal", f"{made.requests_before:,}", f"{made.steps_before:,}")
+    journal = "in the journal" if made.whole else "in the part of the journal that was read"
+    table.add_row(journal, f"{made.requests_before:,}", f"{made.steps_before:,}")
     table.add_row("in the test", f"{made.requests_after:,}", f"{made.steps_after:,}")
     return table
 

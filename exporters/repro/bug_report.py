@@ -56,12 +56,12 @@ def report(
     """The parts of the report, in the order in which upstream's form asks for them."""
     explained = explain(workload, check)
     settings = [
-        f"- {words}: {configuration[name]}"
+        f"- {words}: {_setting(configuration[name])}"
         for name, words in _SHOWN.items()
         if _is_set(configuration.get(name))
     ]
     parts = [
-        f"# {explained.title}",
+        f"# {explained.title.removesuffix('.')}",
         explained.says,
         "\n".join(f"- {fact}" for fact in explained.facts[1:]),  # the first is the figure
         "## Versions and configuration",
@@ -80,10 +80,24 @@ def report(
         )
         parts += ["## The request's account", counted, f"```\n{statement.strip()}\n```"]
     fails = "The test fails on this release, and passes on a release without the fault:"
-    parts += ["## Test", fails, f"```python\n{test.strip()}\n```"]
+    parts += ["## Test", fails, f"```python\n{_with_short_header(test).strip()}\n```"]
     if assumed:
         parts += ["## Assumed", "\n".join(f"- {sentence}" for sentence in assumed)]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _with_short_header(test: str) -> str:
+    """The file without what its header says of the fault, because the report says it above the file."""
+    header, end, code = test.partition('\n"""\n')
+    paragraphs = header.split("\n\n")
+    usage = next((i for i, each in enumerate(paragraphs) if each.lstrip().startswith("pytest ")), 1)
+    return "\n\n".join([paragraphs[0], *paragraphs[usage:]]) + end + code
+
+
+def _setting(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def _is_set(value: object) -> bool:

@@ -80,7 +80,18 @@ def test_the_test_and_the_bug_report_are_written(
 ) -> None:
     assert 0 == call(REPRODUCED, issue=tmp_path / "bug.md")
     test, report = (tmp_path / "test_repro.py").read_text(), (tmp_path / "bug.md").read_text()
-    assert test.strip() in report
+    header, _, code = test.partition('\n"""\n')
+    assert code.strip() in report
+    flowed = " ".join(report.split())
+    assert 1 == max(flowed.count(sentence) for sentence in " ".join(header.split()).split(". "))
+    for words in (
+        "With more than one KV cache group, ",
+        "- Where: ",
+        "- Upstream: ",
+        "    pytest test_repro.py",
+    ):
+        assert words in header
+        assert 1 == report.count(words)
     for words in ("# vLLM 0.23.0: ", "- GPU blocks: 4096", "> Request r3 has a block twice.", "admitted, no"):
         assert words in report
     assert not [words for words in (PRIVATE, "secret") if words in test + report]
