@@ -850,6 +850,27 @@ class ScrubDiffered(Event, frozen=True, array_like=True, tag=83):
     rows: list[int]
 
 
+class BlocksMoved(Event, frozen=True, array_like=True, tag=85):
+    """Fingerprints of whole blocks at the engine's end of a transfer with a connector's store.
+
+    ``out``: the blocks are handed to the store; else a load of them has arrived. ``prints`` has, for each
+    block, the fingerprints of keys and of values of each layer, eight bytes each. They are comparable under
+    one ``key_name``. ``own_store``: nothing but this engine writes to the store. ``differed`` is flat, two
+    numbers for each block handed to the store whose bytes are not those that were sealed: block, and the
+    step after which it was sealed.
+    """
+
+    step: int
+    worker: int
+    out: bool
+    group: int
+    key_name: str
+    own_store: bool
+    blocks: list[int]
+    prints: bytes
+    differed: list[int] = []
+
+
 EmittedEvent = (
     EngineStarted
     | EngineStopped
@@ -900,5 +921,6 @@ EmittedEvent = (
     | HitsVerified
     | ContentCounted
     | ScrubDiffered
+    | BlocksMoved
 )
 """Every event that an engine's hooks emit."""

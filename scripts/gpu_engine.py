@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.metadata
+import importlib.util
 import json
 import os
 import random
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -32,10 +33,10 @@ OLDEST = (0, 20)
 
 def missing(device: str) -> str | None:
     """One sentence about what this machine lacks; None if an engine can run."""
-    try:
-        version = importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
+    place = importlib.util.find_spec("vllm")
+    if place is None or place.origin is None:
         return "The script needs vLLM 0.20 or later, and vLLM is not installed here."
+    version = str(runpy.run_path(str(Path(place.origin).parent / "_version.py")).get("__version__", ""))
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
     if numbers < OLDEST:
         return f"The script needs vLLM 0.20 or later, and vLLM {version} is installed here."

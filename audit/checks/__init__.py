@@ -4,12 +4,13 @@ Importing this package, or any module in it, imports every check, which fills th
 ``registry.py``.
 """
 
-from . import blocks, connector, contents, isolation, lookup_drifts, prompt_drifts, requests, tokens
+from . import blocks, connector, contents, custody, isolation, lookup_drifts, prompt_drifts, requests, tokens
 
 __all__ = [
     "blocks",
     "connector",
     "contents",
+    "custody",
     "isolation",
     "lookup_drifts",
     "prompt_drifts",

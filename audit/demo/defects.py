@@ -12,7 +12,7 @@ from typing import Any
 Refusals = list[str]
 
 
-def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     """Replace `owner.name` by `make(original)`, with the original's name and signature."""
     original = getattr(owner, name)
     setattr(owner, name, functools.wraps(original)(make(original)))
@@ -37,7 +37,7 @@ def _external_updated_alone(local: Callable[[int], int]) -> None:
 
         return allocate_slots
 
-    _replace(KVCacheManager, "allocate_slots", make)
+    replace(KVCacheManager, "allocate_slots", make)
 
 
 def negative_local_hit(refusals: Refusals) -> None:
@@ -58,7 +58,7 @@ def negative_local_hit(refusals: Refusals) -> None:
         return record
 
     _external_updated_alone(lambda tokens: tokens)
-    _replace(PrometheusStatLogger, "record", make)
+    replace(PrometheusStatLogger, "record", make)
 
 
 def clamped_local_hit(_: Refusals) -> None:
@@ -78,7 +78,7 @@ def promise_not_loaded(_: Refusals) -> None:
 
         return build_connector_meta
 
-    _replace(ExampleConnector, "build_connector_meta", make)
+    replace(ExampleConnector, "build_connector_meta", make)
 
 
 def lookup_counted(_: Refusals) -> None:
@@ -98,8 +98,8 @@ def lookup_counted(_: Refusals) -> None:
     def admitted(_: Any) -> Any:
         return lambda *_: None
 
-    _replace(KVCacheManager, "get_computed_blocks", looked_up)
-    _replace(KVCacheManager, "record_prefix_cache_stats", admitted)
+    replace(KVCacheManager, "get_computed_blocks", looked_up)
+    replace(KVCacheManager, "record_prefix_cache_stats", admitted)
 
 
 def stale_lookup(_: Refusals) -> None:
@@ -126,8 +126,8 @@ def stale_lookup(_: Refusals) -> None:
 
         return allocate_slots
 
-    _replace(Scheduler, "_get_local_prefix_cache_hit", looked_up)
-    _replace(KVCacheManager, "allocate_slots", allocated)
+    replace(Scheduler, "_get_local_prefix_cache_hit", looked_up)
+    replace(KVCacheManager, "allocate_slots", allocated)
 
 
 def double_allocation(_: Refusals) -> None:
@@ -164,8 +164,8 @@ def double_allocation(_: Refusals) -> None:
 
         return add_local_computed_blocks
 
-    _replace(KVCacheCoordinator, "allocate_new_computed_blocks", make)
-    _replace(SingleTypeKVCacheManager, "add_local_computed_blocks", deferring)
+    replace(KVCacheCoordinator, "allocate_new_computed_blocks", make)
+    replace(SingleTypeKVCacheManager, "add_local_computed_blocks", deferring)
 
 
 def double_free(_: Refusals) -> None:
@@ -183,7 +183,7 @@ def double_free(_: Refusals) -> None:
     def _free_first(self: Any, request_id: str) -> None:
         self.block_pool.free_blocks(self.req_to_blocks[request_id][:1])
 
-    _replace(Scheduler, "_preempt_request", make)
+    replace(Scheduler, "_preempt_request", make)
 
 
 def nothing(_: Refusals) -> None:

@@ -7,7 +7,7 @@ Not here: the patches (defects.py) and the run (engine.py).
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import defects
+from . import content_defects, defects
 from .workload import DEFAULT_WAVES, EVICTED_WHILE_WAITING, OLDEST_HIT, OUTGROWN, Wave
 
 
@@ -25,7 +25,8 @@ class Injection:
     @property
     def level(self) -> str:
         """The level of observation that is needed to find it."""
-        return "blocks" if self.expected_invariant.startswith("blocks/") else "tokens"
+        family = self.expected_invariant.partition("/")[0]
+        return family if family in ("blocks", "content") else "tokens"
 
 
 _TABLE = (
@@ -87,6 +88,48 @@ _TABLE = (
         "connector/negative-match",
         defects.nothing,
         OUTGROWN,
+    ),
+    Injection(
+        "bit-flip",
+        "one bit of a cached block flips before a request hits the block",
+        "https://github.com/vllm-project/vllm/issues/56104",
+        "content/changed",
+        content_defects.bit_flip,
+    ),
+    Injection(
+        "late-write",
+        "a request that has ended writes into a cached block that it had freed",
+        "https://github.com/vllm-project/vllm/issues/56104",
+        "content/changed",
+        content_defects.late_write,
+    ),
+    Injection(
+        "swapped-blocks",
+        "two cached blocks of one prefix exchange their contents",
+        "https://github.com/vllm-project/vllm/issues/45357",
+        "content/changed",
+        content_defects.swapped_blocks,
+    ),
+    Injection(
+        "wrong-half",
+        "a connector exchanges keys and values when it loads",
+        "https://github.com/LMCache/LMCache/issues/4463",
+        "content/transfer",
+        content_defects.wrong_half,
+    ),
+    Injection(
+        "truncated-load",
+        "a connector's loads end before the last layer",
+        "https://github.com/vllm-project/vllm/issues/57661",
+        "content/transfer",
+        content_defects.truncated_load,
+    ),
+    Injection(
+        "stale-store",
+        "a connector's store returns an older object for the last block of each load",
+        "https://github.com/vllm-project/vllm/issues/46951",
+        "content/transfer",
+        content_defects.stale_store,
     ),
 )
 

@@ -195,6 +195,7 @@ def _environment(folder: Path, injection: Injection | None) -> dict[str, str]:
     environment = os.environ | {"KVLEDGER_DIR": str(folder / JOURNAL)}
     if injection is not None:
         environment["KVLEDGER_LEVEL"] = injection.level
+        environment["KVLEDGER_CONTENT_STORE"] = "own"  # the folder of the demo's connector
     if chosen := environment.get("VLLM_PLUGINS"):
         environment["VLLM_PLUGINS"] = f"{chosen},kvledger"
     return environment

@@ -13,6 +13,7 @@ ENGINE = {
     "KVLEDGER_CONTENT_SHARE": "the share of hit blocks that level content verifies, 1 by default",
     "KVLEDGER_CONTENT_SCRUB_BYTES": "bytes of blocks at rest that level content verifies in a step",
     "KVLEDGER_CONTENT_KEY": "the key of the fingerprints, for engines whose transfers are compared",
+    "KVLEDGER_CONTENT_STORE": "own: nothing but this engine writes to the connector's store",
     "KVLEDGER_GROUP": "a regular expression over request ids; what it finds is the request's group",
     "KVLEDGER_NAME": "the engine's name in journals, instead of the host's name",
     "KVLEDGER_JOURNAL_BYTES": "the most bytes of one engine's journal",

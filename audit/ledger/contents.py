@@ -85,7 +85,7 @@ def _judge_run(
 ) -> None:
     contents, found = state.contents, _Found({}, [], [])
     for index, (block, code) in enumerate(run.blocks, run.first):
-        record, number = _record(state, run.group, block)
+        record, number = record_of(state, run.group, block)
         if record is None:
             continue
         allocated = allocation(record, event.step)
@@ -175,7 +175,7 @@ def _scrubbed(state: LedgerState, event: ev.ScrubDiffered) -> None:
     contents = state.contents
     for index in range(0, len(event.rows), 4):
         group, block, sealed, intact = event.rows[index : index + 4]
-        record, number = _record(state, group, block)
+        record, number = record_of(state, group, block)
         allocated = None if record is None else allocation(record, event.step)
         if record is None or allocated is None or allocated[0] > sealed:
             continue
@@ -198,7 +198,7 @@ def _story(
     ]
 
 
-def _record(state: LedgerState, group: int, block: int) -> tuple[Block | None, int]:
+def record_of(state: LedgerState, group: int, block: int) -> tuple[Block | None, int]:
     """The record of a block of a group, and the number of its pool."""
     for number, pool in state.blocks.pools.items():
         if group in pool.groups:

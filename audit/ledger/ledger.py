@@ -16,6 +16,7 @@ from ..causes import END_UNSEEN
 from .account import Account
 from .blocks.ledger import BlockLedger
 from .contents import CONTENTS
+from .custody import CUSTODY, follow_waiting
 from .frozen import AccountStatement
 from .lives import LIVES, withdraw_hit
 from .loads import LOADS
@@ -47,6 +48,7 @@ POSTINGS: dict[type[ev.Event], Callable[[LedgerState, Any], None]] = {
     **LOADS,
     **STEPS,
     **CONTENTS,
+    **CUSTODY,
     **dict.fromkeys(BlockLedger.EVENTS, _block),
 }
 """The posting function of every event."""
@@ -68,6 +70,8 @@ class Ledger(LedgerState):
         post = POSTINGS.get(kind)
         if post is not None:
             post(self, event)
+        if self.custody.waiting and kind is ev.Stepped:
+            follow_waiting(self)
         if self.contents.watches and kind in (ev.Admitted, ev.BlocksPromised):
             self.contents.noted(event, sum(pool.blocks for pool in self.blocks.pools.values()))
         if self.blocks.pools and kind not in BlockLedger.EVENTS:
@@ -171,3 +175,5 @@ class Ledger(LedgerState):
                 self.engine_errors[error] = self.engine_errors.get(error, 0) + times
         self.ended.merge(other.ended)
         self.contents.absorb(other.contents)
+        for name, count in other.custody.counts.items():
+            self.custody.count(name, count)

@@ -13,6 +13,7 @@ from .. import events as ev
 from .account import Account
 from .blocks.ledger import BlockLedger
 from .content_state import ContentState
+from .custody_state import CustodyState
 from .subjects import Entry
 from .totals import Totals
 from .transfers import WorkerTransfers
@@ -108,6 +109,8 @@ class LedgerState:
         """The ledger of blocks."""
         self.contents = ContentState()
         """What workers found out about the contents of blocks."""
+        self.custody = CustodyState()
+        """Transfers of blocks between the engine and a connector's store."""
         self.transfers = WorkerTransfers()
         """Promised blocks, and what workers did to load them."""
         self.delayed_frees: dict[int, tuple[int, str, int]] = {}

@@ -213,6 +213,43 @@ class UnsealedHit(NamedTuple):
     story: list[str]
 
 
+class ContentTransfer(NamedTuple):
+    """Loads filled blocks with other KV than was stored under their hashes.
+
+    ``how``: ``exchanged`` (keys and values), ``zeros`` or ``other``. ``layers`` are the indices of the layers
+    that differ from the nearest stored version, ``part`` is ``keys``, ``values`` or ``both``. ``reader``: the
+    request for which the blocks were loaded. ``writer``: the request that had filled the block that was
+    stored last, in ``stored_step``. The last two are of the first block.
+    """
+
+    worker: int
+    group: int
+    pool: int
+    blocks: list[int]
+    step: int
+    how: str
+    layers: tuple[int, ...]
+    part: str
+    layer_count: int
+    reader: str
+    stored_step: int
+    writer: str
+    story: list[str]
+
+
+class ContentStored(NamedTuple):
+    """A connector stored a block whose KV is not what was sealed, although the block was not reallocated."""
+
+    worker: int
+    group: int
+    pool: int
+    block: int
+    sealed_step: int
+    step: int
+    writer: str
+    story: list[str]
+
+
 class Entry(msgspec.Struct, frozen=True, gc=False):
     """One subject, and its account as it stood right after posting.
 
@@ -240,6 +277,8 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
         | SiblingAdded
         | ContentChanged
         | UnsealedHit
+        | ContentTransfer
+        | ContentStored
         | Settlement
         | Subject
     )

@@ -38,6 +38,7 @@ from ..ledger.account import Account
 from ..ledger.blocks.ledger import BlockLedger
 from ..ledger.blocks.records import FailedLoad, Pool
 from ..ledger.content_state import ContentState
+from ..ledger.custody_state import CustodyState
 from ..ledger.frozen import Line, RemovedRange, Settlement
 from ..ledger.ledger import Ledger
 from ..ledger.life import InFlight, Life
@@ -56,6 +57,7 @@ OBJECTS: tuple[type, ...] = (
     BlockLedger,
     WorkerTransfers,
     ContentState,
+    CustodyState,
     Promise,
     Account,
     Life,
@@ -102,6 +104,7 @@ REBUILT: dict[type, frozenset[str]] = {
     BlockLedger: frozenset({"findings", "accounts", "refilled", "invalid_hits"}),
     WorkerTransfers: frozenset(),
     ContentState: frozenset(),
+    CustodyState: frozenset(),
 }
 """Attributes that are not written: constructors make them, or they last for one event only."""
 
@@ -171,6 +174,7 @@ _BLANK: dict[type, Callable[[], Any]] = {
     BlockLedger: BlockLedger,
     WorkerTransfers: WorkerTransfers,
     ContentState: ContentState,
+    CustodyState: CustodyState,
     Reconciliation: Reconciliation,
     ReconciliationStep: ReconciliationStep,
 }

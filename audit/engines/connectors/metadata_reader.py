@@ -33,11 +33,26 @@ class Tracking(NamedTuple):
     """Tokens that it should have saved by its own rules; -1 where it saves nothing of this request."""
 
 
+class LoadedBlocks(NamedTuple):
+    """The metadata orders whole blocks to be loaded. ``request_id`` is "" where the load is synchronous."""
+
+    request_id: str
+    blocks: list[int]
+    asynchronous: bool
+
+
+class Moves(NamedTuple):
+    """Whole blocks that the metadata orders to be stored and loaded. Partly moved blocks are left out."""
+
+    stored: list[int]
+    loads: list[LoadedBlocks]
+
+
 class MetadataReader:
     """Reads the metadata of one live connector, scheduler side. Does not import the connector's package."""
 
     READS: ClassVar[tuple[str, ...]] = ("loads",)
-    """Which of ``loads``, ``saves`` and ``tracker`` this reader can read."""
+    """Which of ``loads``, ``saves``, ``tracker`` and ``blocks`` (see :meth:`moves`) this reader can read."""
 
     LOOKUP: ClassVar[str] = ""
     """The method that looks up tokens in the store, as a dotted path from the connector; "": none is known.
@@ -55,6 +70,20 @@ class MetadataReader:
 
     def filled(self, metadata: Any, block_size: int) -> set[int]:
         """Ids of the blocks that the loads in ``metadata`` will fill."""
+        raise NotImplementedError
+
+    @property
+    def exact(self) -> bool:
+        """Whether the store gives back the bytes that it was handed. False where a codec may lose some."""
+        return True
+
+    @property
+    def own_store(self) -> bool:
+        """Whether nothing but this engine writes to the store."""
+        return False
+
+    def moves(self, metadata: Any, block_size: int) -> Moves:
+        """The whole blocks that ``metadata`` orders to be stored and loaded."""
         raise NotImplementedError
 
     def saves(self, metadata: Any) -> Iterable[Saved]:

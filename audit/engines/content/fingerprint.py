@@ -143,16 +143,18 @@ class Fingerprints:
     """Fingerprints of the blocks of ``layers``, under ``key``.
 
     A layer is a tensor (a view, any strides, any dtype) whose first axis counts the blocks. Layers that share
-    memory are passed once. ``layers`` may be on any device; on the CPU NumPy computes the sums.
+    memory are passed once. ``layers`` may be on any device; on the CPU NumPy computes the sums. ``factors``
+    has the number of each layer's factor; by default each layer has a factor of its own.
     """
 
-    def __init__(self, layers: Sequence[Tensor], key: int) -> None:
+    def __init__(self, layers: Sequence[Tensor], key: int, *, factors: Sequence[int] | None = None) -> None:
         self.layers = list(layers)
         self.key_name = key_name(key)
         most = max((layer[0].numel() * layer.element_size() + 3) // 4 for layer in self.layers)
         word_keys = odd_numbers(key, most)
         self._forms = _layer_forms(self.layers, word_keys)
-        self.factors = odd_numbers(key ^ _FACTORS_SEED, len(self.layers)).view(np.int64)
+        numbers = list(range(len(self.layers))) if factors is None else list(factors)
+        self.factors = odd_numbers(key ^ _FACTORS_SEED, max(numbers) + 1).view(np.int64)[numbers]
         self.device = self.layers[0].device
         self._device_factors = torch.from_numpy(self.factors).to(self.device)
 

@@ -105,8 +105,8 @@ def compare(
 class TritonFingerprints(Fingerprints):
     """:class:`Fingerprints` of layers on a GPU. Under ``TRITON_INTERPRET=1`` also on the CPU."""
 
-    def __init__(self, layers: Sequence[Tensor], key: int) -> None:
-        super().__init__(layers, key)
+    def __init__(self, layers: Sequence[Tensor], key: int, *, factors: Sequence[int] | None = None) -> None:
+        super().__init__(layers, key, factors=factors)
         word_keys = odd_numbers(key, max(form.row_words for form in self._forms))
         self._kept: list[Tensor] = []  # the keys whose addresses are in the tables
         self._tables = self._make_tables(word_keys)

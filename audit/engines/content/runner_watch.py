@@ -21,6 +21,7 @@ from ...hooks import EngineMismatch, Hook, Hooks
 from ...text import cut_id
 from ..readers import reader_of
 from ..step_log import StepLog
+from .custody import CustodyWatch
 from .layout import Layout, read_layout
 from .options import ContentOptions
 from .seals import Seals
@@ -111,6 +112,11 @@ class RunnerWatch:
         """Sealed, verified and scrubbed blocks, bytes and nanoseconds since the last ContentCounted."""
         self._reader = reader_of(connector) if connector is not None else None
         """Reads the connector's metadata."""
+        self._custody: CustodyWatch | None = None
+        """Observes the connector's transfers."""
+        if connector is not None:
+            with contextlib.suppress(EngineMismatch):
+                self._custody = CustodyWatch(self, connector, self._key, failed)
         self._hooks = [Hooks(RUNNER, runner, self, failed)]
         for table, host in ((WORKER, worker), (CONNECTOR, connector)):
             if host is not None:
@@ -118,7 +124,9 @@ class RunnerWatch:
                     self._hooks.append(Hooks(table, host, self, failed))
 
     def drop(self) -> None:
-        """Restore the runner."""
+        """Restore the runner and the connector."""
+        if self._custody is not None:
+            self._custody.remove()
         for hooks in self._hooks:
             hooks.remove()
 

@@ -96,6 +96,10 @@ class Seals(Generic[Label]):
         event.record()
         self._comparisons.append(_Comparison(label, blocks, on_host, event))
 
+    def differing(self, group: int, blocks: Sequence[int]) -> Any:
+        """Which sealed blocks hold other bytes than were sealed: a mask on the device."""
+        return self._values[self._index(blocks)] != self.of(group, blocks)
+
     def mismatched(self, block: int, sealed_step: int) -> None:
         """A scrub found that a block differs from the seal of ``sealed_step``."""
         if self.steps[block] == sealed_step:

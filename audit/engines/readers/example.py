@@ -6,13 +6,17 @@ assigned to one.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
-from ..connectors.metadata_reader import MetadataReader
+from ..connectors.metadata_reader import LoadedBlocks, MetadataReader, Moves
 
 
 class ExampleReader(MetadataReader):
-    """Reads loads by their slots."""
+    """Reads loads and stores by their slots. The store is a folder, which other engines may share."""
+
+    READS = ("loads", "blocks")
 
     def filled(self, metadata: Any, block_size: int) -> set[int]:
         filled: set[int] = set()
@@ -20,3 +24,19 @@ class ExampleReader(MetadataReader):
             if not request.is_store:
                 filled.update(slot // block_size for slot in request.slot_mapping.flatten().tolist())
         return filled
+
+    def moves(self, metadata: Any, block_size: int) -> Moves:
+        moves = Moves([], [])
+        for request in metadata.requests:
+            blocks = whole_blocks(request.slot_mapping.flatten().tolist(), block_size)
+            if request.is_store:
+                moves.stored.extend(blocks)
+            else:
+                moves.loads.append(LoadedBlocks("", blocks, False))
+        return moves
+
+
+def whole_blocks(slots: Iterable[int], block_size: int) -> list[int]:
+    """The blocks of which every slot is among ``slots``."""
+    counts = Counter(slot // block_size for slot in slots)
+    return [block for block, count in counts.items() if count == block_size]
