@@ -46,7 +46,7 @@ WATCHED = (
 
 def section(result: Result, ran_on: str) -> str:
     """The section of the page."""
-    restarts = "; ".join(f"{what}, {count} times" for what, count in sorted(result.restarts.items()))
+    restarts = ", ".join(f"{what} {count}" for what, count in sorted(result.restarts.items()))
     command = "make long-run" if result.hours == 24 else f'make long-run ARGS="--hours {result.hours:g}"'
     requests = result.sums[0].emitted
     return f"""{page.LONG_RUN}
@@ -55,8 +55,7 @@ rotation, rollups, sidecar and Prometheus in {result.seconds / 60:.0f} minutes. 
 
 The engine is simulated: it emits the events of a real one, with prefix hits, external loads, failed loads,
 drafts, preemptions, cache resets and aborts, and the real writer writes its journals. All other processes
-are real.
-Restarts: {restarts}.
+are real. How often each ended while the others ran: {restarts}.
 
 {page.table(("sum", "engines emitted", "Prometheus", "rollups", "equal"), [_sum(one) for one in result.sums])}
 
@@ -65,14 +64,15 @@ Restarts: {restarts}.
 - *Prometheus* is the query of the counter at the end. {result.counters} counters of the engine equal those
   that the sidecar serves, and the number of times that one of them fell is {result.resets}.
 - *Rollups* is `kvledger summary`; {result.removed_journals} of {result.journals} journals were gone by then.
-- Rotation removed {result.removed_segments} segments of the {result.journal_bytes / MIB:,.0f} MiB that were
-  written ({result.journal_bytes / max(1, requests):.0f} bytes a request).
+- Rotation removed {result.removed_segments} segments; {result.journal_bytes / MIB:,.0f} MiB were written
+  ({result.journal_bytes / max(1, requests):.0f} bytes a request).
 - Requests that ran at a kill are *unknown*: their tokens are in no sum.
 
 {page.table(("what", "first fifth", "third fifth", "last fifth", "most", "flat"), _trends(result.watcher))}
 
 Figures are medians over a fifth of the run; *flat* means that the last fifth is at most 1.1 times the third.
-A rollup grows with the minutes, by design. The sidecar took {result.watcher.cpu_seconds:.0f} CPU seconds,
+A rollup grows with the minutes, by design. Scrapes take wall time, so other work on the machine counts.
+The sidecar took {result.watcher.cpu_seconds:.0f} CPU seconds,
 {result.watcher.cpu_seconds / result.hours / 36:.2f} % of a core at this rate of requests.
 """
 
