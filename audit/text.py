@@ -8,6 +8,7 @@ behind the reader holds printable text only.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
@@ -30,6 +31,15 @@ def printable(text: str) -> str:
     return "".join(
         each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in text
     )
+
+
+def utc(seconds: float, *, milliseconds: bool = False) -> str:
+    """A Unix time for a person, in UTC. A journal can hold any number, also one that is no date."""
+    try:
+        text = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
+    except (OverflowError, ValueError, OSError):
+        return f"Unix time {seconds:.0f}"
+    return f"{text}.{int(seconds % 1 * 1000):03} UTC" if milliseconds else f"{text} UTC"
 
 
 def cut_id(request_id: str) -> str:

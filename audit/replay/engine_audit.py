@@ -30,7 +30,7 @@ from ..journal.reader import Batch, Reader
 from ..ledger.account import Account
 from ..ledger.state import Watch
 from ..ledger.totals import Totals
-from ..text import printable
+from ..text import printable, utc
 from .metrics_state import METRICS_HANDLERS, MetricsState
 from .windows import EVERYTHING, LossesInWindow, Window
 from .worker_journals import AFTER_PLANNING, WorkerJournals
@@ -332,7 +332,7 @@ class EngineAudit:
         rotated = self.auditor.ledger.removed_events
         if rotated:
             removed = f"rotation has removed the first {counted(rotated, 'event')}"
-            self.notes.append(f"{removed}: the trace begins at {_utc(self.created)}")
+            self.notes.append(f"{removed}: the trace begins at {utc(self.created)}")
         self.notes += [str(damage) for damage in reader.damage[first + bool(rotated) :]]
 
     def note_end(self, reader: Reader, first: int = 0) -> None:
@@ -463,7 +463,7 @@ class EngineAudit:
             return [f"{self.lost_tails} engines did not end in good order: their last events may be missing"]
         return [
             "the engine did not end in good order, or the journal's last segments were removed: "
-            f"the trace is whole up to {_utc(self._whole_until)}"
+            f"the trace is whole up to {utc(self._whole_until)}"
         ]
 
     @property
@@ -534,14 +534,6 @@ class EngineAudit:
 def counted(n: int, noun: str) -> str:
     """1 request, 2 requests."""
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
-
-
-def _utc(seconds: float) -> str:
-    """A Unix time for a person."""
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
-    except (OverflowError, ValueError, OSError):  # a journal can hold any number
-        return f"Unix time {seconds:.0f}"
 
 
 def _started(batch: Batch) -> EngineStarted | None:

@@ -22,7 +22,7 @@ from ..ledger.state import Watch
 from ..ledger.totals import Totals
 from ..old_events import AnyEvent
 from ..release_semantics import release
-from ..text import printable, shown_id
+from ..text import printable, shown_id, utc
 from .engine_audit import EngineAudit
 from .find import journals_at, pick_request, pick_requests
 from .parallel import Run, here
@@ -171,8 +171,15 @@ class RequestStatement:
             violation for violation in audit.auditor.violations if violation.request == account.request_id
         ]
         """The findings in this request."""
+        self._began_seconds = audit.began_seconds
         self.suffixed = audit.engine is None or has_random_suffix(release(audit.engine.version))
         """Whether the engine's release appends random digits to ids."""
+
+    def when(self, at: int) -> str:
+        """A time of the journal in UTC; in seconds since an unknown start if no engine was seen to start."""
+        if self._began_seconds is None:
+            return f"{at / 1e6:.3f} s"
+        return utc(self._began_seconds + at / 1e6, milliseconds=True)
 
     @property
     def request_id(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -16,13 +17,14 @@ from rich.table import Table
 from rich.text import Text
 
 from ...audit.analysis.costs import KINDS, plus, total
+from ...audit.replay.find import journals_at
 from ...audit.replay.journals import Audit, audit_paths
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
 from ..trace.groups import check
 from .audit import share, structs_csv
 from .costs import gathered, part
-from .summary import SummaryRow, summarize
+from .summary import Groups, SummaryRow, Sums, audited_groups
 from .terminal import VERDICTS, blocks, counted, figures_table, listed, percent, plain_table, title
 
 NO_MEANING = "does not apply"
@@ -88,13 +90,11 @@ def compare(
     ``by`` names groups of requests, as for :func:`~kvledger.exporters.trace.groups.group_key`.
     """
     check(by)
-    one, other = (
-        audit_paths(paths, window=window, with_metrics=False, with_costs=True, run=run)
-        for paths in (before, after)
-    )
+    one, was = _read(before, by, window, run)
+    other, now = _read(after, by, window, run)
     figures = [
-        msgspec.structs.replace(was, after=now.before)
-        for was, now in zip(_figures(one), _figures(other), strict=True)
+        msgspec.structs.replace(was_figure, after=now_figure.before)
+        for was_figure, now_figure in zip(_figures(one), _figures(other), strict=True)
     ]
     return TraceComparison(
         before=_engines(one),
@@ -103,18 +103,24 @@ def compare(
         figures=figures,
         findings=_findings(one, other),
         meanings=_meanings(one, other),
-        groups=_groups(before, after, by, window, run) if by else [],
+        groups=_groups(was, now),
     )
 
 
-def _groups(
-    before: Sequence[Path], after: Sequence[Path], by: str, window: Window, run: Run
-) -> list[GroupChange]:
-    """The groups of both traces. The journals are read once more."""
-    was, now = (
-        {row.group: row for row in summarize(paths, by, window=window, run=run)[:-1]}
-        for paths in (before, after)
-    )
+def _read(paths: Sequence[Path], by: str, window: Window, run: Run) -> tuple[Audit, dict[str, SummaryRow]]:
+    """The audit of a trace, and its groups; each journal is read once."""
+    if not by:
+        return audit_paths(paths, window=window, with_metrics=False, with_costs=True, run=run), {}
+    read = list(run(partial(audited_groups, by=by, window=window), journals_at(paths)))
+    groups: Groups = {}
+    for _, of_journal in read:
+        for name, sums in of_journal.items():
+            groups.setdefault(name, Sums.none()).merge(sums)
+    return Audit([audit for audit, _ in read]), {name: sums.row(name) for name, sums in groups.items()}
+
+
+def _groups(was: dict[str, SummaryRow], now: dict[str, SummaryRow]) -> list[GroupChange]:
+    """The groups of both traces."""
     changes = [GroupChange(group=name, before=was.get(name), after=now.get(name)) for name in {**was, **now}]
     return sorted(changes, key=lambda change: (-_prompt(change.before) - _prompt(change.after), change.group))
 

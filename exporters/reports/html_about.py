@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import datetime, timezone
 
 from ...audit.events import Setting
 from ...audit.replay.engine_audit import EngineAudit
+from ...audit.text import utc
 from .terminal import counted
 
 SHOWN = 3
@@ -59,11 +59,7 @@ def _range(engine_audits: Sequence[EngineAudit]) -> str:
         return ""
     first = min(audit.created for audit in known)
     last = max((audit.began_seconds or 0.0) + audit.last_at / 1e6 for audit in known)
-    return f"{_utc(first)} to {_utc(last)}"
-
-
-def _utc(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%SZ")
+    return f"{utc(first)} to {utc(last)}"
 
 
 def _values(values: Iterable[str]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from ...audit.journal.listing import JournalFacts, facts, prunable, workers_of
 from ...audit.replay.find import journals_at
 from ...audit.replay.journals import audit_paths
 from ...audit.replay.parallel import Run, here
+from ...audit.text import utc
 from .audit import structs_csv
 from .rollups import rolled_verdict
 from .terminal import blocks, counted, plain_table
@@ -70,7 +70,7 @@ def render(rows: Sequence[JournalRow]) -> Group:
         table.add_column("verdict")
     for row in rows:
         cells = [Path(row.journal).name, row.release or "-", row.level or "-", row.state]
-        cells += [_utc(row.began_seconds), _utc(row.until_seconds)]
+        cells += [_time(row.began_seconds), _time(row.until_seconds)]
         cells += ["-" if row.requests is None else f"{row.requests:,}", bytes_text(row.bytes)]
         table.add_row(*map(Text, [*cells, row.verdict] if audited else cells))
     whole = bytes_text(sum(row.bytes for row in rows))
@@ -138,7 +138,7 @@ def render_pruned(result: Pruned) -> Group:
         table.add_column(name)
     table.add_column("bytes", justify="right")
     for row in result.journals:
-        cells = (Path(row.journal).name, row.release or "-", _utc(row.until_seconds), bytes_text(row.bytes))
+        cells = (Path(row.journal).name, row.release or "-", _time(row.until_seconds), bytes_text(row.bytes))
         table.add_row(*map(Text, cells))
     text = Text(f"{answer}; {counted(result.kept, 'journal')} would stay.{more}")
     if result.removed:
@@ -151,10 +151,6 @@ def pruned_csv(result: Pruned) -> str:
     return structs_csv(JournalRow, result.journals)
 
 
-def _utc(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    try:
-        return time.strftime("%Y-%m-%d %H:%M", time.gmtime(seconds))
-    except (OverflowError, ValueError, OSError):  # a journal can hold any number
-        return "-"
+def _time(seconds: float | None) -> str:
+    """The columns are of UTC, so the cells do not say it."""
+    return "-" if seconds is None else utc(seconds).removesuffix(" UTC")

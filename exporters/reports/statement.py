@@ -32,7 +32,10 @@ def render(request: RequestStatement, *, every_entry: bool = False, findings: bo
     rows = [finding(violation) for violation in request.findings]
     return terminal.blocks(
         Group(*_answer(request)),
-        Group(Text(_LEGEND, style="dim"), _entries(request.lines, every_entry)),
+        Group(
+            Text(f"{_LEGEND} Second 0 is {request.when(0)}.", style="dim"),
+            _entries(request.lines, every_entry),
+        ),
         Group(*_figures(request.account)),
         audit_text.findings(rows) if findings else None,
     )
@@ -46,11 +49,12 @@ def _answer(request: RequestStatement) -> Iterator[Text]:
     ids = list(dict.fromkeys(violation.id for violation in request.findings))
     if ids:
         yield Text(f"Findings: {', '.join(ids)}.", style="bold red")
-    closed = f"closed {account.closed_at / 1e6:.3f} s" if account.closed_at >= 0 else "still open"
+    lasted = (account.closed_at - account.added_at) / 1e6
+    closed = f"closed after {lasted:.3f} s" if account.closed_at >= 0 else "still open"
     outcome = f" ({account.outcome})" if account.outcome else ""
     lives = "1 life" if len(account.lives) == 1 else f"{len(account.lives)} lives"
     preemptions = terminal.counted(account.preemptions, "preemption")
-    yield Text(f"Opened {account.added_at / 1e6:.3f} s, {closed}{outcome}, {lives}, {preemptions}.")
+    yield Text(f"Opened {request.when(account.added_at)}, {closed}{outcome}, {lives}, {preemptions}.")
     if account.unknown is not None:
         yield Text(f"Unknown: {account.unknown}. Figures are as far as seen.", style="yellow")
 

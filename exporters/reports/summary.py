@@ -202,6 +202,15 @@ def _of_journal(path: Path, by: str, window: Window, with_costs: bool) -> Part:
     return _summed(engine_audit, each_account(engine_audit), by, with_costs)
 
 
+def audited_groups(path: Path, by: str, window: Window) -> tuple[EngineAudit, Groups]:
+    """The audit of one journal, with costs, and its groups without."""
+    engine_audit = EngineAudit(path, keep=True, window=window, with_metrics=False, with_costs=True)
+    key, groups = group_key(by, engine_audit), dict[str, Sums]()
+    for account in each_account(engine_audit):
+        groups.setdefault(key(account), Sums.none()).add(account, engine_audit.last_at)
+    return engine_audit, groups
+
+
 def _summed(engine_audit: EngineAudit, accounts: Iterable[Account], by: str, with_costs: bool) -> Part:
     """The accounts of one journal by group."""
     key = group_key(by, engine_audit)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from tests import journals
 from tests.histories import events
 
+from kvledger.audit.journal.reader import Position, Reader
 from kvledger.exporters.reports import terminal
 from kvledger.exporters.reports.diff import compare, render
+from kvledger.exporters.reports.summary import summarize
 
 
 def test_a_trace_does_not_differ_from_itself(tmp_path: Path) -> None:
@@ -59,3 +62,27 @@ def test_the_text_names_figures_findings_and_meanings(
     assert "local, of prompt tokens" in shown
     assert "tokens/negative" in shown
     assert "does not apply" in shown
+
+
+def test_groups_are_of_the_same_reading_and_equal_those_of_summary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = journals.write(tmp_path / "before", events(200, "A100+0 s100 o+ F"))
+    after = journals.violated(tmp_path / "after")
+    rows = [summarize([path], "outcome")[:-1] for path in (before, after)]
+    ungrouped = compare([before], [after])
+    read: list[Path] = []
+    begin = Reader.__init__
+
+    def count(self: Reader, path: Path, start: Position | None = None) -> None:
+        read.append(path)
+        begin(self, path, start)
+
+    monkeypatch.setattr(Reader, "__init__", count)
+
+    comparison = compare([before], [after], by="outcome")
+
+    assert [before, after] == read
+    assert rows[0] == [change.before for change in comparison.groups if change.before]
+    assert rows[1] == [change.after for change in comparison.groups if change.after]
+    assert ungrouped == replace(comparison, groups=[])

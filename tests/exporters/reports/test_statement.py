@@ -21,7 +21,16 @@ def test_a_statement_starts_with_sources_and_findings(tmp_path: Path) -> None:
     assert head.startswith("Account of request-0   vllm 0.32.0")
     assert "200 prompt tokens: 104 external, 96 computed." == sources
     assert findings.startswith("Findings: tokens/negative, tokens/")
+    assert times.startswith("Opened 2023-11-14 22:13:20.000 UTC, closed after 0.000 s (stopped), ")
     assert times.endswith("2 lives, 1 preemption.")
+
+
+def test_the_seconds_of_entries_count_from_a_time_in_utc(tmp_path: Path) -> None:
+    folder = journals.write(tmp_path / "one", events(10, "A0+0 s10 o+ F"), wall_seconds=1_767_225_600.25)
+
+    assert "Second 0 is 2026-01-01 00:00:00.250 UTC." in " ".join(
+        text(render(statement([folder], "request-0"))).split()
+    )
 
 
 def test_a_request_id_is_not_read_as_markup(tmp_path: Path) -> None:
