@@ -537,6 +537,7 @@ BLOCKS = PanelRow(
             unit="s",
         ),
     ),
+    collapsed=True,
 )
 
 DRAFTS = PanelRow(
@@ -592,4 +593,4 @@ TRANSFERS = PanelRow(
     collapsed=True,
 )
 
-ROWS = (RANGE, PROMPTS, WORKED, REQUESTS, EXTERNAL, DRAFTS, TRANSFERS)
+ROWS = (RANGE, PROMPTS, WORKED, REQUESTS, EXTERNAL, BLOCKS, DRAFTS, TRANSFERS)

@@ -13,7 +13,7 @@ import pytest
 
 from kvledger.audit.errors import LedgerError
 from kvledger.dashboards import boards, check, rules
-from kvledger.dashboards.panels import GRID
+from kvledger.dashboards.panels import GRID, PanelRow
 
 ROOT = Path(__file__).parents[2]
 GENERATED = ROOT / "dashboards" / "generated"
@@ -86,6 +86,13 @@ def test_panel_ids_are_unique_and_panels_do_not_overlap(board: ModuleType) -> No
 
     ids = [panel["id"] for panel in flat(built)]
     assert len(set(ids)) == len(ids)
+
+
+@every_board
+def test_no_row_is_left_out(board: ModuleType) -> None:
+    made = {value.title for value in vars(board).values() if isinstance(value, PanelRow)}
+
+    assert made == {row.title for row in board.ROWS}
 
 
 @every_board
