@@ -33,13 +33,16 @@ def _found() -> str | None:
 class Visit:
     """One look at a page: ``dom`` after its scripts ran, ``console`` lines, or a picture."""
 
-    def __init__(self, page: Path, folder: Path, *, width: int, height: int = 2400) -> None:
-        self.picture = folder / f"{page.stem}-{width}.png"
+    def __init__(
+        self, page: Path, folder: Path, *, width: int, height: int = 2400, dark: bool = False
+    ) -> None:
+        self.picture = folder / f"{page.stem}-{width}{'-dark' if dark else ''}.png"
         words = [
             installed(),
             *FLAGS,
             f"--user-data-dir={folder / 'profile'}",
             f"--window-size={width},{height}",
+            f"--blink-settings=preferredColorScheme={0 if dark else 1}",
         ]
         shot = self._run([*words, f"--screenshot={self.picture}", page.as_uri()])
         dump = self._run([*words, "--dump-dom", page.as_uri()])
