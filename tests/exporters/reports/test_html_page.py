@@ -201,7 +201,8 @@ addEventListener("load", () => {
 </script>"""
 
 FRAME = """<!doctype html><body style="margin:0">
-<iframe style="border:0" width="{width}" height="2400" srcdoc="{page}"></iframe><script>addEventListener("message", (event) => {{
+<iframe style="border:0" width="{width}" height="2400" srcdoc="{page}"></iframe>
+<script>addEventListener("message", (event) => {{
   const said = document.createElement("pre");
   said.id = "facts";
   said.textContent = JSON.stringify(event.data);
