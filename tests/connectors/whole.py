@@ -215,7 +215,8 @@ def run(folder: Path, name: str) -> int:
         prepare_lmcache(store)
     served = ServedTokens(store)
     llm = start(folder, store)
-    with kvledger.attach(llm) as audit:
+    os.environ["KVLEDGER_CONTENT_STORE"] = "own"
+    with kvledger.attach(llm, level="content") as audit:
         serve(llm, outage_of(name))
     llm.llm_engine.engine_core.shutdown()
     statements = [account.freeze() for account in audit.ledger.accounts()]
@@ -226,6 +227,7 @@ def run(folder: Path, name: str) -> int:
         "settled": [msgspec.to_builtins(statement.settled) for statement in statements],
         "given": served.tokens,
         "heard": list(audit.ledger.transfers.aligned.values()),
+        "moved": dict(audit.ledger.custody.counts),
         "preempted": [msgspec.to_builtins(statement) for statement in statements if statement.preemptions],
     }
     (folder / f"{name}.json").write_text(json.dumps(results, indent=1))

@@ -10,6 +10,7 @@ The readers themselves, and which connector each is for, are in ``engines/reader
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, ClassVar, NamedTuple
 
@@ -46,6 +47,12 @@ class Moves(NamedTuple):
 
     stored: list[int]
     loads: list[LoadedBlocks]
+
+
+def whole_blocks(slots: Iterable[int], block_size: int) -> list[int]:
+    """The blocks of which every slot is among ``slots``; a slot is block id * block size + offset."""
+    counts = Counter(slot // block_size for slot in set(slots))
+    return [block for block, count in counts.items() if count == block_size]
 
 
 class MetadataReader:

@@ -6,11 +6,9 @@ assigned to one.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
-from ..connectors.metadata_reader import LoadedBlocks, MetadataReader, Moves
+from ..connectors.metadata_reader import LoadedBlocks, MetadataReader, Moves, whole_blocks
 
 
 class ExampleReader(MetadataReader):
@@ -34,9 +32,3 @@ class ExampleReader(MetadataReader):
             else:
                 moves.loads.append(LoadedBlocks("", blocks, False))
         return moves
-
-
-def whole_blocks(slots: Iterable[int], block_size: int) -> list[int]:
-    """The blocks of which every slot is among ``slots``."""
-    counts = Counter(slot // block_size for slot in slots)
-    return [block for block, count in counts.items() if count == block_size]

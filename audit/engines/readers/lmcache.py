@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from ..connectors.metadata_reader import MetadataReader, Saved, Tracking
+from ..connectors.metadata_reader import LoadedBlocks, MetadataReader, Moves, Saved, Tracking, whole_blocks
 
 
 class LMCacheReader(MetadataReader):
     """Reads loads, saves and trackers."""
 
-    READS: ClassVar[tuple[str, ...]] = ("loads", "saves", "tracker")
+    READS: ClassVar[tuple[str, ...]] = ("loads", "saves", "tracker", "blocks")
     LOOKUP: ClassVar[str] = "_lmcache_engine.lookup_client.lookup"
 
     def __init__(self, connector: Any) -> None:
@@ -29,15 +29,36 @@ class LMCacheReader(MetadataReader):
     def chunk_tokens(self) -> int:
         return self._chunk_tokens
 
+    @property
+    def exact(self) -> bool:
+        """False for a codec that loses bits, blended KV, and loads that go on beside the forward pass."""
+        config = getattr(self.adapter, "config", None)
+        serde = getattr(config, "remote_serde", None) or "naive"
+        options = ("use_layerwise", "enable_blending", "enable_async_loading")
+        return serde == "naive" and not any(getattr(config, option, False) for option in options)
+
     def filled(self, metadata: Any, block_size: int) -> set[int]:
-        filled: set[int] = set()
+        return {slot // block_size for slots in self._loaded_slots(metadata) for slot in slots}
+
+    def _loaded_slots(self, metadata: Any) -> Iterable[list[int]]:
+        """The slots that each load fills."""
         for request in metadata.requests:
             load = request.load_spec
             if load is not None and load.can_load:
                 start = load.vllm_cached_tokens // self.chunk_tokens * self.chunk_tokens
-                slots = request.slot_mapping[start : load.lmcache_cached_tokens].tolist()
-                filled.update(slot // block_size for slot in slots)
-        return filled
+                yield request.slot_mapping[start : load.lmcache_cached_tokens].tolist()
+
+    def moves(self, metadata: Any, block_size: int) -> Moves:
+        loads = [
+            LoadedBlocks("", whole_blocks(slots, block_size), False) for slots in self._loaded_slots(metadata)
+        ]
+        stored: list[int] = []
+        for request in metadata.requests:
+            save = request.save_spec
+            if save is not None and save.can_save:
+                slots = request.slot_mapping[save.skip_leading_tokens : len(request.token_ids)].tolist()
+                stored += whole_blocks(slots, block_size)
+        return Moves(stored, loads)
 
     def saves(self, metadata: Any) -> Iterable[Saved]:
         for request in metadata.requests:
