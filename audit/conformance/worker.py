@@ -1,8 +1,9 @@
 """The worker side of a real connector over a KV cache whose contents are known.
 
-Where a model would write keys and values, the worker writes a checksum of the sequence up to each token.
-Only the right tokens at the right position give that number, so the cache shows whether a load brought
-the right KV. The worker side is called as vLLM's model runner calls it, on the CPU, in this process.
+Where a model would write keys and values, the worker writes a checksum of the sequence up to each token,
+another one for the key, for the value and for each layer. Only the right tokens at the right position give
+these numbers, so the cache shows whether a load brought the right KV, and each part of it to its place. The
+worker side is called as vLLM's model runner calls it, on the CPU, in this process.
 
 Needs vLLM 0.30 or later, whose cache layers are [blocks, heads, tokens of a block, elements].
 """
@@ -35,13 +36,15 @@ class WrongKV:
     request_id: str
     position: int
     tokens: int
+    part: str = ""
+    """What is wrong with it, if not all of it is."""
 
     @property
     def sentence(self) -> str:
         """The sentence on the score card."""
         return (
             f"Request {self.request_id} ran over {self.tokens} tokens of KV that is not its own, from "
-            f"position {self.position} up."
+            f"position {self.position} up{f': {self.part}' if self.part else ''}."
         )
 
 
@@ -139,18 +142,35 @@ class Worker:
                 self._check(name, sums[:start])
             for position, value in enumerate(sums[start:], start):
                 block, offset = self.blocks[name][position // self.block_size], position % self.block_size
-                for layer in self.layers.values():
-                    layer[block, :, offset] = value
+                for number, layer in enumerate(self.layers.values()):
+                    layer[block, :, offset] = layer.new_tensor(_content(value, number))
 
     def _check(self, name: str, expected: list[int]) -> None:
         wrong = [p for p, value in enumerate(expected) if not self._holds(name, p, value)]
         if wrong:
-            self.wrong_kv.append(WrongKV(name, wrong[0], len(wrong)))
+            part = self._wrong_part(name, wrong[0], expected[wrong[0]])
+            self.wrong_kv.append(WrongKV(name, wrong[0], len(wrong), part))
         self.served += len(expected) - len(wrong)
 
-    def _holds(self, name: str, position: int, value: int) -> bool:
+    def _found(self, name: str, position: int) -> list[list[float]]:
+        """Key and value in each layer, as they stand in the cache."""
         block, offset = self.blocks[name][position // self.block_size], position % self.block_size
-        return all(bool((layer[block, :, offset] == value).all()) for layer in self.layers.values())
+        return [layer[block, 0, offset].tolist() for layer in self.layers.values()]
+
+    def _holds(self, name: str, position: int, value: int) -> bool:
+        return self._found(name, position) == [_content(value, number) for number in range(len(self.layers))]
+
+    def _wrong_part(self, name: str, position: int, value: int) -> str:
+        """Which part of a token's KV is wrong; "" for all of it."""
+        found = self._found(name, position)
+        expected = [_content(value, number) for number in range(len(found))]
+        wrong = [number for number, kv in enumerate(found) if kv != expected[number]]
+        if all(found[number] == expected[number][::-1] for number in wrong):
+            return "keys and values are exchanged"
+        if len(wrong) < len(found):
+            return f"layer {', '.join(map(str, wrong))} of {len(found)}"
+        sides = {side for number in wrong for side in (0, 1) if found[number][side] != expected[number][side]}
+        return "" if len(sides) == 2 else f"the {('keys', 'values')[sides.pop()]}"
 
 
 def _join_groups() -> None:
@@ -183,6 +203,11 @@ def _checksums(token_ids: list[int]) -> list[int]:
         last = crc32(token.to_bytes(4, "little"), last)
         sums.append(last % EXACT)
     return sums
+
+
+def _content(value: int, layer: int) -> list[float]:
+    """Key and value of a token in one layer."""
+    return [float((value + 2 * layer + side) % EXACT) for side in range(ELEMENTS)]
 
 
 class DriverWithWorker(Driver):

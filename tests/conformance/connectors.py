@@ -175,3 +175,10 @@ class MuddledConnector(HonestConnector):
 
     def stored_block(self, load: BlockTransfer) -> dict[str, Any]:
         return next(iter(self.store.values()))
+
+
+class ExchangingConnector(HonestConnector):
+    """Exchanges keys and values when it loads."""
+
+    def stored_block(self, load: BlockTransfer) -> dict[str, Any]:
+        return {name: block.flip(-1) for name, block in super().stored_block(load).items()}

@@ -20,6 +20,7 @@ NOT_REACHED = {"LaterConnector": set(), "HonestConnector": {"aborted while it wa
 @pytest.fixture(scope="module")
 def cards() -> dict[str, ScoreCard]:
     names = ("HonestConnector", "LaterConnector", "ForgetfulConnector", "MuddledConnector")
+    names += ("ExchangingConnector",)
     return {name: score(name, MODULE, STORE) for name in names}
 
 
@@ -52,6 +53,14 @@ def test_a_load_that_is_missing_after_a_resumption_is_a_violation(cards: dict[st
 
 def test_kv_of_other_tokens_in_the_cache_is_a_violation(cards: dict[str, ScoreCard]):
     assert "hit on part of the prompt" in outcomes(cards["MuddledConnector"], "violated")
+
+
+def test_exchanged_keys_and_values_are_a_violation_that_says_so(cards: dict[str, ScoreCard]):
+    card = cards["ExchangingConnector"]
+
+    assert "hit on part of the prompt" in outcomes(card, "violated")
+    problems = [problem for row in card.rows for problem in row.problems]
+    assert any(problem.endswith("keys and values are exchanged.") for problem in problems)
 
 
 def test_a_card_without_external_tokens_is_unknown():
