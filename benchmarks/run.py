@@ -25,7 +25,7 @@ from kvledger.audit.demo.process import output_to
 BLOCKS = ("blocks-256", "blocks-1024", "blocks-pool", "blocks-churn")
 SCHEDULER = ("steady-256", "steady-1024", "churn", "churn-short", "speculative", *BLOCKS)
 REPLAY = ("churn-short", "speculative")
-PARTS = (*SCHEDULER, "engine", "replay", "sidecar")
+PARTS = (*SCHEDULER, "engine", "content", "replay", "sidecar")
 
 Progress = Callable[[str], None]
 
@@ -90,6 +90,17 @@ def engine_rows(amount: Amount, folder: Path, progress: Progress) -> Iterator[Ro
         rate, error = engine.measure(amount.rounds, amount.turns, folder, progress)
     yield _ratio("real engine on this CPU: tokens a second, observed / bare", rate, "engine", at_least=0.99)
     yield _ratio("real engine on this CPU: tokens a second, bare / bare, two engines", error, "engine")
+
+
+def content_rows(amount: Amount, folder: Path, progress: Progress) -> Iterator[Row]:
+    """The rows of level ``content``: the forms of the fingerprint on this CPU, and the size of seals."""
+    from benchmarks import content_forms
+
+    progress("content: fingerprints")
+    for what, rate in content_forms.rates(amount.rounds):
+        interval = f"{rate.low:.2f} to {rate.high:.2f}"
+        yield Row(f"fingerprints, {what}: GB a second", f"{rate.median:.2f}", interval, "", None, "content")
+    yield Row("seals: bytes a block", f"{content_forms.seal_bytes():.0f}", "", "", None, "content")
 
 
 def replay_rows(amount: Amount, folder: Path, progress: Progress) -> Iterator[Row]:
@@ -217,6 +228,8 @@ of three draft tokens. 256 requests run unless the row says otherwise.
   Three engines take turns as above, and all time of a step counts, including the wait for the journal
   once a second. Shorter requests would raise the share of kvledger, because most of its work is done when
   a request begins or ends.
+- *Fingerprints*: 64 blocks in an order without neighbours, one thread. *Seals*: the fingerprint of a block
+  on the device, and the numbers that the worker keeps of it.
 - *Replay*: reads, decodes and checks a journal in which no step repeats the step before.
 - *Sidecar*: `kvledger serve` beside engines that write their journals in real time.
 """
@@ -233,7 +246,7 @@ def measure(parts: list[str], amount: Amount, progress: Progress) -> Iterator[Ro
                 yield from ROWS[part](amount, folder, progress)
 
 
-ROWS = {"engine": engine_rows, "replay": replay_rows, "sidecar": sidecar_rows}
+ROWS = {"engine": engine_rows, "content": content_rows, "replay": replay_rows, "sidecar": sidecar_rows}
 
 
 def _progress_on(terminal: TextIO) -> Progress:
