@@ -33,6 +33,7 @@ EXTRAS = {
     "fleet": ("dask", "distributed", "fsspec"),
     "lmcache": ("lmcache",),
     "sign": ("cryptography",),
+    "pictures": ("resvg_py",),
     "vllm": ("torch", "vllm"),
     "web": ("bcrypt", "yaml"),
     "whatif": ("libcachesim",),
@@ -502,6 +503,8 @@ def report(
     output: opt.OutputFile,
     by: opt.GroupBy = "",
     gpu_hour: opt.GpuHour = 0.0,
+    svg: opt.SvgFolder = None,
+    png: opt.PngFolder = None,
     since: opt.Since = "",
     until: opt.Until = "",
     jobs: opt.Jobs = 0,
@@ -512,11 +515,13 @@ def report(
     The page loads nothing from the network. The verdict is printed too, on standard error.
     """
     from .audit.replay.windows import window
-    from .exporters.reports import audit_text, html_page, terminal
+    from .exporters.reports import audit_text, html_page, pictures, terminal
 
     chosen = window(since, until)
     with _reading(paths, jobs, dask) as (places, run):
         page = html_page.gather(places, window=chosen, run=run, gpu_hour=gpu_hour or None, by=by)
+    for path in pictures.save(page, svg, png):
+        typer.echo(f"Wrote {path}.", err=True)
     if str(output) == "-":
         typer.echo(html_page.html(page))
     else:

@@ -192,6 +192,20 @@ OutputFile = Annotated[
         "--output", "-o", metavar="FILE", show_default=False, help="The file to write; - prints it."
     ),
 ]
+SvgFolder = Annotated[
+    Path | None,
+    typer.Option("--svg", metavar="DIR", show_default=False, help="Write each chart as SVG into DIR too."),
+]
+PngFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--png",
+        metavar="DIR",
+        show_default=False,
+        help="Write each chart as PNG into DIR too; needs the pictures extra: pip install "
+        "'kvledger[pictures]'.",
+    ),
+]
 RequestId = Annotated[
     str,
     typer.Argument(metavar="REQUEST", show_default=False, help="A request id or a unique prefix."),
