@@ -85,6 +85,29 @@ SECTIONS: dict[str, tuple[Term, ...]] = {
             ("waiting", "wait"),
         ),
     ),
+    "Contents": (
+        Term(
+            "seal",
+            "The fingerprint of a full block: 64 bits over its bytes in all layers, taken after the forward "
+            "pass that executed its last position. The key of the fingerprint is new in every run.",
+            "`2,310 blocks sealed, 9,800 verified at rest.`",
+            ("sealed", "fingerprint"),
+        ),
+        Term(
+            "verified block",
+            "A block that a request hit and whose bytes, compared just before the forward pass, were those "
+            "that were sealed.",
+            "`8,214 of 8,214 hit blocks held the bytes that were computed or loaded (262,848 tokens).`",
+            ("verified",),
+        ),
+        Term(
+            "scrub",
+            "The comparison of blocks at rest with their seals, some in each step, as storage systems do. A "
+            "scrub finds a change that no request has read yet.",
+            "`A scrub found it in step 20.` in a finding `content/changed`.",
+            ("scrubbed",),
+        ),
+    ),
     "Where prompt tokens came from": (
         Term(
             "settled",

@@ -213,6 +213,16 @@ ALERTS: tuple[Alert, ...] = (
         "it with the output of `kvledger audit --debug`.",
     ),
     Alert(
+        "KvledgerContentChanged",
+        'sum by (engine) (increase(kvledger_content_blocks_total{event=~"differed|unsealed"}[15m])) > 0',
+        "0m",
+        "critical",
+        "{{ $labels.engine }} has blocks whose KV is not what was computed",
+        "Level content compared blocks with their fingerprints and found other bytes, or a hit on a block "
+        "that nobody was seen to fill: answers may be wrong. `kvledger audit` names the block, who filled it "
+        "and who read it (content/changed, content/unsealed-hit).",
+    ),
+    Alert(
         "KvledgerRework",
         "engine:kvledger_work_tokens_rework:ratio_rate5m > 0.2",
         "15m",

@@ -332,4 +332,54 @@ HEALTH = PanelRow(
     ),
 )
 
-ROWS = (AT_A_GLANCE, FINDINGS, COVERAGE, HEALTH)
+CONTENTS = PanelRow(
+    "Contents (engines that record at level content)",
+    (
+        Panel(
+            "Hit blocks with other KV",
+            "Hit blocks whose bytes were not those that were sealed, or that nobody was seen to fill, in the "
+            "time range. `kvledger audit` names the block and both requests.",
+            "stat",
+            (
+                Query(
+                    'sum(increase(kvledger_content_blocks_total{@engine, event=~"differed|unsealed"}'
+                    "[$__range]))",
+                    now=True,
+                ),
+            ),
+            unit="none",
+            width=6,
+            steps=GOOD_IS_NONE,
+            words={"0": ("none", GREEN)},
+        ),
+        Panel(
+            "Blocks sealed, verified and scrubbed",
+            "Blocks per second whose bytes were fingerprinted: when they are full, when requests hit them, "
+            "and now and then at rest.",
+            "timeseries",
+            (
+                Query(
+                    "sum by (event) (rate(kvledger_content_blocks_total{@engine}[$__rate_interval]))",
+                    "{{event}}",
+                ),
+            ),
+            unit="cps",
+            width=9,
+        ),
+        Panel(
+            "Time of the checks",
+            "Share of the time in which steps waited for the fingerprints. KVLEDGER_CONTENT_SHARE lowers it.",
+            "timeseries",
+            (
+                Query(
+                    "sum by (engine) (rate(kvledger_content_seconds_total{@engine}[$__rate_interval]))",
+                    "{{engine}}",
+                ),
+            ),
+            unit="percentunit",
+            width=9,
+        ),
+    ),
+)
+
+ROWS = (AT_A_GLANCE, FINDINGS, COVERAGE, CONTENTS, HEALTH)

@@ -42,6 +42,7 @@ def configuration_of(
         "census_steps": census_steps,
         "block_bytes": _block_bytes(scheduler.kv_cache_config),
         "workers": int(getattr(config.parallel_config, "world_size", 1)),
+        "engine_key": engine_key(config),
     }
 
 
@@ -70,6 +71,12 @@ def engine_index(parallel_config: Any) -> int:
     """The number by which the engine's own metrics name it; all ranks of a dense model have rank 0."""
     rank = getattr(parallel_config, "data_parallel_rank", 0)
     return int(getattr(parallel_config, "data_parallel_index", rank))
+
+
+def engine_key(config: Any) -> str | None:
+    """What an engine's scheduler and workers share with no other engine of the folder; None if unknown."""
+    instance = getattr(config, "instance_id", None)
+    return f"{instance}-{engine_index(config.parallel_config)}" if instance else None
 
 
 def _failure_policy(transfer_config: Any) -> str | None:

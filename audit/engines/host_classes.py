@@ -35,6 +35,13 @@ def engine_processes() -> Any:
     return utils
 
 
+def worker_wrapper() -> Any:
+    """vLLM's class that creates a worker and its KV caches."""
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    return WorkerWrapperBase
+
+
 def engine_core() -> Any:
     """vLLM's class of engine cores, if this process has imported it."""
     return getattr(sys.modules.get("vllm.v1.engine.core"), "EngineCore", None)

@@ -1,39 +1,35 @@
 """The plugin that vLLM calls in every process that loads plugins.
 
 It is inert unless ``KVLEDGER_DIR`` is set; ``KVLEDGER_LEVEL=blocks`` observes the block pool as well. It
-wraps two functions. Only an EngineCore calls ``SchedulerConfig.get_scheduler_cls``, just before it creates
-its scheduler, so out-of-tree schedulers are observed too and other processes do no work.
-``KVConnectorFactory.create_connector`` creates the worker side of a KV connector in a worker process, which
-gets its own journal. The end of an engine is in ``engine_end.py``. vLLM does not catch what a plugin function
-raises (``vllm/plugins/__init__.py``), so :func:`install` must not raise.
+wraps two functions, and a third at level ``content`` (``content_plugin.py``). Only an EngineCore calls
+``SchedulerConfig.get_scheduler_cls``, just before it creates its scheduler, so out-of-tree schedulers are
+observed too and other processes do no work. ``KVConnectorFactory.create_connector`` creates the worker side
+of a KV connector in a worker process, which gets its own journal. The end of an engine is in
+``engine_end.py``. vLLM does not catch what a plugin function raises (``vllm/plugins/__init__.py``), so
+:func:`install` must not raise.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import os
 import socket
-import time
 from collections.abc import Callable
 from multiprocessing import parent_process
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import engine_end
+from .recorders import recorder_in_folder
 from .variables import PREFIX, unknown
 
 if TYPE_CHECKING:
     from ..events import Setting
-    from ..journal.recorder import Recorder
-
 logger = logging.getLogger("kvledger")
 vllm_logger = logging.getLogger("vllm.kvledger")
 """Below vLLM's own logger, so that operators see its lines among the engine's."""
 
 _MARK = "__kvledger__"
-_counter = itertools.count()
 _has_named = False
 """Whether unknown variables have been logged in this process."""
 
@@ -92,6 +88,10 @@ def _install() -> None:
     setattr(get_scheduler_cls, _MARK, True)
     config.get_scheduler_cls = get_scheduler_cls
     _observe_workers()
+    if os.environ.get("KVLEDGER_LEVEL") == "content":
+        from .content_plugin import observe_contents_of_workers
+
+        observe_contents_of_workers()
     engine_end.give_time()
 
 
@@ -129,7 +129,7 @@ def observe_worker(connector: Any, config: Any) -> object | None:
         from ..engines import host_version
         from ..engines.connectors.worker_side import WorkerObserver
 
-        recorder = _recorder("worker")
+        recorder = recorder_in_folder("worker")
         observer = WorkerObserver(connector, config, recorder, host_version())
         recorder.on_exit = functools.partial(observer.stop, "exit")
         logger.info("kvledger observes a worker's %s into %s", type(connector).__name__, recorder.folder.name)
@@ -137,18 +137,6 @@ def observe_worker(connector: Any, config: Any) -> object | None:
     except Exception as error:  # serving goes on unobserved
         logger.warning("kvledger does not observe this worker: %s: %s", type(error).__name__, error)
         return None
-
-
-def _recorder(prefix: str) -> Recorder:
-    """A recorder with a new journal in ``$KVLEDGER_DIR``, after old journals have made room for it."""
-    from ..journal.recorder import Recorder
-    from ..journal.retention import limits, make_room
-
-    name = f"{prefix}-{time.time_ns() // 1_000_000}-{os.getpid()}-{next(_counter)}"
-    folder, bounds = Path(os.environ["KVLEDGER_DIR"]), limits()
-    for removed in make_room(folder, bounds.folder_bytes):
-        logger.info("kvledger removed the journal of an ended engine, %s", removed.name)
-    return Recorder(folder / name, bounds)
 
 
 def instance() -> dict[str, Setting]:
@@ -182,9 +170,9 @@ def _level(scheduler: Any) -> str:
     if level not in LEVELS:
         logger.warning("kvledger: KVLEDGER_LEVEL is %r, not one of %s", level, ", ".join(LEVELS))
         return LEVELS[0]
-    reason = blocks_out_of_reach(scheduler) if level == "blocks" else ""
+    reason = blocks_out_of_reach(scheduler) if level != LEVELS[0] else ""
     if reason:
-        logger.warning("kvledger observes level tokens; level blocks is not possible here: %s", reason)
+        logger.warning("kvledger observes level tokens; level %s is not possible here: %s", level, reason)
         return LEVELS[0]
     return level
 
@@ -198,7 +186,7 @@ def observe(scheduler: Any) -> object | None:
         from ..engines import choose, host_version
 
         observer_class = choose(scheduler)
-        recorder = _recorder("engine")
+        recorder = recorder_in_folder("engine")
         level = _level(scheduler)
         observer = observer_class(scheduler, recorder, version=host_version(), level=level)
         observer.instance = instance()

@@ -194,7 +194,8 @@ class EngineAudit:
         for batch in reader.poll():
             findings: list[Violation] = []
             if not workers_read and (started := self.engine or _started(batch)) is not None:
-                self.workers.poll(started.configuration.get("transfer"))
+                settings = started.configuration
+                self.workers.poll(settings.get("transfer"), settings.get("engine_key"))
                 workers_read = True
             with hold:
                 self._feed_worker_errors()

@@ -12,19 +12,24 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from ..errors import LedgerError
 from ..events import (
     Census,
+    ContentCounted,
+    ContentWatched,
     Delivered,
     DeliveredWhole,
     EngineRaised,
     EngineStarted,
     Event,
     Gap,
+    HitsVerified,
     HookFailed,
     LoadFailed,
     Repeated,
+    ScrubDiffered,
     WorkerStepped,
 )
 from ..journal.folder import WORKER
@@ -36,8 +41,27 @@ AFTER_PLANNING: tuple[type[Event], ...] = (Delivered, DeliveredWhole, LoadFailed
 
 MOST_REMEMBERED = 10_000
 
-_transfers: dict[Path, object] = {}
-"""The ``transfer`` of workers' journals of other engines, of which restarts leave many."""
+WorkerEvent = WorkerStepped | ContentWatched | HitsVerified | ContentCounted | ScrubDiffered
+"""What a worker emits in its steps, and the ledger of its engine reads."""
+
+
+class _Identity(NamedTuple):
+    """What tells one engine's journals from those of others; None: the engine does not have it."""
+
+    transfer: object
+    engine_key: object
+
+    def is_of(self, other: _Identity) -> bool:
+        """Whether both may be of one engine, and have something in common."""
+        pairs = list(zip(self, other, strict=True))
+        alike = any(mine == theirs is not None for mine, theirs in pairs)
+        return alike and not any(
+            mine != theirs for mine, theirs in pairs if mine is not None and theirs is not None
+        )
+
+
+_identities: dict[Path, _Identity] = {}
+"""The identities of workers' journals of other engines, of which restarts leave many."""
 
 
 class WorkerJournals:
@@ -52,7 +76,7 @@ class WorkerJournals:
         """Where workers' journals are; None if a single segment is read."""
         self._readers: dict[Path, Reader | None] = {}
         """A reader for each worker's journal; None once it is no longer read."""
-        self._steps: deque[WorkerStepped] = deque()
+        self._steps: deque[WorkerEvent] = deque()
         """Workers' steps that are read and not yet returned, in the order of steps."""
 
     def beside(self) -> bool:
@@ -61,42 +85,43 @@ class WorkerJournals:
             return self._folder is not None and any(map(_is_workers, os.listdir(self._folder)))
         return False
 
-    def poll(self, transfer: object) -> None:
-        """Read what the workers with this ``transfer`` have written by now."""
-        if self._folder is None or transfer is None:
+    def poll(self, transfer: object, engine_key: object = None) -> None:
+        """Read what the workers with this ``transfer``, or this ``engine_key``, have written by now."""
+        if self._folder is None or (transfer is None and engine_key is None):
             return
-        new_steps: list[WorkerStepped] = []
+        identity = _Identity(transfer, engine_key)
+        new_steps: list[WorkerEvent] = []
         with contextlib.suppress(OSError):
             for name in sorted(filter(_is_workers, os.listdir(self._folder))):
                 path = self._folder / name
                 if path not in self._readers:
-                    ours = _transfers.get(path, transfer) == transfer
+                    ours = identity.is_of(_identities.get(path, identity))
                     self._readers[path] = Reader(path) if ours else None
                 if self._readers[path] is not None:
-                    new_steps += self._read(path, transfer)
+                    new_steps += self._read(path, identity)
         if new_steps:
             self._steps = deque(sorted([*self._steps, *new_steps], key=_step))
             self.next_step = self._steps[0].step
 
-    def upto(self, step: int) -> Iterator[WorkerStepped]:
+    def upto(self, step: int) -> Iterator[WorkerEvent]:
         """Yield workers' steps up to ``step``, each once."""
         while self._steps and self._steps[0].step <= step:
             yield self._steps.popleft()
         self.next_step = self._steps[0].step if self._steps else -1
 
-    def _read(self, path: Path, transfer: object) -> Iterator[WorkerStepped]:
+    def _read(self, path: Path, identity: _Identity) -> Iterator[WorkerEvent]:
         """Yield a worker's new steps. A journal that lost events is not read on: it may lack a step."""
         try:
             reader = self._readers[path]
             for batch in reader.poll() if reader is not None else ():
                 for event in batch.events:
-                    if isinstance(event, WorkerStepped):
+                    if isinstance(event, WorkerEvent):
                         yield event
                     elif isinstance(event, EngineRaised):
                         self.raised.append(event)
-                    elif isinstance(event, Gap | HookFailed) or _is_of_another_engine(event, transfer):
+                    elif isinstance(event, Gap | HookFailed) or _is_of_another_engine(event, identity):
                         if isinstance(event, EngineStarted):
-                            _remember(path, event.configuration.get("transfer"))
+                            _remember(path, _identity(event))
                         self._stop_reading(path)
                         return
         except LedgerError:
@@ -118,16 +143,21 @@ def _is_workers(name: str) -> bool:
     return name.startswith(WORKER)
 
 
-def _remember(path: Path, transfer: object) -> None:
+def _remember(path: Path, identity: _Identity) -> None:
     """Note whose worker's journal this is, so that no other engine's audit opens it again."""
-    if len(_transfers) >= MOST_REMEMBERED:
-        _transfers.clear()
-    _transfers[path] = transfer
+    if len(_identities) >= MOST_REMEMBERED:
+        _identities.clear()
+    _identities[path] = identity
 
 
-def _is_of_another_engine(event: Event, transfer: object) -> bool:
-    return isinstance(event, EngineStarted) and event.configuration.get("transfer") != transfer
+def _identity(started: EngineStarted) -> _Identity:
+    settings = started.configuration
+    return _Identity(settings.get("transfer"), settings.get("engine_key"))
 
 
-def _step(event: WorkerStepped) -> int:
+def _is_of_another_engine(event: Event, identity: _Identity) -> bool:
+    return isinstance(event, EngineStarted) and not identity.is_of(_identity(event))
+
+
+def _step(event: WorkerEvent) -> int:
     return event.step

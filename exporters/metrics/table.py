@@ -553,6 +553,46 @@ GROUPS: tuple[Group, ...] = (
         ),
     ),
     Group(
+        "Contents",
+        "What became of the KV in the blocks. Only engines that record at level `content` have these series "
+        "([contents](content.md)).",
+        (
+            Metric(
+                "kvledger_content_blocks",
+                "blocks",
+                "counter",
+                "Blocks by what happened to their contents: sealed when full, verified at a hit, scrubbed at "
+                "rest, differed from the seal, unsealed (hit and never seen filled), not_compared at a hit.",
+                (*ENGINE, "event"),
+                read.engines(read.content_blocks),
+            ),
+            Metric(
+                "kvledger_content_verified_tokens",
+                TOKENS,
+                "counter",
+                "Tokens of hit blocks that held the bytes that were sealed.",
+                ENGINE,
+                read.content_sum("tokens"),
+            ),
+            Metric(
+                "kvledger_content_bytes",
+                "bytes",
+                "counter",
+                "Bytes of blocks that were read to seal, verify or scrub them.",
+                ENGINE,
+                read.content_sum("bytes"),
+            ),
+            Metric(
+                "kvledger_content_seconds",
+                "seconds",
+                "counter",
+                "Time that the model runners' steps waited for the checks of contents.",
+                ENGINE,
+                read.content_sum("microseconds", 1e6),
+            ),
+        ),
+    ),
+    Group(
         "Blocks",
         "How the block pools are used. Only engines that record at level `blocks` have these series "
         "([blocks](blocks.md)).",

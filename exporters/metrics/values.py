@@ -403,6 +403,34 @@ def block_count(of: str) -> MetricReader:
     )
 
 
+CONTENT_EVENTS = ("sealed", "verified", "scrubbed", "differed", "unsealed", "not_compared")
+"""What can happen to a block at level ``content``."""
+
+_NOT_COMPARED = ("same_step", "unsampled", "unseen", "loaded", "unmatched")
+
+
+def content_blocks(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Blocks by what happened to their contents; nothing below level ``content``."""
+    contents = engine_audit.auditor.ledger.contents
+    if contents.watches:
+        counts = dict(contents.counts)
+        counts["differed"] = counts.get("differed", 0) + counts.get("scrub_differed", 0)
+        counts["not_compared"] = sum(counts.get(name, 0) for name in _NOT_COMPARED)
+        for event in CONTENT_EVENTS:
+            yield (event,), float(counts.get(event, 0))
+
+
+def content_sum(name: str, unit: float = 1.0) -> MetricReader:
+    """One sum of level ``content``, divided by ``unit``; no series below that level."""
+    return engines(
+        lambda engine_audit: (
+            [((), engine_audit.auditor.ledger.contents.counts.get(name, 0) / unit)]
+            if engine_audit.auditor.ledger.contents.watches
+            else []
+        )
+    )
+
+
 def block_times(of: str) -> MetricReader:
     """One distribution of times of blocks; no series where the journal has no block events."""
     return engines(

@@ -22,6 +22,7 @@ from ...audit.ledger.positions import COMPUTED, EXTERNAL, LOCAL
 from ...audit.ledger.totals import Totals
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.journals import Audit, RequestStatement
+from .contents import ContentsData, contents
 from .costs import CostReport
 
 FIGURES = (LOCAL, EXTERNAL, COMPUTED, "unattained")
@@ -155,6 +156,8 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     costs: CostReport | None = None
     """What lost work cost; None if the audit was made without costs."""
     conclusions: list[str] = []
+    contents: ContentsData | None = None
+    """What was found out about the KV in the blocks; None below level ``content``."""
 
     @property
     def not_seen(self) -> str:
@@ -199,6 +202,7 @@ def report(audit: Audit, costs: CostReport | None = None) -> AuditReport:
         notes=audit.notes,
         began_before=totals.began_before,
         costs=costs,
+        contents=contents(audit),
     )
 
 

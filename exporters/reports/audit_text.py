@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...audit.causes import external_loss, loss
-from . import costs
+from . import contents, costs
 from .audit import AuditReport, DifferenceData, ExternalData, FindingData, PlannedSplit, WorkData
 from .terminal import (
     VERDICTS,
@@ -111,6 +111,8 @@ def _answer(report: AuditReport) -> Iterator[Text]:
     if report.work.scheduled:
         scheduled = counted(report.work.scheduled, "scheduled token")
         yield Text(f"{scheduled}: {part_of(report.work.rework, report.work.scheduled, 'rework')}.")
+    if report.contents is not None:
+        yield from map(Text, contents.sentences(report.contents))
 
 
 def _journals_read(report: AuditReport) -> Text:

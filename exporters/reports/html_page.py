@@ -20,6 +20,7 @@ from ..trace.time_series import TICKS, Series
 from . import charts, costs
 from .audit import AuditReport, FindingData, share
 from .conclusions import SHOWN
+from .contents import sentences
 from .html_blocks import block_section
 from .html_data import WAITS, PageData, gather
 from .summary import COLUMNS, cells
@@ -70,6 +71,7 @@ def html(data: PageData) -> str:
             drifts=counted(report.drift, "drift") if report.drift else "",
             about=data.about,
             facts=_facts(report),
+            contents=[] if report.contents is None else list(sentences(report.contents)),
             tiles=_tiles(report),
             findings=findings,
             kinds=[

@@ -1,0 +1,75 @@
+"""Level ``content`` on the real engine: every hit is verified, nothing is changed, a flipped bit is found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.engines.content_run import SITUATIONS
+
+from kvledger.audit.replay.journals import audit_paths
+
+pytestmark = pytest.mark.whole_engine
+
+ROOT = Path(__file__).parents[2]
+
+
+def python(*arguments: str | Path, **environment: str) -> None:
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("KVLEDGER", "VLLM"))}
+    paths = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
+    process = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env=inherited | {"PYTHONPATH": paths} | environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert process.returncode == 0, process.stderr[-4000:]
+
+
+@pytest.fixture(scope="module", params=list(SITUATIONS))
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    output = tmp_path_factory.mktemp("content") / "found.json"
+    python("-m", "tests.engines.content_run", request.param, output)
+    loaded: dict[str, Any] = json.loads(output.read_text())
+    return loaded
+
+
+def test_every_hit_is_verified_and_outputs_are_those_of_a_bare_engine(found: dict[str, Any]) -> None:
+    counts = found["counts"]
+    assert ("clean", [], []) == (found["verdict"], found["findings"], found["excluded"])
+    assert counts["verified"] == counts["compared"] > 50
+    assert not set(counts) & {"differed", "scrub_differed", "unsealed", "loaded", "unseen", "unmatched"}
+    assert found["preemptions"] and found["equal"]
+    if "flipped" in found:
+        _check_flipped_bit(found["flipped"])
+
+
+def _check_flipped_bit(flipped: dict[str, Any]) -> None:
+    """One flipped bit in a cached block is found at the next hit, with both requests."""
+    ((id, reader, figures, story),) = flipped["findings"]
+    assert ("content/changed", [flipped["block"]]) == (id, figures["blocks"])
+    assert figures["writer"] and figures["writer"] != reader
+    assert any("read by request" in line for line in story)
+
+
+def test_a_worker_writes_what_it_verified_into_a_journal_of_its_own(tmp_path: Path) -> None:
+    python(
+        *("-m", "kvledger.audit.demo.engine", "--output", tmp_path / "result.json"),
+        KVLEDGER_DIR=str(tmp_path / "journal"),
+        KVLEDGER_LEVEL="content",
+    )
+
+    audit = audit_paths([tmp_path / "journal"])
+    (engine,) = audit.engines
+    assert "clean" == audit.verdict
+    assert engine.auditor.ledger.contents.counts["verified"] > 20
+    assert not set(engine.auditor.ledger.contents.counts) & {"differed", "scrub_differed", "unsealed"}
