@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from ..errors import LedgerError
 from ..events import (
+    BlocksMoved,
     Census,
     ContentCounted,
     ContentWatched,
@@ -41,7 +42,7 @@ AFTER_PLANNING: tuple[type[Event], ...] = (Delivered, DeliveredWhole, LoadFailed
 
 MOST_REMEMBERED = 10_000
 
-WorkerEvent = WorkerStepped | ContentWatched | HitsVerified | ContentCounted | ScrubDiffered
+WorkerEvent = WorkerStepped | ContentWatched | HitsVerified | ContentCounted | ScrubDiffered | BlocksMoved
 """What a worker emits in its steps, and the ledger of its engine reads."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import msgspec
@@ -38,6 +39,14 @@ class ContentsData(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     seconds: float
     excluded: list[str]
+    stored: int = 0
+    """Blocks that were handed to a connector's store."""
+    moved: int = 0
+    """Blocks that a connector loaded with the bytes that were stored."""
+    moved_differed: int = 0
+    """Blocks that a connector loaded with other bytes."""
+    moved_unknown: int = 0
+    """Blocks that a connector loaded and that could not be compared."""
 
 
 def contents(audit: Audit) -> ContentsData | None:
@@ -48,12 +57,14 @@ def contents(audit: Audit) -> ContentsData | None:
     if not asked:
         return None
     total, workers = ContentState(), 0
+    transfers: Counter[str] = Counter()
     excluded: list[str] = []
     for engine in asked:
         state = engine.auditor.ledger.contents
         total.absorb(state)
         workers += len(state.workers)
         excluded += state.excluded
+        transfers.update(engine.auditor.ledger.custody.counts)
         if not state.watches and not state.excluded:
             excluded.append("The contents of blocks are not checked: no worker wrote what it found.")
     counts = total.counts
@@ -70,6 +81,10 @@ def contents(audit: Audit) -> ContentsData | None:
         bytes=counts.get("bytes", 0),
         seconds=counts.get("microseconds", 0) / 1e6,
         excluded=list(dict.fromkeys(excluded)),
+        stored=transfers["stored"],
+        moved=transfers["moved"],
+        moved_differed=transfers["transfer_differed"],
+        moved_unknown=transfers["unknown"] + transfers["foreign"] + transfers["unmatched"],
     )
 
 
@@ -84,6 +99,15 @@ def sentences(found: ContentsData) -> Iterator[str]:
     if found.sealed or found.scrubbed:
         differed = f", {found.scrub_differed:,} of them changed" if found.scrub_differed else ""
         yield f"{counted(found.sealed, 'block')} sealed, {found.scrubbed:,} verified at rest{differed}."
+    loads = found.moved + found.moved_differed
+    if loads:
+        yield (
+            f"{found.moved:,} of {counted(loads, 'loaded block')} held the bytes that were stored "
+            f"({counted(found.stored, 'block')} stored)."
+        )
+    if found.moved_unknown:
+        loaded = counted(found.moved_unknown, "loaded block")
+        yield f"Not compared: {loaded}, stored unseen or perhaps by another engine."
     if found.not_compared:
         reasons = ", ".join(f"{n:,} {_NOT_COMPARED[name]}" for name, n in found.not_compared.items())
         yield f"Not compared: {reasons}."

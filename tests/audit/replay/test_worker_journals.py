@@ -11,7 +11,16 @@ from tests import journals
 from tests.audit.checks.false_reports import index_of
 from tests.audit.checks.test_connector import STEP, with_worker, worker_step
 
-from kvledger.audit.events import Delivered, EngineRaised, EngineStopped, Event, Gap, Snapshot, WorkerStepped
+from kvledger.audit.events import (
+    BlocksMoved,
+    Delivered,
+    EngineRaised,
+    EngineStopped,
+    Event,
+    Gap,
+    Snapshot,
+    WorkerStepped,
+)
 from kvledger.audit.journal.folder import find_journals
 from kvledger.audit.journal.reader import Reader
 from kvledger.audit.journal.writer import JournalWriter
@@ -152,3 +161,12 @@ def test_a_worker_of_another_engine_is_opened_once(tmp_path: Path, monkeypatch: 
             engine_audit.read(reader)
 
     assert sorted(opened) == [f"worker-{number}-8-0" for number in range(5)]
+
+
+def test_transfers_of_a_worker_are_read_with_its_engines(tmp_path: Path):
+    engine(tmp_path)
+    worker(tmp_path, BlocksMoved(0, STEP, 0, False, 0, "key", True, [3], b"0" * 16))
+
+    (audited,) = audit_paths([tmp_path]).engines
+
+    assert {"unmatched": 1} == audited.auditor.ledger.custody.counts
