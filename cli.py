@@ -315,6 +315,7 @@ def whatif(
     block_bytes: opt.BlockBytes = "",
     block_size: opt.BlockTokens = 0,
     skip: opt.Skip = 0.0,
+    by: opt.GroupBy = "",
     output: opt.PageFile = None,
     format: opt.TableFormat = "table",
     json: opt.JsonAlias = False,
@@ -342,7 +343,7 @@ def whatif(
     )
     chosen = window(since, until)
     with _reading(paths, jobs) as (places, run):
-        result = report.study(places, options, block_tokens=block_size, window=chosen, run=run)
+        result = report.study(places, options, block_tokens=block_size, window=chosen, run=run, by=by)
     if output is not None and str(output) != "-":
         report.save(result, output)
         typer.echo(f"Wrote {output}; open it in a browser.", err=True)

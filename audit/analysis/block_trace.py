@@ -72,6 +72,8 @@ class TraceRequest(msgspec.Struct):
     request_id: str
     prompt_tokens: int
     hashes: list[int] = []
+    priority: int = 0
+    labels: ev.RequestLabels | None = None
 
 
 class BlockTrace(msgspec.Struct):
@@ -226,7 +228,9 @@ class TraceReader:
 
     def _added(self, event: ev.RequestAdded) -> None:
         self._numbers[event.request] = len(self.trace.requests)
-        self.trace.requests.append(TraceRequest(event.request_id, event.prompt_tokens, []))
+        self.trace.requests.append(
+            TraceRequest(event.request_id, event.prompt_tokens, [], event.priority, event.labels)
+        )
 
     def _snapshot(self, event: ev.Snapshot) -> None:
         for row in event.rows:

@@ -115,6 +115,24 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     doubts: list[str]
 
 
+class GroupPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Hits of one group of requests with the present blocks, with twice as many, and without a limit.
+
+    All requests share each cache. A trace of no pool has no present size, so there these shares are None.
+    """
+
+    group: str
+    requests: int
+    prompt_tokens: int
+    present_share: float | None
+    twice_share: float | None
+    ideal_share: float
+
+
+GroupOf = Callable[[TraceRequest], str]
+"""The name of a request's group."""
+
+
 class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
     """Everything for one engine. Shares are of ``prompt_tokens``, 1 for all; points are of 100."""
 
@@ -134,11 +152,19 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
     smaller_blocks_gain_at_most: float
     preemptions: Preemptions
     resets: Resets
+    groups: list[GroupPoint] = []
+    """Most prompt tokens first; empty if none were asked for."""
 
 
-def what_if(trace: BlockTrace, options: Options, progress: Progress = lambda _: None) -> WhatIf:
-    """Replay ``trace`` in every way that ``options`` asks for."""
-    return _Study(trace, options, progress).result()
+def what_if(
+    trace: BlockTrace,
+    options: Options,
+    progress: Progress = lambda _: None,
+    group_of: GroupOf | None = None,
+) -> WhatIf:
+    """Replay ``trace`` in every way that ``options`` asks for. ``group_of``: break the hits down."""
+    study = _Study(trace, options, progress)
+    return study.result(study.groups(group_of) if group_of else [])
 
 
 class _Study:
@@ -153,14 +179,14 @@ class _Study:
         self.counted = first[int(len(first) * options.skip) :]
         """The lives whose hits are counted."""
         self.prompt_tokens = sum(self._request(number).prompt_tokens for number in self.counted)
-        unlimited = self._replay(None)
-        present = self._replay(trace.blocks) if trace.blocks else None
+        unlimited = self._unlimited = self._replay(None)
+        present = self._present = self._replay(trace.blocks) if trace.blocks else None
         self.present = self._tokens(present.hits if present else unlimited.hits)
         """Hits of the replay at the recorded size, or without a limit if there is none."""
         self.ideal = self._point(None, "", unlimited)
         self.calibration = self._calibrated(present)
 
-    def result(self) -> WhatIf:
+    def result(self, groups: list[GroupPoint]) -> WhatIf:
         trace = self.trace
         curve = list(self._curve())
         return WhatIf(
@@ -180,6 +206,31 @@ class _Study:
             smaller_blocks_gain_at_most=self._finer(),
             preemptions=self._preemptions(),
             resets=self._resets(),
+            groups=groups,
+        )
+
+    def groups(self, group_of: GroupOf) -> list[GroupPoint]:
+        """The hits by group of requests."""
+        members: dict[str, list[int]] = {}
+        for number in self.counted:
+            members.setdefault(group_of(self._request(number)), []).append(number)
+        twice = self._replay(2 * self.trace.blocks) if self.trace.blocks else None
+        points = [self._group(name, lives, twice) for name, lives in members.items()]
+        return sorted(points, key=lambda point: (-point.prompt_tokens, point.group))
+
+    def _group(self, name: str, lives: list[int], twice: Replayed | None) -> GroupPoint:
+        prompt = sum(self._request(number).prompt_tokens for number in lives)
+        shares = [
+            None if replayed is None or not prompt else self._tokens(replayed.hits, lives=lives) / prompt
+            for replayed in (self._present, twice, self._unlimited)
+        ]
+        return GroupPoint(
+            group=name,
+            requests=len(lives),
+            prompt_tokens=prompt,
+            present_share=shares[0],
+            twice_share=shares[1],
+            ideal_share=shares[2] or 0.0,
         )
 
     # --- counting -------------------------------------------------------------------------------------
@@ -187,10 +238,11 @@ class _Study:
     def _request(self, life: int) -> TraceRequest:
         return self.trace.requests[self.trace.lives[life].request]
 
-    def _tokens(self, hits: Sequence[int], block_tokens: int = 0) -> int:
+    def _tokens(self, hits: Sequence[int], block_tokens: int = 0, lives: Sequence[int] | None = None) -> int:
         """The counted hits in tokens. The last block of a prompt may be partly filled."""
         size = block_tokens or self.trace.block_tokens
-        return sum(min(hits[number] * size, self._request(number).prompt_tokens) for number in self.counted)
+        counted = self.counted if lives is None else lives
+        return sum(min(hits[number] * size, self._request(number).prompt_tokens) for number in counted)
 
     def _share(self, tokens: int) -> float:
         return tokens / self.prompt_tokens if self.prompt_tokens else 0.0

@@ -17,6 +17,7 @@ from ...audit.analysis.block_trace import BlockTrace
 from ...audit.analysis.whatif import (
     TRUSTED_POINTS,
     Calibration,
+    GroupPoint,
     Options,
     SizePoint,
     WhatIf,
@@ -29,6 +30,7 @@ from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
 from ..files import whole
 from ..templating import environment
+from ..trace.groups import trace_group
 from .audit import structs_csv
 from .terminal import blocks, counted, figures_table, indented, notes, percent, title
 from .whatif_chart import curve_chart
@@ -83,25 +85,31 @@ def study(
     block_tokens: int = 0,
     window: Window = EVERYTHING,
     run: Run = here,
+    by: str = "",
 ) -> WhatIfReport:
-    """Replay every journal and request trace at ``paths``. Raises LedgerError."""
+    """Replay every journal and request trace at ``paths``. Raises LedgerError.
+
+    ``by`` breaks the hits down by groups of requests, as for
+    :func:`~kvledger.exporters.trace.groups.trace_group`.
+    """
+    trace_group(by)
     requests = [path for path in paths if is_request_trace(path)]
     others = [path for path in paths if path not in requests]
-    results = [*run(partial(_of_journal, options=options, window=window), journals_at(others))]
-    results += [_of_trace(request_trace(path, block_tokens), options) for path in requests]
+    results = [*run(partial(_of_journal, options=options, window=window, by=by), journals_at(others))]
+    results += [_of_trace(request_trace(path, block_tokens), options, by) for path in requests]
     return WhatIfReport(engines=results)
 
 
-def _of_journal(path: Path, options: Options, window: Window) -> WhatIf:
-    return _of_trace(journal_trace(path, window), options)
+def _of_journal(path: Path, options: Options, window: Window, by: str) -> WhatIf:
+    return _of_trace(journal_trace(path, window), options, by)
 
 
-def _of_trace(trace: BlockTrace, options: Options) -> WhatIf:
+def _of_trace(trace: BlockTrace, options: Options, by: str) -> WhatIf:
     if options.tiers and not (options.block_bytes or trace.block_bytes):
         raise LedgerError(NO_BLOCK_BYTES)
     if options.tiers and not (options.blocks or trace.blocks):
         raise LedgerError(NO_FIRST_TIER)
-    return what_if(trace, options)
+    return what_if(trace, options, group_of=trace_group(by) if by else None)
 
 
 # --- options --------------------------------------------------------------------------------------------
@@ -145,6 +153,7 @@ def _engine(one: WhatIf, *, named: bool) -> Iterator[RenderableType | None]:
     lines.append(Text(calibrated(one.calibration), style="" if one.calibration.trusted else "bold yellow"))
     yield Group(*lines)
     yield _curve(one)
+    yield _groups(one)
     yield _tiers(one)
     yield Group(title("Other effects"), *(indented(Text(line)) for line in effects(one)))
     yield notes(one.calibration.doubts)
@@ -186,6 +195,29 @@ def _curve(one: WhatIf) -> Group:
             Text(f"{drawn}{_short(point)}"),
         )
     return Group(title("Hit rate by number of blocks", LEGEND), table)
+
+
+def _groups(one: WhatIf) -> Group | None:
+    if not one.groups:
+        return None
+    table = figures_table("", *GROUP_COLUMNS)
+    for row in one.groups:
+        table.add_row(Text(row.group), *group_cells(row))
+    return Group(title("Hit rate by group", GROUPS_LEGEND), table)
+
+
+GROUP_COLUMNS = ("requests", "prompt", "present", "twice", "no limit")
+GROUPS_LEGEND = "All groups share each cache, so what one gains may be lost by another."
+
+
+def group_cells(row: GroupPoint) -> tuple[str, ...]:
+    """The figures of a group, for the columns."""
+    shares = (row.present_share, row.twice_share, row.ideal_share)
+    return (
+        f"{row.requests:,}",
+        f"{row.prompt_tokens:,}",
+        *("" if part is None else percent(part) for part in shares),
+    )
 
 
 def _is_present(one: WhatIf, point: SizePoint) -> bool:
@@ -289,6 +321,8 @@ def html(report: WhatIfReport) -> str:
             "calibration": calibrated(one.calibration),
             "chart": curve_chart(one),
             "effects": list(effects(one)),
+            "groups": [(row.group, *group_cells(row)) for row in one.groups],
+            "group_columns": ["", *GROUP_COLUMNS],
             "curve": [_row(one, point) for point in [*one.curve, one.ideal]],
             "tiers": [
                 (bytes_text(t.bytes), f"{t.blocks:,}", f"{t.tier_tokens:,}", percent(t.tier_share))

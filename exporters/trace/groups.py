@@ -11,6 +11,7 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from math import floor
 
+from ...audit.analysis.block_trace import TraceRequest
 from ...audit.errors import LedgerError
 from ...audit.events import RequestLabels
 from ...audit.ledger.account import Account
@@ -56,10 +57,33 @@ def group_key(by: str, engine_audit: EngineAudit) -> Key:
     return lambda account: name(account.request_id)
 
 
+LABELS = ("lora", "priority", "salt", "group")
+"""Keys that requests of a block trace have, too."""
+
+
+def trace_group(by: str) -> Callable[[TraceRequest], str]:
+    """A function from a request of a block trace to its group, by one of :data:`LABELS` or an expression.
+
+    Raises :class:`LedgerError` for another key.
+    """
+    if by in KEYS and by not in LABELS:
+        raise LedgerError(f"whatif can't group by {by}: take {', '.join(LABELS)}, or a regular expression.")
+    keys: dict[str, Callable[[TraceRequest], str]] = {
+        "lora": lambda request: _labels(request).lora or NO_ADAPTER,
+        "priority": lambda request: str(request.priority),
+        "salt": lambda request: salt_name(_labels(request)) or NO_SALT,
+        "group": lambda request: _labels(request).group or NO_GROUP,
+    }
+    if by in keys:
+        return keys[by]
+    name = named_by(by)
+    return lambda request: name(request.request_id)
+
+
 NO_LABELS = RequestLabels()
 
 
-def _labels(account: Account) -> RequestLabels:
+def _labels(account: Account | TraceRequest) -> RequestLabels:
     return account.labels or NO_LABELS
 
 

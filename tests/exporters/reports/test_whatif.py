@@ -17,6 +17,7 @@ from tests.audit.analysis.test_prefixes import Recording, label
 from kvledger import cli
 from kvledger.audit.analysis.whatif import Options, what_if
 from kvledger.audit.replay.block_traces import request_trace
+from kvledger.exporters.reports.whatif import study
 
 pytest.importorskip("libcachesim")
 
@@ -224,3 +225,37 @@ def test_a_policy_names_the_block_that_it_evicts(name: str) -> None:
         while len(policy) > 50:
             held.remove(policy.evict())
     assert 50 == len(policy) == len(held)
+
+
+# --- groups -------------------------------------------------------------------------------------------------
+
+
+def test_groups_add_up_to_the_curve(tmp_path: Path) -> None:
+    path = trace_file(tmp_path)
+    options = Options(policies=policies("lru"), blocks=[100])
+
+    (one,) = study([path], options, by="(.)$").engines
+
+    assert 10 == len(one.groups)
+    assert one.requests == sum(row.requests for row in one.groups)
+    assert one.prompt_tokens == sum(row.prompt_tokens for row in one.groups)
+    hits = sum(row.ideal_share * row.prompt_tokens for row in one.groups)
+    assert one.ideal.hit_tokens == pytest.approx(hits)
+
+
+def test_groups_of_a_journal_have_the_present_size_and_twice_of_it(run: Any, journal: Path) -> None:
+    code, out, _ = run("whatif", journal, "--by", "priority", "--format", "json")
+
+    (one,) = json.loads(out)["engines"]
+    (row,) = one["groups"]
+    present = next(point for point in one["curve"] if point["blocks"] == one["blocks"])
+    assert (0, "0") == (code, row["group"])
+    assert row["present_share"] == pytest.approx(present["hit_share"])
+    assert row["twice_share"] >= row["present_share"]
+    assert "Hit rate by group" in run("whatif", journal, "--by", "priority")[1]
+
+
+def test_a_key_that_block_traces_lack_is_refused(run: Any, journal: Path) -> None:
+    code, _, err = run("whatif", journal, "--by", "outcome")
+
+    assert (2, True) == (code, "Whatif can't group by outcome" in err or "whatif can't group by" in err)
