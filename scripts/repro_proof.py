@@ -3,9 +3,10 @@
 Usage: .venv/bin/python scripts/repro_proof.py [--write] [--requests N] [--folder FOLDER] [FAULT...]
 
 For each fault of tests/repro/faults.py: records it amid about N unrelated requests on the release that has
-it, reproduces it there from the journal alone, and runs the resulting file, without kvledger, on that release
-and on the first one without the fault. The file must fail on the former and pass on the latter, with at most
-3 requests and 30 steps. Prints one row for each fault, and exits with 1 if one is wrong.
+it, runs the command line `kvledger repro` there on the journal alone, and runs the resulting file, without
+kvledger, on that release and on the first one without the fault. The file must fail on the former and pass on
+the latter, with at most 3 requests and 30 steps. Prints one row for each fault, and exits with 1 if one is
+wrong.
 
 `--folder` keeps journals, files and results there, and takes what an earlier run left there: delete a fault's
 folder to have it recorded again, its result.json to have it reproduced again. `--write` writes
@@ -151,7 +152,8 @@ def page(proofs: Sequence[Proof], folder: Path) -> str:
         "",
         "*requests* and *steps*: in the journal up to the finding, then *after* shrinking. *first, s*:",
         "seconds until the first reproduction. *seconds*: until nothing more could be left out, or 120",
-        "seconds were over. Both are measured in one process that has imported vLLM already.",
+        "seconds after the import of vLLM were over. The command line measures both from when it has found",
+        "the finding, so they include the import.",
         "",
         *table(proofs),
         "",

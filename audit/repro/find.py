@@ -281,6 +281,7 @@ def _in_parallel(parts: Sequence[Part], wanted: Wanted) -> Iterator[Seen]:
             yield from search(part)
         return
     context = multiprocessing.get_context("spawn")
+    others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(processes, mp_context=context, initializer=end_quietly)
     try:
         for future in [pool.submit(search, part) for part in parts]:
@@ -289,6 +290,8 @@ def _in_parallel(parts: Sequence[Part], wanted: Wanted) -> Iterator[Seen]:
         raise LedgerError("A process that read the journal was killed.") from None
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+        for process in set(multiprocessing.active_children()) - others:  # they read ahead of what was needed
+            process.terminate()
 
 
 def _first_of_part(part: Part, wanted: Wanted) -> list[Seen]:

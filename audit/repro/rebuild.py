@@ -56,6 +56,10 @@ _KINDS = {2: "full", 1: "sliding", 0: "cross"}
 _DEFAULTS = EngineSetup()
 
 
+HIT_OF_UNSEEN = "hit in the cache came from a request that the journal does not show"
+"""Part of an assumption about a hit whose donor is not known."""
+
+
 class Rebuilt(msgspec.Struct, frozen=True):
     """A workload, what was assumed to build it, and its place in the order of tries, in words."""
 
@@ -545,8 +549,7 @@ class _Build:
             steps = [op for _ in range(2 + row.hit // budget) for op in (Op("schedule"), Op("output"))]
             warm[name] = (request, [Op("add", name), *steps])
             self.assumed.append(
-                f"The {row.hit} tokens that a request hit in the cache came from a request that the journal "
-                "does not show; another one caches them here."
+                f"The {row.hit} tokens that a request {HIT_OF_UNSEEN}; another one caches them here."
             )
         return warm
 

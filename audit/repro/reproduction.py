@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import sys
 import time
@@ -18,7 +19,7 @@ from . import checks
 from .cut import Cut, NotRebuilt, cut
 from .drive import Found, Outcome
 from .find import Seen, choose
-from .rebuild import Rebuilt, candidates, engine_of, require_rebuildable
+from .rebuild import HIT_OF_UNSEEN, Rebuilt, candidates, engine_of, require_rebuildable
 from .shrink import Shrinker, renamed
 from .workers import OutOfTime, Pool
 from .workload import Check, Workload
@@ -253,9 +254,12 @@ def _steps_until_check(workload: Workload, check: Check) -> int:
 def _still_true(assumed: tuple[str, ...], workload: Workload) -> tuple[str, ...]:
     """What was assumed, without what shrinking changed."""
     changed = {"The pool has ": "blocks", "A step has ": "max_batched_tokens"}
+    families = [{family for family, _ in each.prompt} for each in workload.requests.values()]
+    shares = any(one & other for one, other in itertools.combinations(families, 2))
     return tuple(
         each
         for each in assumed
+        if shares or HIT_OF_UNSEEN not in each
         if not (setting := next((changed[begin] for begin in changed if each.startswith(begin)), ""))
         or str(workload.engine.get(setting)) == each.split()[3]
     )

@@ -1,8 +1,7 @@
 """Records faults of one release, reproduces them, and writes their files: `python -m tests.repro.prove`.
 
-Runs in the release that has the faults. FOLDER/FAULT gets the `journal`, the `test_repro.py` that
-`kvledger repro` writes for it, and `result.json`. All faults share one process, because importing vLLM takes
-longer than anything else here, so the workloads are driven in this process too.
+Runs in the release that has the faults. FOLDER/FAULT gets the `journal`, the `test_repro.py` and the `bug.md`
+that the command line `kvledger repro` writes for it, and `result.json`.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ import contextlib
 import json
 import os
 import shutil
+import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,10 +21,8 @@ from typing import Any
 from tests.repro.crowds import record
 from tests.repro.faults import FAULTS, Fault
 
-from kvledger.audit.repro.reproduction import reproduce
-from kvledger.exporters.repro.pytest_file import render
-
 FILE = "test_repro.py"
+REPORT = "bug.md"
 RESULT = "result.json"
 
 
@@ -38,21 +35,28 @@ def prove(fault: Fault, folder: Path, *, requests: int, level: str, budget: floa
         if not recorded["found"]:
             return {"wrong": f"not recorded in {recorded['attempts']} attempts"}
         (folder / "recorded.json").write_text(json.dumps(recorded))
-    began = time.monotonic()
-    made = reproduce(journal, finding=fault.finding, budget=budget, workers=0)
+    command = ("repro", str(journal), "--finding", fault.finding, "--budget", f"{budget:g}s", "--json")
+    files = ("-o", str(folder / FILE), "--issue", str(folder / REPORT))
+    program = [sys.executable, "-m", "kvledger", *command, *files]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    try:
+        made = json.loads(done.stdout)
+    except ValueError:
+        return {"wrong": f"exit {done.returncode}: {done.stderr.strip()[-500:]}"}
     result = {
-        "before": [made.requests_before, made.steps_before],
-        "after": [made.requests_after, made.steps_after],
-        "first_seconds": made.first_seconds,
-        "seconds": time.monotonic() - began,
-        "driven": made.driven,
-        "wrong": made.reason,
+        "before": [made["requests_before"], made["steps_before"]],
+        "after": [made["requests_after"], made["steps_after"]],
+        "first_seconds": made["first_seconds"],
+        "seconds": made["seconds"],
+        "driven": made["driven"],
+        "wrong": made["reason"]
+        or ("" if done.returncode == 0 else f"exit {done.returncode}: {made['test']}"),
     }
-    if made.workload is not None and made.check is not None:
-        text = render(made.workload, made.check, assumed=made.assumed)
-        (folder / FILE).write_text(text)
-        if "chatcmpl" in text or (made.seen.request_id and made.seen.request_id in text):
-            result["wrong"] = "the file has an id of a request"
+    for file in (FILE, REPORT):
+        text = (folder / file).read_text() if (folder / file).exists() else ""
+        request = made["seen"]["request_id"]
+        if "chatcmpl" in text or (request and request in text):
+            result["wrong"] = f"{file} has an id of a request"
     return result
 
 
