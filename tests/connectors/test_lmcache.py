@@ -105,3 +105,11 @@ def test_accounts_of_preempted_requests_balance(results: dict[str, Any], name: s
         work = account["first_prompt"] + account["first_output"] + sum(account["rework"].values())
         assert account["scheduled"] == work + account["rejected"] + account["overrun"]
         assert account["promised"] == account["loaded"] + sum(account["voided"].values())
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_every_block_that_lmcache_loads_holds_the_bytes_that_were_stored(results: dict[str, Any], name: str):
+    moved = results[name]["moved"]
+
+    assert {"stored", "moved"} == set(moved)
+    assert moved["moved"] > 0

@@ -66,3 +66,11 @@ def test_a_worker_process_has_a_journal_that_is_audited_with_the_engines(results
     assert 2 == len(set(run["processes"]))
     assert ("clean", [True]) == (run["verdict"], run["heard"])
     assert 0 < run["totals"]["promised"] == run["totals"]["loaded"]
+
+
+@pytest.mark.parametrize("name", ["example", "offloading"])
+def test_every_loaded_block_holds_the_bytes_that_were_stored(results: dict[str, Any], name: str):
+    moved = results[name]["moved"]
+
+    assert {"stored", "moved"} == set(moved)
+    assert moved["moved"] > 0

@@ -216,7 +216,8 @@ def run(folder: Path, name: str) -> int:
     served = ServedTokens(store)
     llm = start(folder, store)
     os.environ["KVLEDGER_CONTENT_STORE"] = "own"
-    with kvledger.attach(llm, level="content") as audit:
+    level = "tokens" if name.endswith("outage") else "content"
+    with kvledger.attach(llm, level=level) as audit:
         serve(llm, outage_of(name))
     llm.llm_engine.engine_core.shutdown()
     statements = [account.freeze() for account in audit.ledger.accounts()]
