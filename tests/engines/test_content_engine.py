@@ -48,8 +48,9 @@ def test_every_hit_is_verified_and_outputs_are_those_of_a_bare_engine(found: dic
     assert ("clean", [], []) == (found["verdict"], found["findings"], found["excluded"])
     assert counts["verified"] == counts["compared"] > 50
     assert not set(counts) & {"differed", "scrub_differed", "unsealed", "loaded", "unseen", "unmatched"}
-    assert found["preemptions"] and found["equal"]
-    if "flipped" in found:
+    assert found["equal"]
+    if "flipped" in found:  # after the plain situation, which has too few blocks
+        assert found["preemptions"]
         _check_flipped_bit(found["flipped"])
 
 
