@@ -214,7 +214,7 @@ ALERTS: tuple[Alert, ...] = (
     ),
     Alert(
         "KvledgerContentChanged",
-        'sum by (engine) (increase(kvledger_content_blocks_total{event=~"differed|unsealed"}[15m])) > 0',
+        f'sum by ({ENGINE}) (increase(kvledger_content_blocks_total{{event=~"differed|unsealed"}}[15m])) > 0',
         "0m",
         "critical",
         "{{ $labels.engine }} has blocks whose KV is not what was computed",

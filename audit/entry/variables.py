@@ -15,6 +15,7 @@ ENGINE = {
     "KVLEDGER_CONTENT_KEY": "the key of the fingerprints, for engines whose transfers are compared",
     "KVLEDGER_CONTENT_STORE": "own: nothing but this engine writes to the connector's store",
     "KVLEDGER_GROUP": "a regular expression over request ids; what it finds is the request's group",
+    "KVLEDGER_USAGE_LOG": "the file to which the middleware writes what clients are told",
     "KVLEDGER_NAME": "the engine's name in journals, instead of the host's name",
     "KVLEDGER_JOURNAL_BYTES": "the most bytes of one engine's journal",
     "KVLEDGER_TOTAL_BYTES": "the most bytes of all journals in the folder",

@@ -109,6 +109,20 @@ CASES = [
     ),
     Case("KvledgerObservationLost", "long ago", {LOST: "1x90", SPOKE: "60x90"}, "80m", []),
     Case("KvledgerObservationLost", "it was shut down", {STOPPED: "1x30", SPOKE: "60x30"}, "5m", []),
+    Case(
+        "KvledgerContentChanged",
+        "a block differs",
+        {of("kvledger_content_blocks_total", 'event="differed"'): "0x5 1x5"},
+        "7m",
+        [OF_ENGINE],
+    ),
+    Case(
+        "KvledgerContentChanged",
+        "all verified",
+        {of("kvledger_content_blocks_total", 'event="verified"'): "0+5x30"},
+        "20m",
+        [],
+    ),
     Case("KvledgerHookFailures", "one", {of("kvledger_hook_failures_total"): "0x5 1x5"}, "7m", [OF_ENGINE]),
     Case("KvledgerHookFailures", "none", {of("kvledger_hook_failures_total"): "0x30"}, "7m", []),
     Case(

@@ -349,8 +349,8 @@ class Oracle:
         for name, state in fact.after.items():
             before, account = fact.before[name], self.accounts[name]
             turn_ended = account.resumable and name in fact.ended and name in step and not account.finished
-            if turn_ended and not state.finished:
-                # A turn gives up its last token, unless the session ends with it. A preempted request
+            if turn_ended and not (name in failed and state.finished):
+                # A turn gives up its last token, unless a failed load ends the request. A preempted request
                 # has no KV to give up, and its sequence ends with the turn: ``state`` may have the tokens
                 # of the next chunk.
                 turn_end = before.tokens + fact.returned.get(name, 0)
