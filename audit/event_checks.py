@@ -104,6 +104,7 @@ def _row_layout(header: int, per_item: int) -> Callable[[str, Sequence[int]], st
 _cached_rows = _row_layout(header=4, per_item=3)
 _allocated_rows = _row_layout(header=3, per_item=1)
 _table_rows = _row_layout(header=4, per_item=1)
+_hit_rows = _row_layout(header=4, per_item=2)
 
 
 def _references(event: old_events.BlocksTouched | old_events.BlocksFreed) -> str:
@@ -114,6 +115,46 @@ def _references(event: old_events.BlocksTouched | old_events.BlocksFreed) -> str
 
 def _block_copied(event: ev.BlockCopied) -> str:
     return "" if len(event.blocks) == 2 else "a copy has no source and target"
+
+
+# --- the contents of blocks -------------------------------------------------------------------------------
+
+LAYER_PRINT_BYTES = 16
+"""The fingerprints of one layer of a block: its keys and its values."""
+
+
+def _content_watched(event: ev.ContentWatched) -> str:
+    groups = event.groups
+    if len(groups) % 4:
+        return "groups does not hold four numbers for each group"
+    if groups and min(groups[1::4]) < 1:
+        return "a block of a group holds no token"
+    return _within(event, 0, "blocks") or _too_large("groups", groups)
+
+
+def _hits_verified(event: ev.HitsVerified) -> str:
+    rows, requests = event.rows, len(event.request_ids)
+    if phrase := _hit_rows("rows", rows):
+        return phrase
+    place = 0
+    while place < len(rows):
+        if not 0 <= rows[place] < requests:
+            return f"a run of blocks is of request {rows[place]} of {requests}"
+        place += 4 + 2 * rows[place + 3]
+    return _in_rows_of(2, "differed", event.differed) or _too_large("rows", rows)
+
+
+def _blocks_moved(event: ev.BlocksMoved) -> str:
+    size, rest = divmod(len(event.prints), max(1, len(event.blocks)))
+    if rest or size % LAYER_PRINT_BYTES or bool(size) != bool(event.blocks):
+        return f"{len(event.blocks)} blocks have {len(event.prints)} bytes of fingerprints"
+    return _in_rows_of(2, "differed", event.differed)
+
+
+def _in_rows_of(length: int, name: str, numbers: Sequence[int]) -> str:
+    if len(numbers) % length:
+        return f"{name} does not hold {length} numbers for each block"
+    return _too_large(name, numbers)
 
 
 # --- the calls of pools -----------------------------------------------------------------------------------
@@ -226,5 +267,10 @@ _CHECKS: dict[type[ev.Event], Check] = {
     ev.RolledBack: _reported("before_tokens", "computed_tokens"),
     ev.Preempted: _reported("before_tokens", "in_flight_tokens", "placeholder_tokens", "computed_tokens"),
     ev.SavePlanned: _reported("start", "end"),
+    ev.ContentWatched: _content_watched,
+    ev.ContentCounted: _counts("sealed", "verified", "scrubbed", "bytes", "microseconds"),
+    ev.HitsVerified: _hits_verified,
+    ev.ScrubDiffered: lambda event: _in_rows_of(4, "rows", event.rows),
+    ev.BlocksMoved: _blocks_moved,
     ev.HandedOver: lambda event: _within(event, 0, "blocks") or _within(event, -1, "room_tokens"),
 }

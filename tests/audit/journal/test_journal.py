@@ -143,6 +143,22 @@ def pool_calls(draw: st.DrawFn) -> dict[str, Any]:
     return {"by": by, "rows": rows}
 
 
+@st.composite
+def hits_verified(draw: st.DrawFn) -> dict[str, Any]:
+    request_ids, rows = draw(st.lists(TEXT, min_size=1, max_size=3)), []
+    for blocks in draw(st.lists(st.lists(st.tuples(NUMBERS, NUMBERS), max_size=3), max_size=3)):
+        head = [draw(st.integers(0, len(request_ids) - 1)), draw(NUMBERS), draw(NUMBERS), len(blocks)]
+        rows += [*head, *flattened(blocks)]
+    return {"request_ids": request_ids, "rows": rows, "differed": draw(flat(2))}
+
+
+@st.composite
+def blocks_moved(draw: st.DrawFn) -> dict[str, Any]:
+    blocks, size = draw(st.lists(NUMBERS, max_size=3)), 16 * draw(st.integers(1, 3))
+    prints = draw(st.binary(min_size=size * len(blocks), max_size=size * len(blocks)))
+    return {"blocks": blocks, "prints": prints, "differed": draw(flat(2))}
+
+
 def equally_long(*names: str, of: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
     return st.lists(of, max_size=6).map(lambda some: dict.fromkeys(names, some))
 
@@ -156,6 +172,15 @@ LAYOUTS: dict[type[Any], st.SearchStrategy[dict[str, Any]]] = {
     ev.PoolCalls: pool_calls(),
     ev.BlocksCached: st.fixed_dictionaries({"rows": counted(4, 3)}),
     ev.BlockCopied: st.fixed_dictionaries({"blocks": st.lists(NUMBERS, min_size=2, max_size=2)}),
+    ev.ContentWatched: st.fixed_dictionaries(
+        {"blocks": st.integers(0, 9), "groups": flat(4).map(lambda rows: [max(1, one) for one in rows])}
+    ),
+    ev.ContentCounted: st.fixed_dictionaries(
+        dict.fromkeys(("sealed", "verified", "scrubbed", "bytes", "microseconds"), st.integers(0, 2**53))
+    ),
+    ev.HitsVerified: hits_verified(),
+    ev.ScrubDiffered: st.fixed_dictionaries({"rows": flat(4)}),
+    ev.BlocksMoved: blocks_moved(),
     old_events.BlocksAllocated: st.fixed_dictionaries({"rows": counted(3, 1)}),
     old_events.BlocksTouched: equally_long("blocks", "references", of=NUMBERS),
     old_events.BlocksFreed: equally_long("blocks", "references", of=NUMBERS),
@@ -196,6 +221,27 @@ def test_every_event_is_read_as_it_was_recorded(
     journal.close()
 
     assert list(enumerate(recorded)) == list(read(folder))
+
+
+@pytest.mark.parametrize(
+    ("event", "phrase"),
+    [
+        (ev.HitsVerified(1, 1, 0, ["a"], [0, 0, 0, -2], []), "rows has a count of -2"),
+        (ev.HitsVerified(1, 1, 0, ["a"], [0, 0, 0, 2, 5, 1], []), "rows ends before its last row does"),
+        (ev.HitsVerified(1, 1, 0, ["a"], [1, 0, 0, 0], []), "a run of blocks is of request 1 of 1"),
+        (ev.HitsVerified(1, 1, 0, [], [], [5]), "differed does not hold 2 numbers for each block"),
+        (ev.ScrubDiffered(1, 1, 0, [0, 1, 2]), "rows does not hold 4 numbers for each block"),
+        (ev.ContentWatched(1, 0, 0, 9, [0, 0, 1, 1], "k", 1.0, []), "a block of a group holds no token"),
+        (ev.ContentWatched(1, 0, 0, 9, [0, 1], "k", 1.0, []), "groups does not hold four numbers"),
+        (ev.ContentCounted(1, 1, 0, -1, 0, 0, 0, 0), "sealed is -1"),
+        (ev.BlocksMoved(1, 1, 0, True, 0, "k", True, [5], b"x" * 15), "1 blocks have 15 bytes"),
+        (ev.BlocksMoved(1, 1, 0, True, 0, "k", True, [5], b""), "1 blocks have 0 bytes"),
+        (ev.BlocksMoved(1, 1, 0, True, 0, "k", True, [], b"x" * 16), "0 blocks have 16 bytes"),
+        (ev.BlocksMoved(1, 1, 0, True, 0, "k", True, [], b"", [5]), "differed does not hold 2 numbers"),
+    ],
+)
+def test_impossible_contents_are_named(event: ev.Event, phrase: str) -> None:
+    assert phrase in impossible([event])
 
 
 def test_every_event_type_is_tested() -> None:
