@@ -107,6 +107,10 @@ class Account:
     load_failures: int = 0
     stale_rejections: int = 0
     """Drafts rejected in steps before a failed load, subtracted from the count after it."""
+    dropped_drafts: int = 0
+    """Draft tokens in flight when the request or the chunk stopped, whose output the engine drops."""
+    beyond_end: int = 0
+    """Tokens that the engine's count had at the end of the request, more than its sequence."""
     undefined: bool = False
     """Whether a step had no token before its drafts, so that nothing says what it executed."""
 
@@ -339,6 +343,7 @@ class Oracle:
             del account.queue[0]
             if not work.overrun and work.drafts >= work.tokens and fact.sampled.get(name):
                 account.undefined = True
+            account.dropped_drafts += work.drafts if work.overrun else 0
             if not work.overrun:
                 self._execute(account, work, len(fact.sampled.get(name, ())))
                 if name not in failed:
@@ -419,6 +424,7 @@ class Oracle:
         account = self.accounts[name]
         if account.finished or not after.finished:
             return
+        account.beyond_end = max(0, after.computed - after.tokens)
         account.stop(after.tokens)
         if account.life is not None:
             account.life.ended = True
