@@ -380,6 +380,7 @@ CONTENTS = PanelRow(
             width=9,
         ),
     ),
+    collapsed=True,
 )
 
 ROWS = (AT_A_GLANCE, FINDINGS, COVERAGE, CONTENTS, HEALTH)

@@ -158,9 +158,9 @@ class Engine(Server):
             "OMP_NUM_THREADS": "1",
         }
 
-    def complete(self, prompt: list[int], output_tokens: int) -> bool:
+    def complete(self, prompt: list[int], output_tokens: int, timeout: float = 120) -> bool:
         """Request a completion; return whether it succeeded. A server that ends answers 200 with an abort."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
         try:
             self._ask(connection, prompt, output_tokens, stream=False)
             response = connection.getresponse()

@@ -24,7 +24,7 @@ from tests import journals
 from tests.serving.processes import SETTLE_SECONDS, Engine, Prometheus, Sidecar, wait_until
 
 from kvledger.audit.demo.model import VOCABULARY_TOKENS
-from kvledger.dashboards import check, rules, tokens_board
+from kvledger.dashboards import check, rules, tokens_board, trust_board
 from kvledger.exporters.metrics.table import METRICS
 from kvledger.exporters.sidecar.reconcile import WINDOW_SECONDS
 
@@ -36,7 +36,8 @@ SILENT = {"kvledger: Trust, Last findings"}
 """The table of findings is empty until there is a finding; the last test makes one."""
 
 LEVEL_BLOCKS = {f"{tokens_board.TITLE}, {panel.title}" for panel in tokens_board.BLOCKS.panels}
-"""These panels have data of engines that record at level blocks only; this one records tokens."""
+LEVEL_CONTENT = {f"{trust_board.TITLE}, {panel.title}" for panel in trust_board.CONTENTS.panels}
+"""These panels have data of engines that record at these levels only; this one records tokens."""
 
 UNTIL_A_MODEL = {"kvledger: Tokens, Lost engine time"}
 """The error of the step model has no data before a model was fitted, which takes more steps than these."""
@@ -172,7 +173,7 @@ def test_every_panel_and_rule_returns_data(deployment: Deployment) -> None:
     empty = {answer.query.where for answer in answers if not answer.series}
 
     assert [] == [answer for answer in answers if answer.error]
-    assert set() == empty - alerts - SILENT - UNTIL_A_MODEL - LEVEL_BLOCKS
+    assert set() == empty - alerts - SILENT - UNTIL_A_MODEL - LEVEL_BLOCKS - LEVEL_CONTENT
     shown = sum(1 for answer in answers if answer.series)
     print(f"{shown} of {len(answers)} expressions returned data")
 

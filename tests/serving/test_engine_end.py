@@ -28,6 +28,8 @@ from kvledger.audit.replay.journals import audit_paths
 pytestmark = pytest.mark.whole_engine
 
 GONE_SECONDS = 30.0
+ANSWER_SECONDS = 30.0
+"""A server whose engine has ended may keep connections open without an answer."""
 
 
 class Clients:
@@ -50,7 +52,7 @@ class Clients:
         dice = random.Random(seed)
         while not self._stop.is_set():
             prompt = [dice.randrange(2, VOCABULARY_TOKENS) for _ in range(40)]
-            if not self._engine.complete(prompt, dice.randrange(2, 12)):
+            if not self._engine.complete(prompt, dice.randrange(2, 12), ANSWER_SECONDS):
                 return
             self.answered += 1
 
