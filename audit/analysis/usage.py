@@ -67,7 +67,7 @@ class Usage(NamedTuple):
     """All calls of a log beside the calls of a trace."""
 
     calls: list[Reconciled]
-    untold: list[list[CallRequest]]
+    unlogged: list[list[CallRequest]]
     """Calls of the trace that no line of the log tells of, such as an attempt that a gateway repeated."""
 
 
@@ -118,15 +118,15 @@ def reconcile(told: Sequence[Told], index: CallIndex) -> Usage:
     """Compare each line of a log with its call. A call is taken by one line."""
     taken: set[str] = set()
     rows: list[Reconciled] = []
-    untold: dict[str, list[CallRequest]] = {}
+    unlogged: dict[str, list[CallRequest]] = {}
     for each in told:
         every = index.calls(each.names)
         free = [call for call in every if _key(call) not in taken]
-        untold |= {_key(call): call for call in every}
+        unlogged |= {_key(call): call for call in every}
         rows.append(_row(each, free or every))
         if rows[-1].requests:
             taken.add(_key(rows[-1].requests))
-    left = [call for key, call in untold.items() if key not in taken]
+    left = [call for key, call in unlogged.items() if key not in taken]
     return Usage(rows, [*left, *index.others()])
 
 

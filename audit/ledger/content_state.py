@@ -21,7 +21,7 @@ BLOCK_COUNTS = (
 ``verified``: held the sealed bytes; ``differed``: held others; ``unsealed``: nobody was seen to fill it.
 The others could not be compared. ``same_step``: computed in the same step; ``unsampled``: left out of the
 sample; ``unseen``: filled before the observation; ``loaded``: filled by a load that the worker did not see;
-``arrived``: no hit, the connector loaded the block for this request; ``unmatched``: read by a request that
+``arrived``: a miss, the connector loaded the block for this request; ``unmatched``: read by a request that
 the ledger can't find in that step.
 """
 

@@ -2,7 +2,7 @@
 
 Each line carries its number, the number of lines, the hash of the line before and its own, so a line that
 was changed, removed, added or moved is found. The first line carries the last hash of the statement before,
-if one is given. The last hash can be signed with an Ed25519 key (RFC 8032); without a signature, whoever
+if one is given. The last hash can be signed with an Ed25519 key (RFC 8032); without a signature, anyone who
 changes a line could make a new chain.
 """
 

@@ -100,11 +100,11 @@ def _head(result: Usage, log: UsageLog) -> Iterator[Text]:
     calls = terminal.counted(len(result.calls), "call")
     parts = ", ".join(f"{counts[each]:,} {each}" for each in VERDICTS if counts[each] or each in VERDICTS[:3])
     yield Text(f"{calls} in the log: {parts}.", style=style)
-    if result.untold:
-        ends = Counter(_outcome(call) for call in result.untold)
+    if result.unlogged:
+        ends = Counter(_outcome(call) for call in result.unlogged)
         listed = ", ".join(f"{count:,} {outcome}" for outcome, count in sorted(ends.items()))
         yield Text(
-            f"{terminal.counted(len(result.untold), 'call')} of the trace in no line of the log: {listed}."
+            f"{terminal.counted(len(result.unlogged), 'call')} of the trace in no line of the log: {listed}."
         )
     if log.other_lines:
         yield Text(f"{terminal.counted(log.other_lines, 'line')} of the log without usage or without an id.")
@@ -166,9 +166,9 @@ def data(result: Usage, log: UsageLog) -> dict[str, Any]:
         "verdict": verdict(result),
         "calls": {each: counts[each] for each in VERDICTS},
         "causes": dict(Counter(cause for row in result.calls for cause in row.causes)),
-        "untold": [
+        "unlogged": [
             {"call": call[0].part.call, "outcome": _outcome(call), "requests": len(call)}
-            for call in result.untold
+            for call in result.unlogged
         ],
         "other_lines": log.other_lines,
         "rows": [

@@ -101,7 +101,7 @@ def test_every_call_is_equal_or_has_a_cause(folder: Path) -> None:
     assert PLAIN + SAMPLED + BATCHED + STREAMED + REPEATED == sum(result["calls"].values())
     assert {"one-sample": SAMPLED, "one-prompt": BATCHED} == result["causes"]
     assert PLAIN + STREAMED + REPEATED == result["calls"]["equal"]
-    assert ["aborted"] * GIVEN_UP == [each["outcome"] for each in result["untold"]]
+    assert ["aborted"] * GIVEN_UP == [each["outcome"] for each in result["unlogged"]]
 
 
 def test_a_changed_figure_is_unexplained(folder: Path, tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_a_call_that_a_gateway_repeated_leaves_one_that_nobody_was_told_of() -> 
     result = reconciled([told("cmpl-a", 96)], first, second)
 
     assert ["equal"] == [each.verdict for each in result.calls]
-    assert [["cmpl-a-0-00000001"]] == [[each.account.request_id for each in call] for call in result.untold]
+    assert [["cmpl-a-0-00000001"]] == [[each.account.request_id for each in call] for call in result.unlogged]
 
 
 def test_two_lines_of_one_id_take_a_call_each() -> None:
@@ -110,7 +110,7 @@ def test_two_lines_of_one_id_take_a_call_each() -> None:
     result = reconciled([told("cmpl-a", 96), told("cmpl-a", 0)], *both)
 
     assert ["equal", "equal"] == [each.verdict for each in result.calls]
-    assert [] == result.untold
+    assert [] == result.unlogged
 
 
 def test_calls_in_no_line_are_listed() -> None:
@@ -118,7 +118,7 @@ def test_calls_in_no_line_are_listed() -> None:
         [], account("cmpl-a-0-0a1b2c3d"), account("1_cmpl-a-0-0a1b2c3d"), account("17-0a1b2c3d")
     )
 
-    assert [2, 1] == [len(call) for call in result.untold]
+    assert [2, 1] == [len(call) for call in result.unlogged]
 
 
 def test_the_first_known_id_of_a_line_counts() -> None:
