@@ -493,6 +493,14 @@ class EngineAudit:
         return self.auditor.ledger.engine
 
     @property
+    def random_suffixes(self) -> bool:
+        """Whether the engine's release appends random digits to ids; of an unknown engine, yes."""
+        from ..client_ids import has_random_suffix
+        from ..release_semantics import release
+
+        return self.engine is None or has_random_suffix(release(self.engine.version))
+
+    @property
     def created(self) -> float:
         """Unix time since which the sums count: the engine's start, or that of the oldest segment left."""
         return self.engine.wall_seconds if self.engine else 0.0

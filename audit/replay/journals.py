@@ -14,14 +14,13 @@ from typing import NamedTuple
 from ..analysis.reconciliation import Reconciliation
 from ..checks.auditor import Verdict
 from ..checks.registry import Violation
-from ..client_ids import has_random_suffix, rank
+from ..client_ids import rank
 from ..journal.reader import Position, Reader
 from ..ledger.account import Account
 from ..ledger.frozen import AccountStatement, Line
 from ..ledger.state import Watch
 from ..ledger.totals import Totals
 from ..old_events import AnyEvent
-from ..release_semantics import release
 from ..text import printable, shown_id, utc
 from .engine_audit import EngineAudit
 from .find import journals_at, pick_request, pick_requests
@@ -172,7 +171,7 @@ class RequestStatement:
         ]
         """The findings in this request."""
         self._began_seconds = audit.began_seconds
-        self.suffixed = audit.engine is None or has_random_suffix(release(audit.engine.version))
+        self.suffixed = audit.random_suffixes
         """Whether the engine's release appends random digits to ids."""
 
     def when(self, at: int) -> str:
@@ -211,9 +210,7 @@ def statements(
 
     audit = audit_paths(paths, watch=watched, window=window, run=run)
     found = [RequestStatement(engine, account) for engine in audit.engines for account in engine.accounts]
-    suffixed = any(
-        has_random_suffix(release(engine.engine.version)) for engine in audit.engines if engine.engine
-    )
+    suffixed = any(engine.random_suffixes for engine in audit.engines if engine.engine)
     picked = pick_requests(asked, found, seen, ", ".join(map(str, paths)), suffixed=suffixed)
     return list({(each.engine, each.request_id): each for each in picked}.values())
 

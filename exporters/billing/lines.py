@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...audit.analysis.calls import CallRequest
-from ...audit.client_ids import has_random_suffix, part_of
+from ...audit.client_ids import part_of
 from ...audit.errors import LedgerError
-from ...audit.release_semantics import release
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.journals import each_account
 from ...audit.replay.windows import Window
@@ -102,7 +101,8 @@ def _add_journal(groups: dict[tuple[str, str], _Sums], journal: Path, period: Pe
     samples: dict[tuple[tuple[str, str], str, int], list[CallRequest]] = {}
     group_of = None
     for account in each_account(audit):
-        group_of = group_of or group_key(by, audit)
+        if group_of is None:  # the engine is known with its first account
+            group_of, suffixed = group_key(by, audit), audit.random_suffixes
         if account.closed_at < 0:
             continue
         group = group_of(account), audit.model
@@ -114,7 +114,6 @@ def _add_journal(groups: dict[tuple[str, str], _Sums], journal: Path, period: Pe
         if statement.unknown is not None or not statement.settlements:
             sums.unknown += 1
             continue
-        suffixed = audit.engine is None or has_random_suffix(release(audit.engine.version))
         request = CallRequest(part_of(statement.request_id, suffixed=suffixed), statement)
         sums.requests += 1
         sums.tokens[OUTPUT, None] += request.output_tokens

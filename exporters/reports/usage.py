@@ -23,8 +23,6 @@ from ...audit.analysis.usage import (
     Usage,
     reconcile,
 )
-from ...audit.client_ids import has_random_suffix
-from ...audit.release_semantics import release
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.journals import each_account
 from ...audit.replay.windows import Window
@@ -67,8 +65,7 @@ def usage(journals: Sequence[Path], log: UsageLog, window: Window) -> Usage:
     for audit in audits:
         for account in each_account(audit):
             if index is None:
-                suffixed = audit.engine is None or has_random_suffix(release(audit.engine.version))
-                index = CallIndex(log.told, suffixed=suffixed)
+                index = CallIndex(log.told, suffixed=audit.random_suffixes)
             index.add(account.freeze(), audit.name)
     return reconcile(log.told, index or CallIndex(log.told, suffixed=True))
 
