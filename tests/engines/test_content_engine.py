@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +11,11 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.engines.content_run import SITUATIONS
+from tests.engines.own_process import python
 
 from kvledger.audit.replay.journals import audit_paths
 
 pytestmark = pytest.mark.whole_engine
-
-ROOT = Path(__file__).parents[2]
-
-
-def python(*arguments: str | Path, **environment: str) -> None:
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("KVLEDGER", "VLLM"))}
-    paths = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
-    process = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        env=inherited | {"PYTHONPATH": paths} | environment,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert process.returncode == 0, process.stderr[-4000:]
 
 
 @pytest.fixture(scope="module", params=list(SITUATIONS))
