@@ -157,7 +157,7 @@ def reset_drops_valid_token() -> Figures:
 def rejection_of_a_past_life() -> Figures:
     seen = scenario("reset_running_speculative")
     (drop, *_) = [v for v in seen.auditor.violations if v.id == "tokens/unexplained-drop"]
-    down, before = re.findall(r"\b\d+\b", drop.message)
+    before, down = re.findall(r"from (\d+) to (\d+)", drop.message)[0]
     return figures(seen, f"{down} computed tokens", f"{before} computed tokens")
 
 

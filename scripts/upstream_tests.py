@@ -3,7 +3,8 @@
 Usage: python3 scripts/upstream_tests.py [--write] [NAME...]     the releases in RELEASES, or these
 
 Downloads the source distribution of each release, keeps its tests/ in .upstream, and runs some of the
-files twice: as they are, and under `pytest --kvledger`. Exits with 1 if a test passes without kvledger,
+files twice: as they are, and under `pytest --kvledger`. Pytest's output is in .upstream/RELEASE.log and
+.upstream/RELEASE-kvledger.log. Exits with 1 if a test passes without kvledger,
 fails with it, and is not in EXCLUDED. Nothing is copied into this repository, and the tests here do not
 include it. `--write` writes docs/upstream-tests.md.
 """
@@ -146,16 +147,17 @@ def passed(release: str, files: Sequence[str], *options: str) -> dict[str, set[s
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.xml"
-        command = [str(BIN / "python"), "-m", "pytest", "-q", "-W", "ignore"]
+        command = [str(BIN / "python"), "-m", "pytest", "-q", "-W", "ignore", "--durations=20"]
         command += ["--confcutdir", str(folder / "tests" / "v1")]  # a conftest.py above needs a device
         command += ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(folder)]
         command += ["--continue-on-collection-errors", f"--junitxml={report}", *options]
         command += [f"tests/{file}" for file in files]
-        done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
+        log = UPSTREAM / f"{release}{'-kvledger' if options else ''}.log"
+        with log.open("w") as output:
+            subprocess.run(command, cwd=folder, env=variables, stdout=output, stderr=subprocess.STDOUT)
         if not report.exists():
-            sys.exit(
-                f"kvledger: {release}: {(done.stdout.strip().splitlines() or ['it printed nothing'])[-1]}"
-            )
+            last = (log.read_text(errors="replace").strip().splitlines() or ["it printed nothing"])[-1]
+            sys.exit(f"kvledger: {release}: {last}")
         names: dict[str, set[str]] = {file: set() for file in files}
         for case in ElementTree.parse(report).iter("testcase"):
             where = case.get("classname", "").replace(".", "/")
@@ -166,14 +168,16 @@ def passed(release: str, files: Sequence[str], *options: str) -> dict[str, set[s
 
 
 def run(release: str) -> list[Outcome]:
-    """Run every file that the release has, without and with kvledger."""
+    """Run every file that the release has, without and with kvledger, and print the totals."""
     files = [file for file in FILES if (sources(release) / "tests" / file).exists()]
     models()
     print(f"{release} ...", file=sys.stderr, flush=True)
     with ThreadPoolExecutor(2) as two:
         under = two.submit(passed, release, files, "--kvledger=blocks")
         alone = two.submit(passed, release, files)
-        return [Outcome(release, file, alone.result()[file], under.result()[file]) for file in files]
+        outcomes = [Outcome(release, file, alone.result()[file], under.result()[file]) for file in files]
+    print(_row(release, "**all**", outcomes), file=sys.stderr, flush=True)
+    return outcomes
 
 
 def page(outcomes: Sequence[Outcome]) -> str:

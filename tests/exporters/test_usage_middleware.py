@@ -121,6 +121,9 @@ def test_a_log_that_cannot_be_written_is_reported_once(
         for _ in range(2):
             await server({"type": "http", "headers": []}, None, _append(sent))  # type: ignore[arg-type]
 
+    # The "vllm" logger doesn't propagate once vLLM is imported, so caplog listens to the logger itself.
+    monkeypatch.setattr(usage_middleware.logger, "handlers", [caplog.handler])
+    monkeypatch.setattr(usage_middleware.logger, "propagate", False)
     asyncio.run(twice())
 
     assert 4 == len(sent)
