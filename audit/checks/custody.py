@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..ledger.blocks.records import hash_text
 from ..ledger.subjects import ContentStored, ContentTransfer, Entry
 from .registry import (
     LMCACHE_4247,
@@ -30,7 +31,8 @@ _HOW = {
     "content/transfer",
     on=(ContentTransfer,),
     message="In step {step}, a load filled block {block} for request {reader} with KV that was not stored "
-    "under its hash: {what}. The block that was stored in step {stored_step} held KV of request {writer}.",
+    "under its hash: {what}. The block that was stored in step {stored_step} held KV of request {writer}."
+    "{arrived}",
     references=(VLLM_45704, VLLM_46951, VLLM_57661, LMCACHE_4463, LMCACHE_4247),
     near_misses=(
         "a load that fails and is reported as failed",
@@ -54,7 +56,7 @@ def transfer(entry: Entry) -> Iterator[Witness]:
     several = (
         "In step {step}, loads filled {count} blocks for request {reader}, the first of them block {block}, "
         "with KV that was not stored under their hashes: {what}. The block that was stored for the first in "
-        "step {stored_step} held KV of request {writer}."
+        "step {stored_step} held KV of request {writer}.{arrived}"
     )
     yield Witness(
         several if count > 1 else None,
@@ -73,6 +75,26 @@ def transfer(entry: Entry) -> Iterator[Witness]:
         writer=subject.writer or "not known",
         stored_step=subject.stored_step,
         what=f"{_HOW[subject.how]} in {_where(subject)}",
+        arrived=_whose(subject),
+        arrived_request="" if subject.arrived is None else subject.arrived.writer,
+        arrived_block=-1 if subject.arrived is None else subject.arrived.block,
+        arrived_step=-1 if subject.arrived is None else subject.arrived.step,
+    )
+
+
+def _whose(subject: ContentTransfer) -> str:
+    """A sentence about the stored block whose bytes arrived, if other bytes did."""
+    if subject.how != "other":
+        return ""
+    source = subject.arrived
+    if source is None:
+        return " No block with the bytes that arrived is known to have been stored."
+    first = " in the first" if len(subject.blocks) > 1 else ""
+    by = f" by worker {source.worker}" if source.worker != subject.worker else ""
+    return (
+        f" The bytes that arrived{first} are those of block {source.block}, which was stored in step "
+        f"{source.step}{by} under {hash_text(source.hash_id)} and held KV of request "
+        f"{source.writer or 'not known'}."
     )
 
 

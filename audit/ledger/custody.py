@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .. import events as ev
-from .blocks.records import TABLE
+from .blocks.records import TABLE, hash_text
 from .contents import allocation, record_of
 from .custody_state import CustodyState
 from .state import LedgerState
 from .steady import open_accounts
-from .subjects import ContentStored, ContentTransfer, Entry
+from .subjects import ContentStored, ContentTransfer, Entry, StoredElsewhere
 
 DIGITS = 16
 """Hexadecimal digits of one fingerprint. A layer has two: of its keys and of its values."""
@@ -62,7 +62,9 @@ def _enter(state: LedgerState, judged: Sequence[ContentTransfer]) -> None:
         alike.setdefault((found.how, found.layers, found.part, found.reader), []).append(found)
     for group in alike.values():
         blocks = [block for found in group for block in found.blocks]
-        subject = group[0]._replace(blocks=blocks)
+        first = group[0]
+        source = _stored_elsewhere(state.custody, first) if first.how == "other" else None
+        subject = first._replace(blocks=blocks, arrived=source)
         accounts = open_accounts(state).values()
         account = next((each for each in accounts if each.request_id == subject.reader), None)
         state.entries.append(Entry(state.number, subject.step, state.at, subject, account))
@@ -129,7 +131,7 @@ def _judge(
     record = state.blocks.pools[number].records[block]
     reader = next((holder for holder in record.holders if holder.kind == TABLE), None)
     sources = [
-        f"  stored in step {step}: block {source}, filled by request {writer or 'not known'}"
+        f"  stored in step {step} under {hash_text(hash_id)}: block {source}, filled by request {writer or 'not known'}"
         for _, step, source, writer in versions
     ]
     return ContentTransfer(
@@ -146,7 +148,22 @@ def _judge(
         versions[-1][1],
         versions[-1][3],
         [*state.blocks.story(number, block), *sources],
+        prints,
     )
+
+
+def _stored_elsewhere(custody: CustodyState, found: ContentTransfer) -> StoredElsewhere | None:
+    """The stored block whose fingerprints arrived, in all parts that differ; the last stored one of several."""
+    size = 2 * DIGITS
+    sides = {"keys": (0, 1), "values": (1, 2), "both": (0, 2)}[found.part]
+    places = [(layer * size + sides[0] * DIGITS, layer * size + sides[1] * DIGITS) for layer in found.layers]
+    known = None
+    for (hash_id, worker, group), versions in custody.stored.items():
+        for prints, step, block, writer in versions if group == found.group else ():
+            alike = all(prints[start:end] == found.prints[start:end] for start, end in places)
+            if alike and (known is None or step >= known.step):
+                known = StoredElsewhere(hash_id, worker, step, block, writer)
+    return known
 
 
 def differences(prints: str, versions: Sequence[str]) -> tuple[str, tuple[int, ...], str]:

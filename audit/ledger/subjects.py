@@ -213,13 +213,24 @@ class UnsealedHit(NamedTuple):
     story: list[str]
 
 
+class StoredElsewhere(NamedTuple):
+    """A block that was handed to the store under another hash, or by another worker."""
+
+    hash_id: int
+    worker: int
+    step: int
+    block: int
+    writer: str
+
+
 class ContentTransfer(NamedTuple):
     """Loads filled blocks with other KV than was stored under their hashes.
 
     ``how``: ``exchanged`` (keys and values), ``zeros`` or ``other``. ``layers`` are the indices of the layers
     that differ from the nearest stored version, ``part`` is ``keys``, ``values`` or ``both``. ``reader``: the
     request for which the blocks were loaded. ``writer``: the request that had filled the block that was
-    stored last, in ``stored_step``. The last two are of the first block.
+    stored last, in ``stored_step``. The last two are of the first block. ``prints``: the fingerprints that
+    arrived in the first block, as hexadecimal digits. ``arrived``: the stored block that they are of.
     """
 
     worker: int
@@ -235,6 +246,8 @@ class ContentTransfer(NamedTuple):
     stored_step: int
     writer: str
     story: list[str]
+    prints: str = ""
+    arrived: StoredElsewhere | None = None
 
 
 class ContentStored(NamedTuple):

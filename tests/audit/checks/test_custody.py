@@ -74,20 +74,22 @@ class Engine:
             PoolSeen(0, 0, 0, 8, 0, 7, 0, [0, 16, 2]),
         ]
 
-    def begin(self, request: int, step: int, block: int, *, cached: bool = True) -> None:
+    def begin(
+        self, request: int, step: int, block: int, *, cached: bool = True, hash_id: int = HASH
+    ) -> None:
         self.events += [
             RequestAdded(step, request, f"r{request}", 17),
             BlocksAllocated(step, step, 0, "allocate_new_blocks", [request, 0, 1, block]),
         ]
         if cached:
-            self.cache(request, step, block)
+            self.cache(request, step, block, hash_id)
         self.events += [
             Admitted(step, request, step, False, 0, 0, False, 0),
             Stepped(step, step, [request, 17, 0, 17], []),
         ]
 
-    def cache(self, request: int, step: int, block: int) -> None:
-        self.events.append(BlocksCached(step, step, 0, [request, 0, 17, 1, block, HASH, 16]))
+    def cache(self, request: int, step: int, block: int, hash_id: int = HASH) -> None:
+        self.events.append(BlocksCached(step, step, 0, [request, 0, 17, 1, block, hash_id, 16]))
 
     def moved(self, step: int, out: bool, block: int, data: bytes = SENT, **options: Any) -> None:
         own, key, differed = options.get("own", True), options.get("key", "k"), options.get("differed", [])
@@ -129,6 +131,45 @@ def test_exchanged_keys_and_values_are_named_with_both_sides() -> None:
 def test_a_truncated_load_names_the_layers_that_did_not_arrive() -> None:
     (found,), _ = stored_and_loaded(prints((11, 12), (91, 92), (93, 94)))
     assert "other bytes arrived in layers 1 to 2 of 3" in found.message
+
+
+def loads_after_another_store(arrived: bytes, other: bytes) -> Violation:
+    """Request 2 stores block 3 with ``other`` bytes under another hash; then ``arrived`` is loaded."""
+    engine = Engine()
+    engine.begin(0, 1, 1)
+    engine.moved(1, True, 1)
+    engine.begin(2, 2, 3, hash_id=0xBEEF)
+    engine.moved(2, True, 3, other)
+    engine.begin(1, 3, 2)
+    engine.moved(3, False, 2, arrived)
+    (found,), _ = engine.audit()
+    return found
+
+
+@violates("content/transfer")
+def test_a_load_of_another_stored_block_names_the_hash_and_the_request_of_that_block() -> None:
+    other = prints((91, 92), (93, 94), (95, 96))
+    found = loads_after_another_store(other, other)
+    assert found.message.endswith(
+        "The block that was stored in step 1 held KV of request r0. The bytes that arrived are those of "
+        "block 3, which was stored in step 2 under hbeef and held KV of request r2."
+    )
+    assert ("r2", 3, 2) == tuple(found.figures[f"arrived_{each}"] for each in ("request", "block", "step"))
+
+
+@violates("content/transfer")
+def test_layers_that_kept_the_kv_of_a_stored_block_name_that_block() -> None:
+    other = prints((91, 92), (93, 94), (95, 96))
+    found = loads_after_another_store(prints((11, 12), (21, 22), (95, 96)), other)
+    assert "other bytes arrived in layer 2 of 3." in found.message
+    assert "those of block 3, which was stored in step 2 under hbeef" in found.message
+
+
+@violates("content/transfer")
+def test_a_load_of_unknown_bytes_names_no_other_block() -> None:
+    other = prints((91, 92), (93, 94), (95, 96))
+    found = loads_after_another_store(prints((91, 92), (93, 94), (95, 97)), other)
+    assert found.message.endswith("No block with the bytes that arrived is known to have been stored.")
 
 
 @near_miss("content/transfer")
