@@ -119,10 +119,16 @@ def measure(case: Case, step_milliseconds: float) -> str:
     assert torch.equal(prints.of(blocks[:2]), prints.by_layer_torch(blocks[:2]).sum(1)), case
     seals = torch.zeros(case.due, dtype=torch.int64, device="cuda")
     seals[blocks] = prints.of(blocks)
-    differing = torch.zeros(65, dtype=torch.int64, device="cuda")
-    kernel = milliseconds(lambda: prints.of(blocks))
-    verify = milliseconds(lambda: prints.verify(blocks, seals, differing))
-    assert differing[0].item() == 0, "the kernel's fingerprints differ from call to call"
+    sums = torch.zeros((case.due, 1), dtype=torch.int64, device="cuda")
+    differs = torch.zeros(case.due, dtype=torch.bool, device="cuda")
+
+    def compare() -> None:
+        prints.write(blocks, sums)
+        prints.mark(blocks, sums, seals, differs, renew=False)
+
+    kernel = milliseconds(lambda: prints.write(blocks, sums))
+    verify = milliseconds(compare)
+    assert not differs.any().item(), "the kernel's fingerprints differ from call to call"
     source = torch.empty(case.bytes, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     copy = milliseconds(lambda: target.copy_(source))
@@ -144,10 +150,12 @@ def check() -> None:
         layers = layers_of(Case(16, 2, dtype, 5), "cpu")
         prints = form.TritonFingerprints(layers, 1)
         assert torch.equal(prints.by_layer([4, 0, 3]), prints.by_layer_torch([4, 0, 3])), dtype
-        seals, differing = prints.of(range(5)), torch.zeros(3, dtype=torch.int64)
+        index, sums, differs = torch.arange(5), torch.zeros(5, 1, dtype=torch.int64), torch.zeros(5) > 0
+        seals = prints.of(index)
         layers[1][2, 3, 5, 7:9] = 0
-        prints.verify(range(5), seals, differing)
-        assert differing.tolist()[:2] == [1, 2], dtype
+        prints.write(index, sums)
+        prints.mark(index, sums, seals, differs, renew=False)
+        assert differs.tolist() == [False, False, True, False, False], dtype
 
 
 def compile_for_hopper() -> None:
@@ -168,12 +176,13 @@ def compile_for_hopper() -> None:
             ASTSource(fn=form.sum_slices, signature=signature, constexprs=constants),
             target=GPUTarget("cuda", 90, 32),
         )
-    types = dict.fromkeys(("sums", "blocks", "seals", "differing"), "*i64") | {"count": "i32"}
+    types = dict.fromkeys(("sums", "blocks", "seals"), "*i64") | {"differs": "*u8", "count": "i32"}
     signature = {name: types.get(name, "constexpr") for name in form.compare.arg_names}
-    triton.compile(
-        ASTSource(fn=form.compare, signature=signature, constexprs={"ROOM": 64, "SIZE": 256}),
-        target=GPUTarget("cuda", 90, 32),
-    )
+    for renew in (True, False):
+        triton.compile(
+            ASTSource(fn=form.compare, signature=signature, constexprs={"RENEW": renew, "SIZE": 256}),
+            target=GPUTarget("cuda", 90, 32),
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -131,7 +131,8 @@ def _judge(
     record = state.blocks.pools[number].records[block]
     reader = next((holder for holder in record.holders if holder.kind == TABLE), None)
     sources = [
-        f"  stored in step {step} under {hash_text(hash_id)}: block {source}, filled by request {writer or 'not known'}"
+        f"  stored in step {step} under {hash_text(hash_id)}: block {source}, "
+        f"filled by request {writer or 'not known'}"
         for _, step, source, writer in versions
     ]
     return ContentTransfer(
@@ -153,7 +154,7 @@ def _judge(
 
 
 def _stored_elsewhere(custody: CustodyState, found: ContentTransfer) -> StoredElsewhere | None:
-    """The stored block whose fingerprints arrived, in all parts that differ; the last stored one of several."""
+    """The stored block with the fingerprints that arrived, in all parts that differ; of several, the last."""
     size = 2 * DIGITS
     sides = {"keys": (0, 1), "values": (1, 2), "both": (0, 2)}[found.part]
     places = [(layer * size + sides[0] * DIGITS, layer * size + sides[1] * DIGITS) for layer in found.layers]

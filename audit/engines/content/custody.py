@@ -12,13 +12,16 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import events as ev
 from ...hooks import Hook, Hooks
 from ..connectors.metadata_reader import MetadataReader, Moves
 from ..readers import reader_of
-from .parts import all_parts
+
+if TYPE_CHECKING:
+    from .part_prints import PartPrints, PendingPrints
+    from .seal_values import Pending
 
 TABLE: tuple[Hook, ...] = (
     Hook("", "bind_connector_metadata", (), after="bound"),
@@ -41,21 +44,20 @@ class _Reading(NamedTuple):
     step: int
     out: bool
     blocks: list[int]
-    prints: Any
+    prints: PendingPrints
     sealed: list[tuple[int, int]]
     """Blocks with a seal from an earlier step, and this step."""
-    differs: Any
-    arrived: Any
+    differs: Pending | None
 
 
 class CustodyWatch:
     """Observes the transfers of one worker's connector. ``watch`` is the worker's :class:`RunnerWatch`."""
 
     def __init__(self, watch: Any, connector: Any, key: int, failed: Failed) -> None:
-        self._watch, self._key = watch, key
+        self._watch = watch
         self.reader: MetadataReader | None = reader_of(connector)
         """Reads the connector's metadata; None: it can't be read, so nothing is observed."""
-        self._prints: Any = None
+        self._prints: PartPrints | None = None
         self._moves = Moves([], [])
         """What the metadata of the present step orders."""
         self._loading: dict[str, list[int]] = {}
@@ -72,6 +74,9 @@ class CustodyWatch:
             return
         if len(layout.groups) == 1 and not layout.excluded:
             self._group = next(iter(layout.groups.values()))
+            from .part_prints import PartPrints
+
+            self._prints = PartPrints(self._group.layers, key)
             self._hooks = Hooks(TABLE, connector, self, failed)
 
     def remove(self) -> None:
@@ -131,56 +136,32 @@ class CustodyWatch:
         if not blocks:
             return
         watch, group = self._watch, self._group.group
-        prints = self._fingerprints().by_layer(blocks)
+        assert self._prints is not None
+        prints = self._prints.read(blocks)
         sealed = []
         if out:
             steps = [watch.seals.sealed_step(block) for block in blocks]
             sealed = [(block, step) for block, step in zip(blocks, steps, strict=True) if step > 0]
         differs = watch.seals.differing(group, [block for block, _ in sealed]) if sealed else None
-        arrived = None
-        if prints.device.type != "cpu":
-            prints, differs, arrived = self._sent(prints, differs)
-        self._readings.append(_Reading(watch.step, out, blocks, prints, sealed, differs, arrived))
-
-    def _fingerprints(self) -> Any:
-        if self._prints is None:
-            from .fingerprint import Fingerprints
-
-            layers = all_parts(self._group.layers)
-            factors = [number // 2 for number in range(len(layers))]
-            self._prints = Fingerprints(layers, self._key, factors=factors)
-        return self._prints
-
-    def _sent(self, *tensors: Any) -> tuple[Any, ...]:
-        """Copies on the host, and the event after which they are complete."""
-        import torch
-
-        copies = []
-        for tensor in tensors:
-            copy = None if tensor is None else torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            if copy is not None:
-                copy.copy_(tensor, non_blocking=True)
-            copies.append(copy)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        return (*copies, arrived)
+        self._readings.append(_Reading(watch.step, out, blocks, prints, sealed, differs))
 
     def _emit(self, *, wait: bool = False) -> None:
         """Emit the fingerprints that have arrived on the host."""
         while self._readings:
             reading = self._readings[0]
-            if reading.arrived is not None and not reading.arrived.query():
-                if not wait:
-                    return
-                reading.arrived.synchronize()
+            if not reading.prints.arrived(wait=wait):
+                return
+            if reading.differs is not None and not reading.differs.arrived(wait=wait):
+                return
             self._readings.popleft()
             kept = [index for index, block in enumerate(reading.blocks) if block >= 0]
             differed = []
             if reading.differs is not None:
-                flags = reading.differs.tolist()
+                flags = reading.differs.flags()
                 for (block, step), differs in zip(reading.sealed, flags, strict=True):
                     differed += [block, step] if differs else []
             assert self.reader is not None
+            assert self._prints is not None
             own = self.reader.own_store or os.environ.get(STORE) == "own"
             self._watch.log.emit(
                 ev.BlocksMoved(
@@ -189,10 +170,10 @@ class CustodyWatch:
                     self._watch.rank,
                     reading.out,
                     self._group.group,
-                    self._fingerprints().key_name,
+                    self._prints.key_name,
                     own,
                     [reading.blocks[index] for index in kept],
-                    reading.prints[kept].numpy().tobytes(),
+                    reading.prints.rows()[kept].tobytes(),
                     differed,
                 )
             )

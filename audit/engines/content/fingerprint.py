@@ -181,6 +181,23 @@ class Fingerprints:
         index = self._index(blocks)
         return torch.stack([form.sum_by_torch(index) for form in self._forms], 1) * self._device_factors
 
+    def write(self, index: Tensor, out: Tensor) -> None:
+        """Write fingerprints of the blocks of ``index`` to ``out``, all on the layers' device.
+
+        ``out`` has a row for each block: one column, or one column for each layer.
+        """
+        rows = self.by_layer_torch(index)
+        out.copy_(rows if out.shape[1] > 1 else rows.sum(1, keepdim=True))
+
+    def mark(self, index: Tensor, sums: Tensor, seals: Tensor, differs: Tensor, *, renew: bool) -> None:
+        """Mark in ``differs`` which ``sums`` of the blocks of ``index`` are not ``seals[block]``.
+
+        ``renew``: the sums become the seals. A block is in ``index`` once.
+        """
+        differs.copy_(seals[index] != sums.flatten())
+        if renew:
+            seals[index] = sums.flatten()
+
     def _index(self, blocks: Sequence[int] | Tensor) -> Tensor:
         if isinstance(blocks, torch.Tensor):
             return blocks.to(self.device, torch.int64, non_blocking=True)

@@ -33,7 +33,7 @@ COMPARED_AT_ONCE = 256
 """Blocks that one program compares."""
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["count", "out_block", "out_layer"])  # type: ignore[untyped-decorator]
 def sum_slices(
     table: tl.tensor,
     blocks: tl.tensor,
@@ -83,23 +83,24 @@ def sum_slices(
         tl.atomic_add(out + place * out_block + layer * out_layer, total, mask=place < count, sem="relaxed")
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
 def compare(
     sums: tl.tensor,
     blocks: tl.tensor,
     seals: tl.tensor,
     count: tl.tensor,
-    differing: tl.tensor,
-    ROOM: tl.constexpr,
+    differs: tl.tensor,
+    RENEW: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> None:
-    """Append the blocks whose fingerprints differ from their seals to ``differing``: a count, then ids."""
+    """Mark the blocks whose fingerprints are not their seals. ``RENEW``: the fingerprints become seals."""
     place = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     inside = place < count
     block = tl.load(blocks + place, mask=inside, other=0)
-    differs = inside & (tl.load(sums + place, mask=inside) != tl.load(seals + block, mask=inside))
-    at = tl.atomic_add(differing + tl.zeros_like(block), 1, mask=differs, sem="relaxed")
-    tl.store(differing + 1 + at, block, mask=differs & (at < ROOM))
+    total = tl.load(sums + place, mask=inside, other=0)
+    tl.store(differs + place, total != tl.load(seals + block, mask=inside, other=0), mask=inside)
+    if RENEW:
+        tl.store(seals + block, total, mask=inside)
 
 
 class TritonFingerprints(Fingerprints):
@@ -123,20 +124,16 @@ class TritonFingerprints(Fingerprints):
         self._launch(index, sums, len(self.layers), 1)
         return sums
 
-    def verify(self, blocks: Sequence[int] | Tensor, seals: Tensor, differing: Tensor) -> None:
-        """Compare blocks with ``seals[block]``, and append those that differ to ``differing``, on the device.
+    def write(self, index: Tensor, out: Tensor) -> None:
+        out.zero_()
+        self._launch(index, out, out.shape[1], int(out.shape[1] > 1))
 
-        ``differing`` is an int64 tensor: how many differed, then as many of their ids as there is room for.
-        The caller sets the count to 0 and copies the tensor to the host when it suits.
-        """
-        index = self._index(blocks)
-        if not len(index):
-            return
-        sums = self.of(index)
-        grid = (triton.cdiv(len(index), COMPARED_AT_ONCE),)
-        compare[grid](
-            sums, index, seals, len(index), differing, ROOM=len(differing) - 1, SIZE=COMPARED_AT_ONCE
-        )
+    def mark(self, index: Tensor, sums: Tensor, seals: Tensor, differs: Tensor, *, renew: bool) -> None:
+        if len(index):
+            grid = (triton.cdiv(len(index), COMPARED_AT_ONCE),)
+            compare[grid](
+                sums, index, seals, len(index), differs.view(torch.uint8), RENEW=renew, SIZE=COMPARED_AT_ONCE
+            )
 
     def _launch(self, index: Tensor, sums: Tensor, out_block: int, out_layer: int) -> None:
         if not len(index):

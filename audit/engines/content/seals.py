@@ -1,46 +1,61 @@
 """The seals of blocks: the fingerprint of each full block, and the step after which it was taken.
 
-Fingerprints stay in a tensor on the device of the KV caches. A comparison ends in a mask on that device; on a
-GPU an asynchronous copy brings the mask to the host, and :meth:`Seals.results` returns what has arrived.
-Nothing waits for the device.
+Fingerprints stay on the device of the KV caches (:mod:`.seal_values`). :meth:`Seals.results` returns the
+comparisons whose results have arrived on the host. Nothing waits for the device.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from ...events import MISMATCHED, UNFILLED, UNSEEN
 from .layout import Layout
+
+if TYPE_CHECKING:
+    from .fingerprint import Fingerprints
+    from .seal_values import Pending, SealValues
 
 Label = TypeVar("Label")
 
 
 class _Comparison(NamedTuple, Generic[Label]):
-    """A comparison whose mask may still be on its way to the host."""
+    """A comparison whose result was not returned yet."""
 
     label: Label
     blocks: list[int]
-    mask: Any
-    event: Any
+    pending: Pending
 
 
 class Seals(Generic[Label]):
-    """The seals of one worker's blocks. ``seen_from_start``: no block was filled before now."""
+    """The seals of one worker's blocks. ``seen_from_start``: no block was filled before now.
 
-    def __init__(self, layout: Layout, key: int, *, seen_from_start: bool) -> None:
-        import torch
+    ``form`` makes the fingerprint functions, and ``new_event`` the events of a device, both for tests.
+    """
 
-        from .fingerprint import Fingerprints
+    def __init__(
+        self,
+        layout: Layout,
+        key: int,
+        *,
+        seen_from_start: bool,
+        form: Callable[..., Fingerprints] | None = None,
+        new_event: Callable[[], Any] | None = None,
+    ) -> None:
+        from .forms import fingerprints_of
+        from .seal_values import DeviceValues, HostValues
 
-        self._torch = torch
-        self._prints = {number: Fingerprints(group.layers, key) for number, group in layout.groups.items()}
+        form = form or fingerprints_of
+        self._prints = {number: form(group.layers, key) for number, group in layout.groups.items()}
         """The fingerprint function of each group."""
         device = next(iter(layout.groups.values())).layers[0].device
-        self._values = torch.zeros(layout.blocks, dtype=torch.int64, device=device)
+        self.values: SealValues
         """The fingerprint of each sealed block."""
-        self._on_host = device.type == "cpu"
+        if device.type == "cpu" and new_event is None:
+            self.values = HostValues(layout.blocks)
+        else:
+            self.values = DeviceValues(layout.blocks, device, list(self._prints.values()), new_event)
         self.steps = [UNFILLED if seen_from_start else UNSEEN] * layout.blocks
         """The step after which each block was sealed, or UNFILLED or UNSEEN."""
         self.intact = [0] * layout.blocks
@@ -54,10 +69,6 @@ class Seals(Generic[Label]):
     def key_name(self) -> str:
         """The public name of the function and its key."""
         return str(next(iter(self._prints.values())).key_name)
-
-    def of(self, group: int, blocks: Sequence[int]) -> Any:
-        """The fingerprints of blocks as they are now, on the device."""
-        return self._prints[group].of(blocks)
 
     def sealed_step(self, block: int) -> int:
         """The step after which a block was sealed, or UNFILLED or UNSEEN."""
@@ -76,29 +87,20 @@ class Seals(Generic[Label]):
     def seal(self, group: int, blocks: Sequence[int], step: int) -> None:
         """Take the fingerprints of full blocks after ``step``."""
         if blocks:
-            self._values[self._index(blocks)] = self.of(group, blocks)
+            self.values.seal(self._prints[group], blocks)
             for block in blocks:
                 self.steps[block] = self.intact[block] = step
                 self.group_of[block] = group
 
-    def compare(self, group: int, blocks: list[int], label: Label, *, renew: bool) -> None:
+    def compare(self, group: int, blocks: Iterable[int], label: Label, *, renew: bool) -> None:
         """Compare sealed blocks with their seals. ``renew``: seal the present bytes where they differ."""
-        index, present = self._index(blocks), self.of(group, blocks)
-        mask = self._values[index] != present
-        if renew:
-            self._values[index] = present
-        if self._on_host:
-            self._comparisons.append(_Comparison(label, blocks, mask, None))
-            return
-        on_host = self._torch.empty(len(blocks), dtype=self._torch.bool, pin_memory=True)
-        on_host.copy_(mask, non_blocking=True)
-        event = self._torch.cuda.Event()
-        event.record()
-        self._comparisons.append(_Comparison(label, blocks, on_host, event))
+        once = list(dict.fromkeys(blocks))
+        pending = self.values.compare(self._prints[group], once, renew=renew)
+        self._comparisons.append(_Comparison(label, once, pending))
 
-    def differing(self, group: int, blocks: Sequence[int]) -> Any:
-        """Which sealed blocks hold other bytes than were sealed: a mask on the device."""
-        return self._values[self._index(blocks)] != self.of(group, blocks)
+    def differing(self, group: int, blocks: Sequence[int]) -> Pending:
+        """Which sealed blocks hold other bytes than were sealed."""
+        return self.values.compare(self._prints[group], blocks, renew=False)
 
     def mismatched(self, block: int, sealed_step: int) -> None:
         """A scrub found that a block differs from the seal of ``sealed_step``."""
@@ -110,20 +112,11 @@ class Seals(Generic[Label]):
         arrived = []
         while self._comparisons:
             first = self._comparisons[0]
-            if first.event is not None and not first.event.query():
-                if not wait:
-                    break
-                first.event.synchronize()
+            if not first.pending.arrived(wait=wait):
+                break
             self._comparisons.popleft()
-            flags = first.mask.tolist()
+            flags = first.pending.flags()
             arrived.append(
                 (first.label, [block for block, flag in zip(first.blocks, flags, strict=True) if flag])
             )
         return arrived
-
-    def _index(self, blocks: Sequence[int]) -> Any:
-        """The blocks as an index on the device."""
-        index = self._torch.tensor(blocks, dtype=self._torch.int64)
-        if self._on_host:
-            return index
-        return index.pin_memory().to(self._values.device, non_blocking=True)

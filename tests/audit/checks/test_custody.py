@@ -74,9 +74,7 @@ class Engine:
             PoolSeen(0, 0, 0, 8, 0, 7, 0, [0, 16, 2]),
         ]
 
-    def begin(
-        self, request: int, step: int, block: int, *, cached: bool = True, hash_id: int = HASH
-    ) -> None:
+    def begin(self, request: int, step: int, block: int, *, cached: bool = True, hash_id: int = HASH) -> None:
         self.events += [
             RequestAdded(step, request, f"r{request}", 17),
             BlocksAllocated(step, step, 0, "allocate_new_blocks", [request, 0, 1, block]),

@@ -41,28 +41,43 @@ def verify_changed_blocks() -> None:
     layers = [random_bytes((8, 2, 16, 64), torch.bfloat16, seed) for seed in range(3)]
     prints = TritonFingerprints(layers, 3)
     seals = prints.of(range(8))
-    differing = torch.zeros(3, dtype=torch.int64)
-    prints.verify([1, 5, 2], seals, differing)
-    assert differing.tolist() == [0, 0, 0]
+
+    def differing(blocks: list[int], *, renew: bool = False) -> list[int]:
+        index, differs = torch.tensor(blocks), torch.ones(len(blocks), dtype=torch.bool)
+        sums = torch.ones(len(blocks), 1, dtype=torch.int64)
+        prints.write(index, sums)
+        prints.mark(index, sums, seals, differs, renew=renew)
+        return [block for block, flag in zip(blocks, differs.tolist(), strict=True) if flag]
+
+    assert differing([1, 5, 2]) == []
     layers[1][5, 1, 3, 7] += 1
     layers[2][2].copy_(layers[2][3])
-    prints.verify([1, 5, 2], seals, differing)
-    assert differing[0] == 2
-    assert sorted(differing[1:].tolist()) == [2, 5]
+    assert differing([1, 5, 2]) == [5, 2]
+    assert differing([1, 5], renew=True) == [5]
+    assert differing([1, 5, 2]) == [2]
     layers[0].zero_()
-    differing.zero_()
-    prints.verify(range(8), seals, differing)  # more than there is room for
-    assert differing[0] == 8
+    assert differing(list(range(8))) == list(range(8))
     print("verified")
 
 
-def test_the_triton_form_equals_the_torch_form_and_lists_the_blocks_that_differ() -> None:
+def seal_through_the_kernel() -> None:
+    """Seals, comparisons and changes give equal results through the kernel and on the host."""
+    from tests.engines.content.test_seals import history
+
+    from kvledger.audit.engines.content.fingerprint_triton import TritonFingerprints
+
+    for seed in range(3):
+        assert history(seed, form=TritonFingerprints) == history(seed)
+    print("sealed")
+
+
+def test_the_triton_form_equals_the_torch_form_and_finds_the_blocks_that_differ() -> None:
     """In a process of its own: Triton reads the variable when a kernel is defined."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-    functions = "t.compare_random_views(); t.verify_changed_blocks()"
+    functions = "t.compare_random_views(); t.verify_changed_blocks(); t.seal_through_the_kernel()"
     code = f"from tests.engines.content import test_fingerprint_triton as t; {functions}"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, text=True, capture_output=True
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["equal", "verified"]
+    assert done.stdout.split() == ["equal", "verified", "sealed"]

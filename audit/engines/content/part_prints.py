@@ -1,0 +1,97 @@
+"""Fingerprints of the parts of blocks that a connector moves, read where the KV caches are.
+
+On a device the fingerprints are on their way to the host when :meth:`PartPrints.read` returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from .device_buffers import Slots
+from .forms import fingerprints_of
+from .parts import all_parts
+
+ROOM = 256
+"""Blocks that one slot has room for; a block has a fingerprint for each part."""
+
+
+class PendingPrints(Protocol):
+    """Fingerprints that may be on their way to the host."""
+
+    def arrived(self, *, wait: bool) -> bool:
+        """Whether they are there."""
+
+    def rows(self) -> Any:
+        """One row for each block (NumPy int64). Called once, after they have arrived."""
+
+
+class _Known:
+    """Fingerprints that are there."""
+
+    def __init__(self, rows: Any) -> None:
+        self._rows = rows
+
+    def arrived(self, *, wait: bool) -> bool:
+        """They are."""
+        return True
+
+    def rows(self) -> Any:
+        """One row for each block."""
+        return self._rows.numpy()
+
+
+class _Sent:
+    """Fingerprints that are on their way to the host."""
+
+    def __init__(self, slots: Slots, parts: list[Any]) -> None:
+        self._slots, self._parts = slots, parts
+
+    def arrived(self, *, wait: bool) -> bool:
+        """Whether the last copy is complete; those before it then are too."""
+        event = self._parts[-1].event
+        if wait:
+            event.synchronize()
+        return bool(event.query())
+
+    def rows(self) -> Any:
+        """One row for each block."""
+        rows = np.concatenate([slot.sums_on_host.numpy() for slot in self._parts])
+        for slot in self._parts:
+            self._slots.release(slot)
+        return rows
+
+
+class PartPrints:
+    """Fingerprints of keys and of values of each layer. ``new_event``: of a device, for tests."""
+
+    def __init__(
+        self, layers: Sequence[Any], key: int, *, new_event: Callable[[], Any] | None = None
+    ) -> None:
+        parts = all_parts(layers)
+        factors = [number // 2 for number in range(len(parts))]
+        self._prints = fingerprints_of(parts, key, factors=factors)
+        device = parts[0].device
+        on_host = device.type == "cpu" and new_event is None
+        self._slots = None if on_host else Slots(device, room=ROOM, columns=len(parts), new_event=new_event)
+        if self._slots is not None:
+            self.read([0]).arrived(wait=True)  # a kernel is compiled at its first call
+
+    @property
+    def key_name(self) -> str:
+        """The public name of the function and its key."""
+        return str(self._prints.key_name)
+
+    def read(self, blocks: Sequence[int]) -> PendingPrints:
+        """Take the fingerprints of at least one block."""
+        if self._slots is None:
+            return _Known(self._prints.by_layer(blocks))
+        sent = []
+        for slot in self._slots.take(blocks):
+            self._prints.write(slot.index, slot.sums)
+            slot.send_sums()
+            slot.event.record()
+            sent.append(slot)
+        return _Sent(self._slots, sent)

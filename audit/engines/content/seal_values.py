@@ -1,0 +1,127 @@
+"""The fingerprints of sealed blocks, in a tensor on the device of the KV caches, and comparisons with them.
+
+Caches in host memory are compared at once. On a device, work is queued behind the engine's own, and an
+asynchronous copy brings the mask of the blocks that differ to the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from .device_buffers import Slots
+from .fingerprint import Fingerprints
+
+
+class Pending(Protocol):
+    """A comparison whose result may be on its way to the host."""
+
+    def arrived(self, *, wait: bool) -> bool:
+        """Whether the result is there."""
+
+    def flags(self) -> list[bool]:
+        """For each block, whether it differs. Called once, after the result has arrived."""
+
+
+class SealValues(Protocol):
+    """The fingerprints of sealed blocks."""
+
+    def seal(self, prints: Fingerprints, blocks: Sequence[int]) -> None:
+        """Keep the fingerprints of blocks as they are now."""
+
+    def compare(self, prints: Fingerprints, blocks: Sequence[int], *, renew: bool) -> Pending:
+        """Compare blocks with their seals. ``renew``: seal the present bytes. A block is named once."""
+
+
+class Known:
+    """A result that is there."""
+
+    def __init__(self, mask: Any) -> None:
+        self._mask = mask
+
+    def arrived(self, *, wait: bool) -> bool:
+        """It is."""
+        return True
+
+    def flags(self) -> list[bool]:
+        """For each block, whether it differs."""
+        return list(self._mask.tolist())
+
+
+class HostValues:
+    """For KV caches in host memory."""
+
+    def __init__(self, blocks: int) -> None:
+        self.values = torch.zeros(blocks, dtype=torch.int64)
+
+    def seal(self, prints: Fingerprints, blocks: Sequence[int]) -> None:
+        """Keep the fingerprints of blocks as they are now."""
+        self.values[torch.tensor(blocks)] = prints.of(blocks)
+
+    def compare(self, prints: Fingerprints, blocks: Sequence[int], *, renew: bool) -> Known:
+        """Compare blocks with their seals. ``renew``: seal the present bytes."""
+        index, present = torch.tensor(blocks, dtype=torch.int64), prints.of(blocks)
+        mask = self.values[index] != present
+        if renew:
+            self.values[index] = present
+        return Known(mask)
+
+
+class _Sent:
+    """Masks that are on their way to the host."""
+
+    def __init__(self, slots: Slots, parts: list[Any]) -> None:
+        self._slots, self._parts = slots, parts
+
+    def arrived(self, *, wait: bool) -> bool:
+        """Whether the last copy is complete; those before it then are too."""
+        event = self._parts[-1].event if self._parts else None
+        if event is not None and wait:
+            event.synchronize()
+        return event is None or bool(event.query())
+
+    def flags(self) -> list[bool]:
+        """For each block, whether it differs."""
+        flags: list[bool] = []
+        for slot in self._parts:
+            flags += slot.differs_on_host.tolist()
+            self._slots.release(slot)
+        return flags
+
+
+class DeviceValues:
+    """For KV caches on a device. Memory is set aside and each kernel is compiled here, not in a step."""
+
+    def __init__(
+        self,
+        blocks: int,
+        device: Any,
+        forms: Sequence[Fingerprints],
+        new_event: Callable[[], Any] | None = None,
+    ) -> None:
+        self.values = torch.zeros(blocks, dtype=torch.int64, device=device)
+        self._slots = Slots(device, new_event=new_event)
+        for prints in forms:  # a kernel is compiled at its first call
+            self.seal(prints, [0])
+            for renew in (False, True):
+                self.compare(prints, [0], renew=renew).arrived(wait=True)
+
+    def seal(self, prints: Fingerprints, blocks: Sequence[int]) -> None:
+        """Keep the fingerprints of blocks as they are now."""
+        for slot in self._slots.take(blocks):
+            prints.write(slot.index, slot.sums)
+            self.values.index_copy_(0, slot.index, slot.sums.view(-1))
+            self._slots.discard(slot)
+
+    def compare(self, prints: Fingerprints, blocks: Sequence[int], *, renew: bool) -> _Sent:
+        """Compare blocks with their seals. ``renew``: seal the present bytes."""
+        parts = []
+        for slot in self._slots.take(blocks):
+            prints.write(slot.index, slot.sums)
+            prints.mark(slot.index, slot.sums, self.values, slot.differs, renew=renew)
+            slot.send_differs()
+            slot.event.record()
+            parts.append(slot)
+        return _Sent(self._slots, parts)
