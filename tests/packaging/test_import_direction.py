@@ -100,6 +100,13 @@ RULES = {
     "audit.engines.content.fingerprint_triton": Rule(
         ours=("audit.engines.content.fingerprint",), libraries=frozenset({"numpy", "torch", "triton"})
     ),
+    "audit.engines.content.device_buffers": Rule(libraries=frozenset({"torch"})),
+    "audit.engines.content.part_prints": Rule(
+        ours=("audit.engines.content",), libraries=frozenset({"numpy"})
+    ),
+    "audit.engines.content.seal_values": Rule(
+        ours=("audit.engines.content",), libraries=frozenset({"torch"})
+    ),
     # the outer ring
     "audit.entry": OUTER,
     "audit.entry.pytest_plugin": OUTER._replace(libraries=frozenset({"pytest"})),
