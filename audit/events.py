@@ -785,7 +785,8 @@ class ContentWatched(Event, frozen=True, array_like=True, tag=80):
     ``groups`` is flat, four numbers for each KV cache group that is checked: group, tokens per block,
     distinct tensors, and bytes of a block. ``key_name`` names the fingerprint function and its key:
     fingerprints of different names are never compared. ``share`` of the hit blocks are verified. ``excluded``
-    has a sentence for each group that is not checked. ``step``: the worker's step so far.
+    has a sentence for each group that is not checked. ``step``: the worker's step so far. ``layouts`` says of
+    each checked group, in the order of ``groups``, how its KV caches lie in memory.
     """
 
     step: int
@@ -795,6 +796,7 @@ class ContentWatched(Event, frozen=True, array_like=True, tag=80):
     key_name: str
     share: float
     excluded: list[str]
+    layouts: list[str] = []
 
 
 UNFILLED, UNSEEN, UNSAMPLED, SAME_STEP, MISMATCHED = 0, -1, -2, -3, -4

@@ -50,6 +50,30 @@ def read() -> HostSource | None:
         return None
 
 
+class CacheDeclarations(NamedTuple):
+    """How vLLM declares its KV caches. ``specs``: the classes of groups of KV caches."""
+
+    strides: bool
+    specs: tuple[str, ...]
+
+
+_ABSTRACT_SPECS = ("AttentionSpec", "KVCacheSpec", "KVCacheGroupSpec")
+
+
+def cache_declarations() -> CacheDeclarations | None:
+    """How the installed vLLM declares its KV caches; None if its files do not tell."""
+    spec = find_spec(PACKAGE)
+    if spec is None or spec.origin is None:
+        return None
+    sources, module = _Sources(Path(spec.origin).parent.parent), "vllm.v1.kv_cache_interface"
+    try:
+        specs = [name for name in sources.classes(module) if name.endswith("Spec")]
+        strides = "block_stride" in sources.fields(module, "KVCacheTensor")
+    except (OSError, SyntaxError, ValueError, _Unreadable):
+        return None
+    return CacheDeclarations(strides, tuple(name for name in specs if name not in _ABSTRACT_SPECS))
+
+
 def _read(sources: _Sources) -> HostSource:
     version = sources.version()
     if os.environ.get("VLLM_USE_V1") == "0" and sources.exists("vllm.core.scheduler"):
@@ -97,6 +121,10 @@ class _Sources:
             for row in body
             if isinstance(row, ast.AnnAssign) and isinstance(row.target, ast.Name)
         )
+
+    def classes(self, module: str) -> list[str]:
+        """The names of the classes that a module defines."""
+        return [row.name for row in self._tree(module) if isinstance(row, ast.ClassDef)]
 
     def methods(self, module: str, name: str) -> Methods:
         """The methods of a class and of its bases in vLLM, each with its signature."""

@@ -23,6 +23,7 @@ from .. import engines
 from ..checks.registry import catalogue
 from ..hooks import EngineMismatch
 from ..release_semantics import limits, meanings
+from .doctor_contents import ContentsDiagnosis, diagnose_contents
 
 PLUGIN = "kvledger.audit.entry.plugin:install"
 GROUP = "vllm.general_plugins"
@@ -53,6 +54,8 @@ class Diagnosis(msgspec.Struct, frozen=True):
     problems: list[str]
     examined: str = "import"
     """How vLLM was examined: ``source`` (its files were read) or ``import``."""
+    contents: ContentsDiagnosis | None = None
+    """What level ``content`` would check; None for the v0 scheduler, and where vLLM can't be observed."""
 
     @property
     def observed(self) -> bool:
@@ -103,6 +106,7 @@ def diagnose(
         directory=directory,
         problems=[*found.problems, *plugin_problems, *directory_problems],
         examined=found.examined,
+        contents=diagnose_contents(directory) if adapter and not adapter.NAME.startswith("v0") else None,
     )
 
 

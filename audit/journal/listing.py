@@ -13,10 +13,13 @@ from pathlib import Path
 import msgspec
 
 from ..errors import LedgerError
-from ..events import EngineStarted, EngineStopped, Event, RequestAdded, Snapshot
+from ..events import ContentWatched, EngineStarted, EngineStopped, Event, RequestAdded, Snapshot
 from .decode import NewerBatch, UnreadableBatch, decode_batch
 from .folder import WORKER
 from .format import NoSegmentFile, frames, is_live, open_segment, read_header, segments
+
+FIRST_FRAMES = 4
+"""So many frames at the beginning of a segment are searched for a worker's introduction."""
 
 LAST_FRAMES = 64
 """So many frames at the end of a segment are searched for the last request."""
@@ -63,6 +66,17 @@ def facts(path: Path) -> JournalFacts:
         bytes=found.bytes,
         segments=found.segments,
     )
+
+
+def content_watch(journal: Path) -> ContentWatched | None:
+    """What a journal's last segments say about the contents of blocks at level ``content``; None: nothing."""
+    files = segments(journal)
+    for number in sorted(files, reverse=True)[:2]:  # the last one may still be empty
+        for events in _batches(files[number], most=FIRST_FRAMES, last=False):
+            found = next((event for event in events if isinstance(event, ContentWatched)), None)
+            if found is not None:
+                return found
+    return None
 
 
 def prunable(

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...audit.entry.doctor import Diagnosis
+from ...audit.entry.doctor_contents import ContentsDiagnosis
 from .audit import csv_of
 from .terminal import blocks, indented, title
 
@@ -25,12 +26,19 @@ def as_csv(diagnosis: Diagnosis) -> str:
     rows: list[tuple[str, str, str]] = [("observed", "", str(diagnosis.observed).lower())]
     for topic, value in msgspec.to_builtins(diagnosis).items():
         if isinstance(value, dict):
-            rows += [(topic, name, str(text or "")) for name, text in value.items()]
+            rows += [(topic, name, _joined(text)) for name, text in value.items()]
         elif isinstance(value, list):
             rows += [(topic, *_name_and_text(each)) for each in value]
         else:
             rows.append((topic, "", str(value or "")))
     return csv_of(("topic", "name", "says"), rows)
+
+
+def _joined(value: Any) -> str:
+    """A value of a nested topic in one cell."""
+    if isinstance(value, dict):
+        value = [f"{name}: {text}" for name, text in value.items()]
+    return "; ".join(value) if isinstance(value, list) else str(value or "")
 
 
 def _name_and_text(value: Any) -> tuple[str, str]:
@@ -47,6 +55,7 @@ def render(diagnosis: Diagnosis, *, verbose: bool = False) -> Group:
             _section("Invariants checked in part", diagnosis.checked_in_part),
             _section("Invariants not checked", diagnosis.not_checked),
             _section("What is read of each connector's metadata", diagnosis.connectors),
+            _section("What level content checks", _contents_rows(diagnosis.contents)),
         ]
     elif diagnosis.adapter:
         parts.append(
@@ -94,9 +103,40 @@ def facts(diagnosis: Diagnosis) -> list[Fact]:
         Fact("ok" if plugin_ok else "missing", "plugin", diagnosis.plugin or "not installed"),
         Fact("ok" if folder_ok else "missing", "KVLEDGER_DIR", diagnosis.directory or "not set"),
     ]
+    if diagnosis.contents is not None:
+        rows.append(_contents_fact(diagnosis.contents))
     others = {name: number for name, number in diagnosis.versions.items() if name != "vllm"}
     installed = [f"{name} {number}" if number else f"no {name}" for name, number in others.items()]
     return [*rows, Fact("", "also", ", ".join(installed))]
+
+
+def _contents_fact(found: ContentsDiagnosis) -> Fact:
+    """What level ``content`` would check here, and what it checked in the newest journal."""
+    if found.problem:
+        return Fact("missing", "contents", f"level content checks nothing: {found.problem}")
+    count = len(found.checked)
+    kinds = (
+        f"places of blocks from {found.places}; {count} {'kind' if count == 1 else 'kinds'} of KV caches "
+        "can be checked"
+    )
+    if found.not_checked:
+        kinds += f", {len(found.not_checked)} can't be"
+    if found.journal:
+        kinds += f"; in {found.journal}: {'; '.join([*found.groups, *found.excluded]) or 'no group'}"
+    return Fact("partly" if found.excluded else "ok", "contents", kinds)
+
+
+def _contents_rows(found: ContentsDiagnosis | None) -> dict[str, str]:
+    """Each kind of KV cache, and each group of the newest journal."""
+    if found is None or found.problem:
+        return {}
+    rows = dict.fromkeys(found.checked, "checked") | {
+        name: f"not checked: {why}" for name, why in found.not_checked.items()
+    }
+    rows["fingerprints"] = found.form
+    if found.journal:
+        rows[found.journal] = "; ".join([*found.groups, *found.excluded]) or "no group"
+    return rows
 
 
 _SETTINGS = ("KVLEDGER_DIR", "VLLM_PLUGINS")

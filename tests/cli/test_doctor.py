@@ -20,8 +20,11 @@ from kvledger import cli
 from kvledger.audit import engines
 from kvledger.audit.checks.registry import catalogue
 from kvledger.audit.engines import source_files
+from kvledger.audit.engines.source_files import CacheDeclarations
 from kvledger.audit.engines.v1_012 import V1Observer012
-from kvledger.audit.entry import doctor
+from kvledger.audit.entry import doctor, doctor_contents
+from kvledger.audit.events import ContentWatched, EngineStarted
+from kvledger.audit.journal.writer import JournalWriter
 
 
 @pytest.fixture
@@ -172,6 +175,68 @@ def test_a_problem_says_what_to_type(run: Any, host: Any, monkeypatch: pytest.Mo
     _, out = run()
 
     assert "KVLEDGER_DIR=~/kvledger vllm serve MODEL" in " ".join(out.split())
+
+
+DECLARED = CacheDeclarations(True, ("FullAttentionSpec", "MambaSpec"))
+
+
+def write_worker_journal(folder: Path, *watches: ContentWatched) -> None:
+    writer = JournalWriter(folder)
+    writer.write([EngineStarted(0, 1e9, "vllm", "0.32.0", "content", "worker", 1, {}), *watches])
+    writer.close()
+
+
+def test_the_doctor_says_which_groups_are_checked_and_how_their_caches_lay_in_memory(
+    run: Any, host: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(doctor_contents, "cache_declarations", lambda: DECLARED)
+    layout = "CPUAttentionBackend, layout LBHNC, kernel blocks of 32 tokens, float32"
+    excluded = "Group 1 is not checked: its blocks are of kind MambaSpec."
+    watched = ContentWatched(1, 0, 0, 11, [0, 32, 2, 32768], "k", 1.0, [excluded], [layout])
+    write_worker_journal(tmp_path / "journals" / "worker-1-1-0", watched)
+    write_worker_journal(tmp_path / "journals" / "worker-2-1-0")  # newer, of another level
+
+    _, text = run()
+    line = " ".join(text.split())
+    assert "partly contents places of blocks from strides of KVCacheTensor; 1 kind of KV caches" in line
+    assert f"group 0: 11 blocks of 32 tokens and 32,768 bytes, 2 tensors; {layout}" in line
+    assert excluded in line
+    found = json.loads(run("--json")[1])["contents"]
+    assert ["FullAttentionSpec"] == found["checked"]
+    assert {"MambaSpec": "states are rewritten in place"} == found["not_checked"]
+    assert ("worker-1-1-0", [excluded]) == (found["journal"], found["excluded"])
+    rows = {tuple(row[:2]): row[2] for row in csv.reader(run("--format", "csv")[1].splitlines())}
+    assert "MambaSpec: states are rewritten in place" == rows["contents", "not_checked"]
+
+
+def test_without_a_journal_the_doctor_names_the_kinds_of_caches_alone(
+    run: Any, host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor_contents, "cache_declarations", lambda: DECLARED._replace(strides=False))
+    line = " ".join(run()[1].split())
+    assert (
+        "ok contents places of blocks from shapes that attention backends declare; 1 kind of KV caches "
+        "can be checked, 1 can't be also" in line
+    )
+
+
+def test_a_release_with_unknown_caches_checks_no_contents(
+    run: Any, host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor_contents, "cache_declarations", lambda: None)
+    code, text = run()
+    assert 0 == code
+    assert "missing contents level content checks nothing: this release does not declare" in " ".join(
+        text.split()
+    )
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
+def test_the_kinds_of_caches_are_read_from_the_source_files() -> None:
+    found = source_files.cache_declarations()
+    assert found is not None
+    assert {"FullAttentionSpec", "MambaSpec"} <= set(found.specs)
+    assert "KVCacheSpec" not in found.specs
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")

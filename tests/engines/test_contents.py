@@ -33,6 +33,17 @@ def test_the_fast_scenarios_exist() -> None:
     assert set(FAST) <= set(SCENARIOS)
 
 
+def test_a_worker_says_how_the_caches_of_each_group_lie_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    audits: list[LiveAudit] = []
+    monkeypatch.setattr(driving, "Driver", DriverWithCaches)
+    SCENARIOS["double_allocation_three_groups"](lambda each: audits.append(attach_content(each)))
+
+    watched = audits[0]._observer.content.watch.began()
+    assert ["kernel blocks of 16 tokens, float32"] * 3 == [
+        layout.removeprefix("layout LBHNC, ") for layout in watched.layouts
+    ]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_scenario_has_no_finding_about_contents(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     audits: list[LiveAudit] = []

@@ -35,6 +35,8 @@ class GroupLayout(NamedTuple):
     layer_names: list[list[str]]
     """The layers that read each tensor: layers that share KV have one tensor."""
     block_bytes: int
+    description: str = ""
+    """Attention backends, memory order, tokens of a kernel block, and dtypes, as far as they are declared."""
 
 
 class Layout(NamedTuple):
@@ -103,7 +105,24 @@ def _group(runner: Any, config: Any, number: int, group: Any, blocks: int) -> Gr
     if not layers:
         raise UnknownLayout(f"group {number} has no layer with a KV cache")
     size = sum(layer[0].numel() * layer.element_size() for layer in layers)
-    return GroupLayout(number, int(group.kv_cache_spec.block_size), layers, names, size)
+    tokens = int(group.kv_cache_spec.block_size)
+    description = _description(runner, number, group, tokens, layers)
+    return GroupLayout(number, tokens, layers, names, size, description)
+
+
+def _description(runner: Any, number: int, group: Any, tokens: int, layers: list[Any]) -> str:
+    """What is declared about the memory of a group's KV caches."""
+    backends = sorted(
+        {getattr(_backend_of(runner, number, name), "__name__", "") for name in group.layer_names}
+    )
+    order = getattr(getattr(runner.vllm_config, "cache_config", None), "kv_cache_layout", None)
+    parts = [name for name in backends if name]
+    if order:
+        parts.append(f"layout {getattr(order, 'name', order)}")
+    each = layers[0].shape[1] if layers[0].dim() > 1 else 1
+    if tokens % each == 0:
+        parts.append(f"kernel blocks of {tokens // each} tokens")
+    return ", ".join([*parts, *sorted({str(layer.dtype).removeprefix("torch.") for layer in layers})])
 
 
 def _cache_of(runner: Any, name: str) -> Any:

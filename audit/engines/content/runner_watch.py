@@ -152,6 +152,7 @@ class RunnerWatch:
             self.seals.key_name,
             self.options.share,
             self.layout.sentences(),
+            [group.description for group in self.layout.groups.values()],
         )
 
     def _new_tables(self) -> Tables:
