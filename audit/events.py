@@ -160,6 +160,8 @@ class RequestAdded(Event, frozen=True, array_like=True, tag=4):
 
     ``traceparent`` is the caller's trace context (W3C), if the engine received one.
     ``transferred``: a prefill engine hands over the KV, so external tokens are no cache hits.
+    ``remote_decode``: this engine only prefills, and another one decodes. ``remote_request``: the id of the
+    request in the prefill engine, if the connector received one.
     ``isolation``: what keeps the request's KV apart from other requests, see :data:`Isolation`.
     ``labels`` None: the request has none, or they were not recorded.
     """
@@ -175,6 +177,8 @@ class RequestAdded(Event, frozen=True, array_like=True, tag=4):
     transferred: bool = False
     isolation: Isolation | None = None
     labels: RequestLabels | None = None
+    remote_decode: bool = False
+    remote_request: str = ""
 
 
 class LookedUp(Event, frozen=True, array_like=True, tag=5):
@@ -471,6 +475,8 @@ class SnapshotRow(msgspec.Struct, frozen=True, array_like=True):
     transferred: bool = False
     isolation: Isolation | None = None
     labels: RequestLabels | None = None
+    remote_decode: bool = False
+    remote_request: str = ""
 
 
 class Snapshot(Event, frozen=True, array_like=True, tag=23):

@@ -1,4 +1,4 @@
-"""A client's call: the requests that the engine made of it, and their figures counted once.
+"""A client's call: the requests that engines made of it, and their figures counted once.
 
 A call with n samples or several prompts is several requests. Each has an account of its own, and the same
 prompt is in n of them. What a client is billed for is the call, so here a prompt counts once, whatever the
@@ -6,16 +6,39 @@ number of its samples, and a prompt token is *cached* only if no sample of the c
 
 With a prefill and a decode engine, each has a request for the prompt. What the decode engine received is no
 cache hit: where it came from stands in the prefill engine's account, and the output in the decode engine's.
+Both requests are joined by the id that the connector gives the decode engine, else by the call's id, the
+prompt, and the order of their arrival. An id alone joins nothing: the router asked for a transfer
+(``kv_transfer_params``), or the engines have the KV roles of a producer and a consumer.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ..client_ids import Part, part_of
 from ..ledger.frozen import AccountStatement
+
+PREFILL, DECODE = "prefill", "decode"
+"""Roles of the two requests of one prompt in two engines. A request that one engine serves has no role."""
+
+PAIRED_ROLES = ("kv_producer", "kv_consumer")
+"""vLLM's KV roles of a prefill and a decode engine."""
+
+FAILED_TRANSFER = ("failed", "not_planned", "never_loaded")
+"""Causes for which promised tokens did not arrive."""
+
+
+class Found(NamedTuple):
+    """An account, and what a call needs to know of its engine."""
+
+    account: AccountStatement
+    engine: str = ""
+    kv_role: str = ""
+    """vLLM's ``kv_role`` of the engine; empty without a connector."""
+    began: float = 0.0
+    """Unix time from which the account's times count."""
 
 
 class CallRequest(NamedTuple):
@@ -24,6 +47,8 @@ class CallRequest(NamedTuple):
     part: Part
     account: AccountStatement
     engine: str = ""
+    role: str = ""
+    """:data:`PREFILL`, :data:`DECODE`, or empty."""
 
     @property
     def local(self) -> int:
@@ -48,12 +73,17 @@ class CallRequest(NamedTuple):
     @property
     def cached(self) -> int:
         """Prompt tokens from a cache. KV that a prefill engine hands over is no cache hit."""
-        return self.local + (0 if self.account.transferred else self.external)
+        return self.local + (0 if self.role == DECODE else self.external)
 
     @property
     def output_tokens(self) -> int:
         """Tokens of the sequence behind the prompt."""
         return self.account.sequence_tokens - self.account.prompt_tokens
+
+    @property
+    def known(self) -> bool:
+        """Whether the account is complete and settled."""
+        return self.account.unknown is None and bool(self.account.settlements)
 
 
 class CallFigures(NamedTuple):
@@ -66,58 +96,167 @@ class CallFigures(NamedTuple):
     output_tokens: int
     known: bool
     """Whether every account is complete and settled."""
+    not_counted: dict[str, int]
+    """Tokens of its requests that count nowhere else in the call, by cause, see :func:`not_counted`."""
 
 
-def requests_of(accounts: Iterable[tuple[AccountStatement, str]], *, suffixed: bool) -> list[CallRequest]:
-    """Accounts with their engines as requests of calls, in the order of arrival within each engine.
+def calls_of(found: Iterable[Found], *, suffixed: bool) -> list[list[CallRequest]]:
+    """The calls of one id, in the order of arrival. Several: the client used the id again.
 
-    A prefill engine comes before the decode engine that it hands KV over to. ``suffixed``: see
-    :func:`part_of`.
+    The n-th request for a prompt and sample belongs to the n-th call; a prefill engine and the decode engine
+    that it hands KV over to count as one. ``suffixed``: see :func:`part_of`.
     """
-    requests = [
-        CallRequest(part_of(each.request_id, suffixed=suffixed), each, engine) for each, engine in accounts
-    ]
-    return sorted(
-        requests,
-        key=lambda each: (each.account.transferred, each.engine, each.account.added_at, *each.part[1:]),
+    arrived = sorted(
+        ((part_of(each.account.request_id, suffixed=suffixed), each) for each in found), key=_arrival
     )
-
-
-def attempts(requests: Iterable[CallRequest]) -> list[list[CallRequest]]:
-    """Split the requests of one id where a prompt and sample come again: the client used the id again.
-
-    The n-th request for a prompt in a decode engine belongs with the n-th one in its prefill engine.
-    """
     calls: list[list[CallRequest]] = []
-    seen: Counter[tuple[bool, int, int]] = Counter()
-    for request in requests:
-        place = request.account.transferred, request.part.prompt, request.part.sample
+    seen: Counter[tuple[int, int]] = Counter()
+    for unit in _units(arrived):
+        place = unit[0].part[1:]
         if seen[place] == len(calls):
             calls.append([])
-        calls[seen[place]].append(request)
+        calls[seen[place]] += unit
         seen[place] += 1
-    return calls
+    return [sorted(call, key=lambda each: (each.role == DECODE, each.engine)) for call in calls]
+
+
+def _arrival(row: tuple[Part, Found]) -> tuple[float, int, int]:
+    part, found = row
+    return found.began + found.account.added_at / 1e6, part.prompt, part.sample
+
+
+def _units(arrived: Sequence[tuple[Part, Found]]) -> Iterable[list[CallRequest]]:
+    """Requests in the order of arrival; the two requests of a transfer stand together."""
+    prefills = {
+        index: row for index, row in enumerate(arrived) if _may_prefill(row[1]) and not _may_decode(row[1])
+    }
+    prefill_of: dict[int, int] = {}
+    for index, row in enumerate(arrived):
+        if _may_decode(row[1]):
+            source = _source(index, row, prefills)
+            if source is not None:
+                prefill_of[source] = index
+                del prefills[source]
+    received = set(prefill_of.values())
+    for index, (part, found) in enumerate(arrived):
+        if index in prefill_of:
+            decode_part, decode = arrived[prefill_of[index]]
+            yield [_request(part, found, PREFILL), _request(decode_part, decode, DECODE)]
+        elif index not in received:
+            yield [_request(part, found, _own_role(found.account))]
+
+
+def _source(index: int, row: tuple[Part, Found], prefills: dict[int, tuple[Part, Found]]) -> int | None:
+    """The prefill request whose KV a request received; None: it is not here."""
+    part, found = row
+    remote = found.account.remote_request
+    if remote:
+        return next((at for at, (_, each) in prefills.items() if each.account.request_id == remote), None)
+    fitting = [
+        at
+        for at, (other, each) in prefills.items()
+        if other[1:] == part[1:]
+        and each.engine != found.engine
+        and each.account.prompt_tokens == found.account.prompt_tokens
+    ]
+    fitting = [at for at in fitting if prefills[at][0].call == part.call] or fitting
+    before = [at for at in fitting if at < index]
+    if not before and found.account.transferred:  # clocks of two machines differ
+        return fitting[0] if fitting else None
+    return before[-1] if before else None
+
+
+def _may_prefill(found: Found) -> bool:
+    """Journals that were recorded before ``remote_decode`` have no ``kv_role`` either."""
+    account = found.account
+    recorded_before = not found.kv_role and account.sequence_tokens - account.prompt_tokens <= 1
+    return account.remote_decode or found.kv_role == "kv_producer" or recorded_before
+
+
+def _may_decode(found: Found) -> bool:
+    return found.account.transferred or found.kv_role == "kv_consumer"
+
+
+def may_be_paired(found: Found) -> bool:
+    """Whether another engine may have a request for the same prompt."""
+    return found.account.remote_decode or found.kv_role in PAIRED_ROLES or found.account.transferred
+
+
+def _own_role(account: AccountStatement) -> str:
+    """The role of a request whose counterpart is not here."""
+    if account.transferred:
+        return DECODE
+    return PREFILL if account.remote_decode else ""
+
+
+def _request(part: Part, found: Found, role: str) -> CallRequest:
+    return CallRequest(part, found.account, found.engine, role)
 
 
 def figures(requests: Iterable[CallRequest]) -> CallFigures:
     """The figures of one call."""
     every = list(requests)
-    by_prompt: dict[int, list[CallRequest]] = {}
-    for request in every:
-        by_prompt.setdefault(request.part.prompt, []).append(request)
-    handed_over = {each.part[1:] for each in every if each.account.transferred}
-    answered = [each for each in every if each.account.transferred or each.part[1:] not in handed_over]
+    by_prompt = prompts_of(every)
+    answers = [request for samples in by_prompt.values() for request in answering(samples)]
     return CallFigures(
         requests=len(every),
         prompts=len(by_prompt),
         prompt_tokens=sum(samples[0].account.prompt_tokens for samples in by_prompt.values()),
-        cached=sum(_cached(samples) for samples in by_prompt.values()),
-        output_tokens=sum(request.output_tokens for request in answered),
-        known=all(each.account.unknown is None and bool(each.account.settlements) for each in every),
+        cached=sum(min(each.cached for each in computing(samples)) for samples in by_prompt.values()),
+        output_tokens=sum(request.output_tokens for request in answers),
+        known=all(each.known for each in every),
+        not_counted=dict(sum((not_counted(samples) for samples in by_prompt.values()), Counter())),
     )
 
 
-def _cached(samples: list[CallRequest]) -> int:
-    """The tokens of a prompt that no request computed; of two engines, the prefill engine tells."""
-    prefilled = [each for each in samples if not each.account.transferred]
-    return min(each.cached for each in prefilled or samples)
+def prompts_of(requests: Iterable[CallRequest]) -> dict[int, list[CallRequest]]:
+    """The requests of one call by the number of their prompt."""
+    by_prompt: dict[int, list[CallRequest]] = {}
+    for request in requests:
+        by_prompt.setdefault(request.part.prompt, []).append(request)
+    return by_prompt
+
+
+def computing(samples: Sequence[CallRequest]) -> list[CallRequest]:
+    """The requests that tell where a prompt came from: of two engines, those of the prefill engine."""
+    return [each for each in samples if each.role != DECODE] or list(samples)
+
+
+def answering(samples: Sequence[CallRequest]) -> list[CallRequest]:
+    """The requests whose output the client gets: of two engines, those of the decode engine."""
+    decoded = {each.part.sample for each in samples if each.role == DECODE}
+    return [each for each in samples if each.role != PREFILL or each.part.sample not in decoded]
+
+
+def not_counted(samples: Sequence[CallRequest]) -> Counter[str]:
+    """Tokens of the requests for one prompt that its figures leave out, by cause.
+
+    - ``another-sample``: prompt tokens that stand in the account of each sample.
+    - ``transferred``: prompt tokens that a decode engine received from a prefill engine.
+    - ``decode-hit``: prompt tokens that a decode engine had in its own cache.
+    - ``recomputed``: prompt tokens that a decode engine computed after a transfer.
+    - ``transfer-failed``: the same, where the transfer failed or brought nothing.
+    - ``prefill-output``: output tokens of a prefill engine, which the decode engine computes again.
+
+    With them, the figures add up to all tokens of the requests.
+    """
+    counts: Counter[str] = Counter()
+    first, answers = computing(samples), answering(samples)
+    took = sum(each.cached + each.computed for each in first)
+    counts["another-sample"] = (
+        took - min(each.cached for each in first) - max(each.computed for each in first)
+    )
+    for each in samples:
+        if each not in answers:
+            counts["prefill-output"] += each.output_tokens
+        if each not in first:
+            counts["transferred"] += each.external
+            counts["decode-hit"] += each.local
+            counts[recomputed_cause(each)] += each.computed
+    return +counts
+
+
+def recomputed_cause(request: CallRequest) -> str:
+    """Why a decode engine computed prompt tokens."""
+    failed = not request.external or any(request.account.voided.get(cause) for cause in FAILED_TRANSFER)
+    return "transfer-failed" if failed else "recomputed"

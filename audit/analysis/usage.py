@@ -11,6 +11,7 @@ Causes of ``cached``:
 - ``one-prompt``: the figure of one of several prompts of the call.
 - ``plan``: the hits of the first admission. Some were lost, in a failed load or a preemption, and computed.
 - ``transfer``: KV that a prefill engine handed over, counted as hits.
+- ``decode-engine``: the decode engine's own hits, of tokens that its prefill engine computed or hit.
 - ``engine-report``: what the engine reported for the request; ``kvledger show`` has its findings.
 - ``not-told``: the server gives no cached figure (vLLM: ``--enable-prompt-tokens-details``).
 
@@ -27,7 +28,7 @@ from typing import NamedTuple
 
 from ..client_ids import client_names
 from ..ledger.frozen import AccountStatement
-from .calls import CallFigures, CallRequest, attempts, figures, requests_of
+from .calls import DECODE, CallFigures, CallRequest, Found, calls_of, figures
 
 EQUAL, EXPLAINED, UNEXPLAINED, UNKNOWN, UNTRACED = (
     "equal",
@@ -77,16 +78,14 @@ class CallIndex:
     def __init__(self, told: Sequence[Told], *, suffixed: bool) -> None:
         self._suffixed = suffixed
         """Whether the engine's release appends random digits to ids."""
-        self._by_name: dict[str, dict[int, list[tuple[AccountStatement, str]]]] = {
-            name: {} for each in told for name in each.names
-        }
+        self._by_name: dict[str, dict[int, list[Found]]] = {name: {} for each in told for name in each.names}
         """Accounts by each id in the log, and how exactly the id names them."""
-        self._others: dict[str, list[tuple[AccountStatement, str]]] = {}
+        self._others: dict[str, list[Found]] = {}
         """Accounts of calls that no id in the log names, by the call's id."""
 
-    def add(self, account: AccountStatement, engine: str = "") -> None:
-        """Take an account of the trace, of the engine of that name."""
-        found = account, engine
+    def add(self, account: AccountStatement, engine: str = "", kv_role: str = "", began: float = 0.0) -> None:
+        """Take an account of the trace, with what :class:`Found` has of its engine."""
+        found = Found(account, engine, kv_role, began)
         named = False
         call = ""
         for place, name in client_names(account.request_id, account.traceparent, suffixed=self._suffixed):
@@ -105,13 +104,13 @@ class CallIndex:
         for name in names:
             ranks = self._by_name.get(name)
             if ranks:
-                return attempts(requests_of(ranks[min(ranks)], suffixed=self._suffixed))
+                return calls_of(ranks[min(ranks)], suffixed=self._suffixed)
         return []
 
     def others(self) -> Iterator[list[CallRequest]]:
         """The calls that no id in the log names."""
         for accounts in self._others.values():
-            yield from attempts(requests_of(accounts, suffixed=self._suffixed))
+            yield from calls_of(accounts, suffixed=self._suffixed)
 
 
 def reconcile(told: Sequence[Told], index: CallIndex) -> Usage:
@@ -178,12 +177,14 @@ def _cached(told: Told, call: list[CallRequest], counted: CallFigures) -> Iterat
 
 def _other_figures(call: list[CallRequest], counted: CallFigures) -> Iterator[tuple[str, set[int]]]:
     """Each cause of another cached figure, and the figures that it gives."""
-    if counted.requests > counted.prompts:
+    if any(each.part.sample > 0 for each in call):
         yield "one-sample", {each.cached for each in call}
     if counted.prompts > 1:
         yield "one-prompt", {each.cached for each in call}
-    if any(each.account.transferred for each in call):
-        yield "transfer", {each.local + each.external for each in call}
+    received = [each for each in call if each.role == DECODE]
+    if received:
+        yield "transfer", {each.local + each.external for each in received}
+        yield "decode-engine", {each.local for each in received}
     yield "plan", {sum(each.account.plan) for each in call if each.account.plan is not None}
     yield (
         "engine-report",

@@ -43,6 +43,7 @@ def configuration_of(
         "block_bytes": _block_bytes(scheduler.kv_cache_config),
         "workers": int(getattr(config.parallel_config, "world_size", 1)),
         "engine_key": engine_key(config),
+        "kv_role": _kv_role(config.kv_transfer_config),
     }
 
 
@@ -77,6 +78,12 @@ def engine_key(config: Any) -> str | None:
     """What an engine's scheduler and workers share with no other engine of the folder; None if unknown."""
     instance = getattr(config, "instance_id", None)
     return f"{instance}-{engine_index(config.parallel_config)}" if instance else None
+
+
+def _kv_role(transfer_config: Any) -> str | None:
+    """``kv_producer`` of a prefill engine, ``kv_consumer`` of a decode engine, or ``kv_both``."""
+    role = getattr(transfer_config, "kv_role", None)
+    return None if role is None else str(role)
 
 
 def _failure_policy(transfer_config: Any) -> str | None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..text import cut_id
+
 
 class EngineCounts:
     """Reads the engine's counts of a request."""
@@ -32,6 +34,14 @@ class EngineCounts:
         """Whether a prefill engine hands the KV over; the connector clears this flag at allocation."""
         parameters = getattr(request, "kv_transfer_params", None)
         return bool(parameters and parameters.get("do_remote_prefill"))
+
+    def handover(self, request: Any) -> tuple[bool, str]:
+        """Whether this engine only prefills the request, and the request's id in its prefill engine."""
+        parameters = getattr(request, "kv_transfer_params", None)
+        if not parameters:
+            return False, ""
+        remote = parameters.get("remote_request_id") if parameters.get("do_remote_prefill") else None
+        return bool(parameters.get("do_remote_decode")), cut_id(remote) if isinstance(remote, str) else ""
 
     def forget(self, request_id: str) -> None:
         """The engine has dropped the request."""

@@ -87,6 +87,7 @@ class Steps:
                 self._counts.transferred(request),
                 self._observer.isolation(request),
                 self._observer.labels.of(request),
+                *self._counts.handover(request),
             )
         )
 

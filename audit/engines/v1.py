@@ -118,6 +118,7 @@ class V1Observer(Observer):
         self.reports.expect(request)
         computed, in_flight, placeholders = counts.of(request)
         preemptions = counts.preemptions(request)
+        remote_decode, remote_request = counts.handover(request)
         never_admitted = request_id not in self.admissions.admitted_before
         return ev.SnapshotRow(
             request=number,
@@ -132,6 +133,8 @@ class V1Observer(Observer):
             transferred=counts.transferred(request),
             isolation=self.isolation(request),
             labels=self.labels.of(request),
+            remote_decode=remote_decode,
+            remote_request=remote_request,
         )
 
     def census(self, now: int) -> None:

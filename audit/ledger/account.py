@@ -61,6 +61,8 @@ class Account:
         "promised",
         "prompt_tokens",
         "rejected",
+        "remote_decode",
+        "remote_request",
         "reported",
         "reporting",
         "reports",
@@ -114,6 +116,10 @@ class Account:
         """The caller's W3C trace context."""
         self.transferred = False
         """Whether a prefill engine hands over the KV, so external tokens are no cache hits."""
+        self.remote_decode = False
+        """Whether this engine only prefills the request, and another one decodes."""
+        self.remote_request = ""
+        """Id of the request in the prefill engine; empty if not known."""
 
         self.positions = PositionRanges()
         """The origin of each position's KV."""
@@ -259,4 +265,6 @@ class Account:
             lives=[life_statement(life) for life in self.lives],
             traceparent=self.traceparent,
             transferred=self.transferred,
+            remote_decode=self.remote_decode,
+            remote_request=self.remote_request,
         )

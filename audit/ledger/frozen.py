@@ -76,6 +76,8 @@ class AccountStatement(msgspec.Struct, frozen=True):
     lives: list[LifeStatement]
     traceparent: str | None = None
     transferred: bool = False
+    remote_decode: bool = False
+    remote_request: str = ""
 
     @property
     def settled(self) -> Settlement | None:

@@ -50,7 +50,8 @@ def _request_added(state: LedgerState, event: ev.RequestAdded) -> None:
         and account.lines is None
     ):
         account.lines = []
-    account.transferred = event.transferred
+    account.transferred, account.remote_decode = event.transferred, event.remote_decode
+    account.remote_request = event.remote_request
     state.blocks.identify(event.request, event.isolation)
     sibling(state, account)
     enter(state, event, account)

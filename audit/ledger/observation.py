@@ -114,6 +114,7 @@ def _snapshot(state: LedgerState, event: ev.Snapshot) -> None:
         if account is None:
             account = open_account(state, row.request, row.request_id, row.prompt_tokens)
             account.transferred, account.labels = row.transferred, row.labels
+            account.remote_decode, account.remote_request = row.remote_decode, row.remote_request
             if row.labels is not None:
                 account.priority = row.labels.priority
             if not row.fresh:

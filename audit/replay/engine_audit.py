@@ -518,6 +518,11 @@ class EngineAudit:
         return str(self.engine.configuration.get("model", "")) if self.engine else ""
 
     @property
+    def kv_role(self) -> str:
+        """vLLM's ``kv_role`` of the engine; "" without a connector, or if the engine did not report it."""
+        return str(self.engine.configuration.get("kv_role") or "") if self.engine else ""
+
+    @property
     def meanings(self) -> dict[str, str]:
         """For each figure that the engine reports, a sentence on what this release means by it."""
         return {figure: row.says for figure, row in self._meanings().items()}

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from ..analysis.calls import Found
 from ..analysis.reconciliation import Reconciliation
 from ..checks.auditor import Verdict
 from ..checks.registry import Violation
@@ -171,6 +172,8 @@ class RequestStatement:
         ]
         """The findings in this request."""
         self._began_seconds = audit.began_seconds
+        self.found = Found(self.account, audit.name, audit.kv_role, audit.began_seconds or 0.0)
+        """The account as a part of a client's call."""
         self.suffixed = audit.random_suffixes
         """Whether the engine's release appends random digits to ids."""
 

@@ -13,7 +13,7 @@ import csv
 import hashlib
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,8 @@ from ...audit.errors import LedgerError
 from .lines import COLUMNS
 
 CHAIN = ("x_Line", "x_Lines", "x_PreviousHash", "x_Hash")
+LATER = {"x_NotBilled"}
+"""Columns that older statements do not have. A line's hash is of the columns that the line has."""
 SIGNATURE = ".sig"
 """What is appended to the name of a statement's file for its signature."""
 
@@ -50,7 +52,7 @@ def chained(lines: Sequence[dict[str, Any]], previous: str = "") -> list[Row]:
 
 def _hash(row: Row) -> str:
     """The hash of a line's other columns."""
-    text = json.dumps([row[name] for name in (*COLUMNS, *CHAIN[:-1])], ensure_ascii=False)
+    text = json.dumps([row[name] for name in (*COLUMNS, *CHAIN[:-1]) if name in row], ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -77,21 +79,25 @@ def read(path: Path) -> list[Row]:
         else:
             table = csv.DictReader(io.StringIO(text))
             rows = list(table)
-            if set(table.fieldnames or ()) != {*COLUMNS, *CHAIN}:
+            if not _complete(table.fieldnames or ()):
                 raise ValueError("the header has other columns")
     except OSError as error:
         raise LedgerError(f"{path} can't be read: {error.strerror}.") from error
     except (ValueError, csv.Error) as error:
         raise LedgerError(f"{path} is no statement.") from error
-    names = {*COLUMNS, *CHAIN}
     for row in rows:
         if (
             not isinstance(row, dict)
-            or set(row) != names
+            or not _complete(row)
             or not all(isinstance(v, str) for v in row.values())
         ):
             raise LedgerError(f"{path} is no statement: a line does not have its columns.")
     return list(rows)
+
+
+def _complete(names: Iterable[str]) -> bool:
+    """Whether a line has all its columns; older statements lack those of :data:`LATER`."""
+    return {*COLUMNS, *CHAIN} - LATER <= set(names) <= {*COLUMNS, *CHAIN}
 
 
 class Broken(LedgerError):

@@ -5,22 +5,38 @@ a token was read from a cache, and its direction, are properties of ``SkuPriceDe
 there and may change: https://github.com/FinOps-Open-Cost-and-Usage-Spec/FOCUS_Spec/pull/2606. A line has
 quantities and no prices.
 
-A call counts as in :mod:`kvledger.audit.analysis.calls`: a prompt once, whatever the number of its samples.
-KV that a prefill engine handed over is billed where it was computed. A request without a complete account
-is *unknown*: it is counted, and none of its tokens is billed.
+A call counts as in :mod:`kvledger.audit.analysis.calls`: a prompt once, whatever the number of its samples,
+and with two engines the prompt of the prefill engine and the output of the decode engine. Tokens that
+engines handled and that are not billed stand beside the lines, by cause. A request without a complete
+account is *unknown*: it is counted, and none of its tokens is billed.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...audit.analysis.calls import CallRequest
+from msgspec.structs import replace
+
+from ...audit.analysis.calls import (
+    DECODE,
+    PREFILL,
+    CallRequest,
+    Found,
+    answering,
+    calls_of,
+    computing,
+    may_be_paired,
+    prompts_of,
+    recomputed_cause,
+)
 from ...audit.client_ids import part_of
 from ...audit.errors import LedgerError
+from ...audit.ledger.frozen import AccountStatement
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.journals import each_account
 from ...audit.replay.windows import Window
@@ -49,6 +65,7 @@ COLUMNS = (
     "x_Requests",
     "x_UnknownRequests",
     "x_Journals",
+    "x_NotBilled",
 )
 """The columns of a line, before those of the chain."""
 
@@ -63,8 +80,19 @@ class _Sums:
         """Requests that are billed."""
         self.unknown = 0
         """Requests that are not billed, because their accounts are incomplete."""
+        self.not_billed: Counter[str] = Counter()
+        """Tokens that count elsewhere or nowhere, by cause."""
         self.journals: dict[str, list[float]] = {}
         """The first and last Unix time at which a request of this line ended, by journal."""
+
+
+Group = tuple[str, str]
+"""The group and the model of a line."""
+Groups = dict[Group, _Sums]
+GroupOf = dict[int, Group]
+"""The group of each account, by the identity of its object."""
+Held = dict[tuple[str, bool], list[tuple[Found, Group]]]
+"""Requests of which other journals may have the same prompt, by the call's id."""
 
 
 class Period(NamedTuple):
@@ -86,9 +114,11 @@ def month(text: str) -> Period:
 
 def lines(journals: Sequence[Path], period: Period, by: str) -> list[dict[str, Any]]:
     """The lines of the requests that ended in the period, by group and model, without empty ones."""
-    groups: dict[tuple[str, str], _Sums] = {}
+    groups: Groups = {}
+    held: Held = {}
     for journal in journals:
-        _add_journal(groups, journal, period, by)
+        _add_journal(groups, held, journal, period, by)
+    _add_held(groups, held)
     return [
         line
         for (group, model), sums in sorted(groups.items())
@@ -96,44 +126,82 @@ def lines(journals: Sequence[Path], period: Period, by: str) -> list[dict[str, A
     ]
 
 
-def _add_journal(groups: dict[tuple[str, str], _Sums], journal: Path, period: Period, by: str) -> None:
+def _add_journal(groups: Groups, held: Held, journal: Path, period: Period, by: str) -> None:
+    """Add the requests of a journal to their groups, or to the held ones if their call may have others."""
     audit = EngineAudit(journal, keep=True, window=Window(period.start, period.end), with_metrics=False)
-    samples: dict[tuple[tuple[str, str], str, int], list[CallRequest]] = {}
-    group_of = None
+    key = None
     for account in each_account(audit):
-        if group_of is None:  # the engine is known with its first account
-            group_of, suffixed = group_key(by, audit), audit.random_suffixes
+        if key is None:  # the engine is known with its first account
+            key, suffixed = group_key(by, audit), audit.random_suffixes
         if account.closed_at < 0:
             continue
-        group = group_of(account), audit.model
+        group, began = (key(account), audit.model), audit.began_seconds or 0.0
         sums = groups.setdefault(group, _Sums())
-        ended = (audit.began_seconds or 0.0) + account.closed_at / 1e6
+        ended = began + account.closed_at / 1e6
         first_last = sums.journals.setdefault(audit.path.name, [ended, ended])
         first_last[:] = min(first_last[0], ended), max(first_last[1], ended)
         statement = account.freeze()
-        if statement.unknown is not None or not statement.settlements:
-            sums.unknown += 1
-            continue
-        request = CallRequest(part_of(statement.request_id, suffixed=suffixed), statement)
-        sums.requests += 1
-        sums.tokens[OUTPUT, None] += request.output_tokens
-        if request.part.sample < 0:
-            sums.tokens[INPUT, READ] += request.cached
-            sums.tokens[INPUT, UNCACHED] += request.computed
-        else:  # the samples of one prompt share an id but for their number
-            prompt_id = statement.request_id.partition("_")[2]
-            samples.setdefault((group, prompt_id, request.part.prompt), []).append(request)
-    for (group, _, _), requests in samples.items():
-        sums = groups[group]
-        most = max(requests, key=lambda each: each.computed)
-        sums.tokens[INPUT, READ] += min(each.cached for each in requests)
+        found = Found(_slim(statement), audit.path.name, audit.kv_role, began)
+        part = part_of(statement.request_id, suffixed=suffixed)
+        if part.sample >= 0 or may_be_paired(found):
+            held.setdefault((part.call, suffixed), []).append((found, group))
+        else:
+            _bill(groups, [CallRequest(part, statement)], {id(statement): group})
+
+
+def _slim(statement: AccountStatement) -> AccountStatement:
+    """A statement without what no line needs, to be kept until all journals are read."""
+    return replace(statement, lives=[], rework={}, discarded={})
+
+
+def _add_held(groups: Groups, held: Held) -> None:
+    """Add calls of which several requests may share a prompt."""
+    for (_, suffixed), rows in held.items():
+        group_of = {id(found.account): group for found, group in rows}
+        for call in calls_of([found for found, _ in rows], suffixed=suffixed):
+            for samples in prompts_of(call).values():
+                _bill(groups, samples, group_of)
+
+
+def _bill(groups: Groups, samples: list[CallRequest], group_of: GroupOf) -> None:
+    """Add the requests for one prompt of a call: its tokens once, and the others by cause."""
+    for request in samples:
+        sums = groups[group_of[id(request.account)]]
+        sums.requests += request.known
+        sums.unknown += not request.known
+    known = [each for each in samples if each.known]
+    if not known:
+        return
+    prompt, answers = computing(samples), answering(samples)
+    elsewhere = all(each.role == DECODE for each in prompt)
+    for request in known:
+        sums = groups[group_of[id(request.account)]]
+        if request in answers and request.role != PREFILL:
+            sums.tokens[OUTPUT, None] += request.output_tokens
+        elif request.role == PREFILL:
+            sums.not_billed["prefill-output"] += request.output_tokens
+        if elsewhere:
+            sums.not_billed["prefilled-elsewhere"] += request.cached + request.external + request.computed
+        elif request not in prompt:
+            sums.not_billed["transferred"] += request.external
+            sums.not_billed["decode-hit"] += request.local
+            sums.not_billed[recomputed_cause(request)] += request.computed
+    payers = [] if elsewhere else [each for each in prompt if each.known]
+    if payers:
+        most = max(payers, key=lambda each: each.computed)
+        cached = min(each.cached for each in payers)
+        sums = groups[group_of[id(most.account)]]
+        sums.tokens[INPUT, READ] += cached
         sums.tokens[INPUT, UNCACHED] += most.computed
+        took = sum(each.cached + each.computed for each in payers)
+        sums.not_billed["another-sample"] += took - cached - most.computed
 
 
 def _lines(group: str, model: str, sums: _Sums, period: Period, by: str) -> Iterator[dict[str, Any]]:
     for direction, action in KINDS:
         tokens = sums.tokens[direction, action]
-        if not tokens and not (sums.unknown and (direction, action) == KINDS[-1]):
+        rest = sums.unknown or (+sums.not_billed and not any(sums.tokens.values()))
+        if not tokens and not (rest and (direction, action) == KINDS[-1]):
             continue
         details = {"TokenDirection": direction} | ({"TokenCacheAction": action} if action else {})
         meter = f"{direction} tokens" + (f", {action.lower()}" if action else "")
@@ -161,6 +229,7 @@ def _lines(group: str, model: str, sums: _Sums, period: Period, by: str) -> Iter
                 },
                 sort_keys=True,
             ),
+            json.dumps(dict(+sums.not_billed), sort_keys=True),
         )
         yield dict(zip(COLUMNS, values, strict=True))
 

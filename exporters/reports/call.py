@@ -7,17 +7,34 @@ from collections.abc import Sequence
 from rich.console import Group
 from rich.text import Text
 
-from ...audit.analysis.calls import CallFigures, CallRequest, attempts, figures, requests_of
+from ...audit.analysis.calls import DECODE, PREFILL, CallFigures, CallRequest, calls_of, figures
 from ...audit.replay.journals import RequestStatement
 from . import terminal
 from .audit import csv_of, statement_data
+
+ROLES = {
+    "": "",
+    PREFILL: " (prefilled for another engine)",
+    DECODE: " (received KV from a prefill engine)",
+}
+"""What the heading of an engine says of its part in a call."""
+
+SAYS = {
+    "another-sample": "of the same prompt in other samples",
+    "transferred": "received from the prefill engine",
+    "decode-hit": "that the decode engine had in its own cache",
+    "recomputed": "computed again by the decode engine",
+    "transfer-failed": "computed by the decode engine, because the transfer failed",
+    "prefill-output": "of output from the prefill engine",
+}
+"""Tokens that a call does not count again, by cause."""
 
 COLUMNS = ("prompt tokens", "local", "external", "computed", "unattained", "output")
 
 
 def render(asked: str, statements: Sequence[RequestStatement]) -> Group:
     """All requests that ``asked`` names."""
-    calls = attempts(_requests(statements))
+    calls = _calls(statements)
     return terminal.blocks(*(_call(asked, place, len(calls), call) for place, call in enumerate(calls, 1)))
 
 
@@ -30,7 +47,7 @@ def data(asked: str, statements: Sequence[RequestStatement]) -> dict[str, object
                 "requests": [{"request_id": each.account.request_id, **_row(each)} for each in call],
                 "counted_once": figures(call)._asdict(),
             }
-            for call in attempts(_requests(statements))
+            for call in _calls(statements)
         ],
         "statements": [statement_data(each) for each in statements],
     }
@@ -55,13 +72,14 @@ def as_csv(statements: Sequence[RequestStatement]) -> str:
             *_row(each).values(),
             each.account.outcome,
         )
-        for each in _requests(statements)
+        for call in _calls(statements)
+        for each in call
     )
     return csv_of(columns, rows)
 
 
-def _requests(statements: Sequence[RequestStatement]) -> list[CallRequest]:
-    return requests_of([(each.account, each.engine) for each in statements], suffixed=statements[0].suffixed)
+def _calls(statements: Sequence[RequestStatement]) -> list[list[CallRequest]]:
+    return calls_of([each.found for each in statements], suffixed=statements[0].suffixed)
 
 
 def _call(asked: str, number: int, count: int, requests: Sequence[CallRequest]) -> Group:
@@ -94,13 +112,12 @@ def _call(asked: str, number: int, count: int, requests: Sequence[CallRequest]) 
     sums = [sum(values) for values in zip(*(_row(each).values() for each in requests), strict=True)]
     table.add_row("sum", "", "", *(f"{value:,}" for value in sums), "", style="bold")
     title = Text.assemble(("Call ", "bold"), (asked, "bold"), f": {made}{again}")
-    return Group(title, table, Text(_once(counted)))
+    return Group(title, table, Text(_once(counted, paired=any(each.role for each in requests))))
 
 
 def _engine(request: CallRequest) -> str:
     """The heading of an engine's requests."""
-    received = " (received KV from a prefill engine)" if request.account.transferred else ""
-    return f"{request.engine}{received}"
+    return f"{request.engine}{ROLES[request.role]}"
 
 
 def _row(request: CallRequest) -> dict[str, int]:
@@ -115,10 +132,13 @@ def _row(request: CallRequest) -> dict[str, int]:
     return dict(zip((name.replace(" ", "_") for name in COLUMNS), values, strict=True))
 
 
-def _once(counted: CallFigures) -> str:
+def _once(counted: CallFigures, *, paired: bool) -> str:
     """The call's figures, each prompt counted once."""
     if not counted.known:
         return "Not every account is complete, so the call's figures are unknown."
     prompt = terminal.counted(counted.prompt_tokens, "prompt token")
     output = terminal.counted(counted.output_tokens, "output token")
-    return f"Each prompt counted once: {prompt}, of which no sample computed {counted.cached:,}; {output}."
+    cached = f"{counted.cached:,} cached" if paired else f"no sample computed {counted.cached:,}"
+    text = f"Each prompt counted once: {prompt}, of which {cached}; {output}."
+    again = ", ".join(f"{count:,} {SAYS[cause]}" for cause, count in counted.not_counted.items())
+    return f"{text}\nNot counted again: {again}." if paired and again else text

@@ -38,6 +38,7 @@ SAYS = {
     "one-prompt": "the figure of one of several prompts",
     "plan": "the hits of the first admission, of which some were lost and computed",
     "transfer": "KV that a prefill engine handed over, counted as hits",
+    "decode-engine": "the decode engine's own hits; the prefill engine tells where the prompt came from",
     "engine-report": "what the engine reported for the request; kvledger show has its findings",
     "not-told": "the server gave no cached figure; vLLM does with --enable-prompt-tokens-details",
     "prompt-per-sample": "the prompt counted once for each sample",
@@ -66,7 +67,7 @@ def usage(journals: Sequence[Path], log: UsageLog, window: Window) -> Usage:
         for account in each_account(audit):
             if index is None:
                 index = CallIndex(log.told, suffixed=audit.random_suffixes)
-            index.add(account.freeze(), audit.name)
+            index.add(account.freeze(), audit.name, audit.kv_role, audit.began_seconds or 0.0)
     return reconcile(log.told, index or CallIndex(log.told, suffixed=True))
 
 

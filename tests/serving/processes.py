@@ -52,6 +52,11 @@ class Server:
 
     def start(self) -> None:
         """Start the process and wait until it is ready."""
+        self.launch()
+        wait_until(self.answers, START_SECONDS, self.last_words)
+
+    def launch(self) -> None:
+        """Start the process; :meth:`answers` tells when it is ready."""
         inherited = {
             name: value for name, value in os.environ.items() if not name.startswith(("KVLEDGER", "VLLM"))
         }
@@ -64,7 +69,6 @@ class Server:
                 stderr=log,
                 start_new_session=True,
             )
-        wait_until(lambda: self.answers(), START_SECONDS, self.last_words)
 
     def answers(self) -> bool:
         """Whether the process is ready. Fails if the process has ended."""
@@ -117,8 +121,8 @@ class Engine(Server):
 
     ready = "/health"
 
-    def __init__(self, folder: Path, journals: Path) -> None:
-        super().__init__(folder, "engine")
+    def __init__(self, folder: Path, journals: Path, name: str = "engine") -> None:
+        super().__init__(folder, name)
         self._model = write_model(folder / "model", 0)
         self._journals = journals
 

@@ -13,9 +13,8 @@ pytest.importorskip("vllm")
 from tests.exporters.reports.printed import text
 from tests.scenarios.driving import start
 
-from kvledger.audit.analysis.calls import attempts, figures, requests_of
+from kvledger.audit.analysis.calls import CallRequest, calls_of, figures
 from kvledger.audit.entry.attach import attach
-from kvledger.audit.ledger.frozen import AccountStatement
 from kvledger.audit.replay.journals import statements
 from kvledger.exporters.reports.call import as_csv, data, render
 
@@ -44,12 +43,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return journal(tmp_path_factory.mktemp("calls") / "one", *calls)
 
 
-def pairs(folder: Path, asked: str) -> list[tuple[AccountStatement, str]]:
-    return [(each.account, each.engine) for each in statements([folder], asked)]
+def calls(folder: Path, asked: str) -> list[list[CallRequest]]:
+    return calls_of([each.found for each in statements([folder], asked)], suffixed=True)
 
 
 def test_a_prompt_of_two_samples_counts_once(folder: Path) -> None:
-    requests = requests_of(pairs(folder, "cmpl-a"), suffixed=True)
+    (requests,) = calls(folder, "cmpl-a")
 
     counted = figures(requests)
 
@@ -59,16 +58,14 @@ def test_a_prompt_of_two_samples_counts_once(folder: Path) -> None:
 
 
 def test_a_used_again_id_makes_two_calls(folder: Path) -> None:
-    requests = requests_of(pairs(folder, "b"), suffixed=True)
-
-    first, second = attempts(requests)
+    first, second = calls(folder, "b")
 
     assert [0, 1] == [each.part.prompt for each in first] == [each.part.prompt for each in second]
     assert (100, 96) == figures(second)[2:4]
 
 
 def test_an_incomplete_account_makes_the_call_unknown(folder: Path) -> None:
-    requests: list[Any] = requests_of(pairs(folder, "a"), suffixed=True)
+    requests: list[Any] = calls(folder, "a")[0]
     open_one = requests[0].account.__class__(
         **{name: getattr(requests[0].account, name) for name in requests[0].account.__struct_fields__}
         | {"settlements": []}

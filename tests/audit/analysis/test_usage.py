@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -23,6 +24,9 @@ def account(
     plan: tuple[int, int] | None = None,
     reported: tuple[int, int, int] | None = None,
     transferred: bool = False,
+    remote_decode: bool = False,
+    remote_request: str = "",
+    voided: dict[str, int] | None = None,
     unknown: str | None = None,
     at: int = 0,
 ) -> AccountStatement:
@@ -31,6 +35,8 @@ def account(
     opened.sequence_tokens = PROMPT + output
     opened.outcome, opened.plan, opened.reported = outcome, plan, reported
     opened.transferred, opened.unknown = transferred, unknown
+    opened.remote_decode, opened.remote_request = remote_decode, remote_request
+    opened.voided = Counter(voided or {})
     opened.settlements.append(
         Settlement(PROMPT, 0, local, external, PROMPT - local - external, 0, at=at, step=1)
     )

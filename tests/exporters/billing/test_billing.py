@@ -45,6 +45,31 @@ def journal(folder: Path, *names: str, group: str = "") -> Path:
     return journals.write(folder, stream, wall_seconds=IN_NOVEMBER, configuration={"model": "tiny"})
 
 
+def paired(folder: Path, name: str, words: str, role: str, **marks: Any) -> Path:
+    """The journal of a prefill or decode engine with one request of a prompt of 100 tokens."""
+    stream = [
+        replace(each, request_id=name, **marks) if isinstance(each, RequestAdded) else each
+        for each in events(100, words)
+    ]
+    return journals.write(
+        folder, stream, wall_seconds=IN_NOVEMBER, configuration={"model": "tiny", "kv_role": role}
+    )
+
+
+def prefilled(folder: Path, words: str = "A32+0 s68 o+ F") -> Path:
+    return paired(folder / "p", "cmpl-a-0-0a1b2c3d", words, "kv_both", remote_decode=True)
+
+
+def decoded(folder: Path, words: str = "A0+96 L s4 o+ s1 o+ F") -> Path:
+    return paired(folder / "d", "cmpl-a-0-0a1b2c3e", words, "kv_both", transferred=True)
+
+
+def not_billed(text: str) -> dict[str, int]:
+    (first, *_) = rows(text)
+    found: dict[str, int] = json.loads(first["x_NotBilled"])
+    return found
+
+
 def rows(text: str) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(text)))
 
@@ -74,6 +99,80 @@ def test_a_prompt_of_two_samples_is_billed_once(tmp_path: Path) -> None:
     text = statement(journal(tmp_path / "one", "0_cmpl-a-0-0a1b2c3d", "1_cmpl-a-0-0a1b2c3d"))
 
     assert {"Input tokens, uncached": 100, "Output tokens": 4} == tokens(text)
+
+
+def test_a_prompt_of_a_prefill_and_a_decode_engine_is_billed_once(tmp_path: Path) -> None:
+    """In any order of the journals: the prompt of one engine, the output of the other."""
+    places = [prefilled(tmp_path), decoded(tmp_path)]
+
+    for order in (places, places[::-1]):
+        text = statement(*order)
+        billed = {"Input tokens, read": 32, "Input tokens, uncached": 68, "Output tokens": 2}
+        assert billed == tokens(text)
+        assert {"prefill-output": 1, "transferred": 96, "recomputed": 4} == not_billed(text)
+
+
+def test_a_prompt_that_is_computed_after_a_failed_transfer_is_billed_once(tmp_path: Path) -> None:
+    places = [prefilled(tmp_path), decoded(tmp_path, "A0+96 L0 A0+0 s100 o+ s1 o+ F")]
+
+    text = statement(*places)
+
+    assert {"Input tokens, read": 32, "Input tokens, uncached": 68, "Output tokens": 2} == tokens(text)
+    assert {"prefill-output": 1, "transfer-failed": 100} == not_billed(text)
+
+
+def test_a_request_that_only_shares_the_id_is_billed_as_a_whole(tmp_path: Path) -> None:
+    other = paired(tmp_path / "o", "cmpl-a-0-0a1b2c3f", "A64+0 s36 o+ F", "kv_both")
+
+    text = statement(prefilled(tmp_path), decoded(tmp_path), other)
+
+    assert {"Input tokens, read": 96, "Input tokens, uncached": 104, "Output tokens": 3} == tokens(text)
+
+
+def test_two_engines_that_share_an_id_without_a_transfer_are_billed_both(tmp_path: Path) -> None:
+    words = ("A0+0 s100 o+ F", "A64+0 s36 o+ F")
+    places = [paired(tmp_path / w[:3], "cmpl-a-0-0a1b2c3d", w, "kv_both") for w in words]
+
+    text = statement(*places)
+
+    assert {"Input tokens, read": 64, "Input tokens, uncached": 136, "Output tokens": 2} == tokens(text)
+    assert {} == not_billed(text)
+
+
+def test_a_prompt_is_not_billed_without_its_prefill_engine(tmp_path: Path) -> None:
+    """The statement over the prefill engine's journal has the prompt, and no output."""
+    apart = statement(decoded(tmp_path)), statement(prefilled(tmp_path))
+
+    assert {"Output tokens": 2} == tokens(apart[0])
+    assert {"prefilled-elsewhere": 100} == not_billed(apart[0])
+    assert {"Input tokens, read": 32, "Input tokens, uncached": 68} == tokens(apart[1])
+    assert {"prefill-output": 1} == not_billed(apart[1])
+
+
+def test_samples_in_several_engines_are_one_prompt(tmp_path: Path) -> None:
+    """Data parallel ranks serve the samples of one call."""
+    words = ("A0+0 s100 o+ F", "A64+0 s36 o+ F")
+    places = [paired(tmp_path / str(n), f"{n}_cmpl-a-0-0a1b2c3d", w, "kv_both") for n, w in enumerate(words)]
+
+    text = statement(*places)
+
+    assert {"Input tokens, uncached": 100, "Output tokens": 2} == tokens(text)
+    assert {"another-sample": 100} == not_billed(text)
+
+
+def test_a_statement_without_later_columns_still_verifies(written: Path) -> None:
+    lines = [{k: v for k, v in row.items() if k != "x_NotBilled"} for row in chain.read(written)]
+    previous = ""
+    for line in lines:
+        line["x_PreviousHash"] = previous
+        previous = line["x_Hash"] = chain._hash(line)
+    written.write_text(json.dumps(lines))
+    assert 3 == chain.verify(written).lines
+
+    del lines[1]["x_NotBilled" if "x_NotBilled" in lines[1] else "Tags"]
+    written.write_text(json.dumps(lines))
+    with pytest.raises(LedgerError, match="does not have its columns"):
+        chain.verify(written)
 
 
 def test_lines_by_group(tmp_path: Path) -> None:
