@@ -60,17 +60,17 @@ def shown_id(request_id: str) -> str:
 def clean(events: list[Any]) -> None:
     """Replace each event of a batch whose text is not printable, or too long, by one with safe text."""
     for place, event in enumerate(events):
-        cleaners = _CLEANERS.get(type(event))
-        if cleaners:
-            changed = {
-                name: new for name, safe in cleaners if (new := safe(old := getattr(event, name))) != old
-            }
-            if changed:
-                events[place] = replace(event, **changed)
+        for name, safe in _CLEANERS.get(type(event), ()):
+            text = getattr(event, name)
+            new = safe(text)
+            if new is not text and new != text:
+                events[place] = event = replace(event, **{name: new})
 
 
 def _text(value: str | None) -> str | None:
-    return None if value is None else printable(value)[:TEXT_CHARACTERS]
+    if value is None or (len(value) <= TEXT_CHARACTERS and value.isprintable()):
+        return value
+    return printable(value)[:TEXT_CHARACTERS]
 
 
 def _texts(values: Sequence[str] | None) -> Sequence[str] | None:

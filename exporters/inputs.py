@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..audit.replay.parallel import Processes, Run, is_remote
+from ..audit.replay.parallel import Processes, Run, collect_rarely, is_remote
 from .reports.terminal import console
 
 Item = TypeVar("Item")
@@ -25,6 +25,7 @@ def reading(
     An address such as ``s3://...`` becomes the addresses of its journals; with ``local`` it becomes copies of
     them. On a terminal, a bar on standard error counts journals. Raises LedgerError.
     """
+    collect_rarely()
     with ExitStack() as stack:
         run: Run = Processes(jobs)
         if dask:

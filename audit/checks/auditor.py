@@ -50,7 +50,7 @@ class Auditor:
     ``engine`` is the engine's name in violations; without it, the first EngineStarted gives the name. With
     ``debug``, an exception in a check is raised; otherwise it is counted. The default is the environment
     variable KVLEDGER_DEBUG. ``on_violation`` is called for every violation found, repeated ones included.
-    ``only`` names the one invariant to check; None: all of them.
+    ``only`` names the one invariant to check; None: all of them. Without ``checks`` none is checked.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class Auditor:
         debug: bool | None = None,
         on_violation: OnViolation | None = None,
         only: str | None = None,
+        checks: bool = True,
     ) -> None:
         self.ledger = Ledger(keep_closed=keep_closed, watch=watch)
         """The ledger that events are posted to."""
@@ -83,7 +84,7 @@ class Auditor:
         """How many findings of each invariant are kept."""
         self._subscribed: dict[type, tuple[tuple[Invariant, Check], ...]] = {}
         """The checks to run for each type of subject."""
-        for row in catalogue().values():
+        for row in catalogue().values() if checks else ():
             for subject in row.on if only in (None, row.id) else ():
                 self._subscribed[subject] = (
                     *self._subscribed.get(subject, ()),

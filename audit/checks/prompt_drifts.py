@@ -106,6 +106,8 @@ def _left_out(entry: Entry, causes: Callable[[str], bool]) -> Iterator[Witness]:
     """Prompt tokens computed again for these causes, if the reported computed tokens leave them out."""
     subject, account = entry.subject, _account(entry)
     assert isinstance(subject, Reported)
+    if not account.executed_again:
+        return
     recomputed = _recomputed(account)
     tokens = sum(amount for cause, amount in recomputed.items() if causes(cause))
     executed = sum(end - start for start, end, _ in account.executed_first) + sum(recomputed.values())
@@ -169,10 +171,10 @@ def _two_splits(entry: Entry) -> tuple[tuple[int, int, int], Settlement] | None:
     if reported is None or not account.settled or len(account.settlements) != 1:
         return None
     settled = account.settlements[0]
-    if sum(reported) != settled.prompt_tokens or min(reported) < 0 or settled.unattained:
-        return None  # tokens/source-sum, tokens/negative
     if (settled.local, settled.external, settled.computed) == reported:
         return None
+    if sum(reported) != settled.prompt_tokens or min(reported) < 0 or settled.unattained:
+        return None  # tokens/source-sum, tokens/negative
     return reported, settled
 
 
@@ -293,6 +295,8 @@ def chunks_in_one_step(entry: Entry) -> Iterator[Witness]:
     """
     subject, account = entry.subject, _account(entry)
     assert isinstance(subject, Reported)
+    if len(account.executed_first) < 2:
+        return
     last = account.lives[-1].number if account.lives else 0
     rows = [row for row in account.executed_first if row[2] == last]
     chunks = 1 + sum(before[1] == after[0] for before, after in pairwise(rows))

@@ -230,7 +230,10 @@ class Account:
 
     def waited(self, until: int) -> int:
         """Total waiting time in microseconds."""
-        return sum(end - start for start, end in self.waits(until))
+        waited = 0
+        for start, end in self.waits(until):
+            waited += end - start
+        return waited
 
     def freeze(self) -> AccountStatement:
         """The account as it stands now."""

@@ -24,6 +24,7 @@ from .posting import (
     delivered_end,
     end_wait,
     enter,
+    enter_computed,
     enter_reported,
     make_unknown,
     open_account,
@@ -105,7 +106,7 @@ def _admitted(state: LedgerState, event: ev.Admitted) -> None:
         roll_back(state, account, account.computed, event.local_tokens, causes.NEGATIVE_MATCH)
     _expect_lookup(state, account, life, event)
     enter(state, event, account)
-    enter_reported(state, account, "admitted", event.computed_tokens)
+    enter_computed(state, account, "admitted", event.computed_tokens)
 
 
 def _local_hit(state: LedgerState, account: Account, life: Life) -> None:
@@ -174,8 +175,9 @@ def _lookups_counted(state: LedgerState, event: ev.LookupsCounted) -> None:
     }
     state.counts_local, state.counts_external = event.local_requests >= 0, event.external_requests >= 0
     for source, requests, queries, hits in reported:
-        if requests >= 0 and not state.lookups_unsure:
-            own = counted_otherwise(state, source, (requests, queries, hits), *expected[source])
+        counted = requests, queries, hits
+        if requests >= 0 and not state.lookups_unsure and counted != tuple(expected[source][0]):
+            own = counted_otherwise(state, source, counted, *expected[source])
             subject = ReportedLookups(requests, queries, hits, own[0], own[1], own[2], source)
             state.entries.append(Entry(state.number, event.step, state.at, subject, None))
     state.expected_local = [0, 0, 0]
@@ -186,7 +188,7 @@ def _lookups_counted(state: LedgerState, event: ev.LookupsCounted) -> None:
 
 def _rolled_back(state: LedgerState, event: ev.RolledBack) -> None:
     account = account_of(state, event.request)
-    enter_reported(state, account, "rolled back", event.before_tokens)
+    enter_computed(state, account, "rolled back", event.before_tokens)
     if event.cause == causes.SESSION:
         _overrun_in_flight(state, account)
         if account.life is not None:  # a preempted request has no KV that its turn could give up
@@ -256,7 +258,7 @@ def _overrun_in_flight(state: LedgerState, account: Account) -> None:
 
 def _extended(state: LedgerState, event: ev.Extended) -> None:
     account = account_of(state, event.request)
-    enter_reported(state, account, "extended", event.computed_tokens)
+    enter_computed(state, account, "extended", event.computed_tokens)
     if account.incomplete and not account.settled:
         settle(state, account)
     unreported(state, account)

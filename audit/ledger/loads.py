@@ -14,7 +14,7 @@ from .account import Account
 from .life import Life
 from .miscounts import load_failed
 from .positions import EXTERNAL
-from .posting import account_of, add_line, enter, enter_reported, find_account, roll_back
+from .posting import account_of, add_line, enter, enter_computed, find_account, roll_back
 from .state import LedgerState
 from .steady import open_accounts
 from .subjects import Entry, ExternalTokensLost, Handover, Overdue, Unpromised, Unsaved
@@ -54,12 +54,12 @@ def _load_finished(state: LedgerState, event: ev.LoadFinished) -> None:
         _take_back(state, state.transfers.resolved(event.request))
     enter(state, event, account)
     if waited:
-        enter_reported(state, account, "loaded", event.computed_tokens)
+        enter_computed(state, account, "loaded", event.computed_tokens)
 
 
 def _load_failed(state: LedgerState, event: ev.LoadFailed) -> None:
     account = account_of(state, event.request)
-    enter_reported(state, account, "load failed", event.before_tokens)
+    enter_computed(state, account, "load failed", event.before_tokens)
     life, valid = account.life, event.computed_tokens
     if life is not None:
         if life.asynchronous and not life.ran:

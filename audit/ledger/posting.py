@@ -178,13 +178,22 @@ def enter_subjects(state: LedgerState, findings: list[BlockFinding], step: int) 
         state.entries.append(Entry(state.number, step, state.at, subject, open_accounts(state).get(request)))
 
 
+def enter_computed(state: LedgerState, account: Account, instant: str, computed: int) -> None:
+    """Make an entry if the computed tokens that the engine reported are not those of the account.
+
+    Most events report this one count, and nearly all of them agree, so an entry for each would be costly.
+    """
+    if computed != account.computed:
+        enter_reported(state, account, instant, computed, -1, -1)
+
+
 def enter_reported(
     state: LedgerState,
     account: Account,
     instant: str,
     computed: int,
-    in_flight: int = -1,
-    placeholders: int = -1,
+    in_flight: int,
+    placeholders: int,
     sequence: int = -1,
 ) -> None:
     """Make an entry that compares the counts the engine reported with the account."""

@@ -21,7 +21,7 @@ from .posting import (
     account_of,
     add_line,
     begin_life,
-    enter_reported,
+    enter_computed,
     find_account,
     make_unknown,
     settle_if_attained,
@@ -52,7 +52,7 @@ def _stepped(state: LedgerState, event: ev.Stepped) -> None:
     for i in range(0, len(changed), 4):
         account = state.living[changed[i]]
         if account.unknown is None:
-            enter_reported(state, account, "scheduled", changed[i + 3])
+            enter_computed(state, account, "scheduled", changed[i + 3])
 
 
 def _schedule(state: LedgerState) -> None:

@@ -18,6 +18,8 @@ from .frozen import Settlement
 class ReportedCounts(msgspec.Struct, frozen=True, gc=False):
     """Counts that the engine reported for one request, beside the ledger's, at one instant.
 
+    Where the engine reports computed tokens alone, there is a subject only if they differ.
+
     ``instant``: ``admitted``, ``scheduled``, ``rolled back``, ``loaded``, ``preempted``,
     ``census``, ``finished``. A count that the engine does not have is -1.
     """
@@ -104,7 +106,7 @@ class Unsaved(NamedTuple):
 
 
 class ReportedLookups(NamedTuple):
-    """The engine's prefix-cache lookup statistics for one step, beside what its admissions give."""
+    """The engine's prefix-cache lookup statistics for one step, which are not what its admissions give."""
 
     requests: int
     queries: int

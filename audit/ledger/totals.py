@@ -109,4 +109,4 @@ def add_tokens(table: dict[str, int], key: str, tokens: int) -> None:
 def merge_tokens(into: dict[str, int], table: dict[str, int]) -> None:
     """Add a table of tokens by cause to another."""
     for key, tokens in table.items():
-        add_tokens(into, key, tokens)
+        into[key] = into.get(key, 0) + tokens

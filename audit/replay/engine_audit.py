@@ -50,6 +50,8 @@ class EngineAudit:
     for which it is true, with every posting. With a ``window``, requests that ended outside it are left
     out of the sums. Without ``with_metrics`` the state that only metrics need stays empty. ``times_steps``
     observes how long steps took, and ``with_costs`` adds up lost work too; metrics do both in any case.
+    ``accounts_only`` checks no invariant and reconciles nothing, for a caller that asks for accounts, totals
+    and costs, and for no verdict.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class EngineAudit:
         with_metrics: bool = True,
         with_costs: bool = False,
         times_steps: bool = False,
+        accounts_only: bool = False,
     ) -> None:
         self.path = path
         """The journal's folder, or a single segment file."""
@@ -71,7 +74,9 @@ class EngineAudit:
         """The time window that requests must have ended in to be counted."""
         self.metrics = MetricsState()
         """What metrics need beyond the totals, of all requests whatever the window."""
-        self.auditor = Auditor(keep_closed=True, watch=watch, on_violation=self._count_violation)
+        self.auditor = Auditor(
+            keep_closed=True, watch=watch, on_violation=self._count_violation, checks=not accounts_only
+        )
         """The ledger and the checks that every event goes through."""
         self.requests: dict[tuple[str, str], int] = {}
         """The number of ended requests, by verdict and outcome."""
@@ -110,6 +115,8 @@ class EngineAudit:
         """Seconds of lost work and loads, for metrics."""
         self._keep = keep
         """Whether every account goes to ``accounts``."""
+        self._reconciles = not accounts_only
+        """Whether ``reconciliation`` is filled."""
         self._with_metrics = with_metrics
         """Whether ``metrics`` and ``cost_counters`` are filled."""
         self._with_costs = with_costs
@@ -249,7 +256,8 @@ class EngineAudit:
 
     def _add_account(self, account: Account) -> None:
         """Add one account to the reconciliation, and keep it if the caller asked for it."""
-        self.reconciliation.add(account)
+        if self._reconciles:
+            self.reconciliation.add(account)
         if self._with_costs:
             self.cost_tally.add(account)
         if account.unknown is not None:

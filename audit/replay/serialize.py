@@ -96,6 +96,7 @@ REBUILT: dict[type, frozenset[str]] = {
             "read_seconds",
             "checkpoint_seconds",
             "_keep",
+            "_reconciles",
             "workers",
         }
     ),

@@ -32,7 +32,7 @@ from ..ledger.account import Account
 from ..ledger.blocks.ledger import BlockLedger
 from ..replay.engine_audit import EngineAudit
 from ..replay.find import journals_at
-from ..replay.parallel import cores, end_quietly, is_remote, size_bytes
+from ..replay.parallel import begin_worker, cores, is_remote, size_bytes
 from ..replay.worker_journals import WorkerJournals
 
 LEAD_US = 60_000_000
@@ -282,7 +282,7 @@ def _in_parallel(parts: Sequence[Part], wanted: Wanted) -> Iterator[Seen]:
         return
     context = multiprocessing.get_context("spawn")
     others = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(processes, mp_context=context, initializer=end_quietly)
+    pool = ProcessPoolExecutor(processes, mp_context=context, initializer=begin_worker)
     try:
         for future in [pool.submit(search, part) for part in parts]:
             yield from future.result()

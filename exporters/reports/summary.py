@@ -198,7 +198,9 @@ def _of_journal(path: Path, by: str, window: Window, with_costs: bool) -> Part:
     rollup = rollups.found(path, by, window)
     if rollup is not None:
         return _of_rollup(rollup, path, by, window, with_costs)
-    engine_audit = EngineAudit(path, keep=True, window=window, with_metrics=False, times_steps=with_costs)
+    engine_audit = EngineAudit(
+        path, keep=True, window=window, with_metrics=False, times_steps=with_costs, accounts_only=True
+    )
     return _summed(engine_audit, each_account(engine_audit), by, with_costs)
 
 
@@ -241,7 +243,9 @@ class _GroupsOfSpan(msgspec.Struct):
 
 
 def _of_span(span: Span, by: str, with_costs: bool) -> _GroupsOfSpan:
-    engine_audit = EngineAudit(span.path, keep=True, with_metrics=False, times_steps=with_costs)
+    engine_audit = EngineAudit(
+        span.path, keep=True, with_metrics=False, times_steps=with_costs, accounts_only=True
+    )
     part, groups = SpanAudit(engine_audit, span), dict[str, Sums]()
     key = None
     for accounts in part.accounts():

@@ -187,7 +187,9 @@ def _of_journal(path: Path, window: Window, by: str) -> tuple[Tally, dict[str, T
     """The misses of all requests of a journal, and those of each group if ``by`` is not empty."""
     rollup = rollups.found(path, by, window)
     if rollup is None:
-        engine_audit = EngineAudit(path, keep=True, window=window, with_metrics=False, times_steps=True)
+        engine_audit = EngineAudit(
+            path, keep=True, window=window, with_metrics=False, times_steps=True, accounts_only=True
+        )
         accounts: Iterable[Account] = each_account(engine_audit)
     else:
         engine_audit, accounts = rollup.rest_of(path, window)

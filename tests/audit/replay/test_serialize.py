@@ -32,6 +32,7 @@ NOT_CARRIED = {
         "path",
         "accounts",
         "_keep",
+        "_reconciles",
         "on_closed",
         "engine_counters",
         "read_seconds",

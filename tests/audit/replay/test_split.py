@@ -15,6 +15,7 @@ from tests import journals
 from kvledger.audit.checks import auditor
 from kvledger.audit.events import Event, Reported
 from kvledger.audit.journal.format import segments
+from kvledger.audit.journal.reader import Reader
 from kvledger.audit.journal.writer import JournalWriter, Limits
 from kvledger.audit.replay import split
 from kvledger.audit.replay.engine_audit import EngineAudit
@@ -74,6 +75,21 @@ def test_a_summary_by_two_processes_is_that_of_one(
     monkeypatch.setattr(split.Processes, "each", lambda _, work, items, sizes: map(work, items))
 
     assert one == summarize([journal], by, with_costs=True, run=split.Processes(2))
+
+
+def test_an_audit_for_accounts_only_has_the_totals_and_costs_of_a_full_one_and_judges_nothing(
+    journal: Path,
+) -> None:
+    full = whole(journal)
+    fast = EngineAudit(journal, with_metrics=False, with_costs=True, accounts_only=True)
+    with Reader(journal) as reader:
+        fast.read(reader)
+
+    assert full.totals() == fast.totals()
+    assert full.cost_tally == fast.cost_tally
+    assert full.violations
+    assert not fast.violations
+    assert not fast.reconciliation.settled
 
 
 def test_each_request_belongs_to_one_span(journal: Path) -> None:
