@@ -694,6 +694,33 @@ def tail(
 
 @command(
     opt.LIVE,
+    "record-events /var/lib/kvledger --endpoint tcp://localhost:5557 --replay tcp://localhost:5558",
+)
+def record_events(
+    folder: opt.JournalFolder,
+    endpoint: opt.EventsEndpoint = "tcp://localhost:5557",
+    replay: opt.EventsReplay = "",
+    topic: opt.EventsTopic = "",
+) -> None:
+    """Record an engine's KV events beside its journal, until it is interrupted.
+
+    The engine publishes them with --kv-events-config. Both processes need the same KVLEDGER_EVENTS_KEY. The
+    journal holds keyed hashes, and no token ids. kvledger audit compares it with the engine's blocks.
+    """
+    import signal
+    import threading
+
+    from .exporters.kv_events import record
+
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    for line in record(folder, endpoint, replay, topic, stop):
+        typer.echo(line)
+
+
+@command(
+    opt.LIVE,
     "serve /var/lib/kvledger",
     "serve /var/lib/kvledger --engine-url http://localhost:8000/metrics",
     "serve /var/lib/kvledger --check-config",

@@ -246,6 +246,26 @@ BlockJournalPaths = Annotated[
 JournalFolder = Annotated[
     Path, typer.Argument(metavar="DIR", show_default=False, help="A folder of journals.")
 ]
+EventsEndpoint = Annotated[
+    str,
+    typer.Option(
+        "--endpoint",
+        metavar="ADDRESS",
+        help="The publisher's address: endpoint of --kv-events-config, with the engine's host.",
+    ),
+]
+EventsReplay = Annotated[
+    str,
+    typer.Option(
+        "--replay",
+        metavar="ADDRESS",
+        show_default=False,
+        help="Where the publisher repeats missed batches: replay_endpoint of --kv-events-config.",
+    ),
+]
+EventsTopic = Annotated[
+    str, typer.Option("--topic", metavar="TEXT", show_default=False, help="Only batches of this topic.")
+]
 AuditToo = Annotated[bool, typer.Option("--audit", help="Replay the journals and print their verdicts.")]
 OlderThan = Annotated[
     str,

@@ -157,6 +157,22 @@ def _in_rows_of(length: int, name: str, numbers: Sequence[int]) -> str:
     return _too_large(name, numbers)
 
 
+# --- recorded KV events -----------------------------------------------------------------------------------
+
+_kv_rows = _row_layout(header=ev.KV_HEAD, per_item=1)
+
+
+def _kv_events(event: ev.KVEventsReceived) -> str:
+    rows, place = event.rows, 0
+    if phrase := _kv_rows("rows", rows):
+        return phrase
+    while place < len(rows):
+        if not -1 <= rows[place + 2] < len(event.tiers):
+            return f"a KV event names tier {rows[place + 2]} of {len(event.tiers)}"
+        place += ev.KV_HEAD + rows[place + ev.KV_HEAD - 1]
+    return _within(event, 0, "stream", "sequence", "unreadable")
+
+
 # --- the calls of pools -----------------------------------------------------------------------------------
 
 _BY_OPERATION = frozenset((ev.ALLOCATED, ev.TOUCHED, ev.FREED, ev.ALLOCATED_EACH))
@@ -272,5 +288,6 @@ _CHECKS: dict[type[ev.Event], Check] = {
     ev.HitsVerified: _hits_verified,
     ev.ScrubDiffered: lambda event: _in_rows_of(4, "rows", event.rows),
     ev.BlocksMoved: _blocks_moved,
+    ev.KVEventsReceived: _kv_events,
     ev.HandedOver: lambda event: _within(event, 0, "blocks") or _within(event, -1, "room_tokens"),
 }

@@ -879,6 +879,38 @@ class BlocksMoved(Event, frozen=True, array_like=True, tag=85):
     differed: list[int] = []
 
 
+# --- an engine's stream of KV events, which a subscriber records -----------------------------------------
+
+STORED, REMOVED_BLOCKS, CLEARED = range(3)
+"""Codes of vLLM's BlockStored, BlockRemoved and AllBlocksCleared in ``KVEventsReceived.rows``."""
+
+KV_HEAD = 6
+"""Length of the header of each KV event in ``KVEventsReceived.rows``."""
+
+
+class KVEventsReceived(Event, frozen=True, array_like=True, tag=90):
+    """A subscriber received one batch of an engine's stream of KV events.
+
+    ``stream`` counts the lives of the publisher, from 0: its ``sequence`` numbers begin again when the engine
+    is restarted. ``published_seconds`` is the engine's Unix time. ``rank`` is the data-parallel rank (-1: not
+    given). ``replayed``: the publisher repeated the batch when asked. ``unreadable`` KV events are left out.
+
+    ``rows`` is flat. Each KV event starts with a header of six numbers: its code, its KV cache group (-1: not
+    given), the index of its tier in ``tiers`` (-1: not given), the tokens of a block, the hash id of the
+    parent block (0: none), and the number of hash ids that follow. The ids are those of an engine with the
+    same ``KVLEDGER_EVENTS_KEY``. Token ids, adapters and salts are not recorded.
+    """
+
+    stream: int
+    sequence: int
+    published_seconds: UnixSeconds
+    rank: int
+    tiers: list[str]
+    rows: list[int]
+    replayed: bool = False
+    unreadable: int = 0
+
+
 EmittedEvent = (
     EngineStarted
     | EngineStopped
@@ -930,5 +962,6 @@ EmittedEvent = (
     | ContentCounted
     | ScrubDiffered
     | BlocksMoved
+    | KVEventsReceived
 )
-"""Every event that an engine's hooks emit."""
+"""Every event that an engine's hooks, or a subscriber to its KV events, emit."""

@@ -346,6 +346,13 @@ SECTIONS: dict[str, tuple[Term, ...]] = {
             "`KVLEDGER_LEVEL=blocks vllm serve MODEL`",
             ("level tokens", "level blocks", "tokens level", "blocks level"),
         ),
+        Term(
+            "kv event",
+            "An engine's announcement that a block entered or left its prefix cache, or that the cache was "
+            "cleared. vLLM publishes them in numbered batches, and routers keep an index from them.",
+            "`kvledger record-events` records them; `kvledger audit` compares them with the blocks.",
+            ("kv events",),
+        ),
     ),
     "Verdicts": (
         Term(

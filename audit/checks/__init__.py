@@ -4,7 +4,18 @@ Importing this package, or any module in it, imports every check, which fills th
 ``registry.py``.
 """
 
-from . import blocks, connector, contents, custody, isolation, lookup_drifts, prompt_drifts, requests, tokens
+from . import (
+    blocks,
+    connector,
+    contents,
+    custody,
+    isolation,
+    kv_events,
+    lookup_drifts,
+    prompt_drifts,
+    requests,
+    tokens,
+)
 
 __all__ = [
     "blocks",
@@ -12,6 +23,7 @@ __all__ = [
     "contents",
     "custody",
     "isolation",
+    "kv_events",
     "lookup_drifts",
     "prompt_drifts",
     "requests",

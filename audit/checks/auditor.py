@@ -95,13 +95,17 @@ class Auditor:
         """Audit one event; returns the new findings. A finding made before is only counted."""
         if type(event) is EngineStarted and not self.engine:
             self.engine = event.name
-        findings: list[Violation] = []
-        subscribed = self._subscribed
         try:
             entries = self.ledger.apply(event, number)
         except Exception:
             self.note_failure(event)
-            return findings
+            return []
+        return self.check(entries) if entries else []
+
+    def check(self, entries: Iterable[Entry]) -> list[Violation]:
+        """Run the checks on entries; returns the new findings."""
+        findings: list[Violation] = []
+        subscribed = self._subscribed
         for entry in entries:
             rows = subscribed.get(type(entry.subject))
             if rows is None:
@@ -145,7 +149,8 @@ class Auditor:
             self.violating.add(account.request)
         if self._on_violation is not None:
             self._on_violation(row.id, entry.at, account)
-        key = (row.id, None if account is None or row.once else account.request)
+        number = getattr(entry.subject, "number", None) if account is None else account.request
+        key = (row.id, None if row.once else number)
         earlier = self._findings.get(key)
         if earlier is not None:
             earlier.repeats += 1

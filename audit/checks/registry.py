@@ -171,7 +171,7 @@ class Violation(msgspec.Struct, frozen=True):
     story: list[str] = []
 
 
-FAMILIES = ("tokens", "requests", "blocks", "connector", "metrics", "content")
+FAMILIES = ("tokens", "requests", "blocks", "connector", "metrics", "content", "events")
 """The families of invariants, in the order of the page."""
 
 CATALOGUE: dict[str, Invariant] = {}

@@ -14,7 +14,7 @@ def configuration_of(
     """Plain settings; no paths, no prompts, no addresses."""
     config = scheduler.vllm_config
     connector = scheduler.connector
-    return {
+    settings: dict[str, ev.Setting] = {
         "model": _model_name(config.model_config),
         "scheduler": type(scheduler).__name__,
         "asynchronous": bool(getattr(config.scheduler_config, "async_scheduling", False)),
@@ -45,6 +45,19 @@ def configuration_of(
         "engine_key": engine_key(config),
         "kv_role": _kv_role(config.kv_transfer_config),
     }
+    return settings | kv_events(scheduler)
+
+
+def kv_events(scheduler: Any) -> dict[str, ev.Setting]:
+    """The port of the engine's stream of KV events, by which a recording of the stream is found.
+
+    Nothing if the engine publishes none; port 0 if the address has no port.
+    """
+    endpoint = getattr(getattr(scheduler, "kv_event_publisher", None), "_endpoint", None)
+    if not isinstance(endpoint, str):
+        return {}
+    port = endpoint.rpartition(":")[2]
+    return {"kv_events_port": int(port) if port.isdecimal() else 0}
 
 
 def _sliding_window(kv_cache_config: Any) -> int:

@@ -210,7 +210,7 @@ class Observer:
             adapter=self.NAME,
             level=self.level,
             process_id=os.getpid(),
-            configuration=self.configuration() | self.instance,
+            configuration=self.configuration() | self.instance | self._hash_key(),
         )
         self.log.restart(started, ev.Snapshot(now, self.step, rows, self.log.undelivered))
         self._last_census = self.step, now
@@ -218,6 +218,11 @@ class Observer:
             self.pools.begin_segment()
         if self.content is not None:
             self.content.begin_segment()
+
+    def _hash_key(self) -> dict[str, ev.Setting]:
+        """What tells the key of comparable hash ids from others, if the ids have one."""
+        key = None if self.pools is None else self.pools.hash_key
+        return {} if key is None else {"hash_key": key}
 
     def at_rest(self) -> None:
         """Between two steps: emit a snapshot if the sink wants one, or a census if one is due."""

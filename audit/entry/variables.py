@@ -14,6 +14,7 @@ ENGINE = {
     "KVLEDGER_CONTENT_SCRUB_BYTES": "bytes of blocks at rest that level content verifies in a step",
     "KVLEDGER_CONTENT_KEY": "the key of the fingerprints, for engines whose transfers are compared",
     "KVLEDGER_CONTENT_STORE": "own: nothing but this engine writes to the connector's store",
+    "KVLEDGER_EVENTS_KEY": "a secret of 16 or more characters, by which KV events are compared with blocks",
     "KVLEDGER_GROUP": "a regular expression over request ids; what it finds is the request's group",
     "KVLEDGER_USAGE_LOG": "the file to which the middleware writes what clients are told",
     "KVLEDGER_NAME": "the engine's name in journals, instead of the host's name",

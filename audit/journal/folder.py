@@ -22,6 +22,12 @@ ENGINE = "engine-"
 WORKER = "worker-"
 """The folder name of a worker's journal begins with this."""
 
+KV_EVENTS = "events-"
+"""The folder name of a journal of KV events, which a subscriber recorded, begins with this."""
+
+BESIDE = (WORKER, KV_EVENTS)
+"""Journals that are read together with an engine's, and not by themselves."""
+
 
 def read(
     path: str | Path, start: Position | None = None, damage: list[Damage] | None = None
@@ -81,7 +87,7 @@ def _find(path: Path) -> list[Path]:
         if holds_journal(path):
             return [path]
         inside = sorted(path.iterdir())
-        folders = [folder for folder in inside if folder.is_dir() and not is_workers(folder)]
+        folders = [folder for folder in inside if folder.is_dir() and not is_beside(folder)]
         journals = [folder for folder in folders if holds_journal(folder)]
     except OSError as error:
         raise LedgerError(f"{path} can't be read: {error.strerror}.") from error
@@ -89,16 +95,16 @@ def _find(path: Path) -> list[Path]:
         return journals
     if not inside:
         raise LedgerError(f"{path} is empty: no journal was written there yet.")
-    if any(is_workers(folder) for folder in inside):
+    if any(is_beside(folder) for folder in inside):
         raise LedgerError(
             f"{path} holds journals of workers and none of an engine: its scheduler was not observed."
         )
     raise LedgerError(f"{path} holds no kvledger journal.")
 
 
-def is_workers(folder: Path) -> bool:
-    """Whether a journal is a worker's, which is read together with its engine's and not by itself."""
-    return folder.name.startswith(WORKER)
+def is_beside(folder: Path) -> bool:
+    """Whether a journal is of a worker or of KV events: it is read together with an engine's."""
+    return folder.name.startswith(BESIDE)
 
 
 def holds_journal(folder: Path) -> bool:

@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 
 from ..errors import LedgerError
-from .folder import ENGINE, WORKER
+from .folder import BESIDE, ENGINE
 from .format import is_live, segments
 from .writer import Limits
 
@@ -64,7 +64,7 @@ def make_room(folder: Path, journal_bytes: int) -> list[Path]:
 
 def _is_journal(path: Path) -> bool:
     """Whether kvledger wrote this folder; then its name contains the time at which it was begun."""
-    return path.name.startswith((ENGINE, WORKER)) and path.is_dir() and bool(segments(path))
+    return path.name.startswith((ENGINE, *BESIDE)) and path.is_dir() and bool(segments(path))
 
 
 def _size(journal: Path) -> int:

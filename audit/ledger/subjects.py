@@ -13,6 +13,7 @@ from .. import events as ev
 from .account import Account
 from .blocks.subjects import Subject
 from .frozen import Settlement
+from .kv_stream import StreamSubject
 
 
 class ReportedCounts(msgspec.Struct, frozen=True, gc=False):
@@ -294,6 +295,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
         | UnsealedHit
         | ContentTransfer
         | ContentStored
+        | StreamSubject
         | Settlement
         | Subject
     )

@@ -24,6 +24,7 @@ from ..ledger.totals import Totals
 from ..old_events import AnyEvent
 from ..text import printable, shown_id, utc
 from .engine_audit import EngineAudit
+from .event_journals import compare_events
 from .find import journals_at, pick_request, pick_requests
 from .parallel import Run, here
 from .split import Piece, Span, SpanAudit, joined, split_run
@@ -129,9 +130,13 @@ def audit_paths(
         _replay, keep=keep, watch=watch, window=window, with_metrics=with_metrics, with_costs=with_costs
     )
     found = journals_at(paths)
-    if not (keep or watch or window.bounded or with_metrics):
-        return Audit(list(split_run(run, found, partial(_piece, with_costs=with_costs), joined, replay)))
-    return Audit(list(run(replay, found)))
+    if keep or watch or window.bounded or with_metrics:
+        audits = list(run(replay, found))
+    else:
+        audits = list(split_run(run, found, partial(_piece, with_costs=with_costs), joined, replay))
+    for audit in audits:
+        compare_events(audit)
+    return Audit(audits)
 
 
 def _replay(

@@ -252,7 +252,7 @@ def findings(
     parts: list[RenderableType] = [title("Findings")]
     for id, group in by_id.items():
         style = "bold red" if group[0].severity == "violation" else "bold yellow"
-        count = f"  in {len(group):,} requests" if len(group) > 1 else ""
+        count = f"  {_group_size(group)}" if len(group) > 1 else ""
         parts.append(indented(Text.assemble((group[0].severity, style), "  ", (id, "bold"), count)))
         if group[0].severity == "drift" and not drifts:
             continue
@@ -260,6 +260,11 @@ def findings(
         if len(group) > most:
             parts.append(indented(Text(f"and {len(group) - most:,} more, {rest}", style="dim"), 4))
     return Group(*parts)
+
+
+def _group_size(group: Sequence[FindingData]) -> str:
+    """In how many requests an invariant was violated, or how often if no requests are concerned."""
+    return f"in {len(group):,} requests" if any(row.request for row in group) else f"{len(group):,} times"
 
 
 def _finding(finding: FindingData) -> RenderableType:

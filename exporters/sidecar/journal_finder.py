@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ...audit.errors import LedgerError
-from ...audit.journal.folder import find_journals, holds_journal, is_workers
+from ...audit.journal.folder import find_journals, holds_journal, is_beside
 
 Notify = Callable[[str], None]
 """Called with one sentence for each problem."""
@@ -48,7 +48,7 @@ class FolderFinder:
                 return
             with os.scandir(self._root) as entries:
                 for entry in entries:
-                    if not (entry.name.startswith(".") or is_workers(Path(entry.name))):
+                    if not (entry.name.startswith(".") or is_beside(Path(entry.name))):
                         yield entry.name
         except OSError as error:
             # A folder that can't be listed for a while has not lost its journals.

@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 from tests.engines.forked import VARIANTS
 from tests.engines.own_process import python
 
-from kvledger.audit.journal.folder import is_workers
+from kvledger.audit.journal.folder import is_beside
 from kvledger.audit.replay.journals import audit_paths
 
 pytestmark = pytest.mark.whole_engine
@@ -55,5 +55,5 @@ def test_a_failing_hook_makes_the_verdict_unknown(folder: Path) -> None:
 
 def test_a_refused_or_unobserved_engine_writes_no_journal(folder: Path) -> None:
     """Workers are created, with their journals, before kvledger refuses the scheduler."""
-    assert not [path for path in (folder / "mismatched.journal").iterdir() if not is_workers(path)]
+    assert not [path for path in (folder / "mismatched.journal").iterdir() if not is_beside(path)]
     assert not (folder / "bare.journal").exists()

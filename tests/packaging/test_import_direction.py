@@ -62,6 +62,7 @@ RULES = {
     "audit.old_events": Rule(ours=("audit.events",)),
     "audit.causes": Rule(ours=EVENTS),
     "audit.client_ids": Rule(libraries=NONE),
+    "audit.hash_key": Rule(libraries=NONE, ours=("audit.errors",)),
     "audit.event_checks": Rule(ours=EVENTS),
     "audit.text": Rule(ours=EVENTS),
     "audit.hooks": Rule(libraries=NONE),
@@ -87,6 +88,7 @@ RULES = {
         ours=(
             *EVENTS,
             "audit.causes",
+            "audit.hash_key",
             "audit.hooks",
             "audit.release_semantics",
             "audit.text",

@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
+
+from ...errors import LedgerError
+from ...hash_key import HashKey, from_environment
+
+logger = logging.getLogger("vllm.kvledger")
+
+_BYTE_HASHES = "make_block_hash_with_group_id"
+"""What ``block_pool.py`` imports in the releases whose block hashes are bytes: 0.10.2 and later."""
 
 HashId = Callable[[Any], int]
 """From a block's hash to its id."""
 
 
-def hash_ids(*, only_bytes: bool = False) -> HashId:
+def events_key(pool: Any) -> HashKey | None:
+    """The key of hash ids that can be compared with the pool's KV events; None: it publishes none, or no key.
+
+    Without KV events an engine's hash ids depend on a secret of its process, which costs less.
+    """
+    module = sys.modules.get(type(pool).__module__)
+    if not getattr(pool, "enable_kv_cache_events", False) or not hasattr(module, _BYTE_HASHES):
+        return None
+    try:
+        return from_environment()
+    except LedgerError as error:
+        logger.warning("kvledger: %s The engine's KV events can't be compared with its blocks.", error)
+        return None
+
+
+def hash_ids(*, only_bytes: bool = False, key: HashKey | None = None) -> HashId:
     """A function from a block's hash to its id. Equal hashes have equal ids; no id is -1.
 
     The id depends on a secret of this process, so nobody can guess tokens and compare ids. Two hashes share
@@ -18,8 +43,11 @@ def hash_ids(*, only_bytes: bool = False) -> HashId:
 
     ``only_bytes``: each hash is bytes. Python hashes bytes with a secret of the process (PEP 456) and keeps
     the result in the object, so Python's own hash is the id. If ``PYTHONHASHSEED`` is set, that secret is
-    known, and the id is the hash of the block's hash with a secret made here.
+    known, and the id is the hash of the block's hash with a secret made here. With a ``key`` the id depends
+    on that instead.
     """
+    if key is not None:
+        return key.of_pool
     if only_bytes and os.environ.get("PYTHONHASHSEED", "") in ("", "random"):
         return hash
     secret = os.urandom(16)

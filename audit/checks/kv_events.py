@@ -1,0 +1,135 @@
+"""The checks on an engine's stream of KV events: it says what the prefix cache holds.
+
+Their subjects come from :mod:`kvledger.audit.ledger.kv_stream`, which compares a recorded stream with the
+events of level ``blocks``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..ledger.cache_changes import CLEARED, REMOVED, STORED
+from ..ledger.kv_stream import NotAnnounced, NotInCache, StreamGap, TierMissing
+from ..ledger.subjects import Entry
+from .registry import Witness, invariant
+
+
+@invariant(
+    "events/gap",
+    on=(StreamGap,),
+    message="{batches} of the KV events were not received: sequence numbers {first} to {last}. The cache "
+    "says what was in them: {stores} stores and {removals} removals.",
+    near_misses=(
+        "batches that the publisher replayed",
+        "numbers that begin again because the engine was restarted",
+        "batches before the recording began",
+    ),
+)
+def gap(entry: Entry) -> Iterator[Witness]:
+    """A subscriber receives every batch of the engine's KV events.
+
+    Violated when sequence numbers are missing and the publisher did not replay them: whoever keeps an index
+    of the cache from this stream has it wrong from here on. The story lists the changes of the cache that
+    have no KV event and fall into the gap; without level ``blocks`` they are not known.
+    """
+    subject = entry.subject
+    assert isinstance(subject, StreamGap)
+    number = subject.last - subject.first + 1
+    kinds = [change.kind for change in subject.changes]
+    yield Witness(
+        None,
+        subject.story,
+        batches="1 batch" if number == 1 else f"{number:,} batches",
+        first=subject.first,
+        last=subject.last,
+        stores=kinds.count(STORED),
+        removals=kinds.count(REMOVED),
+        resets=kinds.count(CLEARED),
+        stored_blocks=[change.block for change in subject.changes if change.kind == STORED],
+        removed_blocks=[change.block for change in subject.changes if change.kind == REMOVED],
+    )
+
+
+@invariant(
+    "events/not-announced",
+    on=(NotAnnounced,),
+    message="{changes} of the prefix cache {were} not announced by any KV event: {what}.",
+    near_misses=(
+        "changes in batches that were lost, which are part of events/gap",
+        "changes at the end, whose batch the engine has not published yet",
+        "changes before the recording, or before the journal, began",
+    ),
+)
+def not_announced(entry: Entry) -> Iterator[Witness]:
+    """Each block that is cached or evicted, and each reset of the cache, is announced by a KV event.
+
+    Violated when a block was cached, evicted or dropped by a reset, no batch is missing at that time, and no
+    KV event says so. An index kept from the stream then lacks a block, or promises one that is gone.
+    """
+    subject = entry.subject
+    assert isinstance(subject, NotAnnounced)
+    number = len(subject.changes)
+    yield Witness(
+        None,
+        subject.story,
+        changes="1 change" if number == 1 else f"{number:,} changes",
+        were="was" if number == 1 else "were",
+        what={STORED: "blocks cached", REMOVED: "blocks evicted", CLEARED: "resets of the cache"}[
+            subject.kind
+        ],
+        blocks=_first(change.block for change in subject.changes if change.block >= 0),
+        hashes=len(subject.hash_ids),
+    )
+
+
+@invariant(
+    "events/not-in-cache",
+    on=(NotInCache,),
+    message="{number} announced by KV events {have} no change of the prefix cache beside {it}: {what}.",
+    near_misses=(
+        "stores of blocks that are cached already, which vLLM's full report mode publishes at hits",
+        "blocks of other tiers, which the engine's own cache does not hold",
+        "KV events at the end, whose change the engine's journal does not hold yet",
+        "an engine that was observed only after it had cached blocks",
+    ),
+)
+def not_in_cache(entry: Entry) -> Iterator[Witness]:
+    """Each KV event of the engine's own tier says what happened in the prefix cache.
+
+    Violated when a store, a removal or a clearing is announced and the journal of level ``blocks``, which is
+    whole at that time, has no such change.
+    """
+    subject = entry.subject
+    assert isinstance(subject, NotInCache)
+    number = len(subject.events)
+    what = {STORED: "stored blocks", REMOVED: "removed blocks", CLEARED: "all blocks cleared"}[subject.kind]
+    yield Witness(
+        None,
+        subject.story,
+        number="1 change" if number == 1 else f"{number:,} changes",
+        have="has" if number == 1 else "have",
+        it="it" if number == 1 else "them",
+        what=what,
+        batch=subject.events[0].sequence,
+    )
+
+
+@invariant(
+    "events/tier-missing",
+    on=(TierMissing,),
+    message="{events} stores and removals do not name their tier, and the stream has blocks of {tiers}.",
+    near_misses=("a stream of a release that never names tiers, of an engine with one tier",),
+)
+def tier_missing(entry: Entry) -> Iterator[Witness]:
+    """KV events of an engine with several tiers name the tier of their blocks.
+
+    Violated when some events of the stream name a tier other than the engine's own blocks, and others name
+    none: a reader takes a block in a slower tier for one in the cache, or the reverse.
+    """
+    subject = entry.subject
+    assert isinstance(subject, TierMissing)
+    yield Witness(None, subject.story, events=subject.events, tiers=", ".join(subject.tiers))
+
+
+def _first(blocks: Iterator[int], most: int = 64) -> list[int]:
+    return list(blocks)[:most]

@@ -1,0 +1,162 @@
+"""What entered and left an engine's prefix cache, by hash id, read from the events of level ``blocks``.
+
+The ledger of blocks keeps the present state; this reader keeps the order of changes, so that another account
+of the same cache, such as the engine's KV events, can be compared with it.
+
+An observer may emit a change some steps after the engine made it, so each change has the earliest and the
+latest time at which it was made.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .. import events as ev
+from .. import old_events
+from .blocks.decode import calls
+
+STORED, REMOVED, CLEARED = ev.STORED, ev.REMOVED_BLOCKS, ev.CLEARED
+
+EMITTED_STEPS = 9
+"""A change is emitted at most eight steps after the step that made it."""
+
+
+class Change(NamedTuple):
+    """A hash entered the cache with a block, or left it; or the cache was cleared (hash id 0).
+
+    ``earliest`` and ``at`` bound the time of the change, in microseconds since the engine started.
+    """
+
+    kind: int
+    hash_id: int
+    earliest: int
+    at: int
+    step: int
+    pool: int
+    block: int
+    request: int
+
+
+class CacheChanges:
+    """The changes of one engine's prefix cache, in order."""
+
+    def __init__(self) -> None:
+        self.changes: list[Change] = []
+        """Every change so far."""
+        self.cleared: dict[int, list[int]] = {}
+        """By index of a CLEARED change: the hash ids that were in the cache."""
+        self.whole = True
+        """Whether every change since the engine began is here."""
+        self._hashes: dict[tuple[int, int], list[int]] = {}
+        """The hash ids of each cached block, by pool and block."""
+        self._owner: dict[tuple[int, int], int] = {}
+        """The request to which each block was allocated last."""
+        self._pool_seen: set[int] = set()
+        self._steps: deque[tuple[int, int]] = deque()
+        """Step and time of the last events that have both."""
+
+    def feed(self, event: ev.Event) -> None:
+        """Read one event, in the journal's order."""
+        post = _POSTINGS.get(type(event))
+        if post is not None:
+            post(self, event)
+
+    # --- the engine ---------------------------------------------------------------------------------
+
+    def _pool(self, event: ev.PoolSeen) -> None:
+        if event.pool not in self._pool_seen:
+            self._pool_seen.add(event.pool)
+            self.whole = self.whole and not event.cached_hashes
+
+    def _lost(self, event: ev.Gap | ev.HookFailed) -> None:
+        self.whole = False
+        self._hashes.clear()
+        self._owner.clear()
+
+    def _stepped(self, event: Any) -> None:
+        self._note(event.step, event.at)
+
+    def _note(self, step: int, at: int) -> None:
+        if not self._steps or self._steps[-1][0] < step:
+            self._steps.append((step, at))
+            while len(self._steps) > 1 and self._steps[1][0] <= step - EMITTED_STEPS:
+                self._steps.popleft()
+
+    def _calls(self, event: ev.PoolCalls) -> None:
+        for call in calls(event):
+            post = _POSTINGS.get(type(call))
+            if post is not None:
+                post(self, call)
+        self._note(event.step, event.at)
+
+    # --- hashes ---------------------------------------------------------------------------------------
+
+    def _add(self, kind: int, hash_id: int, event: Any, block: int, request: int = -1) -> None:
+        earliest = self._steps[0][1] if self._steps else 0
+        change = Change(kind, hash_id, earliest, event.at, event.step, event.pool, block, request)
+        self.changes.append(change)
+
+    def _drop(self, event: Any, block: int) -> None:
+        for hash_id in self._hashes.pop((event.pool, block), ()):
+            self._add(REMOVED, hash_id, event, block)
+
+    def _cached(self, event: ev.BlocksCached) -> None:
+        rows, index = event.rows, 0
+        while index < len(rows):
+            named, _, _, count = rows[index : index + 4]
+            index += 4
+            if not count:  # some blocks were cached, and it is not known which
+                self.whole = False
+            for _ in range(count):
+                block, hash_id, _ = rows[index : index + 3]
+                index += 3
+                if event.replaced:
+                    self._drop(event, block)
+                held = self._hashes.setdefault((event.pool, block), [])
+                if hash_id not in held:
+                    held.append(hash_id)
+                    request = named if named >= 0 else self._owner.get((event.pool, block), -1)
+                    self._add(STORED, hash_id, event, block, request)
+
+    def _allocated(self, event: old_events.BlocksAllocated) -> None:
+        rows, index = event.rows, 0
+        while index < len(rows):
+            request, _, count = rows[index : index + 3]
+            for block in rows[index + 3 : index + 3 + count]:
+                self._drop(event, block)
+                self._owner[event.pool, block] = request
+            index += 3 + count
+
+    def _evicted(self, event: ev.BlocksEvicted) -> None:
+        for block in event.blocks:
+            self._drop(event, block)
+
+    def _copied(self, event: ev.BlockCopied) -> None:
+        if event.moved:
+            source, target = event.blocks
+            hashes = self._hashes.pop((event.pool, source), None)
+            if hashes:
+                self._hashes[event.pool, target] = hashes
+
+    def _reset(self, event: ev.PoolReset) -> None:
+        if event.succeeded:
+            held = [place for place in self._hashes if place[0] == event.pool]
+            ids = [hash_id for place in held for hash_id in self._hashes.pop(place)]
+            self.cleared[len(self.changes)] = ids
+            self._add(CLEARED, 0, event, -1)
+
+
+_POSTINGS: dict[type[ev.Event], Callable[[CacheChanges, Any], None]] = {
+    ev.PoolSeen: CacheChanges._pool,
+    ev.Gap: CacheChanges._lost,
+    ev.HookFailed: CacheChanges._lost,
+    ev.Stepped: CacheChanges._stepped,
+    ev.PoolCalls: CacheChanges._calls,
+    ev.BlocksCached: CacheChanges._cached,
+    ev.BlocksEvicted: CacheChanges._evicted,
+    ev.BlockCopied: CacheChanges._copied,
+    ev.PoolReset: CacheChanges._reset,
+    old_events.BlocksAllocated: CacheChanges._allocated,
+}

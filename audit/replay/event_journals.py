@@ -1,0 +1,141 @@
+"""Find the recorded KV events of an engine, and compare them with its prefix cache.
+
+A recording is a journal of its own beside the engine's, in a folder whose name begins with ``events-``. It
+belongs to the engine if both have the same ``KVLEDGER_EVENTS_KEY`` and port, and the publisher's batches fall
+into the time of the engine's journal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..errors import LedgerError
+from ..events import EngineStarted, EngineStopped, KVEventsReceived
+from ..journal.folder import KV_EVENTS
+from ..journal.reader import Reader
+from ..ledger.cache_changes import CLEARED, REMOVED, STORED, CacheChanges
+from ..ledger.kv_stream import Comparison, Stream, StreamSubject, compare
+from ..ledger.subjects import Entry
+from .engine_audit import EngineAudit, counted
+
+AFTER_END_SECONDS = 5.0
+"""An engine whose journal has no end may have published so long after the last event that was written."""
+
+
+def recordings_beside(path: Path) -> list[Path]:
+    """The journals of KV events in the same folder as an engine's journal."""
+    if not path.is_dir():
+        return []
+    with contextlib.suppress(OSError):
+        return [path.parent / name for name in sorted(os.listdir(path.parent)) if name.startswith(KV_EVENTS)]
+    return []
+
+
+class RecordedEvents:
+    """The recordings in one folder, each read once."""
+
+    def __init__(self, recordings: list[Path]) -> None:
+        self._streams = [stream for path in recordings for stream in _streams(path)]
+
+    def of(self, engine: EngineStarted, until: float) -> Stream:
+        """The batches that one engine published up to the Unix time ``until``."""
+        settings = engine.configuration
+        wanted = settings.get("hash_key"), settings.get("kv_events_port")
+        batches: list[KVEventsReceived] = []
+        for identity, received in self._streams:
+            times = [batch.published_seconds for batch in received]
+            if identity == wanted and max(times) >= engine.began_seconds and min(times) <= until:
+                batches += received
+        return Stream(batches)
+
+
+def _streams(path: Path) -> Iterator[tuple[tuple[object, object], list[KVEventsReceived]]]:
+    """The streams of one recording, with the key and the port of the engine."""
+    identity: tuple[object, object] = (None, None)
+    streams: dict[tuple[int, int], list[KVEventsReceived]] = {}
+    with contextlib.suppress(LedgerError), Reader(path) as reader:
+        for batch in reader.poll():
+            for event in batch.events:
+                if isinstance(event, EngineStarted):
+                    settings = event.configuration
+                    identity = settings.get("hash_key"), settings.get("kv_events_port")
+                elif isinstance(event, KVEventsReceived):
+                    streams.setdefault((event.stream, event.rank), []).append(event)
+    for received in streams.values():
+        yield identity, received
+
+
+def changes_of(path: Path) -> tuple[CacheChanges, int, int | None]:
+    """The changes of the prefix cache in a journal, the time of its last event, and of the engine's end."""
+    cache, at, stopped = CacheChanges(), 0, None
+    with Reader(path) as reader:
+        for batch in reader.poll():
+            for event in batch.events:
+                cache.feed(event)
+                at = event.at
+                if isinstance(event, EngineStopped):
+                    stopped = at
+    return cache, at, stopped
+
+
+def compare_events(audit: EngineAudit) -> Comparison | None:
+    """Compare an audited engine's recorded KV events with its cache; add the findings and a note.
+
+    None if nothing was recorded beside the journal, or nothing can be compared: a note says why.
+    """
+    recordings = recordings_beside(audit.path)
+    engine = audit.engine
+    if not recordings or engine is None:
+        return None
+    if (reason := _incomparable(engine)) or audit.window.bounded:
+        audit.notes.append(reason or "the KV events are compared only without --since and --until")
+        return None
+    cache, at, stopped = changes_of(audit.path)
+    until = engine.began_seconds + at / 1e6
+    stream = RecordedEvents(recordings).of(engine, until if stopped else until + AFTER_END_SECONDS)
+    if not stream.batches:
+        audit.notes.append("the recorded KV events beside this journal are not of this engine")
+        return None
+    result = compare(cache, engine.began_seconds, at, stream)
+    ledger = audit.auditor.ledger
+    for subject, step, found_at in result.subjects:
+        audit.auditor.check([_entry(subject, ledger.number, step, found_at)])
+    audit.notes.append(_note(result))
+    return result
+
+
+def _entry(subject: StreamSubject, number: int, step: int, at: int) -> Entry:
+    return Entry(number, step, at, subject, None)
+
+
+def _incomparable(engine: EngineStarted) -> str:
+    """Why an engine's KV events can't be compared with its blocks; "" if they can."""
+    if engine.level == "tokens":
+        return "the KV events can't be compared: the engine was recorded at level tokens"
+    if "kv_events_port" not in engine.configuration:
+        return "the KV events can't be compared: this engine publishes none, or an older kvledger recorded it"
+    if "hash_key" not in engine.configuration:
+        return "the KV events can't be compared: the engine ran without KVLEDGER_EVENTS_KEY"
+    return ""
+
+
+def _note(result: Comparison) -> str:
+    """What the comparison found, in one sentence."""
+    found = result.matched
+    batches = f"{result.batches:,} {'batch' if result.batches == 1 else 'batches'}"
+    parts = [
+        f"{batches} of KV events agree with the cache on "
+        f"{counted(found[STORED], 'store')}, {counted(found[REMOVED], 'removal')} and "
+        f"{counted(found[CLEARED], 'reset')}"
+    ]
+    rest = (
+        (result.in_flight, "in flight at the end"),
+        (result.before, "before the recording or the journal began"),
+        (result.repeated, "repeated stores of cached blocks"),
+        (result.other_tiers, "in other tiers"),
+    )
+    parts += [f"{count:,} {words}" for count, words in rest if count]
+    return "; ".join(parts)

@@ -1,0 +1,296 @@
+"""Record an engine's stream of KV events as a journal: ``kvledger record-events``.
+
+vLLM publishes batches over ZeroMQ, numbered from 0, and repeats past batches on a second socket if
+``replay_endpoint`` is configured. A batch is asked for again when numbers are missing, and all batches when
+the recording begins. Token ids, salts and adapters are dropped when a batch is decoded; hashes become the
+hash ids of ``KVLEDGER_EVENTS_KEY``, so that they can be compared with the engine's own journal.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import msgspec
+
+from ..audit import events as ev
+from ..audit.errors import LedgerError
+from ..audit.hash_key import VARIABLE, HashKey, from_environment
+from ..audit.journal.folder import KV_EVENTS
+from ..audit.journal.recorder import Recorder, microseconds_since
+from ..audit.text import printable
+
+POLL_MS = 200
+"""How long a wait for the next batch is, at most."""
+
+REPLAY_MS = 5_000
+"""How long the publisher may take to answer a request to repeat batches."""
+
+END = (1 << 64) - 1
+"""The sequence number that ends an answer: -1 in eight bytes."""
+
+CODES = {"BlockStored": ev.STORED, "BlockRemoved": ev.REMOVED_BLOCKS, "AllBlocksCleared": ev.CLEARED}
+
+FIELDS = {
+    ev.STORED: (
+        "type",
+        "block_hashes",
+        "parent_block_hash",
+        "token_ids",
+        "block_size",
+        "lora_id",
+        "medium",
+        "lora_name",
+        "extra_keys",
+        "group_idx",
+    ),
+    ev.REMOVED_BLOCKS: ("type", "block_hashes", "medium", "group_idx"),
+    ev.CLEARED: ("type",),
+}
+"""The fields of a KV event up to vLLM 0.23, which are an array there. Later releases send a map."""
+
+MOST_TIER_CHARACTERS = 32
+
+
+class Received(NamedTuple):
+    """One message of the publisher."""
+
+    sequence: int
+    payload: bytes
+    replayed: bool
+
+
+# --- decoding -----------------------------------------------------------------------------------------
+
+
+def decoded(
+    message: Received, at: int, stream: int, key: HashKey, decode: Any = msgspec.msgpack.decode
+) -> ev.KVEventsReceived:
+    """One batch as an event of the journal. What can't be read is counted and left out."""
+    rows: list[int] = []
+    tiers: list[str] = []
+    unreadable, seconds, rank = 0, 0.0, -1
+    try:
+        batch = decode(message.payload)
+        seconds, published = float(batch[0]), batch[1]
+        rank = int(batch[2]) if len(batch) > 2 and batch[2] is not None else -1
+    except (msgspec.DecodeError, TypeError, ValueError, IndexError, KeyError):
+        published, unreadable = (), 1
+    for event in published:
+        try:
+            rows += _row(event, tiers, key)
+        except (TypeError, ValueError, KeyError, IndexError, OverflowError):
+            unreadable += 1
+    return ev.KVEventsReceived(
+        at, stream, message.sequence, seconds, rank, tiers, rows, message.replayed, unreadable
+    )
+
+
+def _row(event: Any, tiers: list[str], key: HashKey) -> list[int]:
+    """A KV event as a row of ``KVEventsReceived``, without its token ids."""
+    code = CODES[event["type"] if isinstance(event, dict) else event[0]]
+    fields = event if isinstance(event, dict) else dict(zip(FIELDS[code], event, strict=False))
+    if code == ev.CLEARED:
+        return [code, -1, -1, 0, 0, 0]
+    group, medium, parent = fields.get("group_idx"), fields.get("medium"), fields.get("parent_block_hash")
+    number = -1 if group is None else int(group)
+    tier = -1
+    if medium is not None:
+        name = printable(str(medium))[:MOST_TIER_CHARACTERS]
+        if name not in tiers:
+            tiers.append(name)
+        tier = tiers.index(name)
+    ids = [key.of_published(each, number) for each in fields["block_hashes"]]
+    above = 0 if parent is None else key.of_published(parent, number)
+    return [code, number, tier, int(fields.get("block_size") or 0), above, len(ids), *ids]
+
+
+# --- receiving ----------------------------------------------------------------------------------------
+
+
+class Subscription:
+    """The publisher's sockets. Raises LedgerError if pyzmq is missing or an address is none."""
+
+    def __init__(self, endpoint: str, replay: str = "", topic: str = "") -> None:
+        try:
+            import zmq
+        except ImportError:
+            raise LedgerError("record-events needs pyzmq, which vLLM installs: pip install pyzmq.") from None
+        self._zmq = zmq
+        self._context = zmq.Context()
+        self._replay_address = replay
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
+        self._socket.set_hwm(100_000)
+        try:
+            self._socket.connect(endpoint)
+            if replay:
+                self._asking().close()
+        except zmq.ZMQError as error:
+            self._context.destroy(0)
+            raise LedgerError(f"{endpoint} or {replay} is no address of ZeroMQ: {error}.") from None
+
+    def _asking(self) -> Any:
+        socket = self._context.socket(self._zmq.DEALER)
+        socket.setsockopt(self._zmq.LINGER, 0)
+        socket.connect(self._replay_address)
+        return socket
+
+    def next(self) -> Received | None:
+        """The next batch that the publisher sends; None if none comes within a short time."""
+        if not self._socket.poll(POLL_MS):
+            return None
+        frames = self._socket.recv_multipart()
+        return _message(frames, replayed=False)
+
+    def replayed(self, first: int) -> list[Received]:
+        """The batches from number ``first`` up that the publisher repeats; none without an answer."""
+        if not self._replay_address:
+            return []
+        socket, answer = self._asking(), []
+        try:
+            socket.send_multipart((b"", first.to_bytes(8, "big")))
+            while socket.poll(REPLAY_MS):
+                message = _message(socket.recv_multipart(), replayed=True)
+                if message is None or message.sequence == END:
+                    break
+                answer.append(message)
+        finally:
+            socket.close()
+        return answer
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self._context.destroy(0)
+
+
+def _message(frames: Sequence[bytes], *, replayed: bool) -> Received | None:
+    """The last two frames are the number and the batch, in all releases and on both sockets."""
+    if len(frames) < 2 or len(frames[-2]) != 8:
+        return None
+    return Received(int.from_bytes(frames[-2], "big"), frames[-1], replayed)
+
+
+# --- recording ----------------------------------------------------------------------------------------
+
+
+class Sums(msgspec.Struct):
+    """What a recording received."""
+
+    batches: int = 0
+    replayed: int = 0
+    missing: int = 0
+    restarts: int = 0
+    unreadable: int = 0
+
+
+class EventRecorder:
+    """Writes the batches of one publisher to a journal in ``folder``."""
+
+    def __init__(self, folder: Path, source: Any, key: HashKey, endpoint: str) -> None:
+        self.sums = Sums()
+        """What was received so far."""
+        self.path = folder / f"{KV_EVENTS}{time.time_ns() // 1_000_000}-{os.getpid()}-0"
+        """The journal."""
+        self._source, self._key, self._endpoint = source, key, endpoint
+        self._recorder = Recorder(self.path)
+        self._began = time.monotonic()
+        self._stream = 0
+        """How often the publisher was seen to begin anew."""
+        self._expected = 0
+        """The next number."""
+        self._restart()
+
+    def run(self, stop: threading.Event) -> None:
+        """Record until ``stop`` is set."""
+        for message in self._source.replayed(0):
+            self._take(message)
+        while not stop.is_set():
+            message = self._source.next()
+            if message is not None:
+                self._receive(message)
+        self._recorder.close("exit", 5.0)
+
+    def _receive(self, message: Received) -> None:
+        """Take one batch, after the missing ones before it if the publisher repeats them."""
+        if message.sequence < self._expected:
+            if not self._begins_anew(message):
+                return
+            self._stream += 1
+            self.sums.restarts += 1
+            self._expected = 0
+        if message.sequence > self._expected:
+            for earlier in self._source.replayed(self._expected):
+                if self._expected <= earlier.sequence < message.sequence:
+                    self._take(earlier)
+        self._take(message)
+
+    def _begins_anew(self, message: Received) -> bool:
+        """Whether a number that came before is of a restarted publisher: it was published later."""
+        return decoded(message, 0, 0, self._key).published_seconds > self._published
+
+    _published = 0.0
+    """When the last batch was published."""
+
+    def _take(self, message: Received) -> None:
+        if self._recorder.wants_snapshot:
+            self._restart()
+        event = decoded(message, microseconds_since(self._began), self._stream, self._key)
+        self._recorder.record(event)
+        self.sums.missing += max(0, message.sequence - self._expected)
+        self.sums.batches += 1
+        self.sums.replayed += message.replayed
+        self.sums.unreadable += event.unreadable
+        self._expected = message.sequence + 1
+        self._published = max(self._published, event.published_seconds)
+
+    def _restart(self) -> None:
+        """Begin a segment."""
+        from .. import __version__
+
+        at = microseconds_since(self._began)
+        port = _port(self._endpoint)
+        settings: dict[str, ev.Setting] = {"hash_key": self._key.print, "kv_events_port": port}
+        started = ev.EngineStarted(
+            at, time.time(), "kv-events", __version__, "zmq", "events", os.getpid(), settings
+        )
+        self._recorder.restart(started, ev.Snapshot(at, 0, [], 0))
+
+
+def _port(endpoint: str) -> int:
+    try:
+        return urlsplit(endpoint).port or 0
+    except ValueError:
+        return 0
+
+
+def key() -> HashKey:
+    """The key that the environment sets. Raises LedgerError without one."""
+    found = from_environment()
+    if found is None:
+        raise LedgerError(
+            f"Set {VARIABLE} to the same secret of 16 or more characters as in the engine's environment."
+        )
+    return found
+
+
+def record(folder: Path, endpoint: str, replay: str, topic: str, stop: threading.Event) -> Iterator[str]:
+    """Record until ``stop`` is set; yields a line at the beginning and one at the end."""
+    secret = key()
+    source = Subscription(endpoint, replay, topic)
+    try:
+        recorder = EventRecorder(folder, source, secret, endpoint)
+        yield f"recording the KV events of {endpoint} in {recorder.path}"
+        recorder.run(stop)
+        sums = recorder.sums
+        yield (
+            f"{sums.batches:,} batches, {sums.replayed:,} of them replayed; {sums.missing:,} missing; "
+            f"{sums.restarts:,} restarts of the publisher; {sums.unreadable:,} unreadable KV events"
+        )
+    finally:
+        source.close()

@@ -1,0 +1,265 @@
+"""Histories of an engine's cache beside its stream of KV events, whole and with one thing wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kvledger.audit.checks.auditor import Auditor
+from kvledger.audit.checks.registry import Violation
+from kvledger.audit.events import (
+    BlocksCached,
+    BlocksEvicted,
+    Event,
+    Gap,
+    KVEventsReceived,
+    PoolReset,
+    PoolSeen,
+    Stepped,
+)
+from kvledger.audit.ledger.cache_changes import CLEARED, REMOVED, STORED, CacheChanges
+from kvledger.audit.ledger.kv_stream import Comparison, Stream, compare
+from kvledger.audit.ledger.subjects import Entry
+
+violates, near_miss = pytest.mark.violates, pytest.mark.near_miss
+
+BEGAN = 1000.0
+"""Unix time of the engine's start."""
+
+POOL = PoolSeen(0, 0, 0, 64, 0, 63, 0, [0, 16, 2])
+
+
+def at(step: int) -> int:
+    """Steps take a second each."""
+    return step * 1_000_000
+
+
+def cached(step: int, block: int, hash_id: int) -> list[Event]:
+    return [
+        Stepped(at(step), step, [], []),
+        BlocksCached(at(step), step, 0, [0, 0, 64, 1, block, hash_id, 16]),
+    ]
+
+
+def evicted(step: int, block: int) -> list[Event]:
+    return [
+        Stepped(at(step), step, [], []),
+        BlocksEvicted(at(step), step, 0, -1, 0, "evict", [block]),
+    ]
+
+
+def reset(step: int) -> list[Event]:
+    return [PoolReset(at(step), step, 0, True)]
+
+
+def batch(sequence: int, step: float, *said: tuple[int, int], tier: str = "GPU") -> KVEventsReceived:
+    """A batch that the engine published half a second after a step began."""
+    rows = []
+    for kind, hash_id in said:
+        ids = [hash_id] if hash_id else []
+        rows += [kind, 0, 0 if tier else -1, 16, 0, len(ids), *ids]
+    tiers = [tier] if tier else []
+    return KVEventsReceived(0, 0, sequence, BEGAN + step + 0.5, 0, tiers, rows)
+
+
+CACHE: list[list[Event]] = [
+    cached(1, 5, 50),
+    cached(20, 6, 60),
+    evicted(40, 5),
+    cached(60, 5, 70),
+    cached(80, 7, 50),
+    cached(100, 8, 80),
+]
+"""Content 50 is cached, evicted and cached again in another block."""
+
+STREAM = [
+    batch(0, 1, (STORED, 50)),
+    batch(1, 20, (STORED, 60)),
+    batch(2, 40, (REMOVED, 50)),
+    batch(3, 60, (STORED, 70)),
+    batch(4, 80, (STORED, 50)),
+    batch(5, 100, (STORED, 80)),
+]
+END = 200
+
+
+def comparison(
+    stream: Sequence[KVEventsReceived], cache: Sequence[Sequence[Event]] = CACHE, end: int = END
+) -> Comparison:
+    changes = CacheChanges()
+    for event in [POOL, *(event for some in cache for event in some)]:
+        changes.feed(event)
+    return compare(changes, BEGAN, at(end), Stream(stream))
+
+
+def found(stream: Sequence[KVEventsReceived], **more: Any) -> list[Violation]:
+    auditor = Auditor(debug=True)
+    for subject, step, when in comparison(stream, **more).subjects:
+        auditor.check([Entry(0, step, when, subject, None)])
+    return auditor.violations
+
+
+def without(*sequences: int) -> list[KVEventsReceived]:
+    return [each for each in STREAM if each.sequence not in sequences]
+
+
+def saying(sequence: int, *said: tuple[int, int], tier: str = "GPU") -> list[KVEventsReceived]:
+    """The stream with other KV events in one batch."""
+    step = STREAM[sequence].published_seconds - BEGAN - 0.5
+    changed = batch(sequence, step, *said, tier=tier)
+    return [changed if each.sequence == sequence else each for each in STREAM]
+
+
+def test_a_whole_stream_agrees_with_the_cache() -> None:
+    result = comparison(STREAM)
+
+    assert ([], 5, 1) == (result.subjects, result.matched[STORED], result.matched[REMOVED])
+    assert (0, 0, 0) == (result.in_flight, result.before, result.repeated)
+
+
+@violates("events/gap")
+def test_a_gap_names_the_changes_that_were_in_it() -> None:
+    (gap,) = found(without(2, 3))
+
+    assert "events/gap" == gap.id
+    assert (2, 3, 1, 1) == tuple(gap.figures[name] for name in ("first", "last", "stores", "removals"))
+    assert ([5], [5]) == (gap.figures["stored_blocks"], gap.figures["removed_blocks"])
+    assert "batches" in gap.message and 60 == gap.step
+
+
+def test_each_gap_is_a_finding_of_its_own() -> None:
+    gaps = found(without(1, 3))
+
+    assert [(1, [6]), (3, [5])] == [(gap.figures["first"], gap.figures["stored_blocks"]) for gap in gaps]
+
+
+@near_miss("events/gap")
+@pytest.mark.parametrize(
+    "stream",
+    [
+        [STREAM[0], *STREAM[3:], *STREAM[1:3]],
+        [*STREAM, *STREAM[2:4]],
+        STREAM[2:],
+        STREAM[:4],
+    ],
+    ids=["replayed later", "received twice", "the recording began later", "the recording ended sooner"],
+)
+def test_batches_that_are_not_lost(stream: list[KVEventsReceived]) -> None:
+    assert [] == found(stream)
+
+
+def test_changes_outside_the_recording_are_counted_and_not_judged() -> None:
+    assert (2, 0) == (comparison(STREAM[2:]).before, comparison(STREAM[2:]).in_flight)
+    assert (0, 2) == (comparison(STREAM[:4]).before, comparison(STREAM[:4]).in_flight)
+
+
+@violates("events/not-announced")
+@pytest.mark.parametrize(("sequence", "what"), [(1, "blocks cached"), (2, "blocks evicted")])
+def test_a_change_that_no_event_announces(sequence: int, what: str) -> None:
+    (finding,) = found(saying(sequence))
+
+    assert ("events/not-announced", what) == (finding.id, finding.figures["what"])
+    assert [6 if sequence == 1 else 5] == finding.figures["blocks"]
+
+
+@violates("events/not-announced")
+def test_a_reset_that_no_event_announces() -> None:
+    cache = [*CACHE[:4], reset(70), *CACHE[4:]]
+    (finding,) = found(STREAM, cache=cache)
+
+    assert (CLEARED, 2) == (CLEARED, finding.figures["hashes"])
+    assert "resets of the cache" == finding.figures["what"]
+
+
+@near_miss("events/not-announced")
+def test_a_reset_that_is_announced_removes_every_block() -> None:
+    cache = [*CACHE[:4], reset(70), cached(80, 7, 60), CACHE[5]]
+    stream = [*STREAM[:4], batch(4, 80, (CLEARED, 0), (STORED, 60)), STREAM[5]]
+
+    assert [] == found(stream, cache=cache)
+    assert 1 == comparison(stream, cache=cache).matched[CLEARED]
+
+
+@near_miss("events/not-announced")
+def test_the_last_changes_may_not_be_published_yet() -> None:
+    assert [] == found(STREAM, cache=[*CACHE, cached(101, 9, 90)])
+    assert 1 == comparison(STREAM, cache=[*CACHE, cached(101, 9, 90)]).in_flight
+
+
+@violates("events/not-in-cache")
+@pytest.mark.parametrize(
+    ("said", "what"),
+    [
+        (((STORED, 70), (STORED, 99)), "stored blocks"),
+        (((STORED, 70), (REMOVED, 99)), "removed blocks"),
+        (((STORED, 70), (CLEARED, 0)), "all blocks cleared"),
+    ],
+)
+def test_an_event_without_a_change_of_the_cache(said: tuple[tuple[int, int], ...], what: str) -> None:
+    (finding,) = found(saying(3, *said))
+
+    assert ("events/not-in-cache", what, 3) == (finding.id, finding.figures["what"], finding.figures["batch"])
+
+
+@near_miss("events/not-in-cache")
+def test_a_store_of_a_cached_block_is_a_repeated_report() -> None:
+    stream = saying(3, (STORED, 60), (STORED, 70))
+
+    assert [] == found(stream)
+    assert 1 == comparison(stream).repeated
+
+
+@near_miss("events/not-in-cache")
+def test_two_blocks_with_one_hash_are_stored_and_removed_twice() -> None:
+    cache = [cached(1, 5, 50), cached(20, 6, 50), evicted(40, 5), evicted(60, 6), cached(100, 8, 80)]
+    stream = [
+        batch(0, 1, (STORED, 50)),
+        batch(1, 20, (STORED, 50)),
+        batch(2, 40, (REMOVED, 50)),
+        batch(3, 60, (REMOVED, 50)),
+        batch(4, 100, (STORED, 80)),
+    ]
+
+    assert [] == found(stream, cache=cache)
+    assert [] != found(stream[:3] + stream[4:], cache=cache)
+
+
+@near_miss("events/not-in-cache")
+def test_a_journal_that_is_not_whole_proves_nothing_of_an_event() -> None:
+    assert [] == found(STREAM, cache=[*CACHE[:2], [Gap(at(30), 3, "full")], *CACHE[3:]])
+    assert [] == found(STREAM, cache=CACHE[:5], end=99)  # the engine's journal ends before the last batch
+
+
+@near_miss("events/not-in-cache")
+def test_blocks_of_another_tier_are_not_in_the_engines_cache() -> None:
+    stream = [*STREAM[:3], batch(3, 50, (STORED, 50), tier="CPU"), *_renumbered(STREAM[3:])]
+
+    assert [] == found(stream)
+    assert 1 == comparison(stream).other_tiers
+
+
+def _renumbered(stream: list[KVEventsReceived]) -> list[KVEventsReceived]:
+    from msgspec.structs import replace
+
+    return [replace(each, sequence=each.sequence + 1) for each in stream]
+
+
+@violates("events/tier-missing")
+def test_events_without_a_tier_beside_those_of_another_tier() -> None:
+    stream = [batch(0, 1, (STORED, 50), tier=""), *STREAM[1:], batch(6, 110, (STORED, 50), tier="CPU")]
+
+    assert ["events/tier-missing"] == [each.id for each in found(stream)]
+
+
+@near_miss("events/tier-missing")
+def test_a_release_that_never_names_tiers() -> None:
+    stream = [
+        KVEventsReceived(
+            0, 0, each.sequence, each.published_seconds, 0, [], [*each.rows[:2], -1, *each.rows[3:]]
+        )
+        for each in STREAM
+    ]
+
+    assert [] == found(stream)

@@ -1,0 +1,152 @@
+"""KV events of the real scheduler, and of a real engine over ZeroMQ, beside the blocks that were observed."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.engines.kv_events_run import KEY
+from tests.engines.observed import observe
+from tests.engines.own_process import python
+from tests.scenarios.corpus import SCENARIOS
+
+from kvledger.audit.errors import LedgerError
+from kvledger.audit.events import EngineStarted, KVEventsReceived
+from kvledger.audit.hash_key import HashKey
+from kvledger.audit.journal.reader import Reader
+from kvledger.audit.ledger.cache_changes import STORED, CacheChanges
+from kvledger.audit.ledger.kv_stream import Comparison, Stream, compare
+from kvledger.audit.replay.journals import audit_paths
+from kvledger.exporters.kv_events import Received, decoded
+
+PUBLISHING = [
+    name
+    for name in SCENARIOS
+    if not any(word in name for word in ("encoder", "no_caching")) and not SCENARIOS[name].lacking()
+]
+
+
+class Publisher:
+    """Stands in for vLLM's publisher: encodes each batch as vLLM does and keeps it."""
+
+    def __init__(self) -> None:
+        self._endpoint = "tcp://*:5557"
+        self.messages: list[Received] = []
+
+    def publish(self, batch: Any) -> None:
+        """Keep one batch."""
+        self.messages.append(Received(len(self.messages), msgspec.msgpack.encode(batch), False))
+
+    def get_publisher_config(self) -> None:
+        """Nothing is configured."""
+
+    def shutdown(self) -> None:
+        """Nothing to close."""
+
+
+def compared(name: str, monkeypatch: pytest.MonkeyPatch) -> Comparison:
+    """Drive a scenario with KV events enabled, and compare them with the blocks."""
+    from vllm.distributed.kv_events import KVEventBatch
+
+    monkeypatch.setenv("KVLEDGER_EVENTS_KEY", KEY)
+    publisher, schedulers = Publisher(), []
+    scenario = SCENARIOS[name]
+
+    def drive(attach: Any, **setup: Any) -> Any:
+        def publishing(scheduler: Any) -> None:
+            manager = scheduler.kv_cache_manager
+            manager.enable_kv_cache_events = manager.block_pool.enable_kv_cache_events = True
+            scheduler.kv_event_publisher = publisher
+            schedulers.append(scheduler)
+            attach(scheduler)
+
+        return scenario(publishing, **setup)
+
+    _, events = observe(drive, "blocks")
+    assert 1 == len(schedulers)
+    if rest := schedulers[0].kv_cache_manager.take_events():
+        publisher.publish(KVEventBatch(ts=time.time(), events=rest))
+    cache = CacheChanges()
+    for event in events:
+        cache.feed(event)
+    started = next(event for event in events if isinstance(event, EngineStarted))
+    key = HashKey(KEY)
+    assert (key.print, 5557) == tuple(started.configuration[name] for name in ("hash_key", "kv_events_port"))
+    stream = Stream([decoded(message, 0, 0, key) for message in publisher.messages])
+    assert not sum(batch.unreadable for batch in stream.batches)
+    return compare(cache, started.began_seconds, events[-1].at, stream)
+
+
+@pytest.mark.parametrize("name", PUBLISHING)
+def test_kv_events_of_a_scenario_equal_its_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = compared(name, monkeypatch)
+
+    assert [] == result.subjects
+    assert (0, 0) == (result.in_flight, result.before)
+
+
+def test_token_ids_are_not_in_the_journal() -> None:
+    event = ["BlockStored", [7], None, [31337] * 16, 16, None, "GPU"]
+    payload = msgspec.msgpack.encode([1.0, [event], 0])
+
+    stored = decoded(Received(0, payload, False), 0, 0, HashKey(KEY))
+
+    assert 31337 not in stored.rows and 7 not in stored.rows
+    assert b"\xcd\x7ai" not in msgspec.msgpack.encode(stored)
+    with pytest.raises(LedgerError, match="16"):
+        HashKey("short")
+
+
+# --- over ZeroMQ ----------------------------------------------------------------------------------------
+
+LOST = {5, 6, 17, 40, 41}
+
+
+def free_ports() -> list[int]:
+    sockets = [socket.socket() for _ in range(2)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def hash_ids(recording: Path, sequences: set[int]) -> list[tuple[int, int]]:
+    """What the batches with these numbers say: kind and hash id."""
+    batches = []
+    with Reader(recording) as reader:
+        for batch in reader.poll():
+            batches += [each for each in batch.events if isinstance(each, KVEventsReceived)]
+    wanted = Stream([batch for batch in batches if batch.sequence in sequences])
+    return [(event.kind, event.hash_id) for event, _ in wanted.events()]
+
+
+@pytest.mark.whole_engine
+def test_a_real_engines_kv_events_equal_its_blocks_and_each_loss_is_found(tmp_path: Path) -> None:
+    python("-m", "tests.engines.kv_events_run", tmp_path, ",".join(map(str, LOST)), *map(str, free_ports()))
+    result = json.loads((tmp_path / "result.json").read_text())
+    whole, lossy = (audit_paths([tmp_path / name]) for name in ("whole", "lossy"))
+
+    assert result["preemptions"] and "clean" == whole.verdict
+    assert any("batches of KV events agree with the cache" in note for note in whole.notes)
+    gaps = [each for each in lossy.violations if each.severity == "violation"]
+    assert [("events/gap", 5, 6), ("events/gap", 17, 17), ("events/gap", 40, 41)] == [
+        (gap.id, gap.figures["first"], gap.figures["last"]) for gap in gaps
+    ]
+    (recording,) = (tmp_path / "whole").glob("events-*")
+    for gap in gaps:
+        numbers = set(range(int(gap.figures["first"]), int(gap.figures["last"]) + 1))
+        truth = hash_ids(recording, numbers)
+        stored = [hash_id for kind, hash_id in truth if kind == STORED]
+        assert (len(stored), len(truth) - len(stored)) == (gap.figures["stores"], gap.figures["removals"])
+        shown = "\n".join(gap.story)
+        assert all(f"h{hash_id & 2**64 - 1:x}" in shown for _, hash_id in truth[:8])
