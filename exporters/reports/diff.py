@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -111,7 +110,7 @@ def _read(paths: Sequence[Path], by: str, window: Window, run: Run) -> tuple[Aud
     """The audit of a trace, and its groups; each journal is read once."""
     if not by:
         return audit_paths(paths, window=window, with_metrics=False, with_costs=True, run=run), {}
-    read = list(run(partial(audited_groups, by=by, window=window), journals_at(paths)))
+    read = list(audited_groups(journals_at(paths), by, window, run))
     groups: Groups = {}
     for _, of_journal in read:
         for name, sums in of_journal.items():

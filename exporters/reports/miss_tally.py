@@ -78,7 +78,7 @@ class Tally(msgspec.Struct):
         self.computed, self.early = Counter(), {}
 
     def merge(self, more: Tally) -> None:
-        """Add the misses of another journal."""
+        """Add the misses of another journal, or of a later part of the same if neither is priced yet."""
         self.tokens.update(more.tokens)
         self.requests.update(more.requests)
         self.audited += more.audited
@@ -94,6 +94,9 @@ class Tally(msgspec.Struct):
         for cause, delays in more.delays.items():
             self.delays.setdefault(cause, PricedDelays()).merge(delays)
         self.models += more.models
+        self.computed.update(more.computed)
+        for cause, early in more.early.items():
+            self.early.setdefault(cause, Delays()).merge(early)
 
 
 LOST_LATE = {names.BLOCKS: names.PREEMPTED, names.RESET: names.CACHE_RESET}

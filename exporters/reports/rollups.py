@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import floor
 from pathlib import Path
 from zlib import crc32
@@ -31,6 +31,8 @@ from ...audit.replay import checkpoint, serialize
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.find import journals_at
 from ...audit.replay.journals import each_account
+from ...audit.replay.parallel import Result, Run
+from ...audit.replay.split import Part, Span, split_run
 from ...audit.replay.windows import EVERYTHING, Window
 from ..trace.groups import TIMES, time_name
 from .miss_tally import block_size
@@ -130,6 +132,20 @@ def _is_rollup(path: Path) -> bool:
 def has_one(path: Path) -> bool:
     """Whether this is a rollup, or a journal that was compacted."""
     return _is_rollup(path) or place(path).exists()
+
+
+def each_journal(
+    run: Run,
+    places: Sequence[Path],
+    window: Window,
+    piece: Callable[[Span], Part],
+    join: Callable[[Sequence[Part]], Result | None],
+    whole: Callable[[Path], Result],
+) -> Iterator[Result]:
+    """The result of each journal or rollup. Where none has a rollup, a journal may be read in spans."""
+    if window.bounded or any(map(has_one, places)):
+        return run(whole, places)
+    return split_run(run, places, piece, join, whole)
 
 
 def found(path: Path, by: str, window: Window) -> Rollup | None:

@@ -166,11 +166,8 @@ def summarize(
     if journals or not exported:
         read = partial(_of_journal, by=by, window=window, with_costs=with_costs and not exported)
         places = rollups.journals_and_rollups(journals, by, window)
-        if window.bounded or any(map(rollups.has_one, places)):
-            parts += run(read, places)
-        else:
-            piece = partial(_of_span, by=by, with_costs=with_costs and not exported)
-            parts += split_run(run, places, piece, _joined, read)
+        piece = partial(_of_span, by=by, with_costs=with_costs and not exported)
+        parts += rollups.each_journal(run, places, window, piece, _joined, read)
     groups: Groups = {}
     everything = Sums.none()
     for part in parts:
@@ -204,13 +201,32 @@ def _of_journal(path: Path, by: str, window: Window, with_costs: bool) -> Part:
     return _summed(engine_audit, each_account(engine_audit), by, with_costs)
 
 
-def audited_groups(path: Path, by: str, window: Window) -> tuple[EngineAudit, Groups]:
-    """The audit of one journal, with costs, and its groups without."""
+def audited_groups(
+    paths: Sequence[Path], by: str, window: Window, run: Run
+) -> Iterator[tuple[EngineAudit, Groups]]:
+    """The audit of each journal, with costs, and its groups without."""
+    whole = partial(_audited_groups, by=by, window=window)
+    if window.bounded:
+        return run(whole, paths)
+    return split_run(run, paths, partial(_audited_span, by=by), _joined_groups, whole)
+
+
+def _audited_groups(path: Path, by: str, window: Window) -> tuple[EngineAudit, Groups]:
     engine_audit = EngineAudit(path, keep=True, window=window, with_metrics=False, with_costs=True)
     key, groups = group_key(by, engine_audit), dict[str, Sums]()
     for account in each_account(engine_audit):
         groups.setdefault(key(account), Sums.none()).add(account, engine_audit.last_at)
     return engine_audit, groups
+
+
+def _audited_span(span: Span, by: str) -> _GroupsOfSpan:
+    engine_audit = EngineAudit(span.path, keep=True, with_metrics=False, with_costs=True)
+    return _grouped(engine_audit, span, by, with_costs=False)
+
+
+def _joined_groups(spans: Sequence[_GroupsOfSpan]) -> tuple[EngineAudit, Groups] | None:
+    engine_audit = joined([span.piece for span in spans])
+    return None if engine_audit is None else (engine_audit, _merged(spans))
 
 
 def _summed(engine_audit: EngineAudit, accounts: Iterable[Account], by: str, with_costs: bool) -> Part:
@@ -246,6 +262,10 @@ def _of_span(span: Span, by: str, with_costs: bool) -> _GroupsOfSpan:
     engine_audit = EngineAudit(
         span.path, keep=True, with_metrics=False, times_steps=with_costs, accounts_only=True
     )
+    return _grouped(engine_audit, span, by, with_costs)
+
+
+def _grouped(engine_audit: EngineAudit, span: Span, by: str, with_costs: bool) -> _GroupsOfSpan:
     part, groups = SpanAudit(engine_audit, span), dict[str, Sums]()
     key = None
     for accounts in part.accounts():
@@ -257,13 +277,15 @@ def _of_span(span: Span, by: str, with_costs: bool) -> _GroupsOfSpan:
 
 def _joined(spans: Sequence[_GroupsOfSpan]) -> Part | None:
     engine_audit = joined([span.piece for span in spans])
-    if engine_audit is None:
-        return None
+    return None if engine_audit is None else _priced(engine_audit, _merged(spans), spans[0].with_costs)
+
+
+def _merged(spans: Sequence[_GroupsOfSpan]) -> Groups:
     groups: Groups = {}
     for span in spans:
         for name, sums in span.groups.items():
             groups.setdefault(name, Sums.none(span.with_costs)).merge(sums)
-    return _priced(engine_audit, groups, spans[0].with_costs)
+    return groups
 
 
 def _of_rollup(rollup: rollups.Rollup, path: Path, by: str, window: Window, with_costs: bool) -> Part:

@@ -20,6 +20,7 @@ from ...audit.ledger.account import Account
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.journals import each_account
 from ...audit.replay.parallel import Run, here
+from ...audit.replay.split import Piece, Span, SpanAudit, joined
 from ...audit.replay.windows import EVERYTHING, Window
 from ..trace.groups import check, group_key
 from . import rollups
@@ -112,7 +113,8 @@ def why(
     check(by)
     everything, groups = Tally(), dict[str, Tally]()
     journals = rollups.journals_and_rollups(paths, by, window)
-    for tally, grouped in run(partial(_of_journal, window=window, by=by), journals):
+    piece, whole = partial(_of_span, by=by), partial(_of_journal, window=window, by=by)
+    for tally, grouped in rollups.each_journal(run, journals, window, piece, _joined, whole):
         everything.merge(tally)
         for name, group in grouped.items():
             groups.setdefault(name, Tally()).merge(group)
@@ -194,12 +196,7 @@ def _of_journal(path: Path, window: Window, by: str) -> tuple[Tally, dict[str, T
     else:
         engine_audit, accounts = rollup.rest_of(path, window)
     tally, groups = Tally(), dict[str, Tally]()
-    key = group_key(by, engine_audit)
-    for account in accounts:
-        size = block_size(engine_audit)
-        tally.add(account, size)
-        if by:
-            groups.setdefault(key(account), Tally()).add(account, size)
+    _add(tally, groups, accounts, engine_audit, by)
     remark(tally, engine_audit)
     cells = [] if rollup is None else list(rollup.within(path, window).items())
     rolled: list[tuple[Tally, Misses]] = []
@@ -215,6 +212,50 @@ def _of_journal(path: Path, window: Window, by: str) -> tuple[Tally, dict[str, T
         each.price(engine_audit, model)
     for each, misses in rolled:
         misses.give_delays(each, model.prefill_seconds)
+    return tally, groups
+
+
+def _add(
+    tally: Tally, groups: dict[str, Tally], accounts: Iterable[Account], engine_audit: EngineAudit, by: str
+) -> None:
+    """Add accounts to the tally of all requests, and to that of their group if ``by`` is not empty."""
+    key = group_key(by, engine_audit)
+    for account in accounts:
+        size = block_size(engine_audit)
+        tally.add(account, size)
+        if by:
+            groups.setdefault(key(account), Tally()).add(account, size)
+
+
+class _MissesOfSpan(msgspec.Struct):
+    """The misses of one span of a journal, without prices."""
+
+    piece: Piece
+    tally: Tally
+    groups: dict[str, Tally]
+
+
+def _of_span(span: Span, by: str) -> _MissesOfSpan:
+    engine_audit = EngineAudit(span.path, keep=True, with_metrics=False, times_steps=True, accounts_only=True)
+    part, tally, groups = SpanAudit(engine_audit, span), Tally(), dict[str, Tally]()
+    for accounts in part.accounts():
+        _add(tally, groups, accounts, engine_audit, by)
+    return _MissesOfSpan(Piece(engine_audit, part.begin, part.end), tally, groups)
+
+
+def _joined(spans: Sequence[_MissesOfSpan]) -> tuple[Tally, dict[str, Tally]] | None:
+    engine_audit = joined([span.piece for span in spans])
+    if engine_audit is None:
+        return None
+    tally, groups = Tally(), dict[str, Tally]()
+    for span in spans:
+        tally.merge(span.tally)
+        for name, group in span.groups.items():
+            groups.setdefault(name, Tally()).merge(group)
+    remark(tally, engine_audit)
+    model = engine_audit.step_model()
+    for each in (tally, *groups.values()):
+        each.price(engine_audit, model)
     return tally, groups
 
 

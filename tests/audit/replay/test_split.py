@@ -17,14 +17,19 @@ from kvledger.audit.events import Event, Reported
 from kvledger.audit.journal.format import segments
 from kvledger.audit.journal.reader import Reader
 from kvledger.audit.journal.writer import JournalWriter, Limits
+from kvledger.audit.replay import journals as split_journals
 from kvledger.audit.replay import split
 from kvledger.audit.replay.engine_audit import EngineAudit
 from kvledger.audit.replay.journals import Audit, _piece, _replay
 from kvledger.audit.replay.parallel import here
 from kvledger.audit.replay.windows import EVERYTHING
+from kvledger.exporters.reports import summary
+from kvledger.exporters.reports import why as why_report
 from kvledger.exporters.reports.audit import as_json, report
 from kvledger.exporters.reports.costs import costs_of
+from kvledger.exporters.reports.diff import compare
 from kvledger.exporters.reports.summary import summarize
+from kvledger.exporters.reports.why import why
 
 SEGMENT = 60_000
 MIX = Mix(running=24, waiting=6, median_output=40)
@@ -75,6 +80,24 @@ def test_a_summary_by_two_processes_is_that_of_one(
     monkeypatch.setattr(split.Processes, "each", lambda _, work, items, sizes: map(work, items))
 
     assert one == summarize([journal], by, with_costs=True, run=split.Processes(2))
+
+
+@pytest.mark.parametrize("by", ["", "outcome"])
+def test_why_and_diff_by_two_processes_are_those_of_one(
+    journal: Path, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(split, "WORTH_BYTES", 0)
+    one = why([journal], by=by), compare([journal], [journal], by=by)
+    monkeypatch.setattr(split.Processes, "each", lambda _, work, items, sizes: map(work, items))
+    for module, name in (
+        (why_report, "_of_journal"),
+        (summary, "_audited_groups"),
+        (split_journals, "_replay"),
+    ):
+        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("read by one process"))
+
+    two = split.Processes(2)
+    assert one == (why([journal], by=by, run=two), compare([journal], [journal], by=by, run=two))
 
 
 def test_an_audit_for_accounts_only_has_the_totals_and_costs_of_a_full_one_and_judges_nothing(
