@@ -27,8 +27,10 @@ GENERATED = Path(__file__).parent / "generated" / "provisioning"
 TEMPLATES = Path(__file__).parent / "templates"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
-CELL, GAP, ROW_HEADING, BOARD_HEADING = 30, 8, 46, 92
-"""Pixels: a unit of Grafana's grid, the gap between two, a row's heading, and a board's."""
+CELL, GAP, ROW_HEADING, BOARD_HEADING = 30, 8, 46, 112
+"""Pixels: a unit of Grafana's grid, the gap between two, a row's heading, and a board's.
+
+A board's heading has room for one more line of text than it needs on a wide page."""
 
 BROWSER_SECONDS = 120.0
 

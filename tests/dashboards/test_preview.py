@@ -145,11 +145,12 @@ boxes.forEach((box, n) => {
   if (plot && (rect(plot).height < 40 || rect(plot).width < 80)) say("plot is too small");
   if (plot && !plot.querySelector("path, rect")) say("plot is empty");
   const times = [...box.querySelectorAll(".times span")].filter((e) => e.offsetParent);
-  if (times.some((e, i) => i && over(rect(times[i - 1]), rect(e)))) say("times overlap");
+  if (times.some((e, i) => i && rect(e).left - rect(times[i - 1]).right < 6)) say("times touch");
   const names = [...box.querySelectorAll(".legend td:first-child")];
   if (names.some((e) => rect(e).width < 40)) say("a name in the legend is too narrow");
   if (names.some((e) => !e.textContent.trim())) say("a name in the legend is empty");
 });
+if ([...document.querySelectorAll("header p")].some(clipped)) faults.push("header is clipped");
 if (document.documentElement.scrollWidth > window.innerWidth) faults.push("page is too wide");
 document.body.dataset.faults = JSON.stringify(faults);
 </script>"""
