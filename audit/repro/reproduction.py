@@ -157,6 +157,8 @@ class _Search:
     def _why_not(self) -> str:
         if self._pool.driven and self._pool.failed == self._pool.driven:
             return f"No workload could be driven: {self._pool.error}."
+        if not self._pool.driven:
+            return "The time was over before a workload was driven: give more with --budget."
         return "No workload that the journal allows led to the finding."
 
     def _first(self) -> tuple[Workload, Outcome] | None:

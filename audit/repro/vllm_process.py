@@ -25,6 +25,9 @@ from pathlib import Path
 ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
 """Environment variables with which numpy and torch start no threads of their own."""
 
+FORKED_BY_ITSELF = "jemalloc_bg"
+"""The beginning of the names of threads that do not forbid a fork."""
+
 _READ_BYTES = 1 << 16
 _PACKAGE = Path(__file__).resolve().parents[2]
 _BOOT = """
@@ -132,8 +135,9 @@ def serve_lines(answer: Callable[[bytes], bytes]) -> None:
 
 
 def _fork() -> int:
-    """Like os.fork; -1 where other threads run."""
-    if len(os.listdir("/proc/self/task")) != 1:
+    """Like os.fork; -1 where other threads run. Those of jemalloc may: it makes its state right in a fork."""
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    if sum(not name.startswith(FORKED_BY_ITSELF) for name in names) != 1:
         return -1
     gc.collect()
     gc.freeze()  # a collection in a fork would copy the pages that it shares

@@ -149,7 +149,7 @@ class Pool:
         self._threads = ThreadPoolExecutor(workers) if workers else None
 
     def version(self, *, v0: bool = False) -> str:
-        """The vLLM version of the workers, once it is imported."""
+        """The vLLM version of the workers, once they have imported it."""
         if self._parent is None:
             found = answer(Job(v0=v0))
         else:
@@ -157,6 +157,8 @@ class Pool:
             found = msgspec.json.decode(line, type=Answer) if line else Answer(error="the process ended")
         if not found.version:
             raise LedgerError(f"kvledger repro can't build vLLM's scheduler here: {found.error}.")
+        if self._threads is not None:  # where vLLM has threads nothing can fork, and each worker imports it
+            list(self._threads.map(lambda worker: worker.ask(Job(v0=v0), START_SECONDS), self._workers))
         return found.version
 
     def drive(self, workload: Workload, finding: str, *, statement: bool = False) -> Outcome | None:

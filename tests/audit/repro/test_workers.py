@@ -67,6 +67,21 @@ def test_a_process_with_a_second_thread_is_not_forked(monkeypatch: pytest.Monkey
         assert all(worker._own is not None for worker in pool._workers)
 
 
+def test_a_thread_of_jemalloc_does_not_forbid_a_fork(monkeypatch: pytest.MonkeyPatch):
+    thread = (
+        "import threading, time\n"
+        "thread = threading.Thread(target=time.sleep, args=(600,), daemon=True)\n"
+        "thread.start()\n"
+        "with open('/proc/self/task/%d/comm' % thread.native_id, 'w') as name:\n"
+        "    name.write('jemalloc_bg_thd')\n"
+    )
+    monkeypatch.setattr(vllm_process, "_BOOT", thread + vllm_process._BOOT)
+
+    with Pool(2) as pool:
+        ask(pool)
+        assert all(worker._own is None for worker in pool._workers)
+
+
 def test_no_process_is_left_behind():
     with Pool(2) as pool:
         ask(pool)
