@@ -32,6 +32,7 @@ EXTRAS = {
     "analysis": ("pandas", "plotly", "pyarrow"),
     "fleet": ("dask", "distributed", "fsspec"),
     "lmcache": ("lmcache",),
+    "routing": ("dynamo",),
     "sign": ("cryptography",),
     "pictures": ("resvg_py",),
     "vllm": ("torch", "vllm"),
@@ -385,6 +386,34 @@ def blocks(
     with _reading(paths, jobs) as (places, run):
         result = report.block_use(places, run=run)
     _print("json" if json else format, result, report.render, report.as_csv)
+
+
+@command(
+    opt.AUDIT,
+    "routing /var/lib/kvledger",
+    "routing /var/lib/kvledger --index dynamo --format json",
+)
+def routing(
+    paths: opt.BlockJournalPaths,
+    index: opt.RouterIndex = "own",
+    verbose: opt.Verbose = False,
+    format: opt.TextFormat = "text",
+    json: opt.JsonAlias = False,
+) -> None:
+    """Compare the hits that a router's index promises with what engines had, request by request.
+
+    The KV events that record-events wrote beside the journals are replayed through an index, in the order in
+    which they came. Each token that was predicted and not found, or the reverse, has one cause.
+    """
+    from .audit.replay.find import journals_at
+    from .exporters.reports import routing as report
+
+    with _reading(paths, jobs=1, local=True) as (places, _):
+        result = report.measured(journals_at(places), index)
+    if json or format == "json":
+        _print("json", report.data(result), None, None)
+    else:
+        _print(format, result, lambda routed: report.render(routed, verbose=verbose), report.as_csv)
 
 
 @command(opt.AUDIT, "ls /var/lib/kvledger", "ls /var/lib/kvledger --audit")

@@ -246,6 +246,14 @@ BlockJournalPaths = Annotated[
 JournalFolder = Annotated[
     Path, typer.Argument(metavar="DIR", show_default=False, help="A folder of journals.")
 ]
+RouterIndex = Annotated[
+    str,
+    _choice(
+        "--index",
+        "The index that KV events are replayed through: our own, or Dynamo's RadixTree (the routing extra).",
+        ("own", "dynamo"),
+    ),
+]
 EventsEndpoint = Annotated[
     str,
     typer.Option(

@@ -38,7 +38,10 @@ class RecordedEvents:
     """The recordings in one folder, each read once."""
 
     def __init__(self, recordings: list[Path]) -> None:
-        self._streams = [stream for path in recordings for stream in _streams(path)]
+        self._began: dict[int, float] = {}
+        """By a batch's identity: Unix time from which the times of its recording count."""
+        self._streams = [stream for path in recordings for stream in self._read(path)]
+        """The batches of each stream, with the key and the port of its engine."""
 
     def of(self, engine: EngineStarted, until: float) -> Stream:
         """The batches that one engine published up to the Unix time ``until``."""
@@ -51,21 +54,26 @@ class RecordedEvents:
                 batches += received
         return Stream(batches)
 
+    def received(self, batch: KVEventsReceived) -> float:
+        """Unix time at which a batch was received."""
+        return self._began[id(batch)] + batch.at / 1e6
 
-def _streams(path: Path) -> Iterator[tuple[tuple[object, object], list[KVEventsReceived]]]:
-    """The streams of one recording, with the key and the port of the engine."""
-    identity: tuple[object, object] = (None, None)
-    streams: dict[tuple[int, int], list[KVEventsReceived]] = {}
-    with contextlib.suppress(LedgerError), Reader(path) as reader:
-        for batch in reader.poll():
-            for event in batch.events:
-                if isinstance(event, EngineStarted):
-                    settings = event.configuration
-                    identity = settings.get("hash_key"), settings.get("kv_events_port")
-                elif isinstance(event, KVEventsReceived):
-                    streams.setdefault((event.stream, event.rank), []).append(event)
-    for received in streams.values():
-        yield identity, received
+    def _read(self, path: Path) -> Iterator[tuple[tuple[object, object], list[KVEventsReceived]]]:
+        """The streams of one recording."""
+        identity: tuple[object, object] = (None, None)
+        streams: dict[tuple[int, int], list[KVEventsReceived]] = {}
+        began = 0.0
+        with contextlib.suppress(LedgerError), Reader(path) as reader:
+            for batch in reader.poll():
+                for event in batch.events:
+                    if isinstance(event, EngineStarted):
+                        settings, began = event.configuration, event.began_seconds
+                        identity = settings.get("hash_key"), settings.get("kv_events_port")
+                    elif isinstance(event, KVEventsReceived):
+                        self._began[id(event)] = began
+                        streams.setdefault((event.stream, event.rank), []).append(event)
+        for received in streams.values():
+            yield identity, received
 
 
 def changes_of(path: Path) -> tuple[CacheChanges, int, int | None]:
@@ -90,7 +98,7 @@ def compare_events(audit: EngineAudit) -> Comparison | None:
     engine = audit.engine
     if not recordings or engine is None:
         return None
-    if (reason := _incomparable(engine)) or audit.window.bounded:
+    if (reason := incomparable(engine)) or audit.window.bounded:
         audit.notes.append(reason or "the KV events are compared only without --since and --until")
         return None
     cache, at, stopped = changes_of(audit.path)
@@ -111,7 +119,7 @@ def _entry(subject: StreamSubject, number: int, step: int, at: int) -> Entry:
     return Entry(number, step, at, subject, None)
 
 
-def _incomparable(engine: EngineStarted) -> str:
+def incomparable(engine: EngineStarted) -> str:
     """Why an engine's KV events can't be compared with its blocks; "" if they can."""
     if engine.level == "tokens":
         return "the KV events can't be compared: the engine was recorded at level tokens"

@@ -1,0 +1,66 @@
+"""Dynamo's RadixTree as a router's index: another project's code over the same KV events."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from ..audit import events as ev
+from ..audit.errors import LedgerError
+
+UNSIGNED = (1 << 64) - 1
+
+
+class DynamoIndex:
+    """An index in Dynamo's RadixTree. Raises LedgerError without ``ai-dynamo-runtime``.
+
+    The tree names a block twice: by its position in a sequence, and by its tokens alone. A hash id covers all
+    tokens before it, so it serves as both.
+    """
+
+    def __init__(self) -> None:
+        try:
+            from dynamo._core import RadixTree
+        except ImportError:
+            raise LedgerError(
+                "--index dynamo needs ai-dynamo-runtime: pip install 'kvledger[routing]'."
+            ) from None
+        self._tree: Any = RadixTree()
+        self._events = 0
+        self.refused = 0
+        """Stores that the tree did not take, because it does not know their parent block."""
+
+    def apply(self, engine: int, batch: ev.KVEventsReceived) -> None:
+        rows, place = batch.rows, 0
+        while place < len(rows):
+            kind, _, tier, _, parent, count = rows[place : place + ev.KV_HEAD]
+            place += ev.KV_HEAD + count
+            if tier >= 0 and batch.tiers[tier] != "GPU":
+                continue
+            self._apply(engine, kind, parent, [number & UNSIGNED for number in rows[place - count : place]])
+
+    def _apply(self, engine: int, kind: int, parent: int, ids: list[int]) -> None:
+        data: Any = "cleared"
+        if kind == ev.STORED:
+            blocks = [{"block_hash": number, "tokens_hash": number} for number in ids]
+            data = {"stored": {"parent_hash": parent & UNSIGNED if parent else None, "blocks": blocks}}
+        elif kind == ev.REMOVED_BLOCKS:
+            data = {"removed": {"block_hashes": ids}}
+        if kind != ev.CLEARED and not ids:
+            return
+        event = {"event_id": self._events, "data": data, "dp_rank": 0}
+        self._events += 1
+        try:
+            self._tree.apply_event(engine, json.dumps(event).encode())
+        except RuntimeError:
+            self.refused += 1
+
+    def held(self, hashes: Sequence[int]) -> dict[int, int]:
+        scores: dict[Any, int] = {}
+        with contextlib.suppress(RuntimeError):
+            scores = self._tree.find_matches([number & UNSIGNED for number in hashes]).scores
+        return {
+            worker[0] if isinstance(worker, tuple) else worker: blocks for worker, blocks in scores.items()
+        }

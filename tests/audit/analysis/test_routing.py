@@ -1,0 +1,180 @@
+"""Predicted and found tokens of requests on two engines, and the cause of each difference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kvledger.audit import events as ev
+from kvledger.audit.analysis.routing import (
+    ELSEWHERE,
+    EVENT_LOST,
+    EVICTED,
+    EXTERNAL,
+    INDEX,
+    LAST_TOKEN,
+    LOAD_FAILED,
+    NEVER_STORED,
+    NOT_USED,
+    PART,
+    STORED_SINCE,
+    UNKNOWN,
+    EngineSide,
+    RoutedRequest,
+    Row,
+    rows,
+)
+from kvledger.audit.ledger.cache_changes import CLEARED, REMOVED, STORED, CacheChanges, Change
+
+SIZE = 16
+PROMPT = [11, 12, 13, 14]
+"""The hash ids of a prompt of 70 tokens."""
+
+
+def stored(*ids: int) -> list[tuple[int, int]]:
+    return [(STORED, number) for number in ids]
+
+
+def removed(*ids: int) -> list[tuple[int, int]]:
+    return [(REMOVED, number) for number in ids]
+
+
+RESET = [(CLEARED, 0)]
+
+
+def changes(said: Sequence[tuple[int, int]]) -> list[Change]:
+    return [Change(kind, number, n, n, n, 0, n, -1) for n, (kind, number) in enumerate(said)]
+
+
+def batches(said: Sequence[tuple[float, int, int]]) -> list[tuple[float, ev.KVEventsReceived]]:
+    found = []
+    for n, (received, kind, number) in enumerate(said):
+        ids = [] if kind == CLEARED else [number]
+        row = [kind, 0, 0, SIZE, 0, len(ids), *ids]
+        found.append((received, ev.KVEventsReceived(0, 0, n, received, 0, ["GPU"], row)))
+    return found
+
+
+def engine(
+    cache: Sequence[tuple[int, int]],
+    told: Sequence[tuple[int, int]] | None = None,
+    *,
+    late: Sequence[tuple[int, int]] = (),
+    lost: Sequence[int] = (),
+    whole: bool = True,
+) -> EngineSide:
+    """An engine with these changes. ``told`` before the request arrives at 100, ``late`` after it."""
+    history = CacheChanges()
+    history.changes = changes(cache)
+    history.whole = whole
+    said = [(1.0, *each) for each in (cache if told is None else told)] + [(200.0, *each) for each in late]
+    return EngineSide("engine", SIZE, history, {history.changes[n] for n in lost}, batches(said))
+
+
+def request(local: int, *, hashes: Sequence[int] = PROMPT, **more: Any) -> RoutedRequest:
+    fields: dict[str, Any] = {"engine": 0, "prompt_tokens": 70, "external": 0, "failed": 0} | more
+    return RoutedRequest("r", 7, fields.pop("engine"), fields.pop("prompt_tokens"), list(hashes), 100.0, 1000,
+                         1000, local, fields["external"], fields["failed"])  # fmt: skip
+
+
+def row(asked: RoutedRequest, *engines: EngineSide, index: Any = None) -> Row:
+    from kvledger.audit.analysis.routing import OwnIndex
+
+    (found,) = rows(engines, [asked], index or OwnIndex())
+    assert found.predicted - found.found == sum(found.missed.values()) - sum(found.surplus.values())
+    return found
+
+
+def test_an_index_that_is_right_differs_in_nothing():
+    found = row(request(64), engine(stored(*PROMPT)))
+
+    assert (64, 64, {}, {}) == (found.predicted, found.found, found.missed, found.surplus)
+
+
+@pytest.mark.parametrize(
+    ("side", "local", "causes"),
+    [
+        (engine([*stored(*PROMPT), *removed(13)], stored(*PROMPT)), 32, {EVICTED: 16 + 16}),
+        (engine([*stored(*PROMPT), *removed(13)], stored(*PROMPT), lost=[4]), 32, {EVENT_LOST: 32}),
+        (engine([*stored(*PROMPT), *removed(13, 14)], stored(*PROMPT), lost=[5]), 32,
+         {EVICTED: 16, EVENT_LOST: 16}),
+        (engine([*stored(*PROMPT), *RESET], stored(*PROMPT)), 0, {EVICTED: 64}),
+        (engine([*stored(*PROMPT), *RESET], stored(*PROMPT), lost=[4]), 0, {EVENT_LOST: 64}),
+        (engine(stored(11, 12), stored(*PROMPT)), 32, {NEVER_STORED: 32}),
+        (engine(stored(11, 12), stored(*PROMPT), whole=False), 32, {UNKNOWN: 32}),
+        (engine(stored(*PROMPT)), 32, {NOT_USED: 32}),
+    ],
+    ids=["evicted", "removal lost", "one of two lost", "reset", "reset lost", "never stored", "not whole",
+         "not used"],
+)  # fmt: skip
+def test_predicted_tokens_that_were_not_found(side: EngineSide, local: int, causes: dict[str, int]):
+    found = row(request(local), side)
+
+    assert (causes, {}) == (found.missed, found.surplus)
+
+
+@pytest.mark.parametrize(
+    ("side", "asked", "causes"),
+    [
+        (engine(stored(*PROMPT), stored(11), late=stored(12, 13, 14)), request(64), {STORED_SINCE: 48}),
+        (engine(stored(*PROMPT), stored(11, 13, 14), lost=[1]), request(64), {EVENT_LOST: 48}),
+        (engine(stored(11)), request(16, external=48), {EXTERNAL: 48}),
+        (engine(stored(11)), request(20, external=44), {PART: 4, EXTERNAL: 44}),
+        (engine([], whole=False), request(16), {UNKNOWN: 16}),
+    ],
+    ids=["announced later", "store lost", "the connector's store", "part of a block", "from before"],
+)
+def test_found_tokens_that_were_not_predicted(side: EngineSide, asked: RoutedRequest, causes: dict[str, int]):
+    found = row(asked, side)
+
+    assert ({}, causes) == (found.missed, found.surplus)
+
+
+def test_tokens_that_only_another_engine_had():
+    here, there = engine([*stored(*PROMPT), *removed(12)], stored(11, 12)), engine(stored(*PROMPT))
+    found = row(request(16), here, there)
+
+    assert (1, 64, 32, 16) == (found.best, found.predicted, found.predicted_here, found.found)
+    assert {EVICTED: 16, ELSEWHERE: 32} == found.missed
+
+
+def test_the_block_with_the_last_token_is_always_computed():
+    found = row(request(48, prompt_tokens=64), engine(stored(*PROMPT)))
+
+    assert {LAST_TOKEN: 16} == found.missed
+
+
+def test_tokens_whose_load_failed():
+    found = row(request(16, external=48, failed=48), engine(stored(*PROMPT)))
+
+    assert {LOAD_FAILED: 48} == found.missed
+
+
+def test_what_the_request_itself_caches_came_after_its_lookup():
+    side = engine(stored(11), stored(*PROMPT))
+    own = Change(STORED, 12, 5, 5, 1000, 0, 12, 7)
+    side.cache.changes.append(own)
+
+    assert {NEVER_STORED: 48} == row(request(16), side).missed
+
+
+def test_two_blocks_with_one_hash_are_held_until_both_are_removed():
+    side = engine([*stored(11, 11), *removed(11)])
+
+    assert {} == row(request(16, hashes=[11]), side).missed
+
+
+class Forgetful:
+    """An index that keeps nothing."""
+
+    def apply(self, engine: int, batch: ev.KVEventsReceived) -> None:
+        pass
+
+    def held(self, hashes: Sequence[int]) -> dict[int, int]:
+        return {}
+
+
+def test_an_index_with_a_rule_of_its_own():
+    assert {INDEX: 64} == row(request(64), engine(stored(*PROMPT)), index=Forgetful()).surplus
