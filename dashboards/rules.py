@@ -214,13 +214,16 @@ ALERTS: tuple[Alert, ...] = (
     ),
     Alert(
         "KvledgerContentChanged",
-        f'sum by ({ENGINE}) (increase(kvledger_content_blocks_total{{event=~"differed|unsealed"}}[15m])) > 0',
+        f'sum by ({ENGINE}) (increase(kvledger_content_blocks_total{{event=~"differed|unsealed"}}[15m])) > 0'
+        f" or sum by ({ENGINE}) "
+        '(increase(kvledger_content_moved_blocks_total{event=~".*_differed"}[15m])) > 0',
         "0m",
         "critical",
         "{{ $labels.engine }} has blocks whose KV is not what was computed",
-        "Level content compared blocks with their fingerprints and found other bytes, or a hit on a block "
-        "that nobody was seen to fill: answers may be wrong. `kvledger audit` names the block, who filled it "
-        "and who read it (content/changed, content/unsealed-hit).",
+        "Level content compared blocks with their fingerprints and found other bytes, a hit on a block that "
+        "nobody was seen to fill, or a connector's load or store of other bytes: answers may be wrong. "
+        "`kvledger audit` names the block, who filled it and who read it (content/changed, "
+        "content/unsealed-hit, content/transfer, content/stored).",
     ),
     Alert(
         "KvledgerRework",

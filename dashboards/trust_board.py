@@ -379,6 +379,38 @@ CONTENTS = PanelRow(
             unit="percentunit",
             width=9,
         ),
+        Panel(
+            "Moved blocks with other KV",
+            "Blocks that a connector loaded with other bytes than were stored, or was handed with other "
+            "bytes than were sealed, in the time range. `kvledger audit` names the layers and both requests.",
+            "stat",
+            (
+                Query(
+                    'sum(increase(kvledger_content_moved_blocks_total{@engine, event=~".*_differed"}'
+                    "[$__range]))",
+                    now=True,
+                ),
+            ),
+            unit="none",
+            width=6,
+            steps=GOOD_IS_NONE,
+            words={"0": ("none", GREEN)},
+        ),
+        Panel(
+            "Blocks moved by connectors",
+            "Blocks per second that a connector stored and loaded, by what the comparison of both ends "
+            "showed. Blocks are not compared if another engine may have stored them, or if nobody saw the "
+            "store.",
+            "timeseries",
+            (
+                Query(
+                    "sum by (event) (rate(kvledger_content_moved_blocks_total{@engine}[$__rate_interval]))",
+                    "{{event}}",
+                ),
+            ),
+            unit="cps",
+            width=18,
+        ),
     ),
     collapsed=True,
 )

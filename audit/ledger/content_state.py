@@ -44,6 +44,8 @@ class ContentState:
         """Blocks whose bytes were found changed, with the step."""
         self.promised: dict[int, int] = {}
         """Blocks that a connector promised to fill, with the step of the promise."""
+        self.promised_in_part: dict[int, int] = {}
+        """Blocks of which a connector promised to fill the beginning: the request computes the rest."""
         self.loading_requests: dict[int, int] = {}
         """Requests that were promised external tokens, with the step, where the blocks are not known."""
 
@@ -63,7 +65,9 @@ class ContentState:
     def noted(self, event: ev.Event, blocks: int) -> None:
         """Note which blocks, or whose, a connector promised to fill. ``blocks``: the size of the pools."""
         if isinstance(event, ev.BlocksPromised):
-            self.promised.update(dict.fromkeys(event.blocks, event.step))
+            whole = (event.start + event.tokens) % event.block_tokens == 0
+            self.promised.update(dict.fromkeys(event.blocks if whole else event.blocks[:-1], event.step))
+            self.promised_in_part.update(dict.fromkeys([] if whole else event.blocks[-1:], event.step))
         elif isinstance(event, ev.Admitted) and event.external_tokens > 0:
             self.loading_requests.pop(event.request, None)
             self.loading_requests[event.request] = event.step
@@ -82,6 +86,10 @@ class ContentState:
             if (number, block) in holdings.failed or (record is not None and record.invalid is not None):
                 return False
         return True
+
+    def filled_in_part(self, block: int, code: int, allocated: tuple[int, int]) -> bool:
+        """Whether a load filled the beginning of a block since its allocation, and nobody filled the rest."""
+        return code == ev.UNFILLED and self.promised_in_part.get(block, -1) >= allocated[0]
 
     def absorb(self, other: ContentState) -> None:
         """Add the sums of another engine."""

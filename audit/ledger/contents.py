@@ -92,7 +92,10 @@ def _judge_run(
         if allocated is None:
             contents.count("unseen")
         elif allocated[1] == account.request and allocated[0] >= life.began_step:
-            contents.count("arrived")
+            in_part = contents.filled_in_part(block, code, allocated)
+            contents.count("unsealed" if in_part else "arrived")
+            if in_part:  # the engine counts the rest as computed
+                found.unsealed.append((number, block, *allocated))
         elif code > 0 and allocated[0] <= code:
             changed = block in differed or contents.changed.get(block, -1) >= allocated[0]
             contents.count("differed" if changed else "verified")

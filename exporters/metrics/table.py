@@ -567,6 +567,16 @@ GROUPS: tuple[Group, ...] = (
                 read.engines(read.content_blocks),
             ),
             Metric(
+                "kvledger_content_moved_blocks",
+                "blocks",
+                "counter",
+                "Blocks that a connector moved: stored, loaded (with the bytes that were stored), "
+                "loaded_differed (with other bytes), not_compared; stored_differed are those of the stored "
+                "blocks whose bytes were not those that were sealed.",
+                (*ENGINE, "event"),
+                read.engines(read.content_transfers),
+            ),
+            Metric(
                 "kvledger_content_verified_tokens",
                 TOKENS,
                 "counter",

@@ -420,6 +420,22 @@ def content_blocks(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...],
             yield (event,), float(counts.get(event, 0))
 
 
+def content_transfers(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Blocks that a connector moved; nothing below level ``content``."""
+    ledger = engine_audit.auditor.ledger
+    if ledger.contents.watches:
+        counts = ledger.custody.counts
+        differed = counts.get("store_differed", 0)
+        yield ("stored",), float(counts.get("stored", 0))
+        yield ("stored_differed",), float(differed)
+        yield ("loaded",), float(counts.get("moved", 0))
+        yield ("loaded_differed",), float(counts.get("transfer_differed", 0))
+        yield (
+            ("not_compared",),
+            float(sum(counts.get(name, 0) for name in ("unknown", "foreign", "unmatched"))),
+        )
+
+
 def content_sum(name: str, unit: float = 1.0) -> MetricReader:
     """One sum of level ``content``, divided by ``unit``; no series below that level."""
     return engines(

@@ -118,6 +118,20 @@ CASES = [
     ),
     Case(
         "KvledgerContentChanged",
+        "a load brings other bytes",
+        {of("kvledger_content_moved_blocks_total", 'event="loaded_differed"'): "0x5 1x5"},
+        "7m",
+        [OF_ENGINE],
+    ),
+    Case(
+        "KvledgerContentChanged",
+        "all loads are equal",
+        {of("kvledger_content_moved_blocks_total", 'event="loaded"'): "0+5x30"},
+        "20m",
+        [],
+    ),
+    Case(
+        "KvledgerContentChanged",
         "all verified",
         {of("kvledger_content_blocks_total", 'event="verified"'): "0+5x30"},
         "20m",

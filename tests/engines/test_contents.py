@@ -10,6 +10,7 @@ pytest.importorskip("torch")
 from typing import Any
 
 from tests.scenarios import driving
+from tests.scenarios.content_faults import FAULTS, outcome
 from tests.scenarios.corpus import SCENARIOS
 from tests.scenarios.kv_runner import DriverWithCaches, attach_content
 
@@ -56,3 +57,13 @@ def test_a_scenario_has_no_finding_about_contents(name: str, monkeypatch: pytest
         found: list[Any] = [v for v in audit.violations if v.id.startswith("content/")]
         assert [] == found
         assert [] == audit.ledger.contents.excluded
+
+
+@pytest.mark.parametrize("name", list(FAULTS))
+def test_a_fault_that_this_release_has_is_found_and_its_near_miss_is_not(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``scripts/content_grid.py`` runs them on other releases."""
+    monkeypatch.setattr(driving, "Driver", DriverWithCaches)
+    found = {id for id, _ in outcome(FAULTS[name])["findings"]}
+    assert ({"content/unsealed-hit"} if name == "failed-load-stays-cached" else set()) == found

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvledger.audit.conformance.driver import Driver
+from kvledger.audit.engines.content.attached import watch_content
 from kvledger.audit.entry.attach import LiveAudit, attach
 
 HEADS, WIDTH, LAYERS = 2, 4, 2
@@ -40,6 +41,8 @@ class KVRunner:
         """By group: one tensor a layer, of blocks, heads, tokens and content."""
         self.on_execute: Callable[[Any], None] | None = None
         """Called in each step, between the writes of loads and the forward pass."""
+        self.load_errors: set[int] = set()
+        """Blocks that the connector's worker side reports as not loaded in this step, and does not write."""
         self._random = torch.Generator().manual_seed(0)
         self._torch = torch
         self._tables: dict[str, list[list[int]]] = {}
@@ -98,11 +101,16 @@ class KVRunner:
                 self._load(group, blocks, self._local[load.request_id], load.external_tokens)
         if self.on_execute is not None:
             self.on_execute(output)
+        self.get_block_ids_with_load_errors()
         for request_id, tokens in output.num_scheduled_tokens.items():
             start = self._computed[request_id]
             for group, table in enumerate(self._tables[request_id]):
                 self._write(group, table, start, start + tokens)
         return "output"
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """The method of a connector's worker side that vLLM's runner calls in each step."""
+        return self.load_errors
 
     def rejected(self, request_id: str, tokens: int) -> None:
         """Drafts of a request's last executed step were rejected."""
@@ -111,7 +119,7 @@ class KVRunner:
     def fill(self, group: int, blocks: list[int]) -> None:
         """Write whole blocks, as a load does."""
         for layer in self.caches[group]:
-            for block in blocks:
+            for block in blocks if not self.load_errors else set(blocks) - self.load_errors:
                 layer[block] = self._torch.rand(layer[block].shape, generator=self._random)
 
     def _load(self, group: int, blocks: Any, local: int, tokens: int) -> None:
@@ -164,5 +172,8 @@ def attach_content(scheduler: Any, stride: int = 0) -> LiveAudit:
     for declared in scheduler.kv_runner.kv_cache_config.kv_cache_tensors if stride else ():
         declared.block_stride = stride
     audit = attach(scheduler, level="blocks")
-    audit._observer.watch_content(SimpleNamespace(model_runner=scheduler.kv_runner))
+    observer, runner = audit._observer, scheduler.kv_runner
+    observer.content = watch_content(observer, SimpleNamespace(model_runner=runner), runner)
+    if observer.content is not None:
+        observer.content.begin_segment()
     return audit
