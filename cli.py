@@ -117,10 +117,17 @@ def audit(
     from .exporters.reports.conclusions import concluded
     from .exporters.reports.costs import costs_of
 
-    chosen, priced = window(since, until), format in ("text", "json")
+    tallied, priced = format in ("text", "json"), format == "json" or (format == "text" and verbose)
     with _reading(paths, jobs, dask) as (places, run):
-        audited = audit_paths(places, window=chosen, with_metrics=False, with_costs=priced, run=run)
-        result = concluded(report(audited, costs_of(audited.engines) if priced else None))
+        audited = audit_paths(
+            places,
+            window=window(since, until),
+            with_metrics=False,
+            with_costs=tallied,
+            times_steps=priced,  # a text without -v prints no seconds
+            run=run,
+        )
+        result = concluded(report(audited, costs_of(audited.engines) if tallied else None))
     if format in ("github", "sarif"):
         from .exporters.reports import annotations
 

@@ -49,7 +49,8 @@ class EngineAudit:
     ``keep`` keeps every account in ``accounts``; ``watch(request_id)`` keeps the accounts of the requests
     for which it is true, with every posting. With a ``window``, requests that ended outside it are left
     out of the sums. Without ``with_metrics`` the state that only metrics need stays empty. ``times_steps``
-    observes how long steps took, and ``with_costs`` adds up lost work too; metrics do both in any case.
+    observes how long steps took, and ``with_costs`` adds up lost work and, unless ``times_steps`` is false,
+    observes steps too; metrics do both in any case.
     ``accounts_only`` checks no invariant and reconciles nothing, for a caller that asks for accounts, totals
     and costs, and for no verdict.
     """
@@ -63,7 +64,7 @@ class EngineAudit:
         window: Window = EVERYTHING,
         with_metrics: bool = True,
         with_costs: bool = False,
-        times_steps: bool = False,
+        times_steps: bool | None = None,
         accounts_only: bool = False,
     ) -> None:
         self.path = path
@@ -121,7 +122,7 @@ class EngineAudit:
         """Whether ``metrics`` and ``cost_counters`` are filled."""
         self._with_costs = with_costs
         """Whether ``cost_tally`` is filled."""
-        self._times_steps = times_steps or with_costs or with_metrics
+        self._times_steps = with_metrics or (with_costs if times_steps is None else times_steps)
         """Whether ``step_times`` is filled."""
         self._ended_in_window = Totals()
         """Totals of the requests that ended in a bounded window."""

@@ -120,30 +120,52 @@ def audit_paths(
     window: Window = EVERYTHING,
     with_metrics: bool = True,
     with_costs: bool = False,
+    times_steps: bool | None = None,
     run: Run = here,
 ) -> Audit:
     """Replay every journal at or under ``paths``. Raises LedgerError if there is none.
 
-    ``run`` decides which processes replay the journals; with ``watch`` it must be :func:`here`.
+    ``run`` decides which processes replay the journals; with ``watch`` it must be :func:`here`. The other
+    arguments are those of :class:`EngineAudit`.
     """
     replay = partial(
-        _replay, keep=keep, watch=watch, window=window, with_metrics=with_metrics, with_costs=with_costs
+        _replay,
+        keep=keep,
+        watch=watch,
+        window=window,
+        with_metrics=with_metrics,
+        with_costs=with_costs,
+        times_steps=times_steps,
     )
     found = journals_at(paths)
     if keep or watch or window.bounded or with_metrics:
         audits = list(run(replay, found))
     else:
-        audits = list(split_run(run, found, partial(_piece, with_costs=with_costs), joined, replay))
+        piece = partial(_piece, with_costs=with_costs, times_steps=times_steps)
+        audits = list(split_run(run, found, piece, joined, replay))
     for audit in audits:
         compare_events(audit)
     return Audit(audits)
 
 
 def _replay(
-    path: Path, *, keep: bool, watch: Watch | None, window: Window, with_metrics: bool, with_costs: bool
+    path: Path,
+    *,
+    keep: bool,
+    watch: Watch | None,
+    window: Window,
+    with_metrics: bool,
+    with_costs: bool,
+    times_steps: bool | None = None,
 ) -> EngineAudit:
     audit = EngineAudit(
-        path, keep=keep, watch=watch, window=window, with_metrics=with_metrics, with_costs=with_costs
+        path,
+        keep=keep,
+        watch=watch,
+        window=window,
+        with_metrics=with_metrics,
+        with_costs=with_costs,
+        times_steps=times_steps,
     )
     with Reader(path) as reader:
         audit.read(reader)
@@ -152,8 +174,8 @@ def _replay(
     return audit
 
 
-def _piece(span: Span, *, with_costs: bool) -> Piece:
-    audit = EngineAudit(span.path, with_metrics=False, with_costs=with_costs)
+def _piece(span: Span, *, with_costs: bool, times_steps: bool | None = None) -> Piece:
+    audit = EngineAudit(span.path, with_metrics=False, with_costs=with_costs, times_steps=times_steps)
     part = SpanAudit(audit, span)
     for _ in part.accounts():
         pass
@@ -176,7 +198,8 @@ class RequestStatement:
             violation for violation in audit.auditor.violations if violation.request == account.request_id
         ]
         """The findings in this request."""
-        self._began_seconds = audit.began_seconds
+        self.began_seconds = audit.began_seconds
+        """Unix time from which the journal's times count; None if no engine was seen to start."""
         self.found = Found(self.account, audit.name, audit.kv_role, audit.began_seconds or 0.0)
         """The account as a part of a client's call."""
         self.suffixed = audit.random_suffixes
@@ -184,9 +207,9 @@ class RequestStatement:
 
     def when(self, at: int) -> str:
         """A time of the journal in UTC; in seconds since an unknown start if no engine was seen to start."""
-        if self._began_seconds is None:
+        if self.began_seconds is None:
             return f"{at / 1e6:.3f} s"
-        return utc(self._began_seconds + at / 1e6, milliseconds=True)
+        return utc(self.began_seconds + at / 1e6, milliseconds=True)
 
     @property
     def request_id(self) -> str:

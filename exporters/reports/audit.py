@@ -22,6 +22,7 @@ from ...audit.ledger.positions import COMPUTED, EXTERNAL, LOCAL
 from ...audit.ledger.totals import Totals
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.journals import Audit, RequestStatement
+from ...audit.text import utc
 from .contents import ContentsData, contents
 from .costs import CostReport
 
@@ -113,7 +114,10 @@ class ExternalData(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FindingData(msgspec.Struct, frozen=True, kw_only=True):
-    """One finding; ``at_seconds`` counts from the start of its engine's observation."""
+    """One finding; ``at_seconds`` counts from the start of its engine's observation.
+
+    ``when`` is the same time in UTC; "" where no engine was seen to start.
+    """
 
     id: str
     severity: str
@@ -128,6 +132,7 @@ class FindingData(msgspec.Struct, frozen=True, kw_only=True):
     repeats: int
     last_step: int
     story: list[str] = []
+    when: str = ""
 
 
 class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,7 +173,11 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
 def report(audit: Audit, costs: CostReport | None = None) -> AuditReport:
     """The audit as data."""
     totals, reconciliation = audit.totals, audit.reconciliation
-    violations = audit.violations
+    violations = [
+        finding(violation, engine_audit.began_seconds)
+        for engine_audit in audit.engines
+        for violation in engine_audit.violations
+    ]
     return AuditReport(
         verdict=audit.verdict,
         requests=totals.requests,
@@ -197,7 +206,7 @@ def report(audit: Audit, costs: CostReport | None = None) -> AuditReport:
             hit_again=totals.hit_again,
             loaded_again=totals.loaded_again,
         ),
-        violations=[finding(violation) for violation in violations],
+        violations=violations,
         journals=[_journal(engine_audit) for engine_audit in audit.engines],
         notes=audit.notes,
         began_before=totals.began_before,
@@ -243,8 +252,8 @@ def differences(step: ReconciliationStep, from_: str, to: str) -> list[Differenc
     return sorted(rows, key=lambda row: -row.requests)
 
 
-def finding(violation: Violation) -> FindingData:
-    """A violation or a drift as data."""
+def finding(violation: Violation, began_seconds: float | None) -> FindingData:
+    """A violation or a drift as data. ``began_seconds``: Unix time from which its journal's times count."""
     return FindingData(
         id=violation.id,
         severity=violation.severity,
@@ -259,6 +268,7 @@ def finding(violation: Violation) -> FindingData:
         repeats=violation.repeats,
         last_step=violation.last_step,
         story=violation.story,
+        when="" if began_seconds is None else utc(began_seconds + violation.at / 1e6, milliseconds=True),
     )
 
 
@@ -299,7 +309,10 @@ def statement_data(statement: RequestStatement) -> dict[str, object]:
         "journal": str(statement.path),
         "account": msgspec.to_builtins(account),
         "lines": [line._asdict() for line in statement.lines],
-        "findings": [msgspec.to_builtins(finding(violation)) for violation in statement.findings],
+        "findings": [
+            msgspec.to_builtins(finding(violation, statement.began_seconds))
+            for violation in statement.findings
+        ],
     }
 
 

@@ -268,7 +268,8 @@ def _group_size(group: Sequence[FindingData]) -> str:
 
 
 def _finding(finding: FindingData) -> RenderableType:
-    text = Text.assemble((f"step {finding.step}: ", "dim"), finding.message)
+    when = f"{finding.when}, step {finding.step}: " if finding.when else f"step {finding.step}: "
+    text = Text.assemble((when, "dim"), finding.message)
     if finding.repeats:
         repeats = f" Seen {finding.repeats + 1:,} times, last at step {finding.last_step}."
         text.append(repeats, style="dim")

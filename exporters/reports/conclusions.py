@@ -124,8 +124,12 @@ def facts_of_totals(totals: Totals) -> Facts:
 
 
 def explained_with(why: Why) -> Why:
-    """The misses with their conclusions."""
-    return msgspec.structs.replace(why, conclusions=conclusions(with_why(Facts(), why)))
+    """The misses with their conclusions, also on preemptions if more blocks would have avoided them."""
+    facts = Facts()
+    if why.more_blocks is not None:
+        rework = {causes.BLOCKS: why.preempted}
+        facts = Facts(scheduled=why.scheduled, rework=rework, more_blocks=why.more_blocks)
+    return msgspec.structs.replace(why, conclusions=conclusions(with_why(facts, why)))
 
 
 def with_why(facts: Facts, why: Why) -> Facts:

@@ -8,7 +8,7 @@ import msgspec
 
 from ...audit import causes as names
 from ...audit.analysis.cache_misses import missed_ranges, never_came
-from ...audit.analysis.costs import PREFILL, Delays, PricedDelays, first_output_at, plus, seconds
+from ...audit.analysis.costs import PREFILL, Delays, LostWork, PricedDelays, first_output_at, plus, seconds
 from ...audit.analysis.step_model import StepModel
 from ...audit.ledger.account import Account
 from ...audit.replay.engine_audit import EngineAudit
@@ -35,6 +35,9 @@ class Tally(msgspec.Struct):
     seconds: dict[str, float | None] = msgspec.field(default_factory=dict)
     delays: dict[str, PricedDelays] = msgspec.field(default_factory=dict)
     models: list[ModelRow] = msgspec.field(default_factory=list)
+    scheduled: int = 0
+    preempted: LostWork = msgspec.field(default_factory=LostWork)
+    """Tokens computed again after preemptions for lack of free blocks, without seconds."""
 
     def add(self, account: Account, block_size: int) -> None:
         """Add one request."""
@@ -42,6 +45,10 @@ class Tally(msgspec.Struct):
             self.unknown += 1
             return
         self.audited += 1
+        self.scheduled += account.scheduled
+        if tokens := account.rework.get(names.BLOCKS, 0):
+            percent = account.more_blocks_percent
+            self.preempted.merge(LostWork(tokens, avoidable={percent: tokens} if percent >= 0 else {}))
         for settlement in account.settlements:
             self.prompt_tokens += settlement.prompt_tokens - settlement.carried
             self.hit += settlement.local + settlement.external
@@ -94,6 +101,8 @@ class Tally(msgspec.Struct):
         for cause, delays in more.delays.items():
             self.delays.setdefault(cause, PricedDelays()).merge(delays)
         self.models += more.models
+        self.scheduled += more.scheduled
+        self.preempted.merge(more.preempted)
         self.computed.update(more.computed)
         for cause, early in more.early.items():
             self.early.setdefault(cause, Delays()).merge(early)

@@ -11,16 +11,19 @@ from collections.abc import Iterable
 import msgspec
 
 from ...audit.analysis.costs import (
+    REWORK,
     Costs,
     CostTally,
     Delays,
     Loads,
     LostTokens,
+    LostWork,
     PricedDelays,
     add_avoidable,
     priced,
 )
 from ...audit.analysis.step_model import StepModel
+from ...audit.causes import BLOCKS
 from ...audit.ledger.account import Account
 from ...audit.ledger.totals import Totals, merge_tokens
 from .miss_tally import Tally
@@ -165,6 +168,13 @@ class Cell(msgspec.Struct):
             lost.requests += row.requests
             lost.delays.merge(row.delays)
             add_avoidable(lost.avoidable, row.avoidable)
+
+    def give_work(self, tally: Tally) -> None:
+        """Add the scheduled tokens, and those that preemptions for lack of free blocks made rework."""
+        tally.scheduled += self.totals.scheduled
+        lost = self.lost.get(f"{REWORK}/{BLOCKS}")
+        if lost is not None:
+            tally.preempted.merge(LostWork(sum(lost.tokens.values()), avoidable=lost.avoidable))
 
     def costs(self, model: StepModel, connector: str) -> Costs:
         """Lost work and loads in seconds, without the engine's time."""

@@ -21,6 +21,9 @@ from .audit import finding
 FOLD = 3
 """The least number of consecutive repeated entries that become one line."""
 
+DATE = "YYYY-MM-DD"
+UTC = " UTC"
+
 _LEGEND = (
     "A life lasts from an admission to a preemption or the end. The balance counts the tokens whose KV "
     "exists or is scheduled to exist."
@@ -29,13 +32,10 @@ _LEGEND = (
 
 def render(request: RequestStatement, *, every_entry: bool = False, findings: bool = True) -> Group:
     """The whole statement; with the request's findings in full unless ``findings`` is false."""
-    rows = [finding(violation) for violation in request.findings]
+    rows = [finding(violation, request.began_seconds) for violation in request.findings]
     return terminal.blocks(
         Group(*_answer(request)),
-        Group(
-            Text(f"{_LEGEND} Second 0 is {request.when(0)}.", style="dim"),
-            _entries(request.lines, every_entry),
-        ),
+        Group(*_statement(request, every_entry)),
         Group(*_figures(request.account)),
         audit_text.findings(rows) if findings else None,
     )
@@ -70,24 +70,41 @@ def _sources(account: AccountStatement) -> str:
     return ", ".join(f"{tokens:,} {name}" for name, tokens in totals.items() if tokens) or "none settled"
 
 
-def _entries(lines: list[Line], every_entry: bool) -> Table:
+def _statement(request: RequestStatement, every_entry: bool) -> Iterator[RenderableType]:
+    """The entries with their times in UTC: without the date, if all are of one day."""
+    times = [request.when(line.at) for line in request.lines]
+    days = {time[: len(DATE)] if time.endswith(UTC) else "" for time in times}
+    if request.began_seconds is None:
+        heading, legend = "seconds", ""
+    elif len(days) == 1 and (day := days.pop()):
+        heading, legend = "UTC", f" Times are of {day}."
+        times = [time[len(DATE) + 1 :] for time in times]
+    else:
+        heading, legend = "UTC", ""
+    yield Text(f"{_LEGEND}{legend}", style="dim")
+    shown = [time.removesuffix(UTC).removesuffix(" s") for time in times]
+    yield _entries(request.lines, shown, heading, every_entry)
+
+
+def _entries(lines: list[Line], times: list[str], heading: str, every_entry: bool) -> Table:
     table = terminal.plain_table(header=True)
-    for name in ("entry", "seconds", "step", "life"):
+    for name in ("no.", heading, "step", "life"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("text", min_width=20)
     for name in ("debit", "credit", "balance"):
         table.add_column(name, justify="right", no_wrap=True)
-    life = 0
+    life = place = 0
     for run in _runs(lines):
         if life and run[0].life != life:
             table.add_section()
             table.add_row()
         life = run[0].life
         if every_entry or len(run) < FOLD:
-            for line in run:
-                _add(table, line, line.text)
+            for line, time in zip(run, times[place:], strict=False):
+                _add(table, line, time, line.text)
         else:
-            _add(table, _folded(run), f"{run[0].text}, {len(run)} times to step {run[-1].step}")
+            _add(table, _folded(run), times[place], f"{run[0].text}, {len(run)} times to step {run[-1].step}")
+        place += len(run)
     return table
 
 
@@ -115,10 +132,10 @@ def _folded(run: list[Line]) -> Line:
     )
 
 
-def _add(table: Table, line: Line, text: str) -> None:
+def _add(table: Table, line: Line, time: str, text: str) -> None:
     table.add_row(
         str(line.number),
-        f"{line.at / 1e6:.3f}",
+        time,
         str(line.step),
         str(line.life) if line.life else "",
         Text(text, style="" if line.credit or line.debit else "dim"),

@@ -151,7 +151,7 @@ class _Lines:
 
 def _findings(violations: list[Violation], format: str) -> list[str]:
     if format == "json":
-        return [_json("finding", finding(violation)) for violation in violations]
+        return [_json("finding", finding(violation, None)) for violation in violations]
     return [] if format == "csv" else [_sentence(violation) for violation in violations]
 
 

@@ -14,7 +14,7 @@ import msgspec
 from rich.console import Group
 from rich.text import Text
 
-from ...audit.analysis.costs import PricedDelays
+from ...audit.analysis.costs import MoreBlocks, PricedDelays
 from ...audit.causes import MISSES
 from ...audit.ledger.account import Account
 from ...audit.replay.engine_audit import EngineAudit
@@ -95,6 +95,12 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     conclusions: list[str] = []
     groups: list[WhyGroup] = []
     """Most misses first; empty where no groups were asked for."""
+    scheduled: int = 0
+    """Scheduled tokens of all requests."""
+    preempted: int = 0
+    """Tokens computed again, of prompts and outputs, after preemptions for lack of free blocks."""
+    more_blocks: MoreBlocks | None = None
+    """The fewest blocks that would have avoided most of ``preempted``; None if that is not known."""
 
 
 def why(
@@ -154,6 +160,9 @@ def explained(tally: Tally, gpu_hour: float | None = None) -> Why:
         models=tally.models,
         block_size=tally.sizes[0] if len(tally.sizes) == 1 else 0,
         levels=tally.levels,
+        scheduled=tally.scheduled,
+        preempted=tally.preempted.tokens,
+        more_blocks=tally.preempted.more_blocks,
     )
 
 
@@ -202,6 +211,7 @@ def _of_journal(path: Path, window: Window, by: str) -> tuple[Tally, dict[str, T
     rolled: list[tuple[Tally, Misses]] = []
     for name, cell in cells:
         rolled.append((tally, cell.misses))
+        cell.give_work(tally)
         if by:
             group = rollups.group_of(by, name, engine_audit)
             rolled.append((groups.setdefault(group, Tally()), cell.misses))

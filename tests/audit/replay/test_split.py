@@ -20,7 +20,7 @@ from kvledger.audit.journal.writer import JournalWriter, Limits
 from kvledger.audit.replay import journals as split_journals
 from kvledger.audit.replay import split
 from kvledger.audit.replay.engine_audit import EngineAudit
-from kvledger.audit.replay.journals import Audit, _piece, _replay
+from kvledger.audit.replay.journals import Audit, _piece, _replay, audit_paths
 from kvledger.audit.replay.parallel import here
 from kvledger.audit.replay.windows import EVERYTHING
 from kvledger.exporters.reports import summary
@@ -113,6 +113,15 @@ def test_an_audit_for_accounts_only_has_the_totals_and_costs_of_a_full_one_and_j
     assert full.violations
     assert not fast.violations
     assert not fast.reconciliation.settled
+
+
+def test_an_audit_that_times_no_steps_has_the_same_lost_tokens_and_no_engine_time(journal: Path) -> None:
+    timed = whole(journal)
+    (untimed,) = audit_paths([journal], with_metrics=False, with_costs=True, times_steps=False).engines
+
+    assert timed.cost_tally == untimed.cost_tally
+    assert timed.violations == untimed.violations
+    assert 0 == untimed.step_times.busy_us < timed.step_times.busy_us
 
 
 def test_each_request_belongs_to_one_span(journal: Path) -> None:

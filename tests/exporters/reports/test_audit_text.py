@@ -33,6 +33,15 @@ def finding(request: str, *, id: str = "tokens/negative", repeats: int = 0) -> F
     )
 
 
+def test_a_finding_says_when_it_was_found_in_utc(tmp_path: Path) -> None:
+    """journals.write starts its engine at Unix time 1,700,000,000."""
+    row, *_ = report(audit_paths([journals.violated(tmp_path / "one")])).violations
+
+    assert "2023-11-14 22:13:20.000 UTC" == row.when
+    assert f"2023-11-14 22:13:20.000 UTC, step {row.step}: " in text(audit_text.findings([row]))
+    assert "    step 7: wrong for a." in text(audit_text.findings([finding("a")]))
+
+
 def test_every_difference_is_printed_between_its_two_rows(tmp_path: Path) -> None:
     shown = text(audit_text.render(report(audit_paths([journals.violated(tmp_path / "one")]))))
 

@@ -6,6 +6,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvledger.audit.analysis.costs import LostWork, MoreBlocks
@@ -16,6 +17,7 @@ from kvledger.exporters.reports.conclusions import RULES, Facts, Rule, concluded
 from kvledger.exporters.reports.costs import costs_of
 from kvledger.exporters.reports.html_data import gather
 from kvledger.exporters.reports.summary import summarize
+from kvledger.exporters.reports.why import why
 
 RECORDED = Path(__file__).parents[2] / "audit" / "replay" / "journals"
 
@@ -170,7 +172,7 @@ def test_more_blocks_are_named_for_nine_tenths_of_all_lost_tokens(
 
 
 def test_block_events_say_how_many_more_blocks_would_have_avoided_rework(tmp_path: Path) -> None:
-    """The same in audit, summary and the report; at level tokens nobody knows."""
+    """The same in audit, summary, why and the report; at level tokens nobody knows."""
     with tarfile.open(RECORDED / "scheduler-0.32.0-blocks.tar.xz") as packed:
         packed.extractall(tmp_path)
     folder = tmp_path / "scheduler-0.32.0-blocks"
@@ -181,4 +183,9 @@ def test_block_events_say_how_many_more_blocks_would_have_avoided_rework(tmp_pat
     assert sentences[0].endswith("21 % more blocks would have avoided 94.6 % of them.")
     assert sentences == summarize([folder], with_costs=True)[-1].conclusions
     assert sentences[0] in gather([folder]).report.conclusions
+    causes = why([folder])
+    (found,) = [one for one in rules.explained_with(causes).conclusions if "more blocks would" in one]
+    assert found.endswith("21 % more blocks would have avoided 94.6 % of them.")
+    unknown = msgspec.structs.replace(causes, more_blocks=None)
+    assert "more blocks would" not in " ".join(rules.explained_with(unknown).conclusions)
     assert "more blocks" not in " ".join(rules.conclusions(Facts(scheduled=10, rework={"blocks": 10})))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from msgspec.structs import replace
 from tests import journals
 from tests.exporters.reports.printed import text
 from tests.histories import events
 
 from kvledger.audit.events import RequestAdded
-from kvledger.audit.replay.journals import statement
+from kvledger.audit.replay.engine_audit import EngineAudit
+from kvledger.audit.replay.journals import RequestStatement, statement
 from kvledger.exporters.reports.statement import render
 
 
@@ -25,12 +27,37 @@ def test_a_statement_starts_with_sources_and_findings(tmp_path: Path) -> None:
     assert times.endswith("2 lives, 1 preemption.")
 
 
-def test_the_seconds_of_entries_count_from_a_time_in_utc(tmp_path: Path) -> None:
+def test_entries_of_one_day_have_the_time_in_utc_and_the_date_stands_above(tmp_path: Path) -> None:
     folder = journals.write(tmp_path / "one", events(10, "A0+0 s10 o+ F"), wall_seconds=1_767_225_600.25)
 
-    assert "Second 0 is 2026-01-01 00:00:00.250 UTC." in " ".join(
-        text(render(statement([folder], "request-0"))).split()
-    )
+    shown = text(render(statement([folder], "request-0")))
+
+    assert "Times are of 2026-01-01." in " ".join(shown.split())
+    assert 1 <= sum(" 00:00:00.250 " in line for line in shown.splitlines())
+    assert "2026-01-01 00:00:00.250  " not in shown
+
+
+def test_entries_of_several_days_have_the_date_each(tmp_path: Path) -> None:
+    stream = [
+        replace(event, at=number * 1_000_000) for number, event in enumerate(events(10, "A0+0 s10 o+ F"))
+    ]
+    folder = journals.write(tmp_path / "one", stream, wall_seconds=1_767_225_600 - 3.5)
+
+    shown = text(render(statement([folder], "request-0"), every_entry=True), width=200)
+
+    assert "Times are of" not in shown
+    assert " 2025-12-31 23:59:" in shown
+    assert " 2026-01-01 00:00:00" in shown
+
+
+def test_entries_have_seconds_where_no_engine_was_seen_to_start(tmp_path: Path) -> None:
+    audit = EngineAudit(tmp_path, watch=lambda _: True)
+    for number, event in enumerate(events(10, "A0+0 s10 o+ F")):
+        audit.feed(number, event)
+    shown = text(render(RequestStatement(audit, audit.accounts[0])))
+
+    assert "no.  seconds  step" in shown
+    assert "UTC" not in shown
 
 
 def test_a_request_id_is_not_read_as_markup(tmp_path: Path) -> None:
@@ -48,18 +75,18 @@ def test_entries_are_printed_like_a_bank_statement(tmp_path: Path) -> None:
 
     assert (
         """\
-entry  seconds  step  life  text                                         debit  credit  balance
-    4    0.000     1     1  admitted, no local hit                                            0
-    5    0.000     1     1  scheduled                                               34       34
-    6    0.000     1     1  prompt settled: 34 computed                                      34
-    7    0.000     2     1  scheduled, 14 times to step 15                          14       48
-   35    0.000    16     1  discarded: preempted, no free blocks            48                0
+no.           UTC  step  life  text                                         debit  credit  balance
+  4  22:13:20.000     1     1  admitted, no local hit                                            0
+  5  22:13:20.000     1     1  scheduled                                               34       34
+  6  22:13:20.000     1     1  prompt settled: 34 computed                                      34
+  7  22:13:20.000     2     1  scheduled, 14 times to step 15                          14       48
+ 35  22:13:20.000    16     1  discarded: preempted, no free blocks            48                0
 
-   38    0.000    16     2  local hit (repeat hit: 16)                              16       16
-   38    0.000    16     2  external tokens promised                                18       34
-   39    0.000    16     2  loaded 18 external tokens (repeat load: 18)                      34
-   40    0.000    16     2  scheduled                                               15       49
-   42    0.000    16     2  discarded: request ended                        49                0"""
+ 38  22:13:20.000    16     2  local hit (repeat hit: 16)                              16       16
+ 38  22:13:20.000    16     2  external tokens promised                                18       34
+ 39  22:13:20.000    16     2  loaded 18 external tokens (repeat load: 18)                      34
+ 40  22:13:20.000    16     2  scheduled                                               15       49
+ 42  22:13:20.000    16     2  discarded: request ended                        49                0"""
         in shown
     )
     assert "63 tokens scheduled = 34 first prompt + 15 first output + 14 rework" in shown
