@@ -863,7 +863,8 @@ class BlocksMoved(Event, frozen=True, array_like=True, tag=85):
 
     ``out``: the blocks are handed to the store; else a load of them has arrived. ``prints`` has, for each
     block, the fingerprints of keys and of values of each layer, eight bytes each. They are comparable under
-    one ``key_name``. ``own_store``: nothing but this engine writes to the store. ``differed`` is flat, two
+    one ``key_name``. ``own_store``: nothing but this engine writes to the store. ``fleet_store``: nothing but
+    engines whose fingerprints have this key name does. ``differed`` is flat, two
     numbers for each block handed to the store whose bytes are not those that were sealed: block, and the
     step after which it was sealed.
     """
@@ -877,6 +878,7 @@ class BlocksMoved(Event, frozen=True, array_like=True, tag=85):
     blocks: list[int]
     prints: bytes
     differed: list[int] = []
+    fleet_store: bool = False
 
 
 # --- an engine's stream of KV events, which a subscriber records -----------------------------------------

@@ -1,7 +1,8 @@
 """The key under which block hashes become hash ids that several processes can compare.
 
-``KVLEDGER_EVENTS_KEY`` sets it for engines and for ``kvledger record-events``. Without it the hash ids of an
-engine process depend on a secret of its own, and nothing outside the process can make the same ids.
+``KVLEDGER_EVENTS_KEY`` sets it for engines and for ``kvledger record-events``, and ``KVLEDGER_CONTENT_KEY``
+for engines that transfer KV to each other. Without a key the hash ids of an engine process depend on a secret
+of its own, and nothing outside the process can make the same ids.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from .errors import LedgerError
 
 VARIABLE = "KVLEDGER_EVENTS_KEY"
 
+CONTENT_VARIABLE = "KVLEDGER_CONTENT_KEY"
+
 LEAST_CHARACTERS = 16
 """A shorter key could be guessed, and with it the tokens."""
 
@@ -24,9 +27,9 @@ HASH_BYTES = 8
 class HashKey:
     """Makes hash ids from block hashes and their KV cache groups. Equal keys make equal ids."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, variable: str = VARIABLE) -> None:
         if len(text) < LEAST_CHARACTERS:
-            raise LedgerError(f"{VARIABLE} has {len(text)} characters; it needs {LEAST_CHARACTERS}.")
+            raise LedgerError(f"{variable} has {len(text)} characters; it needs {LEAST_CHARACTERS}.")
         key = hashlib.blake2b(text.encode(), digest_size=32, person=b"kvledger events").digest()
         self._keyed = hashlib.blake2b(digest_size=8, key=key)
         """A hash that has taken in the key; its copies make the ids."""
@@ -47,7 +50,7 @@ class HashKey:
         return self.of_pool(block_hash[-HASH_BYTES:] + max(0, group).to_bytes(4, "big"))
 
 
-def from_environment(environ: Mapping[str, str] = os.environ) -> HashKey | None:
+def from_environment(environ: Mapping[str, str] = os.environ, variable: str = VARIABLE) -> HashKey | None:
     """The key that the environment sets; None without one. Raises LedgerError if it is too short."""
-    text = environ.get(VARIABLE, "")
-    return HashKey(text) if text else None
+    text = environ.get(variable, "")
+    return HashKey(text, variable) if text else None

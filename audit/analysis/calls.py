@@ -258,5 +258,6 @@ def not_counted(samples: Sequence[CallRequest]) -> Counter[str]:
 
 def recomputed_cause(request: CallRequest) -> str:
     """Why a decode engine computed prompt tokens."""
-    failed = not request.external or any(request.account.voided.get(cause) for cause in FAILED_TRANSFER)
-    return "transfer-failed" if failed else "recomputed"
+    nothing_came = not request.external and not request.local
+    failed = any(request.account.voided.get(cause) for cause in FAILED_TRANSFER)
+    return "transfer-failed" if nothing_came or failed else "recomputed"

@@ -126,6 +126,12 @@ class Auditor:
                     self.check_failures[row.id] = self.check_failures.get(row.id, 0) + 1
         return findings
 
+    def enter(self, entry: Entry) -> None:
+        """Run the checks on something that no single event shows, such as a transfer between two engines."""
+        for row, check in self._subscribed.get(type(entry.subject), ()):
+            for witness in check(entry):
+                self._record(row, entry, witness)
+
     def note_failure(self, event: Event) -> None:
         """Posting an event raises: a defect of kvledger, or an event that no engine emits.
 

@@ -18,7 +18,7 @@ from typing import Any
 from .. import events as ev
 from .blocks.records import TABLE, hash_text
 from .contents import allocation, record_of
-from .custody_state import CustodyState
+from .custody_state import CustodyState, ForeignLoad
 from .state import LedgerState
 from .steady import open_accounts
 from .subjects import ContentStored, ContentTransfer, Entry, StoredElsewhere
@@ -30,6 +30,7 @@ DIGITS = 16
 def _moved(state: LedgerState, event: ev.BlocksMoved) -> None:
     custody = state.custody
     custody.use_key(event.key_name)
+    custody.fleet_store = event.fleet_store
     if not event.blocks:
         return
     size = len(event.prints) // len(event.blocks)
@@ -108,10 +109,8 @@ def follow_waiting(state: LedgerState) -> None:
                 if allocated != record.allocations[-2]:
                     custody.count("unmatched")
                     continue
-                event = ev.BlocksMoved(
-                    state.at, step, worker, out, group, custody.key_name, own, [block], bytes.fromhex(prints)
-                )
-                _moved(state, event)
+                where = state.at, step, worker, out, group, custody.key_name, own, [block]
+                _moved(state, ev.BlocksMoved(*where, bytes.fromhex(prints), [], custody.fleet_store))
 
 
 def _judge(
@@ -125,11 +124,13 @@ def _judge(
         return None
     how, layers, part = differences(prints, [version[0] for version in versions])
     if not how or not (event.own_store or how in ("exchanged", "zeros")):
-        custody.count("unknown" if not versions else "foreign")
+        counted_as = "unknown" if not versions else "foreign"
+        custody.count(counted_as)
+        if event.fleet_store:
+            place = hash_id, event.worker, event.group, number, block, event.step, state.at
+            custody.keep_foreign(ForeignLoad(*place, _reader(state, number, block), prints, counted_as))
         return None
     custody.count("transfer_differed")
-    record = state.blocks.pools[number].records[block]
-    reader = next((holder for holder in record.holders if holder.kind == TABLE), None)
     sources = [
         f"  stored in step {step} under {hash_text(hash_id)}: block {source}, "
         f"filled by request {writer or 'not known'}"
@@ -145,12 +146,18 @@ def _judge(
         layers,
         part,
         len(prints) // (2 * DIGITS),
-        "" if reader is None else reader.request_id,
+        _reader(state, number, block),
         versions[-1][1],
         versions[-1][3],
         [*state.blocks.story(number, block), *sources],
         prints,
     )
+
+
+def _reader(state: LedgerState, number: int, block: int) -> str:
+    """The request that holds a block."""
+    holders = state.blocks.pools[number].records[block].holders
+    return next((holder.request_id for holder in holders if holder.kind == TABLE), "")
 
 
 def _stored_elsewhere(custody: CustodyState, found: ContentTransfer) -> StoredElsewhere | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 DIGITS_KEPT = 64 << 20
 """The most digits of stored fingerprints that are kept; the oldest are dropped first."""
 
@@ -11,6 +13,24 @@ VERSIONS_KEPT = 4
 
 Stored = tuple[str, int, int, str]
 """A block that was handed to the store: fingerprints, step, block, and the request that had filled it."""
+
+
+class ForeignLoad(NamedTuple):
+    """A block that a load has filled, and that another engine may have stored.
+
+    ``reader``: the request for which it was loaded. ``counted_as``: the count that it is part of.
+    """
+
+    hash_id: int
+    worker: int
+    group: int
+    pool: int
+    block: int
+    step: int
+    at: int
+    reader: str
+    prints: str
+    counted_as: str
 
 
 class CustodyState:
@@ -26,6 +46,13 @@ class CustodyState:
         self.waiting: dict[tuple[int, int, int], list[tuple[int, int, bool, bool, str]]] = {}
         """By pool, block and worker: transfers of a block without a hash: step of the block's allocation,
         step of the transfer, whether it was stored, whether the store is the engine's own, fingerprints."""
+        self.fleet_store = False
+        """Whether nothing but engines with the same key writes to the store."""
+        self.foreign: list[tuple[int, int, int, int, int, int, int, str, str, str]] = []
+        """Loads to be compared with what other engines stored, each a :class:`ForeignLoad`; only with
+        ``fleet_store``."""
+        self.foreign_digits = 0
+        """Digits of their fingerprints."""
         self.counts: dict[str, int] = {}
         """Blocks by what their transfers showed."""
 
@@ -46,9 +73,16 @@ class CustodyState:
             oldest = next(iter(self.stored))
             self.digits -= sum(len(version[0]) for version in self.stored.pop(oldest))
 
+    def keep_foreign(self, load: ForeignLoad) -> None:
+        """Keep a load, as long as there is room; a load without room stays uncompared."""
+        if self.foreign_digits + len(load.prints) <= DIGITS_KEPT:
+            self.foreign.append((*load,))
+            self.foreign_digits += len(load.prints)
+
     def use_key(self, name: str) -> None:
         """Fingerprints of another key follow: forget all others."""
         if name != self.key_name:
             self.key_name, self.digits = name, 0
             self.stored.clear()
             self.waiting.clear()
+            self.foreign, self.foreign_digits = [], 0

@@ -27,6 +27,7 @@ from .engine_audit import EngineAudit
 from .event_journals import compare_events
 from .find import journals_at, pick_request, pick_requests
 from .parallel import Run, here
+from .shared_transfers import compare_transfers
 from .split import Piece, Span, SpanAudit, joined, split_run
 from .windows import EVERYTHING, Window
 
@@ -145,6 +146,7 @@ def audit_paths(
         audits = list(split_run(run, found, piece, joined, replay))
     for audit in audits:
         compare_events(audit)
+    compare_transfers(audits)
     return Audit(audits)
 
 

@@ -33,7 +33,7 @@ TABLE: tuple[Hook, ...] = (
 )
 
 STORE = "KVLEDGER_CONTENT_STORE"
-"""``own``: no other engine writes to the connector's store."""
+"""``own``: no other engine writes to the connector's store. ``fleet``: no engine with another key does."""
 
 Failed = Callable[[str, Exception, bool], None]
 
@@ -162,7 +162,8 @@ class CustodyWatch:
                     differed += [block, step] if differs else []
             assert self.reader is not None
             assert self._prints is not None
-            own = self.reader.own_store or os.environ.get(STORE) == "own"
+            store = os.environ.get(STORE)
+            own = self.reader.own_store or store == "own"
             self._watch.log.emit(
                 ev.BlocksMoved(
                     self._watch.log.now(),
@@ -175,5 +176,6 @@ class CustodyWatch:
                     [reading.blocks[index] for index in kept],
                     reading.prints.rows()[kept].tobytes(),
                     differed,
+                    store == "fleet",
                 )
             )

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...errors import LedgerError
-from ...hash_key import HashKey, from_environment
+from ...hash_key import CONTENT_VARIABLE, VARIABLE, HashKey, from_environment
 
 logger = logging.getLogger("vllm.kvledger")
 
@@ -20,18 +20,26 @@ HashId = Callable[[Any], int]
 """From a block's hash to its id."""
 
 
-def events_key(pool: Any) -> HashKey | None:
-    """The key of hash ids that can be compared with the pool's KV events; None: it publishes none, or no key.
+def shared_key(pool: Any) -> HashKey | None:
+    """The key of hash ids that others can make too; None: there is none.
 
-    Without KV events an engine's hash ids depend on a secret of its process, which costs less.
+    Others are those who receive the pool's KV events, if it publishes any, and engines that transfer KV.
+    Without a key an engine's hash ids depend on a secret of its process, which costs less.
     """
     module = sys.modules.get(type(pool).__module__)
-    if not getattr(pool, "enable_kv_cache_events", False) or not hasattr(module, _BYTE_HASHES):
+    if not hasattr(module, _BYTE_HASHES):
         return None
+    key = None
+    if getattr(pool, "enable_kv_cache_events", False):
+        key = _key(VARIABLE, "The engine's KV events can't be compared with its blocks.")
+    return key or _key(CONTENT_VARIABLE, "The engine's blocks can't be compared with those of other engines.")
+
+
+def _key(variable: str, consequence: str) -> HashKey | None:
     try:
-        return from_environment()
+        return from_environment(variable=variable)
     except LedgerError as error:
-        logger.warning("kvledger: %s The engine's KV events can't be compared with its blocks.", error)
+        logger.warning("kvledger: %s %s", error, consequence)
         return None
 
 

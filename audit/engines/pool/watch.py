@@ -22,7 +22,7 @@ from .allocations import Allocations
 from .attribution import BlockRun
 from .call_buffer import CallBuffer, block_ids
 from .caller_stack import Caller, Callers
-from .hash_ids import events_key, hash_ids
+from .hash_ids import hash_ids, shared_key
 from .hash_tracker import HashTracker, can_track
 from .isolation import IsolationClasses
 from .signatures import ALL_GROUPS, EVICTING, MANAGER, OCCASIONAL, POOL, TRACKED, evicts, refusal
@@ -86,7 +86,7 @@ class PoolWatch:
         )
         """Finds the owners of allocated blocks."""
         tracked = can_track(scheduler, managers) and not stacks
-        key = events_key(self._pools[0])
+        key = shared_key(self._pools[0])
         self.hash_key = key.print if key is not None else None
         """What tells the shared key of hash ids from others; None: they have a secret of this process."""
         hash_id = hash_ids(only_bytes=tracked, key=key)

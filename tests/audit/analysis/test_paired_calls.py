@@ -72,6 +72,12 @@ def test_a_prompt_that_is_computed_after_a_failed_transfer_has_this_cause(
     assert "recomputed" not in again
 
 
+def test_a_decode_engine_that_has_the_prompt_itself_needs_no_transfer() -> None:
+    *_, again = counted(prefill(1, 64), decode(2, 96, 0))
+
+    assert {"prefill-output": 1, "decode-hit": 96, "recomputed": 4} == again
+
+
 def test_a_request_that_only_shares_the_id_is_a_call_of_its_own() -> None:
     assert [["1", "2"], ["3"]] == calls(prefill(), decode(), whole())
     assert [["3"], ["1", "2"]] == calls(prefill(at=2), decode(at=3), whole(at=1))
