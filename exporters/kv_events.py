@@ -190,12 +190,15 @@ class Sums(msgspec.Struct):
 
 
 class EventRecorder:
-    """Writes the batches of one publisher to a journal in ``folder``."""
+    """Writes the batches of one publisher to a journal in ``folder``.
 
-    def __init__(self, folder: Path, source: Any, key: HashKey, endpoint: str) -> None:
+    ``number`` tells the recorders of one process apart.
+    """
+
+    def __init__(self, folder: Path, source: Any, key: HashKey, endpoint: str, number: int = 0) -> None:
         self.sums = Sums()
         """What was received so far."""
-        self.path = folder / f"{KV_EVENTS}{time.time_ns() // 1_000_000}-{os.getpid()}-0"
+        self.path = folder / f"{KV_EVENTS}{time.time_ns() // 1_000_000}-{os.getpid()}-{number}"
         """The journal."""
         self._source, self._key, self._endpoint = source, key, endpoint
         self._recorder = Recorder(self.path)

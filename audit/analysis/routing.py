@@ -8,6 +8,7 @@ Each token of the difference has one cause.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
@@ -123,6 +124,8 @@ class EngineSide(NamedTuple):
     lost: set[Change]
     batches: list[tuple[float, ev.KVEventsReceived]]
     """The batches with the Unix times at which they were received."""
+    ended: float = math.inf
+    """Unix time after which the engine was gone: a router sends it nothing then."""
 
 
 class Row(NamedTuple):
@@ -153,7 +156,9 @@ def rows(engines: Sequence[EngineSide], requests: Sequence[RoutedRequest], index
             index.apply(number, batch)
             own.apply(number, batch)
             place += 1
-        yield _row(engines[request.engine], request, index, own, histories[request.engine])
+        alive = {number for number, side in enumerate(engines) if side.ended >= request.arrived}
+        held = {number: blocks for number, blocks in index.held(request.hashes).items() if number in alive}
+        yield _row(engines[request.engine], request, held, own, histories[request.engine])
 
 
 class _History:
@@ -190,9 +195,11 @@ class _History:
         return (None if last is None else blocks > 0), last
 
 
-def _row(side: EngineSide, request: RoutedRequest, index: Index, own: OwnIndex, history: _History) -> Row:
+def _row(
+    side: EngineSide, request: RoutedRequest, held: dict[int, int], own: OwnIndex, history: _History
+) -> Row:
+    """``held``: how many of the request's blocks the index has of each engine that is there."""
     size = side.block_tokens
-    held = index.held(request.hashes)
     here = held.get(request.engine, 0)
     best = max(held, key=lambda engine: (held[engine], engine == request.engine), default=request.engine)
     blocks = held.get(best, 0)

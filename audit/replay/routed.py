@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,6 +33,8 @@ class _EngineReader:
             for batch in reader.poll():
                 for event in batch.events:
                     self._feed(event)
+            self.ended = reader.ended
+            """Whether the engine is gone."""
 
     def _feed(self, event: ev.Event) -> None:
         self.at = event.at
@@ -107,6 +110,7 @@ def routing(journals: Sequence[Path], index: Index | None = None) -> Routing:
         lost = {change for change, _ in result.lost}
         requests += reader.requests(len(sides), started.began_seconds)
         arrived += len(trace.requests)
-        sides.append(EngineSide(started.name, trace.block_tokens, reader.cache, lost, batches))
+        last = started.began_seconds + reader.at / 1e6 if reader.ended else math.inf
+        sides.append(EngineSide(started.name, trace.block_tokens, reader.cache, lost, batches, last))
     found = list(rows(sides, requests, index or OwnIndex()))
     return Routing([side.name for side in sides], found, arrived - len(found), gaps)

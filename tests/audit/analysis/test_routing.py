@@ -140,6 +140,13 @@ def test_tokens_that_only_another_engine_had():
     assert {EVICTED: 16, ELSEWHERE: 32} == found.missed
 
 
+def test_an_engine_that_is_gone_promises_nothing():
+    here, gone = engine(stored(11)), engine(stored(*PROMPT))._replace(ended=99.0)
+
+    assert (16, {}) == (row(request(16), here, gone).predicted, row(request(16), here, gone).missed)
+    assert {ELSEWHERE: 48} == row(request(16), here, gone._replace(ended=101.0)).missed
+
+
 def test_the_block_with_the_last_token_is_always_computed():
     found = row(request(48, prompt_tokens=64), engine(stored(*PROMPT)))
 
