@@ -286,9 +286,11 @@ class _Comparer:
                 continue  # the recording began after the publisher
             at = max(0, round((after - self.began) * 1e6))
             step = gap.changes[-1].step if gap.changes else self._step_at(at)
+            gap.changes.sort(key=lambda change: (change.step, change.at))
             gap.story.extend(_lines_of(gap.changes))
             add((gap, step, at))
         for kind, changes in silent.items():
+            changes.sort(key=lambda change: (change.step, change.at))
             ids = [each.hash_id for each in changes]
             if kind == CLEARED:
                 ids = [i for each in changes for i in self._cleared(each)]

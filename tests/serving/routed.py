@@ -2,9 +2,9 @@
 
     python -m tests.serving.routed FOLDER ROUTER_PROGRAM
 
-``ROUTER_PROGRAM`` is ``vllm-router`` (PyPI), installed in an environment of its own. Two recorders listen to each
-engine: a whole one, and one that loses the batches 3 to 6 of each publisher. Afterwards FOLDER/whole and FOLDER/lossy
-hold journals for ``kvledger routing``, and FOLDER/router.log what the router says.
+``ROUTER_PROGRAM`` is ``vllm-router`` (PyPI), installed in an environment of its own. Two recorders listen to
+each engine: a whole one, and one that loses the batches 3 to 6 of each publisher. Afterwards FOLDER/whole and
+FOLDER/lossy hold journals for ``kvledger routing``, and FOLDER/router.log what the router says.
 """
 
 from __future__ import annotations
