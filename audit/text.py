@@ -42,6 +42,11 @@ def utc(seconds: float, *, milliseconds: bool = False) -> str:
     return f"{text}.{int(seconds % 1 * 1000):03} UTC" if milliseconds else f"{text} UTC"
 
 
+def salt_name(labels: ev.RequestLabels) -> str:
+    """The class of the cache salt in hexadecimal; "": no salt."""
+    return f"{labels.salt_class & (1 << 64) - 1:016x}" if labels.salt_class else ""
+
+
 def cut_id(request_id: str) -> str:
     """A request id of at most ``ID_CHARACTERS``; of a longer one the beginning and a digest of all of it."""
     if len(request_id) <= ID_CHARACTERS:

@@ -593,4 +593,49 @@ TRANSFERS = PanelRow(
     collapsed=True,
 )
 
-ROWS = (RANGE, PROMPTS, WORKED, REQUESTS, EXTERNAL, BLOCKS, DRAFTS, TRANSFERS)
+GROUPED_PROMPT = 'kvledger_labelled_prompt_tokens_total{@engine, label="group"}'
+GROUPED_HITS = 'kvledger_labelled_prompt_tokens_total{@engine, label="group", source=~"local|external"}'
+
+GROUPS = PanelRow(
+    "For whom: groups of KVLEDGER_GROUP",
+    (
+        Panel(
+            "Prompt tokens by group",
+            "Prompt tokens per second of ended requests, by the group that KVLEDGER_GROUP finds in the "
+            "request id. Empty where the engine runs without it.",
+            "timeseries",
+            (Query(f"sum by (value) (rate({GROUPED_PROMPT}[$__rate_interval]))", "{{value}}"),),
+            unit=TOKENS_PER_SECOND,
+            width=8,
+            stack="normal",
+        ),
+        Panel(
+            "Hit rate by group",
+            "Settled hit rate of each group. A group far below the others shares few prefixes, or its "
+            "prefixes are evicted by the others.",
+            "timeseries",
+            (_share(GROUPED_HITS, GROUPED_PROMPT, "value", "{{value}}"),),
+            unit="percentunit",
+            width=8,
+            most=1,
+        ),
+        Panel(
+            "Rework by group",
+            "Tokens per second that were computed again, by group: who pays for preemptions, failed loads "
+            "and cache resets.",
+            "timeseries",
+            (
+                Query(
+                    'sum by (value) (rate(kvledger_labelled_rework_tokens_total{@engine, label="group"}'
+                    "[$__rate_interval]))",
+                    "{{value}}",
+                ),
+            ),
+            unit=TOKENS_PER_SECOND,
+            width=8,
+        ),
+    ),
+    collapsed=True,
+)
+
+ROWS = (RANGE, PROMPTS, WORKED, REQUESTS, EXTERNAL, BLOCKS, GROUPS, DRAFTS, TRANSFERS)

@@ -74,6 +74,8 @@ class TraceRequest(msgspec.Struct):
     hashes: list[int] = []
     priority: int = 0
     labels: ev.RequestLabels | None = None
+    arrived_seconds: float | None = None
+    """Unix time of the arrival; None: not known."""
 
 
 class BlockTrace(msgspec.Struct):
@@ -91,6 +93,8 @@ class BlockTrace(msgspec.Struct):
     requests: list[TraceRequest] = []
     doubts: list[str] = []
     """Reasons why a replay of this trace may differ from the recorded engine."""
+    model: str = ""
+    """The model that the engine serves; "": not known."""
 
     def limit(self, life: TraceLife) -> int:
         """The most blocks that a lookup of this life can hit: the last token is always computed."""
@@ -187,6 +191,7 @@ class TraceReader:
         if trace.engine:
             return
         trace.engine, trace.version, self.began_seconds = event.name, event.version, event.began_seconds
+        trace.model = str(settings.get("model") or "")
         block_bytes, workers = settings.get("block_bytes"), settings.get("workers")
         if isinstance(block_bytes, int) and isinstance(workers, int):
             trace.block_bytes = block_bytes * max(1, workers)
@@ -229,7 +234,14 @@ class TraceReader:
     def _added(self, event: ev.RequestAdded) -> None:
         self._numbers[event.request] = len(self.trace.requests)
         self.trace.requests.append(
-            TraceRequest(event.request_id, event.prompt_tokens, [], event.priority, event.labels)
+            TraceRequest(
+                event.request_id,
+                event.prompt_tokens,
+                [],
+                event.priority,
+                event.labels,
+                self.began_seconds + event.at / 1e6,
+            )
         )
 
     def _snapshot(self, event: ev.Snapshot) -> None:

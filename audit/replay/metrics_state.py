@@ -19,6 +19,7 @@ from ..causes import BEGAN_BEFORE, EVICTED
 from ..ledger.account import Account
 from ..ledger.positions import COMPUTED, EXTERNAL, LOCAL
 from ..ledger.totals import Totals
+from ..text import salt_name
 from .distribution import Distribution, Exemplar
 
 TRACEPARENT = re.compile(r"00-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
@@ -41,8 +42,13 @@ PLANNED = (LOCAL, EXTERNAL, COMPUTED)
 ENDED_WITH_OUTPUT = ("stopped", "length", "length_capped", "repetition")
 """Outcomes of requests that end with an output; the front end then has every earlier report of them."""
 
-LABELS = ("lora", "group", "priority")
-"""The labels that have totals of their own. Classes of cache salts are new in each process."""
+LABELS: dict[str, Callable[[ev.RequestLabels], str]] = {
+    "lora": lambda labels: labels.lora,
+    "group": lambda labels: labels.group,
+    "priority": lambda labels: str(labels.priority) if labels.priority else "",
+    "salt": salt_name,
+}
+"""The labels that have totals of their own, and what reads their value; "": the request has none."""
 
 MOST_VALUES = 64
 """Requests with further values of a label are counted as :data:`OTHER`."""
@@ -315,10 +321,10 @@ class MetricsState(msgspec.Struct):
         self._spread(account)
 
     def _label(self, account: Account, labels: ev.RequestLabels) -> None:
-        for label in LABELS:
-            value = getattr(labels, label)
+        for label, value_of in LABELS.items():
+            value = value_of(labels)
             if value:
-                self.of_label(label, str(value)).add(account)
+                self.of_label(label, value).add(account)
 
     def _plan(self, account: Account) -> None:
         if account.plan is None:

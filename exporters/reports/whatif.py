@@ -30,7 +30,7 @@ from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
 from ..files import whole
 from ..templating import environment
-from ..trace.groups import trace_group
+from ..trace.groups import check_trace, trace_group
 from .audit import structs_csv
 from .terminal import blocks, counted, figures_table, indented, notes, percent, title
 from .whatif_chart import curve_chart
@@ -92,7 +92,7 @@ def study(
     ``by`` breaks the hits down by groups of requests, as for
     :func:`~kvledger.exporters.trace.groups.trace_group`.
     """
-    trace_group(by)
+    check_trace(by)
     requests = [path for path in paths if is_request_trace(path)]
     others = [path for path in paths if path not in requests]
     results = [*run(partial(_of_journal, options=options, window=window, by=by), journals_at(others))]
@@ -109,7 +109,7 @@ def _of_trace(trace: BlockTrace, options: Options, by: str) -> WhatIf:
         raise LedgerError(NO_BLOCK_BYTES)
     if options.tiers and not (options.blocks or trace.blocks):
         raise LedgerError(NO_FIRST_TIER)
-    return what_if(trace, options, group_of=trace_group(by) if by else None)
+    return what_if(trace, options, group_of=trace_group(by, trace) if by else None)
 
 
 # --- options --------------------------------------------------------------------------------------------

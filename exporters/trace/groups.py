@@ -11,11 +11,12 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from math import floor
 
-from ...audit.analysis.block_trace import TraceRequest
+from ...audit.analysis.block_trace import BlockTrace, TraceRequest
 from ...audit.errors import LedgerError
 from ...audit.events import RequestLabels
 from ...audit.ledger.account import Account
 from ...audit.replay.engine_audit import EngineAudit
+from ...audit.text import salt_name
 
 TIMES = {"hour": 3600, "5m": 300}
 """Keys that group by arrival, and the length of a group in seconds."""
@@ -57,18 +58,37 @@ def group_key(by: str, engine_audit: EngineAudit) -> Key:
     return lambda account: name(account.request_id)
 
 
-LABELS = ("lora", "priority", "salt", "group")
+TRACE_KEYS = ("engine", "model", "hour", "5m", "lora", "priority", "salt", "group")
 """Keys that requests of a block trace have, too."""
 
+NO_ARRIVAL = "arrival not known"
+"""The time of a request that ran when the trace began, or whose trace has no times."""
 
-def trace_group(by: str) -> Callable[[TraceRequest], str]:
-    """A function from a request of a block trace to its group, by one of :data:`LABELS` or an expression.
+
+def check_trace(by: str) -> None:
+    """Raise :class:`LedgerError` if ``by`` names no groups of a block trace."""
+    check(by)
+    if by in KEYS and by not in TRACE_KEYS:
+        raise LedgerError(
+            f"whatif can't group by {by}: take {', '.join(TRACE_KEYS)}, or a regular expression."
+        )
+
+
+def trace_group(by: str, trace: BlockTrace) -> Callable[[TraceRequest], str]:
+    """A function from a request of a block trace to its group, by one of :data:`TRACE_KEYS` or an expression.
 
     Raises :class:`LedgerError` for another key.
     """
-    if by in KEYS and by not in LABELS:
-        raise LedgerError(f"whatif can't group by {by}: take {', '.join(LABELS)}, or a regular expression.")
+    check_trace(by)
+    if by in TIMES:
+        return lambda request: (
+            NO_ARRIVAL
+            if request.arrived_seconds is None
+            else arrival(request.arrived_seconds, 0.0, TIMES[by])
+        )
     keys: dict[str, Callable[[TraceRequest], str]] = {
+        "engine": lambda _: trace.engine,
+        "model": lambda _: trace.model,
         "lora": lambda request: _labels(request).lora or NO_ADAPTER,
         "priority": lambda request: str(request.priority),
         "salt": lambda request: salt_name(_labels(request)) or NO_SALT,
@@ -85,11 +105,6 @@ NO_LABELS = RequestLabels()
 
 def _labels(account: Account | TraceRequest) -> RequestLabels:
     return account.labels or NO_LABELS
-
-
-def salt_name(labels: RequestLabels) -> str:
-    """The class of the cache salt in hexadecimal; "": no salt."""
-    return f"{labels.salt_class & (1 << 64) - 1:016x}" if labels.salt_class else ""
 
 
 def arrival(began_seconds: float | None, added_seconds: float, length: int) -> str:

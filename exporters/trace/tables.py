@@ -22,8 +22,8 @@ from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.find import journals_at
 from ...audit.replay.journals import each_batch
 from ...audit.replay.windows import EVERYTHING, Window
+from ...audit.text import salt_name
 from .block_rows import BlockRows
-from .groups import salt_name
 from .step_rows import StepRows
 
 Kind = Literal["text", "count", "seconds", "time"]

@@ -125,11 +125,14 @@ def test_every_invariant_starts_at_zero_with_its_severity() -> None:
 def test_requests_with_a_label_have_the_figures_of_the_summary(tmp_path: Path) -> None:
     path = labelled_trace(tmp_path / "trace")
     audits = audit_paths([path]).engines
-    rows = {by: {row.group: row for row in summarize([path], by)} for by in ("lora", "group", "priority")}
+    rows = {
+        by: {row.group: row for row in summarize([path], by)} for by in ("lora", "group", "priority", "salt")
+    }
 
     requests = labelled(audits, "kvledger_labelled_requests_total", "label", "value")
     assert {
-        ("lora", "french"): 2, ("group", "a"): 1, ("group", "b"): 1, ("priority", "5"): 1
+        ("lora", "french"): 2, ("group", "a"): 1, ("group", "b"): 1, ("priority", "5"): 1,
+        ("salt", "f" * 16): 1, ("salt", f"{2:016x}"): 1,
     } == requests  # fmt: skip
     rework = labelled(audits, "kvledger_labelled_rework_tokens_total", "label", "value")
     tokens = labelled(audits, "kvledger_labelled_prompt_tokens_total", "label", "value", "source")

@@ -17,7 +17,9 @@ from tests.audit.analysis.test_prefixes import Recording, label
 from kvledger import cli
 from kvledger.audit.analysis.whatif import Options, what_if
 from kvledger.audit.replay.block_traces import request_trace
+from kvledger.exporters.reports.summary import summarize
 from kvledger.exporters.reports.whatif import study
+from kvledger.exporters.trace.groups import NO_ARRIVAL
 
 pytest.importorskip("libcachesim")
 
@@ -253,6 +255,22 @@ def test_groups_of_a_journal_have_the_present_size_and_twice_of_it(run: Any, jou
     assert row["present_share"] == pytest.approx(present["hit_share"])
     assert row["twice_share"] >= row["present_share"]
     assert "Hit rate by group" in run("whatif", journal, "--by", "priority")[1]
+
+
+@pytest.mark.parametrize("by", ["engine", "model", "hour", "5m"])
+def test_groups_by_time_and_engine_are_those_of_the_summary(run: Any, journal: Path, by: str) -> None:
+    """Every request of this journal runs, so both count the same requests."""
+    rows = {row.group: row.requests for row in summarize([journal], by)[:-1]}
+
+    (one,) = json.loads(run("whatif", journal, "--by", by, "--format", "json")[1])["engines"]
+
+    assert rows == {row["group"]: row["requests"] for row in one["groups"]}
+
+
+def test_a_request_trace_has_no_times(tmp_path: Path) -> None:
+    (one,) = study([trace_file(tmp_path)], Options(policies=policies("lru"), blocks=[100]), by="hour").engines
+
+    assert [NO_ARRIVAL] == [row.group for row in one.groups]
 
 
 def test_a_key_that_block_traces_lack_is_refused(run: Any, journal: Path) -> None:
