@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from releases import BIN, build, environ
 
 ROOT = Path(__file__).resolve().parent.parent
-UPSTREAM = ROOT / ".upstream"
+UPSTREAM = (ROOT / ".upstream").resolve()
 HUB = UPSTREAM / "hub"
 PAGE = ROOT / "docs" / "upstream-tests.md"
 RELEASES = ("0.33.0", "0.32.0", "0.27.1", "0.23.0")
@@ -164,6 +164,8 @@ def passed(release: str, files: Sequence[str], *options: str) -> dict[str, set[s
             file = next((f for f in files if where.startswith("tests/" + f.removesuffix(".py"))), None)
             if file is not None and all(child.tag in OUTPUT for child in case):
                 names[file].add(f"{case.get('classname', '')}::{case.get('name', '')}")
+    if not any(names.values()):
+        sys.exit(f"kvledger: {release}: no test passed; see {log}.")
     return names
 
 
