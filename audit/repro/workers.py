@@ -31,8 +31,10 @@ from .workload import Workload
 LONGEST_DRIVE_SECONDS = 60.0
 """A candidate that takes longer is given up: the scheduler may run without end."""
 
-START_SECONDS = 300.0
-"""How long a worker may take to import vLLM."""
+START_SECONDS = 600.0
+"""How long a worker may take to import vLLM. Where ten processes shared two cores it took five minutes."""
+
+NO_ANSWER = f"the process ended, or did not import vLLM within {START_SECONDS:.0f} s"
 
 
 class OutOfTime(Exception):
@@ -154,7 +156,7 @@ class Pool:
             found = answer(Job(v0=v0))
         else:
             line = self._parent.line.ask(msgspec.json.encode(Job(v0=v0)), START_SECONDS)
-            found = msgspec.json.decode(line, type=Answer) if line else Answer(error="the process ended")
+            found = msgspec.json.decode(line, type=Answer) if line else Answer(error=NO_ANSWER)
         if not found.version:
             raise LedgerError(f"kvledger repro can't build vLLM's scheduler here: {found.error}.")
         if self._threads is not None:  # where vLLM has threads nothing can fork, and each worker imports it
