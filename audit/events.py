@@ -222,7 +222,8 @@ class Admitted(Event, frozen=True, array_like=True, tag=8):
     ``local_tokens`` and ``external_tokens`` are what the engine used at allocation (external is a
     promise). ``computed_tokens`` is the engine's count before this step's own tokens.
     ``asynchronous``: the request waits for remote KV. ``resumed``: the request had been preempted.
-    ``counted``: the engine may count this lookup in its statistics.
+    ``counted``: the engine may count this lookup in its statistics. ``cut_tokens``: the lookup's statistics
+    counted so many tokens that the connector then cut off the prompt.
     """
 
     request: int
@@ -233,6 +234,7 @@ class Admitted(Event, frozen=True, array_like=True, tag=8):
     asynchronous: bool
     computed_tokens: int
     counted: bool = True
+    cut_tokens: int = 0
 
 
 class LookupsCounted(Event, frozen=True, array_like=True, tag=9):

@@ -40,6 +40,8 @@ class Attempt(msgspec.Struct, gc=False):
     """Whether the connector loads asynchronously."""
     queried: int = -1
     """The local tokens that the connector was asked to extend; -1: not asked."""
+    cut: int = 0
+    """Tokens that the connector cut off the prompt when it was asked."""
 
 
 class Admissions:
@@ -131,6 +133,7 @@ class Admissions:
         attempt = self.attempt(request)
         if request.num_prompt_tokens != attempt.prompt:
             self._prompt_cut(request)
+            attempt.cut += attempt.prompt - request.num_prompt_tokens
             attempt.prompt = request.num_prompt_tokens
         attempt.queried = num_computed_tokens
         attempt.matched, attempt.asynchronous = result
@@ -258,7 +261,9 @@ class Admissions:
         if scheduled and self._replays and request.replay_start:
             begins += max(0, local + external - request.replay_start)
         events.append(
-            ev.Admitted(now, number, step, resumed, local, external, not scheduled, begins, counted)
+            ev.Admitted(
+                now, number, step, resumed, local, external, not scheduled, begins, counted, self.cut(attempt)
+            )
         )
         if begins != computed:
             events.append(ev.RolledBack(now, number, "replay", begins, computed))
@@ -288,6 +293,10 @@ class Admissions:
         )
 
     # --- lookup statistics ---------------------------------------------------------------------------
+
+    def cut(self, attempt: Attempt) -> int:
+        """Tokens that the local lookup counted and the connector then cut off; none if it counts later."""
+        return 0
 
     def counts_lookups(self, request: Any) -> bool:
         """Whether the engine's statistics count this request's lookups."""

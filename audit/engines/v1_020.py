@@ -44,9 +44,12 @@ class Admissions020(Admissions):
     def _not_admitted(self, events: list[ev.Event], now: int, request_id: str, attempt: Attempt) -> None:
         if attempt.looked_up >= 0 and self.counts_lookups(attempt.request):
             attempts, queries, hits = self.not_admitted
-            queries += attempt.request.num_tokens
+            queries += attempt.request.num_tokens + attempt.cut
             self.not_admitted = attempts + 1, queries, hits + attempt.looked_up
         super()._not_admitted(events, now, request_id, attempt)
+
+    def cut(self, attempt: Attempt) -> int:
+        return attempt.cut
 
     def lookups_counted(self, now: int, admitted: bool) -> ev.LookupsCounted | None:
         counted = super().lookups_counted(now, admitted)

@@ -142,7 +142,7 @@ def _expect_lookup(state: LedgerState, account: Account, life: Life, event: ev.A
         external = state.exempt_external
     if event.counted:
         local[0] += 1
-        local[1] += account.sequence_tokens
+        local[1] += account.sequence_tokens + event.cut_tokens
         local[2] += event.local_tokens
     queries = account.sequence_tokens - _queried_from(account, event)
     if queries:

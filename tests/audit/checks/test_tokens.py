@@ -543,6 +543,23 @@ def test_a_hit_may_be_shortened_by_a_lookup_after_the_connector_was_asked():
     )
 
 
+def counted_before_the_cut(cut_tokens: int) -> list[Event]:
+    """A lookup counted 101 tokens; the connector then cut the prompt to 100."""
+    stream = altered(events(100, "A0+0 s100 o+ F"), Admitted, cut_tokens=cut_tokens)
+    return with_after(stream, Stepped, 0, LookupsCounted(10_000, 1, 1, 101, 0, 1, 100, 0))
+
+
+@near_miss("tokens/lookup-counted-once")
+def test_a_lookup_may_count_tokens_that_the_connector_then_cuts_off():
+    """NIXL cuts the last token off the prompt of a Mamba prefill; before 0.27 the lookup is counted first."""
+    assert [] == violation_ids(counted_before_the_cut(1))
+
+
+@violates("tokens/lookup-counted-once")
+def test_a_lookup_that_counts_more_than_the_prompt_is_found():
+    assert ["tokens/lookup-counted-once"] == violation_ids(counted_before_the_cut(0))
+
+
 @near_miss("tokens/lookup-counted-once")
 def test_a_full_local_hit_counts_no_external_lookup():
     stream = events(96, "A96+0 R1 s1 o+ F")
