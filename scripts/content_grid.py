@@ -59,8 +59,8 @@ FAULTS = (
         "content/unsealed-hit",
         "0.10.2",
         "0.17.0",
-        "a load ends within a block, whose other positions count as computed, and the next request hits the "
-        "block ([finding](findings.md#load-rounded-up)).",
+        "a load ends within a block, and the engine counts the block's other positions as computed: the "
+        "request reads what nobody filled ([finding](findings.md#load-rounded-up)).",
     ),
     Fault("load-of-whole-blocks", "", "", "", "the same load ends with a block."),
 )
@@ -109,17 +109,18 @@ def cell(fault: Fault, release: str, outcome: dict[str, dict[str, object]]) -> t
 def grid(names: Sequence[str]) -> tuple[list[list[str]], list[str]]:
     """The rows of the grid, header first, and what is not as expected."""
     releases = covered(names)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        outcomes = list(pool.map(run, releases))
     rows, wrong = [["release", *(fault.name for fault in FAULTS)]], []
-    for release, outcome in zip(releases, outcomes, strict=True):
-        cells = [cell(fault, release, outcome) for fault in FAULTS]
-        rows.append([release, *(text if right else f"{text} (!)" for text, right in cells)])
-        wrong += [
-            f"{release}: {fault.name} at level content: {text}"
-            for fault, (text, right) in zip(FAULTS, cells, strict=True)
-            if not right
-        ]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        outcomes = pool.map(run, releases)
+        for release, outcome in zip(releases, outcomes, strict=True):
+            cells = [cell(fault, release, outcome) for fault in FAULTS]
+            rows.append([release, *(text if right else f"{text} (!)" for text, right in cells)])
+            print(" ".join(rows[-1]), file=sys.stderr, flush=True)
+            wrong += [
+                f"{release}: {fault.name} at level content: {text}"
+                for fault, (text, right) in zip(FAULTS, cells, strict=True)
+                if not right
+            ]
     return rows, wrong
 
 

@@ -55,7 +55,7 @@ def _rounded(attach: Attach, *, external: int) -> None:
 
 
 def load_rounded_up(attach: Attach) -> None:
-    """A load ends within a block, whose other positions count as computed; the next request hits it."""
+    """A load ends within a block, and the engine counts the block's other positions as computed."""
     _rounded(attach, external=18)
 
 
