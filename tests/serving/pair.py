@@ -104,7 +104,7 @@ class Pair:
         for engine in (self.prefill, self.decode):
             engine.launch()
         for engine in (self.prefill, self.decode):
-            wait_until(engine.answers, START_SECONDS, engine.last_words)
+            wait_until(engine.answers, 2 * START_SECONDS, engine.last_words)
 
     def complete(self, request_id: str, prompt: list[int], max_tokens: int = 4) -> dict[str, Any]:
         """Have the prompt prefilled for one token, then answered by the decode engine."""
