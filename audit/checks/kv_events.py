@@ -28,9 +28,9 @@ from .registry import Witness, invariant
 def gap(entry: Entry) -> Iterator[Witness]:
     """A subscriber receives every batch of the engine's KV events.
 
-    Violated when sequence numbers are missing and the publisher did not replay them: whoever keeps an index
-    of the cache from this stream has it wrong from here on. The story lists the changes of the cache that
-    have no KV event and fall into the gap; without level ``blocks`` they are not known.
+    Violated when sequence numbers are missing and the publisher did not replay them. A router that keeps an
+    index of the cache from this stream has a wrong index from then on. The finding lists the changes of the
+    cache that have no KV event and fall into the gap; without level ``blocks`` they are not known.
     """
     subject = entry.subject
     assert isinstance(subject, StreamGap)
