@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -121,9 +122,8 @@ def test_a_log_that_cannot_be_written_is_reported_once(
         for _ in range(2):
             await server({"type": "http", "headers": []}, None, _append(sent))  # type: ignore[arg-type]
 
-    # The "vllm" logger doesn't propagate once vLLM is imported, so caplog listens to the logger itself.
-    monkeypatch.setattr(usage_middleware.logger, "handlers", [caplog.handler])
-    monkeypatch.setattr(usage_middleware.logger, "propagate", False)
+    # vLLM sets the level of its loggers and keeps their records from the root, where caplog listens.
+    monkeypatch.setattr(usage_middleware, "logger", logging.getLogger(__name__))
     asyncio.run(twice())
 
     assert 4 == len(sent)

@@ -159,6 +159,24 @@ def blocks_moved(draw: st.DrawFn) -> dict[str, Any]:
     return {"blocks": blocks, "prints": prints, "differed": draw(flat(2))}
 
 
+@st.composite
+def kv_events(draw: st.DrawFn) -> dict[str, Any]:
+    tiers, rows = draw(st.lists(TEXT, max_size=3)), []
+    for hashes in draw(st.lists(st.lists(HASHES, max_size=3), max_size=3)):
+        tier = draw(st.integers(-1, len(tiers) - 1))
+        rows += [
+            draw(st.integers(0, 2)),
+            draw(NUMBERS),
+            tier,
+            draw(NUMBERS),
+            draw(HASHES),
+            len(hashes),
+            *hashes,
+        ]
+    counts = {name: draw(st.integers(0, 9)) for name in ("stream", "sequence", "unreadable")}
+    return {"tiers": tiers, "rows": rows, **counts}
+
+
 def equally_long(*names: str, of: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
     return st.lists(of, max_size=6).map(lambda some: dict.fromkeys(names, some))
 
@@ -181,6 +199,7 @@ LAYOUTS: dict[type[Any], st.SearchStrategy[dict[str, Any]]] = {
     ev.HitsVerified: hits_verified(),
     ev.ScrubDiffered: st.fixed_dictionaries({"rows": flat(4)}),
     ev.BlocksMoved: blocks_moved(),
+    ev.KVEventsReceived: kv_events(),
     old_events.BlocksAllocated: st.fixed_dictionaries({"rows": counted(3, 1)}),
     old_events.BlocksTouched: equally_long("blocks", "references", of=NUMBERS),
     old_events.BlocksFreed: equally_long("blocks", "references", of=NUMBERS),
