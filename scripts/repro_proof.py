@@ -153,7 +153,7 @@ def page(proofs: Sequence[Proof], folder: Path) -> str:
         "*requests* and *steps*: in the journal up to the finding, then *after* shrinking. *first, s*:",
         "seconds until the first reproduction. *seconds*: until nothing more could be left out, or 120",
         "seconds after the import of vLLM were over. The command line measures both from when it has found",
-        "the finding, so they include the import.",
+        "the finding, so they include the import. They are longer where other work shares the cores.",
         "",
         *table(proofs),
         "",
