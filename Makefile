@@ -22,7 +22,7 @@ test: lint ## lint, type-check and run the fast tests
 
 test-all: lint ## lint, type-check and run every test, except those in the environments of `make releases`
 	$(PYTEST) -q $(TWO_WORKERS) -m "not ($(SLOW) or releases)"
-	$(PYTEST) -q -m "($(SLOW)) and not releases"
+	$(PYTEST) -q $(TWO_WORKERS) -m "($(SLOW)) and not releases"
 
 lint:
 	$(READY) test

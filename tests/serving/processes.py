@@ -153,6 +153,7 @@ class Engine(Server):
     def environment(self) -> dict[str, str]:
         return {
             "KVLEDGER_DIR": str(self._journals),
+            "KVLEDGER_GROUP": "^([a-z]+)-",  # one group, cmpl
             "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
             "VLLM_LOGGING_LEVEL": "WARNING",
             "VLLM_CPU_KVCACHE_SPACE": "1",
