@@ -33,7 +33,7 @@ RATE = 20.0
 REQUEST_BYTES = 264
 """Bytes of a request in the journal."""
 
-COMPACT_SECONDS = 15.0
+MOST_COMPACT_SECONDS = 15.0
 LOOK_SECONDS = 2.0
 LEAST_JOURNAL_BYTES = 4 << 20
 KEPT_SHARE = 0.6
@@ -51,6 +51,12 @@ class Plan(NamedTuple):
     def engine_seconds(self) -> float:
         """Simulated seconds from the start to the end of an engine."""
         return self.hours * HOUR / self.engines
+
+    @property
+    def compact_seconds(self) -> float:
+        """Wall seconds between two starts of ``kvledger compact``: a small part of what rotation keeps."""
+        kept = KEPT_SHARE * self.engine_seconds / self.speed
+        return min(MOST_COMPACT_SECONDS, max(1.0, kept / 4))
 
     @property
     def journal_bytes(self) -> int:
@@ -135,7 +141,7 @@ class LongRun:
             self._look_at = time.monotonic() + LOOK_SECONDS
         if now > self._compact_at and (self._compacting is None or self._compacting.poll() is not None):
             self._compacting = self._start_compacting()
-            self._compact_at = now + COMPACT_SECONDS
+            self._compact_at = now + self.plan.compact_seconds
 
     def _start_compacting(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "kvledger", "compact", str(self.journals)]
