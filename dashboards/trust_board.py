@@ -332,25 +332,29 @@ HEALTH = PanelRow(
     ),
 )
 
+
+def _other_kv(title: str, description: str, series: str) -> Panel:
+    """How many blocks of a counter had other KV in the time range."""
+    return Panel(
+        title,
+        description,
+        "stat",
+        (Query(f"sum(increase({series}[$__range]))", now=True),),
+        unit="none",
+        width=6,
+        steps=GOOD_IS_NONE,
+        words={"0": ("none", GREEN)},
+    )
+
+
 CONTENTS = PanelRow(
     "Contents (engines that record at level content)",
     (
-        Panel(
+        _other_kv(
             "Hit blocks with other KV",
             "Hit blocks whose bytes were not those that were sealed, or that nobody was seen to fill, in the "
             "time range. `kvledger audit` names the block and both requests.",
-            "stat",
-            (
-                Query(
-                    'sum(increase(kvledger_content_blocks_total{@engine, event=~"differed|unsealed"}'
-                    "[$__range]))",
-                    now=True,
-                ),
-            ),
-            unit="none",
-            width=6,
-            steps=GOOD_IS_NONE,
-            words={"0": ("none", GREEN)},
+            'kvledger_content_blocks_total{@engine, event=~"differed|unsealed"}',
         ),
         Panel(
             "Blocks sealed, verified and scrubbed",
@@ -379,22 +383,11 @@ CONTENTS = PanelRow(
             unit="percentunit",
             width=9,
         ),
-        Panel(
+        _other_kv(
             "Moved blocks with other KV",
             "Blocks that a connector loaded with other bytes than were stored, or was handed with other "
             "bytes than were sealed, in the time range. `kvledger audit` names the layers and both requests.",
-            "stat",
-            (
-                Query(
-                    'sum(increase(kvledger_content_moved_blocks_total{@engine, event=~".*_differed"}'
-                    "[$__range]))",
-                    now=True,
-                ),
-            ),
-            unit="none",
-            width=6,
-            steps=GOOD_IS_NONE,
-            words={"0": ("none", GREEN)},
+            'kvledger_content_moved_blocks_total{@engine, event=~".*_differed"}',
         ),
         Panel(
             "Blocks moved by connectors",

@@ -116,3 +116,22 @@ class Slots:
 
     def _new(self) -> Slot:
         return Slot(self._device, self.room, self._columns, self._new_event())
+
+
+class Sent:
+    """Results of ``parts`` that are on their way to the host. Who has read them releases the parts."""
+
+    def __init__(self, slots: Slots, parts: list[Slot]) -> None:
+        self._slots, self._parts = slots, parts
+
+    def arrived(self, *, wait: bool) -> bool:
+        """Whether the last copy is complete; those before it then are too."""
+        event = self._parts[-1].event if self._parts else None
+        if event is not None and wait:
+            event.synchronize()
+        return event is None or bool(event.query())
+
+    def release(self) -> None:
+        """The results were read."""
+        for slot in self._parts:
+            self._slots.release(slot)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from .device_buffers import Slots
+from .device_buffers import Sent, Slots
 from .forms import fingerprints_of
 from .parts import all_parts
 
@@ -43,24 +43,13 @@ class _Known:
         return self._rows.numpy()
 
 
-class _Sent:
+class _Sent(Sent):
     """Fingerprints that are on their way to the host."""
-
-    def __init__(self, slots: Slots, parts: list[Any]) -> None:
-        self._slots, self._parts = slots, parts
-
-    def arrived(self, *, wait: bool) -> bool:
-        """Whether the last copy is complete; those before it then are too."""
-        event = self._parts[-1].event
-        if wait:
-            event.synchronize()
-        return bool(event.query())
 
     def rows(self) -> Any:
         """One row for each block."""
         rows = np.concatenate([slot.sums_on_host.numpy() for slot in self._parts])
-        for slot in self._parts:
-            self._slots.release(slot)
+        self.release()
         return rows
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .device_buffers import Slots
+from .device_buffers import Sent, Slots
 from .fingerprint import Fingerprints
 
 
@@ -69,25 +69,13 @@ class HostValues:
         return Known(mask)
 
 
-class _Sent:
+class _Sent(Sent):
     """Masks that are on their way to the host."""
-
-    def __init__(self, slots: Slots, parts: list[Any]) -> None:
-        self._slots, self._parts = slots, parts
-
-    def arrived(self, *, wait: bool) -> bool:
-        """Whether the last copy is complete; those before it then are too."""
-        event = self._parts[-1].event if self._parts else None
-        if event is not None and wait:
-            event.synchronize()
-        return event is None or bool(event.query())
 
     def flags(self) -> list[bool]:
         """For each block, whether it differs."""
-        flags: list[bool] = []
-        for slot in self._parts:
-            flags += slot.differs_on_host.tolist()
-            self._slots.release(slot)
+        flags = [flag for slot in self._parts for flag in slot.differs_on_host.tolist()]
+        self.release()
         return flags
 
 
