@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.serving.long_run.engine import Served
-from tests.serving.long_run.gauges import Trend
+from tests.serving.long_run.gauges import Trend, fastest_tenth
 from tests.serving.long_run.run import LongRun, Plan
 from tests.serving.long_run.sums import Sums, served
 
@@ -54,6 +54,15 @@ def test_one_token_more_or_less_is_not_equal() -> None:
 def test_growth_over_a_tenth_is_not_flat() -> None:
     assert Trend(first=10, third=100, last=110, most=120).flat
     assert not Trend(first=100, third=100, last=111, most=111).flat
+
+
+def test_other_work_on_the_machine_hardly_moves_the_fastest_tenth() -> None:
+    idle = [5.0 + 0.01 * number for number in range(50)]
+    busy = [time if number % 5 == 0 else 6 * time for number, time in enumerate(idle)]
+
+    assert fastest_tenth(busy) < 1.1 * fastest_tenth(idle)
+    assert fastest_tenth([6.0 * time for time in idle]) > 5 * fastest_tenth(idle)
+    assert fastest_tenth([5.0]) == 5.0
 
 
 def test_counters_of_engines_are_read_from_the_page() -> None:
