@@ -571,9 +571,43 @@ DRAFTS = PanelRow(
     collapsed=True,
 )
 
+SHARED = 'kvledger_disaggregated_prompt_tokens_total{@engine, role=~"decode|consumer"'
+"""Prompts that stand in the figures of a prefill engine too; the reader closes the brace."""
+
+
+def _once(by: str, of: str = "") -> str:
+    """Prompt tokens per second without those that a prefill engine counts too."""
+    source = f', source=~"{of}"' if of else ""
+    return (
+        f"sum{by}(rate(kvledger_prompt_tokens_total{{@engine{source}}}[$__rate_interval])) - "
+        f"sum{by}(rate({SHARED}{source}}}[$__rate_interval]))"
+    )
+
+
 TRANSFERS = PanelRow(
     "Transfers from a prefill engine",
     (
+        Panel(
+            "Prompt tokens of all engines, each prompt once",
+            "Prompt tokens per second by source, without those of decode engines: a prompt of two engines "
+            "counts with the sources of its prefill engine.",
+            "timeseries",
+            (Query(_once(" by (source) "), "{{source}}"),),
+            unit=TOKENS_PER_SECOND,
+            width=8,
+            stack="normal",
+            colours=SOURCES,
+        ),
+        Panel(
+            "Hit rate, each prompt once",
+            "Share of these tokens that a prefix cache or a store had. What a prefill engine handed over is "
+            "no hit.",
+            "timeseries",
+            (Query(f"({_once('', 'local|external')}) / ({_once('')})", "hit rate"),),
+            unit="percentunit",
+            width=8,
+            most=1,
+        ),
         Panel(
             "Transferred prompt tokens",
             "Prompt tokens per second whose KV a prefill engine handed over. They were computed there: a "
@@ -587,7 +621,7 @@ TRANSFERS = PanelRow(
                 ),
             ),
             unit=TOKENS_PER_SECOND,
-            width=24,
+            width=8,
         ),
     ),
     collapsed=True,

@@ -17,7 +17,7 @@ from .. import events as ev
 from ..analysis.block_states import BLOCK_EVENTS, BlockStates
 from ..causes import BEGAN_BEFORE, EVICTED
 from ..ledger.account import Account
-from ..ledger.positions import COMPUTED, EXTERNAL, LOCAL
+from ..ledger.positions import COMPUTED, EXTERNAL, LOCAL, UNATTAINED
 from ..ledger.totals import Totals
 from ..text import salt_name
 from .distribution import Distribution, Exemplar
@@ -49,6 +49,12 @@ LABELS: dict[str, Callable[[ev.RequestLabels], str]] = {
     "salt": salt_name,
 }
 """The labels that have totals of their own, and what reads their value; "": the request has none."""
+
+ROLES = ("prefill", "decode", "producer", "consumer")
+"""The parts that two engines have in one prompt, see :func:`role_of`."""
+
+_KV_ROLES = {"kv_producer": "producer", "kv_consumer": "consumer"}
+"""Our words for vLLM's ``kv_role`` of an engine. One with ``kv_both`` has no role of its own."""
 
 MOST_VALUES = 64
 """Requests with further values of a label are counted as :data:`OTHER`."""
@@ -108,6 +114,10 @@ class MetricsState(msgspec.Struct):
     """Events lost in gaps of known size."""
     transferred_tokens: int = 0
     """Settled external tokens that a prefill engine transferred."""
+    kv_role: str = ""
+    """vLLM's ``kv_role`` of the engine; "" without a connector."""
+    disaggregated: dict[str, dict[str, int]] = {}
+    """Settled prompt tokens of prompts that two engines share, by the role in this one and the source."""
     planned: dict[str, int] = {}
     """Planned tokens by source, where the figure is not negative."""
     planned_negative: dict[str, int] = {}
@@ -162,6 +172,7 @@ class MetricsState(msgspec.Struct):
         """Take the engine's clock; an EngineStarted begins every segment."""
         self.clock_seconds = event.wall_seconds - event.at / 1e6
         self.exempts = event.configuration.get("prefix_caching") is not False
+        self.kv_role = str(event.configuration.get("kv_role") or "")
         if not self.created_seconds:
             self.created_seconds = event.wall_seconds
 
@@ -268,6 +279,9 @@ class MetricsState(msgspec.Struct):
         for name in ("preemptions", "planned", "planned_negative", "sequence_tokens"):
             for key, more in getattr(other, name).items():
                 _add(getattr(self, name), key, more)
+        for role, sources in other.disaggregated.items():
+            for source, tokens in sources.items():
+                _add(self.disaggregated.setdefault(role, {}), source, tokens)
         for label, rows in other.labels.items():
             for value, totals in rows.items():
                 self.of_label(label, value).merge(totals)
@@ -315,6 +329,12 @@ class MetricsState(msgspec.Struct):
             self.most_preemptions = max(self.most_preemptions, account.preemptions)
         if account.transferred:
             self.transferred_tokens += sum(settled.external for settled in account.settlements)
+        role = role_of(account, self.kv_role)
+        if role:
+            sources = self.disaggregated.setdefault(role, {})
+            for settled in account.settlements:
+                for source in (LOCAL, EXTERNAL, COMPUTED, UNATTAINED):
+                    _add(sources, source, getattr(settled, source))
         if account.labels is not None:
             self._label(account, account.labels)
         self._plan(account)
@@ -369,6 +389,17 @@ METRICS_HANDLERS: dict[type[ev.Event], Callable[[MetricsState, Any, Open], None]
     **dict.fromkeys(BLOCK_EVENTS - {ev.Gap}, MetricsState.use_blocks),
 }
 """The method called for each type of event, after the ledger has posted it, with the open accounts."""
+
+
+def role_of(account: Account, kv_role: str) -> str:
+    """The part that an engine has in a prompt, one of :data:`ROLES`; "" if the prompt is its alone.
+
+    ``prefill`` and ``decode`` are what the router asked for in ``kv_transfer_params``. Without them the
+    engine's ``kv_role`` counts: of a ``producer`` and a ``consumer`` with a shared store.
+    """
+    if account.transferred:
+        return "decode"
+    return "prefill" if account.remote_decode else _KV_ROLES.get(kv_role, "")
 
 
 def remote_wait(account: Account) -> int | None:

@@ -14,7 +14,15 @@ from ...audit.checks.registry import catalogue
 from ...audit.hooks import TIMED_STEPS
 from ...audit.replay.distribution import Distribution
 from ...audit.replay.engine_audit import EngineAudit
-from ...audit.replay.metrics_state import REWORK, SHARES, STAY_SECONDS, TIMES, VERDICTS, WAIT_SECONDS
+from ...audit.replay.metrics_state import (
+    REWORK,
+    ROLES,
+    SHARES,
+    STAY_SECONDS,
+    TIMES,
+    VERDICTS,
+    WAIT_SECONDS,
+)
 from . import values as read
 from .values import MetricReader, Sample
 
@@ -249,9 +257,11 @@ GROUPS: tuple[Group, ...] = (
         "External tokens",
         "What the connector promised, and what was loaded: promised = loaded + failed or cancelled "
         "(voided). Tokens that a prefill engine handed over were computed there. A fleet that adds "
-        "them to its hits counts each prompt twice, so they are counted separately as transferred. No "
-        "connector reports the storage tier of a load (host, disk, peer) to the scheduler, so there "
-        "is none here; `kvledger_engine_info` has the `connector`.",
+        "them to its hits counts each prompt twice, so they are counted separately as transferred, and all "
+        "prompt tokens of such requests by the engine's role ([each prompt "
+        "once](sidecar.md#prefill-and-decode-engines)). No connector reports the storage tier of a load "
+        "(host, disk, peer) to the scheduler, so there is none here; `kvledger_engine_info` has the "
+        "`connector`.",
         (
             Metric(
                 "kvledger_external_promised_tokens",
@@ -269,6 +279,16 @@ GROUPS: tuple[Group, ...] = (
                 "handed over.",
                 ENGINE,
                 read.value(lambda engine_audit: engine_audit.metrics.transferred_tokens),
+            ),
+            Metric(
+                "kvledger_disaggregated_prompt_tokens",
+                TOKENS,
+                "counter",
+                "The part of `kvledger_prompt_tokens_total` of requests whose prompt two engines share, by "
+                "the role of this engine. Without the roles `decode` and `consumer` each prompt counts once.",
+                (*ENGINE, "role", "source"),
+                read.engines(read.disaggregated),
+                {"role": ROLES, "source": read.SOURCES},
             ),
             Metric(
                 "kvledger_external_loaded_tokens",

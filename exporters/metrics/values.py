@@ -26,7 +26,7 @@ from ...audit.journal.format import is_live
 from ...audit.ledger.totals import Totals
 from ...audit.replay.distribution import Distribution, Exemplar
 from ...audit.replay.engine_audit import EngineAudit
-from ...audit.replay.metrics_state import VERDICTS, LookupCounts, ViolationCount
+from ...audit.replay.metrics_state import ROLES, VERDICTS, LookupCounts, ViolationCount
 from .labels import engine_label
 
 OTHER = "other"
@@ -122,6 +122,14 @@ def pool_usage(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], flo
 def prompt_tokens(engine_audit: EngineAudit) -> dict[str, int]:
     """Prompt tokens by where their KV first came from."""
     return {source: getattr(engine_audit.closed, source) for source in SOURCES}
+
+
+def disaggregated(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Prompt tokens of prompts that two engines share, by the role in this engine and the source."""
+    for role in ROLES:
+        tokens = engine_audit.metrics.disaggregated.get(role, {})
+        for source in SOURCES:
+            yield (role, source), tokens.get(source, 0)
 
 
 def work(engine_audit: EngineAudit) -> dict[str, int]:

@@ -43,7 +43,7 @@ def test_each_family_and_each_histogram_is_whole(tmp_path: Path) -> None:
     history.trace(tmp_path / "trace", 200)
     exported(tmp_path / "trace")
     lines = (tmp_path / "trace.om").read_text().splitlines()
-    keys = [re.sub(r'le="[^"]*",|(_bucket|_count|_sum)(?=\{)|\}.*', "", line) for line in lines]
+    keys = [re.sub(r'\ble="[^"]*",|(_bucket|_count|_sum)(?=\{)|\}.*', "", line) for line in lines]
     groups = [key for key, _ in itertools.groupby(keys) if not key.startswith("#")]
 
     assert "# EOF" == lines[-1]
