@@ -77,5 +77,6 @@ def seal_bytes(blocks: int = 100_000) -> float:
         seals.seal(0, range(first, first + 1000), step)
     lists = (seals.steps, seals.intact, seals.group_of)
     numbers = {id(number): sys.getsizeof(number) for kept in lists for number in kept}
-    values = seals._values.numel() * seals._values.element_size()
+    held = seals.values.values
+    values = held.numel() * held.element_size()
     return float(values + sum(map(sys.getsizeof, lists)) + sum(numbers.values())) / blocks

@@ -14,6 +14,7 @@ import gc
 import itertools
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
@@ -53,9 +54,16 @@ class Serving:
     def begin(self, folder: Path) -> None:
         """Start to observe the engine."""
         self._request_ids = set(self._scheduler.requests)
-        self._observed = observe(self._scheduler, folder)
+        self._observed = self.observe(folder)
         self._observed[1]._flush_seconds = 3600.0
         self._unwritten = 0.0
+
+    def begin_beside(self, folder: Path) -> None:
+        """The engine is compared with the one that :meth:`begin` observes, and stays bare."""
+
+    def observe(self, folder: Path) -> tuple[Any, Any]:
+        """Observe the scheduler; the observer and its recorder."""
+        return observe(self._scheduler, folder)
 
     def end(self) -> None:
         """Stop observing; raises InvalidRound unless the journal is complete."""
@@ -102,12 +110,16 @@ class Serving:
         output_tokens, prompt_tokens = (
             self._dice.randint(*lengths) for lengths in (CHURN.output_tokens, CHURN.prompt_tokens)
         )
-        prompt = {"prompt_token_ids": self._dice.choices(range(2, VOCABULARY_TOKENS), k=prompt_tokens)}
+        prompt = {"prompt_token_ids": self.prompt(prompt_tokens)}
         self._requests += 1
         sampling = SamplingParams(
             temperature=0.0, max_tokens=output_tokens, ignore_eos=True, detokenize=False
         )
         return str(self._requests), prompt, sampling
+
+    def prompt(self, tokens: int) -> list[int]:
+        """A prompt of so many random tokens."""
+        return self._dice.choices(range(2, VOCABULARY_TOKENS), k=tokens)
 
 
 def measure(rounds: int, blocks: int, folder: Path, progress: Progress) -> tuple[Estimate, Estimate]:
@@ -123,7 +135,7 @@ def measure(rounds: int, blocks: int, folder: Path, progress: Progress) -> tuple
         gc.freeze()
         for number in range(rounds):
             progress(f"engine: round {number + 1} of {rounds}")
-            ratios = [_turns(engines[turn:] + engines[:turn], blocks, folder) for turn in range(len(engines))]
+            ratios = [turns(engines[turn:] + engines[:turn], blocks, folder) for turn in range(len(engines))]
             observed.append(geometric_mean(ratio for ratio, _ in ratios))
             error.append(geometric_mean(ratio for _, ratio in ratios))
         return estimate(observed), estimate(error)
@@ -133,10 +145,12 @@ def measure(rounds: int, blocks: int, folder: Path, progress: Progress) -> tuple
             engine.shutdown()
 
 
-def _turns(engines: list[Serving], blocks: int, folder: Path) -> tuple[float, float]:
+def turns(engines: Sequence[Serving], blocks: int, folder: Path) -> tuple[float, float]:
     """Two ratios of seconds: bare over the first engine, which is observed; third engine over second."""
-    engines[0].begin(folder / "journals")
     try:
+        engines[0].begin(folder / "journals")
+        for engine in engines[1:]:
+            engine.begin_beside(folder / "journals")
         for _ in range(FRESH_STEPS):
             for engine in engines:
                 engine.step()
@@ -155,7 +169,8 @@ def _turns(engines: list[Serving], blocks: int, folder: Path) -> tuple[float, fl
         bare = [fmean(pair) for pair in zip(*seconds[1:], strict=True)]
         return typical_ratio(bare, seconds[0]), typical_ratio(seconds[2], seconds[1])
     finally:
-        engines[0].end()
+        for engine in engines:
+            engine.end()
 
 
 def _engine(folder: Path) -> Any:

@@ -93,8 +93,20 @@ def engine_rows(amount: Amount, folder: Path, progress: Progress) -> Iterator[Ro
 
 
 def content_rows(amount: Amount, folder: Path, progress: Progress) -> Iterator[Row]:
-    """The rows of level ``content``: the forms of the fingerprint on this CPU, and the size of seals."""
-    from benchmarks import content_forms
+    """The rows of level ``content``: beside level ``blocks`` on real engines, the forms, and the seals."""
+    from benchmarks import content_engine, content_forms
+
+    for large in (True, False) if amount.share == 1.0 else (False,):  # the large model takes minutes
+        turns, place = max(1, amount.turns // 5) if large else amount.turns, folder / f"large-{large}"
+        with output_to(folder / "content.log"):
+            rates = content_engine.measure(large, amount.rounds, turns, place, progress)
+        model = "steps of 20 ms or more" if large else "the demo's tiny model"
+        name = f"real engine on this CPU, {model} ({rates.step_milliseconds:.0f} ms a step): tokens a second"
+        at_least = 0.98 if large else 0.0
+        yield _ratio(f"{name}, content / blocks", rates.content, "content", at_least=at_least)
+        yield _ratio(f"{name}, blocks / blocks, two engines", rates.error, "content")
+        what = f"real engine on this CPU, {model}: hit blocks compared, none differed"
+        yield Row(what, f"{rates.compared:,}", "", "", None, "content")
 
     progress("content: fingerprints")
     for what, rate in content_forms.rates(amount.rounds):
@@ -228,6 +240,9 @@ of three draft tokens. 256 requests run unless the row says otherwise.
   Three engines take turns as above, and all time of a step counts, including the wait for the journal
   once a second. Shorter requests would raise the share of kvledger, because most of its work is done when
   a request begins or ends.
+- *Content / blocks*: as *real engine*, with one engine at level `content`, which verifies every hit, and two
+  at level `blocks`. Each prompt begins with one of eight prefixes of 128 tokens. The model with *steps of
+  20 ms or more* has 8 layers of 768 and random weights; no limit is set for the demo's tiny model.
 - *Fingerprints*: 64 blocks in an order without neighbours, one thread. *Seals*: the fingerprint of a block
   on the device, and the numbers that the worker keeps of it.
 - *Replay*: reads, decodes and checks a journal in which no step repeats the step before.
