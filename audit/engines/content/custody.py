@@ -20,8 +20,8 @@ from ..connectors.metadata_reader import MetadataReader, Moves
 from ..readers import reader_of
 
 if TYPE_CHECKING:
-    from .part_prints import PartPrints, PendingPrints
-    from .seal_values import Pending
+    from .device_buffers import Pending
+    from .part_prints import PartPrints, Rows
 
 TABLE: tuple[Hook, ...] = (
     Hook("", "bind_connector_metadata", (), after="bound"),
@@ -44,10 +44,10 @@ class _Reading(NamedTuple):
     step: int
     out: bool
     blocks: list[int]
-    prints: PendingPrints
+    prints: Pending[Rows]
     sealed: list[tuple[int, int]]
     """Blocks with a seal from an earlier step, and this step."""
-    differs: Pending | None
+    differs: Pending[list[bool]] | None
 
 
 class CustodyWatch:
@@ -157,7 +157,7 @@ class CustodyWatch:
             kept = [index for index, block in enumerate(reading.blocks) if block >= 0]
             differed = []
             if reading.differs is not None:
-                flags = reading.differs.flags()
+                flags = reading.differs.result()
                 for (block, step), differs in zip(reading.sealed, flags, strict=True):
                     differed += [block, step] if differs else []
             assert self.reader is not None
@@ -174,7 +174,7 @@ class CustodyWatch:
                     self._prints.key_name,
                     own,
                     [reading.blocks[index] for index in kept],
-                    reading.prints.rows()[kept].tobytes(),
+                    reading.prints.result()[kept].tobytes(),
                     differed,
                     store == "fleet",
                 )

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 Tensor = Any
 """A ``torch.Tensor``."""
+
+Result = TypeVar("Result")
+Result_co = TypeVar("Result_co", covariant=True)
 
 ROOM = 4096
 """Blocks that one slot of seals has room for."""
@@ -118,11 +121,36 @@ class Slots:
         return Slot(self._device, self.room, self._columns, self._new_event())
 
 
-class Sent:
-    """Results of ``parts`` that are on their way to the host. Who has read them releases the parts."""
+class Pending(Protocol[Result_co]):
+    """A result that may be on its way to the host."""
 
-    def __init__(self, slots: Slots, parts: list[Slot]) -> None:
-        self._slots, self._parts = slots, parts
+    def arrived(self, *, wait: bool) -> bool:
+        """Whether the result is there."""
+
+    def result(self) -> Result_co:
+        """The result. Called once, after it has arrived."""
+
+
+class Known(Generic[Result]):
+    """A result that is there."""
+
+    def __init__(self, result: Result) -> None:
+        self._result = result
+
+    def arrived(self, *, wait: bool) -> bool:
+        """It is."""
+        return True
+
+    def result(self) -> Result:
+        """The result."""
+        return self._result
+
+
+class Sent(Generic[Result]):
+    """The result of ``parts``, which are on their way to the host. ``read`` makes it of the parts."""
+
+    def __init__(self, slots: Slots, parts: list[Slot], read: Callable[[list[Slot]], Result]) -> None:
+        self._slots, self._parts, self._read = slots, parts, read
 
     def arrived(self, *, wait: bool) -> bool:
         """Whether the last copy is complete; those before it then are too."""
@@ -131,7 +159,9 @@ class Sent:
             event.synchronize()
         return event is None or bool(event.query())
 
-    def release(self) -> None:
-        """The results were read."""
+    def result(self) -> Result:
+        """The result; the slots are free again."""
+        result = self._read(self._parts)
         for slot in self._parts:
             self._slots.release(slot)
+        return result

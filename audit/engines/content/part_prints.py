@@ -6,11 +6,11 @@ On a device the fingerprints are on their way to the host when :meth:`PartPrints
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from .device_buffers import Sent, Slots
+from .device_buffers import Known, Pending, Sent, Slot, Slots
 from .forms import fingerprints_of
 from .parts import all_parts
 
@@ -18,39 +18,12 @@ ROOM = 256
 """Blocks that one slot has room for; a block has a fingerprint for each part."""
 
 
-class PendingPrints(Protocol):
-    """Fingerprints that may be on their way to the host."""
-
-    def arrived(self, *, wait: bool) -> bool:
-        """Whether they are there."""
-
-    def rows(self) -> Any:
-        """One row for each block (NumPy int64). Called once, after they have arrived."""
+Rows = Any
+"""One row for each block: a NumPy array of int64."""
 
 
-class _Known:
-    """Fingerprints that are there."""
-
-    def __init__(self, rows: Any) -> None:
-        self._rows = rows
-
-    def arrived(self, *, wait: bool) -> bool:
-        """They are."""
-        return True
-
-    def rows(self) -> Any:
-        """One row for each block."""
-        return self._rows.numpy()
-
-
-class _Sent(Sent):
-    """Fingerprints that are on their way to the host."""
-
-    def rows(self) -> Any:
-        """One row for each block."""
-        rows = np.concatenate([slot.sums_on_host.numpy() for slot in self._parts])
-        self.release()
-        return rows
+def _rows(parts: list[Slot]) -> Rows:
+    return np.concatenate([slot.sums_on_host.numpy() for slot in parts])
 
 
 class PartPrints:
@@ -73,14 +46,14 @@ class PartPrints:
         """The public name of the function and its key."""
         return str(self._prints.key_name)
 
-    def read(self, blocks: Sequence[int]) -> PendingPrints:
+    def read(self, blocks: Sequence[int]) -> Pending[Rows]:
         """Take the fingerprints of at least one block."""
         if self._slots is None:
-            return _Known(self._prints.by_layer(blocks))
+            return Known(self._prints.by_layer(blocks).numpy())
         sent = []
         for slot in self._slots.take(blocks):
             self._prints.write(slot.index, slot.sums)
             slot.send_sums()
             slot.event.record()
             sent.append(slot)
-        return _Sent(self._slots, sent)
+        return Sent(self._slots, sent, _rows)

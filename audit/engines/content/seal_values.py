@@ -11,18 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
-from .device_buffers import Sent, Slots
+from .device_buffers import Known, Pending, Sent, Slot, Slots
 from .fingerprint import Fingerprints
-
-
-class Pending(Protocol):
-    """A comparison whose result may be on its way to the host."""
-
-    def arrived(self, *, wait: bool) -> bool:
-        """Whether the result is there."""
-
-    def flags(self) -> list[bool]:
-        """For each block, whether it differs. Called once, after the result has arrived."""
 
 
 class SealValues(Protocol):
@@ -31,23 +21,11 @@ class SealValues(Protocol):
     def seal(self, prints: Fingerprints, blocks: Sequence[int]) -> None:
         """Keep the fingerprints of blocks as they are now."""
 
-    def compare(self, prints: Fingerprints, blocks: Sequence[int], *, renew: bool) -> Pending:
-        """Compare blocks with their seals. ``renew``: seal the present bytes. A block is named once."""
+    def compare(self, prints: Fingerprints, blocks: Sequence[int], *, renew: bool) -> Pending[list[bool]]:
+        """For each block, whether it differs from its seal. A block is named once.
 
-
-class Known:
-    """A result that is there."""
-
-    def __init__(self, mask: Any) -> None:
-        self._mask = mask
-
-    def arrived(self, *, wait: bool) -> bool:
-        """It is."""
-        return True
-
-    def flags(self) -> list[bool]:
-        """For each block, whether it differs."""
-        return list(self._mask.tolist())
+        ``renew``: seal the present bytes.
+        """
 
 
 class HostValues:
@@ -60,23 +38,17 @@ class HostValues:
         """Keep the fingerprints of blocks as they are now."""
         self.values[torch.tensor(blocks)] = prints.of(blocks)
 
-    def compare(self, prints: Fingerprints, blocks: Sequence[int], *, renew: bool) -> Known:
+    def compare(self, prints: Fingerprints, blocks: Sequence[int], *, renew: bool) -> Known[list[bool]]:
         """Compare blocks with their seals. ``renew``: seal the present bytes."""
         index, present = torch.tensor(blocks, dtype=torch.int64), prints.of(blocks)
         mask = self.values[index] != present
         if renew:
             self.values[index] = present
-        return Known(mask)
+        return Known(mask.tolist())
 
 
-class _Sent(Sent):
-    """Masks that are on their way to the host."""
-
-    def flags(self) -> list[bool]:
-        """For each block, whether it differs."""
-        flags = [flag for slot in self._parts for flag in slot.differs_on_host.tolist()]
-        self.release()
-        return flags
+def _flags(parts: list[Slot]) -> list[bool]:
+    return [flag for slot in parts for flag in slot.differs_on_host.tolist()]
 
 
 class DeviceValues:
@@ -103,7 +75,7 @@ class DeviceValues:
             self.values.index_copy_(0, slot.index, slot.sums.view(-1))
             self._slots.discard(slot)
 
-    def compare(self, prints: Fingerprints, blocks: Sequence[int], *, renew: bool) -> _Sent:
+    def compare(self, prints: Fingerprints, blocks: Sequence[int], *, renew: bool) -> Sent[list[bool]]:
         """Compare blocks with their seals. ``renew``: seal the present bytes."""
         parts = []
         for slot in self._slots.take(blocks):
@@ -112,4 +84,4 @@ class DeviceValues:
             slot.send_differs()
             slot.event.record()
             parts.append(slot)
-        return _Sent(self._slots, parts)
+        return Sent(self._slots, parts, _flags)

@@ -14,8 +14,9 @@ from ...events import MISMATCHED, UNFILLED, UNSEEN
 from .layout import Layout
 
 if TYPE_CHECKING:
+    from .device_buffers import Pending
     from .fingerprint import Fingerprints
-    from .seal_values import Pending, SealValues
+    from .seal_values import SealValues
 
 Label = TypeVar("Label")
 
@@ -25,7 +26,7 @@ class _Comparison(NamedTuple, Generic[Label]):
 
     label: Label
     blocks: list[int]
-    pending: Pending
+    pending: Pending[list[bool]]
 
 
 class Seals(Generic[Label]):
@@ -98,7 +99,7 @@ class Seals(Generic[Label]):
         pending = self.values.compare(self._prints[group], once, renew=renew)
         self._comparisons.append(_Comparison(label, once, pending))
 
-    def differing(self, group: int, blocks: Sequence[int]) -> Pending:
+    def differing(self, group: int, blocks: Sequence[int]) -> Pending[list[bool]]:
         """Which sealed blocks hold other bytes than were sealed."""
         return self.values.compare(self._prints[group], blocks, renew=False)
 
@@ -115,7 +116,7 @@ class Seals(Generic[Label]):
             if not first.pending.arrived(wait=wait):
                 break
             self._comparisons.popleft()
-            flags = first.pending.flags()
+            flags = first.pending.result()
             arrived.append(
                 (first.label, [block for block, flag in zip(first.blocks, flags, strict=True) if flag])
             )

@@ -120,7 +120,7 @@ def test_fingerprints_of_parts_are_equal_on_a_device() -> None:
     blocks = random.Random(1).sample(range(400), 300)  # more than a slot has room for
     host, device = PartPrints(layers, 5).read(blocks), PartPrints(layers, 5, new_event=LateEvent).read(blocks)
     assert device.arrived(wait=False)
-    assert host.rows().tolist() == device.rows().tolist()
+    assert host.result().tolist() == device.result().tolist()
 
 
 def test_without_triton_torch_computes_fingerprints_and_the_log_says_so(
