@@ -16,6 +16,7 @@ from typing import Any
 from tests.scenarios import driving
 from tests.scenarios.driving import Attach
 from tests.scenarios.kv_runner import DriverWithCaches, attach_content
+from tests.scenarios.offload_race import attach_with_connector, offloaded
 
 
 def _failed_load(attach: Attach, *, computed: bool) -> None:
@@ -64,18 +65,36 @@ def load_of_whole_blocks(attach: Attach) -> None:
     _rounded(attach, external=32)
 
 
+def offload_store_race(attach: Attach) -> None:
+    """A step stores blocks while the step that fills them is still in flight."""
+    offloaded(attach, asynchronous=True)
+
+
+def offload_store_in_order(attach: Attach) -> None:
+    """The same stores, where each step ends before the next begins."""
+    offloaded(attach, asynchronous=False)
+
+
 FAULTS: dict[str, Callable[[Attach], None]] = {
     "failed-load-stays-cached": failed_load_stays_cached,
     "failed-load-computed": failed_load_is_computed,
     "load-rounded-up": load_rounded_up,
     "load-of-whole-blocks": load_of_whole_blocks,
+    "offload-store-race": offload_store_race,
+    "offload-store-in-order": offload_store_in_order,
 }
+
+
+def _attach(scheduler: Any) -> Any:
+    if getattr(scheduler, "kv_runner", None) is not None:  # which has a connector's worker side
+        return attach_with_connector(scheduler)
+    return attach_content(scheduler)
 
 
 def outcome(drive: Callable[[Attach], None]) -> dict[str, Any]:
     """The findings about contents, each with its message, and the counts."""
     audits: list[Any] = []
-    drive(lambda scheduler: audits.append(attach_content(scheduler)))
+    drive(lambda scheduler: audits.append(_attach(scheduler)))
     for audit in audits:
         audit.detach()
     return {
@@ -86,6 +105,7 @@ def outcome(drive: Callable[[Attach], None]) -> dict[str, Any]:
             if found.id.startswith("content/")
         ],
         "counts": audits[0].ledger.contents.counts,
+        "transfers": audits[0].ledger.custody.counts,
         "excluded": audits[0].ledger.contents.excluded,
     }
 

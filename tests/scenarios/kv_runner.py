@@ -50,13 +50,13 @@ class KVRunner:
         self._rejected: dict[str, int] = {}
         self._local: dict[str, int] = {}
         if scheduler.connector is not None:
-            self._note_local_hits(scheduler.connector)
+            self.note_local_hits(scheduler.connector)
         for number, group in enumerate(self.kv_cache_config.kv_cache_groups):
             shape = blocks, HEADS, group.kv_cache_spec.block_size, 2 * WIDTH
             self.caches[number] = [torch.zeros(shape) for _ in range(LAYERS)]
             self._bind(number, group)
 
-    def _note_local_hits(self, connector: Any) -> None:
+    def note_local_hits(self, connector: Any) -> None:
         """Note how many tokens are local hits whenever the connector is asked for external ones."""
         answer = connector.get_num_new_matched_tokens
 
@@ -96,9 +96,7 @@ class KVRunner:
             for layers in self.caches.values():
                 for layer in layers:
                     layer[target] = layer[source]
-        for load in getattr(output.kv_connector_metadata, "loads", ()):
-            for group, blocks in enumerate(load.block_ids):
-                self._load(group, blocks, self._local[load.request_id], load.external_tokens)
+        self.fill_loads(output)
         if self.on_execute is not None:
             self.on_execute(output)
         self.get_block_ids_with_load_errors()
@@ -107,6 +105,12 @@ class KVRunner:
             for group, table in enumerate(self._tables[request_id]):
                 self._write(group, table, start, start + tokens)
         return "output"
+
+    def fill_loads(self, output: Any) -> None:
+        """Write what the scripted connector's metadata orders to be loaded."""
+        for load in getattr(output.kv_connector_metadata, "loads", ()):
+            for group, blocks in enumerate(load.block_ids):
+                self._load(group, blocks, self._local[load.request_id], load.external_tokens)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """The method of a connector's worker side that vLLM's runner calls in each step."""

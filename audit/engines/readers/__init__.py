@@ -16,6 +16,7 @@ from .lmcache_mp import LMCacheMPReader
 from .multi import MultiReader
 from .nixl import NixlReader
 from .offloading import OffloadingReader
+from .simple_cpu_offload import SimpleCPUOffloadReader
 
 _readers: dict[str, type[MetadataReader]] = {
     "ExampleConnector": ExampleReader,
@@ -28,6 +29,7 @@ _readers: dict[str, type[MetadataReader]] = {
     "NixlPullConnector": NixlReader,
     "OffloadingConnector": OffloadingReader,
     "SharedStorageConnector": ExampleReader,
+    "SimpleCPUOffloadConnector": SimpleCPUOffloadReader,
 }
 
 

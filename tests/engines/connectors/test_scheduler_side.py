@@ -21,6 +21,7 @@ from kvledger.audit.conformance.driver import Driver
 from kvledger.audit.engines import observer
 from kvledger.audit.engines.readers import metadata_readers, reader_of
 from kvledger.audit.engines.readers.offloading import OffloadingReader
+from kvledger.audit.engines.readers.simple_cpu_offload import SimpleCPUOffloadReader
 from kvledger.audit.events import ChildMatched, Finished, FreeCompleted, FreeDelayed, HandedOver
 
 ROOT = Path(__file__).parents[3]
@@ -146,6 +147,7 @@ def test_a_connector_with_other_attributes_has_no_reader() -> None:
             {"load_jobs": {1: SimpleNamespace(dst_spec=SimpleNamespace(block_ids=[3, 4]))}},
         ),
         ("OffloadingConnector", {"reqs_to_load": {"r": (None, SimpleNamespace(block_ids=[3, 4]))}}),
+        ("SimpleCPUOffloadConnector", {"load_gpu_blocks": [3, 4]}),
     ],
 )
 def test_the_blocks_that_the_loads_in_metadata_will_fill(name: str, plan: dict[str, Any]) -> None:
@@ -188,6 +190,16 @@ def test_real_lmcache_of_the_matrix(release: str, scenario: str, found: set[str]
 )
 def test_the_three_shapes_of_offloading_metadata(plan: Any) -> None:
     assert {4, 5} == OffloadingReader(None).filled(plan, 16)
+
+
+@pytest.mark.parametrize(("blocks", "loads"), [([4, 5], [("r", [4, 5], True)]), ([], [])])
+def test_the_loads_of_a_step_finish_together_in_simple_offloading(
+    blocks: list[int], loads: list[Any]
+) -> None:
+    metadata = SimpleNamespace(
+        store_gpu_blocks=[7], load_gpu_blocks=blocks, load_event=2, load_event_to_reqs={2: ["r", "s"]}
+    )
+    assert ([7], loads) == SimpleCPUOffloadReader(None).moves(metadata, 16)
 
 
 def test_a_prompt_that_the_connector_shortens_during_its_match() -> None:
