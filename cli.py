@@ -432,7 +432,8 @@ def ls(
 ) -> None:
     """List journals: engines, releases, time ranges, requests, bytes.
 
-    Reads the beginning and the end of each journal only; --audit replays them for their verdicts.
+    Recordings of KV events have the level "events". Reads the beginning and the end of each journal only;
+    --audit replays them for their verdicts.
     """
     from .exporters.reports import listing as report
 
@@ -473,7 +474,8 @@ def prune(
 ) -> None:
     """Remove old journals of ended engines; without --yes, list them only.
 
-    Journals of live engines stay. Workers' journals go with those of their engine.
+    Journals of live engines stay. Workers' journals go with those of their engine. Recordings of KV
+    events are journals of their own.
     """
     from .audit.replay.windows import window
     from .exporters.reports import listing as report

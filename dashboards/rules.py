@@ -226,6 +226,17 @@ ALERTS: tuple[Alert, ...] = (
         "content/unsealed-hit, content/transfer, content/stored).",
     ),
     Alert(
+        "KvledgerKVEventsLost",
+        f"sum by ({ENGINE}) (increase(kvledger_kv_event_gaps_total[15m])) > 0",
+        "0m",
+        "warning",
+        "Batches of the KV events of {{ $labels.engine }} were lost",
+        "The recorder missed batches, and the publisher did not repeat them. A router that reads the same "
+        "stream may have missed them too: its index then promises blocks that are gone, or does not know "
+        "blocks that are cached. `kvledger audit` names these blocks (events/gap), `kvledger routing` the "
+        "tokens. Give the engine a replay_endpoint and record-events --replay, and look at the network.",
+    ),
+    Alert(
         "KvledgerRework",
         "engine:kvledger_work_tokens_rework:ratio_rate5m > 0.2",
         "15m",

@@ -408,4 +408,54 @@ CONTENTS = PanelRow(
     collapsed=True,
 )
 
-ROWS = (AT_A_GLANCE, FINDINGS, COVERAGE, CONTENTS, HEALTH)
+KV_EVENTS = PanelRow(
+    "KV events (engines that publish them, with a recording)",
+    (
+        Panel(
+            "Lost batches of KV events",
+            "Batches in the time range that were not received and that nobody repeated. A router that reads "
+            "the same stream has a wrong index from then on; `kvledger audit` names the blocks in them.",
+            "stat",
+            (Query("sum(increase(kvledger_kv_event_lost_batches_total{@engine}[$__range]))", now=True),),
+            unit="none",
+            width=6,
+            steps=GOOD_IS_NONE,
+            words={"0": ("none", GREEN)},
+        ),
+        Panel(
+            "Announced changes",
+            "Stored and removed blocks, and clearings of the cache, that engines announced per second.",
+            "timeseries",
+            (
+                Query(
+                    "sum by (kind) (rate(kvledger_kv_event_blocks_total{@engine}[$__rate_interval]))",
+                    "{{kind}}",
+                ),
+            ),
+            unit="cps",
+            width=9,
+        ),
+        Panel(
+            "Changes announced, and not compared",
+            "Changes of the caches per second that a KV event announced, and those that could not be "
+            "compared: outside the recording or the journal, or too many. Differences are findings.",
+            "timeseries",
+            (
+                Query(
+                    "sum by (engine) (rate(kvledger_kv_event_agreed_changes_total{@engine}"
+                    "[$__rate_interval]))",
+                    "announced, {{engine}}",
+                ),
+                Query(
+                    "sum by (engine) (rate(kvledger_kv_event_not_compared_total{@engine}[$__rate_interval]))",
+                    "not compared, {{engine}}",
+                ),
+            ),
+            unit="cps",
+            width=9,
+        ),
+    ),
+    collapsed=True,
+)
+
+ROWS = (AT_A_GLANCE, FINDINGS, COVERAGE, CONTENTS, KV_EVENTS, HEALTH)

@@ -15,7 +15,7 @@ import msgspec
 from ..errors import LedgerError
 from ..events import ContentWatched, EngineStarted, EngineStopped, Event, RequestAdded, Snapshot
 from .decode import NewerBatch, UnreadableBatch, decode_batch
-from .folder import WORKER
+from .folder import KV_EVENTS, WORKER
 from .format import NoSegmentFile, frames, is_live, open_segment, read_header, segments
 
 FIRST_FRAMES = 4
@@ -106,6 +106,17 @@ def workers_of(journal: Path) -> list[Path]:
         return []
     beside = sorted(path for path in journal.parent.iterdir() if path.name.startswith(WORKER))
     return [path for path in beside if path.is_dir() and _transfer(path) == transfer]
+
+
+def recordings_in(folders: Iterable[Path]) -> list[Path]:
+    """The recordings of KV events in these folders, which are read only together with engines' journals."""
+    found = []
+    for folder in dict.fromkeys(folders):
+        if folder.is_dir():
+            found += [
+                path for path in sorted(folder.glob(f"{KV_EVENTS}*")) if path.is_dir() and segments(path)
+            ]
+    return found
 
 
 def _transfer(journal: Path) -> object:

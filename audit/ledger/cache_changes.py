@@ -63,6 +63,12 @@ class CacheChanges:
         if post is not None:
             post(self, event)
 
+    def taken(self) -> tuple[list[Change], dict[int, list[int]]]:
+        """The changes since the last call, which are then no longer kept, and what each reset dropped."""
+        changes, cleared = self.changes, self.cleared
+        self.changes, self.cleared = [], {}
+        return changes, cleared
+
     # --- the engine ---------------------------------------------------------------------------------
 
     def _pool(self, event: ev.PoolSeen) -> None:

@@ -133,6 +133,46 @@ class Stream:
                     yield KVEvent(kind, hash_id, batch.published_seconds, batch.sequence), name
 
 
+def aligned(
+    ours: Sequence[Change], theirs: Sequence[KVEvent], began: float
+) -> Iterator[tuple[Change | None, KVEvent | None]]:
+    """Pair the changes of one hash id with its KV events: the most pairs, and of these the nearest in time.
+
+    What only one account has comes alone, in order. ``began``: Unix time from which the changes count.
+    """
+    best = _best(ours, theirs, began)
+    i = j = 0
+    while i < len(ours) and j < len(theirs):
+        if best[i][j] == best[i + 1][j]:
+            yield ours[i], None
+            i += 1
+        elif best[i][j] == best[i][j + 1]:
+            yield None, theirs[j]
+            j += 1
+        else:
+            yield ours[i], theirs[j]
+            i, j = i + 1, j + 1
+    yield from ((change, None) for change in ours[i:])
+    yield from ((None, event) for event in theirs[j:])
+
+
+def _best(ours: Sequence[Change], theirs: Sequence[KVEvent], began: float) -> list[list[tuple[int, float]]]:
+    """For each two ends of both accounts: the most pairs, and less their distance in time."""
+    best = [[(0, 0.0)] * (len(theirs) + 1) for _ in range(len(ours) + 1)]
+    for i in range(len(ours) - 1, -1, -1):
+        change = ours[i]
+        earliest, latest = began + change.earliest / 1e6, began + change.at / 1e6
+        for j in range(len(theirs) - 1, -1, -1):
+            event = theirs[j]
+            choice = max(best[i + 1][j], best[i][j + 1])
+            if change.kind == event.kind and event.seconds >= earliest - SLACK_SECONDS:
+                pairs, nearness = best[i + 1][j + 1]
+                late = max(0.0, event.seconds - latest)
+                choice = max(choice, (pairs + 1, nearness - late))
+            best[i][j] = choice
+    return best
+
+
 class _Comparer:
     """Compares one stream with one cache."""
 
@@ -194,35 +234,15 @@ class _Comparer:
             return [], []
         if len(ours) * len(theirs) > MOST_PAIRS:
             ours, theirs = ours[-1000:], theirs[-1000:]
-        best = self._best(ours, theirs)
-        left, right, i, j = [], [], 0, 0
-        while i < len(ours) and j < len(theirs):
-            if best[i][j] == best[i + 1][j]:
-                left.append(ours[i])
-                i += 1
-            elif best[i][j] == best[i][j + 1]:
-                right.append(theirs[j])
-                j += 1
-            else:
-                self.result.matched[ours[i].kind] += 1
-                i, j = i + 1, j + 1
-        return left + ours[i:], right + theirs[j:]
-
-    def _best(self, ours: list[Change], theirs: list[KVEvent]) -> list[list[tuple[int, float]]]:
-        """For each two ends of both accounts: the most pairs, and less their distance in time."""
-        best = [[(0, 0.0)] * (len(theirs) + 1) for _ in range(len(ours) + 1)]
-        for i in range(len(ours) - 1, -1, -1):
-            change = ours[i]
-            earliest, latest = self._seconds(change.earliest), self._seconds(change.at)
-            for j in range(len(theirs) - 1, -1, -1):
-                event = theirs[j]
-                choice = max(best[i + 1][j], best[i][j + 1])
-                if change.kind == event.kind and event.seconds >= earliest - SLACK_SECONDS:
-                    pairs, nearness = best[i + 1][j + 1]
-                    late = max(0.0, event.seconds - latest)
-                    choice = max(choice, (pairs + 1, nearness - late))
-                best[i][j] = choice
-        return best
+        left, right = [], []
+        for change, event in aligned(ours, theirs, self.began):
+            if change is not None and event is not None:
+                self.result.matched[change.kind] += 1
+            elif change is not None:
+                left.append(change)
+            elif event is not None:
+                right.append(event)
+        return left, right
 
     def _seconds(self, at: int) -> float:
         return self.began + at / 1e6
@@ -287,14 +307,14 @@ class _Comparer:
             at = max(0, round((after - self.began) * 1e6))
             step = gap.changes[-1].step if gap.changes else self._step_at(at)
             gap.changes.sort(key=lambda change: (change.step, change.at))
-            gap.story.extend(_lines_of(gap.changes))
+            gap.story.extend(lines_of(gap.changes))
             add((gap, step, at))
         for kind, changes in silent.items():
             changes.sort(key=lambda change: (change.step, change.at))
             ids = [each.hash_id for each in changes]
             if kind == CLEARED:
                 ids = [i for each in changes for i in self._cleared(each)]
-            story = _lines_of(changes)
+            story = lines_of(changes)
             add((NotAnnounced(kind, changes, ids, story), changes[0].step, changes[0].at))
         for kind, events in unfounded.items():
             at = round((events[0].seconds - self.began) * 1e6)
@@ -310,13 +330,17 @@ class _Comparer:
         return self.cache.changes[index - 1].step if index else 0
 
     def _event_line(self, event: KVEvent) -> str:
-        what = {STORED: "stored", REMOVED: "removed", CLEARED: "all blocks cleared"}[event.kind]
-        of = f" {hash_text(event.hash_id)}" if event.hash_id else ""
-        seconds = event.seconds - self.began
-        return f"batch {event.sequence}, {seconds:.3f} s after the engine started: {what}{of}"
+        return event_line(event, self.began)
 
 
-def _lines_of(changes: Sequence[Change]) -> list[str]:
+def event_line(event: KVEvent, began: float) -> str:
+    """A KV event in one line of text."""
+    what = {STORED: "stored", REMOVED: "removed", CLEARED: "all blocks cleared"}[event.kind]
+    of = f" {hash_text(event.hash_id)}" if event.hash_id else ""
+    return f"batch {event.sequence}, {event.seconds - began:.3f} s after the engine started: {what}{of}"
+
+
+def lines_of(changes: Sequence[Change]) -> list[str]:
     """The changes of the cache, in lines of text."""
     words = {STORED: "cached", REMOVED: "evicted", CLEARED: "the cache was reset"}
     lines = []

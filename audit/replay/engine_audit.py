@@ -29,8 +29,10 @@ from ..journal.format import gone_by
 from ..journal.reader import Batch, Reader
 from ..ledger.account import Account
 from ..ledger.state import Watch
+from ..ledger.subjects import Entry
 from ..ledger.totals import Totals
 from ..text import printable, utc
+from .live_events import LiveEvents
 from .metrics_state import METRICS_HANDLERS, MetricsState
 from .windows import EVERYTHING, LossesInWindow, Window
 from .worker_journals import AFTER_PLANNING, WorkerJournals
@@ -97,6 +99,8 @@ class EngineAudit:
         """The engine's own counters beside the ledger's figures, if the engine is scraped."""
         self.workers = WorkerJournals(path)
         """The journals of this engine's workers."""
+        self.live_events = LiveEvents(path)
+        """The recorded KV events of this engine, for a follower that enables them."""
         self.lost_tails = 0
         """How many journals ended without ``EngineStopped`` although their engines are gone: 0 or 1, or more
         after :meth:`absorb`."""
@@ -146,6 +150,8 @@ class EngineAudit:
         findings = self._feed_in_window(event, number) if self._bounded else auditor.feed(event, number)
         if from_workers:
             findings = from_workers + findings
+        if self.live_events.enabled:
+            self.live_events.feed(event)
         try:
             handler = METRICS_HANDLERS.get(type(event)) if self._with_metrics else None
             if handler is not None:
@@ -214,6 +220,8 @@ class EngineAudit:
                         findings += new
                     number += 1
                 self.events += len(batch.events)
+                if self.live_events.enabled:
+                    findings += self._compare_events()
             yield batch, findings
         if reader.ended:
             with hold:
@@ -221,7 +229,22 @@ class EngineAudit:
                 self.workers.close()
                 if not reader.stopped and not reader.continues:
                     self.lose_tail()
+        if self.live_events.enabled:
+            with hold:
+                self._compare_events(at_end=True, ended=reader.ended)
         self.read_seconds = begun  # events written since then may have been missed
+
+    def _compare_events(self, *, at_end: bool = False, ended: bool = False) -> list[Violation]:
+        """Compare the recorded KV events with the cache up to now; returns the findings that are new."""
+        engine, ledger = self.engine, self.auditor.ledger
+        if engine is None:
+            return []
+        found = self.live_events.advance(
+            engine, ledger.read_to, time.time(), self.metrics.kv_events, at_end=at_end, ended=ended
+        )
+        return self.auditor.check(
+            [Entry(ledger.number, step, at, subject, None) for subject, step, at in found]
+        )
 
     def _add_closed(self, event: Event | None = None) -> None:
         """Add the accounts that closed with ``event`` to the sums, and drop them from the ledger."""

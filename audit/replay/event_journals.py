@@ -1,37 +1,19 @@
-"""Find the recorded KV events of an engine, and compare them with its prefix cache.
-
-A recording is a journal of its own beside the engine's, in a folder whose name begins with ``events-``. It
-belongs to the engine if both have the same ``KVLEDGER_EVENTS_KEY`` and port, and the publisher's batches fall
-into the time of the engine's journal.
-"""
+"""Compare the recorded KV events of an engine with its prefix cache, once both are whole."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import LedgerError
 from ..events import EngineStarted, EngineStopped, KVEventsReceived
-from ..journal.folder import KV_EVENTS
 from ..journal.reader import Reader
 from ..ledger.cache_changes import CLEARED, REMOVED, STORED, CacheChanges
 from ..ledger.kv_stream import Comparison, Stream, StreamSubject, compare
 from ..ledger.subjects import Entry
 from .engine_audit import EngineAudit, counted
-
-AFTER_END_SECONDS = 5.0
-"""An engine whose journal has no end may have published so long after the last event that was written."""
-
-
-def recordings_beside(path: Path) -> list[Path]:
-    """The journals of KV events in the same folder as an engine's journal."""
-    if not path.is_dir():
-        return []
-    with contextlib.suppress(OSError):
-        return [path.parent / name for name in sorted(os.listdir(path.parent)) if name.startswith(KV_EVENTS)]
-    return []
+from .recordings import AFTER_END_SECONDS, Identity, identity_of, incomparable, recordings_beside
 
 
 class RecordedEvents:
@@ -45,8 +27,7 @@ class RecordedEvents:
 
     def of(self, engine: EngineStarted, until: float) -> Stream:
         """The batches that one engine published up to the Unix time ``until``."""
-        settings = engine.configuration
-        wanted = settings.get("hash_key"), settings.get("kv_events_port")
+        wanted = identity_of(engine)
         batches: list[KVEventsReceived] = []
         for identity, received in self._streams:
             times = [batch.published_seconds for batch in received]
@@ -58,17 +39,16 @@ class RecordedEvents:
         """Unix time at which a batch was received."""
         return self._began[id(batch)] + batch.at / 1e6
 
-    def _read(self, path: Path) -> Iterator[tuple[tuple[object, object], list[KVEventsReceived]]]:
+    def _read(self, path: Path) -> Iterator[tuple[Identity, list[KVEventsReceived]]]:
         """The streams of one recording."""
-        identity: tuple[object, object] = (None, None)
+        identity: Identity = (None, None)
         streams: dict[tuple[int, int], list[KVEventsReceived]] = {}
         began = 0.0
         with contextlib.suppress(LedgerError), Reader(path) as reader:
             for batch in reader.poll():
                 for event in batch.events:
                     if isinstance(event, EngineStarted):
-                        settings, began = event.configuration, event.began_seconds
-                        identity = settings.get("hash_key"), settings.get("kv_events_port")
+                        identity, began = identity_of(event), event.began_seconds
                     elif isinstance(event, KVEventsReceived):
                         self._began[id(event)] = began
                         streams.setdefault((event.stream, event.rank), []).append(event)
@@ -117,17 +97,6 @@ def compare_events(audit: EngineAudit) -> Comparison | None:
 
 def _entry(subject: StreamSubject, number: int, step: int, at: int) -> Entry:
     return Entry(number, step, at, subject, None)
-
-
-def incomparable(engine: EngineStarted) -> str:
-    """Why an engine's KV events can't be compared with its blocks; "" if they can."""
-    if engine.level == "tokens":
-        return "the KV events can't be compared: the engine was recorded at level tokens"
-    if "kv_events_port" not in engine.configuration:
-        return "the KV events can't be compared: this engine publishes none, or an older kvledger recorded it"
-    if "hash_key" not in engine.configuration:
-        return "the KV events can't be compared: the engine ran without KVLEDGER_EVENTS_KEY"
-    return ""
 
 
 def _note(result: Comparison) -> str:

@@ -17,6 +17,7 @@ from .. import events as ev
 from ..analysis.block_states import BLOCK_EVENTS, BlockStates
 from ..causes import BEGAN_BEFORE, EVICTED
 from ..ledger.account import Account
+from ..ledger.kv_live import KVEventCounts
 from ..ledger.positions import COMPUTED, EXTERNAL, LOCAL, UNATTAINED
 from ..ledger.totals import Totals
 from ..text import salt_name
@@ -157,6 +158,8 @@ class MetricsState(msgspec.Struct):
     block_lifetime: Distribution = msgspec.field(default_factory=lambda: Distribution.over(STAY_SECONDS))
     block_idle: Distribution = msgspec.field(default_factory=lambda: Distribution.over(STAY_SECONDS))
     block_reuse: Distribution = msgspec.field(default_factory=lambda: Distribution.over(STAY_SECONDS))
+    kv_events: KVEventCounts = msgspec.field(default_factory=KVEventCounts)
+    """What the engine's recorded KV events said, if a follower reads them."""
     pool_blocks: int = 0
     """Blocks that requests can use, by the last census; 0: none was read."""
     pool_free_blocks: int = 0
@@ -302,6 +305,7 @@ class MetricsState(msgspec.Struct):
             getattr(self, name).merge(getattr(other, name))
         self.blocks.seen |= other.blocks.seen
         self.blocks.use.merge(other.blocks.use)
+        self.kv_events.merge(other.kv_events)
 
     def of_label(self, label: str, value: str) -> Totals:
         """The totals of one value of a label, or of :data:`OTHER` beyond the most values."""

@@ -13,7 +13,8 @@ from ..errors import LedgerError
 from ..journal.reader import Reader
 from ..ledger.cache_changes import CacheChanges
 from ..ledger.kv_stream import compare
-from .event_journals import AFTER_END_SECONDS, RecordedEvents, incomparable, recordings_beside
+from .event_journals import RecordedEvents
+from .recordings import AFTER_END_SECONDS, incomparable, recordings_beside
 
 
 class _EngineReader:

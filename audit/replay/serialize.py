@@ -33,19 +33,24 @@ from ..analysis.reconciliation import Difference, Figures, Reconciliation, Recon
 from ..checks.auditor import Auditor, KeptFinding
 from ..checks.registry import Violation
 from ..errors import LedgerError
-from ..events import EngineStarted, RequestLabels
+from ..events import EngineStarted, KVEventsReceived, RequestLabels
+from ..journal.reader import Position
 from ..ledger.account import Account
 from ..ledger.blocks.ledger import BlockLedger
 from ..ledger.blocks.records import FailedLoad, Pool
+from ..ledger.cache_changes import CacheChanges, Change
 from ..ledger.content_state import ContentState
 from ..ledger.custody_state import CustodyState
 from ..ledger.frozen import Line, RemovedRange, Settlement
+from ..ledger.kv_live import LiveComparison, LiveGap
+from ..ledger.kv_stream import KVEvent
 from ..ledger.ledger import Ledger
 from ..ledger.life import InFlight, Life
 from ..ledger.positions import Losses, PositionRange, PositionRanges
 from ..ledger.totals import Totals
 from ..ledger.transfers import Promise, WorkerTransfers
 from .engine_audit import EngineAudit
+from .live_events import LiveEvents
 
 SCHEMA = 3
 """Version of the codes below, of the meaning of the attributes, and of the checkpoint around them."""
@@ -68,6 +73,9 @@ OBJECTS: tuple[type, ...] = (
     KeptFinding,
     Reconciliation,
     ReconciliationStep,
+    LiveEvents,
+    LiveComparison,
+    CacheChanges,
 )
 """Classes written attribute by attribute, with their identity."""
 
@@ -83,6 +91,11 @@ STRUCTS: tuple[type, ...] = (
     Pool,
     FailedLoad,
     RequestLabels,
+    Position,
+    Change,
+    KVEvent,
+    KVEventsReceived,
+    LiveGap,
 )
 """msgspec structs and named tuples, written and checked by their types."""
 
@@ -106,6 +119,9 @@ REBUILT: dict[type, frozenset[str]] = {
     WorkerTransfers: frozenset(),
     ContentState: frozenset(),
     CustodyState: frozenset(),
+    LiveEvents: frozenset({"enabled", "_path", "_readers"}),
+    LiveComparison: frozenset(),
+    CacheChanges: frozenset(),
 }
 """Attributes that are not written: constructors make them, or they last for one event only."""
 
@@ -178,6 +194,9 @@ _BLANK: dict[type, Callable[[], Any]] = {
     CustodyState: CustodyState,
     Reconciliation: Reconciliation,
     ReconciliationStep: ReconciliationStep,
+    LiveEvents: lambda: LiveEvents(Path()),
+    LiveComparison: LiveComparison,
+    CacheChanges: CacheChanges,
 }
 
 

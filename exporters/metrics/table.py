@@ -692,6 +692,63 @@ GROUPS: tuple[Group, ...] = (
         ),
     ),
     Group(
+        "KV events",
+        "What an engine announced to routers, beside what its cache did. Only engines that record at level "
+        "`blocks` and publish KV events, with `KVLEDGER_EVENTS_KEY` and `kvledger record-events`, have these "
+        "series ([KV events and routing](routing.md)). Differences are findings `events/...`.",
+        (
+            Metric(
+                "kvledger_kv_event_batches",
+                "batches",
+                "counter",
+                "Batches of KV events that were received, each once.",
+                ENGINE,
+                read.kv_event_count("batches"),
+            ),
+            Metric(
+                "kvledger_kv_event_blocks",
+                "blocks",
+                "counter",
+                "What the KV events announced: stored and removed blocks, and clearings of the cache.",
+                (*ENGINE, "kind"),
+                read.kv_events(read.announced),
+            ),
+            Metric(
+                "kvledger_kv_event_gaps",
+                "",
+                "counter",
+                "Gaps in the numbers of the batches that nobody repeated within 15 seconds.",
+                ENGINE,
+                read.kv_event_count("gaps"),
+            ),
+            Metric(
+                "kvledger_kv_event_lost_batches",
+                "batches",
+                "counter",
+                "Batches in these gaps.",
+                ENGINE,
+                read.kv_event_count("lost_batches"),
+            ),
+            Metric(
+                "kvledger_kv_event_agreed_changes",
+                "",
+                "counter",
+                "Changes of the prefix cache that a KV event announced.",
+                ENGINE,
+                read.kv_event_count("agreed"),
+            ),
+            Metric(
+                "kvledger_kv_event_not_compared",
+                "",
+                "counter",
+                "Changes and KV events without a counterpart that could not be judged: outside the recording "
+                "or the journal, or too many to keep.",
+                ENGINE,
+                read.kv_event_count("not_compared"),
+            ),
+        ),
+    ),
+    Group(
         "Reconciliation",
         "The engine's own counters and the ledger's figures since a common baseline, if the sidecar "
         "scrapes the engine's metrics ([reconciliation](reconciliation.md)). `figure` names a "

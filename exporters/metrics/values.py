@@ -23,6 +23,7 @@ from ...audit.analysis.costs import KINDS
 from ...audit.checks.registry import catalogue
 from ...audit.errors import LedgerError
 from ...audit.journal.format import is_live
+from ...audit.ledger.kv_live import KVEventCounts
 from ...audit.ledger.totals import Totals
 from ...audit.replay.distribution import Distribution, Exemplar
 from ...audit.replay.engine_audit import EngineAudit
@@ -217,6 +218,33 @@ def last_violations(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...]
         count = engine_audit.metrics.violations.get(id)
         if count is not None:
             yield (id, row.severity), count.last_seconds
+
+
+# --- KV events ----------------------------------------------------------------------------------------
+
+ANNOUNCED = ("stored", "removed", "cleared")
+
+
+def kv_events(of: Callable[[KVEventCounts], Values]) -> MetricReader:
+    """Counts of an engine's KV events; no series where they can't be compared with the engine's cache."""
+    return engines(
+        lambda engine_audit: (
+            of(engine_audit.metrics.kv_events)
+            if engine_audit.live_events.engine_began or engine_audit.metrics.kv_events.batches
+            else ()
+        )
+    )
+
+
+def kv_event_count(of: str) -> MetricReader:
+    """One count of an engine's KV events."""
+    return kv_events(lambda counts: [((), float(getattr(counts, of)))])
+
+
+def announced(counts: KVEventCounts) -> Iterator[tuple[tuple[str, ...], float]]:
+    """What KV events announced, by kind."""
+    for word in ANNOUNCED:
+        yield (word,), counts.announced.get(word, 0)
 
 
 # --- coverage -----------------------------------------------------------------------------------------

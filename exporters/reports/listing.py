@@ -12,10 +12,10 @@ from rich.text import Text
 
 from ...audit.errors import LedgerError
 from ...audit.journal.folder import find_journals
-from ...audit.journal.listing import JournalFacts, facts, prunable, workers_of
+from ...audit.journal.listing import JournalFacts, facts, prunable, recordings_in, workers_of
 from ...audit.replay.find import journals_at
 from ...audit.replay.journals import audit_paths
-from ...audit.replay.parallel import Run, here
+from ...audit.replay.parallel import Run, here, is_remote
 from ...audit.text import utc
 from .audit import structs_csv
 from .rollups import rolled_verdict
@@ -44,12 +44,17 @@ class JournalRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def journals(paths: Sequence[Path], *, audit: bool = False, run: Run = here) -> list[JournalRow]:
-    """A row for each journal at ``paths``, the oldest first. ``audit`` replays them for the verdict."""
+    """A row for each journal at ``paths``, the oldest first. ``audit`` replays them for the verdict.
+
+    Recordings of KV events beside the journals have rows too, without a verdict of their own.
+    """
     found = journals_at(paths)
+    recordings = recordings_in(path.parent for path in found if not is_remote(path) and path not in paths)
     verdicts = list(run(rolled_verdict, found))
     if audit:
         verdicts = [engine.verdict for engine in audit_paths(found, with_metrics=False, run=run).engines]
     rows = [_row(known, verdict) for known, verdict in zip(run(facts, found), verdicts, strict=True)]
+    rows += [_row(facts(path)) for path in recordings]
     return sorted(rows, key=lambda row: (row.began_seconds or 0.0, row.journal))
 
 
@@ -104,7 +109,14 @@ def prune(
         raise LedgerError("Say which journals: --older-than 30d, --most 50GiB, or both.")
     if not folder.is_dir():
         raise LedgerError(f"{folder} is not a folder of journals.")
-    found = [facts(path) for path in find_journals([folder]) if path != folder]
+    recordings = recordings_in([folder])
+    try:
+        journals = [path for path in find_journals([folder]) if path != folder]
+    except LedgerError:
+        if not recordings:
+            raise
+        journals = []  # only recordings of engines whose journals are gone
+    found = [facts(path) for path in [*journals, *recordings]]
     chosen = prunable(found, before_seconds=before_seconds, most_bytes=most_bytes)
     if remove:
         for one in chosen:

@@ -29,6 +29,7 @@ class FollowedJournal:
         """The journal's name under the folder that is followed."""
         self.engine_audit = engine_audit
         """The audit of every event read so far."""
+        engine_audit.live_events.enabled = True
         self.reader = reader
         """Reads the journal's segments and remembers its position in them."""
         self.lock = threading.Lock()
@@ -49,14 +50,19 @@ class FollowedJournal:
         """How often the reader found something missing or damaged."""
         self.saved: JournalState | None = None
         """What the last checkpoint holds of this journal."""
+        self._saved_events = engine_audit.live_events.comparison.version
+        """The version of the compared KV events in it."""
 
     def state(self) -> JournalState | None:
         """Return what a checkpoint stores; a broken journal keeps the state it had before it broke."""
         if self.broken:
             return self.saved
         position, last = self.reader.resumable, self.saved
-        if last is not None and (last.position, last.ended) == (position, self.ended):
+        events = self.engine_audit.live_events.comparison.version
+        now = position, self.ended, events
+        if last is not None and (last.position, last.ended, self._saved_events) == now:
             return last
+        self._saved_events = events
         same_segment = last is not None and last.position.segment == position.segment
         beginning = last.beginning if last is not None and same_segment else b""
         self.saved = JournalState(

@@ -147,6 +147,8 @@ CASES = [
         [OF_ENGINE],
     ),
     Case("KvledgerEventsLost", "none", {of("kvledger_gaps_total", 'size="known"'): "3x30"}, "20m", []),
+    Case("KvledgerKVEventsLost", "a gap", {of("kvledger_kv_event_gaps_total"): "0x5 1x5"}, "7m", [OF_ENGINE]),
+    Case("KvledgerKVEventsLost", "none", {of("kvledger_kv_event_gaps_total"): "2x30"}, "20m", []),
     Case("KvledgerUnknownTokens", "a tenth", audited("0+11x40"), "30m", [OF_ENGINE]),
     Case("KvledgerUnknownTokens", "a hundredth", audited("0+1x40"), "30m", []),
     Case(

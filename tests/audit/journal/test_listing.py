@@ -110,6 +110,45 @@ def test_prune_takes_the_workers_journals_too(tmp_path: Path) -> None:
     assert ["worker-2"] == [path.name for path in tmp_path.iterdir()]
 
 
+def recording(folder: Path, *, days: float) -> Path:
+    """A recording of KV events that was begun so long after the first journal."""
+    return journals.write(folder, [], wall_seconds=1.7e9 + days * DAY, level="events")
+
+
+def test_prune_takes_recordings_of_kv_events_by_their_own_age(folder: Path) -> None:
+    recording(folder / "events-0", days=0.5)
+    recording(folder / "events-1", days=1.5)
+    live = JournalWriter(folder / "events-live")
+    live.rotate()
+    live.write([journals.STARTED])
+
+    assert 0 == run("prune", folder, "--older-than", "2023-11-16T00:00:00Z")
+    assert 6 == len(list(folder.iterdir()))
+    assert 0 == run("prune", folder, "--older-than", "2023-11-16T00:00:00Z", "--yes")
+    assert ["engine-2", "events-1", "events-live"] == sorted(path.name for path in folder.iterdir())
+    assert 0 == run("prune", folder, "--most", "1B", "--yes")
+    assert ["events-live"] == [path.name for path in folder.iterdir()]
+    live.close()
+
+
+def test_prune_takes_recordings_whose_engines_are_gone(tmp_path: Path) -> None:
+    recording(tmp_path / "events-0", days=0)
+    assert 0 == run("prune", tmp_path, "--most", "1B", "--yes")
+    assert [] == list(tmp_path.iterdir())
+
+
+def test_the_list_has_recordings_of_kv_events(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recording(folder / "events-0", days=0.5)
+    assert 0 == run("ls", folder)
+    assert capsys.readouterr().out.startswith("4 journals, ")
+    run("ls", folder, "--audit", "--format", "json")
+    rows = {Path(row["journal"]).name: row for row in json.loads(capsys.readouterr().out)}
+    assert ("events", "", "stopped") == tuple(
+        rows["events-0"][name] for name in ("level", "verdict", "state")
+    )
+    assert "clean" == rows["engine-0"]["verdict"]
+
+
 def test_the_list_has_a_line_per_journal_and_verdicts_when_asked(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

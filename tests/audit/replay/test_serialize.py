@@ -24,6 +24,7 @@ from kvledger.audit.ledger.blocks.ledger import BlockLedger
 from kvledger.audit.ledger.ledger import Ledger
 from kvledger.audit.replay import serialize
 from kvledger.audit.replay.engine_audit import EngineAudit
+from kvledger.audit.replay.live_events import LiveEvents
 
 PATH = Path("engine")
 BEGINNING: list[Event] = [journals.STARTED, Snapshot(0, 0, [], 0)]
@@ -42,6 +43,7 @@ NOT_CARRIED = {
     Auditor: {"_debug", "_subscribed", "_on_violation"},
     Ledger: {"keep_closed", "watch", "entries"},
     BlockLedger: {"findings", "accounts", "refilled"},
+    LiveEvents: {"enabled", "_path", "_readers"},
 }
 """Attributes that a checkpoint need not carry, listed a second time by hand."""
 

@@ -1,0 +1,148 @@
+"""Read the recorded KV events of one engine as they are written, and compare them with its cache.
+
+The sidecar uses this beside an engine's journal. Whole journals are compared by ``event_journals.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..errors import LedgerError
+from ..events import EngineStarted, Event, KVEventsReceived
+from ..journal.format import is_live, segments
+from ..journal.reader import Batch, Position, Reader
+from ..ledger.kv_live import Found, KVEventCounts, LiveComparison
+from .recordings import AFTER_END_SECONDS, Identity, identity_of, incomparable, recordings_beside
+
+Received = tuple[float, KVEventsReceived]
+"""A batch and the Unix time at which it was received."""
+
+
+class _Recording:
+    """One recording that is read as it grows."""
+
+    def __init__(self, path: Path, position: Position | None, began: float) -> None:
+        self.reader = Reader(path, position)
+        self.began = began
+        """Unix time from which the recording's times count; 0.0: not read yet."""
+        self.identity: Identity = (None, None)
+        """The engine whose events were recorded, if the beginning was read."""
+        self._published = 0.0
+        """When the last batch that was read was published."""
+        self._batches: Iterator[Batch] | None = None
+
+    def upto(self, published: float) -> Iterator[Received]:
+        """Read until a batch was published after this Unix time."""
+        while self._published <= published:
+            if self._batches is None:
+                self._batches = self.reader.poll()
+            batch = next(self._batches, None)
+            if batch is None:
+                self._batches = None
+                return
+            for event in batch.events:
+                if isinstance(event, EngineStarted):
+                    self.began, self.identity = event.began_seconds, identity_of(event)
+                elif isinstance(event, KVEventsReceived):
+                    self._published = event.published_seconds
+                    yield self.began + event.at / 1e6, event
+
+
+class LiveEvents:
+    """The recordings beside the engine's journal at ``path``."""
+
+    def __init__(self, path: Path) -> None:
+        self.comparison = LiveComparison()
+        """The engine's cache and its KV events."""
+        self.positions: dict[str, tuple[Position, float]] = {}
+        """Of each recording of this engine: where to read on, and when its times began."""
+        self.engine_began = 0.0
+        """Unix time at which the engine began; 0.0: its KV events are not compared."""
+        self.enabled = False
+        """Whether anybody reads recordings: the caller sets it."""
+        self._path = path
+        self._readers: dict[str, _Recording | None] = {}
+        """A reader for each recording; None if it is not of this engine, or can't be read."""
+
+    def feed(self, event: Event) -> None:
+        """Read one event of the engine's journal."""
+        if isinstance(event, EngineStarted) and not self.engine_began and not incomparable(event):
+            self.engine_began = self.comparison.began = event.began_seconds
+        if self.engine_began:
+            self.comparison.cache.feed(event)
+
+    def advance(
+        self,
+        engine: EngineStarted,
+        until: float,
+        now: float,
+        counts: KVEventCounts,
+        *,
+        at_end: bool,
+        ended: bool,
+    ) -> list[Found]:
+        """Read what was recorded, and return the differences that are certain by now.
+
+        ``until``: Unix time up to which the engine's journal was read. ``at_end``: the journal has no more
+        for now. ``ended``: the engine is gone.
+        """
+        if not self.engine_began:
+            return []
+        if at_end:
+            self._find(engine)
+        last = until + AFTER_END_SECONDS if ended else math.inf
+        for name, recording in self._readers.items():
+            if recording is None:
+                continue
+            try:
+                for received, batch in recording.upto(math.inf if at_end else until):
+                    if self.engine_began <= batch.published_seconds <= last:
+                        self.comparison.receive(batch, received, counts)
+                self.positions[name] = recording.reader.resumable, recording.began
+            except LedgerError:
+                recording.reader.close()
+                self._readers[name] = None
+        found = self.comparison.advance(now, until, counts, ended=ended)
+        if ended:
+            self.close()
+        return found
+
+    def close(self) -> None:
+        """Close the files; nothing is read any more."""
+        for recording in self._readers.values():
+            if recording is not None:
+                recording.reader.close()
+        self._readers = dict.fromkeys(self._readers)
+
+    def _find(self, engine: EngineStarted) -> None:
+        """Open the recordings that are new, and forget those that were removed."""
+        beside = {path.name: path for path in recordings_beside(self._path)}
+        for name in beside.keys() - self._readers.keys():
+            position, began = self.positions.get(name, (None, 0.0))
+            recording = _Recording(beside[name], position, began)
+            mine = position is not None or self._is_of(beside[name], engine)
+            self._readers[name] = recording if mine else None
+        for name in self._readers.keys() - beside.keys():
+            gone = self._readers.pop(name)
+            self.positions.pop(name, None)
+            if gone is not None:
+                gone.reader.close()
+
+    def _is_of(self, path: Path, engine: EngineStarted) -> bool:
+        """Whether a recording is of this engine, or of an engine before it at the same port."""
+        try:
+            with Reader(path) as reader:
+                first = next(reader.poll(), None)
+            started = first.events[0] if first is not None else None
+            if not isinstance(started, EngineStarted) or identity_of(started) != identity_of(engine):
+                return False
+            return is_live(path) or _written(path) >= self.engine_began
+        except (LedgerError, OSError):
+            return False
+
+
+def _written(path: Path) -> float:
+    """Unix time at which a recording was written last."""
+    return max((each.stat().st_mtime for each in segments(path).values()), default=0.0)
