@@ -672,4 +672,55 @@ GROUPS = PanelRow(
     collapsed=True,
 )
 
-ROWS = (RANGE, PROMPTS, WORKED, REQUESTS, EXTERNAL, BLOCKS, GROUPS, DRAFTS, TRANSFERS)
+
+def _by_cause(title: str, description: str, side: str) -> Panel:
+    """Tokens per second by cause, of one side of the difference."""
+    series = f"kvledger_routing_{side}_tokens_total{{@engine}}"
+    return Panel(
+        title,
+        description,
+        "timeseries",
+        (
+            Query(
+                f"sum by (cause) (rate({series}[$__rate_interval])) > 0",
+                "{{cause}}",
+            ),
+        ),
+        unit=TOKENS_PER_SECOND,
+        width=8,
+        stack="normal",
+    )
+
+
+ROUTING = PanelRow(
+    "Routing: what KV events promised, and what requests found",
+    (
+        Panel(
+            "Predicted and found",
+            "Prompt tokens per second that the KV events of all engines promised when requests arrived, and "
+            "the local and loaded external tokens of their first admissions. Needs recorded KV events.",
+            "timeseries",
+            tuple(
+                Query(f"sum(rate(kvledger_routing_{name}_tokens_total{{@engine}}[$__rate_interval]))", name)
+                for name in ("predicted", "found")
+            ),
+            unit=TOKENS_PER_SECOND,
+            width=8,
+        ),
+        _by_cause(
+            "Predicted, not found",
+            "Why promised tokens were not found. routed-elsewhere: the request went to an engine that had "
+            "less. evicted-since: the KV event came after the request. event-lost: it never came.",
+            "missed",
+        ),
+        _by_cause(
+            "Found, not predicted",
+            "Why found tokens were not promised. stored-since: the KV event came after the request. "
+            "event-lost: it never came. external: a connector loaded them.",
+            "surplus",
+        ),
+    ),
+    collapsed=True,
+)
+
+ROWS = (RANGE, PROMPTS, WORKED, REQUESTS, EXTERNAL, BLOCKS, GROUPS, ROUTING, DRAFTS, TRANSFERS)

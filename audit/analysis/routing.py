@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from .. import events as ev
@@ -127,6 +127,44 @@ class EngineSide(NamedTuple):
     ended: float = math.inf
     """Unix time after which the engine was gone: a router sends it nothing then."""
 
+    @property
+    def whole(self) -> bool:
+        """Whether every change of the cache is known since the engine began."""
+        return self.cache.whole
+
+    def was_lost(self, change: Change) -> bool:
+        """Whether the KV event of a change was lost."""
+        return change in self.lost
+
+
+class Side(Protocol):
+    """What the causes need of an engine."""
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether every change of the cache is known since the engine began."""
+
+    def was_lost(self, change: Change) -> bool:
+        """Whether the KV event of a change was lost."""
+
+
+class Has(Protocol):
+    """Our own index, as it was when a request arrived."""
+
+    def has(self, engine: int, hash_id: int) -> bool:
+        """Whether an engine is thought to hold a block with this hash id."""
+
+
+class History(Protocol):
+    """One engine's cache, as it was when a request was looked up."""
+
+    def at(self, request: RoutedRequest, hash_id: int) -> tuple[bool | None, Change | None]:
+        """Whether the hash was in the cache (None: never), and its last change."""
+
 
 class Row(NamedTuple):
     """One request: predicted, found, and the causes of the difference. Surplus causes count negative."""
@@ -158,7 +196,7 @@ def rows(engines: Sequence[EngineSide], requests: Sequence[RoutedRequest], index
             place += 1
         alive = {number for number, side in enumerate(engines) if side.ended >= request.arrived}
         held = {number: blocks for number, blocks in index.held(request.hashes).items() if number in alive}
-        yield _row(engines[request.engine], request, held, own, histories[request.engine])
+        yield row_of(engines[request.engine], request, held, own, histories[request.engine])
 
 
 class _History:
@@ -195,10 +233,12 @@ class _History:
         return (None if last is None else blocks > 0), last
 
 
-def _row(
-    side: EngineSide, request: RoutedRequest, held: dict[int, int], own: OwnIndex, history: _History
-) -> Row:
-    """``held``: how many of the request's blocks the index has of each engine that is there."""
+def row_of(side: Side, request: RoutedRequest, held: Mapping[int, int], own: Has, history: History) -> Row:
+    """The row of one request.
+
+    ``held``: how many of the request's blocks the index has of each engine that is there. ``own``: our own
+    index.
+    """
     size = side.block_tokens
     here = held.get(request.engine, 0)
     best = max(held, key=lambda engine: (held[engine], engine == request.engine), default=request.engine)
@@ -215,9 +255,9 @@ def _row(
 
 
 def _explain_missed(
-    side: EngineSide,
+    side: Side,
     request: RoutedRequest,
-    history: _History,
+    history: History,
     here: int,
     blocks: int,
     found: int,
@@ -240,21 +280,21 @@ def _explain_missed(
         causes[cause] += tokens
 
 
-def _why_missing(side: EngineSide, request: RoutedRequest, history: _History, hash_id: int) -> str:
+def _why_missing(side: Side, request: RoutedRequest, history: History, hash_id: int) -> str:
     """Why the engine lacked a block at the request's lookup; "" if it had the block."""
     present, last = history.at(request, hash_id)
     if present:
         return ""
     if last is None:
-        return NEVER_STORED if side.cache.whole else UNKNOWN
-    return EVENT_LOST if last in side.lost else EVICTED
+        return NEVER_STORED if side.whole else UNKNOWN
+    return EVENT_LOST if side.was_lost(last) else EVICTED
 
 
 def _explain_surplus(
-    side: EngineSide,
+    side: Side,
     request: RoutedRequest,
-    history: _History,
-    own: OwnIndex,
+    history: History,
+    own: Has,
     blocks: int,
     found: int,
     causes: Counter[str],
@@ -279,7 +319,7 @@ def _explain_surplus(
             elif last is None:
                 cause = UNKNOWN
             else:
-                cause = EVENT_LOST if last in side.lost else STORED_SINCE
+                cause = EVENT_LOST if side.was_lost(last) else STORED_SINCE
             inherited = inherited or cause
         if tokens:
             causes[cause] += tokens

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from .. import events as ev
 from .. import old_events
@@ -42,6 +42,9 @@ class Change(NamedTuple):
 class CacheChanges:
     """The changes of one engine's prefix cache, in order."""
 
+    postings: ClassVar[dict[type[ev.Event], Callable[[Any, Any], None]]]
+    """What reads each kind of event."""
+
     def __init__(self) -> None:
         self.changes: list[Change] = []
         """Every change so far."""
@@ -59,7 +62,7 @@ class CacheChanges:
 
     def feed(self, event: ev.Event) -> None:
         """Read one event, in the journal's order."""
-        post = _POSTINGS.get(type(event))
+        post = self.postings.get(type(event))
         if post is not None:
             post(self, event)
 
@@ -92,7 +95,7 @@ class CacheChanges:
 
     def _calls(self, event: ev.PoolCalls) -> None:
         for call in calls(event):
-            post = _POSTINGS.get(type(call))
+            post = self.postings.get(type(call))
             if post is not None:
                 post(self, call)
         self._note(event.step, event.at)
@@ -154,7 +157,7 @@ class CacheChanges:
             self._add(CLEARED, 0, event, -1)
 
 
-_POSTINGS: dict[type[ev.Event], Callable[[CacheChanges, Any], None]] = {
+CacheChanges.postings = {
     ev.PoolSeen: CacheChanges._pool,
     ev.Gap: CacheChanges._lost,
     ev.HookFailed: CacheChanges._lost,

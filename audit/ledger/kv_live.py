@@ -61,13 +61,28 @@ class KVEventCounts(msgspec.Struct):
     """Changes of the cache that a KV event announced."""
     not_compared: int = 0
     """Changes and KV events without a counterpart that could not be judged."""
+    routed: int = 0
+    """Requests that this engine got, whose tokens were predicted from the KV events."""
+    not_routed: int = 0
+    """Requests whose prediction is not known any more."""
+    predicted: int = 0
+    """Tokens that were predicted, of the engine that had most."""
+    found: int = 0
+    """Local and loaded external tokens of the first admissions."""
+    missed: dict[str, int] = {}
+    """Predicted tokens that were not found, by cause."""
+    surplus: dict[str, int] = {}
+    """Found tokens that were not predicted, by cause."""
 
     def merge(self, other: KVEventCounts) -> None:
         """Add the counts of an engine that ran later under the same name."""
-        for name in ("batches", "gaps", "lost_batches", "agreed", "not_compared"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for kind, number in other.announced.items():
-            self.announced[kind] = self.announced.get(kind, 0) + number
+        for name in self.__struct_fields__:
+            mine, more = getattr(self, name), getattr(other, name)
+            if isinstance(more, dict):
+                for word, number in more.items():
+                    mine[word] = mine.get(word, 0) + number
+            else:
+                setattr(self, name, mine + more)
 
 
 KINDS = {STORED: "stored", REMOVED: "removed", CLEARED: "cleared"}
@@ -91,8 +106,8 @@ Found = tuple[StreamSubject, int, int]
 class LiveComparison:
     """Compares one engine's stream with its cache, in pieces."""
 
-    def __init__(self) -> None:
-        self.cache = CacheChanges()
+    def __init__(self, cache: CacheChanges | None = None) -> None:
+        self.cache = cache or CacheChanges()
         """Reads the journal; its changes are taken away at each pass."""
         self.began = 0.0
         """Unix time from which the times of changes count."""
@@ -114,6 +129,10 @@ class LiveComparison:
         """Blocks with each hash id, by the changes that were taken away."""
         self.gaps: list[LiveGap] = []
         """The last gaps."""
+        self.lost: dict[int, Change] = {}
+        """The last change of each hash id whose last change was in a gap."""
+        self.lost_changes: dict[Change, None] = {}
+        """The last changes that were in a gap; not in a checkpoint."""
         self.begins = 0.0
         """When the first batch was published, if batches before it were never received; else 0.0."""
         self.doubtful = 0.0
@@ -129,10 +148,13 @@ class LiveComparison:
 
     # --- what comes in ----------------------------------------------------------------------------------
 
-    def receive(self, batch: ev.KVEventsReceived, received: float, counts: KVEventCounts) -> None:
-        """Take one batch of a recording; the same batch may come from several recordings."""
+    def receive(self, batch: ev.KVEventsReceived, received: float, counts: KVEventCounts) -> bool:
+        """Take one batch of a recording; the same batch may come from several recordings.
+
+        Returns whether the batch is new.
+        """
         if batch.sequence < self.next or batch.sequence in self.waiting:
-            return
+            return False
         self.version += 1
         counts.batches += 1
         rows, place = batch.rows, 0
@@ -142,6 +164,7 @@ class LiveComparison:
             word, number = KINDS[kind], 1 if kind == CLEARED else count
             counts.announced[word] = counts.announced.get(word, 0) + number
         self.waiting[batch.sequence] = received, batch
+        return True
 
     def advance(self, now: float, until: float, counts: KVEventCounts, *, ended: bool = False) -> list[Found]:
         """Pair what came in, and return the differences that are certain by now.
@@ -243,15 +266,24 @@ class LiveComparison:
             counts.agreed += len(ours)
             self._remove(0, len(ours), len(theirs))
 
-    def _settle(self, change: Change) -> None:
-        """A change is taken away: note which blocks are cached by then."""
+    def _settle(self, change: Change, *, lost: bool = False) -> None:
+        """A change is taken away: note which blocks are cached by then, and if nobody announced it."""
         if change.kind == CLEARED:
             for hash_id in self.cleared.pop(change.at, []):
-                self._count(hash_id, -1)
+                self._count(hash_id, -1, change, lost)
         else:
-            self._count(change.hash_id, 1 if change.kind == STORED else -1)
+            self._count(change.hash_id, 1 if change.kind == STORED else -1, change, lost)
+        if lost:
+            self.lost_changes[change] = None
+            if len(self.lost_changes) > MOST:
+                del self.lost_changes[next(iter(self.lost_changes))]
 
-    def _count(self, hash_id: int, more: int) -> None:
+    def _count(self, hash_id: int, more: int, change: Change, lost: bool) -> None:
+        self.lost.pop(hash_id, None)
+        if lost:
+            self.lost[hash_id] = change
+            if len(self.lost) > MOST:
+                del self.lost[next(iter(self.lost))]
         number = self.blocks.get(hash_id, 0) + more
         if number:
             self.blocks[hash_id] = number
@@ -305,13 +337,13 @@ class LiveComparison:
                 ):
                     break
                 gone, said = gone + (change is not None), said + (event is not None)
-                if change is not None and event is not None:
-                    counts.agreed += 1
-                elif change is not None:
-                    self._judge_change(change, silent, resets, counts)
-                elif event is not None:
+                if change is None:
+                    assert event is not None
                     self._judge_event(event, ours[gone:], unfounded, counts)
-                if change is not None:
+                elif event is None:
+                    self._judge_change(change, silent, resets, counts)
+                else:
+                    counts.agreed += 1
                     self._settle(change)
             if gone or said:
                 self._remove(hash_id, gone, said)
@@ -327,11 +359,14 @@ class LiveComparison:
         gap = self._gap_of(earliest, latest)
         if gap is not None:
             gap.changes.append(change)
-        elif earliest - SLACK_SECONDS <= max(self.begins, self.doubtful):
+            self._settle(change, lost=True)
+            return
+        if earliest - SLACK_SECONDS <= max(self.begins, self.doubtful):
             counts.not_compared += 1
         else:
             silent.setdefault(change.kind, []).append(change)
             resets += self.cleared.get(change.at, [])
+        self._settle(change)
 
     def _gap_of(self, earliest: float, latest: float) -> LiveGap | None:
         """The gap that has most of this time; None if no gap has any of it."""

@@ -167,8 +167,8 @@ def _best(ours: Sequence[Change], theirs: Sequence[KVEvent], began: float) -> li
             choice = max(best[i + 1][j], best[i][j + 1])
             if change.kind == event.kind and event.seconds >= earliest - SLACK_SECONDS:
                 pairs, nearness = best[i + 1][j + 1]
-                late = max(0.0, event.seconds - latest)
-                choice = max(choice, (pairs + 1, nearness - late))
+                apart = abs(event.seconds - latest)
+                choice = max(choice, (pairs + 1, nearness - apart))
             best[i][j] = choice
     return best
 

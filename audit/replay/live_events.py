@@ -6,15 +6,22 @@ The sidecar uses this beside an engine's journal. Whole journals are compared by
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ..analysis.live_routing import LiveSide, RecentCounts, RoutedCache, live_row
+from ..analysis.routing import Row
 from ..errors import LedgerError
 from ..events import EngineStarted, Event, KVEventsReceived
 from ..journal.format import is_live, segments
 from ..journal.reader import Batch, Position, Reader
-from ..ledger.kv_live import Found, KVEventCounts, LiveComparison
+from ..ledger.cache_changes import CLEARED
+from ..ledger.kv_live import HORIZON_SECONDS, Found, KVEventCounts, LiveComparison
+from ..ledger.kv_stream import GPU, Stream
 from .recordings import AFTER_END_SECONDS, Identity, identity_of, incomparable, recordings_beside
+
+FORGET_SECONDS = 600.0
+"""What the cache of an engine held is forgotten so long after its end."""
 
 Received = tuple[float, KVEventsReceived]
 """A batch and the Unix time at which it was received."""
@@ -54,8 +61,16 @@ class LiveEvents:
     """The recordings beside the engine's journal at ``path``."""
 
     def __init__(self, path: Path) -> None:
-        self.comparison = LiveComparison()
-        """The engine's cache and its KV events."""
+        self.cache = RoutedCache()
+        """The engine's cache, and the requests that used it."""
+        self.comparison = LiveComparison(self.cache)
+        """The engine's cache beside its KV events."""
+        self.announced = RecentCounts()
+        """What the KV events announced, in the order in which they were received."""
+        self.ended = math.inf
+        """Unix time of the last event of an engine that is gone."""
+        self.key: object = None
+        """The print of the key under which hash ids were made."""
         self.positions: dict[str, tuple[Position, float]] = {}
         """Of each recording of this engine: where to read on, and when its times began."""
         self.engine_began = 0.0
@@ -70,8 +85,9 @@ class LiveEvents:
         """Read one event of the engine's journal."""
         if isinstance(event, EngineStarted) and not self.engine_began and not incomparable(event):
             self.engine_began = self.comparison.began = event.began_seconds
+            self.key = identity_of(event)[0]
         if self.engine_began:
-            self.comparison.cache.feed(event)
+            self.cache.feed(event)
 
     def advance(
         self,
@@ -98,16 +114,65 @@ class LiveEvents:
                 continue
             try:
                 for received, batch in recording.upto(math.inf if at_end else until):
-                    if self.engine_began <= batch.published_seconds <= last:
-                        self.comparison.receive(batch, received, counts)
+                    if self.engine_began <= batch.published_seconds <= last and self.comparison.receive(
+                        batch, received, counts
+                    ):
+                        self._index(batch, received)
                 self.positions[name] = recording.reader.resumable, recording.began
             except LedgerError:
                 recording.reader.close()
                 self._readers[name] = None
         found = self.comparison.advance(now, until, counts, ended=ended)
         if ended:
+            self.ended = until
             self.close()
         return found
+
+    def route(self, together: Sequence[LiveEvents], until: float, now: float, counts: KVEventCounts) -> None:
+        """Compare the requests that have ended with what the KV events of all engines promised of them.
+
+        ``together``: every engine that is followed. ``until``: Unix time up to which this engine was read.
+        """
+        if not self.engine_began:
+            return
+        gone = self.ended < math.inf
+        settled = min(now, until, self.comparison.published) - HORIZON_SECONDS
+        ready, dropped = self.cache.take(round((settled - self.engine_began) * 1e6), ended=gone)
+        counts.not_routed += dropped
+        if ready:
+            self.comparison.version += 1
+            peers = [self, *(one for one in together if one is not self and one._shares(self))]
+            sides = [one._side() for one in peers]
+            for request in ready:
+                row = live_row(sides, 0, request) if self.comparison.published else None
+                if row is None:
+                    counts.not_routed += 1
+                else:
+                    _count(row, counts)
+
+    def forget(self, now: float) -> None:
+        """Forget what the cache of an engine held that ended long ago."""
+        if now > self.ended + FORGET_SECONDS:
+            self.cache.recent.forget()
+            self.announced.forget()
+
+    def _shares(self, other: LiveEvents) -> bool:
+        """Whether both engines are in one router's index."""
+        alike = (self.key, self.cache.block_tokens) == (other.key, other.cache.block_tokens)
+        return bool(self.engine_began) and alike
+
+    def _side(self) -> LiveSide:
+        compared = self.comparison
+        return LiveSide(
+            self.cache, self.announced, self.engine_began, self.ended, compared.lost, compared.lost_changes
+        )
+
+    def _index(self, batch: KVEventsReceived, received: float) -> None:
+        for event, tier in Stream([batch]).events():
+            if event.kind == CLEARED:
+                self.announced.clear(received)
+            elif tier in ("", GPU):
+                self.announced.add(received, event.hash_id, event.kind)
 
     def close(self) -> None:
         """Close the files; nothing is read any more."""
@@ -141,6 +206,16 @@ class LiveEvents:
             return is_live(path) or _written(path) >= self.engine_began
         except (LedgerError, OSError):
             return False
+
+
+def _count(row: Row, counts: KVEventCounts) -> None:
+    """Add one row to the counts."""
+    counts.routed += 1
+    counts.predicted += row.predicted
+    counts.found += row.found
+    for causes, sums in ((row.missed, counts.missed), (row.surplus, counts.surplus)):
+        for cause, tokens in causes.items():
+            sums[cause] = sums.get(cause, 0) + tokens
 
 
 def _written(path: Path) -> float:

@@ -29,6 +29,7 @@ from zlib import crc32
 
 import msgspec
 
+from ..analysis.live_routing import OpenRequest, RecentCounts, RoutedCache
 from ..analysis.reconciliation import Difference, Figures, Reconciliation, ReconciliationStep
 from ..checks.auditor import Auditor, KeptFinding
 from ..checks.registry import Violation
@@ -38,7 +39,7 @@ from ..journal.reader import Position
 from ..ledger.account import Account
 from ..ledger.blocks.ledger import BlockLedger
 from ..ledger.blocks.records import FailedLoad, Pool
-from ..ledger.cache_changes import CacheChanges, Change
+from ..ledger.cache_changes import Change
 from ..ledger.content_state import ContentState
 from ..ledger.custody_state import CustodyState
 from ..ledger.frozen import Line, RemovedRange, Settlement
@@ -75,7 +76,8 @@ OBJECTS: tuple[type, ...] = (
     ReconciliationStep,
     LiveEvents,
     LiveComparison,
-    CacheChanges,
+    RoutedCache,
+    RecentCounts,
 )
 """Classes written attribute by attribute, with their identity."""
 
@@ -96,6 +98,7 @@ STRUCTS: tuple[type, ...] = (
     KVEvent,
     KVEventsReceived,
     LiveGap,
+    OpenRequest,
 )
 """msgspec structs and named tuples, written and checked by their types."""
 
@@ -120,8 +123,9 @@ REBUILT: dict[type, frozenset[str]] = {
     ContentState: frozenset(),
     CustodyState: frozenset(),
     LiveEvents: frozenset({"enabled", "_path", "_readers"}),
-    LiveComparison: frozenset(),
-    CacheChanges: frozenset(),
+    LiveComparison: frozenset({"cache"}),
+    RoutedCache: frozenset(),
+    RecentCounts: frozenset({"_changes", "_dropped", "_order"}),
 }
 """Attributes that are not written: constructors make them, or they last for one event only."""
 
@@ -196,7 +200,8 @@ _BLANK: dict[type, Callable[[], Any]] = {
     ReconciliationStep: ReconciliationStep,
     LiveEvents: lambda: LiveEvents(Path()),
     LiveComparison: LiveComparison,
-    CacheChanges: CacheChanges,
+    RoutedCache: RoutedCache,
+    RecentCounts: RecentCounts,
 }
 
 

@@ -20,6 +20,7 @@ import msgspec
 from ... import __version__
 from ...audit import causes
 from ...audit.analysis.costs import KINDS
+from ...audit.analysis.routing import MISSED, SURPLUS
 from ...audit.checks.registry import catalogue
 from ...audit.errors import LedgerError
 from ...audit.journal.format import is_live
@@ -245,6 +246,12 @@ def announced(counts: KVEventCounts) -> Iterator[tuple[tuple[str, ...], float]]:
     """What KV events announced, by kind."""
     for word in ANNOUNCED:
         yield (word,), counts.announced.get(word, 0)
+
+
+def routing_causes(of: str) -> MetricReader:
+    """Tokens by cause, each cause from the start."""
+    words = tuple(MISSED) if of == "missed" else tuple(SURPLUS)
+    return kv_events(lambda counts: (((word,), n) for word, n in bounded(words, getattr(counts, of)).items()))
 
 
 # --- coverage -----------------------------------------------------------------------------------------

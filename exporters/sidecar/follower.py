@@ -183,8 +183,22 @@ class Follower:
                 return
             if not journal.ended and not journal.broken and time.monotonic() >= journal.retry_at:
                 self._read(journal, stop)
+        self._route()
         if self._fold:
             self._fold_ended()
+
+    def _route(self) -> None:
+        """Compare what KV events promised with what requests found; every journal was read to its end."""
+        now = time.time()
+        together = [one.engine_audit.live_events for one in self.journals.values() if not one.broken]
+        for journal in self.journals.values():
+            if not journal.broken:
+                audit = journal.engine_audit
+                with journal.lock:
+                    read_to = audit.auditor.ledger.read_to
+                    audit.live_events.route(together, read_to, now, audit.metrics.kv_events)
+        for one in together:
+            one.forget(now)
 
     def close(self) -> None:
         """Close every file."""

@@ -198,3 +198,18 @@ def test_a_release_that_never_names_tiers() -> None:
     ]
 
     assert [] == found(stream)
+
+
+@violates("events/gap")
+def test_a_change_that_may_have_been_made_earlier_is_paired_with_the_nearest_event() -> None:
+    """Content 50 is cached and evicted again and again, at most eight steps before the journal says so."""
+    cache = [
+        change
+        for n in range(12)
+        for change in (cached(2 * n + 1, 5 + n % 3, 50), evicted(2 * n + 2, 5 + n % 3))
+    ]
+    stream = [batch(n, n + 1, (STORED if n % 2 == 0 else REMOVED, 50)) for n in range(24)]
+    (gap,) = found([each for each in stream if each.sequence not in (12, 13)], cache=cache, end=24)
+
+    assert ("events/gap", 12, 13) == (gap.id, gap.figures["first"], gap.figures["last"])
+    assert "step 13: cached" in gap.story[0] and "step 14: evicted" in gap.story[1]

@@ -16,6 +16,7 @@ from tests.audit.checks.false_reports import miscounted
 from tests.histories import GOLDEN
 from tests.strategies import Story, random_histories
 
+from kvledger.audit.analysis.live_routing import RecentCounts
 from kvledger.audit.checks.auditor import Auditor
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import EngineStopped, Event, Gap, HookFailed, Snapshot
@@ -44,6 +45,7 @@ NOT_CARRIED = {
     Ledger: {"keep_closed", "watch", "entries"},
     BlockLedger: {"findings", "accounts", "refilled"},
     LiveEvents: {"enabled", "_path", "_readers"},
+    RecentCounts: {"_changes", "_dropped", "_order"},
 }
 """Attributes that a checkpoint need not carry, listed a second time by hand."""
 

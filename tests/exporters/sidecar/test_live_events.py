@@ -54,7 +54,7 @@ def figures(follower: Follower) -> dict[str, float]:
     found: dict[str, float] = {}
     for metric, samples in collect(follower.audits):
         for sample in samples:
-            about_events = metric.name.startswith("kvledger_kv_event")
+            about_events = metric.name.startswith(("kvledger_kv_event", "kvledger_rout"))
             if about_events or (metric.name == "kvledger_violations" and sample.labels[1][:7] == "events/"):
                 name = metric.name.removeprefix("kvledger_")
                 assert isinstance(sample.value, int | float)
@@ -65,6 +65,8 @@ def figures(follower: Follower) -> dict[str, float]:
 def expected(**given: int) -> dict[str, float]:
     names = ("kv_event_batches", "kv_event_blocks", "kv_event_gaps", "kv_event_lost_batches",
              "kv_event_agreed_changes", "kv_event_not_compared", "violations")  # fmt: skip
+    names += ("routed_requests", "routing_predicted_tokens", "routing_found_tokens", "routing_missed_tokens",
+              "routing_surplus_tokens", "routing_not_compared")  # fmt: skip
     return {name: given.get(name, 0) for name in names}
 
 

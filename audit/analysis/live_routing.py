@@ -1,0 +1,325 @@
+"""What a router's index promises for each request while the engines run, beside what the engine then had.
+
+The figures and causes are those of :mod:`kvledger.audit.analysis.routing`. The blocks of a prompt are known
+only once they are cached, so both the index and the cache are kept with what they were a short time ago:
+:data:`MOST_RECENT` changes of each. A request that arrived before that is counted and not compared.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from .. import events as ev
+from .. import old_events
+from ..ledger.cache_changes import CLEARED, STORED, CacheChanges, Change
+from .routing import RoutedRequest, Row, row_of
+
+MOST_RECENT = 1 << 16
+"""Changes of one cache, and of its index, that are kept."""
+
+MOST_REQUESTS = 1 << 12
+"""Requests of one engine that wait for their comparison."""
+
+FULL_ATTENTION = 2
+"""The kind of a group in which a hit needs every block below it."""
+
+
+class RecentCounts:
+    """How many blocks had each hash id, now and a short time ago."""
+
+    def __init__(self) -> None:
+        self.now: dict[int, int] = {}
+        """Blocks by hash id."""
+        self.last = 0.0
+        """The time of the last change."""
+        self._changes: dict[int, deque[tuple[float, int, Change | None]]] = {}
+        """By hash id: time, blocks before, and what changed."""
+        self._order: deque[int] = deque()
+        """The hash ids of these changes, in order."""
+        self._dropped = 0.0
+        """The time of the last change that is no longer kept."""
+
+    @property
+    def since(self) -> float:
+        """The time from which changes are known."""
+        return self._dropped if self._order else self.last
+
+    def add(self, at: float, hash_id: int, kind: int, change: Change | None = None) -> None:
+        """A block with this hash id was stored, removed, or dropped by a clearing."""
+        before = self.now.get(hash_id, 0)
+        after = 0 if kind == CLEARED else max(0, before + (1 if kind == STORED else -1))
+        if after:
+            self.now[hash_id] = after
+        else:
+            self.now.pop(hash_id, None)
+        if not self._order:
+            self._dropped = self.last
+        self.last = at
+        self._changes.setdefault(hash_id, deque()).append((at, before, change))
+        self._order.append(hash_id)
+        if len(self._order) > MOST_RECENT:
+            self._drop()
+
+    def clear(self, at: float, change: Change | None = None) -> None:
+        """Every block was dropped."""
+        for hash_id in list(self.now):
+            self.add(at, hash_id, CLEARED, change)
+
+    def count(self, hash_id: int, at: float) -> int:
+        """How many blocks had this hash id after all changes up to ``at``."""
+        for when, before, _ in self._changes.get(hash_id, ()):
+            if when > at:
+                return before
+        return self.now.get(hash_id, 0)
+
+    def changes(self, hash_id: int, at: float) -> list[Change]:
+        """What changed this hash id up to ``at``, as far as it is kept."""
+        recent = self._changes.get(hash_id, ())
+        return [change for when, _, change in recent if when <= at and change is not None]
+
+    def forget(self) -> None:
+        """Keep only what is cached now."""
+        self._changes.clear()
+        self._order.clear()
+
+    def _drop(self) -> None:
+        hash_id = self._order.popleft()
+        changes = self._changes[hash_id]
+        self._dropped = changes.popleft()[0]
+        if not changes:
+            del self._changes[hash_id]
+
+
+class OpenRequest(msgspec.Struct):
+    """A request whose comparison waits. ``at``: microseconds since the engine started."""
+
+    request_id: str
+    number: int
+    prompt_tokens: int
+    arrived_at: int
+    admitted_at: int = -1
+    step: int = 0
+    changes: int = 0
+    """How many changes of the cache came before the first admission was emitted."""
+    local: int = 0
+    external: int = 0
+    valid: int = -1
+    """The first position that a failed load left invalid; -1: none did."""
+    hashes: list[int] = []
+
+
+class RoutedCache(CacheChanges):
+    """Reads the changes of a cache, and the requests that used it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block_tokens = 0
+        """Tokens of a block; 0: the engine has not one KV cache group of full attention."""
+        self.number = 0
+        """How many changes there were."""
+        self.recent = RecentCounts()
+        """The cache, by the number of changes."""
+        self.requests: dict[int, OpenRequest] = {}
+        """Requests that have not ended, by number."""
+        self.complete: list[OpenRequest] = []
+        """Requests that have ended and are not compared yet, in this order."""
+        self.left_out = 0
+        """Requests that were dropped since the last comparison, because too many waited."""
+
+    def _pool(self, event: ev.PoolSeen) -> None:
+        super()._pool(event)
+        alone = event.pool == 0 and len(event.groups) == 3 and event.groups[2] == FULL_ATTENTION
+        self.block_tokens = event.groups[1] if alone else 0
+
+    def _add(self, kind: int, hash_id: int, event: Any, block: int, request: int = -1) -> None:
+        super()._add(kind, hash_id, event, block, request)
+        self.number += 1
+        if not self.block_tokens:
+            return
+        if kind == CLEARED:
+            self.recent.clear(self.number, self.changes[-1])
+        else:
+            self.recent.add(self.number, hash_id, kind, self.changes[-1])
+
+    def _added(self, event: ev.RequestAdded) -> None:
+        if not self.block_tokens:
+            return
+        self.requests[event.request] = OpenRequest(
+            event.request_id, event.request, event.prompt_tokens, event.at
+        )
+        while len(self.requests) > MOST_REQUESTS:
+            del self.requests[next(iter(self.requests))]
+            self.left_out += 1
+
+    def _admitted(self, event: ev.Admitted) -> None:
+        request = self.requests.get(event.request)
+        if request is None or event.resumed or request.admitted_at >= 0:
+            return
+        request.admitted_at, request.step, request.changes = event.at, event.step, self.number
+        request.local, request.external = event.local_tokens, event.external_tokens
+
+    def _load_failed(self, event: ev.LoadFailed) -> None:
+        request = self.requests.get(event.request)
+        if request is not None and request.valid < 0:
+            request.valid = event.computed_tokens
+
+    def _touched(self, event: old_events.BlocksTouched) -> None:
+        request = self.requests.get(event.request)
+        if request is not None:
+            for place, block in enumerate(event.blocks):
+                self._put(request, place, next(iter(self._hashes.get((event.pool, block), ())), 0))
+
+    def _cached(self, event: ev.BlocksCached) -> None:
+        super()._cached(event)
+        rows, index = event.rows, 0
+        while index < len(rows) and self.block_tokens:
+            named, _, _, count = rows[index : index + 4]
+            index += 4
+            for _ in range(count):
+                block, hash_id, end = rows[index : index + 3]
+                index += 3
+                number = named if named >= 0 else self._owner.get((event.pool, block), -1)
+                place, rest = divmod(end, self.block_tokens)
+                request = self.requests.get(number)
+                if request is not None and not rest:
+                    self._put(request, place - 1, hash_id)
+
+    def _put(self, request: OpenRequest, place: int, hash_id: int) -> None:
+        """Note the hash id of one block of a prompt. A load that fails later is known by the end only."""
+        if place >= request.prompt_tokens // self.block_tokens:
+            return
+        hashes = request.hashes
+        hashes += [0] * (place + 1 - len(hashes))
+        hashes[place] = hash_id
+
+    def _finished(self, event: ev.Finished) -> None:
+        request = self.requests.pop(event.request, None)
+        if request is not None and request.admitted_at >= 0:
+            self.complete.append(request)
+            if len(self.complete) > MOST_REQUESTS:
+                del self.complete[0]
+                self.left_out += 1
+
+    def take(self, before: int, *, ended: bool) -> tuple[list[OpenRequest], int]:
+        """The ended requests that were admitted up to a time, and how many were dropped meanwhile.
+
+        ``ended``: the engine is gone, so those that it left open have ended, too.
+        """
+        if ended:
+            self.complete += [one for one in self.requests.values() if one.admitted_at >= 0]
+            self.requests = {}
+        ready = [one for one in self.complete if ended or one.admitted_at <= before]
+        self.complete = [one for one in self.complete if not ended and one.admitted_at > before]
+        dropped, self.left_out = self.left_out, 0
+        return ready, dropped
+
+
+RoutedCache.postings = {
+    **CacheChanges.postings,
+    ev.RequestAdded: RoutedCache._added,
+    ev.Admitted: RoutedCache._admitted,
+    ev.LoadFailed: RoutedCache._load_failed,
+    ev.Finished: RoutedCache._finished,
+    old_events.BlocksTouched: RoutedCache._touched,
+    ev.PoolSeen: RoutedCache._pool,
+    ev.BlocksCached: RoutedCache._cached,
+}
+
+
+class LiveSide(NamedTuple):
+    """One engine of those that a router chooses from."""
+
+    cache: RoutedCache
+    announced: RecentCounts
+    """What the KV events announced, by the Unix time at which they were received."""
+    began: float
+    ended: float
+    """Unix time after which the engine was gone; infinity: it runs."""
+    lost: Mapping[int, Change]
+    """The last change of each hash id whose last change was in a gap of the KV events."""
+    lost_changes: Container[Change]
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block."""
+        return self.cache.block_tokens
+
+    @property
+    def whole(self) -> bool:
+        """Whether every change of the cache is known since the engine began."""
+        return self.cache.whole
+
+    def was_lost(self, change: Change) -> bool:
+        """Whether the KV event of a change was lost."""
+        return change in self.lost_changes
+
+    def at(self, request: RoutedRequest, hash_id: int) -> tuple[bool | None, Change | None]:
+        """Whether the hash was in the cache at the request's lookup (None: never), and the last change."""
+        changes = self.cache.recent.changes(hash_id, request.changes)
+        own = [
+            change
+            for change in changes
+            if change.request == request.number and change.step >= request.step and change.kind == STORED
+        ]
+        others = [change for change in changes if change not in own]
+        last = others[-1] if others else self.lost.get(hash_id)
+        blocks = self.cache.recent.count(hash_id, request.changes) - len(own)
+        return (None if last is None and blocks <= 0 else blocks > 0), last
+
+
+class _IndexThen(NamedTuple):
+    """The index as it was when a request arrived."""
+
+    sides: Sequence[LiveSide]
+    arrived: float
+
+    def has(self, engine: int, hash_id: int) -> bool:
+        """Whether the index has a block of this engine with this hash id."""
+        return self.sides[engine].announced.count(hash_id, self.arrived) > 0
+
+    def held(self, hashes: Sequence[int]) -> dict[int, int]:
+        """How many of these blocks, from the first on, each engine holds."""
+        found = {}
+        for engine, side in enumerate(self.sides):
+            if side.ended < self.arrived:
+                continue
+            blocks = 0
+            while blocks < len(hashes) and self.has(engine, hashes[blocks]):
+                blocks += 1
+            if blocks:
+                found[engine] = blocks
+        return found
+
+
+def live_row(sides: Sequence[LiveSide], engine: int, waiting: OpenRequest) -> Row | None:
+    """The row of one request that ``sides[engine]`` got; None if too much was forgotten since it arrived."""
+    side = sides[engine]
+    arrived = side.began + waiting.arrived_at / 1e6
+    size = side.block_tokens
+    if not size or waiting.changes < side.cache.recent.since:
+        return None
+    if any(arrived < other.announced.since for other in sides if other.ended >= arrived):
+        return None
+    given = waiting.local + waiting.external
+    valid = waiting.valid if waiting.valid >= 0 else given
+    hashes = waiting.hashes[: waiting.prompt_tokens // size]
+    known = hashes.index(0) if 0 in hashes else len(hashes)
+    request = RoutedRequest(
+        waiting.request_id,
+        waiting.number,
+        engine,
+        waiting.prompt_tokens,
+        hashes[:known],
+        arrived,
+        waiting.step,
+        waiting.changes,
+        min(waiting.local, valid),
+        waiting.external,
+        min(waiting.external, max(0, given - valid)),
+    )
+    index = _IndexThen(sides, arrived)
+    return row_of(side, request, index.held(request.hashes), index, side)

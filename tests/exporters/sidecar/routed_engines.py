@@ -1,0 +1,127 @@
+"""Two engines with small prefix caches to which requests are sent at random, and their KV events."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from msgspec.structs import replace
+from tests import journals
+
+from kvledger.audit import events as ev
+from kvledger.audit import old_events
+from kvledger.audit.journal.writer import JournalWriter
+
+BEGAN = journals.STARTED.wall_seconds
+SIZE = 16
+BLOCKS = 24
+"""Of one engine; a prompt has two to eight."""
+
+
+class RoutedEngine:
+    """One engine: allocates the block that was released longest ago, and publishes after each request."""
+
+    def __init__(self, folder: Path, number: int, lost: Sequence[int]) -> None:
+        settings = {"hash_key": "0123456789abcdef", "kv_events_port": 5557 + number, "model": f"m{number}"}
+        self.engine = JournalWriter(folder / f"engine-{number}-1-0")
+        self.recording = JournalWriter(folder / f"events-{number}-1-0")
+        started = replace(journals.STARTED, level="blocks", configuration=settings)
+        for writer in (self.engine, self.recording):
+            writer.rotate()
+            writer.write([started, ev.Snapshot(0, 0, [], 0)])
+        self.engine.write([ev.PoolSeen(0, 0, 0, BLOCKS + 1, 0, BLOCKS, 0, [0, SIZE, 2])])
+        self.free = list(range(1, BLOCKS + 1))
+        self.hash_of: dict[int, int] = {}
+        self.requests = self.sequence = 0
+        self.lost = frozenset(lost)
+        self.said: list[int] = []
+        self.received = 0.0
+
+    def serve(self, hashes: Sequence[int], second: int, delay: float) -> None:
+        """One request, half a second before its step. Its events are received ``delay`` seconds later."""
+        number, step, at = self.requests, self.requests + 1, second * 1_000_000
+        self.requests += 1
+        prompt = len(hashes) * SIZE + 5
+        blocks = {hash_id: block for block, hash_id in self.hash_of.items()}
+        hits: list[int] = []
+        for hash_id in hashes:
+            if hash_id not in blocks:
+                break
+            hits.append(blocks[hash_id])
+        self.free = [block for block in self.free if block not in hits]
+        new, self.free = self.free[: len(hashes) - len(hits) + 1], self.free[len(hashes) - len(hits) + 1 :]
+        for block in new:
+            self._say(ev.REMOVED_BLOCKS, self.hash_of.pop(block, 0))
+        rows = []
+        for place, block in enumerate(new[:-1], len(hits)):
+            self.hash_of[block] = hashes[place]
+            rows += [block, hashes[place], (place + 1) * SIZE]
+            self._say(ev.STORED, hashes[place])
+        local = len(hits) * SIZE
+        table = [*hits, *new]
+        self.engine.write(
+            [
+                ev.RequestAdded(at - 500_000, number, f"r-{second}-{number}", prompt),
+                old_events.BlocksTouched(at, step, 0, number, 0, "allocate", hits, [1] * len(hits)),
+                old_events.BlocksAllocated(at, step, 0, "allocate", [number, 0, len(new), *new]),
+                ev.BlocksCached(at, step, 0, [number, 0, prompt, len(rows) // 3, *rows]),
+                ev.Admitted(at, number, step, False, local, 0, False, local),
+                ev.Stepped(at, step, [], []),
+                old_events.BlocksFreed(at, step, 0, number, 0, "free", table[::-1], [0] * len(table)),
+                ev.Finished(at, number, "stopped", -1, -1, -1, prompt + 1, 1),
+            ]
+        )
+        self.free += table[::-1]
+        self._publish(second, delay)
+
+    def reset(self, second: int) -> None:
+        """The cache is reset; the next batch says so."""
+        self.engine.write([ev.PoolReset(second * 1_000_000, self.requests + 1, 0, True)])
+        self.hash_of.clear()
+        self.said += [ev.CLEARED, -1, -1, 0, 0, 0]
+
+    def _say(self, kind: int, hash_id: int) -> None:
+        if hash_id:
+            self.said += [kind, 0, 0, SIZE, 0, 1, hash_id]
+
+    def _publish(self, second: int, delay: float) -> None:
+        published = second + 0.1
+        self.received = max(self.received, published + delay)  # batches arrive in order
+        at = round(self.received * 1e6)
+        batch = ev.KVEventsReceived(at, 0, self.sequence, BEGAN + published, 0, ["GPU"], self.said)
+        if self.sequence not in self.lost:
+            self.recording.write([batch])
+        self.sequence, self.said = self.sequence + 1, []
+
+    def stop(self, second: int) -> None:
+        """The engine ends in good order."""
+        self.engine.write([ev.EngineStopped(second * 1_000_000, "shutdown")])
+        for writer in (self.engine, self.recording):
+            writer.close()
+
+
+class Fleet:
+    """Requests of six families go to two engines by chance."""
+
+    def __init__(self, folder: Path, seed: int, *, lose: bool) -> None:
+        self._choose = random.Random(seed)
+        lost = [sorted(self._choose.sample(range(3, 90), 12)) if lose else [] for _ in range(2)]
+        self.engines = [RoutedEngine(folder, number, lost[number]) for number in range(2)]
+        self.second = 1
+
+    def serve(self, requests: int) -> None:
+        """Send so many requests; some batches come late, and now and then a cache is reset."""
+        for _ in range(requests):
+            self.second += 1
+            family, engine = self._choose.randrange(6), self._choose.choice(self.engines)
+            shared = [family * 100 + place + 1 for place in range(self._choose.randrange(1, 6))]
+            own = [self.second * 1000 + place for place in range(self._choose.randrange(1, 4))]
+            engine.serve([*shared, *own], self.second, self._choose.choice((0.05, 0.05, 3.0)))
+            if self._choose.random() < 0.03:
+                engine.reset(self.second)
+
+    def stop(self) -> None:
+        """Both engines end."""
+        for engine in self.engines:
+            engine.stop(self.second + 1)
