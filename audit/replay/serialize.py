@@ -52,6 +52,7 @@ from ..ledger.totals import Totals
 from ..ledger.transfers import Promise, WorkerTransfers
 from .engine_audit import EngineAudit
 from .live_events import LiveEvents
+from .worker_journals import Progress, WorkerJournals
 
 SCHEMA = 3
 """Version of the codes below, of the meaning of the attributes, and of the checkpoint around them."""
@@ -64,6 +65,7 @@ OBJECTS: tuple[type, ...] = (
     WorkerTransfers,
     ContentState,
     CustodyState,
+    WorkerJournals,
     Promise,
     Account,
     Life,
@@ -99,6 +101,7 @@ STRUCTS: tuple[type, ...] = (
     KVEventsReceived,
     LiveGap,
     OpenRequest,
+    Progress,
 )
 """msgspec structs and named tuples, written and checked by their types."""
 
@@ -113,7 +116,6 @@ REBUILT: dict[type, frozenset[str]] = {
             "checkpoint_seconds",
             "_keep",
             "_reconciles",
-            "workers",
         }
     ),
     Auditor: frozenset({"_debug", "_subscribed", "_on_violation"}),
@@ -126,6 +128,7 @@ REBUILT: dict[type, frozenset[str]] = {
     LiveComparison: frozenset({"cache"}),
     RoutedCache: frozenset(),
     RecentCounts: frozenset({"_changes", "_dropped", "_order"}),
+    WorkerJournals: frozenset({"next_step", "raised", "_folder", "_readers", "_steps"}),
 }
 """Attributes that are not written: constructors make them, or they last for one event only."""
 
@@ -196,6 +199,7 @@ _BLANK: dict[type, Callable[[], Any]] = {
     WorkerTransfers: WorkerTransfers,
     ContentState: ContentState,
     CustodyState: CustodyState,
+    WorkerJournals: lambda: WorkerJournals(Path()),
     Reconciliation: Reconciliation,
     ReconciliationStep: ReconciliationStep,
     LiveEvents: lambda: LiveEvents(Path()),

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from ..errors import LedgerError
 from ..events import (
     BlocksMoved,
@@ -34,7 +36,7 @@ from ..events import (
     WorkerStepped,
 )
 from ..journal.folder import WORKER
-from ..journal.reader import Reader
+from ..journal.reader import Position, Reader
 
 AFTER_PLANNING: tuple[type[Event], ...] = (Delivered, DeliveredWhole, LoadFailed, Repeated, Census)
 """Events that an engine emits between two calls of its scheduler, never while it plans a step."""
@@ -65,6 +67,26 @@ _identities: dict[Path, _Identity] = {}
 """The identities of workers' journals of other engines, of which restarts leave many."""
 
 
+class Progress(msgspec.Struct):
+    """How far one worker's journal was audited. Another reader can go on from here."""
+
+    start: Position = Position()
+    """Where the batch with the first event that was not audited begins."""
+    steps: int = 0
+    """Steps of lower event numbers were audited."""
+    raised: int = 0
+    """Exceptions of lower event numbers were audited."""
+
+
+class _Read(NamedTuple):
+    """An event that was read and not yet audited: its number, and where its batch begins."""
+
+    event: WorkerEvent
+    number: int
+    start: Position
+    progress: Progress
+
+
 class WorkerJournals:
     """The workers' journals in the same folder as the engine's journal at ``path``."""
 
@@ -73,11 +95,13 @@ class WorkerJournals:
         """The first step that is read and not yet returned by :meth:`upto`; -1 if there is none."""
         self.raised: list[EngineRaised] = []
         """Exceptions that left the workers' connectors, and that the caller has not taken."""
+        self.progress: dict[str, Progress] = {}
+        """How far each worker's journal was audited, by its name."""
         self._folder = path.parent if path.is_dir() else None
         """Where workers' journals are; None if a single segment is read."""
-        self._readers: dict[Path, Reader | None] = {}
-        """A reader for each worker's journal; None once it is no longer read."""
-        self._steps: deque[WorkerEvent] = deque()
+        self._readers: dict[str, Reader | None] = {}
+        """A reader for each worker's journal, by its name; None once it is no longer read."""
+        self._steps: deque[_Read] = deque()
         """Workers' steps that are read and not yet returned, in the order of steps."""
 
     def beside(self) -> bool:
@@ -91,53 +115,64 @@ class WorkerJournals:
         if self._folder is None or (transfer is None and engine_key is None):
             return
         identity = _Identity(transfer, engine_key)
-        new_steps: list[WorkerEvent] = []
+        new_steps: list[_Read] = []
         with contextlib.suppress(OSError):
             for name in sorted(filter(_is_workers, os.listdir(self._folder))):
-                path = self._folder / name
-                if path not in self._readers:
-                    ours = identity.is_of(_identities.get(path, identity))
-                    self._readers[path] = Reader(path) if ours else None
-                if self._readers[path] is not None:
-                    new_steps += self._read(path, identity)
+                reader = self._reader(self._folder / name, identity)
+                if reader is not None:
+                    new_steps += self._read(reader, self.progress[name], identity)
         if new_steps:
             self._steps = deque(sorted([*self._steps, *new_steps], key=_step))
-            self.next_step = self._steps[0].step
+            self.next_step = self._steps[0].event.step
 
     def upto(self, step: int) -> Iterator[WorkerEvent]:
         """Yield workers' steps up to ``step``, each once."""
-        while self._steps and self._steps[0].step <= step:
-            yield self._steps.popleft()
-        self.next_step = self._steps[0].step if self._steps else -1
+        while self._steps and self._steps[0].event.step <= step:
+            read = self._steps.popleft()
+            read.progress.start, read.progress.steps = read.start, read.number + 1
+            yield read.event
+        self.next_step = self._steps[0].event.step if self._steps else -1
 
-    def _read(self, path: Path, identity: _Identity) -> Iterator[WorkerEvent]:
+    def _reader(self, path: Path, identity: _Identity) -> Reader | None:
+        if path.name not in self._readers:
+            if identity.is_of(_identities.get(path, identity)):
+                progress = self.progress.setdefault(path.name, Progress())
+                self._readers[path.name] = Reader(path, progress.start)
+            else:
+                self._readers[path.name] = None
+        return self._readers[path.name]
+
+    def _read(self, reader: Reader, progress: Progress, identity: _Identity) -> Iterator[_Read]:
         """Yield a worker's new steps. A journal that lost events is not read on: it may lack a step."""
         try:
-            reader = self._readers[path]
-            for batch in reader.poll() if reader is not None else ():
-                for event in batch.events:
+            for batch in reader.poll():
+                for number, event in enumerate(batch.events, batch.first_event):
                     if isinstance(event, WorkerEvent):
-                        yield event
+                        if number >= progress.steps:
+                            yield _Read(event, number, batch.start, progress)
                     elif isinstance(event, EngineRaised):
-                        self.raised.append(event)
+                        if number >= progress.raised:
+                            self.raised.append(event)
+                            progress.raised = number + 1
                     elif isinstance(event, Gap | HookFailed) or _is_of_another_engine(event, identity):
                         if isinstance(event, EngineStarted):
-                            _remember(path, _identity(event))
-                        self._stop_reading(path)
+                            _remember(reader.path, _identity(event))
+                            del self.progress[reader.path.name]
+                        self._stop_reading(reader.path.name)
                         return
         except LedgerError:
-            self._stop_reading(path)
+            self._stop_reading(reader.path.name)
 
-    def _stop_reading(self, path: Path) -> None:
-        reader = self._readers.get(path)
+    def _stop_reading(self, name: str) -> None:
+        reader = self._readers.get(name)
         if reader is not None:
             reader.close()
-        self._readers[path] = None
+        self._readers[name] = None
 
     def close(self) -> None:
-        """Close the files."""
-        for path in self._readers:
-            self._stop_reading(path)
+        """Close the files. A later :meth:`poll` does not read on in them."""
+        for name in self._readers:
+            self._stop_reading(name)
 
 
 def _is_workers(name: str) -> bool:
@@ -160,5 +195,5 @@ def _is_of_another_engine(event: Event, identity: _Identity) -> bool:
     return isinstance(event, EngineStarted) and not identity.is_of(_identity(event))
 
 
-def _step(event: WorkerEvent) -> int:
-    return event.step
+def _step(read: _Read) -> int:
+    return read.event.step

@@ -115,7 +115,8 @@ def _ticks(paths: Sequence[Path], interval: float) -> Iterator[tuple[float, list
         if not engine_audit.series and engine_audit.engine is not None:
             running = [one.engine_audit.series for one in journals if one.running]
             engine_audit.series = free_label(engine_audit, {label for label in running if label})
-            engine_audit.workers.poll(engine_audit.engine.configuration.get("transfer"))
+            settings = engine_audit.engine.configuration
+            engine_audit.workers.poll(settings.get("transfer"), settings.get("engine_key"))
             begun.append(engine_audit)
             due = due or (at // interval + 1) * interval
     for one in journals:

@@ -314,8 +314,6 @@ class _Builder:
     def build(self) -> Compacted:
         """Read, save, and say what was done."""
         audit = self._audit
-        if audit.workers_beside():
-            return Compacted(journal=str(self._journal), problem="it is read with its workers' journals")
         audit.step_times.busy_by_minute = {}
         with Reader(self._journal, self._start) as reader:
             most = _AllButLast(reader)

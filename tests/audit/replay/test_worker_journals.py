@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from tests.audit.checks.test_connector import STEP, with_worker, worker_step
 
 from kvledger.audit.events import (
     BlocksMoved,
+    ContentCounted,
     Delivered,
     EngineRaised,
     EngineStopped,
@@ -22,11 +24,14 @@ from kvledger.audit.events import (
     WorkerStepped,
 )
 from kvledger.audit.journal.folder import find_journals
-from kvledger.audit.journal.reader import Reader
+from kvledger.audit.journal.reader import Position, Reader
 from kvledger.audit.journal.writer import JournalWriter
-from kvledger.audit.replay import worker_journals
+from kvledger.audit.replay import checkpoint, worker_journals
 from kvledger.audit.replay.engine_audit import EngineAudit
 from kvledger.audit.replay.journals import Audit, audit_paths
+from kvledger.exporters.reports import rollups
+from kvledger.exporters.reports.rollups import compact
+from kvledger.exporters.reports.summary import summarize
 from kvledger.exporters.sidecar.follower import Follower
 
 ENGINES = {"transfer": "t", "groups": 1, "deferred_loads": False}
@@ -132,6 +137,41 @@ def test_a_worker_that_writes_after_its_engine_gives_one_finding(tmp_path: Path)
     assert (160, 0) == (engine_audit.totals().promised, engine_audit.totals().loaded)
 
 
+def test_a_restarted_follower_audits_each_step_of_a_worker_once(tmp_path: Path):
+    """It stops twice: after steps that were audited, and with a step that the engine has not taken yet."""
+    stream = with_worker("A0+160 s40 o+ (s1 o+)x3 F")
+    half = index_of(stream, Delivered, 1)
+    sealed = [ContentCounted(0, STEP + later, 0, 3, 2, 1, 100, 7) for later in (0, 0, 1, 2)]
+    raised = [EngineRaised(0, "connector.start_load_kv", "OSError", False) for _ in range(2)]
+    state = tmp_path / checkpoint.HIDDEN
+    writers = [JournalWriter(tmp_path / name) for name in ("engine-1-7-0", "worker-1-8-0")]
+    for writer, configuration in zip(writers, (ENGINES, STARTED), strict=True):
+        writer.rotate()
+        started = replace(journals.STARTED, configuration={**configuration})
+        writer.write([started, Snapshot(0, 0, [], 0)])
+    parts: list[tuple[list[Event], list[Event]]] = [
+        (stream[:half], [worker_step(STEP), *sealed[:1], *raised[:1]]),
+        (stream[half : half + 1], [*sealed[1:3], *raised[1:]]),
+        ([*stream[half + 1 :], EngineStopped(1_000_000, "shutdown")], sealed[3:]),
+    ]
+    for of_engine, of_worker in parts:
+        writers[1].write(of_worker)
+        writers[0].write(of_engine)
+        follower = Follower(tmp_path, state, fold=False)
+        follower.catch_up(threading.Event())
+        follower.close()
+    for writer in writers:
+        writer.close()
+
+    whole = audit_paths([tmp_path]).engines[0]
+    followed = follower.journals["engine-1-7-0"].engine_audit
+    assert whole.auditor.ledger.contents.counts == followed.auditor.ledger.contents.counts
+    assert (12, 8) == tuple(whole.auditor.ledger.contents.counts[name] for name in ("sealed", "compared"))
+    assert whole.auditor.ledger.engine_errors == followed.auditor.ledger.engine_errors
+    assert 2 == sum(followed.auditor.ledger.engine_errors.values())
+    assert whole.totals() == followed.totals()
+
+
 def test_a_follower_does_not_follow_a_worker_as_an_engine(tmp_path: Path):
     engine(tmp_path)
     worker(tmp_path, IDLE)
@@ -148,9 +188,9 @@ def test_a_worker_of_another_engine_is_opened_once(tmp_path: Path, monkeypatch: 
         worker(tmp_path, IDLE, transfer=f"other-{number}", name=f"worker-{number}-8-0")
     opened: list[str] = []
 
-    def counting(path: Path) -> Reader:
+    def counting(path: Path, start: Position) -> Reader:
         opened.append(path.name)
-        return Reader(path)
+        return Reader(path, start)
 
     monkeypatch.setattr(worker_journals, "Reader", counting)
     for number in range(5):
@@ -170,3 +210,24 @@ def test_transfers_of_a_worker_are_read_with_its_engines(tmp_path: Path):
     (audited,) = audit_paths([tmp_path]).engines
 
     assert {"unmatched": 1} == audited.auditor.ledger.custody.counts
+
+
+@pytest.mark.parametrize("first", [3, -1])
+def test_a_rollup_has_what_a_worker_did_not_load(first: int, tmp_path: Path):
+    """The journal is compacted after its ``first`` events, and again after each later one."""
+    stream = with_worker("A0+160 s40 o+ (s1 o+)x3 F")
+    folder = tmp_path / "engine-1-7-0"
+    worker(tmp_path, IDLE)
+    writer = JournalWriter(folder)
+    writer.rotate()
+    writer.write([replace(journals.STARTED, configuration={**ENGINES}), Snapshot(0, 0, [], 0)])
+    for batch in [stream[:first], *([event] for event in stream[first:])]:
+        writer.write(batch)
+        assert "" == compact(folder).problem
+    writer.close()
+    assert "" == compact(folder).problem
+
+    rolled = summarize([tmp_path])
+    shutil.rmtree(tmp_path / rollups.FOLDER)
+    assert rolled == summarize([tmp_path])
+    assert (160, 0) == (rolled[-1].promised, rolled[-1].loaded)

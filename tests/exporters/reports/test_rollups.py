@@ -208,13 +208,6 @@ def test_the_command_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "clean" == row.verdict, "kvledger ls takes the verdict from the rollup"
 
 
-def test_a_journal_with_workers_journals_has_no_rollup(tmp_path: Path) -> None:
-    journal = journals.write(tmp_path / "engine-1", events(200, journals.CLEAN))
-    journals.write(tmp_path / "worker-1", [])
-    assert "workers" in compact(journal).problem
-    assert 1 == summarize([tmp_path])[-1].requests
-
-
 def test_no_rollup_is_written_through_a_link(tmp_path: Path) -> None:
     journal = journals.write(tmp_path / "engine-1", events(200, journals.CLEAN))
     (tmp_path / "elsewhere").mkdir()
