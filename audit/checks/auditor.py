@@ -7,7 +7,7 @@ the rest, so its memory is bounded by open requests and not by the number of vio
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, TypeVar
 
 from msgspec.structs import replace
@@ -24,6 +24,8 @@ Verdict = Literal["clean", "violated", "unknown"]
 Key = TypeVar("Key")
 
 OnViolation = Callable[[str, int, Account | None], None]
+InWindow = Callable[[int], bool]
+"""Whether a time, in microseconds since the engine started, is in the window."""
 """Called with the invariant's id, the event's ``at`` and the account, if one is concerned."""
 
 FINDINGS_KEPT = 1_000
@@ -33,7 +35,7 @@ FINDINGS_KEPT = 1_000
 class KeptFinding:
     """A violation as it was first found, and how often it was found again."""
 
-    __slots__ = ("last_step", "repeats", "violation")
+    __slots__ = ("in_window", "last_step", "repeats", "violation")
 
     def __init__(self, violation: Violation) -> None:
         self.violation = violation
@@ -42,6 +44,8 @@ class KeptFinding:
         """How often it was found again in the same request, or engine."""
         self.last_step = violation.step
         """The step in which it was found last."""
+        self.in_window = False
+        """Whether it was found in the auditor's window. One of the engine is found anew there."""
 
 
 class Auditor:
@@ -51,6 +55,7 @@ class Auditor:
     ``debug``, an exception in a check is raised; otherwise it is counted. The default is the environment
     variable KVLEDGER_DEBUG. ``on_violation`` is called for every violation found, repeated ones included.
     ``only`` names the one invariant to check; None: all of them. Without ``checks`` none is checked.
+    ``in_window`` tells which violations are in the window; None: all of them.
     """
 
     def __init__(
@@ -63,6 +68,7 @@ class Auditor:
         on_violation: OnViolation | None = None,
         only: str | None = None,
         checks: bool = True,
+        in_window: InWindow | None = None,
     ) -> None:
         self.ledger = Ledger(keep_closed=keep_closed, watch=watch)
         """The ledger that events are posted to."""
@@ -78,6 +84,8 @@ class Auditor:
         """Whether an exception in a check is raised."""
         self._on_violation = on_violation
         """Called for every violation found."""
+        self._is_in_window = in_window
+        """Whether a time is in the window; None: every time is."""
         self._findings: dict[tuple[str, int | None], KeptFinding] = {}
         """The kept findings, by invariant and request number."""
         self._kept: dict[str, int] = {}
@@ -157,12 +165,14 @@ class Auditor:
             self._on_violation(row.id, entry.at, account)
         number = getattr(entry.subject, "number", None) if account is None else account.request
         key = (row.id, None if row.once else number)
+        inside = self._is_in_window is None or self._is_in_window(entry.at)
         earlier = self._findings.get(key)
-        if earlier is not None:
+        of_engine = row.once or account is None
+        if earlier is not None and (earlier.in_window or not inside or not of_engine):
             earlier.repeats += 1
             earlier.last_step = entry.step
             return None
-        if self._kept.get(row.id, 0) >= FINDINGS_KEPT:
+        if earlier is None and self._kept.get(row.id, 0) >= FINDINGS_KEPT:
             self.not_kept[row.id] = self.not_kept.get(row.id, 0) + 1
             return None
         request, life = None, None
@@ -184,8 +194,10 @@ class Auditor:
             last_step=entry.step,
             story=list(witness.story),
         )
-        self._findings[key] = KeptFinding(violation)
-        self._kept[row.id] = self._kept.get(row.id, 0) + 1
+        self._findings.pop(key, None)
+        kept = self._findings[key] = KeptFinding(violation)
+        kept.in_window = inside
+        self._kept[row.id] = self._kept.get(row.id, 0) + (earlier is None)
         return violation
 
     def forget_findings(self) -> None:
@@ -236,26 +248,38 @@ class Auditor:
     @property
     def violations(self) -> list[Violation]:
         """All kept findings, drifts included, in the order they were first found."""
-        return [
-            replace(finding.violation, repeats=finding.repeats, last_step=finding.last_step)
-            for finding in self._findings.values()
-        ]
+        return [violation for violation, _ in self.placed_violations()]
+
+    def placed_violations(self) -> Iterator[tuple[Violation, bool]]:
+        """All kept findings, and whether each was found in the window."""
+        for finding in self._findings.values():
+            violation = replace(finding.violation, repeats=finding.repeats, last_step=finding.last_step)
+            yield violation, finding.in_window
 
     @property
     def doubts(self) -> list[str]:
         """Why the verdict can't be clean, one phrase each."""
         return self.doubts_with(self.ledger.totals().doubtful_requests)
 
-    def doubts_with(self, unknown: int, losses: int | None = None) -> list[str]:
-        """The same, if ``unknown`` accounts and ``losses`` of events matter (None: every loss)."""
+    def doubts_with(
+        self,
+        unknown: int,
+        losses: int | None = None,
+        failures: int | None = None,
+        errors: Sequence[str] | None = None,
+    ) -> list[str]:
+        """The same, if ``unknown`` accounts and these losses of events, failures of hooks and errors of the
+        engine matter; None: all of them."""
         ledger = self.ledger
         losses = ledger.gaps if losses is None else losses
+        failures = ledger.hook_failures if failures is None else failures
+        errors = list(ledger.engine_errors) if errors is None else errors
         counts = (
             (0 if ledger.engine else 1, "no engine was seen to start"),
             (unknown, f"{unknown} accounts are unknown"),
             (losses, f"events were lost {'once' if losses == 1 else f'{losses} times'}"),
-            (ledger.hook_failures, f"observers failed {ledger.hook_failures} times"),
-            (len(ledger.engine_errors), f"the engine raised {', '.join(ledger.engine_errors)}"),
+            (failures, f"observers failed {failures} times"),
+            (len(errors), f"the engine raised {', '.join(errors)}"),
             (len(self.check_failures), f"checks failed: {', '.join(self.check_failures)}"),
         )
         return [phrase for count, phrase in counts if count]

@@ -55,12 +55,17 @@ def _hook_failed(state: LedgerState, event: ev.HookFailed) -> None:
 
 
 def _engine_raised(state: LedgerState, event: ev.EngineRaised) -> None:
-    error = f"{event.error[:NAME_LENGTH]} in {event.method[:NAME_LENGTH]}"
+    error = error_name(event)
     if error in state.engine_errors or len(state.engine_errors) < ERRORS_KEPT:
         state.engine_errors[error] = state.engine_errors.get(error, 0) + 1
     if event.lost:
         forget(state, f"the engine raised {error}")
     enter(state, event)
+
+
+def error_name(event: ev.EngineRaised) -> str:
+    """The exception and the method that it left."""
+    return f"{event.error[:NAME_LENGTH]} in {event.method[:NAME_LENGTH]}"
 
 
 def forget(state: LedgerState, reason: str) -> None:

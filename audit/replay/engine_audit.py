@@ -24,10 +24,11 @@ from ..analysis.step_times import STEP_HANDLERS, Sample, StepTimes
 from ..causes import BEGAN_BEFORE, ENGINE_ENDED, UNKNOWN
 from ..checks.auditor import Auditor, Verdict, merged_counts
 from ..checks.registry import Violation
-from ..events import EngineStarted, Event, Finished
+from ..events import EngineRaised, EngineStarted, Event, Finished, HookFailed
 from ..journal.format import gone_by
 from ..journal.reader import Batch, Reader
 from ..ledger.account import Account
+from ..ledger.observation import error_name
 from ..ledger.state import Watch
 from ..ledger.subjects import Entry
 from ..ledger.totals import Totals
@@ -78,7 +79,11 @@ class EngineAudit:
         self.metrics = MetricsState()
         """What metrics need beyond the totals, of all requests whatever the window."""
         self.auditor = Auditor(
-            keep_closed=True, watch=watch, on_violation=self._count_violation, checks=not accounts_only
+            keep_closed=True,
+            watch=watch,
+            on_violation=self._count_violation,
+            checks=not accounts_only,
+            in_window=self._is_in_window,
         )
         """The ledger and the checks that every event goes through."""
         self.requests: dict[tuple[str, str], int] = {}
@@ -136,6 +141,12 @@ class EngineAudit:
         """Whether the window has a bound."""
         self._losses = LossesInWindow()
         """How many times events were lost at a time that a bounded window may include."""
+        self._failures = LossesInWindow()
+        """How many times a hook failed then."""
+        self._unobserved_from = math.inf
+        """Unix time from which the engine ran on without being observed, because a hook kept failing."""
+        self._errors: set[str] = set()
+        """Exceptions of the engine in a bounded window."""
         self._whole_until = 0.0
         """Unix time of the last event before a lost tail."""
         self._gone_by = math.inf
@@ -168,13 +179,18 @@ class EngineAudit:
         return findings
 
     def _feed_in_window(self, event: Event, number: int) -> list[Violation]:
-        """Audit one event, and find out whether a loss that it reports or ends is in the window."""
+        """Audit one event, and find out whether a loss or failure that it tells of is in the window."""
         ledger = self.auditor.ledger
-        before, gaps = ledger.at, ledger.gaps
+        before, gaps, failures = ledger.at, ledger.gaps, ledger.hook_failures
         findings = self.auditor.feed(event, number)
         began = self.began_seconds or 0.0
-        lost = ledger.gaps > gaps
-        self._losses.place(self.window, lost, began + before / 1e6, began + event.at / 1e6)
+        between = began + before / 1e6, began + event.at / 1e6
+        self._losses.place(self.window, ledger.gaps > gaps, *between)
+        self._failures.place(self.window, ledger.hook_failures > failures, *between)
+        if type(event) is HookFailed and event.removed:
+            self._unobserved_from = between[0]
+        if type(event) is EngineRaised and self.window.holds(between[1]):
+            self._errors |= {error_name(event)} & ledger.engine_errors.keys()
         return findings
 
     def _feed_worker_steps(self) -> list[Violation]:
@@ -190,8 +206,9 @@ class EngineAudit:
         """Audit the exceptions that left the workers' connectors."""
         ledger, raised = self.auditor.ledger, self.workers.raised
         self.workers.raised = []
+        feed = self._feed_in_window if self._bounded else self.auditor.feed
         for event in raised:
-            self.auditor.feed(replace(event, at=ledger.at, lost=False), ledger.number)
+            feed(replace(event, at=ledger.at, lost=False), ledger.number)
 
     def read(self, reader: Reader, lock: AbstractContextManager[object] | None = None) -> None:
         """Audit everything in the journal by now, holding ``lock`` for one batch at a time."""
@@ -269,6 +286,9 @@ class EngineAudit:
     def _count_violation(self, id: str, at: int, account: Account | None) -> None:
         self.metrics.count_violation(id, at, account)
 
+    def _is_in_window(self, at: int) -> bool:
+        return not self._bounded or self.window.holds((self.began_seconds or 0.0) + at / 1e6)
+
     def _add_to_window(self, account: Account) -> bool:
         """Whether an ended request is in the window; if so, it is added to the window's totals."""
         inside = self.window.has(account, self.began_seconds)
@@ -314,6 +334,11 @@ class EngineAudit:
         """Take the engine's description from elsewhere, where no event is read."""
         self.auditor.ledger.engine = engine
         self.auditor.engine = engine.name
+
+    @property
+    def of_all_times(self) -> bool:
+        """Whether it needs events before its window: for metrics, or for requests that are watched."""
+        return self._with_metrics or self.auditor.ledger.watch is not None
 
     def workers_beside(self) -> bool:
         """Whether journals of workers lie beside the engine's journal."""
@@ -454,21 +479,15 @@ class EngineAudit:
     def violations(self) -> list[Violation]:
         """Findings, drifts included, in the requests of the window.
 
-        A finding that concerns no single request belongs to the window in which it was first seen.
+        A finding that concerns no single request belongs to each window in which it was seen.
         """
-        violations = self.auditor.violations
         if not self.window.bounded:
-            return violations
+            return self.auditor.violations
         self.open()
-        began = self.began_seconds or 0.0
         return [
             violation
-            for violation in violations
-            if (
-                self._in_window.get(violation.request, False)
-                if violation.request
-                else self.window.holds(began + violation.at / 1e6)
-            )
+            for violation, inside in self.auditor.placed_violations()
+            if (self._in_window.get(violation.request, False) if violation.request else inside)
         ]
 
     @property
@@ -483,9 +502,17 @@ class EngineAudit:
 
     @property
     def doubts(self) -> list[str]:
-        """Why the verdict can't be clean. Lost events count for each window that may include them."""
-        losses = self._losses.count(self.window) if self.window.bounded else None
-        doubts = self.auditor.doubts_with(self.totals().doubtful_requests, losses)
+        """Why the verdict can't be clean. What went wrong counts for each window that may include it."""
+        unknown = self.totals().doubtful_requests
+        if self.window.bounded:
+            unobserved = self._unobserved_from < math.inf
+            unobserved &= self.window.touches(self._unobserved_from, math.inf)
+            failures = self._failures.count(self.window) or int(unobserved)
+            doubts = self.auditor.doubts_with(
+                unknown, self._losses.count(self.window), failures, sorted(self._errors)
+            )
+        else:
+            doubts = self.auditor.doubts_with(unknown)
         return [*doubts, *self._tail_doubts()]
 
     def _tail_doubts(self) -> list[str]:

@@ -29,6 +29,7 @@ from .find import journals_at, pick_request, pick_requests
 from .parallel import Run, here
 from .shared_transfers import compare_transfers
 from .split import Piece, Span, SpanAudit, joined, split_run
+from .window_start import skip_to_window
 from .windows import EVERYTHING, Window
 
 VERDICT_ORDER: tuple[Verdict, ...] = ("clean", "unknown", "violated")
@@ -65,8 +66,11 @@ def each_batch(audit: EngineAudit, start: Position | None = None) -> Iterator[Re
 
 
 def each_account(audit: EngineAudit, start: Position | None = None) -> Iterator[Account]:
-    """Replay the journal of ``audit``: accounts as they close, then those still open at its end."""
-    for batch in each_batch(audit, start):
+    """Replay the journal of ``audit``: accounts as they close, then those still open at its end.
+
+    What no account of the audit's window needs may be skipped.
+    """
+    for batch in each_batch(audit, start or skip_to_window(audit)):
         yield from batch.accounts
 
 
@@ -169,7 +173,7 @@ def _replay(
         with_costs=with_costs,
         times_steps=times_steps,
     )
-    with Reader(path) as reader:
+    with Reader(path, skip_to_window(audit)) as reader:
         audit.read(reader)
         audit.note_end(reader)
     audit.finish()

@@ -29,6 +29,7 @@ from ..ledger.ledger import Ledger
 from .engine_audit import EngineAudit
 from .parallel import Processes, Result, Run, cores, size_bytes
 from .serialize import plain
+from .window_start import engine_of
 
 Part = TypeVar("Part")
 
@@ -73,7 +74,7 @@ def spans(path: Path, parts: int, worth_bytes: int | None = None) -> list[Span]:
     worth = WORTH_BYTES if worth_bytes is None else worth_bytes
     if parts < 2 or whole[0].bytes < worth or not path.is_dir():
         return whole
-    engine = _engine_of(path)
+    engine = engine_of(path)
     if engine is None or engine.level != "tokens" or EngineAudit(path).workers_beside():
         return whole
     cuts, before = [0], 0
@@ -86,13 +87,6 @@ def spans(path: Path, parts: int, worth_bytes: int | None = None) -> list[Span]:
         Span(path, first, until, engine, whole[0].bytes // len(cuts))
         for first, until in zip(cuts, ends, strict=True)
     ]
-
-
-def _engine_of(path: Path) -> EngineStarted | None:
-    with Reader(path) as reader:
-        for batch in reader.poll():
-            return next((event for event in batch.events if isinstance(event, EngineStarted)), None)
-    return None
 
 
 class SpanAudit:

@@ -1,8 +1,7 @@
 """Time windows: which requests of a journal a report includes.
 
 A request belongs to the window in which it ended, with its whole account. A request that is still open
-belongs to windows without an end. The journal is always replayed from its beginning, because a ledger that
-starts in the middle knows nothing of earlier events.
+belongs to windows without an end. ``window_start.py`` says from where a journal is replayed.
 """
 
 from __future__ import annotations

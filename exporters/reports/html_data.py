@@ -18,6 +18,7 @@ from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.find import journals_at
 from ...audit.replay.journals import Audit, each_batch
 from ...audit.replay.parallel import Run, here
+from ...audit.replay.window_start import skip_to_window
 from ...audit.replay.windows import EVERYTHING, Window
 from ..trace.groups import check, group_key
 from ..trace.request_counts import RequestCounts
@@ -87,7 +88,7 @@ class JournalPageData:
         """Replay the journal."""
         engine_audit, counts = self.engine_audit, RequestCounts()
         key = group_key(self.by, engine_audit)
-        for batch in each_batch(engine_audit):
+        for batch in each_batch(engine_audit, skip_to_window(engine_audit)):
             began = engine_audit.began_seconds or 0.0
             for event in batch.events:
                 if counts.feed(event):

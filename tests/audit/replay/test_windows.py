@@ -13,10 +13,12 @@ from tests.histories import events, weave
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import (
     CacheReset,
+    EngineRaised,
     EngineStopped,
     Event,
     Finished,
     Gap,
+    HookFailed,
     Reported,
     Snapshot,
     SnapshotRow,
@@ -126,6 +128,37 @@ def test_lost_events_make_a_window_unknown_that_may_include_them(
     path = journals.write(tmp_path / "lost", stream, stopped=False)
 
     assert verdict == audit_paths([path], window=window).verdict
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        HookFailed(150_000_000, "schedule", "KeyError", False),
+        EngineRaised(150_000_000, "schedule", "AssertionError", True),
+    ],
+    ids=["a hook failed", "the engine raised"],
+)
+def test_a_failure_makes_only_the_windows_unknown_that_may_include_it(tmp_path: Path, trouble: Event) -> None:
+    stream = [CacheReset(149_000_000, True, False), trouble, *segment_start(151_000_000)]
+    path = journals.write(
+        tmp_path / "failed", [*stream, EngineStopped(400_000_000, "shutdown")], stopped=False
+    )
+    windows = Window(), Window(BEGAN + 100, BEGAN + 200), Window(None, BEGAN + 99), Window(BEGAN + 201, None)
+
+    verdicts = [audit_paths([path], window=window).verdict for window in windows]
+    assert ["unknown", "unknown", "clean", "clean"] == verdicts
+
+
+def test_every_window_after_an_observer_that_kept_failing_is_unknown(tmp_path: Path) -> None:
+    """The engine runs on, and nobody sees what it does."""
+    failed = HookFailed(150_000_000, "schedule", "KeyError", True)
+    stopped = EngineStopped(150_000_001, "the observer of schedule kept failing")
+    stream = [CacheReset(149_000_000, True, False), failed, stopped]
+    path = journals.write(tmp_path / "failed", stream, stopped=False)
+
+    assert "clean" == audit_paths([path], window=Window(None, BEGAN + 99)).verdict
+    assert "unknown" == audit_paths([path], window=Window(BEGAN + 3_000, None)).verdict
+    assert "unknown" == audit_paths([path], window=Window(BEGAN + 3_000, BEGAN + 4_000)).verdict
 
 
 def test_a_request_that_lost_events_touched_makes_the_window_of_its_end_unknown(tmp_path: Path) -> None:
