@@ -250,8 +250,9 @@ RouterIndex = Annotated[
     str,
     _choice(
         "--index",
-        "The index that KV events are replayed through: our own, or Dynamo's RadixTree (the routing extra).",
-        ("own", "dynamo"),
+        "The index that KV events are replayed through: our own, one that knows tokens and no salts or "
+        "adapters, or Dynamo's RadixTree (the routing extra).",
+        ("own", "tokens", "dynamo"),
     ),
 ]
 EventsEndpoint = Annotated[

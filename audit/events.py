@@ -913,6 +913,7 @@ class KVEventsReceived(Event, frozen=True, array_like=True, tag=90):
     rows: list[int]
     replayed: bool = False
     unreadable: int = 0
+    contents: list[int] = []
 
 
 EmittedEvent = (

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 
 from .errors import LedgerError
 
@@ -48,6 +49,17 @@ class HashKey:
         if isinstance(block_hash, int):
             block_hash = (block_hash & (1 << 8 * HASH_BYTES) - 1).to_bytes(HASH_BYTES, "big")
         return self.of_pool(block_hash[-HASH_BYTES:] + max(0, group).to_bytes(4, "big"))
+
+    def of_tokens(self, above: int, tokens: Sequence[int]) -> int:
+        """The id of a block's tokens and of all tokens before it, whatever their salt or adapter.
+
+        ``above``: this id of the block before; 0: there is none.
+        """
+        keyed = self._keyed.copy()
+        keyed.update(b"tokens" + above.to_bytes(8, "little", signed=True))
+        keyed.update(array("q", tokens).tobytes())
+        number = int.from_bytes(keyed.digest(), "little", signed=True)
+        return number if number not in (0, -1) else 1
 
 
 def from_environment(environ: Mapping[str, str] = os.environ, variable: str = VARIABLE) -> HashKey | None:

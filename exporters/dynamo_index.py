@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..audit import events as ev
@@ -16,11 +16,11 @@ UNSIGNED = (1 << 64) - 1
 class DynamoIndex:
     """An index in Dynamo's RadixTree. Raises LedgerError without ``ai-dynamo-runtime``.
 
-    The tree names a block twice: by its position in a sequence, and by its tokens alone. A hash id covers all
-    tokens before it, so it serves as both.
+    The tree names a block twice: by its position in a sequence, and by its tokens alone. ``contents`` has a
+    keyed hash of the tokens by hash id; without it, a hash id serves as both.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, contents: Mapping[int, int] | None = None) -> None:
         try:
             from dynamo._core import RadixTree
         except ImportError:
@@ -29,6 +29,7 @@ class DynamoIndex:
             ) from None
         self._tree: Any = RadixTree()
         self._events = 0
+        self._contents = contents or {}
         self.refused = 0
         """Stores that the tree did not take, because it does not know their parent block."""
 
@@ -39,15 +40,17 @@ class DynamoIndex:
             place += ev.KV_HEAD + count
             if tier >= 0 and batch.tiers[tier] != "GPU":
                 continue
-            self._apply(engine, kind, parent, [number & UNSIGNED for number in rows[place - count : place]])
+            self._apply(engine, kind, parent, rows[place - count : place])
 
     def _apply(self, engine: int, kind: int, parent: int, ids: list[int]) -> None:
         data: Any = "cleared"
         if kind == ev.STORED:
-            blocks = [{"block_hash": number, "tokens_hash": number} for number in ids]
+            blocks = [
+                {"block_hash": number & UNSIGNED, "tokens_hash": self._tokens(number)} for number in ids
+            ]
             data = {"stored": {"parent_hash": parent & UNSIGNED if parent else None, "blocks": blocks}}
         elif kind == ev.REMOVED_BLOCKS:
-            data = {"removed": {"block_hashes": ids}}
+            data = {"removed": {"block_hashes": [number & UNSIGNED for number in ids]}}
         if kind != ev.CLEARED and not ids:
             return
         event = {"event_id": self._events, "data": data, "dp_rank": 0}
@@ -57,10 +60,13 @@ class DynamoIndex:
         except RuntimeError:
             self.refused += 1
 
+    def _tokens(self, hash_id: int) -> int:
+        return self._contents.get(hash_id, hash_id) & UNSIGNED
+
     def held(self, hashes: Sequence[int]) -> dict[int, int]:
         scores: dict[Any, int] = {}
         with contextlib.suppress(RuntimeError):
-            scores = self._tree.find_matches([number & UNSIGNED for number in hashes]).scores
+            scores = self._tree.find_matches([self._tokens(number) for number in hashes]).scores
         return {
             worker[0] if isinstance(worker, tuple) else worker: blocks for worker, blocks in scores.items()
         }

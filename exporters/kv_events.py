@@ -3,7 +3,8 @@
 vLLM publishes batches over ZeroMQ, numbered from 0, and repeats past batches on a second socket if
 ``replay_endpoint`` is configured. A batch is asked for again when numbers are missing, and all batches when
 the recording begins. Token ids, salts and adapters are dropped when a batch is decoded; hashes become the
-hash ids of ``KVLEDGER_EVENTS_KEY``, so that they can be compared with the engine's own journal.
+hash ids of ``KVLEDGER_EVENTS_KEY``, so that they can be compared with the engine's own journal. A keyed hash
+of the tokens alone tells which blocks differ by their salt or adapter only.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -56,6 +57,9 @@ FIELDS = {
 
 MOST_TIER_CHARACTERS = 32
 
+MOST_CONTENTS = 1 << 18
+"""Blocks whose tokens' hash is kept, for the blocks that follow them."""
+
 
 class Received(NamedTuple):
     """One message of the publisher."""
@@ -68,11 +72,42 @@ class Received(NamedTuple):
 # --- decoding -----------------------------------------------------------------------------------------
 
 
+class Contents:
+    """The keyed hash of the tokens of the blocks that were announced last, by hash id."""
+
+    def __init__(self, key: HashKey) -> None:
+        self._key = key
+        self._of: dict[int, int] = {}
+
+    def of(self, fields: Mapping[str, Any], above: int, ids: Sequence[int]) -> list[int]:
+        """For each block of a store: the hash of its tokens and all before; 0: those before are not known."""
+        tokens, size = fields["token_ids"], int(fields["block_size"])
+        content = self._of.get(above, 0)
+        found = []
+        for place, hash_id in enumerate(ids):
+            part = tokens[place * size : (place + 1) * size]
+            known = len(part) == size and (content or not (above or place))
+            content = self._key.of_tokens(content, part) if known else 0
+            found.append(content)
+            if content:
+                self._of.pop(hash_id, None)
+                self._of[hash_id] = content
+        while len(self._of) > MOST_CONTENTS:
+            del self._of[next(iter(self._of))]
+        return found
+
+
 def decoded(
-    message: Received, at: int, stream: int, key: HashKey, decode: Any = msgspec.msgpack.decode
+    message: Received,
+    at: int,
+    stream: int,
+    key: HashKey,
+    decode: Any = msgspec.msgpack.decode,
+    contents: Contents | None = None,
 ) -> ev.KVEventsReceived:
     """One batch as an event of the journal. What can't be read is counted and left out."""
     rows: list[int] = []
+    found: list[int] = []
     tiers: list[str] = []
     unreadable, seconds, rank = 0, 0.0, -1
     try:
@@ -83,18 +118,21 @@ def decoded(
         published, unreadable = (), 1
     for event in published:
         try:
-            rows += _row(event, tiers, key)
+            row = _row(event, tiers, key)
+            if contents is not None and row[0] == ev.STORED:
+                found += contents.of(_fields(event, ev.STORED), row[4], row[ev.KV_HEAD :])
+            rows += row
         except (TypeError, ValueError, KeyError, IndexError, OverflowError):
             unreadable += 1
     return ev.KVEventsReceived(
-        at, stream, message.sequence, seconds, rank, tiers, rows, message.replayed, unreadable
+        at, stream, message.sequence, seconds, rank, tiers, rows, message.replayed, unreadable, found
     )
 
 
 def _row(event: Any, tiers: list[str], key: HashKey) -> list[int]:
     """A KV event as a row of ``KVEventsReceived``, without its token ids."""
     code = CODES[event["type"] if isinstance(event, dict) else event[0]]
-    fields = event if isinstance(event, dict) else dict(zip(FIELDS[code], event, strict=False))
+    fields = _fields(event, code)
     if code == ev.CLEARED:
         return [code, -1, -1, 0, 0, 0]
     group, medium, parent = fields.get("group_idx"), fields.get("medium"), fields.get("parent_block_hash")
@@ -108,6 +146,11 @@ def _row(event: Any, tiers: list[str], key: HashKey) -> list[int]:
     ids = [key.of_published(each, number) for each in fields["block_hashes"]]
     above = 0 if parent is None else key.of_published(parent, number)
     return [code, number, tier, int(fields.get("block_size") or 0), above, len(ids), *ids]
+
+
+def _fields(event: Any, code: int) -> Mapping[str, Any]:
+    """The fields of a KV event by name."""
+    return event if isinstance(event, dict) else dict(zip(FIELDS[code], event, strict=False))
 
 
 # --- receiving ----------------------------------------------------------------------------------------
@@ -202,6 +245,7 @@ class EventRecorder:
         """The journal."""
         self._source, self._key, self._endpoint = source, key, endpoint
         self._recorder = Recorder(self.path)
+        self._contents = Contents(key)
         self._began = time.monotonic()
         self._stream = 0
         """How often the publisher was seen to begin anew."""
@@ -243,7 +287,8 @@ class EventRecorder:
     def _take(self, message: Received) -> None:
         if self._recorder.wants_snapshot:
             self._restart()
-        event = decoded(message, microseconds_since(self._began), self._stream, self._key)
+        at = microseconds_since(self._began)
+        event = decoded(message, at, self._stream, self._key, contents=self._contents)
         self._recorder.record(event)
         self.sums.missing += max(0, message.sequence - self._expected)
         self.sums.batches += 1

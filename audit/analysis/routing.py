@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
+
+import msgspec
 
 from .. import events as ev
 from ..ledger.cache_changes import CLEARED, STORED, CacheChanges, Change
@@ -21,6 +23,7 @@ EVICTED = "evicted-since"
 EVENT_LOST = "event-lost"
 ELSEWHERE = "routed-elsewhere"
 LOAD_FAILED = "load-failed"
+OTHER_SALT = "other-salt-or-adapter"
 LAST_TOKEN = "last-token"
 NOT_USED = "not-used"
 STORED_SINCE = "stored-since"
@@ -30,7 +33,8 @@ INDEX = "index-rule"
 UNKNOWN = "unknown"
 
 MISSED = {
-    NEVER_STORED: "the engine never had the block; its KV event, salt or adapter was another's",
+    NEVER_STORED: "the engine never had the block",
+    OTHER_SALT: "the same tokens are cached under another salt or adapter",
     EVICTED: "evicted or reset, and its KV event had not come when the request arrived",
     EVENT_LOST: "evicted or reset, and the KV event that says so was lost",
     ELSEWHERE: "in the cache of another engine than the one that got the request",
@@ -95,6 +99,50 @@ class OwnIndex:
     def has(self, engine: int, hash_id: int) -> bool:
         """Whether an engine is thought to hold a block with this hash id."""
         return hash_id in self._held.get(engine, ())
+
+
+class TokensIndex:
+    """An index that knows the tokens of blocks and not their salt or adapter.
+
+    ``contents``: by hash id, the keyed hash of all tokens up to the end of the block.
+    """
+
+    def __init__(self, contents: Mapping[int, int]) -> None:
+        self._contents = contents
+        self._own = OwnIndex()
+
+    def apply(self, engine: int, batch: ev.KVEventsReceived) -> None:
+        rows, place = list(batch.rows), 0
+        while place < len(rows):
+            count = rows[place + ev.KV_HEAD - 1]
+            place += ev.KV_HEAD + count
+            for index in range(place - count, place):  # without contents, a block is only itself
+                rows[index] = self._contents.get(rows[index], rows[index])
+        self._own.apply(engine, msgspec.structs.replace(batch, rows=rows))
+
+    def held(self, hashes: Sequence[int]) -> dict[int, int]:
+        return self._own.held([self._contents.get(hash_id, hash_id) for hash_id in hashes])
+
+    def has(self, engine: int, hash_id: int) -> bool:
+        """Whether an engine is thought to hold a block with the tokens of this one."""
+        return self._own.has(engine, self._contents.get(hash_id, hash_id))
+
+
+def contents_of(batches: Iterable[ev.KVEventsReceived]) -> dict[int, int]:
+    """By hash id, the keyed hash of the tokens up to the end of the block, as far as it was recorded."""
+    found: dict[int, int] = {}
+    for batch in batches:
+        rows, place, known = batch.rows, 0, iter(batch.contents)
+        while place < len(rows):
+            kind, count = rows[place], rows[place + ev.KV_HEAD - 1]
+            place += ev.KV_HEAD + count
+            if kind == STORED:
+                found |= {
+                    hash_id: content
+                    for hash_id, content in zip(rows[place - count : place], known, strict=False)
+                    if content
+                }
+    return found
 
 
 class RoutedRequest(NamedTuple):
@@ -180,23 +228,33 @@ class Row(NamedTuple):
     surplus: dict[str, int]
 
 
-def rows(engines: Sequence[EngineSide], requests: Sequence[RoutedRequest], index: Index) -> Iterator[Row]:
-    """The rows in the order of arrival. The causes of each row add up to its difference."""
+def rows(
+    engines: Sequence[EngineSide],
+    requests: Sequence[RoutedRequest],
+    index: Index,
+    contents: Mapping[int, int] | None = None,
+) -> Iterator[Row]:
+    """The rows in the order of arrival. The causes of each row add up to its difference.
+
+    ``contents``: by hash id, the keyed hash of the tokens, see :func:`contents_of`.
+    """
     received = sorted(
         ((at, number, batch) for number, side in enumerate(engines) for at, batch in side.batches),
         key=lambda each: each[0],
     )
     own, place = OwnIndex(), 0
+    tokens = TokensIndex(contents or {})
     histories = [_History(side) for side in engines]
     for request in sorted(requests, key=lambda each: each.arrived):
         while place < len(received) and received[place][0] <= request.arrived:
             _, number, batch = received[place]
             index.apply(number, batch)
             own.apply(number, batch)
+            tokens.apply(number, batch)
             place += 1
         alive = {number for number, side in enumerate(engines) if side.ended >= request.arrived}
         held = {number: blocks for number, blocks in index.held(request.hashes).items() if number in alive}
-        yield row_of(engines[request.engine], request, held, own, histories[request.engine])
+        yield row_of(engines[request.engine], request, held, own, histories[request.engine], tokens)
 
 
 class _History:
@@ -233,11 +291,18 @@ class _History:
         return (None if last is None else blocks > 0), last
 
 
-def row_of(side: Side, request: RoutedRequest, held: Mapping[int, int], own: Has, history: History) -> Row:
+def row_of(
+    side: Side,
+    request: RoutedRequest,
+    held: Mapping[int, int],
+    own: Has,
+    history: History,
+    tokens: Has | None = None,
+) -> Row:
     """The row of one request.
 
     ``held``: how many of the request's blocks the index has of each engine that is there. ``own``: our own
-    index.
+    index. ``tokens``: the same without salts and adapters; None: not known.
     """
     size = side.block_tokens
     here = held.get(request.engine, 0)
@@ -246,7 +311,8 @@ def row_of(side: Side, request: RoutedRequest, held: Mapping[int, int], own: Has
     found = request.local + max(0, request.external - request.failed)
     missed, surplus = Counter[str](), Counter[str]()
     if blocks * size > found:
-        _explain_missed(side, request, history, here, blocks, found, missed)
+        misled = _misled(request, request.engine, own, tokens), _misled(request, best, own, tokens)
+        _explain_missed(side, request, history, here, blocks, found, missed, misled)
     elif found > blocks * size:
         _explain_surplus(side, request, history, own, blocks, found, surplus)
     row = Row(request, best, blocks * size, here * size, found, dict(missed), dict(surplus))
@@ -262,13 +328,20 @@ def _explain_missed(
     blocks: int,
     found: int,
     causes: Counter[str],
+    misled: tuple[Collection[int], Collection[int]],
 ) -> None:
-    """Give each predicted token that was not found the cause of its block, or of the first missing one."""
+    """Give each predicted token that was not found the cause of its block, or of the first missing one.
+
+    ``misled``: the blocks that only an index without salts and adapters promises, of the engine that got the
+    request and of the one that has most.
+    """
     size = side.block_tokens
     inherited = ""
     for place in range(found // size, blocks):
         tokens = (place + 1) * size - max(found, place * size)
-        if place >= here:
+        if place in misled[place >= here]:
+            cause = OTHER_SALT
+        elif place >= here:
             cause = ELSEWHERE
         elif place >= max(0, request.prompt_tokens - 1) // size:
             cause = LAST_TOKEN
@@ -278,6 +351,14 @@ def _explain_missed(
             cause = _why_missing(side, request, history, request.hashes[place]) or inherited or NOT_USED
             inherited = inherited or cause
         causes[cause] += tokens
+
+
+def _misled(request: RoutedRequest, engine: int, own: Has, tokens: Has | None) -> Collection[int]:
+    """The blocks of a prompt that an engine has under another salt or adapter only."""
+    if tokens is None:
+        return ()
+    hashes = enumerate(request.hashes)
+    return {place for place, one in hashes if not own.has(engine, one) and tokens.has(engine, one)}
 
 
 def _why_missing(side: Side, request: RoutedRequest, history: History, hash_id: int) -> str:

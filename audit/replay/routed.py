@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from .. import events as ev
 from ..analysis.block_trace import TraceReader
-from ..analysis.routing import EngineSide, Index, OwnIndex, RoutedRequest, Routing, rows
+from ..analysis.routing import EngineSide, Index, OwnIndex, RoutedRequest, Routing, contents_of, rows
 from ..errors import LedgerError
 from ..journal.reader import Reader
 from ..ledger.cache_changes import CacheChanges
 from ..ledger.kv_stream import compare
 from .event_journals import RecordedEvents
 from .recordings import AFTER_END_SECONDS, incomparable, recordings_beside
+
+MakeIndex = Callable[[Mapping[int, int]], Index]
+"""Makes an index; by hash id, it is given a keyed hash of the tokens, as far as it was recorded."""
 
 
 class _EngineReader:
@@ -85,10 +88,11 @@ class _EngineReader:
         return found
 
 
-def routing(journals: Sequence[Path], index: Index | None = None) -> Routing:
+def routing(journals: Sequence[Path], index: MakeIndex | None = None) -> Routing:
     """Replay the recorded KV events of all engines through one index, request by request.
 
-    Raises LedgerError if no engine has a recording that can be compared with its blocks.
+    ``index`` makes it, of the tokens of the blocks that were announced. Raises LedgerError if no engine has a
+    recording that can be compared with its blocks.
     """
     sides: list[EngineSide] = []
     requests: list[RoutedRequest] = []
@@ -113,5 +117,6 @@ def routing(journals: Sequence[Path], index: Index | None = None) -> Routing:
         arrived += len(trace.requests)
         last = started.began_seconds + reader.at / 1e6 if reader.ended else math.inf
         sides.append(EngineSide(started.name, trace.block_tokens, reader.cache, lost, batches, last))
-    found = list(rows(sides, requests, index or OwnIndex()))
+    contents = contents_of(batch for side in sides for _, batch in side.batches)
+    found = list(rows(sides, requests, index(contents) if index else OwnIndex(), contents))
     return Routing([side.name for side in sides], found, arrived - len(found), gaps)

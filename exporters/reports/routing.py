@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,13 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from ...audit.analysis.routing import MISSED, SURPLUS, Index, Routing, Row
+from ...audit.analysis.routing import MISSED, SURPLUS, Index, Routing, Row, TokensIndex
+from ...audit.errors import LedgerError
 from ...audit.replay.routed import routing
 from . import terminal
 from .audit import csv_of
 
-INDEXES = ("own", "dynamo")
+INDEXES = ("own", "tokens", "dynamo")
 
 SHOWN = 20
 """Requests that differ and are printed without ``-v``."""
@@ -25,12 +26,22 @@ COLUMNS = ("request", "engine", "prompt", "predicted", "predicted_here", "found"
 
 def measured(journals: Sequence[Path], index: str) -> Routing:
     """The routing table of these journals, by the index of this name. Raises LedgerError."""
-    chosen: Index | None = None
+    if index == "tokens":
+        return routing(journals, _by_tokens)
     if index == "dynamo":
         from ..dynamo_index import DynamoIndex
 
-        chosen = DynamoIndex()
-    return routing(journals, chosen)
+        return routing(journals, DynamoIndex)
+    return routing(journals)
+
+
+def _by_tokens(contents: Mapping[int, int]) -> Index:
+    """An index without salts and adapters. Raises LedgerError if the tokens were not recorded."""
+    if not contents:
+        raise LedgerError(
+            "--index tokens needs KV events that this release of kvledger recorded, with blocks in them."
+        )
+    return TokensIndex(contents)
 
 
 def render(result: Routing, *, verbose: bool = False) -> Group:

@@ -13,7 +13,7 @@ from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import CLEARED, REMOVED_BLOCKS, STORED, EngineStarted, KVEventsReceived
 from kvledger.audit.hash_key import HashKey
 from kvledger.audit.journal.folder import find_journals, read
-from kvledger.exporters.kv_events import EventRecorder, Received, decoded, key
+from kvledger.exporters.kv_events import Contents, EventRecorder, Received, decoded, key
 
 KEY = HashKey("sixteen characters")
 
@@ -159,3 +159,42 @@ def test_without_a_key_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("KVLEDGER_EVENTS_KEY", raising=False)
     with pytest.raises(LedgerError, match="Set KVLEDGER_EVENTS_KEY"):
         key()
+
+
+def contents(batch: list[dict[str, Any]], known: Contents | None = None) -> list[int]:
+    payload = msgspec.msgpack.encode([5.0, [{"type": "BlockStored", **each} for each in batch], 0])
+    return decoded(Received(0, payload, False), 0, 0, KEY, contents=known or Contents(KEY)).contents
+
+
+def stored(hashes: list[int], parent: int | None, tokens: list[int], **more: Any) -> dict[str, Any]:
+    return {"block_hashes": hashes, "parent_block_hash": parent, "token_ids": tokens, "block_size": 2, **more}
+
+
+def test_blocks_of_the_same_tokens_have_one_content_whatever_their_salt():
+    plain = contents([stored([1, 2], None, [7, 8, 9, 9])])
+    salted = contents(
+        [stored([5], None, [7, 8], extra_keys=[["salt"]]), stored([6], 5, [9, 9], lora_name="a")]
+    )
+
+    assert plain == salted and 2 == len(set(plain))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        [stored([1, 2], None, [7, 8, 9, 1])],
+        [stored([1, 2], None, [9, 9, 7, 8])],
+        [stored([1], None, [9, 9]), stored([2], None, [9, 9])],
+    ],
+    ids=["another token", "another order", "another place"],
+)
+def test_blocks_of_other_tokens_or_other_tokens_before_them_differ(other: list[dict[str, Any]]):
+    assert contents([stored([1, 2], None, [7, 8, 9, 9])])[1] not in contents(other)
+
+
+def test_the_content_behind_an_unknown_block_is_unknown():
+    known = Contents(KEY)
+    assert [0, 0] == contents([stored([3, 4], 2, [7, 8, 9, 9])], known)
+    contents([stored([1, 2], None, [7, 8, 9, 9])], known)
+    assert 0 not in contents([stored([3, 4], 2, [7, 8, 9, 9])], known)
+    assert [0] == contents([stored([3], None, [7])], known)  # fewer tokens than a block has

@@ -18,12 +18,15 @@ from kvledger.audit.analysis.routing import (
     LOAD_FAILED,
     NEVER_STORED,
     NOT_USED,
+    OTHER_SALT,
     PART,
     STORED_SINCE,
     UNKNOWN,
     EngineSide,
     RoutedRequest,
     Row,
+    TokensIndex,
+    contents_of,
     rows,
 )
 from kvledger.audit.ledger.cache_changes import CLEARED, REMOVED, STORED, CacheChanges, Change
@@ -185,3 +188,63 @@ class Forgetful:
 
 def test_an_index_with_a_rule_of_its_own():
     assert {INDEX: 64} == row(request(64), engine(stored(*PROMPT)), index=Forgetful()).surplus
+
+
+# --- salts and adapters -----------------------------------------------------------------------------------
+
+SALTED = [91, 92, 93, 94]
+"""The hash ids of the same tokens under another salt."""
+TOKENS = {hash_id: place for ids in (PROMPT, SALTED) for place, hash_id in enumerate(ids, 1)}
+
+
+def by_tokens(asked: RoutedRequest, *engines: EngineSide) -> Row:
+    """The row by an index that does not know salts."""
+    (found,) = rows(engines, [asked], TokensIndex(TOKENS), TOKENS)
+    assert found.predicted - found.found == sum(found.missed.values()) - sum(found.surplus.values())
+    return found
+
+
+def test_the_same_tokens_under_another_salt_are_promised_and_not_found():
+    found = by_tokens(request(0), engine(stored(*SALTED)))
+
+    assert (64, 0, {OTHER_SALT: 64}) == (found.predicted, found.found, found.missed)
+
+
+def test_an_index_that_knows_salts_promises_nothing():
+    found = row(request(0), engine(stored(*SALTED)))
+
+    assert (0, 0, {}, {}) == (found.predicted, found.found, found.missed, found.surplus)
+
+
+@pytest.mark.parametrize(
+    ("side", "local", "causes"),
+    [
+        (engine(stored(*PROMPT, *SALTED)), 64, {}),
+        (engine([*stored(*SALTED, *PROMPT), *removed(13)], stored(*SALTED, *PROMPT)), 32, {EVICTED: 32}),
+        (engine([*stored(*SALTED, *PROMPT), *removed(13, 14)], [*stored(*SALTED, *PROMPT), *removed(13, 14)]),
+         32, {OTHER_SALT: 32}),
+        (engine([*stored(*PROMPT), *removed(13)], stored(*PROMPT)), 32, {EVICTED: 32}),
+        (engine([*stored(*PROMPT), *removed(13)], stored(*PROMPT), lost=[4]), 32, {EVENT_LOST: 32}),
+    ],
+    ids=["both salts cached", "evicted, the event comes", "evicted, the event came", "no other salt", "lost"],
+)  # fmt: skip
+def test_a_block_that_was_announced_under_its_own_salt_has_its_own_cause(
+    side: EngineSide, local: int, causes: dict[str, int]
+):
+    assert causes == by_tokens(request(local), side).missed
+
+
+def test_another_engine_has_the_tokens_under_another_salt_only():
+    here, there = engine(stored(11)), engine(stored(11, 92, 93))
+    found = by_tokens(request(16), here, there)
+
+    assert (1, 48, 16) == (found.best, found.predicted, found.found)
+    assert {OTHER_SALT: 32} == found.missed
+    assert {ELSEWHERE: 32} == by_tokens(request(16), here, engine(stored(11, 12, 13))).missed
+
+
+def test_the_tokens_of_blocks_are_read_from_stores_only():
+    rows_of = [STORED, 0, 0, SIZE, 0, 2, 11, 12, REMOVED, 0, 0, 0, 0, 1, 13, STORED, 0, 0, SIZE, 12, 1, 14]
+    batch = ev.KVEventsReceived(0, 0, 0, 1.0, 0, ["GPU"], rows_of, contents=[1, 2, 0])
+
+    assert {11: 1, 12: 2} == contents_of([batch])
