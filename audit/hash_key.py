@@ -2,7 +2,8 @@
 
 ``KVLEDGER_EVENTS_KEY`` sets it for engines and for ``kvledger record-events``, and ``KVLEDGER_CONTENT_KEY``
 for engines that transfer KV to each other. Without a key the hash ids of an engine process depend on a secret
-of its own, and nothing outside the process can make the same ids.
+of its own, and nothing outside the process can make the same ids. ``KVLEDGER_EVENTS_KEY`` also makes the
+classes of a cache salt equal in all processes.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class HashKey:
         """A hash that has taken in the key; its copies make the ids."""
         self.print = hashlib.blake2b(key, digest_size=8, person=b"kvledger print").hexdigest()
         """What tells this key from others, and reveals nothing of it."""
+        self.of_classes = hashlib.blake2b(key, digest_size=16, person=b"kvledger classes").digest()
+        """The secret for hashes of cache salts and adapters."""
 
     def of_pool(self, block_hash: bytes) -> int:
         """The id of a key of vLLM's cache map: the block's hash, then four bytes of the group."""

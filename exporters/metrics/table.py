@@ -111,8 +111,8 @@ GROUPS: tuple[Group, ...] = (
         "For whom",
         "The same figures of the ended requests that have a label: `label` is `lora` (the adapter's name), "
         "`group` (what `KVLEDGER_GROUP` found in the request id), `priority` (not 0) or `salt` (the keyed "
-        "hash of the cache salt, which is another one in each engine process), and `value` its value. An "
-        "engine has at most 64 values of a label; requests with further ones are `other`. A "
+        "hash of the cache salt; `KVLEDGER_EVENTS_KEY` makes it the same in all processes), and `value` its "
+        "value. An engine has at most 64 values of a label; requests with further ones are `other`. A "
         "request with two labels is counted for each, so don't add labels up.",
         (
             Metric(

@@ -12,6 +12,7 @@ import pytest
 from kvledger.audit import events as ev
 from kvledger.audit.engines.pool.isolation import IsolationClasses
 from kvledger.audit.engines.request_labels import CHARACTERS, MOST_GROUPS, OTHER, LabelReader, group_pattern
+from kvledger.audit.hash_key import VARIABLE
 from kvledger.audit.text import clean
 
 
@@ -50,6 +51,22 @@ def test_the_class_of_a_salt_is_that_of_the_isolation_classes() -> None:
     labels = LabelReader(classes).of(request(salt="secret"))
 
     assert labels is not None and classes.of_salt("secret") == labels.salt_class
+
+
+def test_the_class_of_a_salt_is_that_of_other_processes_only_with_a_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def classes() -> set[int]:
+        return {IsolationClasses().of_salt("secret") for _ in range(3)}
+
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert 3 == len(classes())
+    monkeypatch.setenv(VARIABLE, "short")
+    assert 3 == len(classes())
+    monkeypatch.setenv(VARIABLE, "a key of 16 letters")
+    (one,) = classes()
+    monkeypatch.setenv(VARIABLE, "another key of 16 letters")
+    assert {one} != classes()
 
 
 def test_groups_beyond_the_most_are_one() -> None:

@@ -2,8 +2,8 @@
 
 Two requests with the same tokens have different KV if they use different LoRA adapters or multimodal inputs,
 and must not share KV if their clients chose different cache salts. Neither a salt nor a name is recorded: a
-class is a hash of 64 bits with a key of this process. Classes are read once for a request, when it arrives,
-and again when a session is extended.
+class is a hash of 64 bits with a key of this process, or that of ``KVLEDGER_EVENTS_KEY``. Classes are read
+once for a request, when it arrives, and again when a session is extended.
 """
 
 from __future__ import annotations
@@ -15,17 +15,27 @@ from hashlib import blake2b
 from typing import Any
 
 from ... import events as ev
+from ...errors import LedgerError
+from ...hash_key import from_environment
 
 NOTHING: ev.Isolation = []
 """One list for all requests without a cache salt, a LoRA adapter and a multimodal input."""
+
+
+def _secret() -> bytes:
+    try:
+        key = from_environment()
+    except LedgerError:  # too short: hash_ids.py says so
+        key = None
+    return os.urandom(16) if key is None else key.of_classes
 
 
 class IsolationClasses:
     """Reads the isolation classes of vLLM's requests."""
 
     def __init__(self) -> None:
-        self._key = os.urandom(16)
-        """The secret of this process."""
+        self._key = _secret()
+        """The secret of this process, or of all that have its key."""
 
     def of(self, request: Any) -> ev.Isolation | None:
         """The classes of a request; None if one of them can't be read. Never raises."""
