@@ -242,6 +242,10 @@ class LiveSide(NamedTuple):
     lost: Mapping[int, Change]
     """The last change of each hash id whose last change was in a gap of the KV events."""
     lost_changes: Container[Change]
+    address: object
+    """Where the engine publishes: an engine that was restarted has that of the one before."""
+    heard: float
+    """Unix time at which the first batch was received; infinity: none was."""
 
     @property
     def block_tokens(self) -> int:
@@ -285,14 +289,17 @@ class _IndexThen(NamedTuple):
         """How many of these blocks, from the first on, each engine holds."""
         found = {}
         for engine, side in enumerate(self.sides):
-            if side.ended < self.arrived:
-                continue
-            blocks = 0
-            while blocks < len(hashes) and self.has(engine, hashes[blocks]):
-                blocks += 1
+            blocks = self.first(engine, hashes) if side.ended >= self.arrived else 0
             if blocks:
                 found[engine] = blocks
         return found
+
+    def first(self, engine: int, hashes: Sequence[int]) -> int:
+        """How many of these blocks, from the first on, the index has of one engine."""
+        blocks = 0
+        while blocks < len(hashes) and self.has(engine, hashes[blocks]):
+            blocks += 1
+        return blocks
 
 
 def live_row(sides: Sequence[LiveSide], engine: int, waiting: OpenRequest) -> Row | None:
@@ -322,4 +329,17 @@ def live_row(sides: Sequence[LiveSide], engine: int, waiting: OpenRequest) -> Ro
         min(waiting.external, max(0, given - valid)),
     )
     index = _IndexThen(sides, arrived)
-    return row_of(side, request, index.held(request.hashes), index, side)
+    held, stale = index.held(request.hashes), 0
+    before = max(
+        (
+            (one.ended, n)
+            for n, one in enumerate(sides)
+            if one.address == side.address and one.ended <= side.began
+        ),
+        default=None,
+    )
+    if side.heard > arrived and before is not None:
+        stale = index.first(before[1], request.hashes)
+        if stale:
+            held[engine] = stale
+    return row_of(side, request, held, index, side, stale=stale)

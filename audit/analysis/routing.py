@@ -24,6 +24,7 @@ EVENT_LOST = "event-lost"
 ELSEWHERE = "routed-elsewhere"
 LOAD_FAILED = "load-failed"
 OTHER_SALT = "other-salt-or-adapter"
+RESTARTED = "engine-restarted"
 LAST_TOKEN = "last-token"
 NOT_USED = "not-used"
 STORED_SINCE = "stored-since"
@@ -35,6 +36,7 @@ UNKNOWN = "unknown"
 MISSED = {
     NEVER_STORED: "the engine never had the block",
     OTHER_SALT: "the same tokens are cached under another salt or adapter",
+    RESTARTED: "in the cache of the engine before the restart, and no KV event of the new one had come",
     EVICTED: "evicted or reset, and its KV event had not come when the request arrived",
     EVENT_LOST: "evicted or reset, and the KV event that says so was lost",
     ELSEWHERE: "in the cache of another engine than the one that got the request",
@@ -174,6 +176,8 @@ class EngineSide(NamedTuple):
     """The batches with the Unix times at which they were received."""
     ended: float = math.inf
     """Unix time after which the engine was gone: a router sends it nothing then."""
+    before: int = -1
+    """The engine that published at the same address and was gone before this one began; -1: none."""
 
     @property
     def whole(self) -> bool:
@@ -245,16 +249,22 @@ def rows(
     own, place = OwnIndex(), 0
     tokens = TokensIndex(contents or {})
     histories = [_History(side) for side in engines]
+    heard: set[int] = set()
     for request in sorted(requests, key=lambda each: each.arrived):
         while place < len(received) and received[place][0] <= request.arrived:
             _, number, batch = received[place]
+            heard.add(number)
             index.apply(number, batch)
             own.apply(number, batch)
             tokens.apply(number, batch)
             place += 1
         alive = {number for number, side in enumerate(engines) if side.ended >= request.arrived}
-        held = {number: blocks for number, blocks in index.held(request.hashes).items() if number in alive}
-        yield row_of(engines[request.engine], request, held, own, histories[request.engine], tokens)
+        every = index.held(request.hashes)
+        held = {number: blocks for number, blocks in every.items() if number in alive}
+        here, stale = request.engine, 0
+        if here not in heard and engines[here].before in every:
+            held[here] = stale = every[engines[here].before]
+        yield row_of(engines[here], request, held, own, histories[here], tokens, stale)
 
 
 class _History:
@@ -298,11 +308,13 @@ def row_of(
     own: Has,
     history: History,
     tokens: Has | None = None,
+    stale: int = 0,
 ) -> Row:
     """The row of one request.
 
     ``held``: how many of the request's blocks the index has of each engine that is there. ``own``: our own
-    index. ``tokens``: the same without salts and adapters; None: not known.
+    index. ``tokens``: the same without salts and adapters; None: not known. ``stale``: how many blocks the
+    index has of the engine that was restarted.
     """
     size = side.block_tokens
     here = held.get(request.engine, 0)
@@ -311,8 +323,10 @@ def row_of(
     found = request.local + max(0, request.external - request.failed)
     missed, surplus = Counter[str](), Counter[str]()
     if blocks * size > found:
-        misled = _misled(request, request.engine, own, tokens), _misled(request, best, own, tokens)
-        _explain_missed(side, request, history, here, blocks, found, missed, misled)
+        other = _other_salt(request, request.engine, own, tokens), _other_salt(request, best, own, tokens)
+        special = {place: OTHER_SALT for place in range(blocks) if place in other[place >= here]}
+        special |= dict.fromkeys(range(stale), RESTARTED)
+        _explain_missed(side, request, history, here, blocks, found, missed, special)
     elif found > blocks * size:
         _explain_surplus(side, request, history, own, blocks, found, surplus)
     row = Row(request, best, blocks * size, here * size, found, dict(missed), dict(surplus))
@@ -328,19 +342,18 @@ def _explain_missed(
     blocks: int,
     found: int,
     causes: Counter[str],
-    misled: tuple[Collection[int], Collection[int]],
+    special: Mapping[int, str],
 ) -> None:
     """Give each predicted token that was not found the cause of its block, or of the first missing one.
 
-    ``misled``: the blocks that only an index without salts and adapters promises, of the engine that got the
-    request and of the one that has most.
+    ``special``: the causes of blocks that the engine's own stream never promised under their hash.
     """
     size = side.block_tokens
     inherited = ""
     for place in range(found // size, blocks):
         tokens = (place + 1) * size - max(found, place * size)
-        if place in misled[place >= here]:
-            cause = OTHER_SALT
+        if place in special:
+            cause = special[place]
         elif place >= here:
             cause = ELSEWHERE
         elif place >= max(0, request.prompt_tokens - 1) // size:
@@ -353,7 +366,7 @@ def _explain_missed(
         causes[cause] += tokens
 
 
-def _misled(request: RoutedRequest, engine: int, own: Has, tokens: Has | None) -> Collection[int]:
+def _other_salt(request: RoutedRequest, engine: int, own: Has, tokens: Has | None) -> Collection[int]:
     """The blocks of a prompt that an engine has under another salt or adapter only."""
     if tokens is None:
         return ()

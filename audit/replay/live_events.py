@@ -71,8 +71,14 @@ class LiveEvents:
         """Unix time of the last event of an engine that is gone."""
         self.key: object = None
         """The print of the key under which hash ids were made."""
+        self.port: object = None
+        """The port at which the engine publishes."""
+        self.heard = math.inf
+        """Unix time at which the first batch was received."""
         self.positions: dict[str, tuple[Position, float]] = {}
         """Of each recording of this engine: where to read on, and when its times began."""
+        self.streams: dict[str, int] = {}
+        """Of each recording: the life of the publisher that is this engine's."""
         self.engine_began = 0.0
         """Unix time at which the engine began; 0.0: its KV events are not compared."""
         self.enabled = False
@@ -85,7 +91,7 @@ class LiveEvents:
         """Read one event of the engine's journal."""
         if isinstance(event, EngineStarted) and not self.engine_began and not incomparable(event):
             self.engine_began = self.comparison.began = event.began_seconds
-            self.key = identity_of(event)[0]
+            self.key, self.port = identity_of(event)
         if self.engine_began:
             self.cache.feed(event)
 
@@ -114,9 +120,7 @@ class LiveEvents:
                 continue
             try:
                 for received, batch in recording.upto(math.inf if at_end else until):
-                    if self.engine_began <= batch.published_seconds <= last and self.comparison.receive(
-                        batch, received, counts
-                    ):
+                    if self._is_mine(name, batch, last) and self.comparison.receive(batch, received, counts):
                         self._index(batch, received)
                 self.positions[name] = recording.reader.resumable, recording.began
             except LedgerError:
@@ -164,15 +168,28 @@ class LiveEvents:
     def _side(self) -> LiveSide:
         compared = self.comparison
         return LiveSide(
-            self.cache, self.announced, self.engine_began, self.ended, compared.lost, compared.lost_changes
+            self.cache,
+            self.announced,
+            self.engine_began,
+            self.ended,
+            compared.lost,
+            compared.lost_changes,
+            self.port,
+            self.heard,
         )
 
     def _index(self, batch: KVEventsReceived, received: float) -> None:
+        self.heard = min(self.heard, received)
         for event, tier in Stream([batch]).events():
             if event.kind == CLEARED:
                 self.announced.clear(received)
             elif tier in ("", GPU):
                 self.announced.add(received, event.hash_id, event.kind)
+
+    def _is_mine(self, name: str, batch: KVEventsReceived, last: float) -> bool:
+        """Whether this engine published a batch, and not one before or after it at the same port."""
+        in_time = self.engine_began <= batch.published_seconds <= last
+        return in_time and self.streams.setdefault(name, batch.stream) == batch.stream
 
     def close(self) -> None:
         """Close the files; nothing is read any more."""
@@ -184,7 +201,7 @@ class LiveEvents:
     def _find(self, engine: EngineStarted) -> None:
         """Open the recordings that are new, and forget those that were removed."""
         beside = {path.name: path for path in recordings_beside(self._path)}
-        for name in beside.keys() - self._readers.keys():
+        for name in sorted(beside.keys() - self._readers.keys()):
             position, began = self.positions.get(name, (None, 0.0))
             recording = _Recording(beside[name], position, began)
             mine = position is not None or self._is_of(beside[name], engine)
@@ -192,6 +209,7 @@ class LiveEvents:
         for name in self._readers.keys() - beside.keys():
             gone = self._readers.pop(name)
             self.positions.pop(name, None)
+            self.streams.pop(name, None)
             if gone is not None:
                 gone.reader.close()
 

@@ -14,7 +14,7 @@ from ..journal.reader import Reader
 from ..ledger.cache_changes import CacheChanges
 from ..ledger.kv_stream import compare
 from .event_journals import RecordedEvents
-from .recordings import AFTER_END_SECONDS, incomparable, recordings_beside
+from .recordings import AFTER_END_SECONDS, identity_of, incomparable, recordings_beside
 
 MakeIndex = Callable[[Mapping[int, int]], Index]
 """Makes an index; by hash id, it is given a keyed hash of the tokens, as far as it was recorded."""
@@ -95,6 +95,7 @@ def routing(journals: Sequence[Path], index: MakeIndex | None = None) -> Routing
     recording that can be compared with its blocks.
     """
     sides: list[EngineSide] = []
+    started_by: list[ev.EngineStarted] = []
     requests: list[RoutedRequest] = []
     arrived = gaps = 0
     for path in journals:
@@ -117,6 +118,19 @@ def routing(journals: Sequence[Path], index: MakeIndex | None = None) -> Routing
         arrived += len(trace.requests)
         last = started.began_seconds + reader.at / 1e6 if reader.ended else math.inf
         sides.append(EngineSide(started.name, trace.block_tokens, reader.cache, lost, batches, last))
+        started_by.append(started)
+    sides = [side._replace(before=_before(n, sides, started_by)) for n, side in enumerate(sides)]
     contents = contents_of(batch for side in sides for _, batch in side.batches)
     found = list(rows(sides, requests, index(contents) if index else OwnIndex(), contents))
     return Routing([side.name for side in sides], found, arrived - len(found), gaps)
+
+
+def _before(number: int, sides: Sequence[EngineSide], started: Sequence[ev.EngineStarted]) -> int:
+    """The last engine at the same address that was gone before this one began; -1: none."""
+    mine = started[number]
+    earlier = [
+        (side.ended, other)
+        for other, side in enumerate(sides)
+        if identity_of(started[other]) == identity_of(mine) and side.ended <= mine.began_seconds
+    ]
+    return max(earlier, default=(0.0, -1))[1]

@@ -1,14 +1,16 @@
-"""Two servers behind vllm-router in its kv_aware mode, their KV events recorded.
+"""Two servers behind vllm-router in its kv_aware mode, their KV events recorded, and one of them restarted.
 
-    python -m tests.serving.routed FOLDER ROUTER_PROGRAM
+    python -m tests.serving.routed ROUTER_PROGRAM [--folder FOLDER] [--write]
 
 ``ROUTER_PROGRAM`` is ``vllm-router`` (PyPI), installed in an environment of its own. Two recorders listen to
 each engine: a whole one, and one that loses the batches 3 to 6 of each publisher. Afterwards FOLDER/whole and
-FOLDER/lossy hold journals for ``kvledger routing``, and FOLDER/router.log what the router says.
+FOLDER/lossy hold journals for ``kvledger routing``, and FOLDER/router.log what the router says. ``--write``
+puts the result into docs/routing.md.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import http.client
 import json
@@ -17,11 +19,13 @@ import random
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+from tests.serving import processes
 from tests.serving.processes import Engine, Server, free_port
 
 KEY = "a key of the tests, no secret"
@@ -36,6 +40,7 @@ class RoutedEngine(Engine):
     def __init__(self, folder: Path, journals: Path, name: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         super().__init__(folder, journals)
+        write_tokenizer(folder / "model")
         self._name = name
         self.events, self.replay = free_port(), free_port()
 
@@ -50,6 +55,7 @@ class RoutedEngine(Engine):
         words[place : place + 2] = ["--kv-events-config", json.dumps(config)]
         words[words.index("--block-size") + 1] = str(BLOCK_TOKENS)
         words[words.index("--num-gpu-blocks-override") + 1] = "32"
+        words.remove("--skip-tokenizer-init")
         return words
 
     def environment(self) -> dict[str, str]:
@@ -80,19 +86,32 @@ class Router(Server):
             *("--log-level", "debug", "--prometheus-port", str(free_port())),
         ]
 
-    def complete(self, prompt: list[int], name: str, output_tokens: int = 4) -> int:
-        """Request a completion; returns the status."""
+    def complete(self, prompt: str, name: str, salt: str = "") -> int:
+        """Request a completion; returns the status, 0 without an answer."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        asked = {"model": "tiny", "prompt": prompt, "max_tokens": output_tokens, "temperature": 0,
-                 "ignore_eos": True, "detokenize": False}  # fmt: skip
+        asked = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
         headers = {"Content-Type": "application/json", "X-Request-Id": name}
         try:
-            connection.request("POST", "/v1/completions", json.dumps(asked), headers)
+            body = json.dumps(asked | ({"cache_salt": salt} if salt else {}))
+            connection.request("POST", "/v1/completions", body, headers)
             response = connection.getresponse()
             response.read()
             return response.status
+        except (OSError, http.client.HTTPException):
+            return 0
         finally:
             connection.close()
+
+
+def write_tokenizer(model: Path) -> None:
+    """A tokenizer whose words are w0 to w511: a text has as many tokens as words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(512)}, unk_token="w2"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.save(str(model / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "w0", "eos_token": "w1"}
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 class Lossy:
@@ -111,15 +130,22 @@ class Lossy:
         )
 
 
-def prompts(count: int, seed: int) -> list[list[int]]:
-    """Prompts of six families, which share prefixes of two to eight blocks."""
+def prompts(count: int, seed: int) -> list[str]:
+    """Prompts of six families, which share prefixes of one to four blocks."""
     families = [[random.Random(n).randrange(3, 500) for _ in range(128)] for n in range(6)]
     choose = random.Random(seed)
     return [
-        choose.choice(families)[: choose.choice((32, 64, 96, 128))]
-        + [choose.randrange(3, 500) for _ in range(choose.randrange(1, 40))]
+        text(
+            choose.choice(families)[: choose.choice((32, 64, 96, 128))]
+            + [choose.randrange(3, 500) for _ in range(choose.randrange(1, 40))]
+        )
         for _ in range(count)
     ]
+
+
+def text(tokens: list[int]) -> str:
+    """The prompt of these tokens."""
+    return " ".join(f"w{token}" for token in tokens)
 
 
 def recorders(folder: Path, engines: list[RoutedEngine], stop: threading.Event) -> list[threading.Thread]:
@@ -139,13 +165,13 @@ def recorders(folder: Path, engines: list[RoutedEngine], stop: threading.Event) 
     return threads
 
 
-def wave(router: Router, some: list[list[int]], name: str) -> list[int]:
+def wave(router: Router, some: list[str], name: str, salt: str = "") -> list[int]:
     """Two clients that send one request after the other; returns the statuses."""
     statuses: list[int] = []
 
     def client(first: int) -> None:
         for number in range(first, len(some), 2):
-            statuses.append(router.complete(some[number], f"{name}-{number}"))
+            statuses.append(router.complete(some[number], f"{name}-{number}", salt))
 
     clients = [threading.Thread(target=client, args=(first,)) for first in (0, 1)]
     for each in clients:
@@ -156,7 +182,7 @@ def wave(router: Router, some: list[list[int]], name: str) -> list[int]:
 
 
 def run(folder: Path, program: Path) -> dict[str, Any]:
-    """Two waves of requests."""
+    """Waves of requests; one has a salt, one is sent while an engine is gone, one after its restart."""
     os.environ["KVLEDGER_EVENTS_KEY"] = KEY
     whole = folder / "whole"
     engines = [RoutedEngine(folder / f"engine-{n}", whole, f"engine{n}") for n in (1, 2)]
@@ -170,6 +196,13 @@ def run(folder: Path, program: Path) -> dict[str, Any]:
         time.sleep(2)
         found["first"] = wave(router, prompts(20, 1), "first")
         found["second"] = wave(router, prompts(14, 2), "second")
+        found["salted"] = wave(router, prompts(6, 2), "salted", salt="another tenant")
+        time.sleep(2)
+        engines[0].stop()
+        found["gone"] = wave(router, prompts(6, 3), "gone")
+        engines[0].start()
+        time.sleep(8)
+        found["restarted"] = wave(router, prompts(14, 4), "restarted")
         time.sleep(2)
     finally:
         stop.set()
@@ -178,7 +211,7 @@ def run(folder: Path, program: Path) -> dict[str, Any]:
         for engine in engines:
             with contextlib.suppress(OSError):
                 if engine._process is not None:
-                    engine.stop() if found else engine.kill()
+                    engine.stop() if "restarted" in found else engine.kill()
         for thread in threads:
             thread.join()
     for journal in whole.glob("engine-*"):
@@ -196,12 +229,29 @@ def start(engines: list[RoutedEngine]) -> None:
     assert all(each._process is not None for each in engines)
 
 
+def shown(folder: Path, *words: str) -> str:
+    """What ``kvledger routing`` prints of the journals in a folder."""
+    command = [sys.executable, "-m", "kvledger", "routing", str(folder), *words]
+    environment = os.environ | {"COLUMNS": "140", "NO_COLOR": "1"}
+    return subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+
+
 def main() -> None:
-    folder, program = Path(sys.argv[1]), Path(sys.argv[2])
-    (folder / "result.json").write_text(json.dumps(run(folder, program)))
-    for name in ("whole", "lossy"):
-        command = [sys.executable, "-m", "kvledger", "routing", str(folder / name)]
-        subprocess.run(command, check=True)
+    """Run, print the tables, and write them if asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("program", type=Path)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--write", action="store_true")
+    asked = parser.parse_args()
+    folder = asked.folder or Path(tempfile.mkdtemp())
+    folder.mkdir(parents=True, exist_ok=True)
+    processes.START_SECONDS = 600.0
+    found = run(folder, asked.program)
+    (folder / "result.json").write_text(json.dumps(found))
+    print(json.dumps(found))
+    for name, index in (("whole", "own"), ("lossy", "own"), ("whole", "tokens")):
+        print(f"--- {name}, index {index}")
+        print(shown(folder / name, "--index", index))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from kvledger.audit.analysis.routing import (
     NOT_USED,
     OTHER_SALT,
     PART,
+    RESTARTED,
     STORED_SINCE,
     UNKNOWN,
     EngineSide,
@@ -148,6 +149,32 @@ def test_an_engine_that_is_gone_promises_nothing():
 
     assert (16, {}) == (row(request(16), here, gone).predicted, row(request(16), here, gone).missed)
     assert {ELSEWHERE: 48} == row(request(16), here, gone._replace(ended=101.0)).missed
+
+
+def restarted(*said: tuple[int, int]) -> tuple[EngineSide, EngineSide]:
+    """An engine, and the one that was started after it at the same address; it says this before 100."""
+    return engine(stored(*PROMPT))._replace(ended=50.0), engine(said)._replace(before=0)
+
+
+def test_a_restarted_engine_has_nothing_of_what_the_one_before_announced():
+    found = row(request(0, engine=1), *restarted())
+
+    assert (64, 0, {RESTARTED: 64}) == (found.predicted, found.found, found.missed)
+
+
+def test_the_first_batch_of_a_restarted_engine_tells_the_index():
+    found = row(request(16, engine=1), *restarted(*stored(11)))
+
+    assert (16, 16, {}) == (found.predicted, found.found, found.missed)
+    assert {} == row(request(0, engine=1), *restarted(*stored(77))).missed
+
+
+def test_a_restart_explains_no_request_of_another_engine():
+    gone, again = restarted()
+
+    assert {} == row(request(0, engine=2), gone, again, engine([])).missed
+    assert {ELSEWHERE: 64} == row(request(0, engine=2), gone, again._replace(before=-1), engine([]),
+                                  engine(stored(*PROMPT))).missed  # fmt: skip
 
 
 def test_the_block_with_the_last_token_is_always_computed():

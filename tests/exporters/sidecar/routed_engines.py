@@ -22,11 +22,14 @@ BLOCKS = 24
 class RoutedEngine:
     """One engine: allocates the block that was released longest ago, and publishes after each request."""
 
-    def __init__(self, folder: Path, number: int, lost: Sequence[int]) -> None:
+    def __init__(self, folder: Path, number: int, lost: Sequence[int], began: int = 0) -> None:
         settings = {"hash_key": "0123456789abcdef", "kv_events_port": 5557 + number, "model": f"m{number}"}
-        self.engine = JournalWriter(folder / f"engine-{number}-1-0")
-        self.recording = JournalWriter(folder / f"events-{number}-1-0")
-        started = replace(journals.STARTED, level="blocks", configuration=settings)
+        self.engine = JournalWriter(folder / f"engine-{began}-{number}-0")
+        self.recording = JournalWriter(folder / f"events-{began}-{number}-0")
+        self.began = began
+        started = replace(
+            journals.STARTED, level="blocks", configuration=settings, wall_seconds=BEGAN + began
+        )
         for writer in (self.engine, self.recording):
             writer.rotate()
             writer.write([started, ev.Snapshot(0, 0, [], 0)])
@@ -40,7 +43,7 @@ class RoutedEngine:
 
     def serve(self, hashes: Sequence[int], second: int, delay: float) -> None:
         """One request, half a second before its step. Its events are received ``delay`` seconds later."""
-        number, step, at = self.requests, self.requests + 1, second * 1_000_000
+        number, step, at = self.requests, self.requests + 1, (second - self.began) * 1_000_000
         self.requests += 1
         prompt = len(hashes) * SIZE + 5
         blocks = {hash_id: block for block, hash_id in self.hash_of.items()}
@@ -77,7 +80,7 @@ class RoutedEngine:
 
     def reset(self, second: int) -> None:
         """The cache is reset; the next batch says so."""
-        self.engine.write([ev.PoolReset(second * 1_000_000, self.requests + 1, 0, True)])
+        self.engine.write([ev.PoolReset((second - self.began) * 1_000_000, self.requests + 1, 0, True)])
         self.hash_of.clear()
         self.said += [ev.CLEARED, -1, -1, 0, 0, 0]
 
@@ -88,7 +91,7 @@ class RoutedEngine:
     def _publish(self, second: int, delay: float) -> None:
         published = second + 0.1
         self.received = max(self.received, published + delay)  # batches arrive in order
-        at = round(self.received * 1e6)
+        at = round((self.received - self.began) * 1e6)
         batch = ev.KVEventsReceived(at, 0, self.sequence, BEGAN + published, 0, ["GPU"], self.said)
         if self.sequence not in self.lost:
             self.recording.write([batch])
@@ -96,7 +99,7 @@ class RoutedEngine:
 
     def stop(self, second: int) -> None:
         """The engine ends in good order."""
-        self.engine.write([ev.EngineStopped(second * 1_000_000, "shutdown")])
+        self.engine.write([ev.EngineStopped((second - self.began) * 1_000_000, "shutdown")])
         for writer in (self.engine, self.recording):
             writer.close()
 
@@ -105,6 +108,7 @@ class Fleet:
     """Requests of six families go to two engines by chance."""
 
     def __init__(self, folder: Path, seed: int, *, lose: bool) -> None:
+        self._folder = folder
         self._choose = random.Random(seed)
         lost = [sorted(self._choose.sample(range(3, 90), 12)) if lose else [] for _ in range(2)]
         self.engines = [RoutedEngine(folder, number, lost[number]) for number in range(2)]
@@ -120,6 +124,12 @@ class Fleet:
             engine.serve([*shared, *own], self.second, self._choose.choice((0.05, 0.05, 3.0)))
             if self._choose.random() < 0.03:
                 engine.reset(self.second)
+
+    def restart(self) -> None:
+        """The first engine ends, and another one starts at its address two seconds later."""
+        self.engines[0].stop(self.second + 1)
+        self.second += 3
+        self.engines[0] = RoutedEngine(self._folder, 0, [], self.second)
 
     def stop(self) -> None:
         """Both engines end."""

@@ -10,7 +10,7 @@ from tests.exporters.sidecar.routed_engines import Fleet
 from tests.exporters.sidecar.test_follower import following
 
 from kvledger.audit.analysis import live_routing
-from kvledger.audit.analysis.routing import EVENT_LOST
+from kvledger.audit.analysis.routing import EVENT_LOST, RESTARTED
 from kvledger.audit.ledger.kv_live import KVEventCounts
 from kvledger.audit.replay.find import journals_at
 from kvledger.audit.replay.routed import routing
@@ -72,6 +72,20 @@ def test_the_figures_rise_while_the_engines_run(tmp_path: Path, lose: bool) -> N
         follower.poll()
         assert 0 == counts(follower).not_routed
         same(tmp_path, counts(follower))
+
+
+def test_the_first_request_of_a_restarted_engine_finds_nothing_of_what_was_announced(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, 5, lose=False)
+    fleet.serve(REQUESTS // 2)
+    fleet.restart()
+    fleet.serve(REQUESTS // 2)
+    fleet.stop()
+
+    with following(tmp_path) as follower:
+        live = counts(follower)
+        causes = same(tmp_path, live)
+    assert (REQUESTS, 0) == (live.routed, live.not_routed)
+    assert 0 < causes[RESTARTED] <= 5 * 16
 
 
 def test_after_a_restart_no_counter_falls_and_open_requests_are_counted(tmp_path: Path) -> None:
