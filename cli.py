@@ -403,6 +403,7 @@ def blocks(
 def routing(
     paths: opt.BlockJournalPaths,
     index: opt.RouterIndex = "own",
+    predictions: opt.PredictionsFile = None,
     verbose: opt.Verbose = False,
     format: opt.TextFormat = "text",
     json: opt.JsonAlias = False,
@@ -416,7 +417,7 @@ def routing(
     from .exporters.reports import routing as report
 
     with _reading(paths, jobs=1, local=True) as (places, _):
-        result = report.measured(journals_at(places), index)
+        result = report.measured(journals_at(places), index, predictions)
     if json or format == "json":
         _print("json", report.data(result), None, None)
     else:

@@ -255,6 +255,16 @@ RouterIndex = Annotated[
         ("own", "tokens", "dynamo"),
     ),
 ]
+PredictionsFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--predictions",
+        metavar="FILE",
+        show_default=False,
+        help="What a router itself predicted, in place of an index: lines of JSON as "
+        '{"request": ID, "predicted": {PORT: TOKENS}}, PORT being that of the engine\'s KV events.',
+    ),
+]
 EventsEndpoint = Annotated[
     str,
     typer.Option(

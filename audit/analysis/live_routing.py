@@ -329,17 +329,20 @@ def live_row(sides: Sequence[LiveSide], engine: int, waiting: OpenRequest) -> Ro
         min(waiting.external, max(0, given - valid)),
     )
     index = _IndexThen(sides, arrived)
-    held, stale = index.held(request.hashes), 0
-    before = max(
-        (
-            (one.ended, n)
-            for n, one in enumerate(sides)
-            if one.address == side.address and one.ended <= side.began
-        ),
-        default=None,
-    )
-    if side.heard > arrived and before is not None:
-        stale = index.first(before[1], request.hashes)
+    held, before = index.held(request.hashes), _before(sides, engine)
+    if side.heard > arrived and before >= 0:
+        stale = index.first(before, request.hashes)
         if stale:
             held[engine] = stale
-    return row_of(side, request, held, index, side, stale=stale)
+    return row_of(side, request, held, index, side, before=before)
+
+
+def _before(sides: Sequence[LiveSide], engine: int) -> int:
+    """The last engine at the same address that was gone before this one began; -1: none."""
+    side = sides[engine]
+    earlier = [
+        (one.ended, number)
+        for number, one in enumerate(sides)
+        if one.address == side.address and one.ended <= side.began
+    ]
+    return max(earlier, default=(0.0, -1))[1]

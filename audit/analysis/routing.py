@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -43,6 +43,7 @@ MISSED = {
     LOAD_FAILED: "promised by the connector, and the load failed",
     LAST_TOKEN: "the block holds the prompt's last token, which is always computed",
     NOT_USED: "in the engine's cache, and the request did not use it",
+    INDEX: "promised, and the KV events that had come by then do not say so",
     UNKNOWN: "the journal does not hold the engine's cache at that time",
 }
 """Causes of tokens that were predicted and not found."""
@@ -189,6 +190,10 @@ class EngineSide(NamedTuple):
         return change in self.lost
 
 
+Predictions = Mapping[tuple[str, int], Mapping[int, int]]
+"""What a router itself predicted: by request id and engine, the blocks of each engine."""
+
+
 class Side(Protocol):
     """What the causes need of an engine."""
 
@@ -237,10 +242,12 @@ def rows(
     requests: Sequence[RoutedRequest],
     index: Index,
     contents: Mapping[int, int] | None = None,
+    predictions: Predictions | None = None,
 ) -> Iterator[Row]:
     """The rows in the order of arrival. The causes of each row add up to its difference.
 
-    ``contents``: by hash id, the keyed hash of the tokens, see :func:`contents_of`.
+    ``contents``: by hash id, the keyed hash of the tokens, see :func:`contents_of`. ``predictions`` take the
+    place of the index; requests without one are left out.
     """
     received = sorted(
         ((at, number, batch) for number, side in enumerate(engines) for at, batch in side.batches),
@@ -261,10 +268,15 @@ def rows(
         alive = {number for number, side in enumerate(engines) if side.ended >= request.arrived}
         every = index.held(request.hashes)
         held = {number: blocks for number, blocks in every.items() if number in alive}
-        here, stale = request.engine, 0
-        if here not in heard and engines[here].before in every:
-            held[here] = stale = every[engines[here].before]
-        yield row_of(engines[here], request, held, own, histories[here], tokens, stale)
+        here = request.engine
+        before = engines[here].before
+        if here not in heard and before in every:
+            held[here] = every[before]
+        if predictions is not None:
+            if (request.request_id, here) not in predictions:
+                continue
+            held = dict(predictions[request.request_id, here])
+        yield row_of(engines[here], request, held, own, histories[here], tokens, before)
 
 
 class _History:
@@ -308,13 +320,13 @@ def row_of(
     own: Has,
     history: History,
     tokens: Has | None = None,
-    stale: int = 0,
+    before: int = -1,
 ) -> Row:
     """The row of one request.
 
     ``held``: how many of the request's blocks the index has of each engine that is there. ``own``: our own
-    index. ``tokens``: the same without salts and adapters; None: not known. ``stale``: how many blocks the
-    index has of the engine that was restarted.
+    index. ``tokens``: the same without salts and adapters; None: not known. ``before``: the engine that
+    was at the same address before a restart; -1: none.
     """
     size = side.block_tokens
     here = held.get(request.engine, 0)
@@ -323,9 +335,7 @@ def row_of(
     found = request.local + max(0, request.external - request.failed)
     missed, surplus = Counter[str](), Counter[str]()
     if blocks * size > found:
-        other = _other_salt(request, request.engine, own, tokens), _other_salt(request, best, own, tokens)
-        special = {place: OTHER_SALT for place in range(blocks) if place in other[place >= here]}
-        special |= dict.fromkeys(range(stale), RESTARTED)
+        special = _special(request, best, here, blocks, own, tokens, before)
         _explain_missed(side, request, history, here, blocks, found, missed, special)
     elif found > blocks * size:
         _explain_surplus(side, request, history, own, blocks, found, surplus)
@@ -366,12 +376,22 @@ def _explain_missed(
         causes[cause] += tokens
 
 
-def _other_salt(request: RoutedRequest, engine: int, own: Has, tokens: Has | None) -> Collection[int]:
-    """The blocks of a prompt that an engine has under another salt or adapter only."""
-    if tokens is None:
-        return ()
-    hashes = enumerate(request.hashes)
-    return {place for place, one in hashes if not own.has(engine, one) and tokens.has(engine, one)}
+def _special(
+    request: RoutedRequest, best: int, here: int, blocks: int, own: Has, tokens: Has | None, before: int
+) -> dict[int, str]:
+    """The causes of promised blocks that the stream of the engine never announced under their hash."""
+    found = {}
+    for place, hash_id in enumerate(request.hashes[:blocks]):
+        engine = request.engine if place < here else best
+        if own.has(engine, hash_id):
+            continue
+        if place < here and before >= 0 and own.has(before, hash_id):
+            found[place] = RESTARTED
+        elif tokens is not None and tokens.has(engine, hash_id):
+            found[place] = OTHER_SALT
+        elif place < here:
+            found[place] = INDEX
+    return found
 
 
 def _why_missing(side: Side, request: RoutedRequest, history: History, hash_id: int) -> str:

@@ -8,7 +8,16 @@ from pathlib import Path
 
 from .. import events as ev
 from ..analysis.block_trace import TraceReader
-from ..analysis.routing import EngineSide, Index, OwnIndex, RoutedRequest, Routing, contents_of, rows
+from ..analysis.routing import (
+    EngineSide,
+    Index,
+    OwnIndex,
+    RoutedRequest,
+    Routing,
+    contents_of,
+    rows,
+)
+from ..client_ids import client_names
 from ..errors import LedgerError
 from ..journal.reader import Reader
 from ..ledger.cache_changes import CacheChanges
@@ -18,6 +27,10 @@ from .recordings import AFTER_END_SECONDS, identity_of, incomparable, recordings
 
 MakeIndex = Callable[[Mapping[int, int]], Index]
 """Makes an index; by hash id, it is given a keyed hash of the tokens, as far as it was recorded."""
+
+
+PredictedByPort = Mapping[str, Mapping[int, int]]
+"""What a router predicted: by a request's id, the tokens of each engine by the port of its KV events."""
 
 
 class _EngineReader:
@@ -88,11 +101,13 @@ class _EngineReader:
         return found
 
 
-def routing(journals: Sequence[Path], index: MakeIndex | None = None) -> Routing:
+def routing(
+    journals: Sequence[Path], index: MakeIndex | None = None, predicted: PredictedByPort | None = None
+) -> Routing:
     """Replay the recorded KV events of all engines through one index, request by request.
 
     ``index`` makes it, of the tokens of the blocks that were announced. Raises LedgerError if no engine has a
-    recording that can be compared with its blocks.
+    recording that can be compared with its blocks. ``predicted`` takes the place of the index.
     """
     sides: list[EngineSide] = []
     started_by: list[ev.EngineStarted] = []
@@ -108,7 +123,7 @@ def routing(journals: Sequence[Path], index: MakeIndex | None = None) -> Routing
         until = started.began_seconds + reader.at / 1e6
         recorded = RecordedEvents(recordings_beside(path))
         stream = recorded.of(started, until if reader.stopped else until + AFTER_END_SECONDS)
-        if not stream.batches:
+        if not stream.batches and reader.cache.changes:
             raise LedgerError(f"{path}: no KV events of this engine were recorded beside its journal.")
         result = compare(reader.cache, started.began_seconds, reader.at, stream)
         gaps += len(stream.missing)
@@ -121,7 +136,8 @@ def routing(journals: Sequence[Path], index: MakeIndex | None = None) -> Routing
         started_by.append(started)
     sides = [side._replace(before=_before(n, sides, started_by)) for n, side in enumerate(sides)]
     contents = contents_of(batch for side in sides for _, batch in side.batches)
-    found = list(rows(sides, requests, index(contents) if index else OwnIndex(), contents))
+    predictions = None if predicted is None else _predictions(predicted, requests, sides, started_by)
+    found = list(rows(sides, requests, index(contents) if index else OwnIndex(), contents, predictions))
     return Routing([side.name for side in sides], found, arrived - len(found), gaps)
 
 
@@ -134,3 +150,28 @@ def _before(number: int, sides: Sequence[EngineSide], started: Sequence[ev.Engin
         if identity_of(started[other]) == identity_of(mine) and side.ended <= mine.began_seconds
     ]
     return max(earlier, default=(0.0, -1))[1]
+
+
+def _predictions(
+    predicted: PredictedByPort,
+    requests: Sequence[RoutedRequest],
+    sides: Sequence[EngineSide],
+    started: Sequence[ev.EngineStarted],
+) -> dict[tuple[str, int], dict[int, int]]:
+    """The predictions of these requests, in blocks of each engine that was there when the request arrived."""
+    found = {}
+    for request in requests:
+        names = sorted(client_names(request.request_id, None))
+        name = next((name for _, name in names if name in predicted), None)
+        if name is None:
+            continue
+        there = {
+            identity_of(started[engine])[1]: engine
+            for engine, side in enumerate(sides)
+            if started[engine].began_seconds <= request.arrived <= side.ended
+        }
+        size = sides[request.engine].block_tokens
+        found[request.request_id, request.engine] = {
+            there[port]: tokens // size for port, tokens in predicted[name].items() if port in there
+        }
+    return found

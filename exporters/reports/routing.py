@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -24,8 +25,29 @@ SHOWN = 20
 COLUMNS = ("request", "engine", "prompt", "predicted", "predicted_here", "found", "missed", "surplus")
 
 
-def measured(journals: Sequence[Path], index: str) -> Routing:
+class Prediction(msgspec.Struct):
+    """What a router predicted of one request: an id of it, and tokens by the port of each engine's events."""
+
+    request: str
+    predicted: dict[int, int]
+
+
+def predictions(path: Path) -> dict[str, dict[int, int]]:
+    """A router's predictions, a line of JSON for each. Raises LedgerError for anything else."""
+    try:
+        lines = path.read_bytes().splitlines()
+        found = [msgspec.json.decode(line, type=Prediction, strict=False) for line in lines if line.strip()]
+    except OSError as error:
+        raise LedgerError(f"{path} can't be read: {error.strerror}.") from error
+    except msgspec.MsgspecError as error:
+        raise LedgerError(f"{path} has a line that is no prediction: {error}.") from None
+    return {each.request: each.predicted for each in found}
+
+
+def measured(journals: Sequence[Path], index: str, predicted: Path | None = None) -> Routing:
     """The routing table of these journals, by the index of this name. Raises LedgerError."""
+    if predicted is not None:
+        return routing(journals, predicted=predictions(predicted))
     if index == "tokens":
         return routing(journals, _by_tokens)
     if index == "dynamo":

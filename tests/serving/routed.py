@@ -1,11 +1,12 @@
 """Two servers behind vllm-router in its kv_aware mode, their KV events recorded, and one of them restarted.
 
-    python -m tests.serving.routed ROUTER_PROGRAM [--folder FOLDER] [--write]
+    python -m tests.serving.routed ENVIRONMENT [--folder FOLDER] [--write]
 
-``ROUTER_PROGRAM`` is ``vllm-router`` (PyPI), installed in an environment of its own. Two recorders listen to
-each engine: a whole one, and one that loses the batches 3 to 6 of each publisher. Afterwards FOLDER/whole and
-FOLDER/lossy hold journals for ``kvledger routing``, and FOLDER/router.log what the router says. ``--write``
-puts the result into docs/routing.md.
+``ENVIRONMENT`` is a virtual environment with ``vllm-router`` and ``ai-dynamo-runtime`` (PyPI). Two recorders
+listen to each engine: a whole one, and one that loses the batches 3 to 6 of each publisher. Afterwards
+FOLDER/whole and FOLDER/lossy hold journals for ``kvledger routing``, and FOLDER/*.jsonl what both routers
+predicted: vllm-router of the engine that it chose, and Dynamo's KvRouter of each engine. ``--write`` puts the
+result into docs/routing.md.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import http.client
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -56,7 +58,7 @@ class RoutedEngine(Engine):
         words[words.index("--block-size") + 1] = str(BLOCK_TOKENS)
         words[words.index("--num-gpu-blocks-override") + 1] = "32"
         words.remove("--skip-tokenizer-init")
-        return words
+        return [*words, "--enable-scale-out"]  # the router lets an engine tokenize the prompts
 
     def environment(self) -> dict[str, str]:
         more = {"KVLEDGER_LEVEL": "blocks", "KVLEDGER_EVENTS_KEY": KEY, "KVLEDGER_NAME": self._name}
@@ -83,7 +85,25 @@ class Router(Server):
             *(word for source in sources for word in ("--kv-event-source", source)),
             *(word for replay in replays for word in ("--kv-event-replay-source", replay)),
             *("--kv-event-block-size", str(BLOCK_TOKENS), "--kv-event-model", "tiny"),
+            *("--health-check-interval-secs", "2", "--health-failure-threshold", "1"),
+            *("--health-success-threshold", "1", "--cb-timeout-duration-secs", "4"),
             *("--log-level", "debug", "--prometheus-port", str(free_port())),
+        ]
+
+    def log_size(self) -> int:
+        """Bytes of the log by now."""
+        return self._log.stat().st_size
+
+    def decisions(self, before: int) -> list[tuple[str, int]]:
+        """The worker and the credited tokens of each decision that was logged after so many bytes."""
+        with self._log.open("rb") as log:
+            log.seek(before)
+            said = re.sub(r"\x1b\[[0-9;]*m", "", log.read().decode(errors="replace"))
+        return [
+            (found[1], int(found[2]))
+            for found in re.finditer(
+                r'KV prefix decision .*worker="([^"]+)".*credited_prefix_tokens=(\d+)', said
+            )
         ]
 
     def complete(self, prompt: str, name: str, salt: str = "") -> int:
@@ -112,6 +132,60 @@ def write_tokenizer(model: Path) -> None:
     words.save(str(model / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "w0", "eos_token": "w1"}
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+class Dynamo:
+    """Dynamo's KvRouter over the KV events of the engines, in processes of its environment."""
+
+    def __init__(self, folder: Path, environment: Path, engines: list[RoutedEngine]) -> None:
+        self._program = [
+            str(environment / "bin" / "python"),
+            str(Path(__file__).with_name("dynamo_router.py")),
+        ]
+        self._folder, self._engines = folder, engines
+        self._workers: list[subprocess.Popen[str]] = []
+        self._router: subprocess.Popen[str] | None = None
+        self._ports: dict[str, int] = {}
+
+    def start(self) -> None:
+        """Start a worker for each engine, then the router."""
+        store = str(self._folder / "discovery")
+        for engine in self._engines:
+            events = f"tcp://127.0.0.1:{engine.events}"
+            worker = self._run("worker", store, str(engine.folder / "model"), str(BLOCK_TOKENS), events)
+            self._workers.append(worker)
+            self._ports[_last_line(worker)] = engine.events
+        self._router = self._run("router", store, str(BLOCK_TOKENS))
+        while _last_line(self._router) != "ready":
+            pass
+
+    def _run(self, *words: str) -> subprocess.Popen[str]:
+        log = (self._folder / "dynamo.log").open("a")
+        pipe = subprocess.PIPE
+        return subprocess.Popen([*self._program, *words], stdin=pipe, stdout=pipe, stderr=log, text=True)
+
+    def predict(self, prompt: str) -> dict[int, int]:
+        """The tokens of a prompt that each engine holds, by the port of its KV events."""
+        assert self._router is not None and self._router.stdin is not None
+        self._router.stdin.write(json.dumps([int(word[1:]) for word in prompt.split()]) + "\n")
+        self._router.stdin.flush()
+        blocks = json.loads(_last_line(self._router))
+        return {self._ports[worker]: BLOCK_TOKENS * count for worker, count in blocks.items()}
+
+    def kill(self) -> None:
+        """End all processes."""
+        for process in [*self._workers, *([self._router] if self._router else [])]:
+            process.kill()
+            process.wait()
+
+
+def _last_line(process: subprocess.Popen[str]) -> str:
+    """The next line of the output that is no log line."""
+    assert process.stdout is not None
+    while line := process.stdout.readline():
+        if not line.startswith(("\x1b", "2")) or line.strip().isdecimal():
+            return line.strip()
+    raise AssertionError("the process has ended")
 
 
 class Lossy:
@@ -165,47 +239,65 @@ def recorders(folder: Path, engines: list[RoutedEngine], stop: threading.Event) 
     return threads
 
 
-def wave(router: Router, some: list[str], name: str, salt: str = "") -> list[int]:
-    """Two clients that send one request after the other; returns the statuses."""
-    statuses: list[int] = []
+class Client:
+    """Sends one request after the other, and notes what both routers predicted of each."""
 
-    def client(first: int) -> None:
-        for number in range(first, len(some), 2):
-            statuses.append(router.complete(some[number], f"{name}-{number}", salt))
+    def __init__(self, folder: Path, router: Router, dynamo: Dynamo, engines: list[RoutedEngine]) -> None:
+        self._folder, self._router, self._dynamo = folder, router, dynamo
+        self._ports = {engine.address: engine.events for engine in engines}
+        self.retried = 0
+        """Requests that the router sent to another engine after one did not answer."""
 
-    clients = [threading.Thread(target=client, args=(first,)) for first in (0, 1)]
-    for each in clients:
-        each.start()
-    for each in clients:
-        each.join()
-    return statuses
+    def wave(self, some: list[str], name: str, salt: str = "") -> list[int]:
+        """Send prompts; returns the statuses."""
+        return [self._one(prompt, f"{name}-{number}", salt) for number, prompt in enumerate(some)]
+
+    def _one(self, prompt: str, name: str, salt: str) -> int:
+        self._note("dynamo", name, self._dynamo.predict(prompt))
+        before = self._router.log_size()
+        status = self._router.complete(prompt, name, salt)
+        decisions = self._router.decisions(before)
+        if decisions:
+            worker, tokens = decisions[-1]
+            self._note("vllm-router", name, {self._ports[worker]: tokens})
+        self.retried += len(decisions) > 1
+        return status
+
+    def _note(self, router: str, name: str, predicted: dict[int, int]) -> None:
+        with (self._folder / f"{router}.jsonl").open("a") as file:
+            file.write(json.dumps({"request": name, "predicted": predicted}) + "\n")
 
 
-def run(folder: Path, program: Path) -> dict[str, Any]:
+def run(folder: Path, environment: Path) -> dict[str, Any]:
     """Waves of requests; one has a salt, one is sent while an engine is gone, one after its restart."""
     os.environ["KVLEDGER_EVENTS_KEY"] = KEY
     whole = folder / "whole"
     engines = [RoutedEngine(folder / f"engine-{n}", whole, f"engine{n}") for n in (1, 2)]
-    router, stop = Router(folder, program, engines), threading.Event()
+    router, stop = Router(folder, environment / "bin" / "vllm-router", engines), threading.Event()
+    dynamo = Dynamo(folder, environment, engines)
+    client = Client(folder, router, dynamo, engines)
     threads: list[threading.Thread] = []
     found: dict[str, Any] = {}
     try:
         start(engines)
         threads = recorders(folder, engines, stop)
         router.start()
-        time.sleep(2)
-        found["first"] = wave(router, prompts(20, 1), "first")
-        found["second"] = wave(router, prompts(14, 2), "second")
-        found["salted"] = wave(router, prompts(6, 2), "salted", salt="another tenant")
+        dynamo.start()
+        time.sleep(5)
+        found["first"] = client.wave(prompts(20, 1), "first")
+        found["second"] = client.wave(prompts(14, 2), "second")
+        found["salted"] = client.wave(prompts(6, 2), "salted", salt="another tenant")
         time.sleep(2)
         engines[0].stop()
-        found["gone"] = wave(router, prompts(6, 3), "gone")
+        found["gone"] = client.wave(prompts(6, 3), "gone")
         engines[0].start()
-        time.sleep(8)
-        found["restarted"] = wave(router, prompts(14, 4), "restarted")
+        time.sleep(12)
+        found["restarted"] = client.wave(prompts(20, 4), "restarted")
+        found["retried"] = client.retried
         time.sleep(2)
     finally:
         stop.set()
+        dynamo.kill()
         with contextlib.suppress(OSError):
             router.kill()
         for engine in engines:
@@ -239,19 +331,29 @@ def shown(folder: Path, *words: str) -> str:
 def main() -> None:
     """Run, print the tables, and write them if asked."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("program", type=Path)
+    parser.add_argument("environment", type=Path)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
     folder = asked.folder or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
     processes.START_SECONDS = 600.0
-    found = run(folder, asked.program)
+    found = run(folder, asked.environment)
     (folder / "result.json").write_text(json.dumps(found))
     print(json.dumps(found))
-    for name, index in (("whole", "own"), ("lossy", "own"), ("whole", "tokens")):
-        print(f"--- {name}, index {index}")
-        print(shown(folder / name, "--index", index))
+    for title, text in results(folder).items():
+        print(f"--- {title}", text, sep="\n")
+
+
+def results(folder: Path) -> dict[str, str]:
+    """The tables of a run, by what they show."""
+    return {
+        "whole": shown(folder / "whole"),
+        "lossy": shown(folder / "lossy"),
+        "tokens": shown(folder / "whole", "--index", "tokens"),
+        "vllm-router": shown(folder / "whole", "--predictions", str(folder / "vllm-router.jsonl")),
+        "dynamo": shown(folder / "whole", "--predictions", str(folder / "dynamo.jsonl")),
+    }
 
 
 if __name__ == "__main__":

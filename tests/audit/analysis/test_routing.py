@@ -275,3 +275,50 @@ def test_the_tokens_of_blocks_are_read_from_stores_only():
     batch = ev.KVEventsReceived(0, 0, 0, 1.0, 0, ["GPU"], rows_of, contents=[1, 2, 0])
 
     assert {11: 1, 12: 2} == contents_of([batch])
+
+
+# --- what a router itself predicted -----------------------------------------------------------------------
+
+
+def predicted(asked: RoutedRequest, blocks: dict[int, int], *engines: EngineSide) -> Row | None:
+    from kvledger.audit.analysis.routing import OwnIndex
+
+    found = list(rows(engines, [asked], OwnIndex(), None, {(asked.request_id, asked.engine): blocks}))
+    for each in found:
+        assert each.predicted - each.found == sum(each.missed.values()) - sum(each.surplus.values())
+    return found[0] if found else None
+
+
+@pytest.mark.parametrize(
+    ("side", "local", "blocks", "missed", "surplus"),
+    [
+        (engine(stored(*PROMPT)), 64, 4, {}, {}),
+        (engine(stored(*PROMPT)), 64, 1, {}, {INDEX: 48}),
+        (engine([*stored(*PROMPT), *removed(13, 14)]), 32, 4, {INDEX: 32}, {}),
+        (engine([*stored(*PROMPT), *removed(13)], stored(*PROMPT)), 32, 4, {EVICTED: 32}, {}),
+        (engine(stored(11, 12)), 32, 3, {INDEX: 16}, {}),
+    ],
+    ids=["right", "too little", "evicted, and told", "evicted, not told yet", "never stored"],
+)
+def test_the_causes_of_a_routers_own_prediction(
+    side: EngineSide, local: int, blocks: int, missed: dict[str, int], surplus: dict[str, int]
+):
+    found = predicted(request(local), {0: blocks}, side)
+
+    assert found is not None and (missed, surplus) == (found.missed, found.surplus)
+
+
+def test_a_router_that_has_not_heard_of_a_restart():
+    gone, again = restarted(*stored(77))
+    found = predicted(request(0, engine=1), {1: 4}, gone, again)
+
+    assert found is not None and {RESTARTED: 64} == found.missed
+    fresh = again._replace(before=-1)
+    other = predicted(request(0, engine=1), {1: 4}, gone, fresh)
+    assert other is not None and {INDEX: 64} == other.missed
+
+
+def test_a_request_without_a_prediction_is_left_out():
+    from kvledger.audit.analysis.routing import OwnIndex
+
+    assert [] == list(rows([engine([])], [request(0)], OwnIndex(), None, {}))

@@ -88,6 +88,16 @@ def test_the_first_request_of_a_restarted_engine_finds_nothing_of_what_was_annou
     assert 0 < causes[RESTARTED] <= 5 * 16
 
 
+def test_an_engine_that_got_no_request_promises_nothing(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, 5, lose=False)
+    fleet.serve(REQUESTS // 2)
+    fleet.restart()
+    fleet.stop()
+
+    with following(tmp_path) as follower:
+        assert RESTARTED not in same(tmp_path, counts(follower))
+
+
 def test_after_a_restart_no_counter_falls_and_open_requests_are_counted(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, 3, lose=True)
     fleet.serve(REQUESTS // 2)
