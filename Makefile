@@ -7,7 +7,7 @@ PYTEST := $(BIN)/python -m pytest
 TWO_WORKERS := -n 2 --dist loadfile
 SLOW := benchmark or browser or crash or fuzz or packaging or programs or serving or whole_engine
 
-.PHONY: help demo test test-all lint bench instructions crash long-run differential fuzz releases whatif-proof repro-proof cards upstream-tests docs site pictures clean
+.PHONY: help demo test test-all lint bench instructions crash long-run routed differential fuzz releases whatif-proof repro-proof cards upstream-tests docs site pictures clean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -45,6 +45,12 @@ crash: ## kill the sidecar 300 times while it is scraped; KILLS=n for another nu
 long-run: ## send a day of requests through journal, sidecar and Prometheus, accelerated; ARGS="--hours 2" for less
 	$(READY) test
 	PYTHONPATH=src:. $(BIN)/python -m tests.serving.long_run.run $(ARGS)
+
+routed: ## send requests through vllm-router and Dynamo's KvRouter before two servers; ARGS=--write writes docs/routing.md
+	$(READY) test
+	@test -x build/routers/bin/vllm-router || $(PYTHON) -m venv build/routers
+	@build/routers/bin/pip install --quiet vllm-router==0.1.17 ai-dynamo-runtime==1.6.1
+	PYTHONPATH=src:. $(BIN)/python -m tests.serving.routed build/routers $(ARGS)
 
 fuzz: ## read 100,000 mutated journals; JOURNALS=n for another number
 	$(READY) test

@@ -32,6 +32,9 @@ from tests.serving.processes import Engine, Server, free_port
 
 KEY = "a key of the tests, no secret"
 LOST = frozenset(range(3, 7))
+PAGE = Path(__file__).parents[2] / "docs" / "routing.md"
+BEGIN, END = "<!-- make routed ARGS=--write -->", "<!-- end -->"
+
 BLOCK_TOKENS = 32
 """What attention on CPUs needs."""
 
@@ -87,6 +90,7 @@ class Router(Server):
             *("--kv-event-block-size", str(BLOCK_TOKENS), "--kv-event-model", "tiny"),
             *("--health-check-interval-secs", "2", "--health-failure-threshold", "1"),
             *("--health-success-threshold", "1", "--cb-timeout-duration-secs", "4"),
+            *("--router-temperature", "1"),  # both engines get requests
             *("--log-level", "debug", "--prometheus-port", str(free_port())),
         ]
 
@@ -124,13 +128,15 @@ class Router(Server):
 
 
 def write_tokenizer(model: Path) -> None:
-    """A tokenizer whose words are w0 to w511: a text has as many tokens as words."""
+    """A tokenizer whose words are w3 to w511: a text has as many tokens as words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(512)}, unk_token="w2"))
+    special = ["<s>", "</s>", "<unk>"]
+    names = [*special, *(f"w{n}" for n in range(3, 512))]
+    words = Tokenizer(models.WordLevel({name: n for n, name in enumerate(names)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.save(str(model / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "w0", "eos_token": "w1"}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
@@ -206,7 +212,7 @@ class Lossy:
 
 def prompts(count: int, seed: int) -> list[str]:
     """Prompts of six families, which share prefixes of one to four blocks."""
-    families = [[random.Random(n).randrange(3, 500) for _ in range(128)] for n in range(6)]
+    families = [[source.randrange(3, 500) for _ in range(128)] for source in map(random.Random, range(6))]
     choose = random.Random(seed)
     return [
         text(
@@ -341,8 +347,45 @@ def main() -> None:
     found = run(folder, asked.environment)
     (folder / "result.json").write_text(json.dumps(found))
     print(json.dumps(found))
-    for title, text in results(folder).items():
-        print(f"--- {title}", text, sep="\n")
+    shown_by = results(folder)
+    for title, table in shown_by.items():
+        print(f"--- {title}", table, sep="\n")
+    if asked.write:
+        write(found, shown_by)
+
+
+def write(found: dict[str, Any], shown_by: dict[str, str]) -> None:
+    """Put the tables of a run into the page."""
+    statuses = [status for answered in found.values() if isinstance(answered, list) for status in answered]
+    answered = f"{statuses.count(200)} of {len(statuses)} requests were answered"
+    lines = [
+        f"{answered}; the router sent {found['retried']} of them to the other engine after the first one did",
+        "not answer. The KV events, replayed through our own index:",
+        "",
+        *_indented(shown_by["whole"]),
+        "The same without the lost batches:",
+        "",
+        *_indented(shown_by["lossy"]),
+        "Through an index without salts (`--index tokens`); six requests repeat prompts under another salt:",
+        "",
+        *_indented(shown_by["tokens"]),
+        "What `vllm-router` itself credited to the engine that it chose (`--predictions`):",
+        "",
+        *_indented(shown_by["vllm-router"]),
+        "What Dynamo's `KvRouter`, which followed the same publishers, held of each prompt when it was sent:",
+        "",
+        *_indented(shown_by["dynamo"]),
+    ]
+    page = PAGE.read_text()
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    PAGE.write_text(f"{before}{BEGIN}\n\n" + "\n".join(lines) + f"\n{END}{after}")
+
+
+def _indented(table: str) -> list[str]:
+    """The sums and the causes of a table, without the requests."""
+    head, _, _ = table.partition("\nrequest ")
+    return [*(f"    {line.rstrip()}".rstrip() for line in head.rstrip().splitlines()), ""]
 
 
 def results(folder: Path) -> dict[str, str]:
