@@ -36,7 +36,7 @@ UNKNOWN = "unknown"
 MISSED = {
     NEVER_STORED: "the engine never had the block",
     OTHER_SALT: "the same tokens are cached under another salt or adapter",
-    RESTARTED: "in the cache of the engine before the restart, and no KV event of the new one had come",
+    RESTARTED: "in the cache of the engine before the restart, and not in that of the new one",
     EVICTED: "evicted or reset, and its KV event had not come when the request arrived",
     EVENT_LOST: "evicted or reset, and the KV event that says so was lost",
     ELSEWHERE: "in the cache of another engine than the one that got the request",
@@ -338,7 +338,7 @@ def row_of(
         special = _special(request, best, here, blocks, own, tokens, before)
         _explain_missed(side, request, history, here, blocks, found, missed, special)
     elif found > blocks * size:
-        _explain_surplus(side, request, history, own, blocks, found, surplus)
+        _explain_surplus(side, request, history, own, here, blocks, found, surplus)
     row = Row(request, best, blocks * size, here * size, found, dict(missed), dict(surplus))
     assert row.predicted - row.found == sum(missed.values()) - sum(surplus.values())
     return row
@@ -385,10 +385,10 @@ def _special(
         engine = request.engine if place < here else best
         if own.has(engine, hash_id):
             continue
-        if place < here and before >= 0 and own.has(before, hash_id):
-            found[place] = RESTARTED
-        elif tokens is not None and tokens.has(engine, hash_id):
+        if tokens is not None and tokens.has(engine, hash_id):
             found[place] = OTHER_SALT
+        elif place < here and before >= 0 and (tokens or own).has(before, hash_id):
+            found[place] = RESTARTED
         elif place < here:
             found[place] = INDEX
     return found
@@ -409,34 +409,43 @@ def _explain_surplus(
     request: RoutedRequest,
     history: History,
     own: Has,
+    here: int,
     blocks: int,
     found: int,
     causes: Counter[str],
 ) -> None:
-    """Give each found token that was not predicted its cause."""
+    """Give each found token that was not predicted its cause.
+
+    An index that lacks a block of the engine says nothing of those above it, so they have the same cause:
+    that of the first block from ``here`` on that the stream did not announce.
+    """
     size = side.block_tokens
     inherited = ""
-    for start in range(blocks * size, found, size):
+    for start in range(min(here, blocks) * size, found, size):
         tokens = min(size, found - start)
         if start >= request.local:
             cause = EXTERNAL
-        elif min(start + size, request.local) - start < size and start + size > request.local:
+        elif start + size > request.local:
             inside = request.local - start
             causes[PART] += inside
             tokens -= inside
             cause = EXTERNAL
         else:
-            hash_id = request.hashes[start // size] if start // size < len(request.hashes) else 0
-            _, last = history.at(request, hash_id)
-            if own.has(request.engine, hash_id):
-                cause = inherited or INDEX
-            elif last is None:
-                cause = UNKNOWN
-            else:
-                cause = EVENT_LOST if side.was_lost(last) else STORED_SINCE
-            inherited = inherited or cause
-        if tokens:
+            cause = inherited or _why_surplus(side, request, history, own, start // size)
+            inherited = inherited or ("" if cause == INDEX else cause)
+        if tokens and start >= blocks * size:
             causes[cause] += tokens
+
+
+def _why_surplus(side: Side, request: RoutedRequest, history: History, own: Has, place: int) -> str:
+    """Why the index did not promise a block that was found."""
+    hash_id = request.hashes[place] if place < len(request.hashes) else 0
+    if own.has(request.engine, hash_id):
+        return INDEX
+    _, last = history.at(request, hash_id)
+    if last is None:
+        return UNKNOWN
+    return EVENT_LOST if side.was_lost(last) else STORED_SINCE
 
 
 class Routing(NamedTuple):

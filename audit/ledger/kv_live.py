@@ -180,7 +180,7 @@ class LiveComparison:
             return []
         behind = HORIZON_SECONDS if not ended else SLACK_SECONDS
         now = math.inf if ended else now
-        found = self._judge(min(now, self.published) - behind, min(now, until) - behind, counts)
+        found = self._judge(min(now, self.published) - behind, min(now, until) - behind, counts, ended)
         if ended:
             self._drop(counts)
         return found
@@ -318,23 +318,26 @@ class LiveComparison:
 
     # --- what stays alone -------------------------------------------------------------------------------
 
-    def _judge(self, changes_to: float, events_to: float, counts: KVEventCounts) -> list[Found]:
-        """Judge what is older than these Unix times, and report the gaps that are over."""
+    def _judge(self, changes_to: float, events_to: float, counts: KVEventCounts, ended: bool) -> list[Found]:
+        """Judge what is older than these Unix times, and report the gaps that are over.
+
+        ``ended``: whatever the time, pairs are pairs, and what is later and alone can't be judged.
+        """
         silent: dict[int, list[Change]] = {}
         unfounded: dict[int, list[KVEvent]] = {}
         resets: list[int] = []
         ids = [*self.ours, *(hash_id for hash_id in self.theirs if hash_id not in self.ours)]
         for hash_id in sorted(ids, key=lambda one: one == 0):  # resets last: they drop what was stored before
             ours, theirs = self.ours.get(hash_id, []), self.theirs.get(hash_id, [])
-            if not (ours and self._seconds(ours[0].at) < changes_to) and not (
-                theirs and theirs[0].seconds < events_to
-            ):
+            old = ours and self._seconds(ours[0].at) < changes_to
+            if not (ended or old or (theirs and theirs[0].seconds < events_to)):
                 continue
             gone, said = 0, 0
             for change, event in aligned(ours[:MOST_OF_HASH], theirs[:MOST_OF_HASH], self.began):
-                if (change is not None and self._seconds(change.at) + SLACK_SECONDS >= changes_to) or (
+                young = (change is not None and self._seconds(change.at) + SLACK_SECONDS >= changes_to) or (
                     event is not None and event.seconds + SLACK_SECONDS >= events_to
-                ):
+                )
+                if young and not (ended and change is not None and event is not None):
                     break
                 gone, said = gone + (change is not None), said + (event is not None)
                 if change is None:
@@ -347,6 +350,7 @@ class LiveComparison:
                     self._settle(change)
             if gone or said:
                 self._remove(hash_id, gone, said)
+                self._pair(hash_id, counts)  # what was lost no longer stands before them
         return [*self._reported_gaps(changes_to), *self._differences(silent, resets, unfounded)]
 
     def _seconds(self, at: int) -> float:

@@ -27,8 +27,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
 from tests.serving import processes
-from tests.serving.processes import Engine, Server, free_port
+from tests.serving.processes import Engine, Server, Sidecar, free_port
 
 KEY = "a key of the tests, no secret"
 LOST = frozenset(range(3, 7))
@@ -88,7 +89,7 @@ class Router(Server):
             *(word for source in sources for word in ("--kv-event-source", source)),
             *(word for replay in replays for word in ("--kv-event-replay-source", replay)),
             *("--kv-event-block-size", str(BLOCK_TOKENS), "--kv-event-model", "tiny"),
-            *("--health-check-interval-secs", "2", "--health-failure-threshold", "1"),
+            *("--health-check-interval-secs", "10", "--health-failure-threshold", "1"),
             *("--health-success-threshold", "1", "--cb-timeout-duration-secs", "4"),
             *("--router-temperature", "1"),  # both engines get requests
             *("--log-level", "debug", "--prometheus-port", str(free_port())),
@@ -280,11 +281,13 @@ def run(folder: Path, environment: Path) -> dict[str, Any]:
     whole = folder / "whole"
     engines = [RoutedEngine(folder / f"engine-{n}", whole, f"engine{n}") for n in (1, 2)]
     router, stop = Router(folder, environment / "bin" / "vllm-router", engines), threading.Event()
-    dynamo = Dynamo(folder, environment, engines)
+    dynamo, sidecar = Dynamo(folder, environment, engines), Sidecar(folder, whole)
     client = Client(folder, router, dynamo, engines)
     threads: list[threading.Thread] = []
     found: dict[str, Any] = {}
     try:
+        whole.mkdir()
+        sidecar.start()
         start(engines)
         threads = recorders(folder, engines, stop)
         router.start()
@@ -297,7 +300,7 @@ def run(folder: Path, environment: Path) -> dict[str, Any]:
         engines[0].stop()
         found["gone"] = client.wave(prompts(6, 3), "gone")
         engines[0].start()
-        time.sleep(12)
+        time.sleep(15)
         found["restarted"] = client.wave(prompts(20, 4), "restarted")
         found["retried"] = client.retried
         time.sleep(2)
@@ -312,9 +315,24 @@ def run(folder: Path, environment: Path) -> dict[str, Any]:
                     engine.stop() if "restarted" in found else engine.kill()
         for thread in threads:
             thread.join()
+        if "restarted" in found:
+            time.sleep(5)
+            found["sidecar"] = counted(sidecar.get("/metrics"))
+        sidecar.kill()
     for journal in whole.glob("engine-*"):
         shutil.copytree(journal, folder / "lossy" / journal.name)
     return found
+
+
+def counted(metrics: str) -> dict[str, int]:
+    """What the sidecar counted of routing, by metric and cause, over both engines; without zeros."""
+    sums: dict[str, int] = {}
+    for family in text_string_to_metric_families(metrics):
+        for sample in family.samples:
+            if family.name.startswith(("kvledger_rout", "kvledger_kv_event")) and sample.value:
+                name = f"{family.name} {sample.labels.get('cause', '')}".strip()
+                sums[name] = sums.get(name, 0) + int(sample.value)
+    return sums
 
 
 def start(engines: list[RoutedEngine]) -> None:
@@ -347,11 +365,26 @@ def main() -> None:
     found = run(folder, asked.environment)
     (folder / "result.json").write_text(json.dumps(found))
     print(json.dumps(found))
+    check(folder, found["sidecar"])
     shown_by = results(folder)
     for title, table in shown_by.items():
         print(f"--- {title}", table, sep="\n")
     if asked.write:
         write(found, shown_by)
+
+
+def check(folder: Path, sidecar: dict[str, int]) -> None:
+    """The sidecar counted what the command finds in the journals, and each token has a known cause."""
+    whole = json.loads(shown(folder / "whole", "--format", "json"))
+    expected = {f"kvledger_routing_{name}_tokens": whole[name] for name in ("predicted", "found")}
+    expected["kvledger_routed_requests"] = whole["requests"]
+    for row in whole["causes"]:
+        expected[f"kvledger_routing_{row['side']}_tokens {row['cause']}"] = row["tokens"]
+    routed = {name: value for name, value in sidecar.items() if name.startswith("kvledger_rout")}
+    assert expected == routed, (expected, routed)
+    for name in ("whole", "lossy"):
+        causes = json.loads(shown(folder / name, "--format", "json"))["causes"]
+        assert "unknown" not in {row["cause"] for row in causes}
 
 
 def write(found: dict[str, Any], shown_by: dict[str, str]) -> None:
@@ -363,7 +396,9 @@ def write(found: dict[str, Any], shown_by: dict[str, str]) -> None:
         "not answer. The KV events, replayed through our own index:",
         "",
         *_indented(shown_by["whole"]),
-        "The same without the lost batches:",
+        "`kvledger serve` followed both engines meanwhile: its metrics have the same figures to the token.",
+        "",
+        "Replayed without the lost batches:",
         "",
         *_indented(shown_by["lossy"]),
         "Through an index without salts (`--index tokens`); six requests repeat prompts under another salt:",

@@ -213,6 +213,15 @@ class Forgetful:
         return {}
 
 
+def test_a_block_above_one_whose_event_was_lost_has_the_same_cause():
+    """The best engine is another one, so the surplus begins above the block that the index lacks."""
+    here = engine(stored(*PROMPT), stored(12, 13, 14), lost=[0])
+    found = row(request(64), here, engine(stored(11, 12)))
+
+    assert (1, 32, 0, 64) == (found.best, found.predicted, found.predicted_here, found.found)
+    assert {EVENT_LOST: 32} == found.surplus
+
+
 def test_an_index_with_a_rule_of_its_own():
     assert {INDEX: 64} == row(request(64), engine(stored(*PROMPT)), index=Forgetful()).surplus
 
@@ -268,6 +277,12 @@ def test_another_engine_has_the_tokens_under_another_salt_only():
     assert (1, 48, 16) == (found.best, found.predicted, found.found)
     assert {OTHER_SALT: 32} == found.missed
     assert {ELSEWHERE: 32} == by_tokens(request(16), here, engine(stored(11, 12, 13))).missed
+
+
+def test_a_restarted_engine_had_the_tokens_under_another_salt():
+    gone = engine(stored(*SALTED))._replace(ended=50.0)
+
+    assert {RESTARTED: 64} == by_tokens(request(0, engine=1), gone, engine([])._replace(before=0)).missed
 
 
 def test_the_tokens_of_blocks_are_read_from_stores_only():

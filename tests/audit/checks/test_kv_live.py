@@ -120,6 +120,16 @@ def test_a_gap_is_found_while_the_engine_runs_and_names_what_was_in_it() -> None
     assert {"stored": 4} == live.counts.announced and 4 == live.counts.agreed
 
 
+def test_the_last_changes_after_a_lost_one_of_the_same_content_are_compared() -> None:
+    cache = [*CACHE[:3], cached(99, 5, 50)]
+    stream = [*STREAM[:2], batch(3, 41), batch(4, 99, (STORED, 50))]
+    live = Live()
+    (gap,) = live.run(stream, cache, end=100)
+
+    assert [5] == gap.figures["removed_blocks"]
+    assert (3, 0) == (live.counts.agreed, live.counts.not_compared)
+
+
 def test_batches_that_come_within_the_horizon_are_not_lost() -> None:
     live = Live()
 
