@@ -11,8 +11,6 @@ The waits for single layers are observed only in a step that loads, since there 
 from __future__ import annotations
 
 import logging
-import os
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +20,7 @@ from ...hooks import Hook, Hooks
 from ...text import cut_id
 from ..readers import reader_of
 from ..step_log import Sink, StepLog
+from ..worker_journal import WorkerJournal
 from .metadata_reader import MetadataReader
 from .scheduler_side import Raised, in_connector
 
@@ -200,15 +199,11 @@ class WorkerWatch:
             self._layers = None
 
 
-class WorkerObserver:
-    """Observes a worker in its own process, into its own journal."""
+class WorkerObserver(WorkerJournal):
+    """Observes the connector of a worker in its own process, into its own journal."""
 
     def __init__(self, connector: Any, config: Any, sink: Sink, version: str) -> None:
-        self._sink = sink
-        self._version = version
-        self._configuration = identity(config)
-        self._log = StepLog(sink)
-        self._stopped = False
+        super().__init__(sink, version, "worker", identity(config))
         self._watch = WorkerWatch(
             connector,
             self._log,
@@ -217,24 +212,7 @@ class WorkerObserver:
             rank=int(self._configuration["rank"] or 0),
             raised=self._raised,
         )
-        self._end = Hooks(
-            (Hook("", "clear_connector_metadata", (), after="at_rest"),), connector, self, _ignore
-        )
-        self._restart()
-
-    def at_rest(self, *_: Any, **__: Any) -> None:
-        """``clear_connector_metadata`` returned: emit a snapshot if the sink wants one."""
-        if self._sink.wants_snapshot:
-            self._restart()
-
-    def stop(self, reason: str) -> None:
-        """Restore the connector and emit ``EngineStopped``. Idempotent."""
-        if self._stopped:
-            return
-        self._stopped = True
-        self._end.remove()
-        self._watch.remove()
-        self._log.emit(ev.EngineStopped(self._log.now(), reason))
+        self.begin((Hook("", "clear_connector_metadata", (), after="at_rest"),), connector)
 
     def _hook_failed(self, hook: str, error: Exception, removed: bool) -> None:
         self._log.emit(ev.HookFailed(self._log.now(), hook, f"{type(error).__name__}: {error}", removed))
@@ -248,22 +226,6 @@ class WorkerObserver:
 
     def _raised(self, method: str, error: Exception) -> None:
         self._log.emit(ev.EngineRaised(self._log.now(), method, type(error).__name__, False))
-
-    def _restart(self) -> None:
-        now = self._log.now()
-        self._log.restart(
-            ev.EngineStarted(
-                at=now,
-                wall_seconds=time.time(),
-                engine="vllm",
-                version=self._version,
-                adapter="worker",
-                level="worker",
-                process_id=os.getpid(),
-                configuration=self._configuration,
-            ),
-            ev.Snapshot(now, self._watch.step, [], 0),
-        )
 
 
 def identity(config: Any) -> dict[str, ev.Setting]:
@@ -302,7 +264,3 @@ def connector_factory() -> Any:
     if not hasattr(KVConnectorFactory, "create_connector"):
         return None
     return KVConnectorFactory, KVConnectorRole.WORKER
-
-
-def _ignore(*_: Any) -> None:
-    """The watch's own hooks report failures."""
