@@ -3,7 +3,7 @@
 ``python -m tests.engines.content_run NAME FILE`` runs the situation NAME.
 
 FILE gets what was found, as JSON. Several engines in one process would share what vLLM patches, so there is
-one process for each situation.
+one process for each situation. ``scripts/content_runs.py`` runs all situations and writes a table.
 """
 
 from __future__ import annotations
@@ -11,44 +11,99 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tests.engines.content_models import model_folder, write_adapter
 
 EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
-SITUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "plain": ({}, {}),
-    "drafts": ({"speculative_config": NGRAM}, {}),
-    "samples": ({}, {"n": 3, "temperature": 0.8}),
-    "larger blocks": ({"block_size": 64, "num_gpu_blocks_override": 14}, {}),
+RESET_STEPS = 40
+"""Steps between two resets of the prefix cache. Every other reset also preempts the running requests."""
+
+ABORT_STEPS = 7
+"""Steps between two aborts."""
+
+MOST_STEPS = 5000
+"""Steps after which a situation has failed to come to its end."""
+
+
+@dataclass(frozen=True)
+class Situation:
+    """One engine and its requests. A CPU has no seeds of requests in vLLM 0.32, so samples differ."""
+
+    says: str
+    engine: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the engine."""
+    sampling: dict[str, Any] = field(default_factory=dict)
+    model: str = "qwen3"
+    """One of ``content_models.ARCHITECTURES``."""
+    disturbed_by: tuple[str, ...] = ()
+    """``resets`` and ``aborts``, while requests run."""
+    groups_left_out: int = 0
+    """Groups of KV caches that level ``content`` does not check."""
+    workers: int = 1
+
+
+DUMMY = {"load_format": "dummy"}
+
+SITUATIONS = {
+    "plain": Situation("too few blocks, so requests are preempted; prompts run in chunks"),
+    "drafts": Situation("three n-gram drafts a step", {"speculative_config": NGRAM}),
+    "samples": Situation("three samples a request", sampling={"n": 3, "temperature": 0.8}),
+    "larger blocks": Situation("blocks of 64 tokens", {"block_size": 64, "num_gpu_blocks_override": 14}),
+    "adapters": Situation(
+        "every other request uses one of two LoRA adapters",
+        {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2},
+    ),
+    "resets": Situation("the prefix cache is reset while requests run", disturbed_by=("resets",)),
+    "aborts": Situation("requests are aborted while they run", disturbed_by=("aborts",)),
+    "drafts, resets and aborts": Situation(
+        "the three at once", {"speculative_config": NGRAM}, disturbed_by=("resets", "aborts")
+    ),
+    "sliding window": Situation(
+        "a layer of full attention, and two with a window of 64 tokens",
+        DUMMY | {"num_gpu_blocks_override": 40},
+        model="sliding",
+    ),
+    "states": Situation(
+        "a layer with attention and one with a convolution, whose group of states (`MambaSpec`) is not "
+        "checked",
+        DUMMY | {"num_gpu_blocks_override": 60},
+        model="convolution",
+        groups_left_out=1,
+    ),
+    "two workers": Situation(
+        "tensor parallelism: each worker seals its shard, and a hit block counts twice",
+        {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
+        workers=2,
+    ),
 }
-"""By name: arguments of the engine, and of the sampling. A CPU has no seeds of requests in vLLM 0.32."""
 
 
-def engine(folder: Path, **options: Any) -> Any:
+def engine(folder: Path, *, model: str = "qwen3", **options: Any) -> Any:
     """A small engine with too few blocks, so that requests are preempted and prompts run in chunks."""
-    from vllm import LLM, ModelRegistry
-    from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+    from vllm import LLM
 
-    from kvledger.audit.demo.model import write_model
-
-    ModelRegistry.register_model("Qwen3ForCausalLM", Qwen3ForCausalLM)
     settings: dict[str, Any] = {
         "block_size": 32,
         "num_gpu_blocks_override": 24,
         "scheduler_reserve_full_isl": False,
+        "distributed_executor_backend": EXECUTOR,
     }
     return LLM(
-        model=str(write_model(folder / "model", 0)),
+        model=str(model_folder(model, folder)),
         skip_tokenizer_init=True,
         dtype="float32",
         seed=0,
         enforce_eager=True,
-        distributed_executor_backend=EXECUTOR,
         enable_prefix_caching=True,
         enable_chunked_prefill=True,
         max_model_len=256,
@@ -69,8 +124,10 @@ def prompts(count: int = 40) -> list[list[int]]:
     ]
 
 
-def generate(llm: Any, some: list[list[int]], **sampling: Any) -> list[list[int]]:
-    """The outputs for these prompts."""
+def generate(
+    llm: Any, some: list[list[int]], *, disturb: Callable[[Any, int], None] | None = None, **sampling: Any
+) -> list[list[int]]:
+    """The outputs for these prompts. ``disturb`` is called with the engine after each step."""
     from vllm import SamplingParams
 
     settings: dict[str, Any] = {
@@ -80,8 +137,58 @@ def generate(llm: Any, some: list[list[int]], **sampling: Any) -> list[list[int]
         "detokenize": False,
     }
     params = SamplingParams(**(settings | sampling))
-    outputs = llm.generate([{"prompt_token_ids": tokens} for tokens in some], params, use_tqdm=False)
+    if disturb is not None:
+        return _step_by_step(llm.llm_engine, some, params, disturb)
+    more: dict[str, Any] = {}
+    if llm.llm_engine.vllm_config.lora_config is not None:
+        more["lora_request"] = _adapters(llm, some)
+    outputs = llm.generate([{"prompt_token_ids": tokens} for tokens in some], params, use_tqdm=False, **more)
     return [list(choice.token_ids) for output in outputs for choice in output.outputs]
+
+
+def _adapters(llm: Any, some: list[list[int]]) -> list[Any]:
+    """No adapter, the first or the second for each prompt."""
+    from vllm.lora.request import LoRARequest
+
+    folder = Path(llm.llm_engine.model_config.model).parent
+    adapters = []
+    for number in (1, 2):
+        path = folder / f"adapter-{number}"
+        if not path.exists():
+            write_adapter(path, number)
+        adapters.append(LoRARequest(path.name, number, str(path)))
+    choices = [None, adapters[0], None, adapters[1]]
+    return [choices[number % 4] for number in range(len(some))]
+
+
+def _step_by_step(
+    live: Any, some: list[list[int]], params: Any, disturb: Callable[[Any, int], None]
+) -> list[list[int]]:
+    """The outputs of an engine that is disturbed after its steps; those of aborted requests are cut off."""
+    outputs: dict[str, list[int]] = {f"r{number}": [] for number in range(len(some))}
+    for name, tokens in zip(outputs, some, strict=True):
+        live.add_request(name, {"prompt_token_ids": tokens}, params)
+    for step in range(1, MOST_STEPS):
+        if not live.has_unfinished_requests():
+            return list(outputs.values())
+        for output in live.step():
+            outputs[output.request_id] = list(output.outputs[0].token_ids)
+        disturb(live, step)
+    raise RuntimeError(f"after {MOST_STEPS} steps {live.get_num_unfinished_requests()} requests are not done")
+
+
+def disturbance(kinds: tuple[str, ...], count: int) -> Callable[[Any, int], None] | None:
+    """What happens between the steps of an engine with ``count`` requests."""
+    if not kinds:
+        return None
+
+    def disturb(live: Any, step: int) -> None:
+        if "resets" in kinds and step % RESET_STEPS == 0:
+            live.reset_prefix_cache(reset_running_requests=step % (2 * RESET_STEPS) == 0)
+        if "aborts" in kinds and step % ABORT_STEPS == 0:
+            live.abort_request([f"r{step // ABORT_STEPS * 3 % count}"])
+
+    return disturb
 
 
 def flip_bit(audit: Any) -> int:
@@ -97,8 +204,9 @@ def flip_bit(audit: Any) -> int:
     return int(block)
 
 
-def result(audit: Any) -> dict[str, Any]:
-    """What one audit found."""
+def result(audit: Any, ledger: Any = None) -> dict[str, Any]:
+    """What one audit found. ``ledger``: that of the one engine, where the audit is of journals."""
+    ledger = ledger or audit.ledger
     return {
         "verdict": audit.verdict,
         "findings": [
@@ -106,23 +214,35 @@ def result(audit: Any) -> dict[str, Any]:
             for violation in audit.violations
             if violation.severity == "violation"
         ],
-        "counts": audit.ledger.contents.counts,
-        "excluded": audit.ledger.contents.excluded,
+        "counts": ledger.contents.counts,
+        "excluded": ledger.contents.excluded,
+        "workers": len(ledger.contents.workers),
+        "requests": audit.totals.requests,
         "preemptions": audit.totals.preemptions,
     }
+
+
+def waves(llm: Any, situation: Situation) -> list[list[list[int]]]:
+    """The outputs of two waves of the same requests."""
+    disturb = disturbance(situation.disturbed_by, len(prompts()))
+    return [generate(llm, prompts(), disturb=disturb, **situation.sampling) for _ in range(2)]
 
 
 def run(name: str) -> dict[str, Any]:
     """Two waves observed and two bare; then, after ``plain``, a request over a block with a flipped bit."""
     import kvledger
 
-    options, sampling = SITUATIONS[name]
-    llm = engine(Path(tempfile.mkdtemp()), **options)
+    situation = SITUATIONS[name]
+    llm = engine(Path(tempfile.mkdtemp()), model=situation.model, **situation.engine)
+    if "enable_lora" in situation.engine:  # outputs at the first use of an adapter differ from all later ones
+        waves(llm, situation)
+        llm.reset_prefix_cache()
     with kvledger.attach(llm, level="content") as audit:
-        observed = [generate(llm, prompts(), **sampling) for _ in range(2)]
+        observed = waves(llm, situation)
     llm.reset_prefix_cache()
-    bare = [generate(llm, prompts(), **sampling) for _ in range(2)]
-    found = result(audit) | {"equal": observed == bare or "temperature" in sampling}
+    bare = waves(llm, situation)
+    sampled = "temperature" in situation.sampling
+    found = result(audit) | {"equal": observed == bare or sampled, "sampled": sampled}
     if name == "plain":
         llm.reset_prefix_cache()
         prompt = prompts()[0]
@@ -134,14 +254,42 @@ def run(name: str) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
+def run_in_workers(name: str) -> dict[str, Any]:
+    """Two waves with a journal for each worker, and two bare, each by an engine in a process of its own."""
+    from kvledger.audit.replay.journals import audit_paths
+
+    folder = Path(tempfile.mkdtemp())
+    outputs = []
+    for each in ("observed", "bare"):
+        file = folder / f"{each}.json"
+        journal = {"KVLEDGER_DIR": str(folder / "journal"), "KVLEDGER_LEVEL": "content"}
+        command = [sys.executable, "-m", "tests.engines.content_run", "--outputs", name, str(file)]
+        subprocess.run(command, check=True, env=os.environ | (journal if each == "observed" else {}))
+        outputs.append(json.loads(file.read_text()))
+    audit = audit_paths([folder / "journal"])
+    (observed,) = audit.engines
+    return result(audit, observed.auditor.ledger) | {"equal": outputs[0] == outputs[1]}
+
+
+def outputs_of(name: str) -> list[list[list[int]]]:
+    """The outputs of an engine that is observed if ``KVLEDGER_DIR`` is set."""
+    situation = SITUATIONS[name]
+    llm = engine(Path(tempfile.mkdtemp()), model=situation.model, **situation.engine)
+    return waves(llm, situation)
+
+
+def main(arguments: list[str]) -> None:
     """Run the situation that the command line names."""
     from kvledger.audit.demo.process import settle_environment
 
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    *options, name, file = arguments
     settle_environment(in_process=True)
-    Path(sys.argv[2]).write_text(json.dumps(run(sys.argv[1])))
+    if options == ["--outputs"]:
+        found: Any = outputs_of(name)
+    else:
+        found = run(name) if SITUATIONS[name].workers == 1 else run_in_workers(name)
+    Path(file).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

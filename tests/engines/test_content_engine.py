@@ -18,7 +18,16 @@ from kvledger.audit.replay.journals import audit_paths
 pytestmark = pytest.mark.whole_engine
 
 
-@pytest.fixture(scope="module", params=list(SITUATIONS))
+SOME = ("plain", "drafts", "samples", "larger blocks", "sliding window", "drafts, resets and aborts")
+"""Situations that are tested here; ``make content-runs`` runs all, and writes docs/content.md."""
+
+
+def test_the_page_has_every_situation() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "content.md").read_text()
+    assert [] == [name for name in SITUATIONS if f"\n| {name} | " not in page]
+
+
+@pytest.fixture(scope="module", params=SOME)
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     output = tmp_path_factory.mktemp("content") / "found.json"
     python("-m", "tests.engines.content_run", request.param, output)
