@@ -66,6 +66,17 @@ FAULTS = (
     ),
     Fault("load-of-whole-blocks", "", "", "", "the same load ends with a block."),
     Fault(
+        "load-after-abort",
+        "content/changed",
+        "0.12.0",
+        "0.12.0",
+        "a request is aborted during its asynchronous load; its blocks are free at once, another request "
+        "fills them, and then the load writes "
+        "([vLLM#32255](https://github.com/vllm-project/vllm/pull/32255) keeps the blocks until the load is "
+        "done).",
+    ),
+    Fault("load-before-abort", "", "", "", "the same load writes before its request is aborted."),
+    Fault(
         "offload-store-race",
         "content/transfer",
         "0.19.1",
