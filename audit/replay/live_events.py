@@ -86,6 +86,8 @@ class LiveEvents:
         self._path = path
         self._readers: dict[str, _Recording | None] = {}
         """A reader for each recording; None if it is not of this engine, or can't be read."""
+        self._searched = False
+        """Whether recordings were looked for."""
 
     def feed(self, event: Event) -> None:
         """Read one event of the engine's journal."""
@@ -112,7 +114,7 @@ class LiveEvents:
         """
         if not self.engine_began:
             return []
-        if at_end:
+        if at_end or not self._searched:
             self._find(engine)
         last = until + AFTER_END_SECONDS if ended else math.inf
         for name, recording in self._readers.items():
@@ -200,6 +202,7 @@ class LiveEvents:
 
     def _find(self, engine: EngineStarted) -> None:
         """Open the recordings that are new, and forget those that were removed."""
+        self._searched = True
         beside = {path.name: path for path in recordings_beside(self._path)}
         for name in sorted(beside.keys() - self._readers.keys()):
             position, began = self.positions.get(name, (None, 0.0))

@@ -124,7 +124,7 @@ REBUILT: dict[type, frozenset[str]] = {
     WorkerTransfers: frozenset(),
     ContentState: frozenset(),
     CustodyState: frozenset(),
-    LiveEvents: frozenset({"enabled", "_path", "_readers"}),
+    LiveEvents: frozenset({"enabled", "_path", "_readers", "_searched"}),
     LiveComparison: frozenset({"cache"}),
     RoutedCache: frozenset(),
     RecentCounts: frozenset({"_changes", "_dropped", "_order"}),

@@ -16,6 +16,8 @@ pytest.importorskip("vllm")
 from tests.engines.kv_events_run import KEY
 from tests.engines.observed import observe
 from tests.engines.own_process import python
+from tests.exporters.sidecar.test_follower import following
+from tests.exporters.sidecar.test_live_routing import counts, same
 from tests.scenarios.corpus import SCENARIOS
 
 from kvledger.audit.analysis.routing import EVENT_LOST, EVICTED, STORED_SINCE
@@ -157,6 +159,22 @@ def test_a_real_engines_kv_events_equal_its_blocks_and_each_loss_is_found(tmp_pa
             shown = "\n".join(gap.story)
             assert all(f"h{hash_id & 2**64 - 1:x}" in shown for _, hash_id in truth)
     _check_routing(tmp_path)
+    _check_sidecar(tmp_path)
+
+
+def _check_sidecar(folder: Path) -> None:
+    """A sidecar over both recordings counts what the commands find."""
+    for name in ("whole", "lossy"):
+        with following(folder / name) as follower:
+            live = counts(follower)
+            same(folder / name, live)
+            (audit,) = follower.audits
+            gaps = [each for each in audit.violations if each.severity == "violation"]
+        lost = LOST if name == "lossy" else set[int]()
+        assert (len(lost), 0) == (live.lost_batches, live.not_routed)
+        assert ["events/gap"] * live.gaps == [each.id for each in gaps]
+        for gap in gaps:
+            assert set(range(int(gap.figures["first"]), int(gap.figures["last"]) + 1)) <= lost
 
 
 def _check_routing(folder: Path) -> None:

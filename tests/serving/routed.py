@@ -89,7 +89,7 @@ class Router(Server):
             *(word for source in sources for word in ("--kv-event-source", source)),
             *(word for replay in replays for word in ("--kv-event-replay-source", replay)),
             *("--kv-event-block-size", str(BLOCK_TOKENS), "--kv-event-model", "tiny"),
-            *("--health-check-interval-secs", "10", "--health-failure-threshold", "1"),
+            *("--health-check-interval-secs", "30", "--health-failure-threshold", "1"),
             *("--health-success-threshold", "1", "--cb-timeout-duration-secs", "4"),
             *("--router-temperature", "1"),  # both engines get requests
             *("--log-level", "debug", "--prometheus-port", str(free_port())),
@@ -300,7 +300,7 @@ def run(folder: Path, environment: Path) -> dict[str, Any]:
         engines[0].stop()
         found["gone"] = client.wave(prompts(6, 3), "gone")
         engines[0].start()
-        time.sleep(15)
+        time.sleep(35)  # until the router has checked its health
         found["restarted"] = client.wave(prompts(20, 4), "restarted")
         found["retried"] = client.retried
         time.sleep(2)
