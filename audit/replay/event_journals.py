@@ -13,7 +13,15 @@ from ..ledger.cache_changes import CLEARED, REMOVED, STORED, CacheChanges
 from ..ledger.kv_stream import Comparison, Stream, StreamSubject, compare
 from ..ledger.subjects import Entry
 from .engine_audit import EngineAudit, counted
-from .recordings import AFTER_END_SECONDS, Identity, identity_of, incomparable, recordings_beside
+from .recordings import (
+    AFTER_END_SECONDS,
+    Identity,
+    Neighbours,
+    identity_of,
+    incomparable,
+    recordings_beside,
+    same_port,
+)
 
 
 class RecordedEvents:
@@ -83,6 +91,9 @@ def compare_events(audit: EngineAudit) -> Comparison | None:
         return None
     cache, at, stopped = changes_of(audit.path)
     until = engine.began_seconds + at / 1e6
+    if rival := Neighbours(audit.path).rival(engine):
+        audit.notes.append(same_port(rival))
+        return None
     stream = RecordedEvents(recordings).of(engine, until if stopped else until + AFTER_END_SECONDS)
     if not stream.batches:
         audit.notes.append("the recorded KV events beside this journal are not of this engine")

@@ -18,7 +18,7 @@ from ..journal.reader import Batch, Position, Reader
 from ..ledger.cache_changes import CLEARED
 from ..ledger.kv_live import HORIZON_SECONDS, Found, KVEventCounts, LiveComparison
 from ..ledger.kv_stream import GPU, Stream
-from .recordings import AFTER_END_SECONDS, Identity, identity_of, incomparable, recordings_beside
+from .recordings import AFTER_END_SECONDS, Identity, Neighbours, identity_of, incomparable, recordings_beside
 
 FORGET_SECONDS = 600.0
 """What the cache of an engine held is forgotten so long after its end."""
@@ -88,6 +88,8 @@ class LiveEvents:
         """A reader for each recording; None if it is not of this engine, or can't be read."""
         self._searched = False
         """Whether recordings were looked for."""
+        self._neighbours = Neighbours(path)
+        """The engines beside this one."""
 
     def feed(self, event: Event) -> None:
         """Read one event of the engine's journal."""
@@ -115,6 +117,9 @@ class LiveEvents:
         if not self.engine_began:
             return []
         if at_end or not self._searched:
+            if self._neighbours.rival(engine):
+                self._give_up()
+                return []
             self._find(engine)
         last = until + AFTER_END_SECONDS if ended else math.inf
         for name, recording in self._readers.items():
@@ -192,6 +197,14 @@ class LiveEvents:
         """Whether this engine published a batch, and not one before or after it at the same port."""
         in_time = self.engine_began <= batch.published_seconds <= last
         return in_time and self.streams.setdefault(name, batch.stream) == batch.stream
+
+    def _give_up(self) -> None:
+        """Compare nothing any more: another engine publishes at the same port."""
+        self.close()
+        self.engine_began, self.enabled = 0.0, False
+        self.cache = RoutedCache()
+        self.comparison = LiveComparison(self.cache)
+        self.announced = RecentCounts()
 
     def close(self) -> None:
         """Close the files; nothing is read any more."""

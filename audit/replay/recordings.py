@@ -8,11 +8,16 @@ into the time of the engine's journal.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from pathlib import Path
 
+from ..errors import LedgerError
 from ..events import EngineStarted
-from ..journal.folder import KV_EVENTS
+from ..journal.folder import ENGINE, KV_EVENTS
+from ..journal.format import is_live
+from ..journal.listing import facts
+from ..journal.reader import Reader
 
 AFTER_END_SECONDS = 5.0
 """An engine whose journal has no end may have published so long after the last event that was written."""
@@ -33,6 +38,63 @@ def recordings_beside(path: Path) -> list[Path]:
 def identity_of(started: EngineStarted) -> Identity:
     """What a recording and its engine have in common."""
     return started.configuration.get("hash_key"), started.configuration.get("kv_events_port")
+
+
+class Neighbours:
+    """The engines whose journals are in one folder with that of one engine.
+
+    A recording names a port and no host: of two engines that published at one port at the same time, as in
+    two containers, nobody can tell whose events were recorded.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._started: dict[str, EngineStarted | None] = {}
+        """By name of a journal: how its engine started; None if it is not known."""
+
+    def rival(self, engine: EngineStarted) -> str:
+        """The journal of another engine at the same port while this one ran; "" if there is none."""
+        until = _until(self._path)
+        names: list[str] = []
+        if self._path.is_dir():
+            with contextlib.suppress(OSError):
+                names = sorted(os.listdir(self._path.parent))
+        for name in names:
+            if not name.startswith(ENGINE) or name == self._path.name:
+                continue
+            path = self._path.parent / name
+            if name not in self._started:
+                self._started[name] = _first_event(path)
+            other = self._started[name]
+            if other is None or identity_of(other) != identity_of(engine) or other.began_seconds >= until:
+                continue
+            if _until(path) > engine.began_seconds:
+                return name
+        return ""
+
+
+def _first_event(path: Path) -> EngineStarted | None:
+    with contextlib.suppress(LedgerError, OSError), Reader(path) as reader:
+        batch = next(reader.poll(), None)
+        first = batch.events[0] if batch is not None else None
+        return first if isinstance(first, EngineStarted) else None
+    return None
+
+
+def same_port(rival: str) -> str:
+    """Why the events of two engines can't be told apart."""
+    return (
+        f"the KV events can't be compared: the engine of {rival} published at the same port at the same "
+        "time; give each host or container a folder of its own, or each engine a port"
+    )
+
+
+def _until(path: Path) -> float:
+    """Unix time up to which an engine ran: infinity if it still does."""
+    try:
+        return math.inf if is_live(path) else facts(path).until_seconds or 0.0
+    except (LedgerError, OSError):
+        return 0.0
 
 
 def incomparable(engine: EngineStarted) -> str:

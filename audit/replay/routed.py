@@ -23,7 +23,14 @@ from ..journal.reader import Reader
 from ..ledger.cache_changes import CacheChanges
 from ..ledger.kv_stream import compare
 from .event_journals import RecordedEvents
-from .recordings import AFTER_END_SECONDS, identity_of, incomparable, recordings_beside
+from .recordings import (
+    AFTER_END_SECONDS,
+    Neighbours,
+    identity_of,
+    incomparable,
+    recordings_beside,
+    same_port,
+)
 
 MakeIndex = Callable[[Mapping[int, int]], Index]
 """Makes an index; by hash id, it is given a keyed hash of the tokens, as far as it was recorded."""
@@ -125,6 +132,8 @@ def routing(
         stream = recorded.of(started, until if reader.stopped else until + AFTER_END_SECONDS)
         if not stream.batches and reader.cache.changes:
             raise LedgerError(f"{path}: no KV events of this engine were recorded beside its journal.")
+        if rival := Neighbours(path).rival(started):
+            raise LedgerError(f"{path}: {same_port(rival)}.")
         result = compare(reader.cache, started.began_seconds, reader.at, stream)
         gaps += len(stream.missing)
         batches = [(recorded.received(batch), batch) for batch in stream.batches]

@@ -124,7 +124,7 @@ REBUILT: dict[type, frozenset[str]] = {
     WorkerTransfers: frozenset(),
     ContentState: frozenset(),
     CustodyState: frozenset(),
-    LiveEvents: frozenset({"enabled", "_path", "_readers", "_searched"}),
+    LiveEvents: frozenset({"enabled", "_neighbours", "_path", "_readers", "_searched"}),
     LiveComparison: frozenset({"cache"}),
     RoutedCache: frozenset(),
     RecentCounts: frozenset({"_changes", "_dropped", "_order"}),

@@ -44,7 +44,7 @@ NOT_CARRIED = {
     Auditor: {"_debug", "_subscribed", "_on_violation", "_is_in_window"},
     Ledger: {"keep_closed", "watch", "entries"},
     BlockLedger: {"findings", "accounts", "refilled"},
-    LiveEvents: {"enabled", "_path", "_readers", "_searched"},
+    LiveEvents: {"enabled", "_neighbours", "_path", "_readers", "_searched"},
     RecentCounts: {"_changes", "_dropped", "_order"},
 }
 """Attributes that a checkpoint need not carry, listed a second time by hand."""

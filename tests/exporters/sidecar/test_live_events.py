@@ -10,9 +10,13 @@ from tests import journals
 from tests.audit.checks.kv_histories import CACHE, POOL, STREAM, at, without
 from tests.exporters.sidecar.test_follower import following
 
+from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import EngineStopped, Event, KVEventsReceived, Snapshot
 from kvledger.audit.journal.writer import JournalWriter
 from kvledger.audit.ledger import kv_live
+from kvledger.audit.replay.find import journals_at
+from kvledger.audit.replay.journals import audit_paths
+from kvledger.audit.replay.routed import routing
 from kvledger.exporters.metrics.table import collect
 from kvledger.exporters.sidecar.follower import Follower
 
@@ -24,9 +28,9 @@ STARTED = replace(journals.STARTED, level="blocks", configuration=SETTINGS)
 class Written:
     """An engine's journal and a recording beside it, which grow."""
 
-    def __init__(self, folder: Path, settings: dict[str, str | int] = SETTINGS) -> None:
-        self.engine = JournalWriter(folder / "engine-1-1-0")
-        self.events = JournalWriter(folder / "events-1-1-0")
+    def __init__(self, folder: Path, settings: dict[str, str | int] = SETTINGS, number: int = 1) -> None:
+        self.engine = JournalWriter(folder / f"engine-{number}-1-0")
+        self.events = JournalWriter(folder / f"events-{number}-1-0")
         for writer, started in (
             (self.engine, STARTED),
             (self.events, replace(STARTED, engine="kv-events", configuration=settings)),
@@ -133,6 +137,25 @@ def test_a_recording_of_another_engine_is_not_read(tmp_path: Path, settings: dic
     written.published(STREAM)
     with following(tmp_path) as follower:
         assert expected() == figures(follower)
+
+
+def test_two_engines_at_one_port_at_the_same_time_are_not_compared(tmp_path: Path) -> None:
+    """Two containers write into one folder, and both engines publish at the same port."""
+    written, other = Written(tmp_path), Written(tmp_path, number=2)
+    for each in (written, other):
+        each.changed(*CACHE)
+        each.published(STREAM)
+    with following(tmp_path) as follower:
+        assert {"violations": 0} == figures(follower)
+        written.close()
+        other.close()
+        follower.poll()
+        assert {"violations": 0} == figures(follower)
+    audits = audit_paths([tmp_path]).engines
+    assert [[], []] == [audit.violations for audit in audits]
+    assert all("published at the same port at the same time" in audit.notes[-1] for audit in audits)
+    with pytest.raises(LedgerError, match="published at the same port"):
+        routing(journals_at([tmp_path]))
 
 
 def test_an_engine_that_publishes_nothing_has_no_series(tmp_path: Path) -> None:
