@@ -111,9 +111,9 @@ class Router(Server):
             )
         ]
 
-    def complete(self, prompt: str, name: str, salt: str = "") -> int:
-        """Request a completion; returns the status, 0 without an answer."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+    def complete(self, prompt: str, name: str, salt: str = "", port: int = 0) -> int:
+        """Request a completion, of an engine at ``port`` if given; returns the status, 0 without an answer."""
+        connection = http.client.HTTPConnection("127.0.0.1", port or self.port, timeout=120)
         asked = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
         headers = {"Content-Type": "application/json", "X-Request-Id": name}
         try:
@@ -211,13 +211,17 @@ class Lossy:
         )
 
 
+def families() -> list[list[int]]:
+    """The beginnings that prompts share, of four blocks each."""
+    return [[source.randrange(3, 500) for _ in range(128)] for source in map(random.Random, range(6))]
+
+
 def prompts(count: int, seed: int) -> list[str]:
     """Prompts of six families, which share prefixes of one to four blocks."""
-    families = [[source.randrange(3, 500) for _ in range(128)] for source in map(random.Random, range(6))]
     choose = random.Random(seed)
     return [
         text(
-            choose.choice(families)[: choose.choice((32, 64, 96, 128))]
+            choose.choice(families())[: choose.choice((32, 64, 96, 128))]
             + [choose.randrange(3, 500) for _ in range(choose.randrange(1, 40))]
         )
         for _ in range(count)
@@ -259,6 +263,14 @@ class Client:
         """Send prompts; returns the statuses."""
         return [self._one(prompt, f"{name}-{number}", salt) for number, prompt in enumerate(some)]
 
+    def direct(self, some: list[str], name: str, engine: RoutedEngine) -> list[int]:
+        """Send prompts to one engine, and not through the router; returns the statuses."""
+        names = [f"{name}-{number}" for number in range(len(some))]
+        return [
+            self._router.complete(prompt, name, port=engine.port)
+            for prompt, name in zip(some, names, strict=True)
+        ]
+
     def _one(self, prompt: str, name: str, salt: str) -> int:
         self._note("dynamo", name, self._dynamo.predict(prompt))
         before = self._router.log_size()
@@ -296,6 +308,7 @@ def run(folder: Path, environment: Path) -> dict[str, Any]:
         found["first"] = client.wave(prompts(20, 1), "first")
         found["second"] = client.wave(prompts(14, 2), "second")
         found["salted"] = client.wave(prompts(6, 2), "salted", salt="another tenant")
+        found["direct"] = client.direct([text(each) for each in families()], "direct", engines[0])
         time.sleep(2)
         engines[0].stop()
         found["gone"] = client.wave(prompts(6, 3), "gone")
