@@ -112,7 +112,7 @@ class Router(Server):
         ]
 
     def complete(self, prompt: str, name: str, salt: str = "", port: int = 0) -> int:
-        """Request a completion, of an engine at ``port`` if given; returns the status, 0 without an answer."""
+        """Request a completion, of an engine at ``port`` if given. The status; 0: no answer."""
         connection = http.client.HTTPConnection("127.0.0.1", port or self.port, timeout=120)
         asked = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
         headers = {"Content-Type": "application/json", "X-Request-Id": name}
