@@ -5,6 +5,7 @@ Which journals there are, and what happens when one fails, is in ``follower.py``
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -48,6 +49,8 @@ class FollowedJournal:
         """The age of the oldest event of the last reading, at the time all of that reading was posted."""
         self.damage = 0
         """How often the reader found something missing or damaged."""
+        self.behind = False
+        """Whether the last reading stopped before the journal's present end."""
         self.saved: JournalState | None = None
         """What the last checkpoint holds of this journal."""
         self._saved_events = engine_audit.live_events.comparison.version
@@ -81,13 +84,15 @@ class FollowedJournal:
         on_batch: OnBatch,
         save_soon: Callable[[], None],
         stop: threading.Event | None,
+        seconds: float = math.inf,
     ) -> None:
-        """Audit what has been written by now, a batch at a time, until ``stop`` is set.
+        """Audit what has been written by now, a batch at a time, until ``stop`` is set or time is over.
 
         ``save_soon`` is called between two batches where a checkpoint saves most work after a restart.
         Raises :class:`~kvledger.audit.errors.LedgerError` or OSError if the journal can't be read.
         """
-        oldest = -1
+        oldest, until = -1, time.monotonic() + seconds
+        self.behind = False
         for batch, violations in self.engine_audit.batches(self.reader, self.lock):
             oldest = batch.events[0].at if oldest < 0 else oldest
             on_batch(self, batch, violations)
@@ -95,12 +100,17 @@ class FollowedJournal:
                 save_soon()
             if stop and stop.is_set():
                 return
+            if time.monotonic() > until:
+                self.behind = True
+                break
         self.damage += len(self.reader.damage)
         self.reader.damage.clear()
         started = self.engine_audit.engine
         if oldest >= 0 and started is not None:
             happened = started.wall_seconds + (oldest - started.at) / 1e6
             self.lag_seconds = max(0.0, time.time() - happened)
+        if self.behind:
+            return
         if self.reader.ended:
             self.end()
             save_soon()

@@ -13,6 +13,7 @@ One thread reads; other threads take ``lock`` before they look at the audits. Ru
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -39,6 +40,10 @@ from .journal_finder import FolderFinder, JournalFinder, Notify
 
 POLL_SECONDS = 0.5
 """How often journals are read, and the folder is searched for new journals."""
+
+TURN_SECONDS = 2.0
+"""The longest time that one journal is read before others have their turn. Else an engine that writes faster
+than it is read would keep the others from being read until rotation removes what they wrote."""
 
 SAVE_SECONDS = 30.0
 """How often the checkpoint is replaced while something is read."""
@@ -168,22 +173,25 @@ class Follower:
 
     def follow(self, stop: threading.Event) -> None:
         """Read what is written until ``stop`` is set, then save."""
-        while not stop.wait(POLL_SECONDS):
-            self.poll(stop)
+        behind = False
+        while not stop.wait(0 if behind else POLL_SECONDS):
+            self.poll(stop, TURN_SECONDS)
+            behind = any(journal.behind for journal in self.journals.values())
             if time.monotonic() >= self._save_at:
                 self.save()
         self.save()
 
-    def poll(self, stop: threading.Event | None = None) -> None:
-        """Find new and removed journals, and read each journal to its present end."""
+    def poll(self, stop: threading.Event | None = None, seconds: float = math.inf) -> None:
+        """Find new and removed journals, and read each one to its present end or for these ``seconds``."""
         self.heartbeat = time.monotonic()
         self._find()
         for journal in list(self.journals.values()):
             if stop and stop.is_set():
                 return
             if not journal.ended and not journal.broken and time.monotonic() >= journal.retry_at:
-                self._read(journal, stop)
-        self._route()
+                self._read(journal, stop, seconds)
+        if not any(journal.behind for journal in self.journals.values()):
+            self._route()
         if self._fold:
             self._fold_ended()
 
@@ -210,15 +218,18 @@ class Follower:
 
     # --- one journal ----------------------------------------------------------------------------------
 
-    def _read(self, journal: FollowedJournal, stop: threading.Event | None) -> None:
+    def _read(
+        self, journal: FollowedJournal, stop: threading.Event | None, seconds: float = math.inf
+    ) -> None:
         try:
-            journal.read(self._posted, self._save_soon, stop)
+            journal.read(self._posted, self._save_soon, stop, seconds)
             journal.problem = ""
         except (LedgerError, OSError) as error:
+            journal.behind = False
             journal.retry_at = time.monotonic() + RETRY_SECONDS
             self._set_problem(journal, str(error))
         except Exception as error:
-            journal.broken = True
+            journal.broken, journal.behind = True, False
             self._set_problem(journal, f"kvledger itself failed ({type(error).__name__}: {error})")
         if journal.ended:
             self._note_ended(journal, time.time())

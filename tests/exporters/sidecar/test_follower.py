@@ -101,6 +101,27 @@ def test_a_journal_that_appears_later_is_followed(tmp_path: Path) -> None:
         assert 1 == ended(follower)
 
 
+def test_a_journal_with_much_to_read_leaves_others_their_turn(tmp_path: Path) -> None:
+    """No figure of a journal is exported before it was read to its end."""
+    with following(tmp_path) as follower:
+        engines = [Engine(tmp_path / name) for name in "ab"]
+        for engine in engines:
+            for _ in range(3):
+                engine.serve()
+        follower.poll(seconds=0)
+        read = [journal.engine_audit.events for journal in follower.journals.values()]
+        assert 2 == len(read) and all(read)
+        assert all(journal.behind for journal in follower.journals.values())
+        assert [] == follower.audits
+
+        for _ in range(9):
+            follower.poll(seconds=0)
+        assert not any(journal.behind for journal in follower.journals.values())
+        assert 6 == ended(follower)
+    for engine in engines:
+        engine.stop()
+
+
 def test_a_restarted_engine_has_its_own_journal(tmp_path: Path) -> None:
     """With the same process id, as in a container: sums continue and count since the first start."""
     first = Engine(tmp_path / "a", wall_seconds=100.0)
