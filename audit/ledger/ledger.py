@@ -169,6 +169,7 @@ class Ledger(LedgerState):
             self.at = self.engine.at + round((read_to - self.engine.wall_seconds) * 1e6)
         self.stopped = other.stopped
         self.gaps += other.gaps
+        self.removed_events += other.removed_events
         self.hook_failures += other.hook_failures
         for error, times in other.engine_errors.items():
             if error in self.engine_errors or len(self.engine_errors) < ERRORS_KEPT:

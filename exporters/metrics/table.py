@@ -524,6 +524,14 @@ GROUPS: tuple[Group, ...] = (
                 read.value(lambda engine_audit: engine_audit.metrics.lost_events),
             ),
             Metric(
+                "kvledger_removed_events",
+                "",
+                "counter",
+                "Events that rotation removed before anybody read the journal. No other figure has them.",
+                ENGINE,
+                read.value(lambda engine_audit: engine_audit.auditor.ledger.removed_events),
+            ),
+            Metric(
                 "kvledger_hook_failures",
                 "",
                 "counter",
