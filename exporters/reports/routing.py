@@ -89,7 +89,8 @@ def _head(result: Routing, differ: Sequence[Row]) -> Iterator[Text]:
     if result.gaps:
         yield Text(f"{terminal.counted(result.gaps, 'gap')} in the KV events.", style="yellow")
     if result.left_out:
-        yield Text(f"{terminal.counted(result.left_out, 'request')} without an admission in the journals.")
+        left_out = terminal.counted(result.left_out, "request")
+        yield Text(f"{left_out} left out: without an admission in the journals, or without a prediction.")
 
 
 def _sum(result: Routing, name: str) -> int:
