@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ from tests.exporters.sidecar.test_follower import following
 from tests.exporters.sidecar.test_live_routing import counts, same
 from tests.scenarios.corpus import SCENARIOS
 
+from kvledger.audit.analysis.live_routing import RoutedCache
 from kvledger.audit.analysis.routing import EVENT_LOST, EVICTED, STORED_SINCE
 from kvledger.audit.errors import LedgerError
-from kvledger.audit.events import EngineStarted, KVEventsReceived
+from kvledger.audit.events import EngineStarted, Event, KVEventsReceived
 from kvledger.audit.hash_key import HashKey
 from kvledger.audit.journal.reader import Reader
 from kvledger.audit.ledger.cache_changes import CLEARED, REMOVED, STORED, CacheChanges
+from kvledger.audit.ledger.kv_live import Found, KVEventCounts, LiveComparison
 from kvledger.audit.ledger.kv_stream import Comparison, Stream, compare
 from kvledger.audit.replay.find import journals_at
 from kvledger.audit.replay.journals import audit_paths
@@ -87,7 +90,26 @@ def compared(name: str, monkeypatch: pytest.MonkeyPatch) -> Comparison:
     assert (key.print, 5557) == tuple(started.configuration[name] for name in ("hash_key", "kv_events_port"))
     stream = Stream([decoded(message, 0, 0, key) for message in publisher.messages])
     assert not sum(batch.unreadable for batch in stream.batches)
+    assert [] == found_live(events, started, stream)
     return compare(cache, started.began_seconds, events[-1].at, stream)
+
+
+def found_live(events: Sequence[Event], started: EngineStarted, stream: Stream) -> list[Found]:
+    """What the sidecar's comparison finds: it reads each event, then what was published by then."""
+    live, counts, rest = LiveComparison(RoutedCache()), KVEventCounts(), list(stream.batches)
+    live.began = started.began_seconds
+    found: list[Found] = []
+    for event in events:
+        live.cache.feed(event)
+        now = live.began + event.at / 1e6
+        while rest and rest[0].published_seconds <= now:
+            live.receive(rest.pop(0), now, counts)
+        found += live.advance(now, now, counts)
+    for batch in rest:
+        live.receive(batch, now, counts)
+    found += live.advance(now, now, counts, ended=True)
+    assert 0 == counts.gaps == counts.lost_batches
+    return found
 
 
 @pytest.mark.parametrize("name", PUBLISHING)
