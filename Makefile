@@ -7,7 +7,7 @@ PYTEST := $(BIN)/python -m pytest
 TWO_WORKERS := -n 2 --dist loadfile
 SLOW := benchmark or browser or crash or fuzz or packaging or programs or serving or whole_engine
 
-.PHONY: help demo test test-all lint bench instructions crash long-run routed differential fuzz releases whatif-proof repro-proof cards content-runs upstream-tests docs site pictures clean
+.PHONY: help demo test test-all lint bench instructions crash long-run parallel-servers routed differential fuzz releases whatif-proof repro-proof cards content-runs upstream-tests docs site pictures clean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -51,6 +51,10 @@ routed: ## send requests through vllm-router and Dynamo's KvRouter before two se
 	@test -x build/routers/bin/vllm-router || $(PYTHON) -m venv build/routers
 	@build/routers/bin/pip install --quiet vllm-router==0.1.17 ai-dynamo-runtime==1.6.1
 	PYTHONPATH=src:. $(BIN)/python -m tests.serving.routed build/routers $(ARGS)
+
+parallel-servers: ## compare what clients of servers with several processes were told with the ledger; ARGS=data-parallel for one
+	$(READY) test
+	PYTHONPATH=src:. $(BIN)/python -m tests.serving.parallel.run $(ARGS)
 
 fuzz: ## read 100,000 mutated journals; JOURNALS=n for another number
 	$(READY) test

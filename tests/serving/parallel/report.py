@@ -1,0 +1,143 @@
+"""The table of `make parallel-servers`, as it stands in docs/usage.md."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks import page
+
+PAGE = page.ROOT / "docs" / "usage.md"
+HEADING = "## Servers of several processes\n"
+COLUMNS = (
+    "server",
+    "requests of each engine",
+    "calls",
+    "equal",
+    "explained, by cause",
+    "unexplained",
+    "aborted, in no line",
+    "hit blocks that held the sealed KV",
+    "loaded blocks that held the stored KV",
+    "violations",
+    "drifts",
+)
+
+
+class Row(NamedTuple):
+    """What was found of one server. ``requests``: of each engine. ``workers``: those that verified KV.
+
+    ``verified`` and ``moved``: blocks that were found equal, and all that were looked at.
+    """
+
+    options: str
+    requests: tuple[int, ...]
+    calls: Mapping[str, int]
+    causes: Mapping[str, int]
+    unlogged: Mapping[str, int]
+    violations: tuple[str, ...]
+    drifts: Mapping[str, int]
+    verdict: str
+    workers: int | None
+    verified: tuple[int, int]
+    moved: tuple[int, int]
+
+
+def row(options: str, requests: Sequence[int], usage: Mapping[str, Any], audit: Any) -> Row:
+    """The row of a server, of the JSON of ``kvledger usage`` and ``kvledger audit``."""
+    outcomes = [each["outcome"] for each in usage["unlogged"]]
+    contents = audit["contents"]
+    found = contents or dict.fromkeys(("verified", "differed", "moved", "moved_differed", "moved_unknown"), 0)
+    return Row(
+        options,
+        tuple(requests),
+        usage["calls"],
+        {cause: count for cause, count in usage["causes"].items() if cause != "not-told"},
+        {outcome: outcomes.count(outcome) for outcome in outcomes},
+        tuple(each["id"] for each in audit["violations"] if each["severity"] == "violation"),
+        Counter(each["id"] for each in audit["violations"] if each["severity"] == "drift"),
+        audit["verdict"],
+        contents["workers"] if contents else None,
+        (found["verified"], found["verified"] + found["differed"]),
+        (found["moved"], found["moved"] + found["moved_differed"] + found["moved_unknown"]),
+    )
+
+
+def problems(row: Row, engines: int, workers: int, answers: int, left: int) -> Iterator[str]:
+    """What is not as it should be: a difference without a cause, a finding, an engine without requests.
+
+    ``left``: how many clients leave, of whose first attempt no line of the log tells.
+    """
+    logged = sum(row.calls.values())
+    if logged != answers:
+        yield f"{logged} of {answers} calls are in the log"
+    for verdict in sorted(set(row.calls) - {"equal", "explained"}):
+        if row.calls[verdict]:
+            yield f"{row.calls[verdict]} calls are {verdict}"
+    if row.violations or row.verdict != "clean":
+        yield f"the audit is {row.verdict}: {', '.join(row.violations) or 'no violation'}"
+    if len(row.requests) != engines or not all(row.requests):
+        yield f"of {engines} engines, these were observed with so many requests: {row.requests}"
+    if row.workers is not None and row.workers != workers:
+        yield f"of {workers} workers, {row.workers} verified the KV in their blocks"
+    if set(row.unlogged) - {"aborted"} or row.unlogged.get("aborted", 0) > left:
+        yield f"calls in no line of the log: {dict(row.unlogged)}"
+
+
+def section(rows: Sequence[Row], level: str, software: str) -> str:
+    """The section of the page."""
+    lines = [
+        (
+            f"`{each.options}`" if each.options.startswith("-") else each.options,
+            " + ".join(map(str, each.requests)),
+            str(sum(each.calls.values())),
+            str(each.calls["equal"]),
+            _listed(each.causes),
+            str(each.calls["unexplained"]),
+            str(each.unlogged.get("aborted", 0)),
+            _of(each.verified),
+            _of(each.moved),
+            str(len(each.violations)),
+            _listed(each.drifts),
+        )
+        for each in rows
+    ]
+    return f"""{HEADING}
+`make parallel-servers` starts `vllm serve` with the plugin at level `{level}` and the middleware, sends a
+mixed load with six clients at once, ends the server, and runs `kvledger usage` and `kvledger audit` over
+the journals of all engines. This ran with {software}.
+
+{page.table(COLUMNS, lines)}
+
+The load: plain calls that share prompts; calls of four samples; calls of two prompts; streams; two calls
+with one `X-Request-Id` that run at the same time; clients that leave a stream and send their call again
+with the same `X-Request-Id`; and tool loops, chats whose next turn has the earlier turns, the call of a
+tool and its result. The pool is too small for all of it, so blocks are evicted.
+
+Each rank of data parallelism is an engine with a journal and a prefix cache of its own: a prompt that one
+rank cached is computed by the other one, and the samples of one call may be on both. The workers of
+tensor parallelism have one scheduler and one journal; at level `content` each worker also has a journal
+of what it verified, and a hit block counts once for each worker. `--pipeline-parallel-size 2` is not in
+the table: with these options vLLM 0.32 on a CPU fails at the first request, also without kvledger
+(`assert self.intermediate_tensors is not None` in `GPUModelRunner`).
+"""
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "0"
+
+
+def _of(blocks: tuple[int, int]) -> str:
+    equal, looked_at = blocks
+    return f"{equal:,} of {looked_at:,}" if looked_at else ""
+
+
+def write(text: str, path: Path = PAGE) -> None:
+    """Replace the section of the page. It ends at the next heading of its level."""
+    old = path.read_text()
+    before, _, rest = old.partition(HEADING)
+    assert rest or HEADING in old, f"{path} has no {HEADING.strip()!r}"
+    _, mark, after = rest.partition("\n## ")
+    path.write_text(before + text + mark + after)
