@@ -23,6 +23,7 @@ from ..engines import choose, host_version
 from ..engines.pool.manager_observer import ManagerObserver
 from ..hooks import Hooks
 from ..journal.memory_recorder import MemoryRecorder
+from .import_watch import ImportWatch
 from .pytest_audits import AuditedInstance, TestAudits
 from .pytest_settings import ALLOWED, DRIFT, ENGINES, FIXTURE, LEFT_ALONE, VIOLATION, Wanted, wanted
 
@@ -77,11 +78,13 @@ class LedgerPlugin:
         """Schedulers that have not run a step yet."""
         self._left_alone: list[str] = []
         """Why engines of the running test could not be observed."""
+        self._imports = ImportWatch((SCHEDULER, MANAGER), self._wrap)
+        """Wraps vLLM's classes also if a test, or an engine that it builds, is the first to import them."""
 
     # --- engines that a test builds --------------------------------------------------------------
 
     def _wrap(self) -> None:
-        """Wrap vLLM's two classes, once a test module has imported them."""
+        """Wrap vLLM's two classes, if they are imported."""
         for name, attribute, observe in (
             (SCHEDULER, "Scheduler", self._expect_first_step),
             (MANAGER, "KVCacheManager", self._observe_manager),
@@ -231,5 +234,6 @@ class LedgerPlugin:
 
     def pytest_unconfigure(self) -> None:
         """Restore vLLM's classes."""
+        self._imports.end()
         while self._wrapped:
             setattr(*self._wrapped.pop())

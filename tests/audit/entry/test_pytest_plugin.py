@@ -69,6 +69,27 @@ def test_a_clean_test_passes_and_its_engine_is_counted(pytester: pytest.Pytester
     result.stdout.fnmatch_lines("kvledger: 1 engines observed at level blocks, 0 left alone, 0 violations")
 
 
+@pytest.mark.programs
+def test_an_engine_is_observed_if_its_test_is_the_first_to_import_vllm(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import sys
+
+        def test_a_scenario():
+            assert "vllm.v1.core.sched.scheduler" not in sys.modules
+            from tests.scenarios.driving import start
+
+            driver = start()
+            driver.add("a", 40, 4)
+            driver.run()
+        """
+    )
+    result = pytester.runpytest_subprocess("-p", pytest_plugin.__name__, "--kvledger")
+
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines("kvledger: 1 engines observed at level blocks, 0 left alone, 0 violations")
+
+
 def test_a_violation_fails_the_test_with_the_report(pytester: pytest.Pytester) -> None:
     result = run(pytester, TWICE, holds=True)
 
