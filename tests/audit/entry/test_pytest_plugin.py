@@ -69,7 +69,7 @@ def test_a_clean_test_passes_and_its_engine_is_counted(pytester: pytest.Pytester
     result.stdout.fnmatch_lines("kvledger: 1 engines observed at level blocks, 0 left alone, 0 violations")
 
 
-@pytest.mark.programs
+@pytest.mark.whole_engine
 def test_an_engine_is_observed_if_its_test_is_the_first_to_import_vllm(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """
