@@ -1,7 +1,8 @@
 """A prefill engine and a decode engine, with a proxy before them as routers of vLLM and llm-d work.
 
 `python -m tests.serving.pair CONNECTOR FOLDER` runs both servers and a few calls. FOLDER then has the
-journals of both engines and the log of what clients were told.
+journals of both engines and the log of what clients were told. LMCacheMPConnector needs a server of LMCache,
+whose port is in ``LMCACHE_SERVER_PORT``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tests.serving.processes import (
 )
 
 NIXL_FOLDER = ROOT / ".releases" / "nixl-1.5.1"
+LMCACHE_FOLDER = ROOT / ".releases" / "lmcache-0.5.6"
 TO_PREFILL = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -57,6 +59,15 @@ class PairedEngine(Engine):
         if self._connector == "NixlConnector":
             del transfer["kv_connector_extra_config"]
             transfer["kv_buffer_device"] = "cpu"
+        elif self._connector == "LMCacheMPConnector":
+            port = int(os.environ["LMCACHE_SERVER_PORT"])
+            transfer["kv_connector_extra_config"] = {
+                "lmcache.mp.host": "tcp://127.0.0.1",
+                "lmcache.mp.port": port,
+                "lmcache.mp.mq_timeout": 5,
+                "lmcache.mp.heartbeat_interval": 1,
+            }
+            command[command.index("-m") + 1] = "tests.serving.lmcache_api_server"
         command[command.index("--kv-transfer-config") + 1] = json.dumps(transfer)
         command[command.index("--num-gpu-blocks-override") + 1] = "128"
         command += ["--enable-prompt-tokens-details"]
@@ -66,27 +77,50 @@ class PairedEngine(Engine):
 
     def environment(self) -> dict[str, str]:
         paths = [str(ROOT / "src"), str(ROOT)]
+        more = {}
         if self._connector == "NixlConnector":
             paths.insert(0, str(NIXL_FOLDER))
+        elif self._connector == "LMCacheMPConnector":
+            paths.append(str(LMCACHE_FOLDER))
+            more = {
+                "LMCACHE_TRACK_USAGE": "false",
+                "LMCACHE_DISABLE_BANNER": "1",
+                "PYTHONHASHSEED": "0",  # keys in the store are hashes
+            }
         return {
             **super().environment(),
             "PYTHONPATH": os.pathsep.join(paths),
             "KVLEDGER_USAGE_LOG": str(self.folder / "usage.jsonl"),
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self._side_channel),
+            **more,
             **self._variables,
         }
 
     def answer(self, request_id: str, **asked: Any) -> dict[str, Any]:
         """The answer to one completion."""
+        result: dict[str, Any] = json.loads(self.body(request_id, **asked))
+        return result
+
+    def body(self, request_id: str, **asked: Any) -> bytes:
+        """The whole body of the answer to one completion."""
+        connection = self._request(request_id, asked)
+        with connection.getresponse() as response:
+            text = response.read()
+            assert response.status == 200, text
+        return text
+
+    def leave(self, request_id: str, **asked: Any) -> None:
+        """Disconnect after the start of the answer, so that the server aborts the request."""
+        connection = self._request(request_id, asked | {"stream": True})
+        connection.getresponse().read(1)
+        connection.close()
+
+    def _request(self, request_id: str, asked: dict[str, Any]) -> http.client.HTTPConnection:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         body = {"model": "tiny", "temperature": 0, "ignore_eos": True, "detokenize": False} | asked
         headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
         connection.request("POST", "/v1/completions", json.dumps(body), headers)
-        with connection.getresponse() as response:
-            text = response.read()
-            assert response.status == 200, text
-            result: dict[str, Any] = json.loads(text)
-        return result
+        return connection
 
 
 class Pair:
@@ -104,7 +138,7 @@ class Pair:
         for engine in (self.prefill, self.decode):
             engine.launch()
         for engine in (self.prefill, self.decode):
-            wait_until(engine.answers, 2 * START_SECONDS, engine.last_words)
+            wait_until(engine.answers, 3 * START_SECONDS, engine.last_words)
 
     def complete(self, request_id: str, prompt: list[int], max_tokens: int = 4) -> dict[str, Any]:
         """Have the prompt prefilled for one token, then answered by the decode engine."""

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.exporters.sidecar.test_follower import following
+from tests.exporters.sidecar.test_paired_engines import once
 from tests.serving.pair import PLAIN, SHARING, Pair, load, prompt
 
 pytestmark = pytest.mark.serving
@@ -108,6 +110,16 @@ def test_the_statement_bills_each_token_once(folder: Path) -> None:
     assert CALLS == not_billed["prefill-output"]
     handled = audit["totals"]["prompt_tokens"] + CALLS * (OUTPUT + 1)
     assert handled == sum(billed.values()) + sum(not_billed.values())
+
+
+def test_the_sidecar_can_count_each_prompt_once(folder: Path) -> None:
+    """Of the loads of both engines none is a hit; the prompt of the lost transfer counts once too."""
+    with following(folder / "journals", folder=folder / "sidecar") as follower:
+        every = {source: count for source, count in once(follower).items() if count}
+
+    assert (CALLS - SHARING) * PROMPT + SHARING * LONG == sum(every.values())
+    assert "external" not in every
+    assert every["local"] == SHARING * 64 + 64  # and those of the second use of an id
 
 
 def test_each_loaded_block_is_what_the_prefill_engine_stored_but_the_changed_one(folder: Path) -> None:

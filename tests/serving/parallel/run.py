@@ -1,6 +1,6 @@
 """`make parallel-servers`: what clients of servers of several processes were told, beside the ledger.
 
-Each server of :data:`SERVERS` is started with the plugin and gets the load of ``load.py``.
+Each server of :data:`SERVERS` is started with the plugin and gets the load of ``load.py`` or ``pairs.py``.
 When it has ended, ``kvledger usage`` compares each answer with the journals of its engines, and ``kvledger
 audit`` checks them.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import page
-from tests.serving.parallel import load, report
+from tests.serving.parallel import load, pairs, report
 from tests.serving.processes import SETTLE_SECONDS, wait_until
 
 from kvledger.audit.journal.folder import find_journals
@@ -27,17 +27,22 @@ from kvledger.audit.journal.format import is_live
 
 
 class Layout(NamedTuple):
-    """A server's options, and how many engines and workers it has."""
+    """A server's options, and how many engines, workers, answers and clients that leave it has."""
 
     options: str
     engines: int
     workers: int
+    answers: int = load.ANSWERS
+    left: int = load.LEFT
 
 
 SERVERS = {
     "api-servers": Layout("--api-server-count 2", 1, 1),
     "data-parallel": Layout("--api-server-count 2 --data-parallel-size 2", 2, 2),
     "tensor-parallel": Layout("--tensor-parallel-size 2", 1, 2),
+} | {
+    name: Layout(f"prefill and decode, {connector}", 2, 2, pairs.ANSWERS, pairs.LEFT)
+    for name, connector in pairs.CONNECTORS.items()
 }
 """Servers by name."""
 
@@ -60,15 +65,20 @@ def run(name: str, folder: Path, level: str) -> report.Row:
 def _serve(name: str, folder: Path, level: str) -> None:
     """Start a server, send the load, and end the server."""
     started = time.monotonic()
-    with load.running(folder, SERVERS[name].options, level) as server:
-        served = time.monotonic()
-        load.send(server)
+    if name in pairs.CONNECTORS:
+        with pairs.running(name, folder, level) as pair:
+            served = time.monotonic()
+            pairs.send(pair)
+    else:
+        with load.running(folder, SERVERS[name].options, level) as server:
+            served = time.monotonic()
+            load.send(server)
     _say(f"{name}: ready after {served - started:.0f} s, ended {time.monotonic() - served:.0f} s later")
 
 
 def _problems(name: str, row: report.Row) -> list[str]:
     layout = SERVERS[name]
-    return list(report.problems(row, layout.engines, layout.workers, load.ANSWERS, load.LEFT))
+    return list(report.problems(row, layout.engines, layout.workers, layout.answers, layout.left))
 
 
 def kvledger(*arguments: object) -> tuple[int, Any]:

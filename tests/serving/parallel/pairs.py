@@ -1,0 +1,98 @@
+"""A mixed load on a prefill and a decode engine: streams, repeats, clients that leave, growing prompts."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tests.serving.pair import PLAIN, SHARING, Pair, load, prompt
+from tests.serving.processes import BLOCK_TOKENS, ROOT
+
+AGAIN, STREAMED, LEFT, LOOPS, TURNS = 2, 4, 4, 2, 4
+ANSWERS = PLAIN + SHARING + 2 * AGAIN + STREAMED + LEFT + LOOPS * TURNS
+
+CONNECTORS = {
+    "example-pair": "ExampleConnector",
+    "nixl-pair": "NixlConnector",
+    "lmcache-pair": "LMCacheMPConnector",
+}
+"""Pairs by name: a store in a folder, a transfer between both engines, and the server of LMCache."""
+
+CONTENT = {"KVLEDGER_CONTENT_KEY": "a key of these servers", "KVLEDGER_CONTENT_STORE": "fleet"}
+
+
+@contextlib.contextmanager
+def store(connector: str) -> Iterator[None]:
+    """What a connector needs beside both engines: LMCache its server."""
+    if connector != "LMCacheMPConnector":
+        yield
+        return
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        stores = importlib.import_module("stores")
+    finally:
+        sys.path.remove(str(ROOT / "scripts"))
+    with stores.store("multiprocess") as server:
+        os.environ["LMCACHE_SERVER_PORT"] = str(server.port)
+        yield
+
+
+@contextlib.contextmanager
+def running(name: str, folder: Path, level: str) -> Iterator[Pair]:
+    """A pair, which ends so that its journals are complete."""
+    folder.mkdir(parents=True)
+    connector = CONNECTORS[name]
+    with store(connector):
+        pair = Pair(folder, connector, KVLEDGER_LEVEL=level, **CONTENT)
+        try:
+            pair.start()
+            yield pair
+            pair.end()
+        finally:
+            pair.kill()
+
+
+def send(pair: Pair) -> None:
+    """Send the load, as several clients at once after the first calls. Fails if an answer is no success."""
+    load(pair)
+    with ThreadPoolExecutor(3) as clients:
+        sent = [clients.submit(_again, pair, number) for number in range(AGAIN)]
+        sent += [clients.submit(_streamed, pair, number) for number in range(STREAMED)]
+        sent += [clients.submit(_left_and_again, pair, number) for number in range(LEFT)]
+        sent += [clients.submit(_loop, pair, number) for number in range(LOOPS)]
+        for each in sent:
+            each.result()
+
+
+def _again(pair: Pair, number: int) -> None:
+    for _ in range(2):
+        pair.complete(f"again-{number}", prompt(60 + number))
+
+
+def _streamed(pair: Pair, number: int) -> None:
+    tokens = prompt(100 + number)
+    transfer = pair.prefilled(f"streamed-{number}", tokens)
+    more = {"kv_transfer_params": transfer} if transfer else {}
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    pair.decode.body(f"streamed-{number}", prompt=tokens, max_tokens=4, **options, **more)
+
+
+def _left_and_again(pair: Pair, number: int) -> None:
+    """A client leaves the stream of the decode engine, and sends its call again with the same id."""
+    tokens = prompt(200 + number)
+    transfer = pair.prefilled(f"left-{number}", tokens)
+    more = {"kv_transfer_params": transfer} if transfer else {}
+    pair.decode.leave(f"left-{number}", prompt=tokens, max_tokens=200, **more)
+    pair.complete(f"left-{number}", tokens)
+
+
+def _loop(pair: Pair, number: int) -> None:
+    """Calls of one conversation: each prompt has the one before it, and more."""
+    whole = prompt(300 + number, 2 + TURNS)
+    for turn in range(TURNS):
+        pair.complete(f"loop-{number}-{turn}", whole[: (2 + turn) * BLOCK_TOKENS + 7])
