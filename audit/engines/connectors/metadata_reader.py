@@ -93,6 +93,10 @@ class MetadataReader:
         """The whole blocks that ``metadata`` orders to be stored and loaded."""
         raise NotImplementedError
 
+    def handed_over(self, metadata: Any) -> Iterable[str]:
+        """Requests of which ``metadata`` says that another engine will read their blocks, each once."""
+        return ()
+
     def saves(self, metadata: Any) -> Iterable[Saved]:
         """The saves that ``metadata`` orders."""
         return ()

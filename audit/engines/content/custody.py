@@ -18,6 +18,7 @@ from ... import events as ev
 from ...hooks import Hook, Hooks
 from ..connectors.metadata_reader import MetadataReader, Moves
 from ..readers import reader_of
+from .tables import NULL_BLOCK
 
 if TYPE_CHECKING:
     from .device_buffers import Pending
@@ -60,6 +61,8 @@ class CustodyWatch:
         self._prints: PartPrints | None = None
         self._moves = Moves([], [])
         """What the metadata of the present step orders."""
+        self._handed_over: dict[str, tuple[object, int]] = {}
+        """Requests whose blocks another engine will read: their present life, and how many were read here."""
         self._loading: dict[str, list[int]] = {}
         """Blocks of asynchronous loads that have not arrived, by request id."""
         self._loaded: list[int] = []
@@ -92,6 +95,8 @@ class CustodyWatch:
         assert self.reader is not None
         self._moves = self.reader.moves(connector_metadata, self._group.block_tokens)
         self._failed_blocks = set()
+        for request_id in self.reader.handed_over(connector_metadata):
+            self._handed_over.setdefault(request_id, (None, 0))
         for load in self._moves.loads:
             if load.asynchronous:
                 self._loading.setdefault(load.request_id, []).extend(load.blocks)
@@ -103,7 +108,21 @@ class CustodyWatch:
 
     def saving(self, *_: Any, **__: Any) -> None:
         """``wait_for_save`` is called: the forward pass has filled the blocks that are stored."""
-        self._read(True, self._moves.stored)
+        self._read(True, [*self._moves.stored, *self._handed_over_blocks()])
+
+    def _handed_over_blocks(self) -> list[int]:
+        """The blocks that became final, of requests whose blocks another engine reads after their end."""
+        found: list[int] = []
+        for request_id, (life, known) in list(self._handed_over.items()):
+            final = self._watch.final_blocks(request_id, self._group.group)
+            if final is None:  # the request has ended
+                del self._handed_over[request_id]
+                continue
+            present, blocks = final
+            known = min(known, len(blocks)) if present is life else 0
+            found += [block for block in blocks[known:] if block != NULL_BLOCK]
+            self._handed_over[request_id] = present, len(blocks)
+        return found
 
     def finished(self, _: None, result: Any, *__: Any, **___: Any) -> None:
         """``get_finished`` returned the requests whose transfers are complete."""

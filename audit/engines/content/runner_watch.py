@@ -155,6 +155,10 @@ class RunnerWatch:
             [group.description for group in self.layout.groups.values()],
         )
 
+    def final_blocks(self, request_id: str, group: int) -> tuple[object, list[int]] | None:
+        """See :meth:`Tables.final_blocks`."""
+        return self._tables.final_blocks(request_id, group)
+
     def _new_tables(self) -> Tables:
         scheduler = self.runner.vllm_config.scheduler_config
         sizes = {number: group.block_tokens for number, group in self.layout.groups.items()}

@@ -96,6 +96,16 @@ class Tables:
         self._last = set(scheduled)
         return plan
 
+    def final_blocks(self, request_id: str, group: int) -> tuple[object, list[int]] | None:
+        """The full and final blocks of a request after this step, and what stands for its present life.
+
+        None: the worker does not know the request.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        return request, request.tables[group][: request.settled // self._groups[group]]
+
     def _begin_new(self, output: Any, plan: StepPlan) -> None:
         for new in output.scheduled_new_reqs:
             self._begin(new.req_id, new.block_ids, new.num_computed_tokens, plan)

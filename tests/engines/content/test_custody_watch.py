@@ -165,6 +165,81 @@ def test_offloading_jobs_are_moves() -> None:
     assert not offloading.own_store  # its tiers are not known
 
 
+def nixl(**options: Any) -> Any:
+    """The reader of a connector in an engine with one worker."""
+    parallel = {f"{name}_parallel_size": 1 for name in ("tensor", "pipeline", "decode_context")}
+    transfer = SimpleNamespace(enable_permute_local_kv=options.pop("permutes", False))
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(**(parallel | options)), kv_transfer_config=transfer
+    )
+    return reader("NixlConnector", _vllm_config=config)
+
+
+def received(tokens: int | None, held: int, blocks: Any, tp_size: int = 1) -> Any:
+    remote = SimpleNamespace(num_tokens=tokens)
+    row = SimpleNamespace(
+        local_block_ids=blocks, local_num_computed_blocks=(held,), tp_size=tp_size, remote=remote
+    )
+    return SimpleNamespace(reqs_to_recv={"r": row}, reqs_in_batch=set())
+
+
+@pytest.mark.parametrize(
+    ("metadata", "blocks"),
+    [
+        (received(11, 0, ([3, 4, 5],)), [3, 4]),
+        (received(12, 0, ([3, 4, 5],)), [3, 4, 5]),
+        (received(11, 1, ([4, 5],)), [4]),
+        (received(11, 2, ([5],)), []),
+        (received(11, 0, ()), []),
+        (received(None, 0, ([3, 4, 5],)), []),
+        (received(11, 0, ([3, 4, 5],), tp_size=2), []),
+    ],
+    ids=["partly full", "full", "a local hit", "only a part", "a full hit", "older", "other workers"],
+)
+def test_nixl_fills_whole_blocks_up_to_the_tokens_of_the_prefill_engine(
+    metadata: Any, blocks: list[int]
+) -> None:
+    assert nixl().moves(metadata, SIZE) == ([], [("r", blocks, True)] if blocks else [])
+
+
+def test_nixl_between_caches_of_other_orders_is_not_exact() -> None:
+    assert nixl().exact
+    assert not nixl(permutes=True).exact
+
+
+class HandingOver(Bench):
+    """A prefill engine whose connector hands the blocks of request r over; ``final`` are its final blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.life: object = object()
+        self.final: list[int] | None = []
+        self.watch.final_blocks = lambda *_: None if self.final is None else (self.life, self.final)
+        self.custody.reader = nixl()
+
+    def batch(self, final: list[int] | None, *begun: str) -> list[list[int]]:
+        """A step that hands over what began; returns the blocks that were read as stored."""
+        self.events.clear()
+        self.final = final
+        connector = self.connector
+        connector.bind_connector_metadata(SimpleNamespace(reqs_to_recv={}, reqs_in_batch=set(begun)))
+        connector.wait_for_save()
+        connector.clear_connector_metadata()
+        return [event.blocks for event in self.events if event.out]
+
+
+def test_blocks_of_a_request_that_is_handed_over_are_read_once_when_they_are_final() -> None:
+    bench = HandingOver()
+    assert bench.batch([0, 1]) == []  # another request's
+    assert bench.batch([0, 1], "r") == [[1]]  # 0 is the null block
+    assert bench.batch([0, 1, 2, 3]) == [[2, 3]]
+    assert bench.batch([0, 1, 2, 3]) == []
+    bench.life = object()  # preempted, and computed again in the same blocks
+    assert bench.batch([0, 1, 2, 3]) == [[1, 2, 3]]
+    assert bench.batch(None) == []
+    assert bench.batch([4, 5]) == []
+
+
 def test_lmcache_mp_skips_the_blocks_that_a_retrieval_does_not_write() -> None:
     op = SimpleNamespace(block_ids=[[3, 4, 5]], start=0, end=12, skip_first_n_tokens=5)
     rows = [SimpleNamespace(request_id=d, direction=d, op=op) for d in ("STORE", "RETRIEVE")]
