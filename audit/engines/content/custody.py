@@ -1,7 +1,9 @@
 """Fingerprints the blocks that a connector stores and loads, at the engine's end of each transfer.
 
 A source is read after the forward pass, before the connector waits for its saves. A destination is read when
-the load has arrived: ``start_load_kv`` returned (a synchronous load), or ``get_finished`` named the request.
+the load has arrived: ``start_load_kv`` returned (a synchronous load), or ``get_finished`` or
+``get_transfer_results`` named the request. Where another engine reads the blocks of a request after its last
+token, as with NIXL, they are read once they are full.
 The ledger joins both by the block's hash and compares them (``audit/ledger/custody.py``).
 
 Only connectors whose reader lists whole blocks are observed, and only engines with one KV cache group.
@@ -29,6 +31,7 @@ TABLE: tuple[Hook, ...] = (
     Hook("", "start_load_kv", (), after="load_started"),
     Hook("", "wait_for_save", (), before="saving"),
     Hook("", "get_finished", (), after="finished", optional=True),
+    Hook("", "get_transfer_results", (), after="results", optional=True),
     Hook("", "get_block_ids_with_load_errors", (), after="load_errors", optional=True),
     Hook("", "clear_connector_metadata", (), before="step_ends"),
 )
@@ -127,6 +130,13 @@ class CustodyWatch:
     def finished(self, _: None, result: Any, *__: Any, **___: Any) -> None:
         """``get_finished`` returned the requests whose transfers are complete."""
         for request_id in sorted(result[1] or ()):
+            self._read(False, self._loading.pop(request_id, []))
+
+    def results(self, _: None, result: Any, *__: Any, **___: Any) -> None:
+        """``get_transfer_results`` returned, since 0.30; a failed load is among the finished ones."""
+        for request_id in getattr(result, "failed_recving", None) or ():
+            self._loading.pop(request_id, None)
+        for request_id in sorted(result.finished_recving or ()):
             self._read(False, self._loading.pop(request_id, []))
 
     def load_errors(self, _: None, result: Any, *__: Any, **___: Any) -> None:

@@ -27,6 +27,7 @@ class ExampleConnector:
         self.layers = layers
         self.metadata: Any = None
         self.failed: set[int] = set()
+        self.results = SimpleNamespace(finished_recving=set(), failed_recving=set())
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         self.metadata = connector_metadata
@@ -41,6 +42,9 @@ class ExampleConnector:
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, None]:
         return None, None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        return self.results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.failed
@@ -238,6 +242,19 @@ def test_blocks_of_a_request_that_is_handed_over_are_read_once_when_they_are_fin
     assert bench.batch([0, 1, 2, 3]) == [[1, 2, 3]]
     assert bench.batch(None) == []
     assert bench.batch([4, 5]) == []
+
+
+def test_blocks_of_a_nixl_transfer_are_read_when_it_has_arrived_unless_it_failed() -> None:
+    bench = HandingOver()
+    connector, rows = bench.connector, received(8, 0, ([3, 4],)).reqs_to_recv
+    connector.bind_connector_metadata(
+        SimpleNamespace(reqs_to_recv={"r": rows["r"], "lost": rows["r"]}, reqs_in_batch=set())
+    )
+    connector.clear_connector_metadata()
+    connector.results = SimpleNamespace(finished_recving={"r", "lost"}, failed_recving={"lost"})
+    connector.get_transfer_results(set())
+    connector.clear_connector_metadata()
+    assert [(False, [3, 4])] == [(event.out, event.blocks) for event in bench.events]
 
 
 def test_lmcache_mp_skips_the_blocks_that_a_retrieval_does_not_write() -> None:
