@@ -86,24 +86,35 @@ def problems(row: Row, engines: int, workers: int, answers: int, left: int) -> I
         yield f"calls in no line of the log: {dict(row.unlogged)}"
 
 
-def section(rows: Sequence[Row], level: str, software: str) -> str:
+Line = tuple[str, ...]
+"""The cells of a row."""
+
+
+def line(row: Row) -> Line:
+    """A row as it stands on the page."""
+    return (
+        f"`{row.options}`" if row.options.startswith("-") else row.options,
+        " + ".join(map(str, row.requests)),
+        str(sum(row.calls.values())),
+        str(row.calls["equal"]),
+        _listed(row.causes),
+        str(row.calls["unexplained"]),
+        str(row.unlogged.get("aborted", 0)),
+        _of(row.verified),
+        _of(row.moved),
+        str(len(row.violations)),
+        _listed(row.drifts),
+    )
+
+
+def merged(before: Sequence[Line], lines: Sequence[Line]) -> list[Line]:
+    """The lines of a page, with those of the servers that were run anew."""
+    found = {each[0]: each for each in before}
+    return list((found | {each[0]: each for each in lines}).values())
+
+
+def section(lines: Sequence[Line], level: str, software: str) -> str:
     """The section of the page."""
-    lines = [
-        (
-            f"`{each.options}`" if each.options.startswith("-") else each.options,
-            " + ".join(map(str, each.requests)),
-            str(sum(each.calls.values())),
-            str(each.calls["equal"]),
-            _listed(each.causes),
-            str(each.calls["unexplained"]),
-            str(each.unlogged.get("aborted", 0)),
-            _of(each.verified),
-            _of(each.moved),
-            str(len(each.violations)),
-            _listed(each.drifts),
-        )
-        for each in rows
-    ]
     return f"""{HEADING}
 `make parallel-servers` starts `vllm serve` with the plugin at level `{level}` and the middleware, sends a
 mixed load with six clients at once, ends the server, and runs `kvledger usage` and `kvledger audit` over
@@ -114,7 +125,8 @@ the journals of all engines. This ran with {software}.
 The load: plain calls that share prompts; calls of four samples; calls of two prompts; streams; two calls
 with one `X-Request-Id` that run at the same time; clients that leave a stream and send their call again
 with the same `X-Request-Id`; and tool loops, chats whose next turn has the earlier turns, the call of a
-tool and its result. The pool is too small for all of it, so blocks are evicted.
+tool and its result. The pool is too small for all of it, so blocks are evicted. A prefill and a decode
+engine get single calls, streams, repeated calls, clients that leave, and prompts that grow.
 
 Each rank of data parallelism is an engine with a journal and a prefix cache of its own: a prompt that one
 rank cached is computed by the other one, and the samples of one call may be on both. The workers of
@@ -132,6 +144,14 @@ def _listed(counts: Mapping[str, int]) -> str:
 def _of(blocks: tuple[int, int]) -> str:
     equal, looked_at = blocks
     return f"{equal:,} of {looked_at:,}" if looked_at else ""
+
+
+def written(path: Path = PAGE) -> list[Line]:
+    """The lines of the table on the page."""
+    text = path.read_text().partition(HEADING)[2].partition("\n## ")[0]
+    table = [row for row in text.splitlines() if row.startswith("| ")][1:]  # without the heading
+    cells = [tuple(cell.strip() for cell in row.strip("|").split("|")) for row in table]
+    return [row for row in cells if len(row) == len(COLUMNS) and not set(row[0]) <= {"-"}]
 
 
 def write(text: str, path: Path = PAGE) -> None:

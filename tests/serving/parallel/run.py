@@ -112,7 +112,9 @@ def main(words: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="kvledger-servers-") as folder:
         kept = arguments.keep or Path(folder)
         rows = {name: run(name, kept / name, arguments.level) for name in arguments.servers or SERVERS}
-    text = report.section(list(rows.values()), arguments.level, page.software())
+    before = report.written() if arguments.write else []
+    lines = report.merged(before, [report.line(row) for row in rows.values()])
+    text = report.section(lines, arguments.level, page.software())
     print(text)
     if arguments.write:
         report.write(text)
