@@ -9,18 +9,16 @@ demo's tiny model is the worst case.
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any, NamedTuple
 
-from benchmarks.engine import BLOCK_TOKENS, NAMES, REQUESTS, Serving, turns
+from benchmarks.engine import NAMES, Serving, start_engine, turns
 from benchmarks.scheduler import Progress, observe
 from benchmarks.stats import Estimate, estimate
 
-from kvledger.audit.demo.engine import EXECUTOR
-from kvledger.audit.demo.model import MAX_POSITIONS, VOCABULARY_TOKENS, config, write_model
+from kvledger.audit.demo.model import VOCABULARY_TOKENS
 from kvledger.audit.engines.content.attached import worker_of
 from kvledger.audit.replay.journals import audit_paths
 
@@ -75,7 +73,8 @@ class Rates(NamedTuple):
 def measure(large: bool, rounds: int, blocks: int, folder: Path, progress: Progress) -> Rates:
     """Content over blocks, and for comparison blocks over blocks, of one of the two models."""
     engines = [
-        ContentServing(_engine(folder / str(number), large).llm_engine) for number in range(len(NAMES))
+        ContentServing(start_engine(folder / str(number), LARGE if large else None).llm_engine)
+        for number in range(len(NAMES))
     ]
     content, error, seconds = list[float](), list[float](), list[float]()
     try:
@@ -102,27 +101,3 @@ def _compared(journals: Path) -> Iterator[int]:
         if engine.violations or counts.get("differed"):
             raise RuntimeError(f"{engine.path.name}: a hit block differed: {counts}")
         yield counts.get("compared", 0)
-
-
-def _engine(folder: Path, large: bool) -> Any:
-    from vllm import LLM, ModelRegistry
-    from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
-
-    ModelRegistry.register_model("Qwen3ForCausalLM", Qwen3ForCausalLM)
-    model = write_model(folder / "model", 0)
-    if large:
-        (model / "config.json").write_text(json.dumps(config() | LARGE))
-    return LLM(
-        model=str(model),
-        load_format="dummy" if large else "auto",
-        skip_tokenizer_init=True,
-        dtype="float32",
-        seed=0,
-        enforce_eager=True,
-        distributed_executor_backend=EXECUTOR,
-        disable_log_stats=False,
-        block_size=BLOCK_TOKENS,
-        num_gpu_blocks_override=REQUESTS * MAX_POSITIONS // BLOCK_TOKENS + 1,
-        max_model_len=MAX_POSITIONS,
-        max_num_seqs=REQUESTS,
-    )

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
@@ -24,7 +25,7 @@ from benchmarks.stats import Estimate, estimate, typical_ratio
 from benchmarks.validity import require_complete
 
 from kvledger.audit.demo.engine import EXECUTOR
-from kvledger.audit.demo.model import MAX_POSITIONS, VOCABULARY_TOKENS, write_model
+from kvledger.audit.demo.model import MAX_POSITIONS, VOCABULARY_TOKENS, config, write_model
 from kvledger.audit.journal.recorder import WRITE_SECONDS
 
 REQUESTS = 32
@@ -128,7 +129,7 @@ def measure(rounds: int, blocks: int, folder: Path, progress: Progress) -> tuple
     In each round every engine is observed for ``blocks`` blocks, and a block contains each order of
     the three engines once.
     """
-    engines = [Serving(_engine(folder / str(number)).llm_engine) for number in range(len(NAMES))]
+    engines = [Serving(start_engine(folder / str(number)).llm_engine) for number in range(len(NAMES))]
     observed, error = list[float](), list[float]()
     try:
         gc.collect()
@@ -173,14 +174,19 @@ def turns(engines: Sequence[Serving], blocks: int, folder: Path) -> tuple[float,
             engine.end()
 
 
-def _engine(folder: Path) -> Any:
+def start_engine(folder: Path, changes: Mapping[str, Any] | None = None) -> Any:
+    """The engine of the demo's model; with ``changes`` to its configuration, its weights are random."""
     from vllm import LLM, ModelRegistry
     from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
     # vLLM would inspect a class given by name in another process, which imports vLLM a second time.
     ModelRegistry.register_model("Qwen3ForCausalLM", Qwen3ForCausalLM)
+    model = write_model(folder / "model", 0)
+    if changes:
+        (model / "config.json").write_text(json.dumps({**config(), **changes}))
     return LLM(
-        model=str(write_model(folder / "model", 0)),
+        model=str(model),
+        load_format="dummy" if changes else "auto",
         skip_tokenizer_init=True,
         dtype="float32",
         seed=0,
