@@ -601,7 +601,7 @@ TRANSFERS = PanelRow(
         Panel(
             "Hit rate, each prompt once",
             "Share of these tokens that a prefix cache or a store had. What a prefill engine handed over is "
-            "no hit.",
+            "not a hit.",
             "timeseries",
             (Query(f"({_once('', 'local|external')}) / ({_once('')})", "hit rate"),),
             unit="percentunit",

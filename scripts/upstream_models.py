@@ -1,7 +1,7 @@
 """Writes tiny models with random weights and a tokenizer of bytes into a cache of the model hub.
 
-`upstream_models.py FOLDER`, for vLLM's tests that build whole engines. The models have the names and the
-architectures of those that the tests name; nothing is downloaded.
+`upstream_models.py FOLDER`, for vLLM's tests that build whole engines. The models have the names that the
+tests ask for, and their architectures; nothing is downloaded.
 """
 
 from __future__ import annotations

@@ -231,7 +231,7 @@ RoutedCache.postings = {
 
 
 class LiveSide(NamedTuple):
-    """One engine of those that a router chooses from."""
+    """An engine that a router can choose."""
 
     cache: RoutedCache
     announced: RecentCounts
