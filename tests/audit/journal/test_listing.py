@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from tests import journals
+from tests.command_line import exit_code
 from tests.histories import events
 
-from kvledger import cli
 from kvledger.audit.journal.listing import JournalFacts, facts, prunable
 from kvledger.audit.journal.writer import JournalWriter
 
@@ -28,13 +27,6 @@ def folder(tmp_path: Path) -> Path:
             stopped=number < 2,
         )
     return tmp_path
-
-
-def run(*words: str | Path) -> object:
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as exited:
-        patch.setattr(sys, "argv", ["kvledger", *map(str, words)])
-        cli.main()
-    return exited.value.code
 
 
 def test_the_facts_of_a_journal(folder: Path) -> None:
@@ -58,7 +50,7 @@ def test_a_journal_that_is_written_is_live_and_stays(tmp_path: Path) -> None:
     found = facts(tmp_path / "engine-live")
     assert "live" == found.state
     assert [] == prunable([found], before_seconds=1e12, most_bytes=0)
-    assert 0 == run("prune", tmp_path, "--most", "1KB", "--yes")
+    assert 0 == exit_code("prune", tmp_path, "--most", "1KB", "--yes")
     assert (tmp_path / "engine-live").is_dir()
     writer.close()
 
@@ -87,18 +79,20 @@ def test_prune_takes_the_oldest_by_age_or_by_size() -> None:
 
 
 def test_prune_lists_and_removes_only_with_yes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert 0 == run("prune", folder, "--older-than", "2023-11-16T00:00:00Z")
+    assert 0 == exit_code("prune", folder, "--older-than", "2023-11-16T00:00:00Z")
     assert "Nothing was removed: add --yes" in capsys.readouterr().out
     assert 3 == len(list(folder.iterdir()))
 
-    assert 0 == run("prune", folder, "--older-than", "2023-11-16T00:00:00Z", "--yes", "--format", "json")
+    assert 0 == exit_code(
+        "prune", folder, "--older-than", "2023-11-16T00:00:00Z", "--yes", "--format", "json"
+    )
     result = json.loads(capsys.readouterr().out)
     assert (True, 2, 1) == (result["removed"], len(result["journals"]), result["kept"])
     assert ["engine-2"] == [path.name for path in folder.iterdir()]
 
 
 def test_prune_needs_a_choice(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert 2 == run("prune", folder, "--yes")
+    assert 2 == exit_code("prune", folder, "--yes")
     assert "--older-than" in capsys.readouterr().err
     assert 3 == len(list(folder.iterdir()))
 
@@ -106,7 +100,7 @@ def test_prune_needs_a_choice(folder: Path, capsys: pytest.CaptureFixture[str]) 
 def test_prune_takes_the_workers_journals_too(tmp_path: Path) -> None:
     for name, transfer in (("engine-1", "t1"), ("worker-1", "t1"), ("worker-2", "t2")):
         journals.write(tmp_path / name, events(200, journals.CLEAN), configuration={"transfer": transfer})
-    assert 0 == run("prune", tmp_path, "--most", "1B", "--yes")
+    assert 0 == exit_code("prune", tmp_path, "--most", "1B", "--yes")
     assert ["worker-2"] == [path.name for path in tmp_path.iterdir()]
 
 
@@ -122,26 +116,26 @@ def test_prune_takes_recordings_of_kv_events_by_their_own_age(folder: Path) -> N
     live.rotate()
     live.write([journals.STARTED])
 
-    assert 0 == run("prune", folder, "--older-than", "2023-11-16T00:00:00Z")
+    assert 0 == exit_code("prune", folder, "--older-than", "2023-11-16T00:00:00Z")
     assert 6 == len(list(folder.iterdir()))
-    assert 0 == run("prune", folder, "--older-than", "2023-11-16T00:00:00Z", "--yes")
+    assert 0 == exit_code("prune", folder, "--older-than", "2023-11-16T00:00:00Z", "--yes")
     assert ["engine-2", "events-1", "events-live"] == sorted(path.name for path in folder.iterdir())
-    assert 0 == run("prune", folder, "--most", "1B", "--yes")
+    assert 0 == exit_code("prune", folder, "--most", "1B", "--yes")
     assert ["events-live"] == [path.name for path in folder.iterdir()]
     live.close()
 
 
 def test_prune_takes_recordings_whose_engines_are_gone(tmp_path: Path) -> None:
     recording(tmp_path / "events-0", days=0)
-    assert 0 == run("prune", tmp_path, "--most", "1B", "--yes")
+    assert 0 == exit_code("prune", tmp_path, "--most", "1B", "--yes")
     assert [] == list(tmp_path.iterdir())
 
 
 def test_the_list_has_recordings_of_kv_events(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recording(folder / "events-0", days=0.5)
-    assert 0 == run("ls", folder)
+    assert 0 == exit_code("ls", folder)
     assert capsys.readouterr().out.startswith("4 journals, ")
-    run("ls", folder, "--audit", "--format", "json")
+    exit_code("ls", folder, "--audit", "--format", "json")
     rows = {Path(row["journal"]).name: row for row in json.loads(capsys.readouterr().out)}
     assert ("events", "", "stopped") == tuple(
         rows["events-0"][name] for name in ("level", "verdict", "state")
@@ -152,9 +146,9 @@ def test_the_list_has_recordings_of_kv_events(folder: Path, capsys: pytest.Captu
 def test_the_list_has_a_line_per_journal_and_verdicts_when_asked(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert 0 == run("ls", folder)
+    assert 0 == exit_code("ls", folder)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("3 journals, ")
     assert 3 == sum(line.startswith("engine-") for line in lines)
-    run("ls", folder, "--audit", "--format", "json")
+    exit_code("ls", folder, "--audit", "--format", "json")
     assert ["clean", "clean", "unknown"] == [row["verdict"] for row in json.loads(capsys.readouterr().out)]

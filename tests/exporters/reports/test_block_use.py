@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from tests import journals
 from tests.audit.analysis.test_prefixes import A, B, C, Recording
+from tests.command_line import exit_code
 
-from kvledger import cli
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.exporters.metrics.table import METRICS
 from kvledger.exporters.reports.html_data import gather
@@ -25,14 +24,6 @@ def journal(tmp_path: Path) -> Path:
     recording.request([], [(1, A), (2, B)])
     recording.request([1], [(2, C)])
     return journals.write(tmp_path / "blocks", recording.events, level="blocks")
-
-
-def exit_code(*words: str | Path) -> object:
-    """Run the command line in this process."""
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as exited:
-        patch.setattr(sys, "argv", ["kvledger", *map(str, words)])
-        cli.main()
-    return exited.value.code
 
 
 def test_the_command_sums_up_states_evictions_and_reuse(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
+from tests.command_line import exit_code
 from tests.exporters.sidecar.routed_engines import Fleet
 
-from kvledger import cli
 from kvledger.audit.replay.find import journals_at
 from kvledger.audit.replay.routed import routing
 
@@ -23,13 +22,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(*words: str | Path) -> object:
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as exited:
-        patch.setattr(sys, "argv", ["kvledger", *map(str, words)])
-        cli.main()
-    return exited.value.code
-
-
 def test_a_routers_predictions_take_the_place_of_the_index(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -41,7 +33,7 @@ def test_a_routers_predictions_take_the_place_of_the_index(
     ]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines[5:]))
 
-    assert 0 == run("routing", folder, "--predictions", file, "--format", "json")
+    assert 0 == exit_code("routing", folder, "--predictions", file, "--format", "json")
     found = json.loads(capsys.readouterr().out)
     assert (55, 5) == (found["requests"], found["left_out"])
     assert sum(row.predicted for row in own.rows[5:]) == found["predicted"]
@@ -59,18 +51,18 @@ def test_a_line_that_is_no_prediction_is_bad_input(
     file = tmp_path / "predictions.jsonl"
     file.write_text(line + "\n")
 
-    assert 2 == run("routing", folder, "--predictions", file)
+    assert 2 == exit_code("routing", folder, "--predictions", file)
     said = capsys.readouterr().err.strip()
     assert "no prediction" in said and "\n" not in said and "Traceback" not in said
 
 
 def test_a_file_that_is_missing_is_bad_input(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert 2 == run("routing", folder, "--predictions", folder / "none.jsonl")
+    assert 2 == exit_code("routing", folder, "--predictions", folder / "none.jsonl")
     assert "can't be read" in capsys.readouterr().err
 
 
 def test_recordings_without_the_tokens_of_blocks_have_no_index_of_tokens(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert 2 == run("routing", folder, "--index", "tokens")
+    assert 2 == exit_code("routing", folder, "--index", "tokens")
     assert "--index tokens needs KV events" in capsys.readouterr().err
