@@ -24,9 +24,10 @@ Verdict = Literal["clean", "violated", "unknown"]
 Key = TypeVar("Key")
 
 OnViolation = Callable[[str, int, Account | None], None]
+"""Called with the invariant's id, the event's ``at`` and the account, if one is concerned."""
+
 InWindow = Callable[[int], bool]
 """Whether a time, in microseconds since the engine started, is in the window."""
-"""Called with the invariant's id, the event's ``at`` and the account, if one is concerned."""
 
 FINDINGS_KEPT = 1_000
 """Most findings kept of one invariant; violations in later requests are only counted."""
@@ -37,14 +38,14 @@ class KeptFinding:
 
     __slots__ = ("in_window", "last_step", "repeats", "violation")
 
-    def __init__(self, violation: Violation) -> None:
+    def __init__(self, violation: Violation, *, in_window: bool = True) -> None:
         self.violation = violation
         """The violation as first found."""
         self.repeats = 0
         """How often it was found again in the same request, or engine."""
         self.last_step = violation.step
         """The step in which it was found last."""
-        self.in_window = False
+        self.in_window = in_window
         """Whether it was found in the auditor's window. One of the engine is found anew there."""
 
 
@@ -195,8 +196,7 @@ class Auditor:
             story=list(witness.story),
         )
         self._findings.pop(key, None)
-        kept = self._findings[key] = KeptFinding(violation)
-        kept.in_window = inside
+        self._findings[key] = KeptFinding(violation, in_window=inside)
         self._kept[row.id] = self._kept.get(row.id, 0) + (earlier is None)
         return violation
 

@@ -18,6 +18,7 @@ from ..journal.reader import Batch, Position, Reader
 from ..ledger.cache_changes import CLEARED
 from ..ledger.kv_live import HORIZON_SECONDS, Found, KVEventCounts, LiveComparison
 from ..ledger.kv_stream import GPU, Stream
+from ..ledger.totals import merge_tokens
 from .recordings import AFTER_END_SECONDS, Identity, Neighbours, identity_of, incomparable, recordings_beside
 
 FORGET_SECONDS = 600.0
@@ -247,9 +248,8 @@ def _count(row: Row, counts: KVEventCounts) -> None:
     counts.routed += 1
     counts.predicted += row.predicted
     counts.found += row.found
-    for causes, sums in ((row.missed, counts.missed), (row.surplus, counts.surplus)):
-        for cause, tokens in causes.items():
-            sums[cause] = sums.get(cause, 0) + tokens
+    merge_tokens(counts.missed, row.missed)
+    merge_tokens(counts.surplus, row.surplus)
 
 
 def _written(path: Path) -> float:

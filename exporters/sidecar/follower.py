@@ -173,10 +173,8 @@ class Follower:
 
     def follow(self, stop: threading.Event) -> None:
         """Read what is written until ``stop`` is set, then save."""
-        behind = False
-        while not stop.wait(0 if behind else POLL_SECONDS):
+        while not stop.wait(0 if self._behind else POLL_SECONDS):
             self.poll(stop, TURN_SECONDS)
-            behind = any(journal.behind for journal in self.journals.values())
             if time.monotonic() >= self._save_at:
                 self.save()
         self.save()
@@ -190,10 +188,15 @@ class Follower:
                 return
             if not journal.ended and not journal.broken and time.monotonic() >= journal.retry_at:
                 self._read(journal, stop, seconds)
-        if not any(journal.behind for journal in self.journals.values()):
+        if not self._behind:
             self._route()
         if self._fold:
             self._fold_ended()
+
+    @property
+    def _behind(self) -> bool:
+        """Whether a journal was not read to its present end, because it was the turn of others."""
+        return any(journal.behind for journal in self.journals.values())
 
     def _route(self) -> None:
         """Compare what KV events promised with what requests found; every journal was read to its end."""
