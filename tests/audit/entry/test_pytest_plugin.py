@@ -84,7 +84,9 @@ def test_an_engine_is_observed_if_its_test_is_the_first_to_import_vllm(pytester:
             driver.run()
         """
     )
-    result = pytester.runpytest_subprocess("-p", pytest_plugin.__name__, "--kvledger")
+    result = pytester.runpytest_subprocess(
+        "-p", pytest_plugin.__name__, "--kvledger", "-o", f"pythonpath={ROOT}"
+    )
 
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines("kvledger: 1 engines observed at level blocks, 0 left alone, 0 violations")
