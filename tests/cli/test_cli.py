@@ -18,9 +18,10 @@ from unicodedata import category
 import msgspec
 import pytest
 from tests import journals
+from tests.command_line import exit_code
 from tests.histories import events
 
-from kvledger import __version__, cli
+from kvledger import __version__
 from kvledger.audit.analysis.step_times import StepTimes
 from kvledger.audit.events import SCHEMA, Gap, RequestAdded
 from kvledger.audit.journal.format import header
@@ -47,15 +48,13 @@ class Outcome:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
     """Runs the command line in this process."""
 
     def call(*words: str | Path) -> Outcome:
-        monkeypatch.setattr(sys, "argv", ["kvledger", *map(str, words)])
-        with pytest.raises(SystemExit) as exited:
-            cli.main()
+        code = exit_code(*words)
         printed = capsys.readouterr()
-        return Outcome(exited.value.code, printed.out, printed.err)
+        return Outcome(code, printed.out, printed.err)
 
     return call
 

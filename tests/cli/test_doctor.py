@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.command_line import exit_code
 from tests.engines.stand_ins import stand_in
 
-from kvledger import cli
 from kvledger.audit import engines
 from kvledger.audit.checks.registry import catalogue
 from kvledger.audit.engines import source_files
@@ -28,14 +28,11 @@ from kvledger.audit.journal.writer import JournalWriter
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
     """Runs the command in this process; its exit code and output."""
 
     def call(*words: str) -> tuple[object, str]:
-        monkeypatch.setattr(sys, "argv", ["kvledger", "doctor", *words])
-        with pytest.raises(SystemExit) as exited:
-            cli.main()
-        return exited.value.code, capsys.readouterr().out
+        return exit_code("doctor", *words), capsys.readouterr().out
 
     return call
 

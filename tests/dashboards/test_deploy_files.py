@@ -15,6 +15,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from tests import tools
+from tests.command_line import exit_code
 from tests.dashboards.test_deploy import (
     COMPONENT,
     DEPLOY,
@@ -27,7 +28,6 @@ from tests.dashboards.test_deploy import (
     read,
 )
 
-from kvledger import cli
 from kvledger.audit.errors import LedgerError
 from kvledger.dashboards import deploy_files
 from kvledger.dashboards.deploy_files import FORMS
@@ -38,13 +38,11 @@ CHART = DEPLOY / "helm"
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
     def call(*words: str | Path) -> tuple[object, str, str]:
-        monkeypatch.setattr(sys, "argv", ["kvledger", "deploy", *map(str, words)])
-        with pytest.raises(SystemExit) as exited:
-            cli.main()
+        code = exit_code("deploy", *words)
         printed = capsys.readouterr()
-        return exited.value.code, printed.out, printed.err
+        return code, printed.out, printed.err
 
     return call
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 from tests import journals
+from tests.command_line import exit_code
 from tests.histories import Engine, request_id
 
-from kvledger import cli
 from kvledger.audit.events import EngineStopped, Snapshot, SnapshotRow
 from kvledger.audit.journal import format as seg
 from kvledger.audit.journal.writer import JournalWriter, Limits
@@ -127,19 +126,12 @@ def rotated(folder: Path, hours: int = 100) -> Path:
     return folder
 
 
-def run(*words: str | Path) -> tuple[int, str]:
+def run(*words: str | Path) -> tuple[object, str]:
     """The exit code and the output of a command."""
     printed = io.StringIO()
-    arguments = ["kvledger", *map(str, words)]
-    with (
-        contextlib.redirect_stdout(printed),
-        contextlib.redirect_stderr(io.StringIO()),
-        pytest.MonkeyPatch.context() as patch,
-        pytest.raises(SystemExit) as raised,
-    ):
-        patch.setattr(sys, "argv", arguments)
-        cli.main()
-    return int(raised.value.code or 0), printed.getvalue()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
+        code = exit_code(*words)
+    return code, printed.getvalue()
 
 
 def test_a_rotated_journal_is_clean_and_counts_what_it_left_out(tmp_path: Path) -> None:

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests import journals
+from tests.command_line import exit_code
 
-from kvledger import cli
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.exporters.reports import annotations
 from kvledger.exporters.reports.audit import report
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
     def call(path: Path, format: str) -> tuple[object, str]:
-        monkeypatch.setattr(sys, "argv", ["kvledger", "audit", str(path), "--format", format])
-        with pytest.raises(SystemExit) as exited:
-            cli.main()
-        return exited.value.code, capsys.readouterr().out
+        return exit_code("audit", path, "--format", format), capsys.readouterr().out
 
     return call
 

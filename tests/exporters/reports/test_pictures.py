@@ -10,9 +10,9 @@ from xml.etree import ElementTree
 import pytest
 from benchmarks.trace import write_trace
 from tests import journals
+from tests.command_line import exit_code
 from tests.histories import events
 
-from kvledger import cli
 from kvledger.audit.errors import LedgerError
 from kvledger.exporters.reports import pictures
 from kvledger.exporters.reports.html_data import PageData, gather
@@ -64,13 +64,8 @@ def test_png_without_resvg_is_one_sentence(
 ) -> None:
     monkeypatch.setitem(sys.modules, "resvg_py", None)
     journal = journals.clean(tmp_path / "one")
-    words = ["kvledger", "report", str(journal), "-o", str(tmp_path / "page.html"), "--png", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", words)
 
-    with pytest.raises(SystemExit) as exited:
-        cli.main()
-
-    assert 2 == exited.value.code
+    assert 2 == exit_code("report", journal, "-o", tmp_path / "page.html", "--png", tmp_path)
     assert capsys.readouterr().err.endswith("install it with: pip install 'kvledger[pictures]'.\n")
 
 

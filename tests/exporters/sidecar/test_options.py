@@ -6,7 +6,6 @@ import io
 import json
 import re
 import socket
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import typer
 from prometheus_client.parser import text_string_to_metric_families
 from tests import journals
+from tests.command_line import exit_code
 from tests.exporters.sidecar.test_http_server import Client, served
 
 from kvledger import cli
@@ -25,13 +25,11 @@ from kvledger.exporters.sidecar.pages import Site
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
     def call(*words: str | Path) -> tuple[object, str, str]:
-        monkeypatch.setattr(sys, "argv", ["kvledger", "serve", *map(str, words)])
-        with pytest.raises(SystemExit) as exited:
-            cli.main()
+        code = exit_code("serve", *words)
         printed = capsys.readouterr()
-        return exited.value.code, printed.out, printed.err
+        return code, printed.out, printed.err
 
     return call
 
