@@ -407,7 +407,7 @@ ServedPath = Annotated[
         metavar="PATH",
         show_default=False,
         envvar="KVLEDGER_DIR",
-        help="A journal, or a folder of journals.",
+        help="A journal, a folder of journals, or a folder with one for each host.",
     ),
 ]
 ListenAddress = Annotated[

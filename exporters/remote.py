@@ -17,7 +17,9 @@ import fsspec
 
 from ..audit.errors import LedgerError
 from ..audit.journal.format import segment_number
+from ..audit.journal.hosts import HostJournal, same_place
 from ..audit.replay.engine_audit import EngineAudit
+from ..audit.replay.find import JOURNAL
 from ..audit.replay.parallel import Result, Run
 
 __all__ = ["fetching", "journals", "url"]
@@ -43,7 +45,19 @@ def journals(path: Path) -> list[Path]:
         folders = {}
     if not folders:
         raise LedgerError(f"{url(path)} holds no kvledger journal.")
-    return [Path(str(system.unstrip_protocol(name))) for name in folders]
+    return [_placed(Path(str(system.unstrip_protocol(name))), _host(name, root)) for name in folders]
+
+
+def _host(name: str, root: str) -> str:
+    """The folder between an address and a journal under it, which tells hosts from each other."""
+    parent = PurePosixPath(name).parent
+    below = parent.is_relative_to(root) and parent != PurePosixPath(root)
+    host = str(parent.relative_to(root)) if below else ""
+    return "" if host == JOURNAL else host
+
+
+def _placed(path: Path, host: str) -> Path:
+    return HostJournal.of(path, host) if host else path
 
 
 def fetching(run: Run) -> Run:
@@ -62,7 +76,7 @@ def copied(journal: Path) -> Iterator[Path]:
         yield journal
         return
     with tempfile.TemporaryDirectory(prefix="kvledger-") as name:
-        local = Path(name) / journal.name
+        local = same_place(Path(name) / journal.name, journal)
         system, root = _open(journal)
         if _call(journal, system.isdir, root):
             local.mkdir()

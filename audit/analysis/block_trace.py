@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, Protocol
 
 import msgspec
@@ -128,9 +129,13 @@ class Listener(Protocol):
 class TraceReader:
     """Makes a :class:`BlockTrace` from the events of one engine."""
 
-    def __init__(self, path: str = "") -> None:
+    def __init__(
+        self, path: str = "", name_of: Callable[[ev.EngineStarted], str] = attrgetter("name")
+    ) -> None:
         self.path = path
         """The journal, for messages."""
+        self._name_of = name_of
+        """The engine's name."""
         self.listener: Listener | None = None
         """Receives hits, cached blocks and evictions."""
         self.trace = BlockTrace()
@@ -190,7 +195,8 @@ class TraceReader:
             )
         if trace.engine:
             return
-        trace.engine, trace.version, self.began_seconds = event.name, event.version, event.began_seconds
+        trace.engine, trace.version = self._name_of(event), event.version
+        self.began_seconds = event.began_seconds
         trace.model = str(settings.get("model") or "")
         block_bytes, workers = settings.get("block_bytes"), settings.get("workers")
         if isinstance(block_bytes, int) and isinstance(workers, int):

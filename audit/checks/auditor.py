@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Literal, TypeVar
 
 from msgspec.structs import replace
@@ -28,6 +29,9 @@ OnViolation = Callable[[str, int, Account | None], None]
 
 InWindow = Callable[[int], bool]
 """Whether a time, in microseconds since the engine started, is in the window."""
+
+NameOf = Callable[[EngineStarted], str]
+"""The name of an engine in findings."""
 
 FINDINGS_KEPT = 1_000
 """Most findings kept of one invariant; violations in later requests are only counted."""
@@ -56,7 +60,7 @@ class Auditor:
     ``debug``, an exception in a check is raised; otherwise it is counted. The default is the environment
     variable KVLEDGER_DEBUG. ``on_violation`` is called for every violation found, repeated ones included.
     ``only`` names the one invariant to check; None: all of them. Without ``checks`` none is checked.
-    ``in_window`` tells which violations are in the window; None: all of them.
+    ``in_window`` tells which violations are in the window; None: all of them. ``name_of`` names the engine.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class Auditor:
         only: str | None = None,
         checks: bool = True,
         in_window: InWindow | None = None,
+        name_of: NameOf = attrgetter("name"),
     ) -> None:
         self.ledger = Ledger(keep_closed=keep_closed, watch=watch)
         """The ledger that events are posted to."""
@@ -83,6 +88,8 @@ class Auditor:
         """How many violations were counted and not kept, by invariant."""
         self._debug = bool(os.environ.get("KVLEDGER_DEBUG")) if debug is None else debug
         """Whether an exception in a check is raised."""
+        self._name_of = name_of
+        """The engine's name, when it has started."""
         self._on_violation = on_violation
         """Called for every violation found."""
         self._is_in_window = in_window
@@ -103,7 +110,7 @@ class Auditor:
     def feed(self, event: Event, number: int | None = None) -> list[Violation]:
         """Audit one event; returns the new findings. A finding made before is only counted."""
         if type(event) is EngineStarted and not self.engine:
-            self.engine = event.name
+            self.engine = self._name_of(event)
         try:
             entries = self.ledger.apply(event, number)
         except Exception:

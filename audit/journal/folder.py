@@ -5,6 +5,7 @@ Code that needs positions, batches or damage uses :class:`~kvledger.audit.journa
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -14,6 +15,7 @@ from pathlib import Path
 from ..errors import LedgerError
 from ..old_events import AnyEvent
 from .format import NoSegmentFile, open_segment, read_header, segments
+from .hosts import HostJournal
 from .reader import Damage, Position, Reader
 
 ENGINE = "engine-"
@@ -71,8 +73,8 @@ def tail(
 def find_journals(paths: Iterable[str | Path]) -> list[Path]:
     """The journal folders and single segments at ``paths``, in order, each once.
 
-    A path may be a journal folder, a folder of several journals (``KVLEDGER_DIR``), or a segment file.
-    Raises :class:`LedgerError` for a path that is missing, empty, or not a journal.
+    A path may be a journal folder, a folder of several journals (``KVLEDGER_DIR``), a folder with one for
+    each host, or a segment file. Raises :class:`LedgerError` for a path that is missing or no journal.
     """
     return list(dict.fromkeys(itertools.chain.from_iterable(_find(Path(path)) for path in paths)))
 
@@ -89,6 +91,8 @@ def _find(path: Path) -> list[Path]:
         inside = sorted(path.iterdir())
         folders = [folder for folder in inside if folder.is_dir() and not is_beside(folder)]
         journals = [folder for folder in folders if holds_journal(folder)]
+        hosts = [folder for folder in folders if folder not in journals and may_be_host(folder)]
+        journals += [journal for host in hosts for journal in host_journals(host)]
     except OSError as error:
         raise LedgerError(f"{path} can't be read: {error.strerror}.") from error
     if journals:
@@ -100,6 +104,53 @@ def _find(path: Path) -> list[Path]:
             f"{path} holds journals of workers and none of an engine: its scheduler was not observed."
         )
     raise LedgerError(f"{path} holds no kvledger journal.")
+
+
+def may_be_host(folder: Path) -> bool:
+    """Whether a folder may be that of a host: it is neither hidden nor read with a journal."""
+    return not folder.name.startswith(".") and not is_beside(folder)
+
+
+def host_journals(folder: Path) -> list[Path]:
+    """The engines' journals in a host's folder; none if it is a folder of other things.
+
+    Raises OSError or :class:`LedgerError` for a journal that can't be read.
+    """
+    journals, failed = look_into(folder)
+    if failed:
+        raise failed[0]
+    return journals
+
+
+def look_into(folder: Path) -> tuple[list[Path], list[LedgerError | OSError]]:
+    """The engines' journals in what may be a host's folder, and why others can't be read.
+
+    What can't be read in a folder of other things is nobody's journal, unless it has an engine's name.
+    """
+    journals: list[Path] = []
+    failed: list[tuple[Path, LedgerError | OSError]] = []
+    inside = sorted(each for each in folder.iterdir() if may_be_host(each))
+    for each in inside:
+        try:
+            if each.is_dir() and holds_journal(each):
+                journals.append(HostJournal.of(each, folder.name))
+        except (LedgerError, OSError) as error:
+            failed.append((each, error))
+    return journals, [error for each, error in failed if journals or each.name.startswith(ENGINE)]
+
+
+def host_folders(folder: Path) -> list[Path]:
+    """The folders of hosts in ``folder`` that hold journals of any kind, also only those of KV events."""
+    found = []
+    for each in sorted(folder.iterdir()):
+        with contextlib.suppress(OSError):
+            if may_be_host(each) and not segments(each) and any(map(_is_any_journal, each.iterdir())):
+                found.append(each)
+    return found
+
+
+def _is_any_journal(folder: Path) -> bool:
+    return not folder.name.startswith(".") and folder.is_dir() and bool(segments(folder))
 
 
 def is_beside(folder: Path) -> bool:

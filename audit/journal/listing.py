@@ -17,6 +17,7 @@ from ..events import ContentWatched, EngineStarted, EngineStopped, Event, Reques
 from .decode import NewerBatch, UnreadableBatch, decode_batch
 from .folder import KV_EVENTS, WORKER
 from .format import NoSegmentFile, frames, is_live, open_segment, read_header, segments
+from .hosts import engine_name
 
 FIRST_FRAMES = 4
 """So many frames at the beginning of a segment are searched for a worker's introduction."""
@@ -55,7 +56,7 @@ def facts(path: Path) -> JournalFacts:
     stopped = bool(last) and isinstance(last[-1], EngineStopped)
     return JournalFacts(
         path=path,
-        engine=started.name,
+        engine=engine_name(started, path),
         release=started.version,
         model=str(started.configuration.get("model") or ""),
         level=started.level,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +28,7 @@ from ..analysis.block_trace import (
 )
 from ..analysis.prefixes import Prefix, PrefixTrie
 from ..errors import LedgerError
+from ..journal.hosts import engine_name
 from ..journal.reader import Reader
 from ..text import printable
 from .windows import EVERYTHING, Window
@@ -58,7 +60,7 @@ def journal_trace(path: Path, window: Window = EVERYTHING) -> BlockTrace:
 
     Everything is replayed; hits are counted only of requests that were admitted in the ``window``.
     """
-    reader = TraceReader(str(path))
+    reader = TraceReader(str(path), partial(engine_name, path=path))
     _read(path, reader)
     trace = reader.finish()
     if window.bounded:
@@ -69,7 +71,7 @@ def journal_trace(path: Path, window: Window = EVERYTHING) -> BlockTrace:
 
 def journal_prefixes(path: Path) -> list[Prefix]:
     """The prefixes of a journal's requests. Raises LedgerError if the journal has no block events."""
-    reader = TraceReader(str(path))
+    reader = TraceReader(str(path), partial(engine_name, path=path))
     trie = reader.listener = PrefixTrie(reader.trace)
     _read(path, reader)
     reader.finish()

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,13 +27,14 @@ from ..checks.auditor import Auditor, Verdict, merged_counts
 from ..checks.registry import Violation
 from ..events import EngineRaised, EngineStarted, Event, Finished, HookFailed
 from ..journal.format import gone_by
+from ..journal.hosts import engine_name, journal_name
 from ..journal.reader import Batch, Reader
 from ..ledger.account import Account
 from ..ledger.observation import error_name
 from ..ledger.state import Watch
 from ..ledger.subjects import Entry
 from ..ledger.totals import Totals
-from ..text import printable, utc
+from ..text import utc
 from .live_events import LiveEvents
 from .metrics_state import METRICS_HANDLERS, MetricsState
 from .windows import EVERYTHING, LossesInWindow, Window
@@ -84,6 +86,7 @@ class EngineAudit:
             on_violation=self._count_violation,
             checks=not accounts_only,
             in_window=self._is_in_window,
+            name_of=partial(engine_name, path=path),
         )
         """The ledger and the checks that every event goes through."""
         self.requests: dict[tuple[str, str], int] = {}
@@ -333,7 +336,7 @@ class EngineAudit:
     def describe(self, engine: EngineStarted) -> None:
         """Take the engine's description from elsewhere, where no event is read."""
         self.auditor.ledger.engine = engine
-        self.auditor.engine = engine.name
+        self.auditor.engine = engine_name(engine, self.path)
 
     @property
     def of_all_times(self) -> bool:
@@ -601,7 +604,7 @@ class EngineAudit:
     @property
     def name(self) -> str:
         """The engine's name in findings and labels."""
-        return self.auditor.engine or printable(self.path.name)
+        return self.auditor.engine or journal_name(self.path)
 
 
 def counted(n: int, noun: str) -> str:

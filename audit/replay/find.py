@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 from ..client_ids import rank
 from ..errors import LedgerError
 from ..journal.folder import find_journals
+from ..journal.hosts import host_of
 from .parallel import is_remote
 
 AnyRequest = TypeVar("AnyRequest", bound="Request")
@@ -48,11 +49,12 @@ def _journals(path: Path) -> list[Path]:
     if is_remote(path):
         return [path]
     try:
-        return find_journals([path])
+        found = find_journals([path])
     except LedgerError:
         if not os.path.isdir(path / JOURNAL):  # which is false for a folder that may not be read
             raise
         return find_journals([path / JOURNAL])
+    return found if {host_of(journal) for journal in found} != {JOURNAL} else find_journals([path / JOURNAL])
 
 
 class Request(Protocol):

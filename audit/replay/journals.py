@@ -16,13 +16,14 @@ from ..analysis.reconciliation import Reconciliation
 from ..checks.auditor import Verdict
 from ..checks.registry import Violation
 from ..client_ids import rank
+from ..journal.hosts import journal_name
 from ..journal.reader import Position, Reader
 from ..ledger.account import Account
 from ..ledger.frozen import AccountStatement, Line
 from ..ledger.state import Watch
 from ..ledger.totals import Totals
 from ..old_events import AnyEvent
-from ..text import printable, shown_id, utc
+from ..text import shown_id, utc
 from .engine_audit import EngineAudit
 from .event_journals import compare_events
 from .find import journals_at, pick_request, pick_requests
@@ -113,7 +114,7 @@ class Audit:
         if len(self.engines) == 1:
             return self.engines[0].all_notes
         return [
-            f"{printable(engine.path.name)}: {note}" for engine in self.engines for note in engine.all_notes
+            f"{journal_name(engine.path)}: {note}" for engine in self.engines for note in engine.all_notes
         ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from .. import events as ev
@@ -19,6 +20,7 @@ from ..analysis.routing import (
 )
 from ..client_ids import client_names
 from ..errors import LedgerError
+from ..journal.hosts import engine_name
 from ..journal.reader import Reader
 from ..ledger.cache_changes import CacheChanges
 from ..ledger.kv_stream import compare
@@ -44,7 +46,7 @@ class _EngineReader:
     """Reads one engine's journal."""
 
     def __init__(self, path: Path) -> None:
-        self.cache, self.trace = CacheChanges(), TraceReader(str(path))
+        self.cache, self.trace = CacheChanges(), TraceReader(str(path), partial(engine_name, path=path))
         self.started: ev.EngineStarted | None = None
         self.at, self.stopped = 0, False
         self.added: dict[int, tuple[int, ev.RequestAdded]] = {}
@@ -141,7 +143,8 @@ def routing(
         requests += reader.requests(len(sides), started.began_seconds)
         arrived += len(trace.requests)
         last = started.began_seconds + reader.at / 1e6 if reader.ended else math.inf
-        sides.append(EngineSide(started.name, trace.block_tokens, reader.cache, lost, batches, last))
+        name = engine_name(started, path)
+        sides.append(EngineSide(name, trace.block_tokens, reader.cache, lost, batches, last))
         started_by.append(started)
     sides = [side._replace(before=_before(n, sides, started_by)) for n, side in enumerate(sides)]
     contents = contents_of(batch for side in sides for _, batch in side.batches)

@@ -118,7 +118,7 @@ REBUILT: dict[type, frozenset[str]] = {
             "_reconciles",
         }
     ),
-    Auditor: frozenset({"_debug", "_subscribed", "_on_violation", "_is_in_window"}),
+    Auditor: frozenset({"_debug", "_subscribed", "_name_of", "_on_violation", "_is_in_window"}),
     Ledger: frozenset({"keep_closed", "watch", "entries"}),
     BlockLedger: frozenset({"findings", "accounts", "refilled", "invalid_hits"}),
     WorkerTransfers: frozenset(),

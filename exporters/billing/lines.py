@@ -36,6 +36,7 @@ from ...audit.analysis.calls import (
 )
 from ...audit.client_ids import part_of
 from ...audit.errors import LedgerError
+from ...audit.journal.hosts import journal_name
 from ...audit.ledger.frozen import AccountStatement
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.journals import each_account
@@ -138,10 +139,10 @@ def _add_journal(groups: Groups, held: Held, journal: Path, period: Period, by: 
         group, began = (key(account), audit.model), audit.began_seconds or 0.0
         sums = groups.setdefault(group, _Sums())
         ended = began + account.closed_at / 1e6
-        first_last = sums.journals.setdefault(audit.path.name, [ended, ended])
+        first_last = sums.journals.setdefault(journal_name(audit.path), [ended, ended])
         first_last[:] = min(first_last[0], ended), max(first_last[1], ended)
         statement = account.freeze()
-        found = Found(_slim(statement), audit.path.name, audit.kv_role, began)
+        found = Found(_slim(statement), journal_name(audit.path), audit.kv_role, began)
         part = part_of(statement.request_id, suffixed=suffixed)
         if part.sample >= 0 or may_be_paired(found):
             held.setdefault((part.call, suffixed), []).append((found, group))

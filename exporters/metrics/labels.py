@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from ...audit.journal.hosts import place_suffix
 from ...audit.replay.engine_audit import EngineAudit
 
 
@@ -13,7 +14,7 @@ def engine_label(engine_audit: EngineAudit) -> str:
 
 
 def free_label(engine_audit: EngineAudit, taken: Collection[str]) -> str:
-    """``model / engine N``, and ``on NAME`` if ``KVLEDGER_NAME`` was set.
+    """``model / engine N``, ``on NAME`` if ``KVLEDGER_NAME`` was set, and ``in HOST`` in a host's folder.
 
     N is the engine's data-parallel rank, or the lowest number whose label is not ``taken``: servers of one
     model on one host all have rank 0.
@@ -22,6 +23,8 @@ def free_label(engine_audit: EngineAudit, taken: Collection[str]) -> str:
     if engine_audit.engine is not None:
         settings = engine_audit.engine.configuration
         model = model or engine_audit.engine.engine
-        suffix = f" on {settings.get('instance')}" if settings.get("instance_given") else ""
+        named = settings.get("instance") if settings.get("instance_given") else None
+        suffix = f" on {named}" if named is not None else ""
+        suffix += place_suffix(engine_audit.path, named)
     labels = (f"{model} / engine {number}{suffix}" for number in (engine_audit.rank, *range(len(taken) + 1)))
     return next(label for label in labels if label not in taken)

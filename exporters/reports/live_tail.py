@@ -71,17 +71,20 @@ class TailFinder:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._found: dict[str, Path] = {}
+        """The journals that were found last, by name."""
 
     def names(self, followed: Iterable[str], notify: Notify) -> list[str]:
         """The journals' paths; the ``followed`` ones while the path has none, as between two engines."""
         try:
-            return [str(path) for path in journals_at([self._path])]
+            self._found = {str(path): path for path in journals_at([self._path])}
+            return list(self._found)
         except LedgerError:
             return list(followed)
 
     def path(self, name: str) -> Path:
         """A name is a path."""
-        return Path(name)
+        return self._found.get(name) or Path(name)
 
     def is_journal(self, name: str, notify: Notify) -> bool:
         """``find`` lists only journals."""

@@ -24,7 +24,9 @@ import msgspec
 from ...audit.analysis.step_times import Sample
 from ...audit.errors import LedgerError
 from ...audit.events import EngineStarted
+from ...audit.journal.folder import may_be_host
 from ...audit.journal.format import segments
+from ...audit.journal.hosts import HostJournal
 from ...audit.journal.reader import Batch, Position, Reader
 from ...audit.ledger.account import Account
 from ...audit.replay import checkpoint, serialize
@@ -118,8 +120,8 @@ class Rollup(msgspec.Struct):
             audit = serialize.restore(self.state, path)
         else:
             audit = EngineAudit(path, with_metrics=False, times_steps=True)
-            audit.describe(self.engine)
             audit.step_times.sample = self.sample
+        audit.describe(audit.engine or self.engine)  # its name says where the journal is now
         audit.resume(window)
         audit.step_times.busy_us = self.busy_within(window)
         return audit
@@ -209,11 +211,19 @@ def journals_and_rollups(paths: Sequence[Path], by: str, window: Window) -> list
 
 
 def left_behind(folder: Path) -> list[Path]:
-    """The rollups in a folder of journals whose journals are gone."""
+    """The rollups in a folder of journals, and in the folders of hosts below it, whose journals are gone."""
     with contextlib.suppress(OSError):
         paths = sorted((folder / FOLDER).glob(f"*{SUFFIX}"))
-        return [path for path in paths if not (folder / path.name.removesuffix(SUFFIX)).exists()]
+        for path in sorted(folder.glob(f"*/{FOLDER}/*{SUFFIX}")):
+            host = path.parent.parent
+            if may_be_host(host):
+                paths.append(HostJournal.of(path, host.name))
+        return [path for path in paths if not _journal_of(path).exists()]
     return []
+
+
+def _journal_of(rollup: Path) -> Path:
+    return rollup.parent.parent / rollup.name.removesuffix(SUFFIX)
 
 
 _LINE = f"kvledger rollup {SCHEMA} ".encode()

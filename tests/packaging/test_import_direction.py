@@ -72,6 +72,7 @@ RULES = {
     "audit.journal": Rule(ours=(*EVENTS, "audit.journal")),
     "audit.journal.decode": Rule(ours=(*EVENTS, "audit.event_checks", "audit.text", "audit.journal.format")),
     "audit.journal.format": Rule(ours=EVENTS),
+    "audit.journal.hosts": Rule(ours=(*EVENTS, "audit.text")),
     "audit.journal.writer": Rule(ours=(*EVENTS, "audit.journal.format")),
     "audit.journal.reader": Rule(ours=(*EVENTS, "audit.journal.format", "audit.journal.decode")),
     "audit.journal.recorder": Rule(ours=(*EVENTS, "audit.journal.writer")),

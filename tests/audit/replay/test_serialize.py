@@ -41,7 +41,7 @@ NOT_CARRIED = {
         "checkpoint_seconds",
         "workers",
     },
-    Auditor: {"_debug", "_subscribed", "_on_violation", "_is_in_window"},
+    Auditor: {"_debug", "_subscribed", "_name_of", "_on_violation", "_is_in_window"},
     Ledger: {"keep_closed", "watch", "entries"},
     BlockLedger: {"findings", "accounts", "refilled"},
     LiveEvents: {"enabled", "_neighbours", "_path", "_readers", "_searched"},
