@@ -449,10 +449,11 @@ def compact(
     format: opt.TableFormat = "table",
     jobs: opt.Jobs = 0,
 ) -> None:
-    """Sum up journals once, so that summary and why need not read them again.
+    """Read journals once, so that summary, why and whatif need not do it.
 
-    Writes a rollup for each journal into .kvledger-rollups beside it: exact sums by the minute. Run it again
-    to add what was recorded since. A rollup stays when its journal is removed.
+    Writes a rollup for each journal into .kvledger-rollups beside it: exact sums by the minute. Of a journal
+    of level blocks it also keeps the block trace, for whatif. Run it again to add what was recorded since.
+    Both stay when the journal is removed.
     """
     from .exporters.reports import compact as report
 

@@ -516,6 +516,13 @@ SECTIONS: dict[str, tuple[Term, ...]] = {
             "`kvledger summary DIR --since 7d` reads rollups in place of the journals.",
             ("rollups",),
         ),
+        Term(
+            "block trace",
+            "What the requests of an engine looked up, held, cached and released in its prefix cache, in "
+            "order; `kvledger compact` keeps it beside the rollup.",
+            "`kvledger whatif DIR --since 7d` reads kept block traces in place of the journals.",
+            ("block traces",),
+        ),
     ),
 }
 """Every term, by section, in the order of the page."""

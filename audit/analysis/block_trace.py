@@ -38,6 +38,9 @@ Operation = tuple[int, int, int, int]
 BLOCKS = "blocks"
 """The level that a trace needs."""
 
+UNNAMED = 1 << 63
+"""Content whose hash id is not known has a number above this; hash ids are signed numbers of 64 bits."""
+
 FULL_ATTENTION = 2
 """The kind of a group in which a hit needs every block below it."""
 
@@ -139,9 +142,13 @@ class TraceReader:
         self.listener: Listener | None = None
         """Receives hits, cached blocks and evictions."""
         self.trace = BlockTrace()
+        self.started: ev.EngineStarted | None = None
+        """How the engine described itself."""
         self.began_seconds = 0.0
         """Unix time from which the engine's times count."""
         self._pool_seen = False
+        self._continued = False
+        """Whether there were operations that ``trace`` does not have any more."""
         self._numbers: dict[int, int] = {}
         """The index in ``trace.requests`` of each open request, by the request's number in the journal."""
         self._sequences: dict[int, int] = {}
@@ -195,6 +202,7 @@ class TraceReader:
             )
         if trace.engine:
             return
+        self.started = event
         trace.engine, trace.version = self._name_of(event), event.version
         self.began_seconds = event.began_seconds
         trace.model = str(settings.get("model") or "")
@@ -224,7 +232,7 @@ class TraceReader:
             self._null = event.null_block
 
     def _gap(self, event: ev.Gap) -> None:
-        if event.reason == ev.REMOVED and not self.trace.operations:
+        if event.reason == ev.REMOVED and not self.trace.operations and not self._continued:
             return
         self._lost += 1
         for table in self._tables.values():
@@ -357,6 +365,8 @@ class TraceReader:
                 self._add(GROW, table.life, len(table.blocks))
 
     def _cached(self, event: ev.BlocksCached) -> None:
+        if not self._pool_seen:
+            return
         rows, index = event.rows, 0
         while index < len(rows):
             named, _, _, count = rows[index : index + 4]
@@ -428,8 +438,8 @@ class TraceReader:
         self.trace.operations.append((kind, life, first, second))
 
     def _unnamed(self) -> int:
-        """A number for content whose hash id is not known. Hash ids have 64 bits, these numbers more."""
-        return (1 << 64) + self._unknown_hashes
+        """A number for content whose hash id is not known."""
+        return UNNAMED + self._unknown_hashes
 
 
 def _put(hashes: list[int], place: int, hash_id: int) -> None:

@@ -9,7 +9,7 @@ next one is admitted.
 from __future__ import annotations
 
 import gzip
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -31,6 +31,9 @@ from ..errors import LedgerError
 from ..journal.hosts import engine_name
 from ..journal.reader import Reader
 from ..text import printable
+from .find import journals_at
+from .kept_files import left_behind
+from .kept_traces import SUFFIX, kept_trace, until
 from .windows import EVERYTHING, Window
 
 SUFFIXES = (".jsonl", ".jsonl.gz")
@@ -55,18 +58,42 @@ def is_request_trace(path: Path) -> bool:
     return path.name.endswith(SUFFIXES)
 
 
+def traces_at(paths: Sequence[Path], window: Window = EVERYTHING) -> list[Path]:
+    """Every journal at ``paths``, and the kept traces of journals that are gone, if they reach the window.
+
+    Raises LedgerError if there is none.
+    """
+    kept = [
+        kept
+        for path in paths
+        if path.is_dir()
+        for kept in left_behind(path, SUFFIX)
+        if window.since is None or until(kept) >= window.since
+    ]
+    try:
+        return [*journals_at(paths), *kept]
+    except LedgerError:
+        if not kept or len(paths) > 1:
+            raise
+        return kept
+
+
 def journal_trace(path: Path, window: Window = EVERYTHING) -> BlockTrace:
-    """The block trace of a journal. Raises LedgerError if the journal has none.
+    """The block trace of a journal, or a kept one. Raises LedgerError if the journal has none.
 
     Everything is replayed; hits are counted only of requests that were admitted in the ``window``.
     """
-    reader = TraceReader(str(path), partial(engine_name, path=path))
-    _read(path, reader)
-    trace = reader.finish()
+    trace, began_seconds = kept_trace(path) or _journal_trace(path)
     if window.bounded:
         for life in trace.lives:
-            life.counted = window.holds(reader.began_seconds + life.at / 1e6)
+            life.counted = window.holds(began_seconds + life.at / 1e6)
     return trace
+
+
+def _journal_trace(path: Path) -> tuple[BlockTrace, float]:
+    reader = TraceReader(str(path), partial(engine_name, path=path))
+    _read(path, reader)
+    return reader.finish(), reader.began_seconds
 
 
 def journal_prefixes(path: Path) -> list[Prefix]:

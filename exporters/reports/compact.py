@@ -1,14 +1,16 @@
-"""Writes the rollups of journals, and says what was done."""
+"""Writes the rollups and the kept block traces of journals, and says what was done."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
+from msgspec.structs import replace
 from rich.console import Group
 from rich.text import Text
 
 from ...audit.replay.find import journals_at
+from ...audit.replay.kept_traces import keep
 from ...audit.replay.parallel import Run, here
 from .audit import structs_csv
 from .rollups import Compacted, compact
@@ -17,25 +19,34 @@ from .whatif import bytes_text
 
 
 def compact_all(paths: Sequence[Path], *, run: Run = here) -> list[Compacted]:
-    """Write or continue the rollup of every journal at ``paths``. Raises LedgerError."""
-    return list(run(compact, journals_at(paths)))
+    """Write or continue the rollup and the block trace of every journal at ``paths``. Raises LedgerError."""
+    return list(run(_compact, journals_at(paths)))
+
+
+def _compact(journal: Path) -> Compacted:
+    return replace(compact(journal), block_trace_bytes=keep(journal).bytes)
 
 
 def render(rows: Sequence[Compacted]) -> Group:
     """How many requests are summed up, then a line for each journal."""
     whole = [row for row in rows if not row.problem]
     requests, size = sum(row.requests for row in whole), bytes_text(sum(row.bytes for row in whole))
+    traced = sum(row.block_trace_bytes for row in rows)
     table = plain_table(header=True)
-    for name in ("journal", "requests", "minutes", "bytes"):
+    for name in ("journal", "requests", "minutes", "bytes", *(("block trace",) if traced else ())):
         table.add_column(name, justify="left" if name == "journal" else "right")
     table.add_column("verdict")
     for row in rows:
-        cells = (f"{row.requests:,}", f"{row.minutes:,}", bytes_text(row.bytes), row.verdict)
+        cells = [f"{row.requests:,}", f"{row.minutes:,}", bytes_text(row.bytes)]
+        verdict = row.verdict
         if row.problem:
-            cells = ("-", "-", "-", f"no rollup: {row.problem}")
-        table.add_row(*map(Text, (Path(row.journal).name, *cells)))
-    answer = f"{counted(requests, 'ended request')} of {counted(len(whole), 'journal')} in {size} of rollups."
-    return blocks(Group(Text(answer)), table)
+            cells, verdict = ["-", "-", "-"], f"no rollup: {row.problem}"
+        if traced:
+            cells.append(bytes_text(row.block_trace_bytes) if row.block_trace_bytes else "-")
+        table.add_row(*map(Text, (Path(row.journal).name, *cells, verdict)))
+    kept = f" and {bytes_text(traced)} of block traces" if traced else ""
+    answer = f"{counted(requests, 'ended request')} of {counted(len(whole), 'journal')} in {size} of rollups"
+    return blocks(Group(Text(f"{answer}{kept}.")), table)
 
 
 def as_csv(rows: Sequence[Compacted]) -> str:

@@ -24,15 +24,14 @@ import msgspec
 from ...audit.analysis.step_times import Sample
 from ...audit.errors import LedgerError
 from ...audit.events import EngineStarted
-from ...audit.journal.folder import may_be_host
 from ...audit.journal.format import segments
-from ...audit.journal.hosts import HostJournal
 from ...audit.journal.reader import Batch, Position, Reader
 from ...audit.ledger.account import Account
 from ...audit.replay import checkpoint, serialize
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.find import journals_at
 from ...audit.replay.journals import each_account
+from ...audit.replay.kept_files import FOLDER, left_behind
 from ...audit.replay.parallel import Result, Run
 from ...audit.replay.split import Part, Span, split_run
 from ...audit.replay.windows import EVERYTHING, Window
@@ -42,7 +41,6 @@ from .rollup_cells import Cell, Cells, merge_cells
 
 SCHEMA = 1
 SUFFIX = ".rollup"
-FOLDER = ".kvledger-rollups"
 MINUTES = 60
 GROUPS = ("", "engine", "model", "rank", "hour", "outcome")
 """The groups that rollups know."""
@@ -201,29 +199,13 @@ def journals_and_rollups(paths: Sequence[Path], by: str, window: Window) -> list
     Raises LedgerError if there is none.
     """
     answer = by in GROUPS and usable(window)
-    rollups = [rollup for path in paths if answer and path.is_dir() for rollup in left_behind(path)]
+    rollups = [rollup for path in paths if answer and path.is_dir() for rollup in left_behind(path, SUFFIX)]
     try:
         return [*journals_at(paths), *rollups]
     except LedgerError:
         if not rollups or len(paths) > 1:
             raise
         return rollups
-
-
-def left_behind(folder: Path) -> list[Path]:
-    """The rollups in a folder of journals, and in the folders of hosts below it, whose journals are gone."""
-    with contextlib.suppress(OSError):
-        paths = sorted((folder / FOLDER).glob(f"*{SUFFIX}"))
-        for path in sorted(folder.glob(f"*/{FOLDER}/*{SUFFIX}")):
-            host = path.parent.parent
-            if may_be_host(host):
-                paths.append(HostJournal.of(path, host.name))
-        return [path for path in paths if not _journal_of(path).exists()]
-    return []
-
-
-def _journal_of(rollup: Path) -> Path:
-    return rollup.parent.parent / rollup.name.removesuffix(SUFFIX)
 
 
 _LINE = f"kvledger rollup {SCHEMA} ".encode()
@@ -264,7 +246,10 @@ def save(path: Path, rollup: Rollup) -> int:
 
 
 class Compacted(msgspec.Struct, frozen=True, kw_only=True):
-    """What :func:`compact` did with one journal. ``problem``: why it has no rollup; "" if it has one."""
+    """What :func:`compact` did with one journal. ``problem``: why it has no rollup; "" if it has one.
+
+    ``block_trace_bytes``: bytes of the block trace that is kept beside the rollup; 0: the journal has none.
+    """
 
     journal: str
     requests: int = 0
@@ -272,6 +257,7 @@ class Compacted(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int = 0
     verdict: str = ""
     problem: str = ""
+    block_trace_bytes: int = 0
 
 
 def compact(journal: Path) -> Compacted:

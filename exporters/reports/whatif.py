@@ -24,8 +24,7 @@ from ...audit.analysis.whatif import (
     what_if,
 )
 from ...audit.errors import LedgerError
-from ...audit.replay.block_traces import is_request_trace, journal_trace, request_trace
-from ...audit.replay.find import journals_at
+from ...audit.replay.block_traces import is_request_trace, journal_trace, request_trace, traces_at
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
 from ..files import whole
@@ -95,7 +94,7 @@ def study(
     check_trace(by)
     requests = [path for path in paths if is_request_trace(path)]
     others = [path for path in paths if path not in requests]
-    results = [*run(partial(_of_journal, options=options, window=window, by=by), journals_at(others))]
+    results = [*run(partial(_of_journal, options=options, window=window, by=by), traces_at(others, window))]
     results += [_of_trace(request_trace(path, block_tokens), options, by) for path in requests]
     return WhatIfReport(engines=results)
 

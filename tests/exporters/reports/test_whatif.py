@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -131,6 +132,22 @@ def test_whatif_as_json_has_the_curve_and_the_effects(run: Run, journal: Path) -
     assert one["calibration"]["trusted"] and one["ideal"]["blocks"] is None
     assert (2048, [6]) == (one["block_bytes"], [tier["blocks"] for tier in one["tiers"]])
     assert {"preemptions", "resets", "block_sizes", "sentence"} <= one.keys()
+
+
+@pytest.mark.parametrize("window", [(), ("--since", "2020-01-01"), ("--since", "1h")])
+def test_whatif_prints_the_same_from_a_kept_block_trace(
+    run: Run, journal: Path, tmp_path: Path, window: tuple[str, ...]
+) -> None:
+    words = ("whatif", tmp_path, "--tiers", "12KiB", "--by", "hour", "--json", *window)
+    before = run(*words)
+    code, out, _ = run("compact", tmp_path)
+    assert 0 == before[0] == code and "of block traces." in " ".join(out.split())
+    assert before == run(*words)
+    shutil.rmtree(journal)
+    if window[-1:] == ("1h",):
+        assert 2 == run(*words)[0], "the trace that is left ended before the window"
+    else:
+        assert before == run(*words)
 
 
 def test_whatif_writes_a_page_that_loads_nothing(run: Run, journal: Path, tmp_path: Path) -> None:

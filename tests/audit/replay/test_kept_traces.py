@@ -1,0 +1,381 @@
+"""Kept block traces: with one, `whatif` has the trace of the whole journal, and reads its end only."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from tests import journals
+
+from kvledger.audit import causes, old_events
+from kvledger.audit import events as ev
+from kvledger.audit.analysis.block_trace import ADMIT, DROP, RESET, BlockTrace
+from kvledger.audit.analysis.trace_bytes import decode, encode
+from kvledger.audit.analysis.trace_parts import TracePart
+from kvledger.audit.errors import LedgerError
+from kvledger.audit.journal.format import segments
+from kvledger.audit.journal.writer import JournalWriter, Limits
+from kvledger.audit.replay import kept_traces
+from kvledger.audit.replay.block_traces import journal_trace, traces_at
+from kvledger.audit.replay.kept_traces import keep, place
+from kvledger.audit.replay.windows import EVERYTHING, Window
+
+SIZE = 16
+SECOND = 1_000_000
+STARTED = replace(
+    journals.STARTED, level="blocks", configuration={"model": "tiny", "block_bytes": 64, "workers": 1}
+)
+BEGAN = STARTED.began_seconds
+
+
+class Engine:
+    """Writes the block events of an engine with concurrent requests, as much of them as a test wants."""
+
+    def __init__(self, folder: Path, seed: int = 0, *, blocks: int = 40, rotates: bool = False) -> None:
+        self.path = folder / "engine-00"
+        self.rng = random.Random(seed)
+        self.at = self.requests = 0
+        self.cached: dict[int, int] = {}
+        """By block: its hash id."""
+        self.free = list(range(1, blocks))
+        self.tables: dict[int, list[int]] = {}
+        self.lengths: dict[int, int] = {}
+        self.waiting: list[int] = []
+        self.batch: list[ev.Event] = []
+        limits = (
+            Limits(segment_bytes=20_000, folder_bytes=60_000) if rotates else Limits(segment_bytes=20_000)
+        )
+        self.writer = JournalWriter(self.path, limits)
+        self.blocks = blocks
+        self.started = replace(STARTED, process_id=seed)
+        self.begin_segment()
+
+    def begin_segment(self) -> None:
+        self.writer.rotate()
+        rows = [
+            ev.SnapshotRow(number, f"r{number}", length * SIZE + 1, False, 0, 0, 0, length * SIZE + 1, 0)
+            for number, length in self.lengths.items()
+        ]
+        pool = ev.PoolSeen(self.at, 0, 0, self.blocks, 0, len(self.free), 0, [0, SIZE, 2])
+        self.writer.write([self.started, ev.Snapshot(self.at, 0, rows, 0)])
+        self.writer.write([pool])
+
+    def emit(self, *events: ev.Event) -> None:
+        self.batch += events
+
+    def flush(self) -> None:
+        if self.batch:
+            self.writer.write(self.batch)
+        self.batch = []
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.at += self.rng.randrange(1, SECOND)
+            self.rng.choices(
+                [self.add, self.admit, self.admit, self.finish, self.preempt, self.rare], [6, 6, 6, 6, 2, 1]
+            )[0]()
+            if self.rng.random() < 0.3:
+                self.flush()
+                if self.writer.wants_rotation:
+                    self.begin_segment()
+        self.flush()
+
+    def stop(self) -> None:
+        self.emit(ev.EngineStopped(self.at, "shutdown"))
+        self.flush()
+        self.writer.close()
+
+    # --- what requests do ---------------------------------------------------------------------------
+
+    def add(self) -> None:
+        number, length = self.requests, self.rng.randrange(1, 6)
+        self.requests += 1
+        self.lengths[number] = length
+        self.waiting.append(number)
+        labels = ev.RequestLabels(group="night") if number % 3 else None
+        self.emit(
+            ev.RequestAdded(
+                self.at, number, f"r{number}", length * SIZE + 1, priority=number % 2, labels=labels
+            )
+        )
+
+    def admit(self) -> None:
+        if not self.waiting:
+            return
+        number = self.waiting.pop(self.rng.randrange(len(self.waiting)))
+        family, length = number % 5, self.lengths[number]
+        hashes = [hash((family, place, place > 2 and number)) for place in range(length)]
+        block_of = {hash_id: block for block, hash_id in self.cached.items()}
+        hit = []
+        for hash_id in hashes:
+            if hash_id not in block_of:
+                break
+            hit.append(block_of[hash_id])
+        fresh = [block for block in self.free if block not in hit][: length - len(hit)]
+        if len(fresh) < length - len(hit):
+            self.waiting.append(number)
+            return
+        early = self.rng.random() < 0.5
+        admitted = ev.Admitted(self.at, number, 1, False, len(hit) * SIZE, 0, False, len(hit) * SIZE)
+        if early:
+            self.emit(admitted)
+        if hit:
+            touched = old_events.BlocksTouched(self.at, 1, 0, number, 0, "touch", hit, [1] * len(hit))
+            self.emit(touched)
+        if fresh:
+            rows = [number, 0, len(fresh), *fresh]
+            self.emit(old_events.BlocksAllocated(self.at, 1, 0, "allocate", rows))
+            row = [number, 0, -1, len(fresh)]
+            for index, block in enumerate(fresh, len(hit)):
+                row += [block, hashes[index], (index + 1) * SIZE]
+                self.cached[block] = hashes[index]
+            self.emit(ev.BlocksCached(self.at, 1, 0, row))
+        if not early:
+            self.emit(admitted)
+        self.tables[number] = [*hit, *fresh]
+        self.free = [block for block in self.free if block not in self.tables[number]]
+
+    def _release(self, number: int) -> None:
+        table = self.tables.pop(number)
+        freed = table[::-1]
+        self.emit(old_events.BlocksFreed(self.at, 1, 0, number, 0, "free", freed, [0] * len(freed)))
+        held = {block for other in self.tables.values() for block in other}
+        self.free += [block for block in freed if block not in held]
+
+    def finish(self) -> None:
+        if self.tables:
+            number = self.rng.choice(list(self.tables))
+            if self.rng.random() < 0.2:
+                self.emit(ev.Extended(self.at, number, self.lengths[number] * SIZE + 9, 0))
+            self.emit(ev.Finished(self.at, number, "stop", 0, 0, 0, 0, 0))
+            self._release(number)
+            self.emit(old_events.TablesRemoved(self.at, [number]))
+            del self.lengths[number]
+
+    def preempt(self) -> None:
+        if self.tables:
+            number = self.rng.choice(list(self.tables))
+            before = self.lengths[number] * SIZE
+            self.emit(ev.Preempted(self.at, number, 1, causes.BLOCKS, before, 0, 0, 0, 1, True))
+            self._release(number)
+            self.waiting.append(number)
+
+    def rare(self) -> None:
+        kind = self.rng.randrange(4)
+        if kind == 0:
+            self.emit(ev.PoolReset(self.at, 1, 0, True))
+            self.cached.clear()
+        elif kind == 1 and self.cached:
+            block = self.rng.choice(list(self.cached))
+            self.cached.pop(block)
+            self.emit(ev.BlocksEvicted(self.at, 1, 0, 0, 0, "evict", [block]))
+        elif kind == 2:
+            self.emit(ev.Gap(self.at, 3, "buffer full"))
+        else:  # blocks that were cached while events were lost
+            self.cached.update((block, 77 + block) for block in self.free[:2])
+
+
+def whole(path: Path, chosen: Window = EVERYTHING) -> BlockTrace:
+    """The trace that the journal alone gives."""
+    aside = path.parent / "aside"
+    if place(path).exists():
+        place(path).rename(aside)
+    try:
+        return journal_trace(path, chosen)
+    finally:
+        if aside.exists():
+            aside.rename(place(path))
+
+
+WINDOWS = [EVERYTHING, Window(BEGAN + 40), Window(BEGAN + 10, BEGAN + 60), Window(BEGAN + 1e6)]
+
+
+@pytest.fixture(params=[(7, 0), (60, 1 << 20)], ids=["many parts", "one part that grows"])
+def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    operations, small = request.param
+    monkeypatch.setattr(kept_traces, "PART_OPERATIONS", operations)
+    monkeypatch.setattr(kept_traces, "SMALL_BYTES", small)
+
+
+@pytest.mark.usefixtures("parts")
+@pytest.mark.parametrize("seed", range(6))
+def test_a_kept_trace_that_is_continued_equals_that_of_the_journal(tmp_path: Path, seed: int) -> None:
+    engine = Engine(tmp_path, seed)
+    for steps in (1, 0, 90, 300, 7, 200):
+        engine.run(steps)
+        assert "" == keep(engine.path).problem or not steps
+        for chosen in WINDOWS:
+            assert whole(engine.path, chosen) == journal_trace(engine.path, chosen)
+    engine.stop()
+    assert whole(engine.path) == journal_trace(engine.path), "the end came after the trace was kept"
+    keep(engine.path)
+    found = journal_trace(engine.path)
+    assert whole(engine.path) == found
+    kinds = {operation[0] for operation in found.operations}
+    assert {ADMIT, RESET, DROP} <= kinds and any(life.preempted for life in found.lives) and found.doubts
+    assert any(hash_id > 1 << 62 for one in found.requests for hash_id in one.hashes), "unnamed contents"
+
+
+def ended(folder: Path, steps: int = 300, seed: int = 0, **setup: Any) -> Engine:
+    engine = Engine(folder, seed, **setup)
+    engine.run(steps)
+    engine.stop()
+    return engine
+
+
+def test_only_the_newest_batches_are_read_beside_a_kept_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(tmp_path)
+    engine.run(300)
+    keep(engine.path)
+    read = _count_batches(monkeypatch)
+    journal_trace(engine.path)
+    assert 1 == len(read), "the last batch of a live engine"
+    keep(engine.path)
+    assert 2 == len(read)
+    engine.stop()
+    keep(engine.path)
+    read.clear()
+    journal_trace(engine.path)
+    assert [] == read, "everything of an engine that has ended is kept"
+
+
+def _count_batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    from kvledger.audit.journal import reader
+
+    read: list[int] = []
+    original = reader.decode_batch
+
+    def decode_batch(data: memoryview) -> Any:
+        read.append(len(data))
+        return original(data)
+
+    monkeypatch.setattr(reader, "decode_batch", decode_batch)
+    return read
+
+
+def test_a_kept_trace_outlives_its_journal(tmp_path: Path) -> None:
+    engine = ended(tmp_path)
+    keep(engine.path)
+    expected = whole(engine.path)
+    shutil.rmtree(engine.path)
+    [path] = traces_at([tmp_path])
+    assert expected == journal_trace(path)
+    assert [path] == traces_at([tmp_path], Window(BEGAN + 1))
+    with pytest.raises(LedgerError):
+        traces_at([tmp_path], Window(BEGAN + 1e6))
+
+
+def test_a_kept_trace_has_the_segments_that_rotation_removed(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, rotates=True)
+    for _ in range(60):
+        engine.run(100)
+        keep(engine.path)
+    assert 1 not in segments(engine.path)
+    numbers = [int(one.request_id[1:]) for one in journal_trace(engine.path).requests]
+    assert list(range(engine.requests)) == numbers
+    assert len(whole(engine.path).requests) < engine.requests
+    engine.stop()
+
+
+def test_the_oldest_parts_are_dropped_where_there_is_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_traces, "PART_OPERATIONS", 50)
+    monkeypatch.setattr(kept_traces, "SMALL_BYTES", 0)
+    engine = ended(tmp_path)
+    everything = keep(engine.path)
+    expected = whole(engine.path)
+    place(engine.path).unlink()
+    monkeypatch.setattr(kept_traces, "MOST_BYTES", everything.bytes // 2)
+    kept = keep(engine.path)
+
+    assert everything.bytes // 3 < kept.bytes <= everything.bytes // 2
+    found = journal_trace(engine.path)
+    dropped = everything.requests - kept.requests
+    assert f"the {dropped:,} oldest requests were dropped" in found.doubts[-1]
+    assert expected.requests[-kept.requests :] == found.requests[-kept.requests :]
+    assert all(life.request < len(found.requests) for life in found.lives)
+    lives = {operation[1] for operation in found.operations if operation[0] not in (RESET, DROP)}
+    assert set(range(len(found.lives))) >= lives
+    again = [found.requests[life.request].request_id for life in found.lives]
+    assert [expected.requests[life.request].request_id for life in expected.lives][-len(again) :] == again
+
+
+@pytest.mark.parametrize("damaged", ["a part", "the head", "the schema"])
+def test_a_kept_trace_that_is_damaged_is_not_used_and_is_written_anew(tmp_path: Path, damaged: str) -> None:
+    engine = Engine(tmp_path)
+    engine.run(300)
+    keep(engine.path)
+    engine.run(100)
+    data = bytearray(place(engine.path).read_bytes())
+    data[{"a part": 70, "the head": len(data) - 1, "the schema": len("kvledger block trace ")}[damaged]] ^= 1
+    place(engine.path).write_bytes(data)
+    assert whole(engine.path) == journal_trace(engine.path)
+    assert "" == keep(engine.path).problem
+    place(engine.path).rename(tmp_path / kept_traces.FOLDER / f"gone{kept_traces.SUFFIX}")
+    [_, kept] = traces_at([tmp_path])
+    assert 0 < len(journal_trace(kept).lives) <= len(whole(engine.path).lives)
+    engine.stop()
+
+
+def test_the_kept_trace_of_another_journal_with_the_same_name_is_not_used(tmp_path: Path) -> None:
+    keep(ended(tmp_path).path)
+    (tmp_path / "engine-00").rename(tmp_path / "before")
+    engine = ended(tmp_path, seed=1)
+    assert whole(engine.path) == journal_trace(engine.path) != whole(tmp_path / "before")
+
+
+def test_a_kept_trace_of_another_version_stays_if_its_segments_are_gone(tmp_path: Path) -> None:
+    engine = ended(tmp_path)
+    keep(engine.path)
+    data = place(engine.path).read_bytes().replace(b"trace 1 ", b"trace 9 ")
+    place(engine.path).write_bytes(data)
+    (engine.path / "00000001.kvl").unlink()
+    assert "first segments are gone" in keep(engine.path).problem
+    assert data == place(engine.path).read_bytes()
+
+
+def test_no_block_trace_is_kept_through_a_link(tmp_path: Path) -> None:
+    engine = ended(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / kept_traces.FOLDER).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(LedgerError, match="is a link"):
+        keep(engine.path)
+
+
+def test_journals_without_a_block_trace_keep_none(tmp_path: Path) -> None:
+    path = journals.clean(tmp_path / "engine-01")
+    assert "KVLEDGER_LEVEL=blocks" in keep(path).problem
+    groups = [0, SIZE, 2, 1, SIZE, 2]
+    several = journals.write(
+        tmp_path / "engine-02", [ev.PoolSeen(0, 0, 0, 9, 0, 8, 0, groups)], level="blocks"
+    )
+    assert "2 groups" in keep(several).problem
+    assert "" != keep(next(path.glob("*.kvl"))).problem
+    assert not (tmp_path / kept_traces.FOLDER).exists() or not list((tmp_path / kept_traces.FOLDER).iterdir())
+
+
+def test_numbers_that_no_engine_writes_are_refused() -> None:
+    with pytest.raises(LedgerError, match="no engine writes"):
+        encode(TracePart([(ADMIT, 1 << 70, 0, 0)]), 0.0)
+    with pytest.raises(LedgerError, match="damaged"):
+        decode(b"no part", 0.0)
+
+
+def test_a_kept_trace_names_the_folder_of_its_host(tmp_path: Path) -> None:
+    engine = ended(tmp_path / "rack-7")
+    [journal] = traces_at([tmp_path])
+    keep(journal)
+    name = journal_trace(journal).engine
+    assert name.endswith(" in rack-7") and journal_trace(engine.path).engine == name.removesuffix(
+        " in rack-7"
+    )
+    shutil.rmtree(engine.path)
+    [path] = traces_at([tmp_path])
+    assert name == journal_trace(path).engine
