@@ -17,6 +17,8 @@ BEGAN = journals.STARTED.wall_seconds
 SIZE = 16
 BLOCKS = 24
 """Of one engine; a prompt has two to eight."""
+SALT = 1_000_000
+"""Added to the hash ids of a prompt under a salt."""
 
 
 class RoutedEngine:
@@ -39,6 +41,7 @@ class RoutedEngine:
         self.requests = self.sequence = 0
         self.lost = frozenset(lost)
         self.said: list[int] = []
+        self.contents: list[int] = []
         self.received = 0.0
 
     def serve(self, hashes: Sequence[int], second: int, delay: float) -> None:
@@ -87,15 +90,18 @@ class RoutedEngine:
     def _say(self, kind: int, hash_id: int) -> None:
         if hash_id:
             self.said += [kind, 0, 0, SIZE, 0, 1, hash_id]
+            self.contents += [hash_id % SALT] if kind == ev.STORED else []
 
     def _publish(self, second: int, delay: float) -> None:
         published = second + 0.1
         self.received = max(self.received, published + delay)  # batches arrive in order
         at = round((self.received - self.began) * 1e6)
-        batch = ev.KVEventsReceived(at, 0, self.sequence, BEGAN + published, 0, ["GPU"], self.said)
+        batch = ev.KVEventsReceived(
+            at, 0, self.sequence, BEGAN + published, 0, ["GPU"], self.said, contents=self.contents
+        )
         if self.sequence not in self.lost:
             self.recording.write([batch])
-        self.sequence, self.said = self.sequence + 1, []
+        self.sequence, self.said, self.contents = self.sequence + 1, [], []
 
     def stop(self, second: int) -> None:
         """The engine ends in good order."""
@@ -105,10 +111,10 @@ class RoutedEngine:
 
 
 class Fleet:
-    """Requests of six families go to two engines by chance."""
+    """Requests of six families go to two engines by chance; ``salted``: each under one of two salts."""
 
-    def __init__(self, folder: Path, seed: int, *, lose: bool) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, seed: int, *, lose: bool, salted: bool = False) -> None:
+        self._folder, self._salted = folder, salted
         self._choose = random.Random(seed)
         lost = [sorted(self._choose.sample(range(3, 90), 12)) if lose else [] for _ in range(2)]
         self.engines = [RoutedEngine(folder, number, lost[number]) for number in range(2)]
@@ -121,7 +127,10 @@ class Fleet:
             family, engine = self._choose.randrange(6), self._choose.choice(self.engines)
             shared = [family * 100 + place + 1 for place in range(self._choose.randrange(1, 6))]
             own = [self.second * 1000 + place for place in range(self._choose.randrange(1, 4))]
-            engine.serve([*shared, *own], self.second, self._choose.choice((0.05, 0.05, 3.0)))
+            salt = self._choose.choice((0, SALT)) if self._salted else 0
+            engine.serve(
+                [salt + each for each in (*shared, *own)], self.second, self._choose.choice((0.05, 0.05, 3.0))
+            )
             if self._choose.random() < 0.03:
                 engine.reset(self.second)
 

@@ -10,7 +10,7 @@ from tests.exporters.sidecar.routed_engines import Fleet
 from tests.exporters.sidecar.test_follower import following
 
 from kvledger.audit.analysis import live_routing
-from kvledger.audit.analysis.routing import EVENT_LOST, RESTARTED
+from kvledger.audit.analysis.routing import EVENT_LOST, OTHER_SALT, RESTARTED, UNKNOWN, TokensIndex
 from kvledger.audit.ledger.kv_live import KVEventCounts
 from kvledger.audit.replay.find import journals_at
 from kvledger.audit.replay.routed import routing
@@ -86,6 +86,29 @@ def test_the_first_request_of_a_restarted_engine_finds_nothing_of_what_was_annou
         causes = same(tmp_path, live)
     assert (REQUESTS, 0) == (live.routed, live.not_routed)
     assert 0 < causes[RESTARTED] <= 5 * 16
+
+
+@pytest.mark.parametrize("lose", [False, True], ids=["whole", "with lost batches"])
+@pytest.mark.parametrize("restart", [False, True], ids=["", "restarted"])
+def test_what_is_cached_under_another_salt_is_neither_predicted_nor_missed(
+    tmp_path: Path, lose: bool, restart: bool
+) -> None:
+    """Hash ids tell salts from each other. An index of tokens, which the command has too, can't."""
+    fleet = Fleet(tmp_path, 11, lose=lose, salted=True)
+    fleet.serve(REQUESTS // 2)
+    if restart:
+        fleet.restart()
+    fleet.serve(REQUESTS // 2)
+    fleet.stop()
+
+    with following(tmp_path) as follower:
+        live = counts(follower)
+        causes = same(tmp_path, live)
+    assert (REQUESTS, 0) == (live.routed, live.not_routed)
+    assert OTHER_SALT not in causes and UNKNOWN not in causes
+    by_tokens = routing(journals_at([tmp_path]), TokensIndex)
+    assert by_tokens.causes()["missed", OTHER_SALT][1] > 0
+    assert sum(row.found for row in by_tokens.rows) == live.found
 
 
 def test_an_engine_that_got_no_request_promises_nothing(tmp_path: Path) -> None:
