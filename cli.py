@@ -548,6 +548,7 @@ def report(
     png: opt.PngFolder = None,
     since: opt.Since = "",
     until: opt.Until = "",
+    no_rollups: opt.NoRollups = False,
     jobs: opt.Jobs = 0,
     dask: opt.Dask = "",
 ) -> None:
@@ -560,7 +561,14 @@ def report(
 
     chosen = window(since, until)
     with _reading(paths, jobs, dask) as (places, run):
-        page = html_page.gather(places, window=chosen, run=run, gpu_hour=gpu_hour or None, by=by)
+        page = html_page.gather(
+            places,
+            window=chosen,
+            run=run,
+            gpu_hour=gpu_hour or None,
+            by=by,
+            with_rollups=not no_rollups,
+        )
     for path in pictures.save(page, svg, png):
         typer.echo(f"Wrote {path}.", err=True)
     if str(output) == "-":

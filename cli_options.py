@@ -186,6 +186,12 @@ Dask = Annotated[
         help="Read the journals on the workers of the Dask scheduler at ADDRESS.",
     ),
 ]
+NoRollups = Annotated[
+    bool,
+    typer.Option(
+        "--no-rollups", help="Read whole journals where kvledger compact has summed them up, for all parts."
+    ),
+]
 OutputFile = Annotated[
     Path,
     typer.Option(

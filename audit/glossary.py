@@ -513,7 +513,7 @@ SECTIONS: dict[str, tuple[Term, ...]] = {
             "rollup",
             "A file with the sums of a journal's requests by the minute in which they ended, which "
             "`kvledger compact` writes.",
-            "`kvledger summary DIR --since 7d` reads rollups in place of the journals.",
+            "`kvledger report DIR --since 7d -o page.html` reads rollups in place of the journals.",
             ("rollups",),
         ),
         Term(

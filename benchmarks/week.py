@@ -28,8 +28,9 @@ import msgspec
 from benchmarks import page, trace
 from benchmarks.simulated import Mix
 
-from kvledger.exporters.reports import rollups
+from kvledger.exporters.reports import rollup_minutes, rollups
 from kvledger.exporters.reports.rollup_cells import Cells, merge_cells
+from kvledger.exporters.reports.rollup_pages import Page
 
 HOUR = 3600
 REQUESTS = 36_000
@@ -58,9 +59,33 @@ def week(folder: Path, hours: int = 168, requests: int = REQUESTS, now: float | 
         rollup.hours[hour] = _sum(parts.values())
     rollup.cells, rollup.rest = _sum(rollup.hours.values()), {}
     rollup.until_seconds = float(HOUR * (first + hours) - 1)
+    rollup.engine = msgspec.structs.replace(rollup.engine, at=0, wall_seconds=float(HOUR * first))
+    assert rollup.page is not None
+    _repeat(rollup.page, first, hours)
     shutil.rmtree(journal)
     rollups.save(rollups.place(journal), rollup)
     return rollups.place(journal)
+
+
+def _repeat(page: Page, first: int, hours: int) -> None:
+    """Let the minutes of a page be those of each hour from ``first`` on, with its findings in the first."""
+    hour = [pair for raw in page.hours.values() for pair in sorted(rollup_minutes.decoded(raw).items())][:60]
+    page.hours = {}
+    for place in range(first, first + hours):
+        minutes = {
+            60 * place + number: _moved(*pair, 60 * place + number) for number, pair in enumerate(hour)
+        }
+        page.hours[place] = rollup_minutes.encoded(minutes)
+    end = page.end
+    end.rest, end.last_at = rollup_minutes.Minute(), HOUR * hours * 1_000_000 - 1
+    end.events *= hours
+    end.findings.ends = dict.fromkeys(end.findings.ends, 60 * first)
+    end.findings.found = {id: [60 * first] for id in end.findings.found}
+
+
+def _moved(place: int, minute: rollup_minutes.Minute, to: int) -> rollup_minutes.Minute:
+    settled = {settled + to - place: tokens for settled, tokens in minute.settled.items()}
+    return msgspec.structs.replace(minute, settled=settled)
 
 
 def _arrived_in(hour: int, cells: Cells) -> Cells:

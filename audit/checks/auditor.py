@@ -207,6 +207,16 @@ class Auditor:
         self._kept[row.id] = self._kept.get(row.id, 0) + (earlier is None)
         return violation
 
+    def place_findings(self, placed: Iterable[tuple[Violation, bool]]) -> None:
+        """Take from elsewhere which findings an audit of a window begins with, as :meth:`placed_violations`
+        gives them, and whether each is in the window."""
+        keys = list(self._findings)
+        self._findings = {}
+        for place, (violation, inside) in enumerate(placed):
+            finding = KeptFinding(violation, in_window=inside)
+            finding.repeats, finding.last_step = violation.repeats, violation.last_step
+            self._findings[keys[place] if place < len(keys) else (violation.id, -place - 1)] = finding
+
     def forget_findings(self) -> None:
         """Forget all findings. The requests in which violations were found stay known."""
         self._findings, self._kept, self.not_kept, self.check_failures = {}, {}, {}, {}

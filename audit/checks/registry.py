@@ -236,6 +236,12 @@ def catalogue() -> dict[str, Invariant]:
     return CATALOGUE
 
 
+def is_once(id: str) -> bool:
+    """Whether this invariant is found once an engine."""
+    row = CATALOGUE.get(id)
+    return row is not None and row.once
+
+
 # --- pages ---------------------------------------------------------------------------------------
 
 

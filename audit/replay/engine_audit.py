@@ -24,7 +24,7 @@ from ..analysis.step_model import StepModel, fit
 from ..analysis.step_times import STEP_HANDLERS, Sample, StepTimes
 from ..causes import BEGAN_BEFORE, ENGINE_ENDED, UNKNOWN
 from ..checks.auditor import Auditor, Verdict, merged_counts
-from ..checks.registry import Violation
+from ..checks.registry import Violation, is_once
 from ..events import EngineRaised, EngineStarted, Event, Finished, HookFailed
 from ..journal.format import gone_by
 from ..journal.hosts import engine_name, journal_name
@@ -37,6 +37,7 @@ from ..ledger.totals import Totals
 from ..text import utc
 from .live_events import LiveEvents
 from .metrics_state import METRICS_HANDLERS, MetricsState
+from .window_sums import WindowSums
 from .windows import EVERYTHING, LossesInWindow, Window
 from .worker_journals import AFTER_PLANNING, WorkerJournals
 
@@ -103,6 +104,8 @@ class EngineAudit:
         """The number of ended requests whose account is unknown, by the reason."""
         self.on_closed: list[Callable[[Account, Verdict], None]] = []
         """Functions called with each account that closes and its verdict, before it is dropped."""
+        self.on_violation: list[Callable[[str, int, Account | None], None]] = []
+        """Functions called with each violation, repeated ones included: its id, time and account."""
         self.engine_counters: EngineCounters | None = None
         """The engine's own counters beside the ledger's figures, if the engine is scraped."""
         self.workers = WorkerJournals(path)
@@ -288,6 +291,8 @@ class EngineAudit:
 
     def _count_violation(self, id: str, at: int, account: Account | None) -> None:
         self.metrics.count_violation(id, at, account)
+        for callback in self.on_violation:
+            callback(id, at, account)
 
     def _is_in_window(self, at: int) -> bool:
         return not self._bounded or self.window.holds((self.began_seconds or 0.0) + at / 1e6)
@@ -332,6 +337,27 @@ class EngineAudit:
         times.since_seconds, times.until_seconds = window.since, window.until
         if self.engine is not None:
             times.started(self.engine)
+
+    def begin_with(self, sums: WindowSums) -> None:
+        """Take the figures of the window's requests that ended earlier, after :meth:`resume`."""
+        if self.window.bounded:
+            self._ended_in_window = sums.totals
+        else:
+            self.auditor.ledger.ended = sums.totals
+        self.requests, self.unknown = sums.requests, sums.unknown
+        self.reconciliation = sums.reconciliation
+        self._losses, self._failures, self._errors = sums.losses, sums.failures, sums.errors
+        self._unobserved_from = sums.unobserved_from
+        self._in_window = sums.in_window
+
+    def end_with(self, lost_tails: int, whole_until: float, gone_by: float) -> None:
+        """Take from elsewhere how the journal ended, where it is gone. See :meth:`ending`."""
+        self.lost_tails, self._whole_until, self._gone_by = lost_tails, whole_until, gone_by
+
+    @property
+    def ending(self) -> tuple[int, float, float]:
+        """Whether the end is lost (0 or 1), and between which Unix times."""
+        return self.lost_tails, self._whole_until, self._gone_by
 
     def describe(self, engine: EngineStarted) -> None:
         """Take the engine's description from elsewhere, where no event is read."""
@@ -482,7 +508,8 @@ class EngineAudit:
     def violations(self) -> list[Violation]:
         """Findings, drifts included, in the requests of the window.
 
-        A finding that concerns no single request belongs to each window in which it was seen.
+        A finding that concerns no single request, or stands for all, belongs to each window in which it was
+        seen.
         """
         if not self.window.bounded:
             return self.auditor.violations
@@ -490,7 +517,7 @@ class EngineAudit:
         return [
             violation
             for violation, inside in self.auditor.placed_violations()
-            if (self._in_window.get(violation.request, False) if violation.request else inside)
+            if (inside if of_engine(violation) else self._in_window.get(violation.request or "", False))
         ]
 
     @property
@@ -605,6 +632,11 @@ class EngineAudit:
     def name(self) -> str:
         """The engine's name in findings and labels."""
         return self.auditor.engine or journal_name(self.path)
+
+
+def of_engine(violation: Violation) -> bool:
+    """Whether a finding concerns no single request, or its first request stands for all."""
+    return violation.request is None or is_once(violation.id)
 
 
 def counted(n: int, noun: str) -> str:

@@ -111,6 +111,7 @@ REBUILT: dict[type, frozenset[str]] = {
             "path",
             "accounts",
             "on_closed",
+            "on_violation",
             "engine_counters",
             "read_seconds",
             "checkpoint_seconds",

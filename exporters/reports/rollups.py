@@ -4,6 +4,8 @@
 last one, and holds the audit up to there as a checkpoint does. ``summary`` and ``why`` take a window's sums
 from the rollup and replay only what came later. A rollup stays when its journal is removed.
 
+``report`` does the same with what ``rollup_pages.py`` adds.
+
 A rollup answers for windows whose bounds are whole minutes. Its size grows with the minutes and not with the
 requests. A rollup of another version counts where its journal is gone. Where the journal is there, the
 journal is read, and ``compact`` writes the rollup anew if the journal's first segment is still there.
@@ -23,7 +25,7 @@ import msgspec
 
 from ...audit.analysis.step_times import Sample
 from ...audit.errors import LedgerError
-from ...audit.events import EngineStarted
+from ...audit.events import EngineStarted, Event
 from ...audit.journal.format import segments
 from ...audit.journal.reader import Batch, Position, Reader
 from ...audit.ledger.account import Account
@@ -38,6 +40,7 @@ from ...audit.replay.windows import EVERYTHING, Window
 from ..trace.groups import TIMES, time_name
 from .miss_tally import block_size
 from .rollup_cells import Cell, Cells, merge_cells
+from .rollup_pages import Page, PageBuilder
 
 SCHEMA = 1
 SUFFIX = ".rollup"
@@ -71,12 +74,14 @@ class Rollup(msgspec.Struct):
     sample: Sample
     """Observations of steps, for the model of step time."""
     rest: Cells
+    page: Page | None = None
+    """For the HTML report; None if a version that wrote no pages wrote the rollup."""
 
     def rest_of(self, path: Path, window: Window) -> tuple[EngineAudit, Iterable[Account]]:
         """The audit at ``position``, and the accounts that it adds beyond the rollup; none if the journal is
         gone and ``path`` is that of the rollup."""
         audit = self.audit(path, window)
-        return audit, () if _is_rollup(path) else each_account(audit, self.position)
+        return audit, () if is_rollup(path) else each_account(audit, self.position)
 
     def within(self, path: Path, window: Window) -> Cells:
         """The sums of the requests that ended in the window, whose bounds are whole minutes.
@@ -85,7 +90,7 @@ class Rollup(msgspec.Struct):
         its last event.
         """
         found: Cells = {}
-        if _is_rollup(path) and window.holds(self.until_seconds):
+        if is_rollup(path) and window.holds(self.until_seconds):
             merge_cells(found, self.rest)
         if not window.bounded:
             merge_cells(found, self.cells)
@@ -109,12 +114,12 @@ class Rollup(msgspec.Struct):
         """Microseconds of engine time in the window."""
         return sum(us for minute, us in self.busy_us.items() if window.holds(minute * 60.0))
 
-    def audit(self, path: Path, window: Window) -> EngineAudit:
+    def audit(self, path: Path, window: Window, *, sums_only: bool = False) -> EngineAudit:
         """The audit at ``position``, which keeps its accounts and counts requests of the ``window`` only.
 
-        If another version wrote the rollup, the audit knows the engine only.
+        If another version wrote the rollup, or with ``sums_only``, the audit knows the engine only.
         """
-        if self.continues:
+        if self.continues and not sums_only:
             audit = serialize.restore(self.state, path)
         else:
             audit = EngineAudit(path, with_metrics=False, times_steps=True)
@@ -125,13 +130,14 @@ class Rollup(msgspec.Struct):
         return audit
 
 
-def _is_rollup(path: Path) -> bool:
+def is_rollup(path: Path) -> bool:
+    """Whether this is the path of a rollup, whose journal is gone."""
     return path.suffix == SUFFIX
 
 
 def has_one(path: Path) -> bool:
     """Whether this is a rollup, or a journal that was compacted."""
-    return _is_rollup(path) or place(path).exists()
+    return is_rollup(path) or place(path).exists()
 
 
 def each_journal(
@@ -178,7 +184,7 @@ def place(journal: Path) -> Path:
 
 def find(journal: Path) -> Rollup | None:
     """The rollup of a journal, or the one at this path; None if there is none that can be used."""
-    if _is_rollup(journal):
+    if is_rollup(journal):
         return _load(journal)
     found = _load(place(journal)) if journal.is_dir() else None
     if found is None or not found.continues:
@@ -265,6 +271,8 @@ def compact(journal: Path) -> Compacted:
     if not journal.is_dir():
         return Compacted(journal=str(journal), problem="a single segment has no rollup")
     old = find(journal)
+    if old is not None and old.page is None and 1 in segments(journal):
+        old = None
     builder = _Builder(journal, old)
     if old is None and place(journal).exists() and 1 not in segments(journal):
         return Compacted(
@@ -306,6 +314,9 @@ class _Builder:
             self._audit = EngineAudit(journal, keep=True, with_metrics=False, times_steps=True)
         else:
             self._audit = old.audit(journal, EVERYTHING)
+        self._page: PageBuilder | None = None
+        if old is None or old.page is not None:
+            self._page = PageBuilder(self._audit, old.page if old is not None else None)
 
     def build(self) -> Compacted:
         """Read, save, and say what was done."""
@@ -313,9 +324,10 @@ class _Builder:
         audit.step_times.busy_by_minute = {}
         with Reader(self._journal, self._start) as reader:
             most = _AllButLast(reader)
-            for _ in audit.batches(most):  # type: ignore[arg-type]
-                self._add(audit.take_accounts(), self._minutes)
+            for batch, _ in audit.batches(most):  # type: ignore[arg-type]
+                self._add(audit.take_accounts(), self._minutes, batch.events)
             last, ended = most.last, reader.ended
+            damage = reader.damage[bool(self._old is None and audit.auditor.ledger.removed_events) :]
         if last is None or audit.began_seconds is None:
             return Compacted(journal=str(self._journal), problem="it has no batch before its last one")
         for minute, us in (audit.step_times.busy_by_minute or {}).items():
@@ -324,8 +336,11 @@ class _Builder:
         sample = msgspec.structs.replace(audit.step_times.sample)
         state = msgspec.Raw(serialize.capture(audit))
         verdict, until = audit.verdict, audit.began_seconds + max(audit.last_at, 0) / 1e6
+        page = None if self._page is None else self._page.page(damage)
         rest = self._rest(last.start) if ended else {}
-        rollup = self._rollup(last.start, state, verdict, until, rest, sample)
+        if page is not None and self._page is not None and ended:
+            page.end = self._page.end()
+        rollup = self._rollup(last.start, state, verdict, until, rest, sample, page)
         size = save(place(self._journal), rollup)
         return Compacted(
             journal=str(self._journal),
@@ -335,7 +350,9 @@ class _Builder:
             verdict=verdict,
         )
 
-    def _add(self, accounts: Sequence[Account], into: dict[int, Cells]) -> None:
+    def _add(self, accounts: Sequence[Account], into: dict[int, Cells], events: Sequence[Event] = ()) -> None:
+        if self._page is not None:
+            self._page.add(events, accounts)
         began = self._audit.began_seconds or 0.0
         several: dict[tuple[int, str], list[Account]] = {}
         for account in accounts:
@@ -350,14 +367,21 @@ class _Builder:
         audit, found = self._audit, dict[int, Cells]()
         audit.resume(EVERYTHING)
         with Reader(self._journal, start) as reader:
-            for _ in audit.batches(reader):
-                self._add(audit.take_accounts(), found)
+            for batch, _ in audit.batches(reader):
+                self._add(audit.take_accounts(), found, batch.events)
         audit.finish()
         self._add(audit.take_accounts(), found)
         return _sum(found.values())
 
     def _rollup(
-        self, start: Position, state: msgspec.Raw, verdict: str, until: float, rest: Cells, sample: Sample
+        self,
+        start: Position,
+        state: msgspec.Raw,
+        verdict: str,
+        until: float,
+        rest: Cells,
+        sample: Sample,
+        page: Page | None,
     ) -> Rollup:
         old, engine = self._old, self._audit.engine
         assert engine is not None
@@ -384,6 +408,7 @@ class _Builder:
             engine=engine,
             sample=sample,
             rest=rest,
+            page=page,
         )
 
 

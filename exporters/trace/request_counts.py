@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ...audit import events as ev
 
 
 class RequestCounts:
-    """A request runs from its scheduling to a preemption or its end; otherwise it waits."""
+    """A request runs from its scheduling to a preemption or its end; otherwise it waits.
 
-    def __init__(self) -> None:
-        self._in_engine = 0
-        self._running: set[int] = set()
+    The counts begin with ``in_engine`` requests, of which those with these numbers run.
+    """
+
+    def __init__(self, in_engine: int = 0, running: Iterable[int] = ()) -> None:
+        self._in_engine = in_engine
+        self._running: set[int] = set(running)
+
+    @property
+    def state(self) -> tuple[int, list[int]]:
+        """What another object begins with to go on from here."""
+        return self._in_engine, sorted(self._running)
 
     @property
     def running(self) -> int:

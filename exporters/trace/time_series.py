@@ -1,8 +1,9 @@
 """Figures over time in a bounded number of buckets, for traces of any length.
 
-Time is counted in ticks since 1970. A bucket's width is a power of two of ticks; when there are too many
-buckets, neighbours are merged in pairs. So the series of several engines have common bucket bounds and can
-be added.
+Time is counted in ticks since 1970. Each width of buckets divides the next one: ticks times a power of two up
+to 4 seconds, 12 seconds, a minute, and minutes times a power of two. When there are too many buckets,
+neighbours are merged. So the series of several engines, and of sums by the minute, have common bucket bounds
+and can be added.
 """
 
 from __future__ import annotations
@@ -12,8 +13,15 @@ import msgspec
 TICKS = 64
 """Ticks per second."""
 
+MINUTE_TICKS = 60 * TICKS
+
 MOST = 256
-"""The largest number of buckets; a long trace has between half of it and all of it."""
+"""The largest number of buckets; a long trace has between a fifth of it and all of it."""
+
+
+def wider(width_ticks: int) -> int:
+    """The next width of buckets."""
+    return width_ticks * {256: 3, 768: 5}.get(width_ticks, 2)
 
 
 class Series(msgspec.Struct):
@@ -28,13 +36,13 @@ class Series(msgspec.Struct):
         row = self.counts.setdefault(int(wall_seconds * TICKS) // self.width_ticks, {})
         row[name] = row.get(name, 0) + amount
         if len(self.counts) > MOST:
-            self.coarsen(2 * self.width_ticks)
+            self.coarsen(wider(self.width_ticks))
 
     def level(self, wall_seconds: float, levels: dict[str, int]) -> None:
         """Set levels from this time on. Times never decrease."""
         self.levels[int(wall_seconds * TICKS) // self.width_ticks] = levels
         if len(self.levels) > MOST:
-            self.coarsen(2 * self.width_ticks)
+            self.coarsen(wider(self.width_ticks))
 
     def coarsen(self, width_ticks: int) -> None:
         """Merge buckets to ``width_ticks``, a multiple of the present width."""
@@ -64,7 +72,7 @@ def together(several: list[Series]) -> Series:
         places = [place for one in several for place in (*one.counts, *one.levels)]
         if not places or max(places) - min(places) < 2 * MOST:
             break
-        summed.width_ticks *= 2
+        summed.width_ticks = wider(summed.width_ticks)
     for one in several:
         one.fill()
         for into, rows in ((summed.counts, one.counts), (summed.levels, one.levels)):

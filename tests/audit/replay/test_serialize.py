@@ -36,6 +36,7 @@ NOT_CARRIED = {
         "_keep",
         "_reconciles",
         "on_closed",
+        "on_violation",
         "engine_counters",
         "read_seconds",
         "checkpoint_seconds",

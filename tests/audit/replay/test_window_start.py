@@ -21,7 +21,7 @@ from kvledger.audit.replay.engine_audit import EngineAudit
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.audit.replay.window_start import skip_to_window
 from kvledger.audit.replay.windows import Window
-from kvledger.exporters.reports import html_data
+from kvledger.exporters.reports import html_data, html_journal
 from kvledger.exporters.reports.audit import as_json, report
 from kvledger.exporters.reports.costs import costs_of
 from kvledger.exporters.reports.why import why
@@ -77,7 +77,7 @@ def test_a_skipping_replay_gives_the_figures_of_a_whole_one(
     window = late(journal, share, length)
     start = start_of(journal, window)
     skipping = answers(journal, window)
-    for module in (replays, html_data):
+    for module in (replays, html_journal):
         monkeypatch.setattr(module, "skip_to_window", lambda _: None)
 
     assert skipping == approximately(answers(journal, window))

@@ -111,13 +111,13 @@ def test_a_rollup_gives_the_sums_of_a_replay(
     shutil.rmtree(folder / rollups.FOLDER, ignore_errors=True)
     replayed = answers(folder, chosen, by)
     assert "" == compact(folder / "engine-00").problem
-    read = _count_batches(monkeypatch)
+    read = count_batches(monkeypatch)
     rolled = answers(folder, chosen, by)
     assert rolled == approximately(replayed)
     assert 2 == len(read), "only the last batch is read, once for each command"
 
 
-def _count_batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def count_batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     from kvledger.audit.journal import reader
 
     read: list[int] = []
@@ -169,7 +169,7 @@ def test_a_rollup_of_another_version_counts_only_where_the_journal_is_gone(
 
 def test_bounds_within_a_minute_are_replayed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compact(folder / "engine-00")
-    read = _count_batches(monkeypatch)
+    read = count_batches(monkeypatch)
     summarize([folder], window=Window(WALL_SECONDS + 90.5))
     assert 2 < len(read)
 
