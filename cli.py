@@ -323,6 +323,7 @@ def whatif(
     block_bytes: opt.BlockBytes = "",
     block_size: opt.BlockTokens = 0,
     skip: opt.Skip = 0.0,
+    sample: opt.SampleShare = 1.0,
     by: opt.GroupBy = "",
     output: opt.PageFile = None,
     format: opt.TableFormat = "table",
@@ -351,7 +352,15 @@ def whatif(
     )
     chosen = window(since, until)
     with _reading(paths, jobs) as (places, run):
-        result = report.study(places, options, block_tokens=block_size, window=chosen, run=run, by=by)
+        result = report.study(
+            places,
+            options,
+            block_tokens=block_size,
+            window=chosen,
+            run=run,
+            by=by,
+            share=sample if sample < 1 else None,
+        )
     if output is not None and str(output) != "-":
         report.save(result, output)
         typer.echo(f"Wrote {output}; open it in a browser.", err=True)

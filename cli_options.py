@@ -361,6 +361,17 @@ Skip = Annotated[
         help="Leave out the hits of this share of the requests at the beginning, where the cache is cold.",
     ),
 ]
+SampleShare = Annotated[
+    float,
+    typer.Option(
+        "--sample",
+        metavar="SHARE",
+        min=0.0001,
+        max=1.0,
+        show_default=False,
+        help="Replay this share of the blocks, such as 0.01, and estimate the rest; the error is printed.",
+    ),
+]
 PageFile = Annotated[
     Path | None,
     typer.Option(

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from .block_trace import ADMIT, CACHED, DROP, GROW, RESET, BlockTrace, Operation, TraceLife, TraceRequest
 from .simulated_pool import MakePolicy, NeverEvicts, Replayed, SimulatedPool, Tier
+from .trace_sample import Sample
 
 TRUSTED_POINTS = 2.0
 """The largest residual of a calibration, in percentage points, at which the other figures are trusted."""
@@ -25,6 +27,9 @@ FACTORS = (0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 3, 4, 6, 8, 16, 32, 64, 128, 256, 5
 
 SHARES = tuple(1 / 2**power for power in range(10, -1, -1))
 """Sizes of the curve for a trace of no pool, as shares of all different blocks."""
+
+LEAST_SAMPLED = 200
+"""A sample with fewer blocks of the present pool is named as a reason for doubt."""
 
 COARSER = (2, 4)
 """Block sizes that are tried, as multiples of the recorded one."""
@@ -113,6 +118,10 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     admissions: int
     trusted: bool
     doubts: list[str]
+    sample_share: float | None = None
+    """The share of the blocks that was replayed; None: all."""
+    sample_points: float | None = None
+    """How far the recorded hits of the sampled blocks, as an estimate, are from all recorded hits."""
 
 
 class GroupPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,17 +170,27 @@ def what_if(
     options: Options,
     progress: Progress = lambda _: None,
     group_of: GroupOf | None = None,
+    sample: Sample | None = None,
 ) -> WhatIf:
-    """Replay ``trace`` in every way that ``options`` asks for. ``group_of``: break the hits down."""
-    study = _Study(trace, options, progress)
+    """Replay ``trace`` in every way that ``options`` asks for. ``group_of``: break the hits down.
+
+    ``sample``: replay it in place of the trace, in pools that are smaller by its share.
+    """
+    study = _Study(trace, options, progress, sample)
     return study.result(study.groups(group_of) if group_of else [])
 
 
 class _Study:
     """The replays of one trace."""
 
-    def __init__(self, trace: BlockTrace, options: Options, progress: Progress) -> None:
+    def __init__(
+        self, trace: BlockTrace, options: Options, progress: Progress, sample: Sample | None
+    ) -> None:
         self.trace = trace
+        self.sample = sample
+        self.replayed = trace if sample is None else sample.trace
+        """What pools replay."""
+        self.share = 1.0 if sample is None else sample.share
         self.options = options
         self.progress = progress
         self.name, self.make = next(iter(options.policies.items()))
@@ -202,7 +221,11 @@ class _Study:
             curve=curve,
             ideal=self.ideal,
             tiers=[self._tier(size) for size in self.options.tiers if self._block_bytes()],
-            block_sizes=[self._coarser(factor) for factor in COARSER if trace.blocks >= 2 * factor],
+            block_sizes=[
+                self._coarser(factor)
+                for factor in COARSER
+                if trace.blocks >= 2 * factor and self.sample is None
+            ],
             smaller_blocks_gain_at_most=self._finer(),
             preemptions=self._preemptions(),
             resets=self._resets(),
@@ -242,6 +265,8 @@ class _Study:
         """The counted hits in tokens. The last block of a prompt may be partly filled."""
         size = block_tokens or self.trace.block_tokens
         counted = self.counted if lives is None else lives
+        if self.sample is not None:
+            return self.sample.tokens(hits, self.trace, counted)
         return sum(min(hits[number] * size, self._request(number).prompt_tokens) for number in counted)
 
     def _share(self, tokens: int) -> float:
@@ -254,8 +279,17 @@ class _Study:
         self, blocks: int | None, make: MakePolicy | None = None, *, keep_preempted: bool = False
     ) -> Replayed:
         self.progress(f"{blocks:,} blocks" if blocks else "no limit")
-        policy = NeverEvicts() if blocks is None else (make or self.make)(blocks)
-        return SimulatedPool(self.trace, blocks, policy, keep_preempted=keep_preempted).run()
+        size = None if blocks is None else self._scaled(blocks)
+        policy = NeverEvicts() if size is None else (make or self.make)(size)
+        return SimulatedPool(self.replayed, size, policy, keep_preempted=keep_preempted).run()
+
+    def _scaled(self, blocks: int) -> int:
+        """The size of a pool for the sample that stands for a pool of so many blocks."""
+        return max(1, round(blocks * self.share))
+
+    def _of_all(self, blocks: int) -> int:
+        """How many blocks so many sampled ones stand for."""
+        return round(blocks / self.share)
 
     # --- the curve ------------------------------------------------------------------------------------
 
@@ -267,15 +301,16 @@ class _Study:
             hit_tokens=tokens,
             hit_share=self._share(tokens),
             gained_points=self._points(tokens - self.present),
-            evicted_blocks=replayed.evicted,
-            short_blocks=replayed.short,
+            evicted_blocks=self._of_all(replayed.evicted),
+            short_blocks=self._of_all(replayed.short),
         )
 
     def _sizes(self) -> Iterator[int]:
         if self.options.blocks:
             yield from sorted({*self.options.blocks, *([self.trace.blocks] if self.trace.blocks else [])})
             return
-        different = len({hash_id for request in self.trace.requests for hash_id in request.hashes})
+        found = {hash_id for request in self.replayed.requests for hash_id in request.hashes}
+        different = self._of_all(len(found))
         whole, factors = (self.trace.blocks, FACTORS) if self.trace.blocks else (different, SHARES)
         yield from sorted({max(1, round(whole * factor)) for factor in factors})
 
@@ -300,6 +335,9 @@ class _Study:
             for number in self.counted
         )
         residual = self._points(self.present - tokens) if present else None
+        doubts, sampled = self.trace.doubts, self._scaled(self.trace.blocks)
+        if self.sample is not None and self.trace.blocks and sampled < LEAST_SAMPLED:
+            doubts = [*doubts, f"the sample of the present pool has {sampled:,} blocks"]
         return Calibration(
             hit_tokens=self.present if present else 0,
             recorded_hit_tokens=tokens,
@@ -307,7 +345,11 @@ class _Study:
             equal_admissions=equal,
             admissions=len(recorded),
             trusted=residual is None or abs(residual) <= TRUSTED_POINTS,
-            doubts=self.trace.doubts,
+            doubts=doubts,
+            sample_share=None if self.sample is None else self.share,
+            sample_points=None
+            if self.sample is None
+            else self._points(self._tokens(self.sample.recorded) - tokens),
         )
 
     def _sentence(self, curve: Sequence[SizePoint]) -> str:
@@ -344,9 +386,10 @@ class _Study:
     def _tier(self, size: int) -> TierPoint:
         blocks = size // self._block_bytes()
         self.progress(f"a tier of {blocks:,} blocks")
-        tier = Tier(blocks, self.make(blocks))
-        pool = self.trace.blocks or min(self.options.blocks)
-        replayed = SimulatedPool(self.trace, pool, self.make(pool), tier=tier).run()
+        scaled = self._scaled(blocks)
+        tier = Tier(scaled, self.make(scaled))
+        pool = self._scaled(self.trace.blocks or min(self.options.blocks))
+        replayed = SimulatedPool(self.replayed, pool, self.make(pool), tier=tier).run()
         both = [local + below for local, below in zip(replayed.hits, replayed.tier_hits, strict=True)]
         tokens = self._tokens(both) - self._tokens(replayed.hits)
         return TierPoint(bytes=size, blocks=blocks, tier_tokens=tokens, tier_share=self._share(tokens))
@@ -384,11 +427,11 @@ class _Study:
                 again += max(0, earlier.computed_tokens - max(0, life.hit_tokens) - life.external_tokens)
             preempted += life.preempted
             before[life.request] = life
-        needed = self._replay(None, keep_preempted=True).most_held
+        needed = self._of_all(self._replay(None, keep_preempted=True).most_held)
         return Preemptions(preemptions=preempted, computed_again_tokens=again, blocks_needed=needed)
 
     def _resets(self) -> Resets:
-        operations, blocks = self.trace.operations, self.trace.blocks
+        operations, blocks = self.replayed.operations, self.trace.blocks
         resets = sum(operation[0] == RESET for operation in operations)
         if not blocks:
             return Resets(resets=resets, lost_tokens=0, one_more_lost_tokens=0)
@@ -406,12 +449,13 @@ class _Study:
         if not self.counted:
             return 0
         life = self.counted[len(self.counted) // 2]
-        return next(place for place, operation in enumerate(operations) if operation[:2] == (ADMIT, life))
+        admissions = (place for place, one in enumerate(operations) if one[0] == ADMIT and one[1] >= life)
+        return next(admissions, len(operations))
 
     def _with(self, operations: list[Operation]) -> int:
         self.progress("resets of the cache")
-        trace = msgspec.structs.replace(self.trace, operations=operations)
-        return self._tokens(SimulatedPool(trace, trace.blocks, self.make(trace.blocks)).run().hits)
+        trace, size = replace(self.replayed, operations=operations), self._scaled(self.trace.blocks)
+        return self._tokens(SimulatedPool(trace, size, self.make(size)).run().hits)
 
 
 def coarser(trace: BlockTrace, factor: int) -> BlockTrace:
@@ -429,15 +473,14 @@ def coarser(trace: BlockTrace, factor: int) -> BlockTrace:
                 operations.append((kind, life, first // factor, second))
         elif kind != DROP or life in last:
             operations.append((kind, life, first, second))
-    return msgspec.structs.replace(
+    return replace(
         trace,
         block_tokens=trace.block_tokens * factor,
         blocks=trace.blocks // factor,
         operations=operations,
-        lives=[msgspec.structs.replace(life, hit_blocks=life.hit_blocks // factor) for life in trace.lives],
+        lives=[replace(life, hit_blocks=life.hit_blocks // factor) for life in trace.lives],
         requests=[
-            msgspec.structs.replace(request, hashes=request.hashes[factor - 1 :: factor])
-            for request in trace.requests
+            replace(request, hashes=request.hashes[factor - 1 :: factor]) for request in trace.requests
         ],
     )
 

@@ -27,13 +27,14 @@ from ..analysis.block_trace import (
     TraceRequest,
 )
 from ..analysis.prefixes import Prefix, PrefixTrie
+from ..analysis.trace_sample import Sample, take_sample, whole_part
 from ..errors import LedgerError
 from ..journal.hosts import engine_name
 from ..journal.reader import Reader
 from ..text import printable
 from .find import journals_at
 from .kept_files import left_behind
-from .kept_traces import SUFFIX, kept_trace, until
+from .kept_traces import SUFFIX, LoadedTrace, kept_trace, until
 from .windows import EVERYTHING, Window
 
 SUFFIXES = (".jsonl", ".jsonl.gz")
@@ -83,17 +84,25 @@ def journal_trace(path: Path, window: Window = EVERYTHING) -> BlockTrace:
 
     Everything is replayed; hits are counted only of requests that were admitted in the ``window``.
     """
-    trace, began_seconds = kept_trace(path) or _journal_trace(path)
+    return sampled_trace(path, window, None)[0]
+
+
+def sampled_trace(path: Path, window: Window, share: float | None) -> tuple[BlockTrace, Sample | None]:
+    """The same, or a sample of this ``share`` of the blocks, with the trace but its operations."""
+    trace, sample, began_seconds = kept_trace(path, share) or _journal_trace(path, share)
     if window.bounded:
         for life in trace.lives:
             life.counted = window.holds(began_seconds + life.at / 1e6)
-    return trace
+    return trace, sample
 
 
-def _journal_trace(path: Path) -> tuple[BlockTrace, float]:
+def _journal_trace(path: Path, share: float | None) -> LoadedTrace:
     reader = TraceReader(str(path), partial(engine_name, path=path))
     _read(path, reader)
-    return reader.finish(), reader.began_seconds
+    trace = reader.finish()
+    if share is None:
+        return LoadedTrace(trace, None, reader.began_seconds)
+    return LoadedTrace(*take_sample(trace, [whole_part(trace)], share), reader.began_seconds)
 
 
 def journal_prefixes(path: Path) -> list[Prefix]:

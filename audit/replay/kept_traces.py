@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 from zlib import crc32
 
 import msgspec
@@ -32,6 +32,7 @@ from msgspec.structs import replace
 from ..analysis.block_trace import BlockTrace, NoBlockTrace
 from ..analysis.trace_bytes import decode, encode
 from ..analysis.trace_parts import PartReader, PartsJoined, ReaderState, TracePart
+from ..analysis.trace_sample import Sample, take_sample
 from ..errors import LedgerError
 from ..journal.format import FILE_MODE, segments
 from ..journal.hosts import engine_name
@@ -95,10 +96,6 @@ class KeptTrace:
         self.head = head
         self._file = file
 
-    def parts(self) -> Iterator[TracePart]:
-        """The parts in order. Raises LedgerError if one is damaged."""
-        return map(self.part, self.head.parts)
-
     def part(self, entry: PartEntry) -> TracePart:
         """One part. Raises LedgerError."""
         return decode(self.bytes_of(entry), self.head.state.began_seconds)
@@ -139,17 +136,25 @@ def until(path: Path) -> float:
         return 0.0 if kept is None else kept.head.until_seconds
 
 
-def kept_trace(path: Path) -> tuple[BlockTrace, float] | None:
+class LoadedTrace(NamedTuple):
+    """A block trace, its sample if one was taken, and the Unix time from which its times count."""
+
+    trace: BlockTrace
+    sample: Sample | None
+    began_seconds: float
+
+
+def kept_trace(path: Path, share: float | None = None) -> LoadedTrace | None:
     """The block trace of a journal that has a kept one, or of a kept trace at ``path`` whose journal is gone.
 
-    None if there is none that can be used. Also returns the Unix time from which its times count. Raises
+    None if there is none that can be used. ``share``: take a sample of so many of the blocks. Raises
     LedgerError if it is damaged, or the journal can't be read.
     """
     if is_kept(path):
         with _opened(path) as kept:
             if kept is None:
                 raise LedgerError(f"{path} is damaged, or another version of kvledger wrote it.")
-            return _whole(path, kept, ())
+            return _whole(kept, _reader_of(path, kept.head), share)
     with _found(path) as kept:
         if kept is None:
             return None
@@ -159,25 +164,27 @@ def kept_trace(path: Path) -> tuple[BlockTrace, float] | None:
                 for event in batch.events:
                     reader.feed(event)
         try:
-            return _whole(path, kept, reader)
+            return _whole(kept, reader, share)
         except DamagedTrace:
             return None
 
 
-def _whole(path: Path, kept: KeptTrace, reader: PartReader | tuple[()]) -> tuple[BlockTrace, float]:
+def _whole(kept: KeptTrace, reader: PartReader, share: float | None) -> LoadedTrace:
     """The parts, and what ``reader`` has read beyond them."""
-    dropped = kept.head.dropped
-    joined = PartsJoined(dropped.lives)
-    for part in kept.parts():
-        joined.add(part)
-    last = reader or _reader_of(path, kept.head)
-    joined.add(last.rest())
-    trace = joined.into(last.finish())
+    dropped, rest, trace, sample = kept.head.dropped, reader.rest(), reader.finish(), None
+    if share is None:
+        joined = PartsJoined(dropped.lives)
+        for part in chain(map(kept.part, kept.head.parts), (rest,)):
+            joined.add(part)
+        trace = joined.into(trace)
+    else:
+        last_first = chain((rest,), map(kept.part, reversed(kept.head.parts)))
+        trace, sample = take_sample(trace, last_first, share, dropped.lives)
     if dropped.requests:
         trace.doubts.append(
             f"the {dropped.requests:,} oldest requests were dropped from the kept block trace"
         )
-    return trace, last.began_seconds
+    return LoadedTrace(trace, sample, reader.began_seconds)
 
 
 def _reader_of(path: Path, head: Head | None) -> PartReader:

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from ... import __version__
 from ...audit.analysis.block_trace import BlockTrace
+from ...audit.analysis.trace_sample import Sample, take_sample, whole_part
 from ...audit.analysis.whatif import (
     TRUSTED_POINTS,
     Calibration,
@@ -24,7 +25,7 @@ from ...audit.analysis.whatif import (
     what_if,
 )
 from ...audit.errors import LedgerError
-from ...audit.replay.block_traces import is_request_trace, journal_trace, request_trace, traces_at
+from ...audit.replay.block_traces import is_request_trace, request_trace, sampled_trace, traces_at
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
 from ..files import whole
@@ -85,30 +86,36 @@ def study(
     window: Window = EVERYTHING,
     run: Run = here,
     by: str = "",
+    share: float | None = None,
 ) -> WhatIfReport:
     """Replay every journal and request trace at ``paths``. Raises LedgerError.
 
     ``by`` breaks the hits down by groups of requests, as for
-    :func:`~kvledger.exporters.trace.groups.trace_group`.
+    :func:`~kvledger.exporters.trace.groups.trace_group`. ``share``: replay a sample of so many of the blocks.
     """
     check_trace(by)
     requests = [path for path in paths if is_request_trace(path)]
     others = [path for path in paths if path not in requests]
-    results = [*run(partial(_of_journal, options=options, window=window, by=by), traces_at(others, window))]
-    results += [_of_trace(request_trace(path, block_tokens), options, by) for path in requests]
+    read = partial(_of_journal, options=options, window=window, by=by, share=share)
+    results = [*run(read, traces_at(others, window))]
+    for path in requests:
+        trace, sample = request_trace(path, block_tokens), None
+        if share is not None:
+            trace, sample = take_sample(trace, [whole_part(trace)], share)
+        results.append(_of_trace(trace, sample, options, by))
     return WhatIfReport(engines=results)
 
 
-def _of_journal(path: Path, options: Options, window: Window, by: str) -> WhatIf:
-    return _of_trace(journal_trace(path, window), options, by)
+def _of_journal(path: Path, options: Options, window: Window, by: str, share: float | None) -> WhatIf:
+    return _of_trace(*sampled_trace(path, window, share), options, by)
 
 
-def _of_trace(trace: BlockTrace, options: Options, by: str) -> WhatIf:
+def _of_trace(trace: BlockTrace, sample: Sample | None, options: Options, by: str) -> WhatIf:
     if options.tiers and not (options.block_bytes or trace.block_bytes):
         raise LedgerError(NO_BLOCK_BYTES)
     if options.tiers and not (options.blocks or trace.blocks):
         raise LedgerError(NO_FIRST_TIER)
-    return what_if(trace, options, group_of=trace_group(by, trace) if by else None)
+    return what_if(trace, options, group_of=trace_group(by, trace) if by else None, sample=sample)
 
 
 # --- options --------------------------------------------------------------------------------------------
@@ -162,11 +169,15 @@ def calibrated(calibration: Calibration) -> str:
     """How far the replay at the recorded size is from the recorded hits, and whether to trust the rest."""
     residual = calibration.residual_points
     if residual is None:
-        return "The trace has no recorded hits to compare with."
+        return f"{_sampled(calibration)}The trace has no recorded hits to compare with."
+    equal = (
+        f" ({calibration.equal_admissions:,} of {counted(calibration.admissions, 'admission')} equal)"
+        if calibration.sample_share is None
+        else ""
+    )
     compared = (
-        f"At the recorded size the replay hits {calibration.hit_tokens:,} tokens and the engine hit "
-        f"{calibration.recorded_hit_tokens:,}: a residual of {residual:+.2f} points "
-        f"({calibration.equal_admissions:,} of {counted(calibration.admissions, 'admission')} equal)."
+        f"{_sampled(calibration)}At the recorded size the replay hits {calibration.hit_tokens:,} tokens and "
+        f"the engine hit {calibration.recorded_hit_tokens:,}: a residual of {residual:+.2f} points{equal}."
     )
     if calibration.trusted:
         return compared
@@ -175,6 +186,16 @@ def calibrated(calibration: Calibration) -> str:
         f"{compared} That is more than {TRUSTED_POINTS:g} points, so do not trust the figures below. Known "
         f"causes: {why}."
     )
+
+
+def _sampled(calibration: Calibration) -> str:
+    """What share of the blocks was replayed, and how far the sample alone is off."""
+    if calibration.sample_share is None:
+        return ""
+    answer = f"Estimated from a sample of {100 * calibration.sample_share:g} % of the blocks"
+    if calibration.residual_points is None or calibration.sample_points is None:
+        return f"{answer}. "
+    return f"{answer}, whose recorded hits are {calibration.sample_points:+.2f} points off. "
 
 
 def _curve(one: WhatIf) -> Group:

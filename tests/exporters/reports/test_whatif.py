@@ -150,6 +150,17 @@ def test_whatif_prints_the_same_from_a_kept_block_trace(
         assert before == run(*words)
 
 
+def test_whatif_prints_the_share_and_the_error_of_a_sample(run: Run, journal: Path) -> None:
+    code, out, _ = run("whatif", journal, "--sample", "0.5")
+    first = " ".join(out.split())
+    assert 0 == code and "Estimated from a sample of 50 % of the blocks, whose recorded hits are " in first
+    code, out, _ = run("whatif", journal, "--sample", "0.5", "--json")
+    [one] = json.loads(out)["engines"]
+    assert 0.5 == one["calibration"]["sample_share"] and [] == one["block_sizes"]
+    assert isinstance(one["calibration"]["sample_points"], float)
+    assert 2 == run("whatif", journal, "--sample", "0")[0] == run("whatif", journal, "--sample", "2")[0]
+
+
 def test_whatif_writes_a_page_that_loads_nothing(run: Run, journal: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     code, out, err = run("whatif", journal, "-o", page)
