@@ -189,7 +189,8 @@ Dask = Annotated[
 NoRollups = Annotated[
     bool,
     typer.Option(
-        "--no-rollups", help="Read whole journals where kvledger compact has summed them up, for all parts."
+        "--no-rollups",
+        help="Read the journals for the whole page, also where kvledger compact summed them up.",
     ),
 ]
 OutputFile = Annotated[

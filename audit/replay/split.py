@@ -26,6 +26,7 @@ from ..journal.format import segments
 from ..journal.reader import Batch, Position, Reader
 from ..ledger.account import Account
 from ..ledger.ledger import Ledger
+from ..old_events import AnyEvent
 from .engine_audit import EngineAudit
 from .parallel import Processes, Result, Run, cores, size_bytes
 from .serialize import plain
@@ -103,6 +104,13 @@ class SpanAudit:
 
     def accounts(self) -> Iterator[list[Account]]:
         """Replay the span; yields the accounts that close in it, if the audit keeps them."""
+        for _, accounts, counted in self.batches():
+            if counted:
+                yield accounts
+
+    def batches(self) -> Iterator[tuple[list[AnyEvent], list[Account], bool]]:
+        """The same with the events, and with whether a batch belongs to this span: those up to its beginning
+        belong to the span before."""
         audit, span = self.audit, self.span
         takes_over = HandOver(span.first) if span.first else None
         gives_over = HandOver(span.until) if span.until else None
@@ -114,9 +122,8 @@ class SpanAudit:
         with Reader(audit.path, start) as reader:
             for batch, _ in audit.batches(reader):
                 accounts = audit.take_accounts()
-                if takes_over is None:
-                    yield accounts
-                elif takes_over.reached(batch, audit.auditor.ledger):
+                yield batch.events, accounts, takes_over is None
+                if takes_over is not None and takes_over.reached(batch, audit.auditor.ledger):
                     self.begin, takes_over = digest(audit), None
                     damage = len(reader.damage)
                     audit.forget_sums()
@@ -126,7 +133,7 @@ class SpanAudit:
                     return
             audit.note_end(reader, damage)
         audit.finish()
-        yield audit.take_accounts()
+        yield [], audit.take_accounts(), True
 
 
 class HandOver:

@@ -14,6 +14,7 @@ from ...audit.errors import LedgerError
 from ...audit.replay.find import journals_at
 from ...audit.replay.journals import Audit
 from ...audit.replay.parallel import Run, here
+from ...audit.replay.split import split_run
 from ...audit.replay.windows import EVERYTHING, Window
 from ..trace.groups import check
 from ..trace.time_series import Series, together
@@ -24,7 +25,7 @@ from .conclusions import conclusions, facts_of_audit, with_costs, with_why
 from .contents import contents
 from .costs import CostReport, cost_report
 from .html_about import about
-from .html_journal import SHOWN, JournalPageData, MostPreempted
+from .html_journal import SHOWN, JournalPageData, MostPreempted, joined_pages, page_of_span
 from .miss_tally import Tally
 from .rollup_minutes import WAITS
 from .summary import Groups, SummaryRow, Sums
@@ -36,8 +37,7 @@ __all__ = ["WAITS", "PageData", "gather"]
 LEFT_OUT = (
     "Summed up from rollups, exact to the token. Left out, because no sum has them: the most preempted "
     "requests, the use of blocks, and how much later first tokens came. Curves have at most one value a "
-    "minute. "
-    "`kvledger report --no-rollups` reads the journals for the whole page."
+    "minute. For the whole page, read the journals: kvledger report --no-rollups."
 )
 NO_PAGES = "{} of journals that are gone hold nothing for a report, because an older kvledger wrote them"
 
@@ -78,7 +78,11 @@ def gather(
     """
     check(by)
     places = rollups.journals_and_rollups(paths, by, window) if with_rollups else journals_at(paths)
-    found = list(run(partial(_of_journal, window=window, by=by, with_rollups=with_rollups), places))
+    whole = partial(_of_journal, window=window, by=by, with_rollups=with_rollups)
+    if window.bounded or (with_rollups and any(map(rollups.has_one, places))):
+        found = list(run(whole, places))
+    else:
+        found = list(split_run(run, places, partial(page_of_span, by=by), joined_pages, whole))
     parts = [part for part in found if part is not None]
     missing = NO_PAGES.format(counted(len(found) - len(parts), "rollup"))
     if not parts:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -15,8 +17,9 @@ from ...audit.ledger.account import Account
 from ...audit.ledger.totals import Totals
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.journals import ReplayedBatch, each_batch
+from ...audit.replay.split import Piece, Span, SpanAudit, joined
 from ...audit.replay.window_start import skip_to_window
-from ...audit.replay.windows import Window
+from ...audit.replay.windows import EVERYTHING, Window
 from ..trace.groups import group_key
 from ..trace.request_counts import RequestCounts
 from ..trace.time_series import MINUTE_TICKS, Series
@@ -66,10 +69,37 @@ class JournalPageData:
         """Replay the journal."""
         engine_audit = self.engine_audit
         self._feed(each_batch(engine_audit, skip_to_window(engine_audit)), RequestCounts())
+        self.price()
+
+    def price(self) -> None:
+        """Turn tokens into seconds, at the end of the journal."""
+        engine_audit = self.engine_audit
         remark(self.tally, engine_audit)
         model = engine_audit.step_model()
         self.costs = engine_audit.costs(model)
         self.tally.price(engine_audit, model)
+
+    def read_span(self, span: Span) -> PageOfSpan:
+        """Replay a part of the journal. Nothing is priced."""
+        part, counts = SpanAudit(self.engine_audit, span), RequestCounts()
+        begin: CountsState = (0, [])
+        for events, accounts, counted in part.batches():
+            if counted:
+                self._feed([ReplayedBatch(events, [], accounts)], counts)
+            else:
+                for event in events:
+                    counts.feed(event)
+                begin = counts.state
+        return PageOfSpan(Piece(self.engine_audit, part.begin, part.end), self, begin, counts.state)
+
+    def add(self, later: JournalPageData) -> None:
+        """Add the sums of a later part of the same journal."""
+        for name, sums in later.groups.items():
+            self.groups.setdefault(name, Sums.none()).merge(sums)
+        self.tally.merge(later.tally)
+        self.series.follow(later.series)
+        self.waits = [one + more for one, more in zip(self.waits, later.waits, strict=True)]
+        self.preempted = heapq.nlargest(SHOWN, [*self.preempted, *later.preempted])
 
     def read_rollup(self, rollup: rollups.Rollup, page: Page) -> None:
         """Take the sums of the rollup, and replay what the journal has beyond it."""
@@ -171,3 +201,36 @@ class JournalPageData:
             heapq.heappush(self.preempted, row)
             if len(self.preempted) > SHOWN:
                 heapq.heappop(self.preempted)
+
+
+CountsState = tuple[int, list[int]]
+"""See :attr:`~kvledger.exporters.trace.request_counts.RequestCounts.state`."""
+
+
+class PageOfSpan(NamedTuple):
+    """The data of one span of a journal, and the requests in the engine at its beginning and end."""
+
+    piece: Piece
+    data: JournalPageData
+    begin: CountsState
+    end: CountsState
+
+
+def page_of_span(span: Span, by: str) -> PageOfSpan:
+    """Read one span."""
+    return JournalPageData(span.path, EVERYTHING, by).read_span(span)
+
+
+def joined_pages(spans: Sequence[PageOfSpan]) -> JournalPageData | None:
+    """The data of the whole journal; None if the spans do not fit."""
+    if any(before.end != after.begin for before, after in pairwise(spans)):
+        return None
+    engine_audit = joined([span.piece for span in spans])
+    if engine_audit is None:
+        return None
+    whole = spans[0].data
+    for span in spans[1:]:
+        whole.add(span.data)
+    whole.engine_audit = engine_audit
+    whole.price()
+    return whole

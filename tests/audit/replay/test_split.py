@@ -23,11 +23,12 @@ from kvledger.audit.replay.engine_audit import EngineAudit
 from kvledger.audit.replay.journals import Audit, _piece, _replay, audit_paths
 from kvledger.audit.replay.parallel import here
 from kvledger.audit.replay.windows import EVERYTHING
-from kvledger.exporters.reports import summary
+from kvledger.exporters.reports import html_data, summary
 from kvledger.exporters.reports import why as why_report
 from kvledger.exporters.reports.audit import as_json, report
 from kvledger.exporters.reports.costs import costs_of
 from kvledger.exporters.reports.diff import compare
+from kvledger.exporters.reports.html_page import html
 from kvledger.exporters.reports.summary import summarize
 from kvledger.exporters.reports.why import why
 
@@ -98,6 +99,23 @@ def test_why_and_diff_by_two_processes_are_those_of_one(
 
     two = split.Processes(2)
     assert one == (why([journal], by=by, run=two), compare([journal], [journal], by=by, run=two))
+
+
+@pytest.mark.parametrize("by", ["", "outcome"])
+@pytest.mark.parametrize("parts", [2, 3])
+def test_a_page_by_several_processes_is_that_of_one(
+    journal: Path, parts: int, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(split, "WORTH_BYTES", 0)
+    one = html_data.gather([journal], by=by)
+    monkeypatch.setattr(split.Processes, "each", lambda _, work, items, sizes: map(work, items))
+    monkeypatch.setattr(html_data, "_of_journal", lambda *_, **__: pytest.fail("read by one process"))
+
+    several = html_data.gather([journal], by=by, run=split.Processes(parts))
+
+    assert one.preempted and one.series.counts and one.series.levels
+    assert one == several
+    assert html(one) == html(several)
 
 
 def test_an_audit_for_accounts_only_has_the_totals_and_costs_of_a_full_one_and_judges_nothing(

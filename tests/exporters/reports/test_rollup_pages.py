@@ -248,7 +248,7 @@ def test_level_blocks_has_the_same_sums_and_no_part_about_blocks(tmp_path: Path)
 
 def test_the_page_says_what_it_leaves_out(folder: Path, tmp_path: Path) -> None:
     page = html(gather([folder]))
-    assert "`kvledger report --no-rollups` reads the journals" in page
+    assert "read the journals: kvledger report --no-rollups." in page
     assert "Most preempted requests" not in page and "Hit rate over time" in page
 
     assert 1 == exit_code("report", folder, "--no-rollups", "-o", tmp_path / "page.html")
