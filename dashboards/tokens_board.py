@@ -571,8 +571,8 @@ DRAFTS = PanelRow(
     collapsed=True,
 )
 
-SHARED = 'kvledger_disaggregated_prompt_tokens_total{@engine, role=~"decode|consumer"'
-"""Prompts that stand in the figures of a prefill engine too; the reader closes the brace."""
+SHARED = 'kvledger_disaggregated_prompt_tokens_total{@engine, role=~"decode|consumer|unknown"'
+"""Prompts that stand, or may stand, in the figures of a prefill engine too; the reader closes the brace."""
 
 
 def _once(by: str, of: str = "") -> str:
@@ -590,9 +590,17 @@ TRANSFERS = PanelRow(
         Panel(
             "Prompt tokens of all engines, each prompt once",
             "Prompt tokens per second by source, without those of decode engines: a prompt of two engines "
-            "counts with the sources of its prefill engine.",
+            "counts with the sources of its prefill engine. Unknown: prompts of decode engines that a "
+            "prefill engine may count too, which is not followed here.",
             "timeseries",
-            (Query(_once(" by (source) "), "{{source}}"),),
+            (
+                Query(_once(" by (source) "), "{{source}}"),
+                Query(
+                    "sum(rate(kvledger_disaggregated_prompt_tokens_total"
+                    '{@engine, role="unknown"}[$__rate_interval]))',
+                    "unknown",
+                ),
+            ),
             unit=TOKENS_PER_SECOND,
             width=8,
             stack="normal",

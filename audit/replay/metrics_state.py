@@ -16,12 +16,15 @@ import msgspec
 from .. import events as ev
 from ..analysis.block_states import BLOCK_EVENTS, BlockStates
 from ..causes import BEGAN_BEFORE, EVICTED
+from ..client_ids import has_random_suffix
 from ..ledger.account import Account
 from ..ledger.kv_live import KVEventCounts
 from ..ledger.positions import COMPUTED, EXTERNAL, LOCAL, UNATTAINED
 from ..ledger.totals import Totals
+from ..release_semantics import release
 from ..text import salt_name
 from .distribution import Distribution, Exemplar
+from .shared_prompts import CONSUMER, PRODUCER, SharedPrompts, WaitingPrompt, key_of
 
 TRACEPARENT = re.compile(r"00-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
 """A caller's trace context: trace id, span id, flags. https://www.w3.org/TR/trace-context/#traceparent-header"""
@@ -51,10 +54,10 @@ LABELS: dict[str, Callable[[ev.RequestLabels], str]] = {
 }
 """The labels that have totals of their own, and what reads their value; "": the request has none."""
 
-ROLES = ("prefill", "decode", "producer", "consumer")
-"""The parts that two engines have in one prompt, see :func:`role_of`."""
+ROLES = ("prefill", "decode", "producer", "consumer", "unknown")
+"""The parts that two engines have in one prompt, see :func:`role_of`; unknown: another one may have it."""
 
-_KV_ROLES = {"kv_producer": "producer", "kv_consumer": "consumer"}
+_KV_ROLES = {PRODUCER: "producer", CONSUMER: "consumer"}
 """Our words for vLLM's ``kv_role`` of an engine. One with ``kv_both`` has no role of its own."""
 
 MOST_VALUES = 64
@@ -119,6 +122,10 @@ class MetricsState(msgspec.Struct):
     """vLLM's ``kv_role`` of the engine; "" without a connector."""
     disaggregated: dict[str, dict[str, int]] = {}
     """Settled prompt tokens of prompts that two engines share, by the role in this one and the source."""
+    shared: SharedPrompts = msgspec.field(default_factory=SharedPrompts)
+    """Requests of engines that share a store, until it is known which two belong together."""
+    suffixed: bool = True
+    """Whether the engine's release appends random digits to ids."""
     planned: dict[str, int] = {}
     """Planned tokens by source, where the figure is not negative."""
     planned_negative: dict[str, int] = {}
@@ -176,6 +183,7 @@ class MetricsState(msgspec.Struct):
         self.clock_seconds = event.wall_seconds - event.at / 1e6
         self.exempts = event.configuration.get("prefix_caching") is not False
         self.kv_role = str(event.configuration.get("kv_role") or "")
+        self.suffixed = has_random_suffix(release(event.version))
         if not self.created_seconds:
             self.created_seconds = event.wall_seconds
 
@@ -184,6 +192,13 @@ class MetricsState(msgspec.Struct):
         if not self.begun:
             self.begun = True
             self.from_start = event.step == 0 and not event.rows
+            self.shared.since = 0.0 if self.from_start else self.created_seconds
+
+    def arrive(self, event: ev.RequestAdded, _: Open) -> None:
+        """Remember a request of a prefill engine, for the decode engine that gets its prompt."""
+        if self.kv_role == PRODUCER:
+            arrived = self.seconds(event.at)
+            self.shared.prefill(event.request_id, event.prompt_tokens, arrived, suffixed=self.suffixed)
 
     def looked_up(self, event: ev.LookupsCounted, _: Open) -> None:
         """Add the lookups that the engine counted; -1: it does not count them."""
@@ -229,6 +244,7 @@ class MetricsState(msgspec.Struct):
         """Count a gap, but not the segments that rotation removed before the first event seen."""
         if event.reason == ev.REMOVED and not self.begun:
             return
+        self.shared.since = max(self.shared.since, self.seconds(event.at))
         if event.lost_events < 0:
             self.gaps_of_unknown_size += 1
         else:
@@ -285,6 +301,8 @@ class MetricsState(msgspec.Struct):
         for role, sources in other.disaggregated.items():
             for source, tokens in sources.items():
                 _add(self.disaggregated.setdefault(role, {}), source, tokens)
+        self.kv_role, self.suffixed = other.kv_role or self.kv_role, other.suffixed
+        self.shared.merge(other.shared)
         for label, rows in other.labels.items():
             for value, totals in rows.items():
                 self.of_label(label, value).merge(totals)
@@ -333,16 +351,33 @@ class MetricsState(msgspec.Struct):
             self.most_preemptions = max(self.most_preemptions, account.preemptions)
         if account.transferred:
             self.transferred_tokens += sum(settled.external for settled in account.settlements)
-        role = role_of(account, self.kv_role)
-        if role:
-            sources = self.disaggregated.setdefault(role, {})
-            for settled in account.settlements:
-                for source in (LOCAL, EXTERNAL, COMPUTED, UNATTAINED):
-                    _add(sources, source, getattr(settled, source))
+        self._share(account)
         if account.labels is not None:
             self._label(account, account.labels)
         self._plan(account)
         self._spread(account)
+
+    def _share(self, account: Account) -> None:
+        """Count the prompt under its role, or let it wait until its prefill engine is known."""
+        role = role_of(account, self.kv_role)
+        if not role or not account.settlements:
+            return
+        tokens = dict.fromkeys((LOCAL, EXTERNAL, COMPUTED, UNATTAINED), 0)
+        for settled in account.settlements:
+            for source in tokens:
+                tokens[source] += getattr(settled, source)
+        if role != "consumer":
+            self.share(role, tokens)
+            return
+        key = key_of(account.request_id, account.prompt_tokens, suffixed=self.suffixed)
+        arrived, closed = self.seconds(account.added_at), self.seconds(max(0, account.closed_at))
+        self.shared.wait(WaitingPrompt(key, arrived, closed, tokens))
+
+    def share(self, role: str, tokens: Mapping[str, int]) -> None:
+        """Count a prompt that another engine has, too."""
+        sources = self.disaggregated.setdefault(role, {})
+        for source, count in tokens.items():
+            _add(sources, source, count)
 
     def _label(self, account: Account, labels: ev.RequestLabels) -> None:
         for label, value_of in LABELS.items():
@@ -384,6 +419,7 @@ class MetricsState(msgspec.Struct):
 METRICS_HANDLERS: dict[type[ev.Event], Callable[[MetricsState, Any, Open], None]] = {
     ev.EngineStarted: MetricsState.started,
     ev.Snapshot: MetricsState.began,
+    ev.RequestAdded: MetricsState.arrive,
     ev.Admitted: MetricsState.admit,
     ev.Reported: MetricsState.report,
     ev.LookupsCounted: MetricsState.looked_up,

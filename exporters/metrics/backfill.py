@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import math
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from ...audit.events import Event
 from ...audit.journal.folder import find_journals
 from ...audit.journal.reader import Reader
 from ...audit.replay.engine_audit import EngineAudit
+from ...audit.replay.prompt_pairs import pair
 from ..files import whole
 from .labels import free_label
 from .prometheus import family
@@ -107,6 +109,7 @@ def _ticks(paths: Sequence[Path], interval: float) -> Iterator[tuple[float, list
                 "events; give a longer --interval, or leave this journal out."
             )
         while due and at > due:
+            pair(begun, due)
             yield due, begun
             due += interval
         engine_audit = journals[place].engine_audit
@@ -123,6 +126,7 @@ def _ticks(paths: Sequence[Path], interval: float) -> Iterator[tuple[float, list
         if one.reader.ended and one.engine_audit in begun:
             one.engine_audit.end(stopped=one.reader.stopped)
     if due:
+        pair(begun, math.inf)
         yield due, begun
 
 

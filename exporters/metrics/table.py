@@ -285,7 +285,8 @@ GROUPS: tuple[Group, ...] = (
                 TOKENS,
                 "counter",
                 "The part of `kvledger_prompt_tokens_total` of requests whose prompt two engines share, by "
-                "the role of this engine. Without the roles `decode` and `consumer` each prompt counts once.",
+                "the role of this engine. Without the roles `decode` and `consumer` each prompt counts once; "
+                "whether a prefill engine has those of the role `unknown` too is not known.",
                 (*ENGINE, "role", "source"),
                 read.engines(read.disaggregated),
                 {"role": ROLES, "source": read.SOURCES},

@@ -53,19 +53,24 @@ class FollowedJournal:
         """Whether the last reading stopped before the journal's present end."""
         self.saved: JournalState | None = None
         """What the last checkpoint holds of this journal."""
-        self._saved_events = engine_audit.live_events.comparison.version
-        """The version of the compared KV events in it."""
+        self._saved_compared = self._compared()
+        """The versions of the comparisons in it."""
+
+    def _compared(self) -> tuple[int, int]:
+        """The versions of what was compared with other journals: KV events, and prompts of two engines."""
+        audit = self.engine_audit
+        return audit.live_events.comparison.version, audit.metrics.shared.changes
 
     def state(self) -> JournalState | None:
         """Return what a checkpoint stores; a broken journal keeps the state it had before it broke."""
         if self.broken:
             return self.saved
         position, last = self.reader.resumable, self.saved
-        events = self.engine_audit.live_events.comparison.version
-        now = position, self.ended, events
-        if last is not None and (last.position, last.ended, self._saved_events) == now:
+        compared = self._compared()
+        now = position, self.ended, compared
+        if last is not None and (last.position, last.ended, self._saved_compared) == now:
             return last
-        self._saved_events = events
+        self._saved_compared = compared
         same_segment = last is not None and last.position.segment == position.segment
         beginning = last.beginning if last is not None and same_segment else b""
         self.saved = JournalState(

@@ -30,6 +30,7 @@ from ...audit.journal.reader import Batch, Reader
 from ...audit.replay import checkpoint, serialize
 from ...audit.replay.checkpoint import Checkpoint, FoldedJournal, JournalState
 from ...audit.replay.engine_audit import EngineAudit
+from ...audit.replay.prompt_pairs import pair
 from ..metrics import values
 from ..metrics.labels import engine_label, free_label
 from ..metrics.values import EngineAudits, Health
@@ -199,8 +200,15 @@ class Follower:
         return any(journal.behind for journal in self.journals.values())
 
     def _route(self) -> None:
-        """Compare what KV events promised with what requests found; every journal was read to its end."""
+        """Compare what engines say of one prompt; every journal was read to its end."""
         now = time.time()
+        audits = [
+            *self.past.values(),
+            *(one.engine_audit for one in self.journals.values() if not one.broken),
+        ]
+        if any(each.metrics.shared.waiting for each in audits):
+            with self.lock:
+                pair(audits, now)
         together = [one.engine_audit.live_events for one in self.journals.values() if not one.broken]
         for journal in self.journals.values():
             if not journal.broken:
