@@ -36,10 +36,10 @@ SEGMENT = 60_000
 MIX = Mix(running=24, waiting=6, median_output=40)
 
 
-def cut_trace(folder: Path, mix: Mix = MIX, requests: int = 4_000) -> Path:
+def cut_trace(folder: Path, mix: Mix = MIX, requests: int = 4_000, segment: int = SEGMENT) -> Path:
     """A simulated engine's journal in many small segments."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(traces, "EVERYTHING", Limits(folder_bytes=1 << 40, segment_bytes=SEGMENT))
+        patched.setattr(traces, "EVERYTHING", Limits(folder_bytes=1 << 40, segment_bytes=segment))
         traces.write_journal(folder, requests, 5, mix=mix)
     assert 6 < len(segments(folder))
     return folder

@@ -10,28 +10,25 @@ from typing import Any
 
 import msgspec
 import pytest
-from benchmarks.simulated import Simulated
-from benchmarks.trace import WALL_SECONDS, started
+from benchmarks.trace import WALL_SECONDS
 from msgspec.structs import replace
 from tests import journals
 from tests.audit.analysis.test_prefixes import A, B, C, Recording
+from tests.audit.replay.test_split import cut_trace
 from tests.command_line import exit_code
-from tests.exporters.reports.test_rollups import approximately, count_batches
+from tests.exporters.reports.test_rollups import HOUR, MINUTE, SLOWER, approximately, count_batches
+from tests.exporters.reports.test_rollups import Engine as PlainEngine
 
 from kvledger.audit import events as ev
 from kvledger.audit.checks.registry import is_once
 from kvledger.audit.errors import LedgerError
-from kvledger.audit.journal.writer import JournalWriter, Limits
+from kvledger.audit.journal.format import segments
 from kvledger.audit.replay.windows import EVERYTHING, Window
 from kvledger.exporters.reports import rollups
 from kvledger.exporters.reports.html_data import PageData, gather
 from kvledger.exporters.reports.html_page import html
 from kvledger.exporters.reports.rollups import compact, place
 from kvledger.exporters.trace.time_series import MINUTE_TICKS, TICKS, Series
-
-MINUTE, HOUR = 60.0, 3600.0
-SLOWER = 256
-"""Times are stretched by this, so that few requests last for hours."""
 
 WINDOWS = [
     EVERYTHING,
@@ -43,16 +40,8 @@ WINDOWS = [
 ]
 
 
-class Engine:
-    """Writes the journal of a simulated engine with wrong reports, exceptions and lost events."""
-
-    def __init__(self, folder: Path, requests: int = 400, seed: int = 7) -> None:
-        self.path = folder / f"engine-{seed:02d}"
-        self._simulated = Simulated(requests, seed)
-        self._batches = self._events()
-        self._writer = JournalWriter(self.path, Limits(folder_bytes=1 << 40))
-        self._writer.rotate()
-        self._writer.write([started(0, 0), ev.Snapshot(0, 0, [], 0)])
+class Engine(PlainEngine):
+    """The same with wrong reports, exceptions, lost events and a hook that failed, in smaller batches."""
 
     def _events(self) -> Iterator[list[ev.Event]]:
         for number, batch in enumerate(self._simulated.events()):
@@ -72,24 +61,12 @@ class Engine:
             yield ev.Reported(event.at, event.request, 10, -5, 15, 0, 10)
         yield event
 
-    def write(self, batches: int) -> None:
-        for _, batch in zip(range(batches), self._batches, strict=False):
-            self._writer.write(batch)
-
-    def stop(self) -> None:
-        last = 0
-        for batch in self._batches:
-            self._writer.write(batch)
-            last = batch[-1].at
-        self._writer.write([ev.EngineStopped(last, "shutdown")])
-        self._writer.close()
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("rolled")
     Engine(path).stop()
-    compact(path / "engine-07")
+    compact(path / "engine-00")
     return path
 
 
@@ -176,10 +153,21 @@ def test_a_page_goes_on_where_the_rollup_ends(tmp_path: Path, window: Window) ->
     assert rolled == replayed
 
 
+def test_a_page_keeps_what_rotation_removed(tmp_path: Path) -> None:
+    journal = cut_trace(tmp_path / "engine-00", requests=800, segment=12_000)
+    whole = figures(gather([tmp_path], with_rollups=False), MINUTE_TICKS)
+    compact(journal)
+    for number in (1, 2, 3):
+        segments(journal)[number].unlink()
+
+    assert figures(gather([tmp_path]), MINUTE_TICKS) == approximately(whole)
+    assert gather([tmp_path], with_rollups=False).report.requests < 800
+
+
 def test_the_pages_of_an_engine_and_of_its_restart_are_added(tmp_path: Path) -> None:
     """Two journals of different length, of which one is read."""
     for requests, seed in ((300, 3), (200, 4)):
-        Engine(tmp_path, requests, seed).stop()
+        Engine(tmp_path, requests, seed, f"engine-{seed:02d}").stop()
     compact(tmp_path / "engine-03")
     rolled, replayed = compared(tmp_path, WINDOWS[2])
     assert rolled == replayed
@@ -192,7 +180,7 @@ def test_a_page_is_there_when_the_journal_is_gone(
 ) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     page = gather([tmp_path], window=window, with_rollups=False)
-    shutil.rmtree(tmp_path / "engine-07")
+    shutil.rmtree(tmp_path / "engine-00")
     if layout == "another":
         monkeypatch.setattr(rollups.serialize, "layout", lambda: "another")
     left = gather([tmp_path], window=window)
@@ -211,7 +199,7 @@ def test_a_page_is_there_when_the_journal_is_gone(
 
 def test_a_journal_whose_rollup_holds_no_page_is_read(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    journal = tmp_path / "engine-07"
+    journal = tmp_path / "engine-00"
     whole = figures(gather([tmp_path], with_rollups=False), MINUTE_TICKS)
     old = rollups.find(journal)
     assert old is not None
@@ -228,7 +216,7 @@ def test_a_journal_whose_rollup_holds_no_page_is_read(folder: Path, tmp_path: Pa
     with pytest.raises(LedgerError, match="hold nothing for a report"):
         gather([tmp_path])
 
-    shutil.copytree(folder / "engine-07", journal)
+    shutil.copytree(folder / "engine-00", journal)
     assert "" == compact(journal).problem
     assert gather([tmp_path]).left_out, "compact writes the rollup anew"
 
@@ -261,7 +249,7 @@ def test_findings_that_were_not_kept_are_missed_aloud(
 ) -> None:
     monkeypatch.setattr("kvledger.audit.checks.auditor.FINDINGS_KEPT", 2)
     Engine(tmp_path).stop()
-    compact(tmp_path / "engine-07")
+    compact(tmp_path / "engine-00")
 
     report = gather([tmp_path], window=WINDOWS[2]).report
     assert "violated" == report.verdict

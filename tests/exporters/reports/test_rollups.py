@@ -36,17 +36,16 @@ SLOWER = 256
 class Engine:
     """Writes the journal of a simulated engine, as much of it as a test wants."""
 
-    def __init__(self, folder: Path, requests: int = 400) -> None:
-        self.path = folder / "engine-00"
-        self._batches = self._events(requests)
+    def __init__(self, folder: Path, requests: int = 400, seed: int = 7, name: str = "engine-00") -> None:
+        self.path = folder / name
+        self._simulated = Simulated(requests, seed)
+        self._batches = self._events()
         self._writer = JournalWriter(self.path)
         self._writer.rotate()
         self._writer.write([started(0, 0), ev.Snapshot(0, 0, [], 0)])
 
-    @staticmethod
-    def _events(requests: int) -> Iterator[list[ev.Event]]:
-        simulated = Simulated(requests, 7)
-        for batch in simulated.events():
+    def _events(self) -> Iterator[list[ev.Event]]:
+        for batch in self._simulated.events():
             yield [replace(event, at=event.at * SLOWER) for event in batch]
 
     def write(self, batches: int) -> None:
