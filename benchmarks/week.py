@@ -17,6 +17,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -37,6 +38,7 @@ REQUESTS = 36_000
 MIX = Mix(running=20, waiting=4)
 """About ten requests a second."""
 RUNS = 3
+PAGE = "-o page.html"
 
 
 def week(folder: Path, hours: int = 168, requests: int = REQUESTS, now: float | None = None) -> Path:
@@ -100,35 +102,48 @@ def _sum(several: Iterable[Cells]) -> Cells:
 
 
 class Timed(NamedTuple):
-    """A command, and the best of some runs. ``cpu``: of all its processes."""
+    """A command, and the best of some runs. ``cpu``: of all its processes; ``mib``: memory of the largest."""
 
     command: str
     wall: float
     cpu: float
+    mib: float
     answer: str
 
 
 def timed(words: str, folder: Path, runs: int = RUNS) -> Timed:
-    """Run a command of kvledger on ``folder`` some times."""
-    command = [sys.executable, "-m", "kvledger", *words.split(), str(folder)]
-    walls, cpus, out = [], [], ""
-    for _ in range(runs):
-        before, began = os.times(), time.monotonic()
-        out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        walls.append(time.monotonic() - began)
-        after = os.times()
-        used = (after.children_user + after.children_system, before.children_user + before.children_system)
-        cpus.append(used[0] - used[1])
-    return Timed(words, min(walls), min(cpus), out.splitlines()[0])
+    """Run a command of kvledger on ``folder`` some times. A report is written beside ``folder``."""
+    command = [sys.executable, "-m", "kvledger", *words.split(), str(folder.absolute())]
+    found = [_run(words, command, folder.parent) for _ in range(runs)]
+    best = [min(getattr(row, name) for row in found) for name in ("wall", "cpu", "mib")]
+    return Timed(words, *best, found[-1].answer)
+
+
+def _run(words: str, command: Sequence[str], cwd: Path) -> Timed:
+    with tempfile.TemporaryFile() as out:
+        began = time.monotonic()
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=cwd)
+        _, status, usage = os.wait4(process.pid, 0)
+        wall = time.monotonic() - began
+        process.returncode = os.waitstatus_to_exitcode(status)
+        out.seek(0)
+        answer = out.read().decode()
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, list(command), answer)
+    cpu = usage.ru_utime + usage.ru_stime
+    return Timed(words, wall, cpu, usage.ru_maxrss / 1024, answer.splitlines()[0])
 
 
 def section(rows: Sequence[Timed], size: int, hours: int) -> str:
     """The part of the page."""
-    cells = [(f"kvledger {row.command}", f"{row.wall:.2f}", f"{row.cpu:.2f}", row.answer) for row in rows]
+    cells = [
+        (f"kvledger {row.command}", f"{row.wall:.2f}", f"{row.cpu:.2f}", f"{row.mib:.0f}", row.answer)
+        for row in rows
+    ]
     return TEXT.format(
         heading=page.LONG_JOURNALS,
         machine=page.machine(),
-        table=page.table(("command", "seconds", "CPU seconds", "answer"), cells),
+        table=page.table(("command", "seconds", "CPU seconds", "MiB", "answer"), cells),
         hours=hours,
         size=size,
     )
@@ -143,7 +158,7 @@ The rows without `-j` read a rollup of {hours} hours ({size:,} bytes), whose hou
 simulated and compacted hour; its journal is gone. Rows with `-j` (`--million`) replay a journal of
 a million requests with so many processes. *Seconds* are wall time, the best of a few runs, with the
 start of Python. On a machine that others use they are longer than on an idle one; *CPU seconds* are
-longer by less.
+longer by less. *MiB* is the largest resident memory of any of its processes.
 """
 
 
@@ -156,13 +171,20 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="write docs/performance.md too")
     arguments = parser.parse_args()
     path = week(arguments.folder / "week", arguments.hours)
-    words = ("summary --since 7d", "summary", "summary --by hour", "why --since 7d")
+    words = (
+        "summary --since 7d",
+        "summary",
+        "summary --by hour",
+        "why --since 7d",
+        f"report --since 7d {PAGE}",
+    )
     rows = [timed(each, arguments.folder / "week") for each in words]
     if arguments.million:
         million = arguments.folder / "million"
         if not million.exists():
             trace.write_trace(million, 1_000_000)
-        rows += [timed(each, million, 1) for each in ("summary -j 1", "summary -j 2")]
+        words = ("summary -j 1", "summary -j 2", f"report -j 1 {PAGE}", f"report -j 2 {PAGE}")
+        rows += [timed(each, million, 1) for each in words]
     text = section(rows, path.stat().st_size, arguments.hours)
     print(text)
     if arguments.write:

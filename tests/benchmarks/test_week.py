@@ -26,5 +26,16 @@ def test_the_table_has_a_row_a_command(tmp_path: Path) -> None:
 
     row = timed("summary", tmp_path, 1)
 
-    assert row.answer.endswith("spent waiting.") and row.wall > 0
+    assert row.answer.endswith("spent waiting.") and row.wall > 0 and row.mib > 10
     assert "| kvledger summary |" in section([row], 1, 2)
+
+
+def test_a_page_of_the_week_has_its_requests_and_its_range(tmp_path: Path) -> None:
+    week(tmp_path / "week", hours=3, requests=600, now=NOW)
+
+    row = timed("report --until 2100-01-01 -o page.html", tmp_path / "week", 1)
+
+    (total,) = summarize([tmp_path / "week"])
+    assert f"{total.requests:,} requests" in row.answer
+    page = (tmp_path / "page.html").read_text()
+    assert "2026-02-01 23:00:00 UTC to 2026-02-02 01:59:59 UTC" in page
