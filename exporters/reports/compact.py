@@ -10,8 +10,8 @@ from rich.console import Group
 from rich.text import Text
 
 from ...audit.replay.find import journals_at
-from ...audit.replay.kept_traces import keep
 from ...audit.replay.parallel import Run, here
+from ...audit.replay.trace_keeper import keep
 from .audit import structs_csv
 from .rollups import Compacted, compact
 from .terminal import blocks, counted, plain_table

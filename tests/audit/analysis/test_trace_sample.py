@@ -12,9 +12,9 @@ from tests.audit.replay.test_kept_traces import WINDOWS, Engine, ended
 from kvledger.audit.analysis.block_trace import RELEASE, BlockTrace
 from kvledger.audit.analysis.trace_sample import take_sample, whole_part
 from kvledger.audit.analysis.whatif import Options, WhatIf, what_if
-from kvledger.audit.replay import kept_traces
+from kvledger.audit.replay import kept_traces, trace_keeper
 from kvledger.audit.replay.block_traces import journal_trace, sampled_trace
-from kvledger.audit.replay.kept_traces import keep
+from kvledger.audit.replay.trace_keeper import keep
 
 pytest.importorskip("libcachesim")
 
@@ -38,8 +38,8 @@ def test_a_sample_of_everything_has_the_hits_of_the_whole_trace(tmp_path: Path, 
 
 
 def test_parts_have_the_sample_of_the_whole_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_traces, "PART_OPERATIONS", 40)
-    monkeypatch.setattr(kept_traces, "SMALL_BYTES", 0)
+    monkeypatch.setattr(trace_keeper, "PART_OPERATIONS", 40)
+    monkeypatch.setattr(trace_keeper, "SMALL_BYTES", 0)
     engine = Engine(tmp_path)
     engine.run(400)
     keep(engine.path)

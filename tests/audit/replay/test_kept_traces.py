@@ -19,9 +19,10 @@ from kvledger.audit.analysis.trace_parts import TracePart
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.journal.format import segments
 from kvledger.audit.journal.writer import JournalWriter, Limits
-from kvledger.audit.replay import kept_traces
+from kvledger.audit.replay import kept_traces, trace_keeper
 from kvledger.audit.replay.block_traces import journal_trace, traces_at
-from kvledger.audit.replay.kept_traces import keep, place
+from kvledger.audit.replay.kept_traces import place
+from kvledger.audit.replay.trace_keeper import keep
 from kvledger.audit.replay.windows import EVERYTHING, Window
 
 SIZE = 16
@@ -197,8 +198,8 @@ WINDOWS = [EVERYTHING, Window(BEGAN + 40), Window(BEGAN + 10, BEGAN + 60), Windo
 @pytest.fixture(params=[(7, 0), (60, 1 << 20)], ids=["many parts", "one part that grows"])
 def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     operations, small = request.param
-    monkeypatch.setattr(kept_traces, "PART_OPERATIONS", operations)
-    monkeypatch.setattr(kept_traces, "SMALL_BYTES", small)
+    monkeypatch.setattr(trace_keeper, "PART_OPERATIONS", operations)
+    monkeypatch.setattr(trace_keeper, "SMALL_BYTES", small)
 
 
 @pytest.mark.usefixtures("parts")
@@ -286,13 +287,13 @@ def test_a_kept_trace_has_the_segments_that_rotation_removed(tmp_path: Path) -> 
 def test_the_oldest_parts_are_dropped_where_there_is_no_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_traces, "PART_OPERATIONS", 50)
-    monkeypatch.setattr(kept_traces, "SMALL_BYTES", 0)
+    monkeypatch.setattr(trace_keeper, "PART_OPERATIONS", 50)
+    monkeypatch.setattr(trace_keeper, "SMALL_BYTES", 0)
     engine = ended(tmp_path)
     everything = keep(engine.path)
     expected = whole(engine.path)
     place(engine.path).unlink()
-    monkeypatch.setattr(kept_traces, "MOST_BYTES", everything.bytes // 2)
+    monkeypatch.setattr(trace_keeper, "MOST_BYTES", everything.bytes // 2)
     kept = keep(engine.path)
 
     assert everything.bytes // 3 < kept.bytes <= everything.bytes // 2

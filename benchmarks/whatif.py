@@ -1,0 +1,190 @@
+"""Times `kvledger whatif` on a long journal of level blocks, with and without its kept block trace.
+
+    python benchmarks/whatif.py DIR [--requests N] [--samples 0.1,0.01]
+
+The real scheduler runs conversations without a model: system prompts of uneven popularity, prompts of 64 to
+1,500 tokens, a pool of 8,000 blocks. Its journal is left in DIR and used again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # `python -m benchmarks.whatif` adds this itself
+
+import msgspec
+from benchmarks import page
+
+from kvledger.audit.replay.kept_traces import place
+from kvledger.audit.replay.parallel import size_bytes
+from kvledger.audit.replay.trace_keeper import keep
+
+BLOCKS = 8000
+CONVERSATIONS = 400
+PROMPT_TOKENS = 1500
+SYSTEMS = 20
+VOCABULARY = 30_000
+FIRST = 10
+"""Token ids below this mean something to the driver."""
+
+
+def prompts(requests: int) -> Iterator[list[int]]:
+    """Prompts of conversations that go on, stop, and share system prompts of uneven popularity."""
+    rng = random.Random(11)
+
+    def tokens(count: int) -> list[int]:
+        return rng.choices(range(FIRST, VOCABULARY), k=count)
+
+    systems = [tokens(rng.randrange(64, 600)) for _ in range(SYSTEMS)]
+    weights = [1 / (rank + 1) for rank in range(SYSTEMS)]
+    talks: list[list[int]] = []
+    for _ in range(requests):
+        if len(talks) < CONVERSATIONS or rng.random() < 0.3:
+            talks.append(list(rng.choices(systems, weights)[0]))
+        if len(talks) > CONVERSATIONS:
+            talks.pop(rng.randrange(len(talks)))
+        talk = rng.choice(talks)
+        talk += tokens(rng.randrange(20, 300))
+        yield list(talk[:PROMPT_TOKENS])
+        if len(talk) > PROMPT_TOKENS:
+            talks.remove(talk)
+
+
+def record(folder: Path, requests: int) -> None:
+    """Run the scheduler; its journal goes below ``folder``."""
+    from benchmarks.scheduler import observe
+
+    from kvledger.audit.conformance.driver import Driver, EngineSetup
+
+    os.environ["KVLEDGER_JOURNAL_BYTES"] = str(8 << 30)
+    setup = EngineSetup(blocks=BLOCKS + 1, max_running=64, max_batched_tokens=4096)
+    driver = Driver(setup, record=False)
+    observer, recorder = observe(driver.scheduler, folder, "blocks")
+    for number, prompt in enumerate(prompts(requests)):
+        driver.add(str(number), prompt, 4 + number % 60)
+        driver.step()
+    driver.run()
+    observer.stop("exit")
+    recorder.close()
+
+
+class Timed(NamedTuple):
+    """A command, its wall and CPU seconds, and the most memory of its process in MiB."""
+
+    command: str
+    wall: float
+    cpu: float
+    mebibytes: int
+    answer: Any
+
+
+def timed(name: str, words: Sequence[str], folder: Path) -> Timed:
+    """Run `kvledger whatif` on the journal."""
+    command = [sys.executable, "-m", "kvledger", "whatif", *words, "--json", "-j", "1", str(folder)]
+    began = time.monotonic()
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        answer = json.loads(process.stdout.read())
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = status
+    wall = time.monotonic() - began
+    return Timed(name, wall, used.ru_utime + used.ru_stime, used.ru_maxrss // 1024, answer["engines"][0])
+
+
+def difference(one: Any, exact: Any) -> float:
+    """The largest difference between two curves, in points."""
+    shares = {point["blocks"]: point["hit_share"] for point in exact["curve"]}
+    both = [(point["hit_share"], shares.get(point["blocks"])) for point in one["curve"]]
+    return max(100 * abs(share - other) for share, other in both if other is not None)
+
+
+def measure(journal: Path, samples: Sequence[str]) -> tuple[list[Timed], str]:
+    """The rows, and a sentence about the bytes."""
+    kept = place(journal)
+    kept.unlink(missing_ok=True)
+    one = ("--blocks", str(2 * BLOCKS))
+    rows = [timed("whatif, from the journal", (), journal)]
+    rows.append(timed(f"whatif --blocks {2 * BLOCKS}, from the journal", one, journal))
+    written = in_process("--keep", journal)
+    seconds, requests, size = float(written["seconds"]), int(written["requests"]), size_bytes(journal)
+    rows.append(timed("whatif, from the kept trace", (), journal))
+    rows.append(timed(f"whatif --blocks {2 * BLOCKS}, from the kept trace", one, journal))
+    rows += [timed(f"whatif --sample {share}", ("--sample", share), journal) for share in samples]
+    equal = rows[0].answer == rows[2].answer and rows[1].answer == rows[3].answer
+    return rows, (
+        f"{requests:,} requests: the journal has {size / requests:,.0f} bytes a request, the kept trace "
+        f"{written['bytes'] / requests:,.0f}; writing the trace took {seconds:.1f} CPU seconds. Results from "
+        f"the journal and from the trace are {'equal' if equal else 'NOT equal'}."
+    )
+
+
+def in_process(option: str, *words: object) -> Any:
+    """Run this program in a process of its own, whose memory is not counted with that of later ones."""
+    command = [sys.executable, __file__, option, *map(str, words)]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+
+
+def table(rows: Sequence[Timed]) -> str:
+    """The table, with the errors of samples."""
+    cells = []
+    for row in rows:
+        calibration = row.answer["calibration"]
+        points = calibration["sample_points"]
+        cells.append(
+            (
+                row.command,
+                f"{row.wall:.1f}",
+                f"{row.cpu:.1f}",
+                f"{row.mebibytes:,}",
+                f"{calibration['residual_points']:+.2f}",
+                "" if points is None else f"{points:+.2f}",
+                "" if points is None else f"{difference(row.answer, rows[0].answer):.2f}",
+            )
+        )
+    headings = (
+        "command",
+        "seconds",
+        "CPU seconds",
+        "MiB",
+        "residual",
+        "sample's error",
+        "largest difference",
+    )
+    return page.table(headings, cells)
+
+
+def main() -> int:
+    """Record the journal if it is not there, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--requests", type=int, default=50_000)
+    parser.add_argument("--samples", default="0.1,0.01")
+    parser.add_argument("--record", action="store_true", help="only write the journal")
+    parser.add_argument("--keep", action="store_true", help="only keep the block trace of the journal DIR")
+    arguments = parser.parse_args()
+    if arguments.keep:
+        found = keep(arguments.folder)
+        print(json.dumps(msgspec.to_builtins(found) | {"seconds": time.process_time()}))
+    elif arguments.record:
+        record(arguments.folder, arguments.requests)
+        print("{}")
+    else:
+        if not list(arguments.folder.glob("engine-*")):
+            in_process("--record", arguments.folder, "--requests", arguments.requests)
+        [journal] = arguments.folder.glob("engine-*")
+        rows, sentence = measure(journal, arguments.samples.split(","))
+        print(f"{page.machine()}\n\n{table(rows)}\n\n{sentence}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
