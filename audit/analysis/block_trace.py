@@ -35,8 +35,8 @@ Operation = tuple[int, int, int, int]
 - RESET: 0, 0, 0. The engine dropped everything in its prefix cache.
 """
 
-BLOCKS = "blocks"
-"""The level that a trace needs."""
+LEVELS = ("blocks", "content")
+"""The levels that have what a trace needs."""
 
 UNNAMED = 1 << 63
 """Content whose hash id is not known has a number above this; hash ids are signed numbers of 64 bits."""
@@ -195,7 +195,7 @@ class TraceReader:
 
     def _started(self, event: ev.EngineStarted) -> None:
         trace, settings = self.trace, event.configuration
-        if event.level != BLOCKS:
+        if event.level not in LEVELS:
             raise NoBlockTrace(
                 f"{self.path} was recorded at level {event.level}: this command needs block events, which "
                 "KVLEDGER_LEVEL=blocks records."

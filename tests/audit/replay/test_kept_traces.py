@@ -362,6 +362,14 @@ def test_journals_without_a_block_trace_keep_none(tmp_path: Path) -> None:
     assert not (tmp_path / kept_traces.FOLDER).exists() or not list((tmp_path / kept_traces.FOLDER).iterdir())
 
 
+@pytest.mark.parametrize("level", ["tokens", "worker", "blocks", "content"])
+def test_the_levels_above_blocks_have_block_traces(tmp_path: Path, level: str) -> None:
+    path = journals.write(
+        tmp_path / "engine-03", [ev.PoolSeen(0, 0, 0, 9, 0, 8, 0, [0, SIZE, 2])], level=level
+    )
+    assert (level in ("blocks", "content")) == (not keep(path).problem)
+
+
 def test_numbers_that_no_engine_writes_are_refused() -> None:
     with pytest.raises(LedgerError, match="no engine writes"):
         encode(TracePart([(ADMIT, 1 << 70, 0, 0)]), 0.0)
