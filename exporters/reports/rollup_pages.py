@@ -36,8 +36,9 @@ OPEN = -1
 class Findings(msgspec.Struct):
     """The kept findings, in the order in which they were first found.
 
-    ``ends``: for each request with a finding, the minute of its end. ``found``: for findings that are no
-    request's, by invariant, the minutes in which they were found. ``not_kept``: violations by invariant.
+    ``rows`` is empty where the audit's state has them. ``ends``: for each request with a finding, the minute
+    of its end. ``found``: for findings that are no request's, by invariant, the minutes in which they were
+    found. ``not_kept``: violations by invariant.
     """
 
     rows: list[Violation] = []
@@ -219,7 +220,7 @@ class PageBuilder:
             page.hours[hour] = encoded(before)
         page.in_engine, page.running = self._counts.state
         page.damage = [*page.damage, *map(str, damage)][:MOST_DAMAGE]
-        page.findings = self._findings()
+        page.findings = replace(self._findings(), rows=[])  # the audit's state has them
         self._page = replace(
             page,
             losses=page.losses.copy(),
