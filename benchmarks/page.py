@@ -54,8 +54,16 @@ def machine() -> str:
 
 def read_table(page: Path = PAGE) -> list[tuple[str, ...]]:
     """The cells of the first table on the page, one tuple for each row."""
-    first = page.read_text().partition(INSTRUCTIONS)[0]
-    lines = [line for line in first.splitlines() if line.startswith("| ")]
+    return _rows(page.read_text().partition(INSTRUCTIONS)[0])
+
+
+def read_rows(heading: str, page: Path = PAGE) -> list[tuple[str, ...]]:
+    """The cells of the table in the part with this heading, one tuple for each row."""
+    return _rows(_parts(page.read_text()).get(heading, ""))
+
+
+def _rows(part: str) -> list[tuple[str, ...]]:
+    lines = [line for line in part.splitlines() if line.startswith("| ")]
     return [tuple(cell.strip() for cell in line.strip("|").split(" | ")) for line in lines[2:]]
 
 

@@ -1,6 +1,6 @@
 """Times what reads a week at ten requests a second from its rollup, and a million requests by two processes.
 
-    python benchmarks/week.py DIR [--million] [--write]
+    python benchmarks/week.py DIR [--million] [--write] [--only COMMAND]
 
 No journal of six million requests is written, which would take an hour. One hour is simulated (36,000
 requests), written as a journal and compacted by the code of ``kvledger compact``. The week's rollup has a
@@ -13,7 +13,6 @@ With ``--million`` a journal of a million requests is written too, and summed up
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import subprocess
 import sys
@@ -38,7 +37,14 @@ REQUESTS = 36_000
 MIX = Mix(running=20, waiting=4)
 """About ten requests a second."""
 RUNS = 3
-PAGE = "-o page.html"
+WEEK = (
+    "summary --since 7d",
+    "summary",
+    "summary --by hour",
+    "why --since 7d",
+    "report --since 7d -o page.html",
+)
+MILLION = ("summary -j 1", "summary -j 2", "report -j 1 -o page.html", "report -j 2 -o page.html")
 
 
 def week(folder: Path, hours: int = 168, requests: int = REQUESTS, now: float | None = None) -> Path:
@@ -119,31 +125,41 @@ def timed(words: str, folder: Path, runs: int = RUNS) -> Timed:
     return Timed(words, *best, found[-1].answer)
 
 
+HELPER = """
+import os, sys, time
+began = time.monotonic()
+process = os.posix_spawn(sys.argv[2], sys.argv[2:], os.environ)
+_, status, used = os.wait4(process, 0)
+with open(sys.argv[1], "w") as file:
+    print(time.monotonic() - began, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024, file=file)
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+"""Starts a command from a small process: the memory of a process counts that of the one that started it."""
+
+
 def _run(words: str, command: Sequence[str], cwd: Path) -> Timed:
-    with tempfile.TemporaryFile() as out:
-        began = time.monotonic()
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=cwd)
-        _, status, usage = os.wait4(process.pid, 0)
-        wall = time.monotonic() - began
-        process.returncode = os.waitstatus_to_exitcode(status)
-        out.seek(0)
-        answer = out.read().decode()
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, list(command), answer)
-    cpu = usage.ru_utime + usage.ru_stime
-    return Timed(words, wall, cpu, usage.ru_maxrss / 1024, answer.splitlines()[0])
+    with tempfile.NamedTemporaryFile("r") as used:
+        helper = [sys.executable, "-S", "-c", HELPER, used.name, *command]
+        done = subprocess.run(helper, check=True, capture_output=True, text=True, cwd=cwd)
+        wall, cpu, mib = map(float, used.read().split())
+    return Timed(words, wall, cpu, mib, (done.stdout or done.stderr).splitlines()[0])
 
 
-def section(rows: Sequence[Timed], size: int, hours: int) -> str:
+TableRow = tuple[str, ...]
+COLUMNS = ("command", "seconds", "CPU seconds", "MiB", "answer")
+
+
+def table_row(row: Timed) -> TableRow:
+    """The cells of a row."""
+    return (f"kvledger {row.command}", f"{row.wall:.2f}", f"{row.cpu:.2f}", f"{row.mib:.0f}", row.answer)
+
+
+def section(rows: Sequence[TableRow], size: int, hours: int) -> str:
     """The part of the page."""
-    cells = [
-        (f"kvledger {row.command}", f"{row.wall:.2f}", f"{row.cpu:.2f}", f"{row.mib:.0f}", row.answer)
-        for row in rows
-    ]
     return TEXT.format(
         heading=page.LONG_JOURNALS,
         machine=page.machine(),
-        table=page.table(("command", "seconds", "CPU seconds", "MiB", "answer"), cells),
+        table=page.table(COLUMNS, rows),
         hours=hours,
         size=size,
     )
@@ -158,7 +174,8 @@ The rows without `-j` read a rollup of {hours} hours ({size:,} bytes), whose hou
 simulated and compacted hour; its journal is gone. Rows with `-j` (`--million`) replay a journal of
 a million requests with so many processes. *Seconds* are wall time, the best of a few runs, with the
 start of Python. On a machine that others use they are longer than on an idle one; *CPU seconds* are
-longer by less. *MiB* is the largest resident memory of any of its processes.
+longer by less. *MiB* is the largest resident memory of any of its processes. Rows may have been
+measured at different times (`--only`); the load is that of the last time.
 """
 
 
@@ -169,22 +186,24 @@ def main() -> int:
     parser.add_argument("--hours", type=int, default=168)
     parser.add_argument("--million", action="store_true", help="time a journal of a million requests too")
     parser.add_argument("--write", action="store_true", help="write docs/performance.md too")
+    parser.add_argument(
+        "--only", default="", metavar="COMMAND", help="keep the page's rows of other commands"
+    )
     arguments = parser.parse_args()
     path = week(arguments.folder / "week", arguments.hours)
-    words = (
-        "summary --since 7d",
-        "summary",
-        "summary --by hour",
-        "why --since 7d",
-        f"report --since 7d {PAGE}",
-    )
-    rows = [timed(each, arguments.folder / "week") for each in words]
-    if arguments.million:
-        million = arguments.folder / "million"
-        if not million.exists():
-            trace.write_trace(million, 1_000_000)
-        words = ("summary -j 1", "summary -j 2", f"report -j 1 {PAGE}", f"report -j 2 {PAGE}")
-        rows += [timed(each, million, 1) for each in words]
+    million = arguments.folder / "million"
+    if arguments.million and not million.exists():
+        trace.write_trace(million, 1_000_000)
+    before = {row[0]: row for row in page.read_rows(page.LONG_JOURNALS)}
+    rows: list[TableRow] = []
+    for words in (*WEEK, *(MILLION if arguments.million else ())):
+        if words.startswith(arguments.only):
+            of_week = words in WEEK
+            found = timed(words, arguments.folder / "week" if of_week else million, RUNS if of_week else 1)
+            rows.append(table_row(found))
+            print(rows[-1], flush=True)
+        elif (row := before.get(f"kvledger {words}")) is not None:
+            rows.append(row)
     text = section(rows, path.stat().st_size, arguments.hours)
     print(text)
     if arguments.write:
