@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks import page
-from benchmarks.run import Row, cells, merged, text
+from benchmarks.run import Row, cells, merged, middle, text
 
 CHURN = Row("churn: CPU a step", "1.02", "1.01 to 1.03", "at most 1.03", True, "churn")
 STEADY = Row("steady: CPU a step", "1.01", "1.00 to 1.02", "at most 1.01", True, "steady-256")
@@ -32,3 +32,12 @@ def test_reading_the_page_gives_the_rows_that_were_written(tmp_path: Path) -> No
     page.write_first(text(lines, "a machine."), written)
 
     assert lines == page.read_table(written)
+
+
+def test_of_several_runs_the_row_is_the_median_run_beside_all_figures() -> None:
+    runs = [CHURN._replace(figure=figure, met=met) for figure, met in (("1.04", False), ("1.01", True))]
+
+    row = middle([*runs, CHURN])
+
+    assert ("1.02", True, "1.04, 1.01, 1.02") == (row.figure, row.met, row.all_runs)
+    assert CHURN == middle([CHURN])
