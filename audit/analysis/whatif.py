@@ -7,13 +7,14 @@ the calibration of every other figure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 from msgspec.structs import replace
 
-from .block_trace import ADMIT, CACHED, DROP, GROW, RESET, BlockTrace, Operation, TraceLife, TraceRequest
-from .simulated_pool import MakePolicy, NeverEvicts, Replayed, SimulatedPool, Tier
+from .block_trace import RESET, BlockTrace, TraceLife, TraceRequest
+from .replays import Replay, Replays, scaled
+from .simulated_pool import MakePolicy, Replayed
 from .trace_sample import Sample
 
 TRUSTED_POINTS = 2.0
@@ -34,8 +35,8 @@ LEAST_SAMPLED = 200
 COARSER = (2, 4)
 """Block sizes that are tried, as multiples of the recorded one."""
 
-Progress = Callable[[str], None]
-"""Called with what is replayed next."""
+Many = Callable[[Sequence[Replay]], Iterable[Replayed]]
+"""The results of several replays of the same trace, in their order."""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,38 +169,41 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
 def what_if(
     trace: BlockTrace,
     options: Options,
-    progress: Progress = lambda _: None,
     group_of: GroupOf | None = None,
     sample: Sample | None = None,
+    many: Many | None = None,
 ) -> WhatIf:
     """Replay ``trace`` in every way that ``options`` asks for. ``group_of``: break the hits down.
 
-    ``sample``: replay it in place of the trace, in pools that are smaller by its share.
+    ``sample``: replay it in place of the trace, in pools that are smaller by its share. ``many`` does the
+    replays that are known to be needed, in several processes for instance.
     """
-    study = _Study(trace, options, progress, sample)
+    study = _Study(trace, options, sample, many)
     return study.result(study.groups(group_of) if group_of else [])
 
 
 class _Study:
     """The replays of one trace."""
 
-    def __init__(
-        self, trace: BlockTrace, options: Options, progress: Progress, sample: Sample | None
-    ) -> None:
+    def __init__(self, trace: BlockTrace, options: Options, sample: Sample | None, many: Many | None) -> None:
         self.trace = trace
         self.sample = sample
         self.replayed = trace if sample is None else sample.trace
         """What pools replay."""
         self.share = 1.0 if sample is None else sample.share
         self.options = options
-        self.progress = progress
-        self.name, self.make = next(iter(options.policies.items()))
+        self.name = next(iter(options.policies))
+        self._replays = Replays(self.replayed, options.policies, self.share)
+        self._done: dict[Replay, Replayed] = {}
         first = [number for number, life in enumerate(trace.lives) if life.counted and not life.resumed]
         self.counted = first[int(len(first) * options.skip) :]
         """The lives whose hits are counted."""
         self.prompt_tokens = sum(self._request(number).prompt_tokens for number in self.counted)
-        unlimited = self._unlimited = self._replay(None)
-        present = self._present = self._replay(trace.blocks) if trace.blocks else None
+        if many is not None:
+            wanted = list(dict.fromkeys(self._wanted()))
+            self._done = dict(zip(wanted, many(wanted), strict=True))
+        unlimited = self._unlimited = self._replayed(Replay(None))
+        present = self._present = self._replayed(self._of_size(trace.blocks)) if trace.blocks else None
         self.present = self._tokens(present.hits if present else unlimited.hits)
         """Hits of the replay at the recorded size, or without a limit if there is none."""
         self.ideal = self._point(None, "", unlimited)
@@ -221,11 +225,7 @@ class _Study:
             curve=curve,
             ideal=self.ideal,
             tiers=[self._tier(size) for size in self.options.tiers if self._block_bytes()],
-            block_sizes=[
-                self._coarser(factor)
-                for factor in COARSER
-                if trace.blocks >= 2 * factor and self.sample is None
-            ],
+            block_sizes=[self._coarser(factor) for factor in self._factors()],
             smaller_blocks_gain_at_most=self._finer(),
             preemptions=self._preemptions(),
             resets=self._resets(),
@@ -237,7 +237,7 @@ class _Study:
         members: dict[str, list[int]] = {}
         for number in self.counted:
             members.setdefault(group_of(self._request(number)), []).append(number)
-        twice = self._replay(2 * self.trace.blocks) if self.trace.blocks else None
+        twice = self._replayed(self._of_size(2 * self.trace.blocks)) if self.trace.blocks else None
         points = [self._group(name, lives, twice) for name, lives in members.items()]
         return sorted(points, key=lambda point: (-point.prompt_tokens, point.group))
 
@@ -275,17 +275,51 @@ class _Study:
     def _points(self, tokens: int) -> float:
         return 100 * self._share(tokens)
 
-    def _replay(
-        self, blocks: int | None, make: MakePolicy | None = None, *, keep_preempted: bool = False
-    ) -> Replayed:
-        self.progress(f"{blocks:,} blocks" if blocks else "no limit")
-        size = None if blocks is None else self._scaled(blocks)
-        policy = NeverEvicts() if size is None else (make or self.make)(size)
-        return SimulatedPool(self.replayed, size, policy, keep_preempted=keep_preempted).run()
+    # --- replays --------------------------------------------------------------------------------------
+
+    def _replayed(self, one: Replay) -> Replayed:
+        found = self._done.get(one)
+        if found is None:
+            found = self._done[one] = self._replays.run(one)
+        return found
+
+    def _wanted(self) -> Iterator[Replay]:
+        """The replays that will be needed. The curve may need larger sizes, too."""
+        blocks = self.trace.blocks
+        yield from (Replay(None), Replay(None, keep_preempted=True))
+        if blocks:
+            yield self._one_more_reset()
+        if any(operation[0] == RESET for operation in self.replayed.operations):
+            yield replace(self._of_size(blocks), without_resets=True)
+        for size in self._sizes():
+            if self.options.blocks or size <= 2 * blocks or not blocks:
+                yield from (Replay(size, name) for name in self.options.policies)
+        if self._block_bytes():
+            yield from map(self._with_tier, self.options.tiers)
+        yield from map(self._of_blocks, self._factors())
+
+    def _of_size(self, blocks: int) -> Replay:
+        return Replay(blocks, self.name)
+
+    def _with_tier(self, size: int) -> Replay:
+        pool = self.trace.blocks or min(self.options.blocks)
+        return Replay(pool, self.name, tier_blocks=size // self._block_bytes())
+
+    def _of_blocks(self, factor: int) -> Replay:
+        return Replay(self.trace.blocks // factor, self.name, factor=factor)
+
+    def _factors(self) -> list[int]:
+        """The block sizes that are tried. The hash ids of a sample are of single blocks."""
+        return [one for one in COARSER if self.trace.blocks >= 2 * one and self.sample is None]
+
+    def _one_more_reset(self) -> Replay:
+        """One before the admission in the middle of the counted ones."""
+        middle = self.counted[len(self.counted) // 2] if self.counted else 0
+        return replace(self._of_size(self.trace.blocks), reset_before=middle)
 
     def _scaled(self, blocks: int) -> int:
         """The size of a pool for the sample that stands for a pool of so many blocks."""
-        return max(1, round(blocks * self.share))
+        return scaled(blocks, self.share)
 
     def _of_all(self, blocks: int) -> int:
         """How many blocks so many sampled ones stand for."""
@@ -318,8 +352,8 @@ class _Study:
         """Points by size, then policy. Without given sizes it ends where a larger pool gains nothing."""
         for blocks in self._sizes():
             best = 0
-            for name, make in self.options.policies.items():
-                point = self._point(blocks, name, self._replay(blocks, make))
+            for name in self.options.policies:
+                point = self._point(blocks, name, self._replayed(Replay(blocks, name)))
                 best = max(best, point.hit_tokens)
                 yield point
             enough = self._points(self.ideal.hit_tokens - best) < KNEE_POINTS / 10
@@ -385,23 +419,17 @@ class _Study:
 
     def _tier(self, size: int) -> TierPoint:
         blocks = size // self._block_bytes()
-        self.progress(f"a tier of {blocks:,} blocks")
-        scaled = self._scaled(blocks)
-        tier = Tier(scaled, self.make(scaled))
-        pool = self._scaled(self.trace.blocks or min(self.options.blocks))
-        replayed = SimulatedPool(self.replayed, pool, self.make(pool), tier=tier).run()
+        replayed = self._replayed(self._with_tier(size))
         both = [local + below for local, below in zip(replayed.hits, replayed.tier_hits, strict=True)]
         tokens = self._tokens(both) - self._tokens(replayed.hits)
         return TierPoint(bytes=size, blocks=blocks, tier_tokens=tokens, tier_share=self._share(tokens))
 
     def _coarser(self, factor: int) -> BlockSizePoint:
-        trace = coarser(self.trace, factor)
-        self.progress(f"blocks of {trace.block_tokens} tokens")
-        replayed = SimulatedPool(trace, trace.blocks, self.make(trace.blocks)).run()
-        tokens = self._tokens(replayed.hits, trace.block_tokens)
+        one, size = self._of_blocks(factor), factor * self.trace.block_tokens
+        tokens = self._tokens(self._replayed(one).hits, size)
         return BlockSizePoint(
-            block_tokens=trace.block_tokens,
-            blocks=trace.blocks,
+            block_tokens=size,
+            blocks=one.blocks or 0,
             hit_tokens=tokens,
             hit_share=self._share(tokens),
             gained_points=self._points(tokens - self.present),
@@ -427,62 +455,20 @@ class _Study:
                 again += max(0, earlier.computed_tokens - max(0, life.hit_tokens) - life.external_tokens)
             preempted += life.preempted
             before[life.request] = life
-        needed = self._of_all(self._replay(None, keep_preempted=True).most_held)
+        needed = self._of_all(self._replayed(Replay(None, keep_preempted=True)).most_held)
         return Preemptions(preemptions=preempted, computed_again_tokens=again, blocks_needed=needed)
 
     def _resets(self) -> Resets:
-        operations, blocks = self.replayed.operations, self.trace.blocks
-        resets = sum(operation[0] == RESET for operation in operations)
-        if not blocks:
+        resets = sum(operation[0] == RESET for operation in self.replayed.operations)
+        if not self.trace.blocks:
             return Resets(resets=resets, lost_tokens=0, one_more_lost_tokens=0)
-        without = [operation for operation in operations if operation[0] != RESET]
-        middle = self._middle(operations)
-        more: list[Operation] = [*operations[:middle], (RESET, 0, 0, 0), *operations[middle:]]
+        without = replace(self._of_size(self.trace.blocks), without_resets=True)
+        more = self._replayed(self._one_more_reset()).hits
         return Resets(
             resets=resets,
-            lost_tokens=self._with(without) - self.present if resets else 0,
-            one_more_lost_tokens=self.present - self._with(more),
+            lost_tokens=self._tokens(self._replayed(without).hits) - self.present if resets else 0,
+            one_more_lost_tokens=self.present - self._tokens(more),
         )
-
-    def _middle(self, operations: Sequence[Operation]) -> int:
-        """The place before the admission in the middle of the counted ones."""
-        if not self.counted:
-            return 0
-        life = self.counted[len(self.counted) // 2]
-        admissions = (place for place, one in enumerate(operations) if one[0] == ADMIT and one[1] >= life)
-        return next(admissions, len(operations))
-
-    def _with(self, operations: list[Operation]) -> int:
-        self.progress("resets of the cache")
-        trace, size = replace(self.replayed, operations=operations), self._scaled(self.trace.blocks)
-        return self._tokens(SimulatedPool(trace, size, self.make(size)).run().hits)
-
-
-def coarser(trace: BlockTrace, factor: int) -> BlockTrace:
-    """The trace with blocks ``factor`` times as large and as much memory.
-
-    The hash of a block covers everything before it, so the last small block names the large one.
-    """
-    operations: list[Operation] = []
-    last = {hash_id for request in trace.requests for hash_id in request.hashes[factor - 1 :: factor]}
-    for kind, life, first, second in trace.operations:
-        if kind == GROW:
-            operations.append((kind, life, -(-first // factor), 0))
-        elif kind == CACHED:
-            if not (first + 1) % factor:
-                operations.append((kind, life, first // factor, second))
-        elif kind != DROP or life in last:
-            operations.append((kind, life, first, second))
-    return replace(
-        trace,
-        block_tokens=trace.block_tokens * factor,
-        blocks=trace.blocks // factor,
-        operations=operations,
-        lives=[replace(life, hit_blocks=life.hit_blocks // factor) for life in trace.lives],
-        requests=[
-            replace(request, hashes=request.hashes[factor - 1 :: factor]) for request in trace.requests
-        ],
-    )
 
 
 def _percent(share: float) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from functools import lru_cache, partial
 from pathlib import Path
 
 import msgspec
@@ -14,19 +15,23 @@ from rich.text import Text
 
 from ... import __version__
 from ...audit.analysis.block_trace import BlockTrace
+from ...audit.analysis.replays import Replay, Replays
+from ...audit.analysis.simulated_pool import MakePolicy, Replayed
 from ...audit.analysis.trace_sample import Sample, take_sample, whole_part
 from ...audit.analysis.whatif import (
     TRUSTED_POINTS,
     Calibration,
     GroupPoint,
+    Many,
     Options,
     SizePoint,
     WhatIf,
     what_if,
 )
 from ...audit.errors import LedgerError
+from ...audit.journal.format import is_live
 from ...audit.replay.block_traces import is_request_trace, request_trace, sampled_trace, traces_at
-from ...audit.replay.parallel import Run, here
+from ...audit.replay.parallel import WORTH_BYTES, Processes, Run, cores, here
 from ...audit.replay.windows import EVERYTHING, Window
 from ..files import whole
 from ..templating import environment
@@ -36,6 +41,12 @@ from .terminal import blocks, counted, figures_table, indented, notes, percent, 
 from .whatif_chart import curve_chart
 
 TEMPLATES = Path(__file__).parent / "templates"
+
+WORTH_OPERATIONS = 200_000
+"""The replays of a shorter trace take less time than starting processes."""
+
+MOST_OPERATIONS = 20_000_000
+"""Processes that share the replays of one trace hold so many operations together, about 300 bytes each."""
 
 BAR = 40
 """Columns of the longest bar of the curve."""
@@ -97,7 +108,11 @@ def study(
     requests = [path for path in paths if is_request_trace(path)]
     others = [path for path in paths if path not in requests]
     read = partial(_of_journal, options=options, window=window, by=by, share=share)
-    results = [*run(read, traces_at(others, window))]
+    places = traces_at(others, window)
+    if len(places) == 1 and isinstance(run, Processes):
+        read = partial(read, run=run)
+        run = here
+    results = [*run(read, places)]
     for path in requests:
         trace, sample = request_trace(path, block_tokens), None
         if share is not None:
@@ -106,16 +121,51 @@ def study(
     return WhatIfReport(engines=results)
 
 
-def _of_journal(path: Path, options: Options, window: Window, by: str, share: float | None) -> WhatIf:
-    return _of_trace(*sampled_trace(path, window, share), options, by)
+def _of_journal(
+    path: Path,
+    options: Options,
+    window: Window,
+    by: str,
+    share: float | None,
+    run: Processes | None = None,
+) -> WhatIf:
+    """``run``: the processes that share the replays of this journal. Each reads it, so it must have ended."""
+    ended = not is_live(path)
+    trace, sample = sampled_trace(path, window, share)
+    operations = len((sample.trace if sample else trace).operations)
+    jobs = 1 if run is None else min(run.jobs or cores(), MOST_OPERATIONS // max(1, operations))
+    if run is None or jobs < 2 or operations < WORTH_OPERATIONS or not ended:
+        return _of_trace(trace, sample, options, by)
+    work = partial(_replayed, path=path, policies=options.policies, share=share)
+    processes = copy(run)
+    processes.jobs = jobs
+
+    def many(wanted: Sequence[Replay]) -> Iterator[Replayed]:
+        return processes.each(work, wanted, [WORTH_BYTES] * len(wanted))
+
+    return _of_trace(trace, sample, options, by, many)
 
 
-def _of_trace(trace: BlockTrace, sample: Sample | None, options: Options, by: str) -> WhatIf:
+def _replayed(one: Replay, path: Path, policies: Mapping[str, MakePolicy], share: float | None) -> Replayed:
+    """One replay, in a process that reads the trace for its first one."""
+    return Replays(_loaded(path, share), policies, share or 1.0).run(one)
+
+
+@lru_cache(maxsize=1)
+def _loaded(path: Path, share: float | None) -> BlockTrace:
+    trace, sample = sampled_trace(path, EVERYTHING, share)
+    return sample.trace if sample else trace
+
+
+def _of_trace(
+    trace: BlockTrace, sample: Sample | None, options: Options, by: str, many: Many | None = None
+) -> WhatIf:
     if options.tiers and not (options.block_bytes or trace.block_bytes):
         raise LedgerError(NO_BLOCK_BYTES)
     if options.tiers and not (options.blocks or trace.blocks):
         raise LedgerError(NO_FIRST_TIER)
-    return what_if(trace, options, group_of=trace_group(by, trace) if by else None, sample=sample)
+    group_of = trace_group(by, trace) if by else None
+    return what_if(trace, options, group_of=group_of, sample=sample, many=many)
 
 
 # --- options --------------------------------------------------------------------------------------------

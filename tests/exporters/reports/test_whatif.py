@@ -18,6 +18,9 @@ from tests.audit.analysis.test_prefixes import Recording, label
 from kvledger import cli
 from kvledger.audit.analysis.whatif import Options, what_if
 from kvledger.audit.replay.block_traces import request_trace
+from kvledger.audit.replay.parallel import Processes
+from kvledger.audit.replay.trace_keeper import keep
+from kvledger.exporters.reports import whatif as report
 from kvledger.exporters.reports.summary import summarize
 from kvledger.exporters.reports.whatif import study
 from kvledger.exporters.trace.groups import NO_ARRIVAL
@@ -159,6 +162,30 @@ def test_whatif_prints_the_share_and_the_error_of_a_sample(run: Run, journal: Pa
     assert 0.5 == one["calibration"]["sample_share"] and [] == one["block_sizes"]
     assert isinstance(one["calibration"]["sample_points"], float)
     assert 2 == run("whatif", journal, "--sample", "0")[0] == run("whatif", journal, "--sample", "2")[0]
+
+
+@pytest.mark.parametrize("share", [None, 0.5])
+@pytest.mark.parametrize("kept", [False, True])
+def test_processes_share_the_replays_of_one_journal(
+    journal: Path, monkeypatch: pytest.MonkeyPatch, share: float | None, kept: bool
+) -> None:
+    if kept:
+        keep(journal)
+    monkeypatch.setattr(report, "WORTH_OPERATIONS", 1)
+    options = Options(policies=policies("lru,lfu"), tiers=[12 << 10])
+    asked: list[int] = []
+    original = Processes.each
+
+    def each(self: Any, work: Any, items: Any, sizes: Any) -> Any:
+        asked.append(len(items))
+        return map(work, items) if share or kept else original(self, work, items, sizes)
+
+    monkeypatch.setattr(Processes, "each", each)
+    alone = study([journal], options, by="hour", share=share)
+    assert [] == asked
+    assert alone == study([journal], options, by="hour", share=share, run=Processes(2))
+    assert 1 == len(asked) and asked[0] > 10
+    assert alone == study([journal], options, by="hour", share=share, run=Processes(1)) and 1 == len(asked)
 
 
 def test_whatif_writes_a_page_that_loads_nothing(run: Run, journal: Path, tmp_path: Path) -> None:
