@@ -149,10 +149,15 @@ def audit_paths(
     else:
         piece = partial(_piece, with_costs=with_costs, times_steps=times_steps)
         audits = list(split_run(run, found, piece, joined, replay))
+    compare_journals(audits)
+    return Audit(audits)
+
+
+def compare_journals(audits: Sequence[EngineAudit]) -> None:
+    """Add the findings for which a journal is compared with others: recorded KV events, a shared store."""
     for audit in audits:
         compare_events(audit)
     compare_transfers(audits)
-    return Audit(audits)
 
 
 def _replay(

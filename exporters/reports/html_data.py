@@ -12,7 +12,7 @@ from ...audit.analysis.block_states import BlockUse
 from ...audit.analysis.costs import Costs
 from ...audit.errors import LedgerError
 from ...audit.replay.find import journals_at
-from ...audit.replay.journals import Audit
+from ...audit.replay.journals import Audit, compare_journals
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.split import split_run
 from ...audit.replay.windows import EVERYTHING, Window
@@ -122,6 +122,7 @@ def _audited(parts: Sequence[JournalPageData], lost: CostReport, more_notes: Seq
     """The audit as data. What was found in blocks is not known of journals that are gone."""
     audit = Audit([part.engine_audit for part in parts])
     there = [part.engine_audit for part in parts if not rollups.is_rollup(part.engine_audit.path)]
+    compare_journals(there)
     found = report(audit, lost)
     return msgspec.structs.replace(found, notes=[*found.notes, *more_notes], contents=contents(Audit(there)))
 

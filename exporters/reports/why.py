@@ -38,8 +38,8 @@ MORE = (
     "Recorded at level {level}, which has no block events. Level blocks can tell tokens that were evicted "
     "from tokens that were never seen."
 )
-BLOCKS = "blocks"
-"""The level that has block events."""
+TOKENS = "tokens"
+"""The level without block events."""
 
 NO_BLOCK_SIZE = "{path}: its engine reported no block size, so no miss can be below block size."
 
@@ -271,7 +271,7 @@ def _joined(spans: Sequence[_MissesOfSpan]) -> tuple[Tally, dict[str, Tally]] | 
 
 def remark(tally: Tally, engine_audit: EngineAudit) -> None:
     """Note what this journal's recording can't prove."""
-    if engine_audit.engine is not None and engine_audit.engine.level != BLOCKS:
+    if engine_audit.engine is not None and engine_audit.engine.level == TOKENS:
         tally.levels = [engine_audit.engine.level]
     tally.sizes = [block_size(engine_audit)]
     if not block_size(engine_audit):

@@ -15,6 +15,9 @@ from kvledger.audit.engines.pool.hash_ids import hash_ids, shared_key
 from kvledger.audit.events import BlocksMoved, EngineStarted, EngineStopped, Event, Gap, Snapshot
 from kvledger.audit.journal.writer import JournalWriter
 from kvledger.audit.replay.journals import audit_paths
+from kvledger.exporters.reports.audit import report
+from kvledger.exporters.reports.html_data import gather
+from kvledger.exporters.reports.rollups import compact
 
 CHANGED = prints((11, 12), (21, 9), (31, 32))
 
@@ -81,6 +84,18 @@ def test_other_bytes_than_another_engine_stored_are_a_finding(tmp_path: Path) ->
     assert (([1], "values"), 1) == ((found.figures["layers"], found.figures["part"]), found.step)
     assert "held KV of request r0 in vllm 0.32.0 pid 4000" in found.message
     assert "violated" == audit_paths(places, with_metrics=False).verdict
+
+
+def test_a_report_has_the_verdict_of_the_audit(tmp_path: Path) -> None:
+    """From the journals, and from their rollups, which leave out the last batch of each."""
+    places = journal(tmp_path / "a", prefill(SENT)), journal(tmp_path / "b", decode(CHANGED))
+    replayed = gather(places).report
+    for each in places:
+        compact(each)
+    rolled = gather(places).report
+
+    assert ["violated", "violated"] == [replayed.verdict, rolled.verdict]
+    assert replayed.violations == rolled.violations == report(audit_paths(places)).violations
 
 
 @pytest.mark.near_miss("content/transfer")

@@ -50,9 +50,10 @@ def test_a_note_names_the_level_that_proves_more(golden: Path) -> None:
     assert note.startswith("Recorded at level tokens, which has no block events")
 
 
-def test_level_blocks_has_no_note(tmp_path: Path) -> None:
+@pytest.mark.parametrize("level", ["blocks", "content"])
+def test_levels_with_block_events_have_no_note(tmp_path: Path, level: str) -> None:
     path = journals.write(
-        tmp_path / "one", events(10, "A0+0 s10 o+ F"), configuration={"block_size": 16}, level="blocks"
+        tmp_path / "one", events(10, "A0+0 s10 o+ F"), configuration={"block_size": 16}, level=level
     )
 
     assert [] == why([path]).notes
