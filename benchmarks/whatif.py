@@ -89,7 +89,7 @@ class Timed(NamedTuple):
 
 def timed(name: str, words: Sequence[str], folder: Path) -> Timed:
     """Run `kvledger whatif` on the journal."""
-    command = [sys.executable, "-m", "kvledger", "whatif", *words, "--json", "-j", "1", str(folder)]
+    command = [sys.executable, "-m", "kvledger", "whatif", *words, "--json", str(folder)]
     began = time.monotonic()
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -97,7 +97,9 @@ def timed(name: str, words: Sequence[str], folder: Path) -> Timed:
         _, status, used = os.wait4(process.pid, 0)
         process.returncode = status
     wall = time.monotonic() - began
-    return Timed(name, wall, used.ru_utime + used.ru_stime, used.ru_maxrss // 1024, answer["engines"][0])
+    row = Timed(name, wall, used.ru_utime + used.ru_stime, used.ru_maxrss // 1024, answer["engines"][0])
+    print(f"{row.command}: {row.wall:.1f} s, {row.cpu:.1f} s CPU, {row.mebibytes} MiB", file=sys.stderr)
+    return row
 
 
 def difference(one: Any, exact: Any) -> float:
@@ -109,17 +111,16 @@ def difference(one: Any, exact: Any) -> float:
 
 def measure(journal: Path, samples: Sequence[str]) -> tuple[list[Timed], str]:
     """The rows, and a sentence about the bytes."""
-    kept = place(journal)
-    kept.unlink(missing_ok=True)
-    one = ("--blocks", str(2 * BLOCKS))
-    rows = [timed("whatif, from the journal", (), journal)]
-    rows.append(timed(f"whatif --blocks {2 * BLOCKS}, from the journal", one, journal))
+    place(journal).unlink(missing_ok=True)
+    rows = [timed("whatif -j 1, without a kept trace", ("-j", "1"), journal)]
     written = in_process("--keep", journal)
     seconds, requests, size = float(written["seconds"]), int(written["requests"]), size_bytes(journal)
-    rows.append(timed("whatif, from the kept trace", (), journal))
-    rows.append(timed(f"whatif --blocks {2 * BLOCKS}, from the kept trace", one, journal))
-    rows += [timed(f"whatif --sample {share}", ("--sample", share), journal) for share in samples]
-    equal = rows[0].answer == rows[2].answer and rows[1].answer == rows[3].answer
+    rows.append(timed("whatif -j 1", ("-j", "1"), journal))
+    for share in samples:
+        words = ("--sample", share, "-j", "1")
+        rows.append(timed(f"whatif -j 1 --sample {share}", words, journal))
+    rows.append(timed("whatif -j 2", ("-j", "2"), journal))
+    equal = rows[0].answer == rows[1].answer == rows[-1].answer
     return rows, (
         f"{requests:,} requests: the journal has {size / requests:,.0f} bytes a request, the kept trace "
         f"{written['bytes'] / requests:,.0f}; writing the trace took {seconds:.1f} CPU seconds. Results from "

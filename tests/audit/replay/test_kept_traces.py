@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from kvledger.audit.journal.format import segments
 from kvledger.audit.journal.writer import JournalWriter, Limits
 from kvledger.audit.replay import kept_traces, trace_keeper
 from kvledger.audit.replay.block_traces import journal_trace, traces_at
+from kvledger.audit.replay.find import journals_at
 from kvledger.audit.replay.kept_traces import place
 from kvledger.audit.replay.trace_keeper import keep
 from kvledger.audit.replay.windows import EVERYTHING, Window
+from kvledger.exporters.reports.listing import prune
 
 SIZE = 16
 SECOND = 1_000_000
@@ -192,6 +195,7 @@ def whole(path: Path, chosen: Window = EVERYTHING) -> BlockTrace:
             aside.rename(place(path))
 
 
+JOURNALS = Path(__file__).parent / "journals"
 WINDOWS = [EVERYTHING, Window(BEGAN + 40), Window(BEGAN + 10, BEGAN + 60), Window(BEGAN + 1e6)]
 
 
@@ -340,6 +344,33 @@ def test_a_kept_trace_of_another_version_stays_if_its_segments_are_gone(tmp_path
     (engine.path / "00000001.kvl").unlink()
     assert "first segments are gone" in keep(engine.path).problem
     assert data == place(engine.path).read_bytes()
+
+
+def test_a_kept_trace_of_this_schema_is_read_by_later_versions(tmp_path: Path) -> None:
+    """If this fails, raise ``SCHEMA``, and write the file anew with ``keep``."""
+    kept = JOURNALS / f"schema-{kept_traces.SCHEMA}{kept_traces.SUFFIX}"
+    assert whole(ended(tmp_path, 60).path) == journal_trace(kept)
+
+
+@pytest.mark.parametrize("archive", sorted(JOURNALS.glob("*blocks.tar.xz")), ids=lambda path: path.name[:-7])
+def test_a_kept_trace_of_real_engines_equals_that_of_the_journal(tmp_path: Path, archive: Path) -> None:
+    with tarfile.open(archive) as opened:
+        opened.extractall(tmp_path, filter="data")
+    compared = 0
+    for journal in journals_at([tmp_path]):
+        if not keep(journal).problem:
+            assert whole(journal) == journal_trace(journal)
+            compared += len(whole(journal).lives)
+    assert compared > 5
+
+
+def test_prune_leaves_the_kept_trace(tmp_path: Path) -> None:
+    engine = ended(tmp_path)
+    keep(engine.path)
+    expected = whole(engine.path)
+    assert 1 == len(prune(tmp_path, before_seconds=None, most_bytes=0, remove=True).journals)
+    assert [place(engine.path)] == traces_at([tmp_path]) and not engine.path.exists()
+    assert expected == journal_trace(place(engine.path))
 
 
 def test_no_block_trace_is_kept_through_a_link(tmp_path: Path) -> None:
