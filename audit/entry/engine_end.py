@@ -7,7 +7,8 @@ ended nor write its last events. Two functions are wrapped:
 - In the front end, the function that ends the engine cores: an engine core that writes a journal has at least
   :data:`GRACE_SECONDS` before it is killed. The function returns earlier if the engine core ends earlier.
 - In the engine core, ``EngineCore.shutdown``: it runs after the last step, and the journal ends before the
-  workers and the device are released, which may take longer.
+  workers and the device are released, which may take longer. Journals of workers in the same process have
+  all their events by then.
 
 Nothing here raises into the engine. No signal handler is installed: Python runs one only between two
 bytecodes of the main thread, so it could delay the end of an engine that hangs. While the journal ends, an
@@ -109,6 +110,13 @@ def _undisturbed() -> Iterator[None]:
             signal.signal(one, signal.SIG_DFL)
 
 
+def _flush_workers() -> None:
+    """Write what the workers of this process have emitted: the process may be killed a moment later."""
+    from ..journal.recorder import flush_all
+
+    flush_all(GRACE_SECONDS / 4)
+
+
 def _end_journal(scheduler: Any) -> None:
     try:
         reference = _observers.get(scheduler)
@@ -116,5 +124,6 @@ def _end_journal(scheduler: Any) -> None:
         if observer is not None:
             with _undisturbed():
                 observer.shutting_down()
+                _flush_workers()
     except Exception as error:
         logger.warning("kvledger failed at the engine's shutdown: %r", error)

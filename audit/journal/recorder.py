@@ -415,6 +415,13 @@ def microseconds_since(epoch: float | None) -> int:
 _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
 
+def flush_all(timeout: float) -> None:
+    """Wait, for so many seconds at most, until every recorder of this process has written its events."""
+    until = time.monotonic() + timeout
+    for recorder in list(_recorders):
+        recorder.flush(max(0.0, until - time.monotonic()))
+
+
 def _stop_all_in_child() -> None:
     with contextlib.suppress(Exception):
         for recorder in list(_recorders):

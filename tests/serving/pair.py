@@ -19,7 +19,7 @@ from tests.serving.processes import (
     ROOT,
     START_SECONDS,
     Engine,
-    free_port,
+    lasting_port,
     wait_until,
 )
 
@@ -47,7 +47,7 @@ class PairedEngine(Engine):
         self.role = role
         self._connector = connector
         self._variables = variables
-        self._side_channel = free_port()
+        self._side_channel = lasting_port()
 
     def command(self) -> list[str]:
         command = super().command()
@@ -59,6 +59,8 @@ class PairedEngine(Engine):
         if self._connector == "NixlConnector":
             del transfer["kv_connector_extra_config"]
             transfer["kv_buffer_device"] = "cpu"
+            if "CHANGED_REQUEST" in self._variables:
+                command[command.index("-m") + 1] = "tests.serving.nixl_api_server"
         elif self._connector == "LMCacheMPConnector":
             port = int(os.environ["LMCACHE_SERVER_PORT"])
             transfer["kv_connector_extra_config"] = {

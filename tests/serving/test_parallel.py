@@ -43,6 +43,17 @@ def test_an_engine_or_a_worker_that_nobody_observed_is_a_problem() -> None:
     assert [] == problems(workers=None), "no worker is asked below level content"
 
 
+def test_a_finding_that_was_induced_must_be_there() -> None:
+    def found(**changes: Any) -> list[str]:
+        row = ROW._replace(**changes)
+        return list(report.problems(row, 2, 2, ANSWERS, LEFT, ("content/transfer",)))
+
+    assert [] == found(violations=("content/transfer",), verdict="violated")
+    assert 1 == len(found())
+    assert 1 == len(found(violations=("content/transfer", "blocks/balance"), verdict="violated"))
+    assert ["wrong"] == found(violations=("content/transfer",), verdict="violated", wrong=("wrong",))
+
+
 def test_findings_and_calls_that_vanished_are_problems() -> None:
     assert ["the audit is violated: blocks/balance"] == problems(
         violations=("blocks/balance",), verdict="violated"

@@ -12,11 +12,15 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+from tests import journals
 
 from kvledger.audit import engines
 from kvledger.audit.entry import engine_end
 from kvledger.audit.entry.engine_end import GRACE_SECONDS
+from kvledger.audit.events import Snapshot, WorkerStepped
+from kvledger.audit.journal.folder import read
 from kvledger.audit.journal.format import take_lock
+from kvledger.audit.journal.recorder import Recorder
 
 LIVE, DEAD = 4711, 4712
 
@@ -147,6 +151,21 @@ def test_the_journal_ends_before_the_workers_are_released(core: Any) -> None:
     assert ["the workers are released"] == core.happened
     engine.shutdown()
     assert ["the journal ends", "the workers are released"] == core.happened[1:]
+
+
+def test_the_events_of_workers_are_written_before_the_workers_are_released(core: Any, tmp_path: Path) -> None:
+    """The front end may kill the process while the workers are released."""
+    recorder = Recorder(tmp_path / "worker-1-2-0", flush_seconds=60.0)
+    recorder.restart(journals.STARTED, Snapshot(0, 0, [], 0))
+    assert recorder.flush()
+    recorder.record(WorkerStepped(1, 1, 0, True, [], 1, 0, True, [], [], [], []))
+    engine, observer = core(), Observer(core.happened)
+    engine_end.end_before_shutdown(engine.scheduler, observer)
+
+    engine.shutdown()
+
+    assert WorkerStepped in {type(event) for _, event in read(tmp_path / "worker-1-2-0")}
+    recorder.close()
 
 
 def test_an_observer_that_fails_does_not_keep_the_engine_from_ending(core: Any) -> None:

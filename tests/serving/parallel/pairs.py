@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from tests.serving.pair import PLAIN, SHARING, Pair, load, prompt
 from tests.serving.processes import BLOCK_TOKENS, ROOT
@@ -20,8 +22,14 @@ CONNECTORS = {
     "example-pair": "ExampleConnector",
     "nixl-pair": "NixlConnector",
     "lmcache-pair": "LMCacheMPConnector",
+    "changed-byte": "NixlConnector",
 }
-"""Pairs by name: a store in a folder, a transfer between both engines, and the server of LMCache."""
+"""Pairs by name: a store in a folder, a transfer between both engines, and the server of LMCache.
+
+In ``changed-byte`` a byte of a received block is changed before the decode engine reads it.
+"""
+
+CHANGED_PROMPT = 80
 
 CONTENT = {"KVLEDGER_CONTENT_KEY": "a key of these servers", "KVLEDGER_CONTENT_STORE": "fleet"}
 
@@ -48,7 +56,9 @@ def running(name: str, folder: Path, level: str) -> Iterator[Pair]:
     folder.mkdir(parents=True)
     connector = CONNECTORS[name]
     with store(connector):
-        pair = Pair(folder, connector, KVLEDGER_LEVEL=level, **CONTENT)
+        changed = {"CHANGED_REQUEST": "cmpl-changed-", "CHANGED_FILE": str(folder / "changed.json")}
+        more = changed if name == "changed-byte" else {}
+        pair = Pair(folder, connector, KVLEDGER_LEVEL=level, **CONTENT, **more)
         try:
             pair.start()
             yield pair
@@ -67,6 +77,27 @@ def send(pair: Pair) -> None:
         sent += [clients.submit(_loop, pair, number) for number in range(LOOPS)]
         for each in sent:
             each.result()
+
+
+def send_changed(pair: Pair) -> None:
+    """Send the load, and then the call of which the decode engine receives other KV than was computed."""
+    send(pair)
+    pair.complete("changed", prompt(CHANGED_PROMPT))
+
+
+def problems_of_change(folder: Path, violations: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What the finding does not say of the changed byte: block, layer, and both engines' requests."""
+    done = json.loads((folder / "changed.json").read_text())
+    found = [each for each in violations if each["severity"] == "violation"]
+    if ["content/transfer"] != [each["id"] for each in found]:
+        yield f"one content/transfer is expected, not {[each['id'] for each in found]}"
+        return
+    figures = found[0]["figures"]
+    said = figures["blocks"], figures["layers"], figures["reader"]
+    if said != ([done["block"]], [done["layers"] - 1], done["request"]):
+        yield f"the finding says {said} of {done}"
+    if "cmpl-changed-" not in figures["writer"] or " pid " not in figures["writer"]:
+        yield f"the finding names the prefill engine's request as {figures['writer']!r}"
 
 
 def _again(pair: Pair, number: int) -> None:

@@ -43,6 +43,8 @@ class Row(NamedTuple):
     workers: int | None
     verified: tuple[int, int]
     moved: tuple[int, int]
+    wrong: tuple[str, ...] = ()
+    """What a finding that was induced does not say as it should."""
 
 
 def row(options: str, requests: Sequence[int], usage: Mapping[str, Any], audit: Any) -> Row:
@@ -65,18 +67,22 @@ def row(options: str, requests: Sequence[int], usage: Mapping[str, Any], audit: 
     )
 
 
-def problems(row: Row, engines: int, workers: int, answers: int, left: int) -> Iterator[str]:
+def problems(
+    row: Row, engines: int, workers: int, answers: int, left: int, expected: tuple[str, ...] = ()
+) -> Iterator[str]:
     """What is not as it should be: a difference without a cause, a finding, an engine without requests.
 
-    ``left``: how many clients leave, of whose first attempt no line of the log tells.
+    ``left``: how many clients leave, of whose first attempt no line of the log tells. ``expected``: the
+    findings that were induced.
     """
+    yield from row.wrong
     logged = sum(row.calls.values())
     if logged != answers:
         yield f"{logged} of {answers} calls are in the log"
     for verdict in sorted(set(row.calls) - {"equal", "explained"}):
         if row.calls[verdict]:
             yield f"{row.calls[verdict]} calls are {verdict}"
-    if row.violations or row.verdict != "clean":
+    if row.violations != expected or row.verdict != ("violated" if expected else "clean"):
         yield f"the audit is {row.verdict}: {', '.join(row.violations) or 'no violation'}"
     if len(row.requests) != engines or not all(row.requests):
         yield f"of {engines} engines, these were observed with so many requests: {row.requests}"
@@ -126,7 +132,9 @@ The load: plain calls that share prompts; calls of four samples; calls of two pr
 with one `X-Request-Id` that run at the same time; clients that leave a stream and send their call again
 with the same `X-Request-Id`; and tool loops, chats whose next turn has the earlier turns, the call of a
 tool and its result. The pool is too small for all of it, so blocks are evicted. A prefill and a decode
-engine get single calls, streams, repeated calls, clients that leave, and prompts that grow.
+engine get single calls, streams, repeated calls, clients that leave, and prompts that grow. Where one byte
+is changed, after NIXL has filled a block of the decode engine and before that engine reads it,
+`content/transfer` has to name that block, its layer, and the requests of both engines.
 
 Each rank of data parallelism is an engine with a journal and a prefix cache of its own: a prompt that one
 rank cached is computed by the other one, and the samples of one call may be on both. The workers of

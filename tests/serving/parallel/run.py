@@ -34,6 +34,8 @@ class Layout(NamedTuple):
     workers: int
     answers: int = load.ANSWERS
     left: int = load.LEFT
+    changed: bool = False
+    """Whether a byte is changed on the way, which is one finding."""
 
 
 SERVERS = {
@@ -44,6 +46,9 @@ SERVERS = {
     name: Layout(f"prefill and decode, {connector}", 2, 2, pairs.ANSWERS, pairs.LEFT)
     for name, connector in pairs.CONNECTORS.items()
 }
+SERVERS["changed-byte"] = Layout(
+    "prefill and decode, NixlConnector, one changed byte", 2, 2, pairs.ANSWERS + 1, pairs.LEFT, changed=True
+)
 """Servers by name."""
 
 
@@ -57,6 +62,9 @@ def run(name: str, folder: Path, level: str) -> report.Row:
     _, audit = kvledger("audit", journals)
     requests = [kvledger("audit", journal)[1]["requests"] for journal in find_journals([journals])]
     row = report.row(layout.options, requests, usage, audit)
+    if layout.changed:
+        wrong = list(pairs.problems_of_change(folder, audit["violations"]))
+        row = row._replace(wrong=tuple(wrong))
     for problem in _problems(name, row):
         _say(f"{name}: {problem}")
     return row
@@ -68,7 +76,7 @@ def _serve(name: str, folder: Path, level: str) -> None:
     if name in pairs.CONNECTORS:
         with pairs.running(name, folder, level) as pair:
             served = time.monotonic()
-            pairs.send(pair)
+            (pairs.send_changed if SERVERS[name].changed else pairs.send)(pair)
     else:
         with load.running(folder, SERVERS[name].options, level) as server:
             served = time.monotonic()
@@ -78,7 +86,8 @@ def _serve(name: str, folder: Path, level: str) -> None:
 
 def _problems(name: str, row: report.Row) -> list[str]:
     layout = SERVERS[name]
-    return list(report.problems(row, layout.engines, layout.workers, layout.answers, layout.left))
+    expected = ("content/transfer",) if layout.changed else ()
+    return list(report.problems(row, layout.engines, layout.workers, layout.answers, layout.left, expected))
 
 
 def kvledger(*arguments: object) -> tuple[int, Any]:
