@@ -96,8 +96,10 @@ def problems_of_change(folder: Path, violations: Sequence[Mapping[str, Any]]) ->
     said = figures["blocks"], figures["layers"], figures["reader"]
     if said != ([done["block"]], [done["layers"] - 1], done["request"]):
         yield f"the finding says {said} of {done}"
-    if "cmpl-changed-" not in figures["writer"] or " pid " not in figures["writer"]:
-        yield f"the finding names the prefill engine's request as {figures['writer']!r}"
+    decode, writer = found[0]["engine"], figures["writer"]
+    request, _, prefill = writer.partition(" in ")
+    if not request.startswith("cmpl-changed-") or " pid " not in prefill or prefill == decode:
+        yield f"the finding of {decode} names the prefill engine's request as {writer!r}"
 
 
 def _again(pair: Pair, number: int) -> None:
