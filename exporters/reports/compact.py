@@ -13,6 +13,7 @@ from ...audit.replay.find import journals_at
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.trace_keeper import keep
 from .audit import structs_csv
+from .listing import names_of
 from .rollups import Compacted, compact
 from .terminal import blocks, counted, plain_table
 from .whatif import bytes_text
@@ -36,6 +37,7 @@ def render(rows: Sequence[Compacted]) -> Group:
     for name in ("journal", "requests", "minutes", "bytes", *(("block trace",) if traced else ())):
         table.add_column(name, justify="left" if name == "journal" else "right")
     table.add_column("verdict")
+    name_of = names_of(row.journal for row in rows)
     for row in rows:
         cells = [f"{row.requests:,}", f"{row.minutes:,}", bytes_text(row.bytes)]
         verdict = row.verdict
@@ -43,7 +45,7 @@ def render(rows: Sequence[Compacted]) -> Group:
             cells, verdict = ["-", "-", "-"], f"no rollup: {row.problem}"
         if traced:
             cells.append(bytes_text(row.block_trace_bytes) if row.block_trace_bytes else "-")
-        table.add_row(*map(Text, (Path(row.journal).name, *cells, verdict)))
+        table.add_row(*map(Text, (name_of(row.journal), *cells, verdict)))
     kept = f" and {bytes_text(traced)} of block traces" if traced else ""
     answer = f"{counted(requests, 'ended request')} of {counted(len(whole), 'journal')} in {size} of rollups"
     return blocks(Group(Text(f"{answer}{kept}.")), table)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -65,7 +65,7 @@ def _row(known: JournalFacts, verdict: str = "") -> JournalRow:
 
 def render(rows: Sequence[JournalRow]) -> Group:
     """How many journals there are, then a line each."""
-    audited, name_of = any(row.verdict for row in rows), _names(rows)
+    audited, name_of = any(row.verdict for row in rows), names_of(row.journal for row in rows)
     table = plain_table(header=True)
     for name in ("journal", "release", "level", "state", "from (UTC)", "to (UTC)"):
         table.add_column(name)
@@ -74,7 +74,7 @@ def render(rows: Sequence[JournalRow]) -> Group:
     if audited:
         table.add_column("verdict")
     for row in rows:
-        cells = [name_of(row), row.release or "-", row.level or "-", row.state]
+        cells = [name_of(row.journal), row.release or "-", row.level or "-", row.state]
         cells += [_time(row.began_seconds), _time(row.until_seconds)]
         cells += ["-" if row.requests is None else f"{row.requests:,}", bytes_text(row.bytes)]
         table.add_row(*map(Text, [*cells, row.verdict] if audited else cells))
@@ -142,7 +142,7 @@ def _remove(journal: Path) -> None:
 
 def render_pruned(result: Pruned) -> Group:
     """What was or would be removed."""
-    name_of = _names(result.journals)
+    name_of = names_of(row.journal for row in result.journals)
     did = "Removed" if result.removed else "Would remove"
     answer = f"{did} {counted(len(result.journals), 'journal')}, {bytes_text(result.bytes)}"
     more = "" if result.removed or not result.journals else " Nothing was removed: add --yes to do it."
@@ -151,7 +151,7 @@ def render_pruned(result: Pruned) -> Group:
         table.add_column(name)
     table.add_column("bytes", justify="right")
     for row in result.journals:
-        cells = (name_of(row), row.release or "-", _time(row.until_seconds), bytes_text(row.bytes))
+        cells = (name_of(row.journal), row.release or "-", _time(row.until_seconds), bytes_text(row.bytes))
         table.add_row(*map(Text, cells))
     text = Text(f"{answer}; {counted(result.kept, 'journal')} would stay.{more}")
     if result.removed:
@@ -164,12 +164,12 @@ def pruned_csv(result: Pruned) -> str:
     return structs_csv(JournalRow, result.journals)
 
 
-def _names(rows: Sequence[JournalRow]) -> Callable[[JournalRow], str]:
-    """How a row's journal is shown: by its name, with the folder where there are several."""
-    several = len({Path(row.journal).parent for row in rows}) > 1
+def names_of(journals: Iterable[str]) -> Callable[[str], str]:
+    """How each of these journals is shown: by its name, with the folder where there are several."""
+    several = len({Path(journal).parent for journal in journals}) > 1
 
-    def name(row: JournalRow) -> str:
-        path = Path(row.journal)
+    def name(journal: str) -> str:
+        path = Path(journal)
         return f"{path.parent.name}/{path.name}" if several else path.name
 
     return name

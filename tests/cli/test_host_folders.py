@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,8 @@ def test_summary_has_twice_what_one_host_has(hosts: Path, capsys: Printed, by: s
 def test_rollups_lie_in_the_folder_of_their_host(copied: Path, capsys: Printed) -> None:
     before = printed(capsys, "summary", copied, "--by", "engine", "--format", "json")
     assert 0 == exit_code("compact", copied)
-    capsys.readouterr()
+    table = capsys.readouterr().out
+    assert {"a/engine", "b/engine"} <= set(re.findall(r"\b[ab]/engine", table)), table
     assert 4 == len([*copied.glob("[ab]/.kvledger-rollups/*.rollup")])
 
     assert before == printed(capsys, "summary", copied, "--by", "engine", "--format", "json")
