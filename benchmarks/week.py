@@ -196,9 +196,9 @@ def main() -> int:
         trace.write_trace(million, 1_000_000)
     before = {row[0]: row for row in page.read_rows(page.LONG_JOURNALS)}
     rows: list[TableRow] = []
-    for words in (*WEEK, *(MILLION if arguments.million else ())):
-        if words.startswith(arguments.only):
-            of_week = words in WEEK
+    for words in (*WEEK, *MILLION):
+        of_week = words in WEEK
+        if words.startswith(arguments.only) and (of_week or arguments.million):
             found = timed(words, arguments.folder / "week" if of_week else million, RUNS if of_week else 1)
             rows.append(table_row(found))
             print(rows[-1], flush=True)
