@@ -211,17 +211,18 @@ def render(report: CostReport) -> Group | None:
 
 
 def _lost_table(report: CostReport) -> Table:
-    columns = ["tokens", "requests", "seconds", "engine time", "first token, median", "p95"]
-    paid = report.money is not None or any(row.money is not None for row in report.rows)
-    table = figures_table("", *columns, *(["cost"] if paid else []))
-    for label, *cells in lost_cells(report):
-        table.add_row(Text(label), *(cells if paid else cells[:-1]))
+    heads, *rows = lost_cells(report)
+    table = figures_table(*heads)
+    for label, *cells in rows:
+        table.add_row(Text(label), *cells)
     return table
 
 
 def lost_cells(report: CostReport) -> list[tuple[str, ...]]:
-    """The rows of the table of lost work."""
-    return [
+    """The table of lost work, its heads first; without the column *cost* if no price is known."""
+    paid = report.money is not None or any(row.money is not None for row in report.rows)
+    heads = ("", "tokens", "requests", "seconds", "engine time", "first token, median", "p95")
+    rows = [
         (
             row.text,
             f"{row.tokens:,}",
@@ -230,10 +231,11 @@ def lost_cells(report: CostReport) -> list[tuple[str, ...]]:
             NOT_KNOWN if row.share is None else percent(row.share),
             _delay(row, row.first_token_median_seconds),
             _delay(row, row.first_token_p95_seconds),
-            "" if row.money is None else f"{row.money:,.2f}",
+            *(["" if row.money is None else f"{row.money:,.2f}"] if paid else []),
         )
         for row in report.rows
     ]
+    return [(*heads, *(["cost"] if paid else [])), *rows]
 
 
 def _delay(row: CostRow, seconds: float | None) -> str:
@@ -269,7 +271,7 @@ def model_lines(report: CostReport) -> Iterator[str]:
         name = f"{row.engine}: " if len(report.models) > 1 else ""
         yield f"{name}{counted_seconds(row.engine_seconds)} of engine time. {model_text(row.model)}"
     if len(report.models) > len(shown):
-        yield f"{len(report.models) - len(shown)} more engines: --format json."
+        yield f"{counted(len(report.models) - len(shown), 'more engine')}: --format json."
 
 
 def model_text(model: StepModel) -> str:

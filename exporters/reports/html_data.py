@@ -29,7 +29,6 @@ from .html_journal import SHOWN, JournalPageData, MostPreempted, joined_pages, p
 from .miss_tally import Tally
 from .rollup_minutes import WAITS
 from .summary import Groups, SummaryRow, Sums
-from .terminal import counted
 from .why import Why, explained
 
 __all__ = ["WAITS", "PageData", "gather"]
@@ -39,7 +38,7 @@ LEFT_OUT = (
     "requests, the use of blocks, and how much later first tokens came. Curves have at most one value a "
     "minute. For the whole page, read the journals: kvledger report --no-rollups."
 )
-NO_PAGES = "{} of journals that are gone hold nothing for a report, because an older kvledger wrote them"
+NO_PAGES = "{} no data for a report: an older kvledger wrote it, and the journal is gone"
 
 
 class PageData(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,7 +83,8 @@ def gather(
     else:
         found = list(split_run(run, places, partial(page_of_span, by=by), joined_pages, whole))
     parts = [part for part in found if part is not None]
-    missing = NO_PAGES.format(counted(len(found) - len(parts), "rollup"))
+    without = len(found) - len(parts)
+    missing = NO_PAGES.format("1 rollup has" if without == 1 else f"{without:,} rollups have")
     if not parts:
         raise LedgerError(f"{missing}.")
     rolled = any(part.rolled for part in parts)
@@ -98,7 +98,7 @@ def gather(
     lost, why = cost_report(costs, tally.models, gpu_hour), explained(tally, gpu_hour)
     if rolled:
         lost = _without_delays(lost)
-    audited = _audited(parts, lost, [missing] if len(parts) < len(found) else [])
+    audited = _audited(parts, lost, [missing] if without else [])
     facts = with_costs(with_why(facts_of_audit(audited), why), lost)
     return PageData(
         report=msgspec.structs.replace(audited, conclusions=conclusions(facts)),

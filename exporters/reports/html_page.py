@@ -88,7 +88,7 @@ def html(data: PageData) -> str:
             by=_by(data),
             group_columns=["", *COLUMNS],
             groups=[(row.group, *cells(row)) for row in data.groups[:SHOWN_GROUPS]],
-            costs=costs.lost_cells(data.costs),
+            costs=costs.lost_cells(data.costs) if data.costs.rows else [],
             loads=costs.load_cells(data.costs),
             models=list(costs.model_lines(data.costs)),
             waits=_waits(data.waits),
