@@ -41,6 +41,8 @@ class RoutedEngine:
         self.requests = self.sequence = 0
         self.lost = frozenset(lost)
         self.said: list[int] = []
+        self.names_tokens = False
+        """Whether KV events name the tokens of their blocks, by keyed ids."""
         self.contents: list[int] = []
         self.received = 0.0
 
@@ -90,7 +92,7 @@ class RoutedEngine:
     def _say(self, kind: int, hash_id: int) -> None:
         if hash_id:
             self.said += [kind, 0, 0, SIZE, 0, 1, hash_id]
-            self.contents += [hash_id % SALT] if kind == ev.STORED else []
+            self.contents += [hash_id % SALT] if self.names_tokens and kind == ev.STORED else []
 
     def _publish(self, second: int, delay: float) -> None:
         published = second + 0.1
@@ -111,13 +113,18 @@ class RoutedEngine:
 
 
 class Fleet:
-    """Requests of six families go to two engines by chance; ``salted``: each under one of two salts."""
+    """Requests of six families go to two engines by chance.
+
+    ``salted``: each under one of two salts, and KV events name the tokens of their blocks.
+    """
 
     def __init__(self, folder: Path, seed: int, *, lose: bool, salted: bool = False) -> None:
         self._folder, self._salted = folder, salted
         self._choose = random.Random(seed)
         lost = [sorted(self._choose.sample(range(3, 90), 12)) if lose else [] for _ in range(2)]
         self.engines = [RoutedEngine(folder, number, lost[number]) for number in range(2)]
+        for engine in self.engines:
+            engine.names_tokens = salted
         self.second = 1
 
     def serve(self, requests: int) -> None:
