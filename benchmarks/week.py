@@ -28,7 +28,7 @@ import msgspec
 from benchmarks import page, trace
 from benchmarks.simulated import Mix
 
-from kvledger.exporters.reports import rollup_minutes, rollups
+from kvledger.exporters.reports import rollup_builder, rollup_minutes, rollups
 from kvledger.exporters.reports.rollup_cells import Cells, merge_cells
 from kvledger.exporters.reports.rollup_pages import Page
 
@@ -51,7 +51,7 @@ def week(folder: Path, hours: int = 168, requests: int = REQUESTS, now: float | 
     """Write the rollup of the last ``hours`` hours into ``folder``; returns its path."""
     journal = folder / "engine-00"
     trace.write_journal(journal, requests, 0, mix=MIX)
-    rollups.compact(journal)
+    rollup_builder.compact(journal)
     rollup = rollups.find(journal)
     assert rollup is not None
     first = int((time.time() if now is None else now) // HOUR) - hours

@@ -14,7 +14,7 @@ from ...audit.replay.parallel import Run, here
 from ...audit.replay.trace_keeper import keep
 from .audit import structs_csv
 from .listing import names_of
-from .rollups import Compacted, compact
+from .rollup_builder import Compacted, compact
 from .terminal import blocks, counted, plain_table
 from .whatif import bytes_text
 

@@ -17,7 +17,7 @@ from kvledger.audit.journal.writer import JournalWriter
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.exporters.reports.audit import report
 from kvledger.exporters.reports.html_data import gather
-from kvledger.exporters.reports.rollups import compact
+from kvledger.exporters.reports.rollup_builder import compact
 
 CHANGED = prints((11, 12), (21, 9), (31, 32))
 

@@ -30,7 +30,7 @@ from kvledger.audit.replay import checkpoint, worker_journals
 from kvledger.audit.replay.engine_audit import EngineAudit
 from kvledger.audit.replay.journals import Audit, audit_paths
 from kvledger.exporters.reports import rollups
-from kvledger.exporters.reports.rollups import compact
+from kvledger.exporters.reports.rollup_builder import compact
 from kvledger.exporters.reports.summary import summarize
 from kvledger.exporters.sidecar.follower import Follower
 

@@ -27,7 +27,8 @@ from kvledger.audit.replay.windows import EVERYTHING, Window
 from kvledger.exporters.reports import rollups
 from kvledger.exporters.reports.html_data import PageData, gather
 from kvledger.exporters.reports.html_page import html
-from kvledger.exporters.reports.rollups import compact, place
+from kvledger.exporters.reports.rollup_builder import compact
+from kvledger.exporters.reports.rollups import place
 from kvledger.exporters.trace.time_series import MINUTE_TICKS, TICKS, Series
 
 WINDOWS = [

@@ -24,7 +24,8 @@ from kvledger.audit.journal.writer import JournalWriter
 from kvledger.audit.replay.windows import EVERYTHING, Window, window
 from kvledger.exporters.reports import rollups
 from kvledger.exporters.reports.listing import journals as listed
-from kvledger.exporters.reports.rollups import compact, find, place
+from kvledger.exporters.reports.rollup_builder import compact
+from kvledger.exporters.reports.rollups import find, place
 from kvledger.exporters.reports.summary import summarize
 from kvledger.exporters.reports.why import why
 
