@@ -166,12 +166,17 @@ class SimulatedPool:
             return
         table = self._tables[number] = []
         hashes = self._trace.requests[life.request].hashes[: self._trace.limit(life)]
+        numbers_of, references, free = self._numbers_of, self._references, 0
         for hash_id in hashes:
-            block = self._numbers_of.get(hash_id, (EMPTY,))[0]
-            if not hash_id or block == EMPTY:
+            numbers = numbers_of.get(hash_id)
+            if numbers is None:
                 break
-            self._hold(block)
+            block = numbers[0]
+            count = references.get(block, 0)
+            references[block] = count + 1
+            free += not count
             table.append(block)
+        self._count_held(free)
         self.result.hits[number] = len(table)
         if self._tier is not None:
             self._read_tier(number, hashes[len(table) :])
@@ -197,9 +202,9 @@ class SimulatedPool:
         table = self._tables.get(number)
         if table is None:
             return
-        while len(table) < length:
-            self._allocate()
-            table.append(EMPTY)
+        if length > len(table):
+            self._allocate(length - len(table))
+            table += [EMPTY] * (length - len(table))
 
     def _cached(self, number: int, index: int, hash_id: int) -> None:
         table = self._tables.get(number)
@@ -219,20 +224,22 @@ class SimulatedPool:
         if self._keep_preempted and life.preempted:
             self._kept[life.request] = number
             return
+        references, use = self._references, self._policy.use
         for block in reversed(self._tables.pop(number, ())):
             if block == EMPTY:
                 self._held -= 1
                 self._free()
-                continue
-            self._references[block] -= 1
-            if not self._references[block]:
-                del self._references[block]
+            elif references[block] > 1:
+                references[block] -= 1
+            else:
+                del references[block]
                 self._held -= 1
                 if block not in self._hash_of:
                     self._free()
                 else:
-                    self._policy.use(block)
-                    self._repay()
+                    use(block)
+                    if self._borrowed:
+                        self._repay()
 
     def _drop(self, hash_id: int) -> None:
         for block in self._numbers_of.pop(hash_id, ()):
@@ -247,25 +254,21 @@ class SimulatedPool:
 
     # --- blocks ---------------------------------------------------------------------------------------
 
-    def _hold(self, block: int) -> None:
-        references = self._references.get(block, 0)
-        self._references[block] = references + 1
-        if not references:
-            self._count_held()
-
-    def _allocate(self) -> None:
-        self._count_held()
+    def _allocate(self, count: int) -> None:
+        self._count_held(count)
         if not self._limited:
             return
-        if self._empty:
-            self._empty -= 1
-        elif not self._evict():
-            self._borrowed += 1
-            self.result.short += 1
+        empty = min(count, self._empty)
+        self._empty -= empty
+        for _ in range(count - empty):
+            if not self._evict():
+                self._borrowed += 1
+                self.result.short += 1
 
-    def _count_held(self) -> None:
-        self._held += 1
-        self.result.most_held = max(self.result.most_held, self._held)
+    def _count_held(self, count: int) -> None:
+        self._held += count
+        if self._held > self.result.most_held:
+            self.result.most_held = self._held
 
     def _evict(self) -> bool:
         """Evict the content of a free block; False if every block is held."""
@@ -290,6 +293,6 @@ class SimulatedPool:
             self._empty += 1
 
     def _repay(self) -> None:
-        """A block with content is free: evict one if more blocks are in use than there are."""
-        if self._borrowed and self._evict():
+        """A block with content is free while more blocks are in use than there are: evict one."""
+        if self._evict():
             self._borrowed -= 1
