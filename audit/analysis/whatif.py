@@ -29,7 +29,7 @@ FACTORS = (0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 3, 4, 6, 8, 16, 32, 64, 128, 256, 5
 SHARES = tuple(1 / 2**power for power in range(10, -1, -1))
 """Sizes of the curve for a trace of no pool, as shares of all different blocks."""
 
-LEAST_SAMPLED = 200
+LEAST_SAMPLED = 500
 """A sample with fewer blocks of the present pool is named as a reason for doubt."""
 
 COARSER = (2, 4)
