@@ -7,7 +7,7 @@ PYTEST := $(BIN)/python -m pytest
 TWO_WORKERS := -n 2 --dist loadfile
 SLOW := benchmark or browser or crash or fuzz or packaging or programs or serving or whole_engine
 
-.PHONY: help demo test test-all lint bench instructions crash long-run parallel-servers routed differential fuzz releases whatif-proof repro-proof cards content-runs upstream-tests docs site pictures clean
+.PHONY: help demo test test-all lint bench instructions crash long-run parallel-servers routed differential fuzz releases whatif-proof repro-proof cards content-runs content-sketches upstream-tests docs site pictures clean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -85,6 +85,10 @@ cards: ## write the score cards of connectors into docs/connectors.md
 content-runs: ## run the real engine at level content with many features; ARGS=--write writes docs/content.md
 	$(READY) test
 	$(BIN)/python scripts/content_runs.py $(ARGS)
+
+content-sketches: ## measure how much two computations of a block differ; ARGS=--write writes docs/content.md
+	$(READY) test
+	$(BIN)/python scripts/content_sketches.py $(ARGS)
 
 upstream-tests: ## run vLLM's own tests with and without the ledger
 	$(READY) test

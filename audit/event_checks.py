@@ -151,6 +151,15 @@ def _blocks_moved(event: ev.BlocksMoved) -> str:
     return _in_rows_of(2, "differed", event.differed)
 
 
+def _blocks_sketched(event: ev.BlocksSketched) -> str:
+    size, rest = divmod(len(event.sketches), max(1, len(event.blocks)))
+    if event.projections < 1:
+        return f"a sketch has {event.projections} projections"
+    if rest or size % (8 * event.projections) or bool(size) != bool(event.blocks):
+        return f"{len(event.blocks)} blocks have {len(event.sketches)} bytes of sketches"
+    return ""
+
+
 def _in_rows_of(length: int, name: str, numbers: Sequence[int]) -> str:
     if len(numbers) % length:
         return f"{name} does not hold {length} numbers for each block"
@@ -288,6 +297,7 @@ _CHECKS: dict[type[ev.Event], Check] = {
     ev.HitsVerified: _hits_verified,
     ev.ScrubDiffered: lambda event: _in_rows_of(4, "rows", event.rows),
     ev.BlocksMoved: _blocks_moved,
+    ev.BlocksSketched: _blocks_sketched,
     ev.KVEventsReceived: _kv_events,
     ev.HandedOver: lambda event: _within(event, 0, "blocks") or _within(event, -1, "room_tokens"),
 }

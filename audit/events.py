@@ -794,7 +794,8 @@ class ContentWatched(Event, frozen=True, array_like=True, tag=80):
     distinct tensors, and bytes of a block. ``key_name`` names the fingerprint function and its key:
     fingerprints of different names are never compared. ``share`` of the hit blocks are verified. ``excluded``
     has a sentence for each group that is not checked. ``step``: the worker's step so far. ``layouts`` says of
-    each checked group, in the order of ``groups``, how its KV caches lie in memory.
+    each checked group, in the order of ``groups``, how its KV caches lie in memory. ``recomputed`` says how
+    blocks that are computed again are compared, or why not; "": nobody asked for it.
     """
 
     step: int
@@ -805,6 +806,7 @@ class ContentWatched(Event, frozen=True, array_like=True, tag=80):
     share: float
     excluded: list[str]
     layouts: list[str] = []
+    recomputed: str = ""
 
 
 UNFILLED, UNSEEN, UNSAMPLED, SAME_STEP, MISMATCHED = 0, -1, -2, -3, -4
@@ -881,6 +883,22 @@ class BlocksMoved(Event, frozen=True, array_like=True, tag=85):
     prints: bytes
     differed: list[int] = []
     fleet_store: bool = False
+
+
+class BlocksSketched(Event, frozen=True, array_like=True, tag=86):
+    """Sketches of blocks that were full and final after a step, which computed them.
+
+    ``sketches`` has, for each block, ``projections`` numbers (float32, little-endian) for the keys and as
+    many for the values of each layer: products with random vectors, comparable under one ``key_name``.
+    """
+
+    step: int
+    worker: int
+    group: int
+    key_name: str
+    projections: int
+    blocks: list[int]
+    sketches: bytes
 
 
 # --- an engine's stream of KV events, which a subscriber records -----------------------------------------
@@ -967,6 +985,7 @@ EmittedEvent = (
     | ContentCounted
     | ScrubDiffered
     | BlocksMoved
+    | BlocksSketched
     | KVEventsReceived
 )
 """Every event that an engine's hooks, or a subscriber to its KV events, emit."""

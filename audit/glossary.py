@@ -94,6 +94,13 @@ SECTIONS: dict[str, tuple[Term, ...]] = {
             ("sealed", "fingerprint"),
         ),
         Term(
+            "sketch",
+            "Eight products of the keys, and eight of the values, of one layer of a block with random "
+            "vectors. Two computations of the same tokens have near sketches, although their bytes differ.",
+            "`118 of 120 recomputed blocks differed by rounding only (at most 0.0004).`",
+            ("sketches",),
+        ),
+        Term(
             "verified block",
             "A block that a request hit and whose bytes, compared just before the forward pass, were those "
             "that were sealed.",
@@ -375,7 +382,7 @@ SECTIONS: dict[str, tuple[Term, ...]] = {
         Term(
             "drift",
             "A finding that the engine counts by a deliberate rule that misleads the reader of its "
-            "figures. The verdict stays clean.",
+            "figures, or that two computations of one block differ. The verdict stays clean.",
             "`connector/failed-load-counted`: vLLM counts tokens whose load failed as external tokens.",
             ("drifts",),
         ),

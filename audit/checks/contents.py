@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..ledger.subjects import ContentChanged, Entry, UnsealedHit
+from ..ledger.subjects import ContentChanged, ContentRecomputed, Entry, UnsealedHit
 from .registry import (
     VLLM_38715,
     VLLM_43569,
@@ -110,4 +110,58 @@ def unsealed_hit(entry: Entry) -> Iterator[Witness]:
         worker=subject.worker,
         group=subject.group,
         pool=subject.pool,
+    )
+
+
+@invariant(
+    "content/recomputed",
+    on=(ContentRecomputed,),
+    severity="drift",
+    message="Request {writer} computed block {block} in step {step}, and the KV differs from an earlier "
+    "computation of the same tokens by {distance}, most in the {part} of layer {layer}: request {before} had "
+    "filled block {before_block} in step {before_step}. One of the two computations is wrong.",
+    near_misses=(
+        "a computation in another batch or other chunks, or after a preemption, which rounds differently",
+        "a block that a connector loaded: only computed blocks are compared",
+        "a computation over a load that failed, which the engine repeats",
+        "a computation after the prefix cache was reset, perhaps for new weights",
+        "rejected drafts, which are computed again",
+    ),
+)
+def recomputed(entry: Entry) -> Iterator[Witness]:
+    """Two computations of the same tokens give about the same KV.
+
+    With ``KVLEDGER_CONTENT_SKETCH=1``, level ``content`` compares a computed block with the last computation
+    under the same hash, by random projections of the keys and values of each layer. A distance above 0.25
+    is more than rounding: one of the two was computed at other positions, with other weights or another
+    adapter, or something wrote to the block before it was sealed. Which one is wrong is not known, so this is
+    a drift. ``docs/content.md`` has the measurement of the threshold, and what is too small to be seen.
+    """
+    subject = entry.subject
+    assert isinstance(subject, ContentRecomputed)
+    several = (
+        "Request {writer} computed {count} blocks in step {step} whose KV differs from an earlier "
+        "computation of the same tokens by up to {distance}, most in the {part} of layer {layer} of block "
+        "{block}: request {before} had filled block {before_block} in step {before_step}. One of the two "
+        "computations is wrong."
+    )
+    yield Witness(
+        several if len(subject.blocks) > 1 else None,
+        subject.story,
+        block=subject.blocks[0],
+        blocks=subject.blocks,
+        count=len(subject.blocks),
+        step=subject.step,
+        worker=subject.worker,
+        group=subject.group,
+        pool=subject.pool,
+        writer=subject.writer or "not known",
+        before=subject.before_writer or "not known",
+        before_block=subject.before_block,
+        before_step=subject.before_step,
+        distance=f"{subject.distance:.2f}",
+        layer=subject.layer,
+        layers=list(subject.layers),
+        layer_count=subject.layer_count,
+        part=subject.part,
     )

@@ -22,7 +22,8 @@ from ..errors import LedgerError
 from ..ledger.subjects import Entry
 
 Severity = Literal["violation", "drift"]
-"""``violation``: the engine is wrong. ``drift``: it deliberately counts by a rule that misleads."""
+"""``violation``: the engine is wrong. ``drift``: it deliberately counts by a rule that misleads, or two
+computations of one block differ."""
 
 
 class Reference(NamedTuple):
@@ -281,8 +282,8 @@ def markdown() -> str:
         "Made by `python -m kvledger.audit.checks`; do not edit.",
         "",
         "A *violation* means that the engine is wrong. A *drift* means that the engine deliberately counts",
-        "by a rule that misleads; a drift never changes the verdict. Accounts that lost events are not",
-        "checked.",
+        "by a rule that misleads, or that two computations of one block differ by more than rounding. A",
+        "drift never changes the verdict. Accounts that lost events are not checked.",
     ]
     family = ""
     for row in sorted(catalogue().values(), key=_family):

@@ -158,3 +158,32 @@ def stale_store(_: Refusals) -> None:
             cache[blocks[-1]] = old
 
     _around_loads(load)
+
+
+def wrong_compute(_: Refusals) -> None:
+    """The second computation of a prompt writes the tokens of one block's keys one position too far.
+
+    The block is sealed after that, so each later comparison of the block with its seal is right.
+    """
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    done: list[bool] = []
+
+    def make(original: Any) -> Any:
+        def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, scheduler_output, *args, **kwargs)
+            size = self.cache_config.block_size
+            for request_id, request in self.requests.items():
+                computed = request.num_computed_tokens + scheduler_output.num_scheduled_tokens.get(
+                    request_id, 0
+                )
+                if request_id.startswith("twice") and computed >= 2 * size and not done:
+                    done.append(True)
+                    for cache in _caches(self.vllm_config):
+                        keys = cache[request.block_ids[0][1]][..., : cache.shape[-1] // 2]
+                        keys.copy_(keys.roll(1, dims=-2))
+            return result
+
+        return execute_model
+
+    replace(GPUModelRunner, "execute_model", make)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from . import content_defects, defects
-from .workload import DEFAULT_WAVES, EVICTED_WHILE_WAITING, OLDEST_HIT, OUTGROWN, Wave
+from .workload import COMPUTED_TWICE, DEFAULT_WAVES, EVICTED_WHILE_WAITING, OLDEST_HIT, OUTGROWN, Wave
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,14 @@ _TABLE = (
         "https://github.com/vllm-project/vllm/issues/46951",
         "content/transfer",
         content_defects.stale_store,
+    ),
+    Injection(
+        "wrong-compute",
+        "a prompt is computed twice, and the second time one block's keys are written at another position",
+        "https://github.com/vllm-project/vllm/issues/39146",
+        "content/recomputed",
+        content_defects.wrong_compute,
+        COMPUTED_TWICE,
     ),
 )
 

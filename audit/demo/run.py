@@ -196,6 +196,8 @@ def _environment(folder: Path, injection: Injection | None) -> dict[str, str]:
     if injection is not None:
         environment["KVLEDGER_LEVEL"] = injection.level
         environment["KVLEDGER_CONTENT_STORE"] = "own"  # the folder of the demo's connector
+        if injection.expected_invariant == "content/recomputed":
+            environment["KVLEDGER_CONTENT_SKETCH"] = "1"
     if chosen := environment.get("VLLM_PLUGINS"):
         environment["VLLM_PLUGINS"] = f"{chosen},kvledger"
     return environment

@@ -183,3 +183,13 @@ OLDEST_HIT = (
     Wave((_request("after", *DEEP),)),
 )
 """A request allocates a block for its external hit; the next free block is its own local hit."""
+
+COMPUTED_TWICE = (
+    Wave((DemoRequest("once-lead", "lead", 97, 4),)),
+    Wave((DemoRequest("evicting", "evicting", 289, 4),)),
+    Wave((DemoRequest("twice-lead", "lead", 97, 4),)),
+)
+"""A prompt is computed, its blocks are evicted, and another request computes it again.
+
+The prompt has whole blocks and one token more, so that the connector does not match it.
+"""

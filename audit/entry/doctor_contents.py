@@ -46,6 +46,8 @@ class ContentsDiagnosis(msgspec.Struct, frozen=True):
     """The groups that were checked there, and how their KV caches lay in memory."""
     excluded: list[str] = []
     """A sentence for each group that was not checked there, or for all."""
+    recomputed: str = ""
+    """Whether blocks that are computed again were compared there; "" if nobody asked for it."""
 
 
 def diagnose_contents(directory: str | None) -> ContentsDiagnosis:
@@ -66,6 +68,7 @@ def diagnose_contents(directory: str | None) -> ContentsDiagnosis:
         journal=journal,
         groups=[] if watched is None else group_sentences(watched),
         excluded=[] if watched is None else watched.excluded,
+        recomputed="" if watched is None else watched.recomputed,
     )
 
 

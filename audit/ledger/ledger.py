@@ -22,6 +22,7 @@ from .lives import LIVES, withdraw_hit
 from .loads import LOADS
 from .observation import ERRORS_KEPT, OBSERVATION, forget
 from .posting import close_unseen, enter_subjects, make_unknown, see_demand
+from .recomputed import RECOMPUTED, compare_hashed
 from .state import LedgerState
 from .steady import activate_all, open_accounts
 from .steps import STEPS
@@ -34,6 +35,8 @@ def _block(state: LedgerState, event: ev.Event) -> None:
     subjects = state.blocks.apply(event, open_accounts(state))
     if state.blocks.demand.waiting:
         see_demand(state)
+    if state.blocks.hash_arrived:
+        compare_hashed(state)
     enter_subjects(state, subjects, getattr(event, "step", state.step))
     for request, lost in state.blocks.refilled:
         account = state.living.get(request)
@@ -49,6 +52,7 @@ POSTINGS: dict[type[ev.Event], Callable[[LedgerState, Any], None]] = {
     **STEPS,
     **CONTENTS,
     **CUSTODY,
+    **RECOMPUTED,
     **dict.fromkeys(BlockLedger.EVENTS, _block),
 }
 """The posting function of every event."""
@@ -72,6 +76,8 @@ class Ledger(LedgerState):
             post(self, event)
         if self.custody.waiting and kind is ev.Stepped:
             follow_waiting(self)
+        if kind is ev.PoolReset:
+            self.sketches.forget()
         if self.contents.watches and kind in (ev.Admitted, ev.BlocksPromised):
             self.contents.noted(event, sum(pool.blocks for pool in self.blocks.pools.values()))
         if self.blocks.pools and kind not in BlockLedger.EVENTS:
@@ -178,3 +184,4 @@ class Ledger(LedgerState):
         self.contents.absorb(other.contents)
         for name, count in other.custody.counts.items():
             self.custody.count(name, count)
+        self.sketches.absorb(other.sketches)

@@ -14,6 +14,7 @@ from .account import Account
 from .blocks.ledger import BlockLedger
 from .content_state import ContentState
 from .custody_state import CustodyState
+from .sketch_state import SketchState
 from .subjects import Entry
 from .totals import Totals
 from .transfers import WorkerTransfers
@@ -111,6 +112,8 @@ class LedgerState:
         """What workers found out about the contents of blocks."""
         self.custody = CustodyState()
         """Transfers of blocks between the engine and a connector's store."""
+        self.sketches = SketchState()
+        """Blocks that were computed more than once."""
         self.transfers = WorkerTransfers()
         """Promised blocks, and what workers did to load them."""
         self.delayed_frees: dict[int, tuple[int, str, int]] = {}

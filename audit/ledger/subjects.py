@@ -266,6 +266,31 @@ class ContentStored(NamedTuple):
     story: list[str]
 
 
+class ContentRecomputed(NamedTuple):
+    """Two computations of the same blocks differ by more than rounding.
+
+    The first of ``blocks`` differs most, by ``distance`` in the ``part`` of ``layer``, from block
+    ``before_block``, which request ``before_writer`` had filled under the same hash in step ``before_step``.
+    ``layers``: its layers of which some part is too far.
+    """
+
+    worker: int
+    group: int
+    pool: int
+    blocks: list[int]
+    step: int
+    writer: str
+    before_block: int
+    before_step: int
+    before_writer: str
+    distance: float
+    layer: int
+    part: str
+    layers: tuple[int, ...]
+    layer_count: int
+    story: list[str]
+
+
 class Entry(msgspec.Struct, frozen=True, gc=False):
     """One subject, and its account as it stood right after posting.
 
@@ -295,6 +320,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
         | UnsealedHit
         | ContentTransfer
         | ContentStored
+        | ContentRecomputed
         | StreamSubject
         | Settlement
         | Subject

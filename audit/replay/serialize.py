@@ -48,6 +48,7 @@ from ..ledger.kv_stream import KVEvent
 from ..ledger.ledger import Ledger
 from ..ledger.life import InFlight, Life
 from ..ledger.positions import Losses, PositionRange, PositionRanges
+from ..ledger.sketch_state import SketchState
 from ..ledger.totals import Totals
 from ..ledger.transfers import Promise, WorkerTransfers
 from .engine_audit import EngineAudit
@@ -65,6 +66,7 @@ OBJECTS: tuple[type, ...] = (
     WorkerTransfers,
     ContentState,
     CustodyState,
+    SketchState,
     WorkerJournals,
     Promise,
     Account,
@@ -125,6 +127,7 @@ REBUILT: dict[type, frozenset[str]] = {
     WorkerTransfers: frozenset(),
     ContentState: frozenset(),
     CustodyState: frozenset(),
+    SketchState: frozenset(),
     LiveEvents: frozenset({"enabled", "_neighbours", "_path", "_readers", "_searched"}),
     LiveComparison: frozenset({"cache"}),
     RoutedCache: frozenset(),
@@ -200,6 +203,7 @@ _BLANK: dict[type, Callable[[], Any]] = {
     WorkerTransfers: WorkerTransfers,
     ContentState: ContentState,
     CustodyState: CustodyState,
+    SketchState: SketchState,
     WorkerJournals: lambda: WorkerJournals(Path()),
     Reconciliation: Reconciliation,
     ReconciliationStep: ReconciliationStep,

@@ -19,6 +19,7 @@ import msgspec
 from ..errors import LedgerError
 from ..events import (
     BlocksMoved,
+    BlocksSketched,
     Census,
     ContentCounted,
     ContentWatched,
@@ -44,7 +45,15 @@ AFTER_PLANNING: tuple[type[Event], ...] = (Delivered, DeliveredWhole, LoadFailed
 
 MOST_REMEMBERED = 10_000
 
-WorkerEvent = WorkerStepped | ContentWatched | HitsVerified | ContentCounted | ScrubDiffered | BlocksMoved
+WorkerEvent = (
+    WorkerStepped
+    | ContentWatched
+    | HitsVerified
+    | ContentCounted
+    | ScrubDiffered
+    | BlocksMoved
+    | BlocksSketched
+)
 """What a worker emits in its steps, and the ledger of its engine reads."""
 
 

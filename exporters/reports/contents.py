@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import msgspec
 
 from ...audit.ledger.content_state import ContentState
+from ...audit.ledger.sketch_state import SketchState
 from ...audit.replay.journals import Audit
 from .terminal import counted
 
@@ -47,6 +48,12 @@ class ContentsData(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks that a connector loaded with other bytes."""
     moved_unknown: int = 0
     """Blocks that a connector loaded and that could not be compared."""
+    recomputed: int = 0
+    """Blocks that were compared with an earlier computation of the same tokens."""
+    recomputed_differed: int = 0
+    """Those of them that differ by more than rounding."""
+    recomputed_distance: float = 0.0
+    """The largest distance of the others."""
 
 
 def contents(audit: Audit) -> ContentsData | None:
@@ -56,12 +63,13 @@ def contents(audit: Audit) -> ContentsData | None:
     ]
     if not asked:
         return None
-    total, workers = ContentState(), 0
+    total, sketches, workers = ContentState(), SketchState(), 0
     transfers: Counter[str] = Counter()
     excluded: list[str] = []
     for engine in asked:
         state = engine.auditor.ledger.contents
         total.absorb(state)
+        sketches.absorb(engine.auditor.ledger.sketches)
         workers += len(state.workers)
         excluded += state.excluded
         transfers.update(engine.auditor.ledger.custody.counts)
@@ -85,6 +93,9 @@ def contents(audit: Audit) -> ContentsData | None:
         moved=transfers["moved"],
         moved_differed=transfers["transfer_differed"],
         moved_unknown=transfers["unknown"] + transfers["foreign"] + transfers["unmatched"],
+        recomputed=sketches.compared,
+        recomputed_differed=sketches.differed,
+        recomputed_distance=sketches.largest,
     )
 
 
@@ -105,6 +116,10 @@ def sentences(found: ContentsData) -> Iterator[str]:
             f"{found.moved:,} of {counted(loads, 'loaded block')} held the bytes that were stored "
             f"({counted(found.stored, 'block')} stored)."
         )
+    if found.recomputed:
+        alike, largest = found.recomputed - found.recomputed_differed, found.recomputed_distance
+        again = counted(found.recomputed, "recomputed block")
+        yield f"{alike:,} of {again} differed by rounding only (at most {largest:.2g})."
     if found.moved_unknown:
         loaded = counted(found.moved_unknown, "loaded block")
         yield f"Not compared: {loaded}, stored unseen or perhaps by another engine."

@@ -122,7 +122,7 @@ def _contents_fact(found: ContentsDiagnosis) -> Fact:
     if found.not_checked:
         kinds += f", {len(found.not_checked)} can't be"
     if found.journal:
-        kinds += f"; in {found.journal}: {'; '.join([*found.groups, *found.excluded]) or 'no group'}"
+        kinds += f"; in {found.journal}: {_seen(found)}"
     return Fact("partly" if found.excluded else "ok", "contents", kinds)
 
 
@@ -135,8 +135,14 @@ def _contents_rows(found: ContentsDiagnosis | None) -> dict[str, str]:
     }
     rows["fingerprints"] = found.form
     if found.journal:
-        rows[found.journal] = "; ".join([*found.groups, *found.excluded]) or "no group"
+        rows[found.journal] = _seen(found)
     return rows
+
+
+def _seen(found: ContentsDiagnosis) -> str:
+    """What was checked in the newest journal, and what not."""
+    recomputed = [found.recomputed] if found.recomputed else []
+    return "; ".join([*(found.groups or ["no group"]), *found.excluded, *recomputed])
 
 
 _SETTINGS = ("KVLEDGER_DIR", "VLLM_PLUGINS")

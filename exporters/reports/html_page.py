@@ -45,8 +45,8 @@ VERDICTS = {
     "unknown": "No violation was found, but events are missing or the engine raised: see the notes below.",
 }
 DRIFT = (
-    "A drift is a figure that the engine counts by a deliberate but misleading rule. A drift does not change "
-    "the verdict."
+    "A drift is a figure that the engine counts by a deliberate but misleading rule. A difference "
+    "between two computations of one block is a drift too. A drift does not change the verdict."
 )
 
 

@@ -97,11 +97,11 @@ def engine(folder: Path, *, model: str = "qwen3", **options: Any) -> Any:
         "num_gpu_blocks_override": 24,
         "scheduler_reserve_full_isl": False,
         "distributed_executor_backend": EXECUTOR,
+        "dtype": "float32",
     }
     return LLM(
         model=str(model_folder(model, folder)),
         skip_tokenizer_init=True,
-        dtype="float32",
         seed=0,
         enforce_eager=True,
         enable_prefix_caching=True,

@@ -43,6 +43,8 @@ class KVRunner:
         """Called in each step, between the writes of loads and the forward pass."""
         self.load_errors: set[int] = set()
         """Blocks that the connector's worker side reports as not loaded in this step, and does not write."""
+        self.accepted: dict[str, list[int]] = {}
+        """The drafts that each request accepts in the present step."""
         self._random = torch.Generator().manual_seed(0)
         self._torch = torch
         self._tables: dict[str, list[list[int]]] = {}
@@ -103,14 +105,14 @@ class KVRunner:
         for request_id, tokens in output.num_scheduled_tokens.items():
             start = self._computed[request_id]
             for group, table in enumerate(self._tables[request_id]):
-                self._write(group, table, start, start + tokens)
+                self.compute(request_id, group, table, start, start + tokens)
         return "output"
 
     def fill_loads(self, output: Any) -> None:
         """Write what the scripted connector's metadata orders to be loaded."""
         for load in getattr(output.kv_connector_metadata, "loads", ()):
             for group, blocks in enumerate(load.block_ids):
-                self._load(group, blocks, self._local[load.request_id], load.external_tokens)
+                self.load(load.request_id, group, blocks, load.external_tokens)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """The method of a connector's worker side that vLLM's runner calls in each step."""
@@ -126,9 +128,9 @@ class KVRunner:
             for block in blocks if not self.load_errors else set(blocks) - self.load_errors:
                 layer[block] = self._torch.rand(layer[block].shape, generator=self._random)
 
-    def _load(self, group: int, blocks: Any, local: int, tokens: int) -> None:
-        """Write the blocks in which ``tokens`` external tokens lie, after ``local`` ones."""
-        size = self.caches[group][0].shape[2]
+    def load(self, request_id: str, group: int, blocks: Any, tokens: int) -> None:
+        """Write the blocks in which ``tokens`` external tokens of a request lie, after its local hits."""
+        size, local = self.caches[group][0].shape[2], self._local[request_id]
         self.fill(group, [block for block in blocks[local // size : -(-(local + tokens) // size)] if block])
 
     def _begin(self, request_id: str, blocks: Any, computed: int) -> None:
@@ -136,7 +138,8 @@ class KVRunner:
         self._computed[request_id] = computed
         self._rejected.pop(request_id, None)
 
-    def _write(self, group: int, table: list[int], start: int, end: int) -> None:
+    def compute(self, request_id: str, group: int, table: list[int], start: int, end: int) -> None:
+        """Write the positions that a step executes for a request."""
         for layer in self.caches[group]:
             size = layer.shape[2]
             for index in range(start // size, min(len(table), -(-end // size))):
@@ -155,9 +158,14 @@ class DriverWithCaches(Driver):
 
         def execute(step: Any, requests: Any, accepted: Any) -> Any:
             kv_runner = self.scheduler.kv_runner
-            if kv_runner is not None:
-                kv_runner.execute_model(step.scheduled)
             result = answer(step, requests, accepted)
+            if kv_runner is not None:
+                sampled = dict(zip(result.req_ids, result.sampled_token_ids, strict=False))
+                kv_runner.accepted = {
+                    name: sampled[name] if self.setup.canvas else sampled[name][:-1]
+                    for name in step.scheduled.scheduled_spec_decode_tokens
+                }
+                kv_runner.execute_model(step.scheduled)
             if kv_runner is not None and self.setup.asynchronous:
                 sampled = dict(zip(result.req_ids, result.sampled_token_ids, strict=False))
                 for name, drafts in step.scheduled.scheduled_spec_decode_tokens.items():
@@ -167,12 +175,14 @@ class DriverWithCaches(Driver):
         self.runner.answer = execute  # type: ignore[method-assign]
 
 
-def attach_content(scheduler: Any, stride: int = 0) -> LiveAudit:
+def attach_content(
+    scheduler: Any, stride: int = 0, runner_type: Callable[[Any], KVRunner] = KVRunner
+) -> LiveAudit:
     """Audit a scheduler at level ``content``, with a KV runner of its own.
 
     ``stride``: what the runner declares as the distance of two blocks, in place of the true one.
     """
-    scheduler.kv_runner = KVRunner(scheduler)
+    scheduler.kv_runner = runner_type(scheduler)
     for declared in scheduler.kv_runner.kv_cache_config.kv_cache_tensors if stride else ():
         declared.block_stride = stride
     audit = attach(scheduler, level="blocks")

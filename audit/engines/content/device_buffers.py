@@ -29,15 +29,15 @@ SLOTS = 8
 class Slot:
     """Buffers for ``count`` blocks. ``event`` follows the last work that the device was given for them."""
 
-    def __init__(self, device: Any, room: int, columns: int, event: Any) -> None:
+    def __init__(self, device: Any, room: int, columns: int, event: Any, dtype: Any) -> None:
         pinned = device.type == "cuda"
         self.event = event
         self.count = 0
         self._ids_on_host = torch.zeros(room, dtype=torch.int64, pin_memory=pinned)
         self._ids = self._ids_on_host.numpy()
         self._ids_on_device = torch.zeros(room, dtype=torch.int64, device=device)
-        self._sums = torch.zeros((room, columns), dtype=torch.int64, device=device)
-        self._sums_on_host = torch.zeros((room, columns), dtype=torch.int64, pin_memory=pinned)
+        self._sums = torch.zeros((room, columns), dtype=dtype, device=device)
+        self._sums_on_host = torch.zeros((room, columns), dtype=dtype, pin_memory=pinned)
         self._differs = torch.zeros(room, dtype=torch.bool, device=device)
         self._differs_on_host = torch.zeros(room, dtype=torch.bool, pin_memory=pinned)
 
@@ -92,8 +92,9 @@ class Slots:
         columns: int = 1,
         count: int = SLOTS,
         new_event: Callable[[], Any] | None = None,
+        dtype: Any = torch.int64,
     ) -> None:
-        self._device, self.room, self._columns = device, room, columns
+        self._device, self.room, self._columns, self._dtype = device, room, columns, dtype
         self._new_event = new_event or torch.cuda.Event
         self._free = [self._new() for _ in range(count)]
         self._unread: deque[Slot] = deque()
@@ -118,7 +119,7 @@ class Slots:
         self._unread.append(slot)
 
     def _new(self) -> Slot:
-        return Slot(self._device, self.room, self._columns, self._new_event())
+        return Slot(self._device, self.room, self._columns, self._new_event(), self._dtype)
 
 
 class Pending(Protocol[Result_co]):

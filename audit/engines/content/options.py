@@ -11,23 +11,30 @@ logger = logging.getLogger("vllm.kvledger")
 
 SHARE, SCRUB, KEY = "KVLEDGER_CONTENT_SHARE", "KVLEDGER_CONTENT_SCRUB_BYTES", "KVLEDGER_CONTENT_KEY"
 
+SKETCH = "KVLEDGER_CONTENT_SKETCH"
+
 SCRUB_BYTES = 64 << 10
 """Bytes of blocks at rest that are compared with their seals in a step, on average."""
 
 
 class ContentOptions(NamedTuple):
-    """``share`` of the hit blocks are verified. ``key``: of the fingerprints; 0: a random one."""
+    """``share`` of the hit blocks are verified. ``key``: of the fingerprints; 0: a random one.
+
+    ``sketch``: blocks that are computed again are compared with their first computation.
+    """
 
     share: float = 1.0
     scrub_bytes: int = SCRUB_BYTES
     key: int = 0
+    sketch: bool = False
 
 
 def options() -> ContentOptions:
     """The options that the environment sets. A value that can't be read is logged, and not used."""
     share = _number(SHARE, 1.0)
     key = int.from_bytes(os.environ.get(KEY, "").encode()[:7], "big")
-    return ContentOptions(min(1.0, max(0.0, share)), int(max(0.0, _number(SCRUB, SCRUB_BYTES))), key)
+    scrub = int(max(0.0, _number(SCRUB, SCRUB_BYTES)))
+    return ContentOptions(min(1.0, max(0.0, share)), scrub, key, _number(SKETCH, 0.0) > 0)
 
 
 def _number(name: str, default: float) -> float:

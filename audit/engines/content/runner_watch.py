@@ -13,7 +13,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import events as ev
 from ...events import SAME_STEP, UNSAMPLED
@@ -26,6 +26,9 @@ from .layout import Layout, read_layout
 from .options import ContentOptions
 from .seals import Seals
 from .tables import NULL_BLOCK, Hit, Tables
+
+if TYPE_CHECKING:
+    from .sketches import SketchWatch
 
 RUNNER: tuple[Hook, ...] = (
     Hook("", "execute_model", (), before="step_begins", after="executed"),
@@ -110,6 +113,8 @@ class RunnerWatch:
         """The block to look at next, and the bytes that may be scrubbed."""
         self._counts = [0, 0, 0, 0, 0]
         """Sealed, verified and scrubbed blocks, bytes and nanoseconds since the last ContentCounted."""
+        self._sketches = self._new_sketches()
+        """Takes sketches of computed blocks; None: nobody asked for them."""
         self._reader = reader_of(connector) if connector is not None else None
         """Reads the connector's metadata."""
         self._custody: CustodyWatch | None = None
@@ -153,6 +158,7 @@ class RunnerWatch:
             self.options.share,
             self.layout.sentences(),
             [group.description for group in self.layout.groups.values()],
+            "" if self._sketches is None else self._sketches.sentence,
         )
 
     def final_blocks(self, request_id: str, group: int) -> tuple[object, list[int]] | None:
@@ -163,6 +169,13 @@ class RunnerWatch:
         scheduler = self.runner.vllm_config.scheduler_config
         sizes = {number: group.block_tokens for number, group in self.layout.groups.items()}
         return Tables(sizes, asynchronous=bool(getattr(scheduler, "async_scheduling", False)))
+
+    def _new_sketches(self) -> SketchWatch | None:
+        if not self.options.sketch:
+            return None
+        from .sketches import SketchWatch
+
+        return SketchWatch(self.layout, self._key, self.seals.key_name, self.log, self.rank)
 
     # --- a step -------------------------------------------------------------------------------------
 
@@ -176,6 +189,8 @@ class RunnerWatch:
         plan = self._tables.step(scheduler_output)
         for group, blocks in plan.settled.items():
             self._seal(group, blocks, self.step - 1)
+            if self._sketches is not None:
+                self._sketches.take(group, set(blocks) - plan.unaccepted, self.step - 1)
         self.seals.void(plan.unseen, ev.UNSEEN)
         self.seals.void(plan.written)
         self.seals.void(target for _, target in plan.copied)
@@ -213,6 +228,7 @@ class RunnerWatch:
         self.layout = read_layout(self.runner)
         self.seals = Seals(self.layout, self._key, seen_from_start=True)
         self._tables = self._new_tables()
+        self._sketches = self._new_sketches()
         self._in_step = False
         self.log.emit(self.began())
 
@@ -269,7 +285,9 @@ class RunnerWatch:
         return step
 
     def _emit_results(self, *, wait: bool = False) -> None:
-        """Emit the comparisons whose results have arrived."""
+        """Emit the comparisons and sketches whose results have arrived."""
+        if self._sketches is not None:
+            self._sketches.emit(wait=wait)
         for check, differing in self.seals.results(wait=wait):
             if check.request_ids:
                 self._emit_hits(check, set(differing))
@@ -320,6 +338,8 @@ class RunnerWatch:
         self._in_step = False
         for group, blocks in self._final.items():
             self._seal(group, blocks, self.step)
+        if self._sketches is not None:
+            self._take_sketches(self._sketches)
         for group, blocks in self._first_read.items():
             filled = [block for block in dict.fromkeys(blocks) if block not in self._failed_blocks]
             self._seal(group, filled, self.step)
@@ -331,6 +351,14 @@ class RunnerWatch:
         if self._failed_blocks:
             self.seals.void(self._failed_blocks)
         self._scrub()
+
+    def _take_sketches(self, sketches: SketchWatch) -> None:
+        """Take the sketches of the blocks that the step computed, unless a load failed."""
+        if self._failed_blocks:
+            sketches.load_failed(self.step)
+        for group, blocks in self._final.items():
+            sketches.take(group, blocks, self.step)
+        sketches.emit()
 
     def _seal(self, group: int, blocks: list[int], step: int) -> None:
         self.seals.seal(group, blocks, step)

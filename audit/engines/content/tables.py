@@ -41,6 +41,8 @@ class StepPlan(NamedTuple):
     """Blocks below the computed tokens of requests that begin a life."""
     final: dict[int, list[int]]
     """Blocks that are full and final after the step."""
+    unaccepted: set[int]
+    """Blocks of ``settled`` that may hold rejected drafts, of requests that left the batch."""
 
 
 class _Request:
@@ -78,7 +80,7 @@ class Tables:
 
     def step(self, output: Any) -> StepPlan:
         """Take over what a ``SchedulerOutput`` says, and tell what its step does."""
-        plan = StepPlan({}, set(), copies_of(output), set(), [], {})
+        plan = StepPlan({}, set(), copies_of(output), set(), [], {}, set())
         scheduled = output.num_scheduled_tokens
         for request_id in self._last:
             if request_id not in scheduled:
@@ -171,6 +173,7 @@ class Tables:
             done = request.executed // size
             blocks = _real(request.tables[group][request.sealed.get(group, 0) : done])
             plan.settled.setdefault(group, []).extend(blocks)
+            plan.unaccepted.update(blocks)
         request.drafts = 0
 
 

@@ -91,6 +91,10 @@ def _hash(
     record.isolation = isolation_below(holdings.isolation.get(request), record.least_end)
     remember(record, done)
     mark_never_loaded(holdings, event.pool, block, group, request)
+    if (event.pool, block) in holdings.hash_awaited:
+        allocated = record.allocations[-2] if record.allocations else UNKNOWN
+        holdings.hash_awaited.discard((event.pool, block))
+        holdings.hash_arrived.append((event.pool, block, hash_id, allocated, record.writer))
     holdings.newly_cached.append((event.pool, block, request, end))
 
 

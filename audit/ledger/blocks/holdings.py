@@ -45,6 +45,10 @@ class Holdings:
         """Cached blocks whose load failed, by (pool, block), until their tokens are computed."""
         self.newly_cached: list[tuple[int, int, int, int]] = []
         """Blocks cached by this step: pool, block, request, end. Checked against loads after the step."""
+        self.hash_awaited: set[tuple[int, int]] = set()
+        """Blocks (pool, block) that were computed, and whose hash :mod:`..recomputed` waits for."""
+        self.hash_arrived: list[tuple[int, int, int, int, str]] = []
+        """Those of them that got a hash: pool, block, hash id, step of the allocation, and writer."""
         self.failed_hits: list[tuple[int, int, int]] = []
         """Hits on blocks of ``failed``: step, pool, block. Checked once the step has been posted."""
         self.refilled: list[tuple[int, RemovedRange]] = []

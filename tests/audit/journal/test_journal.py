@@ -160,6 +160,14 @@ def blocks_moved(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @st.composite
+def blocks_sketched(draw: st.DrawFn) -> dict[str, Any]:
+    blocks, projections = draw(st.lists(NUMBERS, max_size=3)), draw(st.integers(1, 4))
+    size = 8 * projections * draw(st.integers(1, 3)) * len(blocks)
+    sketches = draw(st.binary(min_size=size, max_size=size))
+    return {"blocks": blocks, "projections": projections, "sketches": sketches}
+
+
+@st.composite
 def kv_events(draw: st.DrawFn) -> dict[str, Any]:
     tiers, rows = draw(st.lists(TEXT, max_size=3)), []
     for hashes in draw(st.lists(st.lists(HASHES, max_size=3), max_size=3)):
@@ -199,6 +207,7 @@ LAYOUTS: dict[type[Any], st.SearchStrategy[dict[str, Any]]] = {
     ev.HitsVerified: hits_verified(),
     ev.ScrubDiffered: st.fixed_dictionaries({"rows": flat(4)}),
     ev.BlocksMoved: blocks_moved(),
+    ev.BlocksSketched: blocks_sketched(),
     ev.KVEventsReceived: kv_events(),
     old_events.BlocksAllocated: st.fixed_dictionaries({"rows": counted(3, 1)}),
     old_events.BlocksTouched: equally_long("blocks", "references", of=NUMBERS),
@@ -257,6 +266,10 @@ def test_every_event_is_read_as_it_was_recorded(
         (ev.BlocksMoved(1, 1, 0, True, 0, "k", True, [5], b""), "1 blocks have 0 bytes"),
         (ev.BlocksMoved(1, 1, 0, True, 0, "k", True, [], b"x" * 16), "0 blocks have 16 bytes"),
         (ev.BlocksMoved(1, 1, 0, True, 0, "k", True, [], b"", [5]), "differed does not hold 2 numbers"),
+        (ev.BlocksSketched(1, 1, 0, 0, "k", 0, [], b""), "a sketch has 0 projections"),
+        (ev.BlocksSketched(1, 1, 0, 0, "k", 2, [5], b"x" * 17), "1 blocks have 17 bytes of sketches"),
+        (ev.BlocksSketched(1, 1, 0, 0, "k", 2, [5], b"x" * 8), "1 blocks have 8 bytes of sketches"),
+        (ev.BlocksSketched(1, 1, 0, 0, "k", 2, [], b"x" * 16), "0 blocks have 16 bytes of sketches"),
     ],
 )
 def test_impossible_contents_are_named(event: ev.Event, phrase: str) -> None:

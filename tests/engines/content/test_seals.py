@@ -1,4 +1,4 @@
-"""Seals give equal results on the host and on a device, whose results arrive late."""
+"""Seals and sketches give equal results on the host and on a device, whose results arrive late."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from kvledger.audit.engines.content import device_buffers, forms  # noqa: E402
 from kvledger.audit.engines.content.fingerprint import Fingerprints  # noqa: E402
 from kvledger.audit.engines.content.part_prints import PartPrints  # noqa: E402
 from kvledger.audit.engines.content.seals import Seals  # noqa: E402
+from kvledger.audit.engines.content.sketches import PROJECTIONS, Sketches, SketchWatch  # noqa: E402
+from kvledger.audit.ledger.recomputed import distances  # noqa: E402
 
 BLOCKS = 24
 KEY = 77
@@ -121,6 +123,40 @@ def test_fingerprints_of_parts_are_equal_on_a_device() -> None:
     host, device = PartPrints(layers, 5).read(blocks), PartPrints(layers, 5, new_event=LateEvent).read(blocks)
     assert device.arrived(wait=False)
     assert host.result().tolist() == device.result().tolist()
+
+
+def test_sketches_are_equal_on_a_device_and_near_for_near_blocks() -> None:
+    layers = [torch.randn(400, 1, 2, 4, 8) for _ in range(2)]
+    blocks = random.Random(1).sample(range(400), 300)  # more than a slot has room for
+    host, device = Sketches(layers, 5).read(blocks), Sketches(layers, 5, new_event=LateEvent).read(blocks)
+    assert device.arrived(wait=False)
+    rows = host.result()
+    assert rows.tolist() == device.result().tolist()
+    assert (300, 2 * 2 * PROJECTIONS) == rows.shape
+
+    again = [layer + 1e-3 * torch.randn(layer.shape) for layer in layers]
+    digits = [
+        each.tobytes().hex() for each in (rows[0], Sketches(again, 5).read(blocks).result()[0], rows[1])
+    ]
+    assert max(distances(digits[0], digits[1], PROJECTIONS)) < 0.02
+    assert min(distances(digits[0], digits[2], PROJECTIONS)) > 0.3
+
+
+@pytest.mark.parametrize(("dtype", "named"), [("bfloat16", ""), ("uint8", "uint8")])
+def test_a_kv_cache_of_bytes_gets_no_sketches_and_a_sentence_says_so(dtype: str, named: str) -> None:
+    layers = [torch.zeros(BLOCKS, 1, 2, 4, 8, dtype=getattr(torch, dtype))]
+    layout: Any = SimpleNamespace(groups={0: SimpleNamespace(group=0, layers=layers)})
+    log = SimpleNamespace(now=lambda: 1, emit=(emitted := []).append)
+    watch = SketchWatch(layout, 5, "k", log, rank=0)  # type: ignore[arg-type]
+    watch.take(0, [3], 1)
+    watch.emit()
+
+    assert (1 if not named else 0) == len(emitted)
+    assert watch.sentence == (
+        "Blocks that are computed again are not compared: the KV cache of group 0 has the dtype uint8."
+        if named
+        else "Blocks that are computed again are compared by 8 projections of each part."
+    )
 
 
 def test_without_triton_torch_computes_fingerprints_and_the_log_says_so(

@@ -1,0 +1,44 @@
+"""Blocks that are computed more than once: equal but for rounding, or a drift."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("torch")
+
+from collections.abc import Callable
+from typing import Any
+
+from tests.engines.test_contents import NAMES
+from tests.scenarios import driving
+from tests.scenarios.corpus import SCENARIOS
+from tests.scenarios.prefix_runner import DriverWithPrefixes, attach_sketches
+
+from kvledger.audit.engines.content.options import SKETCH
+from kvledger.audit.entry.attach import LiveAudit
+
+
+@pytest.fixture(autouse=True)
+def prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driving, "Driver", DriverWithPrefixes)
+    monkeypatch.setenv(SKETCH, "1")
+
+
+def audited(scenario: Callable[..., Any]) -> tuple[list[Any], Any]:
+    """The findings about contents, and the sketches of the first engine."""
+    audits: list[LiveAudit] = []
+    scenario(lambda scheduler: audits.append(attach_sketches(scheduler)))
+    found = []
+    for audit in audits:
+        audit.detach()
+        found += [violation for violation in audit.violations if violation.id.startswith("content/")]
+    return found, audits[0].ledger.sketches if audits else None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_scenario_has_no_blocks_that_were_computed_differently(name: str) -> None:
+    found, sketches = audited(SCENARIOS[name])
+    assert [] == found
+    if name == "crowd_async_speculative":
+        assert sketches.compared > 50
