@@ -104,6 +104,10 @@ RULES = {
         ours=("audit.engines.content.fingerprint",), libraries=frozenset({"numpy", "torch", "triton"})
     ),
     "audit.engines.content.device_buffers": Rule(libraries=frozenset({"torch"})),
+    "audit.engines.content.sketches": Rule(
+        ours=("audit.engines.content", "audit.engines.step_log", "audit.events"),
+        libraries=frozenset({"numpy", "torch"}),
+    ),
     "audit.engines.content.part_prints": Rule(
         ours=("audit.engines.content",), libraries=frozenset({"numpy"})
     ),
