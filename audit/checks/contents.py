@@ -132,7 +132,7 @@ def recomputed(entry: Entry) -> Iterator[Witness]:
     """Two computations of the same tokens give about the same KV.
 
     With ``KVLEDGER_CONTENT_SKETCH=1``, level ``content`` compares a computed block with the last computation
-    under the same hash, by random projections of the keys and values of each layer. A distance above 0.25
+    under the same hash, by random projections of the keys and values of each layer. A distance above 0.15
     is more than rounding: one of the two was computed at other positions, with other weights or another
     adapter, or something wrote to the block before it was sealed. Which one is wrong is not known, so this is
     a drift. ``docs/content.md`` has the measurement of the threshold, and what is too small to be seen.

@@ -22,7 +22,7 @@ from .state import LedgerState
 from .steady import open_accounts
 from .subjects import ContentRecomputed, Entry
 
-THRESHOLD = 0.25
+THRESHOLD = 0.15
 """The largest distance of two computations that rounding explains (docs/content.md has the measurement)."""
 
 APART = 2.0

@@ -1,7 +1,8 @@
 """Runs one real engine on the CPU that computes prompts several times, and measures how much the KV differs.
 
 ``python -m tests.engines.sketch_run NAME FILE`` runs the situation NAME. FILE gets, as JSON, the distance of
-each block from its computation before, and, for each fault, the distances of blocks with that fault.
+each block from its computation before, the last sketch of each block hash, and, for each fault, the distances
+of blocks with that fault.
 ``scripts/content_sketches.py`` runs all situations and writes a table.
 """
 
@@ -18,6 +19,9 @@ from typing import Any
 
 from tests.engines.content_models import write_adapter
 from tests.engines.content_run import NGRAM, disturbance, engine, generate, prompts
+
+from kvledger.audit.ledger import recomputed, sketch_state
+from kvledger.audit.ledger.recomputed import distances
 
 STEP_TOKENS = (96, 40, 160)
 """Most tokens of a step in the first, second and third wave: other batches and other chunks."""
@@ -69,10 +73,8 @@ SITUATIONS = {
 @contextmanager
 def measured() -> Iterator[list[list[float]]]:
     """The distances of all parts of each block that is computed again, also across resets."""
-    from kvledger.audit.ledger import recomputed, sketch_state
-
     found: list[list[float]] = []
-    distances, forget = recomputed.distances, sketch_state.SketchState.forget
+    forget = sketch_state.SketchState.forget
 
     def noted(*arguments: Any) -> list[float]:
         found.append(distances(*arguments))
@@ -184,7 +186,6 @@ def with_faults(audit: Any) -> dict[str, list[float]]:
     import torch
 
     from kvledger.audit.engines.content.sketches import PROJECTIONS, Sketches
-    from kvledger.audit.ledger.recomputed import distances
 
     watch = audit._observer.content.watch
     group = watch.layout.groups[0]
@@ -218,12 +219,14 @@ def run(name: str) -> dict[str, Any]:
     llm = engine(Path(tempfile.mkdtemp()), **situation.engine)
     with measured() as found, kvledger.attach(llm, level="content") as audit:
         waves(llm, situation)
-        faults = {} if situation.fault else with_faults(audit)
+        faults = with_faults(audit) if name == "bf16, deep" else {}
+    kept = {str(key[0]): computed[-1] for key, computed in audit.ledger.sketches.kept.items()}
     violations = [each.id for each in audit.violations if each.severity == "violation"]
     drifts = {each.id for each in audit.violations if each.severity == "drift"}
     return {
         "distances": [max(parts) for parts in found],
         "faults": faults,
+        "sketches": kept,
         "violations": violations,
         "drift": "content/recomputed" in drifts,
     }
@@ -237,7 +240,7 @@ def main(arguments: list[str]) -> None:
 
     name, file = arguments
     settle_environment(in_process=True)
-    os.environ["KVLEDGER_CONTENT_SKETCH"] = "1"
+    os.environ |= {"KVLEDGER_CONTENT_SKETCH": "1", "KVLEDGER_CONTENT_KEY": "the key of all runs"}
     Path(file).write_text(json.dumps(run(name)))
 
 
