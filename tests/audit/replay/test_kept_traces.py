@@ -364,6 +364,32 @@ def test_a_kept_trace_of_real_engines_equals_that_of_the_journal(tmp_path: Path,
     assert compared > 5
 
 
+@pytest.mark.parametrize("where", ["torn tail", "in the middle", "whole segment"])
+def test_damage_in_a_journal_is_lost_once(tmp_path: Path, where: str) -> None:
+    engine = Engine(tmp_path)
+    engine.run(250)
+    keep(engine.path)
+    before = len(segments(engine.path))
+    while len(segments(engine.path)) < before + 3:
+        engine.run(50)
+    engine.writer.close()
+    files = list(segments(engine.path).values())
+    damaged = files[-1] if where == "torn tail" else files[-2]
+    data = bytearray(damaged.read_bytes())
+    if where == "torn tail":
+        damaged.write_bytes(data[:-5])
+    elif where == "in the middle":
+        data[len(data) // 2] ^= 1
+        damaged.write_bytes(data)
+    else:
+        damaged.unlink()
+    expected = whole(engine.path)
+    assert "events were lost" in expected.doubts[-1] and expected == journal_trace(engine.path)
+    for _ in range(2):
+        keep(engine.path)
+        assert expected == journal_trace(engine.path)
+
+
 def test_prune_leaves_the_kept_trace(tmp_path: Path) -> None:
     engine = ended(tmp_path)
     keep(engine.path)
