@@ -139,9 +139,10 @@ is changed, after NIXL has filled a block of the decode engine and before that e
 Each rank of data parallelism is an engine with a journal and a prefix cache of its own: a prompt that one
 rank cached is computed by the other one, and the samples of one call may be on both. The workers of
 tensor parallelism have one scheduler and one journal; at level `content` each worker also has a journal
-of what it verified, and a hit block counts once for each worker. `--pipeline-parallel-size 2` is not in
-the table: with these options vLLM 0.32 on a CPU fails at the first request, also without kvledger
-(`assert self.intermediate_tensors is not None` in `GPUModelRunner`).
+of what it verified, and a hit block counts once for each worker. So does each stage of pipeline
+parallelism, for its own layers. That server runs without `--enforce-eager`: with it, vLLM 0.32 on a CPU
+skips the profile run, the only place that allocates what the second stage receives, and the first request
+fails (`assert self.intermediate_tensors is not None` in `GPUModelRunner`), also without kvledger.
 """
 
 

@@ -42,6 +42,7 @@ SERVERS = {
     "api-servers": Layout("--api-server-count 2", 1, 1),
     "data-parallel": Layout("--api-server-count 2 --data-parallel-size 2", 2, 2),
     "tensor-parallel": Layout("--tensor-parallel-size 2", 1, 2),
+    "pipeline-parallel": Layout(load.PIPELINE, 1, 2),
 } | {
     name: Layout(f"prefill and decode, {connector}", 2, 2, pairs.ANSWERS, pairs.LEFT)
     for name, connector in pairs.CONNECTORS.items()
