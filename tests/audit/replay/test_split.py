@@ -101,8 +101,7 @@ def test_why_and_diff_by_two_processes_are_those_of_one(
     assert one == (why([journal], by=by, run=two), compare([journal], [journal], by=by, run=two))
 
 
-@pytest.mark.parametrize("by", ["", "outcome"])
-@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize(("parts", "by"), [(2, "outcome"), (3, "")])
 def test_a_page_by_several_processes_is_that_of_one(
     journal: Path, parts: int, by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
