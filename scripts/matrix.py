@@ -22,6 +22,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).parent))
 
 import content_grid
+import lmcache_stores
 from expectations import DRIFTS, KNOWN, REPORTS, Known, Report
 from releases import BIN, CORE, MATRIX, build, environ
 
@@ -238,6 +239,7 @@ def page(rows: list[list[str]], contents: list[list[str]]) -> str:
             "[findings.md](findings.md) reproduces nearly all of them one by one on the released packages.",
             "",
             *content_grid.section(contents),
+            *lmcache_stores.section(),
             "## negative-local-hit on a whole engine",
             "",
             "The same report on the whole engine of vLLM 0.17.0 on a CPU, with scheduler, model and",
