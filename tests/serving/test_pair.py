@@ -24,6 +24,9 @@ PROMPT, OUTPUT = len(prompt(0)), 4
 LONG = len(prompt(0)) + 64
 CALLS = PLAIN + SHARING + 4
 """The load, then a retry (two calls), a lost transfer and a changed one."""
+STRAIGHT = 1
+"""A call that goes to the decode engine alone."""
+PROMPTS = (CALLS + STRAIGHT - SHARING) * PROMPT + SHARING * LONG
 CONTENT = {
     "KVLEDGER_LEVEL": "content",
     "KVLEDGER_CONTENT_KEY": "a key of this test",
@@ -58,6 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         data[-1] ^= 1
         changed.write_bytes(data)
         pair.decoded("changed", prompt(80), transfer)
+        pair.decoded("straight", prompt(85), None)
         pair.end()
         yield folder
     finally:
@@ -89,7 +93,7 @@ def test_clients_are_told_transfers_as_hits_and_nothing_is_unexplained(folder: P
     code, result = kvledger("usage", folder / "journals", "--log", folder / "usage.jsonl")
 
     assert 0 == code
-    assert {"equal": 2, "explained": CALLS - 2, "unexplained": 0} == {
+    assert {"equal": 2 + STRAIGHT, "explained": CALLS - 2, "unexplained": 0} == {
         name: result["calls"][name] for name in ("equal", "explained", "unexplained")
     }  # of the lost transfer nothing was cached; the second use of an id hit the same blocks in both engines
     assert {"transfer": CALLS - 2} == result["causes"]
@@ -103,21 +107,23 @@ def test_the_statement_bills_each_token_once(folder: Path) -> None:
 
     billed = {line["SkuMeter"]: int(line["ConsumedQuantity"]) for line in lines}
     not_billed = json.loads(lines[0]["x_NotBilled"])
-    prompts = (CALLS - SHARING) * PROMPT + SHARING * LONG
-    assert prompts == billed["Input tokens, read"] + billed["Input tokens, uncached"]
-    assert CALLS * OUTPUT == billed["Output tokens"]
+    assert PROMPTS == billed["Input tokens, read"] + billed["Input tokens, uncached"]
+    assert (CALLS + STRAIGHT) * OUTPUT == billed["Output tokens"]
     assert PROMPT == not_billed["transfer-failed"]
     assert CALLS == not_billed["prefill-output"]
-    handled = audit["totals"]["prompt_tokens"] + CALLS * (OUTPUT + 1)
+    handled = audit["totals"]["prompt_tokens"] + CALLS * (OUTPUT + 1) + STRAIGHT * OUTPUT
     assert handled == sum(billed.values()) + sum(not_billed.values())
 
 
 def test_the_sidecar_can_count_each_prompt_once(folder: Path) -> None:
-    """Of the loads of both engines none is a hit; the prompt of the lost transfer counts once too."""
+    """Of the loads of both engines none is a hit.
+
+    The prompt of the lost transfer counts once too, and so does the one that no prefill engine had.
+    """
     with following(folder / "journals", folder=folder / "sidecar") as follower:
         every = {source: count for source, count in once(follower).items() if count}
 
-    assert (CALLS - SHARING) * PROMPT + SHARING * LONG == sum(every.values())
+    assert PROMPTS == sum(every.values())
     assert "external" not in every
     assert every["local"] == SHARING * 64 + 64  # and those of the second use of an id
 
