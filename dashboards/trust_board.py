@@ -117,8 +117,9 @@ FINDINGS = PanelRow(
         Panel(
             "Last findings",
             "Violated invariants, latest first. A violation means that the engine is wrong; a drift means "
-            "that it counts by a deliberate but misleading rule. The invariant's name links to its "
-            "explanation if the variable Explanations holds a sidecar address that your browser reaches.",
+            "that it counts by a deliberate but misleading rule, or that two computations of one block "
+            "differ. The invariant's name links to its explanation if the variable Explanations holds a "
+            "sidecar address that your browser reaches.",
             "table",
             (
                 Query(

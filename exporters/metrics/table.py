@@ -429,7 +429,7 @@ GROUPS: tuple[Group, ...] = (
         "Findings",
         "Every invariant of [the catalogue](invariants.md) has a series from the start. A *violation* "
         "means that the engine is wrong; a *drift* means that it counts by a deliberate but "
-        "misleading rule.",
+        "misleading rule, or that two computations of one block differ.",
         (
             Metric(
                 "kvledger_violations",

@@ -28,8 +28,10 @@ def test_the_page_is_up_to_date():
     )
 
 
-def test_every_drift_is_a_deviation_in_the_table():
-    drifts = {row.id for row in catalogue().values() if row.severity == "drift"}
+def test_every_drift_of_a_figure_is_a_deviation_in_the_table():
+    """A drift of contents is about the KV of a block, and no figure."""
+    rows = [row for row in catalogue().values() if not row.id.startswith("content/")]
+    drifts = {row.id for row in rows if row.severity == "drift"}
 
     assert drifts == {id for id in FOUND if catalogue()[id].severity == "drift"}
 
