@@ -98,15 +98,7 @@ def decode(data: bytes, began_seconds: float) -> TracePart:
     try:
         inflated = zlib.decompressobj().decompress(data, MOST_BYTES)
         return _part(msgspec.msgpack.decode(inflated, type=_Part), began_seconds)
-    except (
-        zlib.error,
-        msgspec.MsgspecError,
-        ArithmeticError,
-        LookupError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ):
+    except _DAMAGE:
         raise LedgerError("A kept block trace is damaged.") from None
 
 

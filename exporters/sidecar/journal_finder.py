@@ -75,7 +75,7 @@ class FolderFinder:
                 yield from self._names_of_host(name, followed, notify)
 
     def _is_host(self, name: str, notify: Notify) -> bool:
-        """Whether a folder that is followed in no way is that of a host."""
+        """Whether a folder in which no journal is followed yet is that of a host."""
         now = time.monotonic()
         if name in self._hosts:
             return True
