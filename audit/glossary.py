@@ -95,8 +95,9 @@ SECTIONS: dict[str, tuple[Term, ...]] = {
         ),
         Term(
             "sketch",
-            "Eight products of the keys, and eight of the values, of one layer of a block with random "
-            "vectors. Two computations of the same tokens have near sketches, although their bytes differ.",
+            "Sixteen numbers for a layer of a block: the products of its keys with eight random vectors, and "
+            "of its values. Two computations of the same tokens have sketches that are near each other, "
+            "although their bytes differ.",
             "`118 of 120 recomputed blocks differed by rounding only (at most 0.0004).`",
             ("sketches",),
         ),
@@ -381,8 +382,8 @@ SECTIONS: dict[str, tuple[Term, ...]] = {
         ),
         Term(
             "drift",
-            "A finding that the engine counts by a deliberate rule that misleads the reader of its "
-            "figures, or that two computations of one block differ. The verdict stays clean.",
+            "A finding that does not change the verdict: the engine counts by a deliberate rule that "
+            "misleads the reader of its figures, or two computations of one block differ.",
             "`connector/failed-load-counted`: vLLM counts tokens whose load failed as external tokens.",
             ("drifts",),
         ),
