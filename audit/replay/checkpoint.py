@@ -75,7 +75,7 @@ class Checkpoint(msgspec.Struct):
     ``past``: the audits of ended engines, folded into one for each name. ``lost``: how often a checkpoint or
     a journal's position could not be used, by reason. ``version``: the kvledger that wrote it. ``at``: when,
     in Unix time. ``folded``: the journals that are not read again. ``ended``: when the last engine of each
-    name ended, in Unix time, the longest ago first.
+    name ended, in Unix time, the longest ago first. ``gone``: journals of ended engines that were removed.
     """
 
     version: str
@@ -85,6 +85,7 @@ class Checkpoint(msgspec.Struct):
     lost: dict[str, int] = {}
     folded: list[FoldedJournal] = []
     ended: dict[str, float] = {}
+    gone: list[FoldedJournal] = []
 
 
 def save(folder: Path, checkpoint: Checkpoint) -> int:

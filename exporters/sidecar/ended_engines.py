@@ -17,9 +17,12 @@ from pathlib import Path
 
 import msgspec
 
-from ...audit.replay.checkpoint import FoldedJournal
+from ...audit.replay.checkpoint import FoldedJournal, beginning
 from ...audit.replay.engine_audit import EngineAudit
 from ..metrics.labels import engine_label
+
+MOST_GONE = 1024
+"""How many removed journals are remembered."""
 
 
 class Leaving(msgspec.Struct, frozen=True):
@@ -42,6 +45,9 @@ class EndedEngines:
         """When the last engine of each name ended, the longest ago first."""
         self.folded: dict[str, FoldedJournal] = {}
         """The journals that were folded and still exist, by their names."""
+        self.gone: dict[str, FoldedJournal] = {}
+        """Journals of ended engines that were removed, the longest ago first. One that is there again, as
+        after its volume was unmounted, is in the sums and is not read."""
 
     def add(self, engine: str, journal: str, now: float) -> str:
         """Note that an engine ended; returns the journal of the engine before it, which is to be folded."""
@@ -65,6 +71,21 @@ class EndedEngines:
         if self.latest.get(engine) == journal:
             del self.latest[engine]
         self._touch(engine, now)
+
+    def left(self, journal: FoldedJournal) -> None:
+        """Note that the journal of an ended engine is not there any more."""
+        self.gone.pop(journal.name, None)
+        self.gone[journal.name] = journal
+        if len(self.gone) > MOST_GONE:
+            del self.gone[next(iter(self.gone))]
+
+    def came_back(self, name: str, path: Path) -> bool:
+        """Whether this is a journal that was gone; it is a folded one then."""
+        known = self.gone.pop(name, None)
+        if known is None or not known.beginning or beginning(path, known.segment) != known.beginning:
+            return False
+        self.folded[name] = known
+        return True
 
     def leaving(self, followed: Collection[str], most: int, before: float) -> list[Leaving]:
         """The names that leave now, and forget them: those that ended ``before``, and all but ``most``.

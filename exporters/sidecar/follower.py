@@ -282,8 +282,9 @@ class Follower:
         names = set(self._finder.names([*self.journals, *self.ended.folded], self._notify_once))
         new = {}
         for name in sorted(names - self.journals.keys() - self.ended.folded.keys()):
-            if self._finder.is_journal(name, self._notify_once):
-                engine_audit = EngineAudit(self._finder.path(name))
+            path = self._finder.path(name)
+            if self._finder.is_journal(name, self._notify_once) and not self.ended.came_back(name, path):
+                engine_audit = EngineAudit(path)
                 self.on_opened(engine_audit)
                 new[name] = FollowedJournal(name, engine_audit, Reader(engine_audit.path))
         if new:
@@ -292,7 +293,7 @@ class Follower:
         for name in self.journals.keys() - names:
             self._retire(name)
         for name in self.ended.folded.keys() - names:
-            del self.ended.folded[name]
+            self.ended.left(self.ended.folded.pop(name))
 
     def _retire(self, name: str) -> None:
         """The journal's folder is gone: keep the sums, and nothing else."""
@@ -304,8 +305,14 @@ class Follower:
         with self.lock:
             journal.reader.close()
             del self.journals[name]
+            self._note_gone(journal.saved)
             self.ended.removed(engine_label(journal.engine_audit), name, time.time())
             self.ended.fold(journal.engine_audit, time.time())
+
+    def _note_gone(self, saved: JournalState | None) -> None:
+        """Remember a removed journal if its engine had ended and all of it was read."""
+        if saved is not None and saved.ended and saved.beginning:
+            self.ended.left(FoldedJournal(saved.name, saved.position.segment, saved.beginning))
 
     # --- engines that have ended ----------------------------------------------------------------------
 
@@ -372,7 +379,9 @@ class Follower:
         ended = self.ended
         past = [msgspec.Raw(serialize.capture(engine_audit)) for engine_audit in ended.sums.values()]
         folded = list(ended.folded.values())
-        return Checkpoint(__version__, now, journals, past, self.health.lost, folded, ended.ended_at)
+        return Checkpoint(
+            __version__, now, journals, past, self.health.lost, folded, ended.ended_at, [*ended.gone.values()]
+        )
 
     def _resume(self, folder: Path) -> None:
         """Restore what the checkpoint holds, as far as its journals still exist."""
@@ -388,6 +397,7 @@ class Follower:
         self.health.lost = loaded.lost
         self.health.saved_at = loaded.at
         self.ended.ended_at = loaded.ended
+        self.ended.gone = {one.name: one for one in loaded.gone}
         for raw in loaded.past:
             self._restore(raw, Path(), self._keep_sums)
         for one in loaded.folded:
@@ -419,6 +429,7 @@ class Follower:
         if not engine_audit.path.exists():
             if not state.ended:
                 engine_audit.end(stopped=state.stopped)
+            self._note_gone(state)
             self._keep_sums(engine_audit)
             return
         beginning = checkpoint.beginning(engine_audit.path, state.position.segment)

@@ -745,6 +745,34 @@ def test_a_journal_that_is_removed_and_made_again_is_followed_on(tmp_path: Path)
     engine.stop()
 
 
+def test_journals_of_ended_engines_that_come_back_are_not_counted_again(tmp_path: Path) -> None:
+    """As after a volume was unmounted and mounted; a restart of the sidecar in between changes nothing."""
+    folder, aside = tmp_path / "journals", tmp_path / "aside"
+    folder.mkdir()
+    for number in range(3):
+        engine = Engine(folder / f"engine-{number}", wall_seconds=1.7e9 + number)
+        engine.serve()
+        engine.stop()
+    with following(folder, folder=tmp_path / "state") as follower:
+        before = counted(follower.audits)
+        folder.rename(aside)
+        folder.mkdir()
+        follower.poll()
+        assert {} == follower.journals
+    with following(folder, folder=tmp_path / "state") as follower:
+        folder.rmdir()
+        aside.rename(folder)
+        follower.poll()
+        assert before == counted(follower.audits)
+        shutil.rmtree(folder / "engine-1")
+        follower.poll()
+        other = Engine(folder / "engine-1", wall_seconds=1.8e9)
+        other.serve()
+        follower.poll()
+        assert before != counted(follower.audits), "another journal with the name is read"
+    other.stop()
+
+
 def test_it_stops_between_batches_and_saves(tmp_path: Path) -> None:
     engine = Engine(tmp_path / "engine")
     engine.serve()
