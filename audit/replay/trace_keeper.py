@@ -6,9 +6,6 @@ event is read once. Its oldest parts are dropped where it would be larger than `
 
 from __future__ import annotations
 
-import contextlib
-import os
-import secrets
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -25,6 +22,7 @@ from ..errors import LedgerError
 from ..journal.format import FILE_MODE, segments
 from ..journal.reader import Batch, Reader
 from . import checkpoint
+from .kept_files import replaced
 from .kept_traces import (
     LINE_BYTES,
     NO_PART,
@@ -96,8 +94,7 @@ class _Continued:
         batches = self._batches()
         first = next(batches, None)
         if first is not None:
-            self._make_folder(path.parent)
-            with _draft_of(path) as file:
+            with replaced(path, FILE_MODE, "no block trace is kept") as file:
                 file.write(bytes(LINE_BYTES))
                 self._copy(file)
                 for batch in chain((first,), batches):
@@ -131,12 +128,6 @@ class _Continued:
             self._add(self._reader.cut(), file)
 
     # --- the file -----------------------------------------------------------------------------------
-
-    @staticmethod
-    def _make_folder(folder: Path) -> None:
-        folder.mkdir(mode=checkpoint.FOLDER_MODE, parents=True, exist_ok=True)
-        if folder.is_symlink():  # the engine's container may write beside the journals
-            raise LedgerError(f"{folder} is a link, not a folder: no block trace is kept there.")
 
     def _copy(self, file: BinaryIO) -> None:
         """Copy the parts that are there; a small last one is read instead."""
@@ -178,19 +169,3 @@ class _Continued:
         file.write(payload)
         file.seek(0)
         file.write(first_line(payload, offset))
-
-
-@contextlib.contextmanager
-def _draft_of(path: Path) -> Iterator[BinaryIO]:
-    """A file that replaces ``path`` when it is whole and on disk."""
-    draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}{checkpoint.DRAFT}")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        with open(os.open(draft, flags, FILE_MODE), "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(draft, path)
-    finally:
-        with contextlib.suppress(OSError):
-            draft.unlink()

@@ -12,9 +12,6 @@ journal is read, and ``compact`` writes the rollup anew if the journal's first s
 
 from __future__ import annotations
 
-import contextlib
-import os
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from zlib import crc32
@@ -30,7 +27,7 @@ from ...audit.replay import checkpoint, serialize
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.find import journals_at
 from ...audit.replay.journals import each_account
-from ...audit.replay.kept_files import FOLDER, left_behind
+from ...audit.replay.kept_files import FOLDER, left_behind, replaced
 from ...audit.replay.parallel import Result, Run
 from ...audit.replay.split import Part, Span, split_run
 from ...audit.replay.windows import Window
@@ -227,20 +224,8 @@ def _load(path: Path) -> Rollup | None:
 def save(path: Path, rollup: Rollup) -> int:
     """Write a rollup under another name, and rename it; returns its bytes."""
     payload = msgspec.msgpack.encode(rollup)
-    path.parent.mkdir(mode=checkpoint.FOLDER_MODE, parents=True, exist_ok=True)
-    if path.parent.is_symlink():  # the engine's container may write beside the journals
-        raise LedgerError(f"{path.parent} is a link, not a folder: no rollup is written there.")
-    draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}{checkpoint.DRAFT}")
-    try:
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644), "wb") as file:
-            file.write(_LINE + b"%08x\n" % crc32(payload) + payload)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(draft, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            draft.unlink()
-        raise
+    with replaced(path, 0o644, "no rollup is written") as file:
+        file.write(_LINE + b"%08x\n" % crc32(payload) + payload)
     return len(payload)
 
 
