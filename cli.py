@@ -29,7 +29,7 @@ OWN_BUG = 70
 INTERRUPTED = 130
 READER_GONE = 141
 EXTRAS = {
-    "analysis": ("pandas", "plotly", "pyarrow"),
+    "analysis": ("duckdb", "pandas", "plotly", "pyarrow"),
     "fleet": ("dask", "distributed", "fsspec"),
     "lmcache": ("lmcache",),
     "routing": ("dynamo",),
@@ -266,7 +266,17 @@ def statement(
 )
 def summary(
     paths: opt.TracePaths,
-    by: opt.GroupBy = "",
+    by: opt.Columns = "",
+    where: opt.Where = "",
+    percentiles: Annotated[
+        str,
+        typer.Option(
+            "--percentiles",
+            metavar="COLUMNS",
+            show_default=False,
+            help="Add the 50th, 95th and 99th percentile of these columns; commas between them.",
+        ),
+    ] = "",
     gpu_hour: opt.GpuHour = 0.0,
     format: opt.TableFormat = "table",
     since: opt.Since = "",
@@ -274,14 +284,24 @@ def summary(
     jobs: opt.Jobs = 0,
     dask: opt.Dask = "",
 ) -> None:
-    """Sum up hit rates, rework, preemptions, waiting, and what lost work cost."""
+    """Sum up hit rates, rework, preemptions, waiting, and what lost work cost.
+
+    Needs the analysis extra: pip install 'kvledger[analysis]'. docs/tables.md lists the columns.
+    """
     from .audit.replay.windows import window
     from .exporters.reports import summary as report
 
     chosen = window(since, until)
     with _reading(paths, jobs, dask) as (places, run):
         rows = report.summarize(
-            places, by, window=chosen, run=run, with_costs=True, gpu_hour=gpu_hour or None
+            places,
+            by,
+            window=chosen,
+            run=run,
+            with_costs=True,
+            gpu_hour=gpu_hour or None,
+            where=where,
+            percentiles=percentiles,
         )
     _print(format, rows, report.render, report.as_csv)
 
@@ -289,7 +309,8 @@ def summary(
 @command(opt.AUDIT, "why /var/lib/kvledger", "why /var/lib/kvledger --since 1h --format csv")
 def why(
     paths: opt.JournalPaths,
-    by: opt.GroupBy = "",
+    by: opt.Columns = "",
+    where: opt.Where = "",
     gpu_hour: opt.GpuHour = 0.0,
     format: opt.TableFormat = "table",
     since: opt.Since = "",
@@ -297,14 +318,47 @@ def why(
     jobs: opt.Jobs = 0,
     dask: opt.Dask = "",
 ) -> None:
-    """Explain prefix-cache misses with the causes the trace proves."""
+    """Explain prefix-cache misses with the causes the trace proves.
+
+    Needs the analysis extra: pip install 'kvledger[analysis]'.
+    """
     from .audit.replay.windows import window
     from .exporters.reports import why as report
     from .exporters.reports.conclusions import explained_with
 
     chosen = window(since, until)
     with _reading(paths, jobs, dask) as (places, run):
-        result = explained_with(report.why(places, window=chosen, run=run, gpu_hour=gpu_hour or None, by=by))
+        found = report.why(places, window=chosen, run=run, gpu_hour=gpu_hour or None, by=by, where=where)
+        result = explained_with(found)
+    _print(format, result, report.render, report.as_csv)
+
+
+@command(
+    opt.AUDIT,
+    'query /var/lib/kvledger "select model, sum(local) / sum(prompt_tokens) from requests group by all"',
+    'query /var/lib/kvledger "select * from engines" --format csv',
+)
+def query(
+    paths: opt.TracePaths,
+    sql: Annotated[str, typer.Argument(metavar="SELECT", show_default=False, help="One SELECT statement.")],
+    format: opt.TableFormat = "table",
+    since: opt.Since = "",
+    until: opt.Until = "",
+    jobs: opt.Jobs = 0,
+    dask: opt.Dask = "",
+) -> None:
+    """Answer a question in SQL over the rows of requests.
+
+    The tables are requests, causes, activity, findings and engines; docs/tables.md lists their columns and
+    has twenty questions with their answers. SQL is DuckDB's. Nothing but these tables can be read, and
+    nothing can be written. Needs the analysis extra: pip install 'kvledger[analysis]'.
+    """
+    from .audit.replay.windows import window
+    from .exporters.reports import query as report
+
+    chosen = window(since, until)
+    with _reading(paths, jobs, dask) as (places, run):
+        result = report.ask(places, sql, window=chosen, run=run)
     _print(format, result, report.render, report.as_csv)
 
 
@@ -557,7 +611,6 @@ def report(
     png: opt.PngFolder = None,
     since: opt.Since = "",
     until: opt.Until = "",
-    no_rollups: opt.NoRollups = False,
     jobs: opt.Jobs = 0,
     dask: opt.Dask = "",
 ) -> None:
@@ -576,7 +629,6 @@ def report(
             run=run,
             gpu_hour=gpu_hour or None,
             by=by,
-            with_rollups=not no_rollups,
         )
     for path in pictures.save(page, svg, png):
         typer.echo(f"Wrote {path}.", err=True)
@@ -788,7 +840,7 @@ def serve(
     config: opt.WebConfig = None,
     telemetry_path: opt.TelemetryPath = "/metrics",
     state: opt.StateFolder = None,
-    rollups: opt.Rollups = "",
+    compact: opt.CompactEvery = "",
     engine_url: opt.EngineUrls = None,
     log_level: opt.LogLevel = "info",
     log_format: opt.LogFormat = "text",
@@ -811,7 +863,7 @@ def serve(
             config=config,
             engine_urls=urls,
             telemetry_path=telemetry_path,
-            rollups=rollups,
+            compact=compact,
         )
         typer.echo("The configuration is valid.")
         return
@@ -824,7 +876,7 @@ def serve(
         engine_urls=urls,
         inform=log.info,
         telemetry_path=telemetry_path,
-        rollups=rollups,
+        compact=compact,
     )
 
 

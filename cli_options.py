@@ -186,13 +186,6 @@ Dask = Annotated[
         help="Read the journals on the workers of the Dask scheduler at ADDRESS.",
     ),
 ]
-NoRollups = Annotated[
-    bool,
-    typer.Option(
-        "--no-rollups",
-        help="Read the journals for the whole page, also where kvledger compact summed them up.",
-    ),
-]
 OutputFile = Annotated[
     Path,
     typer.Option(
@@ -226,6 +219,26 @@ GroupBy = Annotated[
         show_default=False,
         help="One row per group. KEY: engine, model, hour, outcome, 5m, rank, lora, priority, salt, or group "
         "(KVLEDGER_GROUP). REGEX searches request ids; its first group names the row.",
+    ),
+]
+Columns = Annotated[
+    str,
+    typer.Option(
+        "--by",
+        metavar="COLUMNS|REGEX",
+        show_default=False,
+        help="One row per group. COLUMNS: engine, model, hour, 5m, outcome, rank, lora, priority, salt, "
+        "group (KVLEDGER_GROUP), or any column of requests; commas between them. REGEX searches request ids; "
+        "its first group names the row.",
+    ),
+]
+Where = Annotated[
+    str,
+    typer.Option(
+        "--where",
+        metavar="CONDITION",
+        show_default=False,
+        help='Only requests for which this SQL condition on their columns is true, such as "rework > 0".',
     ),
 ]
 GpuHour = Annotated[
@@ -484,14 +497,14 @@ StateFolder = Annotated[
         help="The folder of the checkpoint. Default: .kvledger under PATH.",
     ),
 ]
-Rollups = Annotated[
+CompactEvery = Annotated[
     str,
     typer.Option(
-        "--rollups",
+        "--compact",
         metavar="AGE",
         show_default=False,
-        envvar="KVLEDGER_ROLLUPS",
-        help="Write rollups of the journals at this interval, such as 1h, as compact does.",
+        envvar="KVLEDGER_COMPACT",
+        help="Run kvledger compact on the journals at this interval, such as 1h.",
     ),
 ]
 EngineUrls = Annotated[

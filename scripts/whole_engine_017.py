@@ -103,7 +103,7 @@ class CpuExampleConnector(ExampleConnector):
 class PromptTokenLogger(StatLoggerBase):
     """A stat logger that keeps the prompt tokens of each iteration; vLLM calls it before its own."""
 
-    iterations: list[dict[str, int]] = []  # noqa: RUF012
+    iterations: list[dict[str, int]] = []
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
         pass

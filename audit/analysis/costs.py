@@ -13,6 +13,7 @@ from itertools import pairwise
 import msgspec
 
 from .. import causes
+from ..figures.sums import Sums, merge_tokens
 from ..ledger.account import Account
 from ..ledger.life import Life
 from .step_model import LEAST_OBSERVATIONS, NO_STEPS, StepModel, fit
@@ -51,7 +52,7 @@ class MoreBlocks(msgspec.Struct, frozen=True):
     tokens: int
 
 
-class Delays(msgspec.Struct):
+class Delays(Sums):
     """Delays of the first token: tokens that a request computed before it, and microseconds it waited."""
 
     requests: int = 0
@@ -61,11 +62,6 @@ class Delays(msgspec.Struct):
         """Add one request, by its number."""
         self.requests += 1
         self.sample.add(request, tokens, waited_us)
-
-    def merge(self, later: Delays) -> None:
-        """Add later requests of the same engine."""
-        self.requests += later.requests
-        self.sample.merge(later.sample)
 
     def seconds(self, price: float | None) -> PricedDelays:
         """The delays with the ``price`` of a prefill token."""
@@ -77,16 +73,11 @@ class Delays(msgspec.Struct):
         )
 
 
-class PricedDelays(msgspec.Struct):
+class PricedDelays(Sums):
     """Delays in seconds, each with the number of requests that it stands for."""
 
     requests: int = 0
     seconds: list[tuple[float, int]] = []
-
-    def merge(self, more: PricedDelays) -> None:
-        """Add the delays of another engine."""
-        self.requests += more.requests
-        self.seconds = self.seconds + more.seconds
 
     def quantile(self, share: float) -> float | None:
         """The delay that this share of the requests does not exceed; None if no delay is known."""
@@ -99,7 +90,7 @@ class PricedDelays(msgspec.Struct):
         return None
 
 
-class LostTokens(msgspec.Struct):
+class LostTokens(Sums):
     """Tokens of lost work of one kind and cause, by what they were computed as, and the delays caused."""
 
     tokens: dict[str, int] = {}
@@ -109,7 +100,7 @@ class LostTokens(msgspec.Struct):
     """Tokens by how many percent more blocks would have avoided them, as far as known."""
 
 
-class Loads(msgspec.Struct):
+class Loads(Sums):
     """External loads. ``waited_us``: from an admission with an asynchronous load to the end of the load."""
 
     asynchronous: int = 0
@@ -137,13 +128,8 @@ class Loads(msgspec.Struct):
                 self.synchronous_tokens += life.loaded
             self.not_saved_tokens += sum(life.voided.get(cause, 0) for cause in NOT_SAVED)
 
-    def merge(self, more: Loads) -> None:
-        """Add the loads of other requests."""
-        for name in self.__struct_fields__:
-            setattr(self, name, getattr(self, name) + getattr(more, name))
 
-
-class CostTally(msgspec.Struct):
+class CostTally(Sums):
     """Lost work and loads of some requests of one engine, in tokens. Memory grows with the causes only."""
 
     lost: dict[str, LostTokens] = {}
@@ -171,17 +157,6 @@ class CostTally(msgspec.Struct):
         if account.promised:
             self.loads.add(account)
 
-    def merge(self, later: CostTally) -> None:
-        """Add later requests of the same engine."""
-        for key, row in later.lost.items():
-            mine = self.lost.setdefault(key, LostTokens())
-            for kind, tokens in row.tokens.items():
-                mine.tokens[kind] = mine.tokens.get(kind, 0) + tokens
-            mine.requests += row.requests
-            mine.delays.merge(row.delays)
-            add_avoidable(mine.avoidable, row.avoidable)
-        self.loads.merge(later.loads)
-
     def _row(self, key: str, kind: str, tokens: int) -> LostTokens:
         row = self.lost.get(key)
         if row is None:
@@ -191,7 +166,7 @@ class CostTally(msgspec.Struct):
         return row
 
 
-class LostWork(msgspec.Struct):
+class LostWork(Sums):
     """Lost work of one kind and cause in seconds, which several engines can share.
 
     ``seconds`` is None if the price of some of its tokens is not known.
@@ -204,15 +179,6 @@ class LostWork(msgspec.Struct):
     avoidable: dict[int, int] = {}
     """As in :class:`LostTokens`."""
 
-    def merge(self, more: LostWork) -> None:
-        """Add the lost work of another engine."""
-        self.tokens += more.tokens
-        self.requests += more.requests
-        self.seconds = plus(self.seconds, more.seconds)
-        self.delays.merge(more.delays)
-        self.avoidable = dict(self.avoidable)
-        add_avoidable(self.avoidable, more.avoidable)
-
     @property
     def more_blocks(self) -> MoreBlocks | None:
         """The fewest blocks that would have avoided most of the tokens; None if that is not known."""
@@ -224,7 +190,7 @@ class LostWork(msgspec.Struct):
         return None
 
 
-class PricedLoads(msgspec.Struct):
+class PricedLoads(Sums):
     """External loads of one connector. ``saved_seconds``: the time to compute the loaded tokens."""
 
     loads: int = 0
@@ -237,27 +203,14 @@ class PricedLoads(msgspec.Struct):
     asynchronous_saved_seconds: float | None = 0.0
     not_saved_seconds: float | None = 0.0
 
-    def merge(self, more: PricedLoads) -> None:
-        """Add the loads of another engine."""
-        for name in self.__struct_fields__:
-            setattr(self, name, plus(getattr(self, name), getattr(more, name)))
 
-
-class Costs(msgspec.Struct):
+class Costs(Sums):
     """The costs of one or several engines. ``busy_us``: time of all their steps."""
 
     busy_us: int = 0
     lost: dict[str, LostWork] = {}
     loads: dict[str, PricedLoads] = {}
     """By connector."""
-
-    def merge(self, more: Costs) -> None:
-        """Add the costs of another engine."""
-        self.busy_us += more.busy_us
-        for key, row in more.lost.items():
-            self.lost.setdefault(key, LostWork()).merge(row)
-        for connector, loads in more.loads.items():
-            self.loads.setdefault(connector, PricedLoads()).merge(loads)
 
     @property
     def lost_seconds(self) -> float | None:
@@ -366,7 +319,7 @@ def _load_end(life: Life) -> int | None:
 # --- counters that only rise ----------------------------------------------------------------------------
 
 
-class CostCounters(msgspec.Struct):
+class CostCounters(Sums):
     """The time of lost work and of loads while requests end, for metrics. It never falls.
 
     It is kept in whole microseconds, because a sum of floats depends on the order in which journals are added
@@ -430,8 +383,7 @@ class CostCounters(msgspec.Struct):
 
     def merge(self, more: CostCounters) -> None:
         """Add the counters of another engine, which ran later."""
-        for kind, took_us in more.lost_us.items():
-            self.lost_us[kind] = self.lost_us.get(kind, 0) + took_us
+        merge_tokens(self.lost_us, more.lost_us)
         self.saved_us += more.saved_us
         self.load_wait_us += more.load_wait_us
         self.model = more.model

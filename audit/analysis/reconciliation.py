@@ -17,6 +17,7 @@ import msgspec
 
 from .. import causes
 from ..causes import UNEXPLAINED
+from ..figures.sums import Sums
 from ..ledger.account import Account
 from ..ledger.life import Life
 from ..ledger.positions import COMPUTED, EXTERNAL, LOCAL, REVOKED, UNATTAINED
@@ -31,7 +32,7 @@ _BY_EXTERNAL_LOSS = {
 }
 
 
-class Figures(msgspec.Struct):
+class Figures(Sums):
     """Prompt tokens by source."""
 
     local: int = 0
@@ -60,49 +61,32 @@ class Figures(msgspec.Struct):
         return bool(self.local or self.external or self.computed or self.unattained)
 
 
-class Difference(msgspec.Struct):
+class Difference(Sums):
     """The differences of one cause, summed over its requests."""
 
-    cause: str
-    requests: int
-    figures: Figures
+    requests: int = 0
+    figures: Figures = msgspec.field(default_factory=Figures)
 
 
-class ReconciliationStep:
-    """The differences between two rows of figures, by cause."""
-
-    def __init__(self) -> None:
-        self.differences: dict[str, Difference] = {}
-        """One difference for each cause."""
-
-    def add(self, cause: str, figures: Figures, requests: int = 1) -> None:
-        """Add a difference."""
-        difference = self.differences.setdefault(cause, Difference(cause, 0, Figures()))
-        difference.requests += requests
-        difference.figures.add(figures)
-
-    def merge(self, other: ReconciliationStep) -> None:
-        """Add all differences of ``other``."""
-        for cause, difference in other.differences.items():
-            self.add(cause, difference.figures, difference.requests)
+Differences = dict[str, Difference]
+"""The differences between two rows of figures, by cause."""
 
 
-class Reconciliation:
+class Reconciliation(Sums):
     """Settled, planned and engine-reported prompt tokens of many requests, and their differences."""
 
-    def __init__(self) -> None:
-        self.settled = Figures()
-        """Prompt tokens as the ledger settled them."""
-        self.plan = Figures()
-        """Prompt tokens as planned at the first admission that ran."""
-        self.reported = Figures()
-        """Prompt tokens as the engine reported them."""
-        self.reports = 0
-        """How many requests the engine reported; an engine that reports none is not reconciled."""
-        self.to_plan = ReconciliationStep()
-        """Why the planned tokens differ from the settled ones."""
-        self.to_reported = ReconciliationStep()
-        """Why the reported tokens differ from the planned ones."""
+    settled: Figures = msgspec.field(default_factory=Figures)
+    """Prompt tokens as the ledger settled them."""
+    plan: Figures = msgspec.field(default_factory=Figures)
+    """Prompt tokens as planned at the first admission that ran."""
+    reported: Figures = msgspec.field(default_factory=Figures)
+    """Prompt tokens as the engine reported them."""
+    reports: int = 0
+    """How many requests the engine reported; an engine that reports none is not reconciled."""
+    to_plan: Differences = {}
+    """Why the planned tokens differ from the settled ones."""
+    to_reported: Differences = {}
+    """Why the reported tokens differ from the planned ones."""
 
     def add(self, account: Account) -> None:
         """Reconcile one request."""
@@ -117,7 +101,7 @@ class Reconciliation:
         if plan is not None:
             self.plan.add(plan)
         for cause, figures in between_settled_and_plan(account, plan).items():
-            self.to_plan.add(cause, figures)
+            add_difference(self.to_plan, cause, figures)
         reported = None
         if account.reported is not None:
             reported = Figures(*account.reported)
@@ -128,16 +112,14 @@ class Reconciliation:
             moved = Figures()
             moved.add(reported or Figures())
             moved.add(plan or Figures(), -1)
-            self.to_reported.add(cause, moved)
+            add_difference(self.to_reported, cause, moved)
 
-    def merge(self, other: Reconciliation) -> None:
-        """Add the reconciliation of another engine."""
-        self.settled.add(other.settled)
-        self.plan.add(other.plan)
-        self.reported.add(other.reported)
-        self.reports += other.reports
-        self.to_plan.merge(other.to_plan)
-        self.to_reported.merge(other.to_reported)
+
+def add_difference(differences: Differences, cause: str, figures: Figures, requests: int = 1) -> None:
+    """Add the difference of one request, or of several."""
+    difference = differences.setdefault(cause, Difference())
+    difference.requests += requests
+    difference.figures.add(figures)
 
 
 def planned(account: Account) -> Figures | None:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from .. import events as ev
+from ..figures.sums import Sums
 
 SAMPLE_ROWS = 2048
 """The largest number of rows that a sample keeps."""
@@ -52,7 +53,7 @@ class Work(NamedTuple):
 NO_WORK = Work()
 
 
-class Sample(msgspec.Struct):
+class Sample(Sums):
     """Rows of numbers, thinned to a bounded, evenly spread part of all rows, the same one each time.
 
     Each kept row stands for ``weight`` rows. The first number of a row decides if it is kept: a time, or the

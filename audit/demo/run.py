@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from ..analysis.reconciliation import (
+    Differences,
     Figures,
     Reconciliation,
-    ReconciliationStep,
+    add_difference,
     between_settled_and_plan,
     ended_early,
     planned,
@@ -77,7 +78,7 @@ class Demo:
         exported: dict[str, float] = result.get("counters", {})
         self.counters = engine_counters(exported)
         """The engine's own counters of prompt tokens by source; None where it exported none."""
-        self.to_counters = ReconciliationStep()
+        self.to_counters: Differences = {}
         """The named differences that lead from the engine's reports to :attr:`counters`."""
         if self.counters is not None:
             self.to_counters = between_reported_and_counters(
@@ -247,33 +248,34 @@ def engine_counters(exported: dict[str, float]) -> Figures | None:
 
 def between_reported_and_counters(
     reconciliation: Reconciliation, counters: Figures, accounts: list[Account]
-) -> ReconciliationStep:
+) -> Differences:
     """The named differences between what the engine reported and what its counters show.
 
     The front end sums up the reports of one iteration and increments computed, local and external, in
     this order. A counter refuses a negative sum with an error, and the sums after it are not counted.
     The counters include requests whose accounts are unknown; the ledger's totals leave these out.
     """
-    step = ReconciliationStep()
+    differences: Differences = {}
     iterations: dict[int, Figures] = {}
     requests: dict[int, int] = {}
     for account in accounts:
         if account.reported is None:
             continue
         if account.unknown is not None:
-            step.add("unknown_here", Figures(*account.reported))
+            add_difference(differences, "unknown_here", Figures(*account.reported))
         if account.settlements:
             iteration = account.settlements[0].step
             iterations.setdefault(iteration, Figures()).add(Figures(*account.reported))
             requests[iteration] = requests.get(iteration, 0) + 1
     for iteration, sums in iterations.items():
         if sums.local < 0:
-            step.add("refused", Figures(local=-sums.local, external=-sums.external), requests[iteration])
+            refused = Figures(local=-sums.local, external=-sums.external)
+            add_difference(differences, "refused", refused, requests[iteration])
     left = Figures()
     left.add(counters)
     left.add(reconciliation.reported, -1)
-    for difference in step.differences.values():
+    for difference in differences.values():
         left.add(difference.figures, -1)
     if left:
-        step.add(UNEXPLAINED, left, 0)
-    return step
+        add_difference(differences, UNEXPLAINED, left, 0)
+    return differences

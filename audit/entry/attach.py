@@ -27,12 +27,12 @@ from ..engines.content.attached import worker_of
 from ..engines.v1 import V1Observer
 from ..errors import LedgerError
 from ..events import Event, Gap
+from ..figures.totals import Totals
 from ..hooks import EngineMismatch
 from ..journal.memory_recorder import MemoryRecorder
 from ..journal.writer import JournalWriter, Limits
 from ..ledger.frozen import AccountStatement
 from ..ledger.ledger import Ledger
-from ..ledger.totals import Totals
 from ..old_events import AnyEvent
 from ..release_semantics import release
 from ..replay.find import pick_request

@@ -10,9 +10,9 @@ from typing import Any
 from ..checks.auditor import Auditor
 from ..checks.registry import Violation
 from ..events import HookFailed
+from ..figures.totals import Totals
 from ..journal.memory_recorder import MemoryRecorder
 from ..ledger.frozen import AccountStatement
-from ..ledger.totals import Totals
 from ..replay.find import pick_request
 
 WORST_LAST = ("clean", "unknown", "violated")

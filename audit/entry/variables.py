@@ -30,7 +30,7 @@ SIDECAR = {
     "KVLEDGER_WEB_CONFIG_FILE": "--web.config.file",
     "KVLEDGER_WEB_TELEMETRY_PATH": "--web.telemetry-path",
     "KVLEDGER_STATE": "--state",
-    "KVLEDGER_ROLLUPS": "--rollups",
+    "KVLEDGER_COMPACT": "--compact",
     "KVLEDGER_ENGINE_URL": "--engine-url; several URLs are separated by blanks",
     "KVLEDGER_LOG_LEVEL": "--log.level",
     "KVLEDGER_LOG_FORMAT": "--log.format",

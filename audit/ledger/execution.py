@@ -8,10 +8,10 @@ the blocks before the new life reads them, and its tokens are posted before the 
 from __future__ import annotations
 
 from .. import causes
+from ..figures.sums import add_tokens
 from .account import Account
 from .life import InFlight, Life
 from .positions import COMPUTED
-from .totals import add_tokens
 
 
 def execute(account: Account, life: Life, start: int, end: int) -> None:

@@ -24,6 +24,11 @@ class Settlement(msgspec.Struct, frozen=True):
     step: int
     invalid_hits: int = 0
 
+    @property
+    def new_tokens(self) -> int:
+        """Prompt tokens without those that a session carried over from its chunk before."""
+        return self.prompt_tokens - self.carried
+
 
 class LifeStatement(msgspec.Struct, frozen=True):
     """A life's balances. Tokens; ``began_at`` and ``ended_at`` in microseconds, -1 while it lasts."""

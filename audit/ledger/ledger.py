@@ -13,6 +13,7 @@ from typing import Any
 
 from .. import events as ev
 from ..causes import END_UNSEEN
+from ..figures.totals import Totals
 from .account import Account
 from .blocks.ledger import BlockLedger
 from .contents import CONTENTS
@@ -27,7 +28,6 @@ from .state import LedgerState
 from .steady import activate_all, open_accounts
 from .steps import STEPS
 from .subjects import Entry
-from .totals import Totals
 
 
 def _block(state: LedgerState, event: ev.Event) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from .. import causes
 from .. import events as ev
+from ..figures.sums import add_tokens
 from .account import Account
 from .execution import execute_before_hit
 from .life import Life
@@ -34,7 +35,6 @@ from .posting import (
 )
 from .state import LedgerState
 from .subjects import Entry, ReportedLookups
-from .totals import add_tokens
 
 
 def _request_added(state: LedgerState, event: ev.RequestAdded) -> None:

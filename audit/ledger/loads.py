@@ -10,6 +10,7 @@ from typing import Any
 
 from .. import causes
 from .. import events as ev
+from ..figures.sums import add_tokens
 from .account import Account
 from .life import Life
 from .miscounts import load_failed
@@ -18,7 +19,6 @@ from .posting import account_of, add_line, enter, enter_computed, find_account, 
 from .state import LedgerState
 from .steady import open_accounts
 from .subjects import Entry, ExternalTokensLost, Handover, Overdue, Unpromised, Unsaved
-from .totals import add_tokens
 from .transfers import UnkeptPromise
 
 OVERDUE_SECONDS = 600

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .. import causes
 from .. import events as ev
+from ..figures.sums import add_tokens
 from .account import Account
 from .blocks.records import usable, used
 from .blocks.subjects import BlockFinding
@@ -13,7 +14,6 @@ from .positions import COMPUTED, EXTERNAL, LOCAL, UNATTAINED
 from .state import LedgerState
 from .steady import activate, open_accounts
 from .subjects import Entry, ReportedCounts
-from .totals import add_tokens
 
 
 def open_account(state: LedgerState, request: int, request_id: str, prompt_tokens: int) -> Account:

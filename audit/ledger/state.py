@@ -10,13 +10,13 @@ from collections import deque
 from collections.abc import Callable
 
 from .. import events as ev
+from ..figures.totals import Totals
 from .account import Account
 from .blocks.ledger import BlockLedger
 from .content_state import ContentState
 from .custody_state import CustodyState
 from .sketch_state import SketchState
 from .subjects import Entry
-from .totals import Totals
 from .transfers import WorkerTransfers
 
 ScheduledRow = tuple[Account, int, int]

@@ -6,6 +6,8 @@ from bisect import bisect_left
 
 import msgspec
 
+from ..figures.sums import Sums
+
 
 class Exemplar(msgspec.Struct, frozen=True):
     """One request as an example of a bucket: its id, the caller's trace id ("" if none) and its value."""
@@ -16,7 +18,7 @@ class Exemplar(msgspec.Struct, frozen=True):
     at_seconds: float
 
 
-class Distribution(msgspec.Struct):
+class Distribution(Sums):
     """A histogram: how often a value was at most each of ``bounds`` and above the bound before.
 
     ``counts`` has one more item than ``bounds``, for values above all of them. ``exemplars`` holds the

@@ -26,6 +26,7 @@ from ..causes import BEGAN_BEFORE, ENGINE_ENDED, UNKNOWN
 from ..checks.auditor import Auditor, Verdict, merged_counts
 from ..checks.registry import Violation, is_once
 from ..events import EngineRaised, EngineStarted, Event, Finished, HookFailed
+from ..figures.totals import Totals
 from ..journal.format import gone_by
 from ..journal.hosts import engine_name, journal_name
 from ..journal.reader import Batch, Reader
@@ -33,7 +34,6 @@ from ..ledger.account import Account
 from ..ledger.observation import error_name
 from ..ledger.state import Watch
 from ..ledger.subjects import Entry
-from ..ledger.totals import Totals
 from ..text import utc
 from .live_events import LiveEvents
 from .metrics_state import METRICS_HANDLERS, MetricsState
@@ -462,7 +462,7 @@ class EngineAudit:
         None either if the engine was gone before the window began.
         """
         ledger, window = self.auditor.ledger, self.window
-        inside = window.until is None and window.touches(ledger.read_to, self._open_until)
+        inside = window.until is None and window.touches(ledger.read_to, self.open_until)
         accounts = list(ledger.open.values()) if inside else []
         for account in accounts:
             if account.request_id in self._in_window:
@@ -470,7 +470,7 @@ class EngineAudit:
         return accounts
 
     @property
-    def _open_until(self) -> float:
+    def open_until(self) -> float:
         """Unix time up to which a request that is open at the end of the trace may have run."""
         if self.lost_tails:
             return self._gone_by
@@ -573,7 +573,8 @@ class EngineAudit:
         before = unknown.pop(BEGAN_BEFORE, 0)
         began = f"{counted(before, 'request')} began before the first kept segment, no figure includes them"
         left_out = [began] if before else []
-        reasons = [f"in {requests} of them: {reason}" for reason, requests in unknown.items()]
+        most_first = sorted(unknown.items(), key=lambda row: (-row[1], row[0]))
+        reasons = [f"in {requests} of them: {reason}" for reason, requests in most_first]
         return [*self.notes, *left_out, *self.doubts, *reasons]
 
     @property

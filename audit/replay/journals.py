@@ -16,12 +16,12 @@ from ..analysis.reconciliation import Reconciliation
 from ..checks.auditor import Verdict
 from ..checks.registry import Violation
 from ..client_ids import rank
+from ..figures.totals import Totals
 from ..journal.hosts import journal_name
 from ..journal.reader import Position, Reader
 from ..ledger.account import Account
 from ..ledger.frozen import AccountStatement, Line
 from ..ledger.state import Watch
-from ..ledger.totals import Totals
 from ..old_events import AnyEvent
 from ..text import shown_id, utc
 from .engine_audit import EngineAudit

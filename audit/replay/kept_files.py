@@ -14,7 +14,7 @@ from ..journal.folder import may_be_host
 from ..journal.hosts import HostJournal
 from . import checkpoint
 
-FOLDER = ".kvledger-rollups"
+FOLDER = ".kvledger-facts"
 """The folder beside the journals."""
 
 

@@ -13,12 +13,12 @@ from ..analysis.live_routing import LiveSide, RecentCounts, RoutedCache, live_ro
 from ..analysis.routing import Row
 from ..errors import LedgerError
 from ..events import EngineStarted, Event, KVEventsReceived
+from ..figures.sums import merge_tokens
 from ..journal.format import is_live, segments
 from ..journal.reader import Batch, Position, Reader
 from ..ledger.cache_changes import CLEARED
 from ..ledger.kv_live import HORIZON_SECONDS, Found, KVEventCounts, LiveComparison
 from ..ledger.kv_stream import GPU, Stream
-from ..ledger.totals import merge_tokens
 from .recordings import AFTER_END_SECONDS, Identity, Neighbours, identity_of, incomparable, recordings_beside
 
 FORGET_SECONDS = 600.0

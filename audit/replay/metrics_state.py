@@ -17,10 +17,11 @@ from .. import events as ev
 from ..analysis.block_states import BLOCK_EVENTS, BlockStates
 from ..causes import BEGAN_BEFORE, EVICTED
 from ..client_ids import has_random_suffix
+from ..figures.sums import Sums, added
+from ..figures.totals import Totals
 from ..ledger.account import Account
 from ..ledger.kv_live import KVEventCounts
 from ..ledger.positions import COMPUTED, EXTERNAL, LOCAL, UNATTAINED
-from ..ledger.totals import Totals
 from ..release_semantics import release
 from ..text import salt_name
 from .distribution import Distribution, Exemplar
@@ -68,7 +69,7 @@ OTHER = "other"
 Open = Mapping[int, Account]
 
 
-class LookupCounts(msgspec.Struct):
+class LookupCounts(Sums):
     """Lookups of one cache: how many, the tokens they queried, and the tokens that hit."""
 
     lookups: int = 0
@@ -286,41 +287,16 @@ class MetricsState(msgspec.Struct):
             self.created_seconds = min(self.created_seconds, other.created_seconds)
         self.created_seconds = self.created_seconds or other.created_seconds
         self.clock_seconds = other.clock_seconds or self.clock_seconds
-        for name in (
-            "transferred_tokens",
-            "hook_us",
-            "hook_steps",
-            "gaps_of_known_size",
-            "gaps_of_unknown_size",
-            "lost_events",
-        ):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("preemptions", "planned", "planned_negative", "sequence_tokens"):
-            for key, more in getattr(other, name).items():
-                _add(getattr(self, name), key, more)
-        for role, sources in other.disaggregated.items():
-            for source, tokens in sources.items():
-                _add(self.disaggregated.setdefault(role, {}), source, tokens)
+        for name in _ADDED:
+            setattr(self, name, added(getattr(self, name), getattr(other, name)))
         self.kv_role, self.suffixed = other.kv_role or self.kv_role, other.suffixed
         self.shared.merge(other.shared)
         for label, rows in other.labels.items():
             for value, totals in rows.items():
                 self.of_label(label, value).merge(totals)
-        for cache, asked in other.lookups.items():
-            self.lookups[cache].add(asked.lookups, asked.queried, asked.hit)
         for id, count in other.violations.items():
             times = self.violations[id].times if id in self.violations else 0
             self.violations[id] = msgspec.structs.replace(count, times=times + count.times)
-        for name in (
-            "cached_share",
-            "rework_share",
-            "preempted",
-            "remote_wait",
-            "block_lifetime",
-            "block_idle",
-            "block_reuse",
-        ):
-            getattr(self, name).merge(getattr(other, name))
         self.blocks.seen |= other.blocks.seen
         self.blocks.use.merge(other.blocks.use)
         self.kv_events.merge(other.kv_events)
@@ -415,6 +391,29 @@ class MetricsState(msgspec.Struct):
         at_seconds = self.seconds(account.closed_at)
         spread.observe(value, Exemplar(account.request_id, trace_id(account), value, at_seconds))
 
+
+_ADDED = (
+    "lookups",
+    "preemptions",
+    "hook_us",
+    "hook_steps",
+    "gaps_of_known_size",
+    "gaps_of_unknown_size",
+    "lost_events",
+    "transferred_tokens",
+    "disaggregated",
+    "planned",
+    "planned_negative",
+    "sequence_tokens",
+    "cached_share",
+    "rework_share",
+    "preempted",
+    "remote_wait",
+    "block_lifetime",
+    "block_idle",
+    "block_reuse",
+)
+"""The fields of :class:`MetricsState` that are sums; the others say what the engine did last."""
 
 METRICS_HANDLERS: dict[type[ev.Event], Callable[[MetricsState, Any, Open], None]] = {
     ev.EngineStarted: MetricsState.started,

@@ -30,11 +30,11 @@ from zlib import crc32
 import msgspec
 
 from ..analysis.live_routing import OpenRequest, RecentCounts, RoutedCache
-from ..analysis.reconciliation import Difference, Figures, Reconciliation, ReconciliationStep
 from ..checks.auditor import Auditor, KeptFinding
 from ..checks.registry import Violation
 from ..errors import LedgerError
 from ..events import EngineStarted, KVEventsReceived, RequestLabels
+from ..figures.totals import Totals
 from ..journal.reader import Position
 from ..ledger.account import Account
 from ..ledger.blocks.ledger import BlockLedger
@@ -49,7 +49,6 @@ from ..ledger.ledger import Ledger
 from ..ledger.life import InFlight, Life
 from ..ledger.positions import Losses, PositionRange, PositionRanges
 from ..ledger.sketch_state import SketchState
-from ..ledger.totals import Totals
 from ..ledger.transfers import Promise, WorkerTransfers
 from .engine_audit import EngineAudit
 from .live_events import LiveEvents
@@ -76,8 +75,6 @@ OBJECTS: tuple[type, ...] = (
     PositionRange,
     Losses,
     KeptFinding,
-    Reconciliation,
-    ReconciliationStep,
     LiveEvents,
     LiveComparison,
     RoutedCache,
@@ -92,8 +89,6 @@ STRUCTS: tuple[type, ...] = (
     Settlement,
     Line,
     RemovedRange,
-    Figures,
-    Difference,
     Pool,
     FailedLoad,
     RequestLabels,
@@ -205,8 +200,6 @@ _BLANK: dict[type, Callable[[], Any]] = {
     CustodyState: CustodyState,
     SketchState: SketchState,
     WorkerJournals: lambda: WorkerJournals(Path()),
-    Reconciliation: Reconciliation,
-    ReconciliationStep: ReconciliationStep,
     LiveEvents: lambda: LiveEvents(Path()),
     LiveComparison: LiveComparison,
     RoutedCache: RoutedCache,

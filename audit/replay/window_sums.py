@@ -7,7 +7,7 @@ import math
 import msgspec
 
 from ..analysis.reconciliation import Reconciliation
-from ..ledger.totals import Totals
+from ..figures.totals import Totals
 from .windows import LossesInWindow
 
 

@@ -11,6 +11,8 @@ from operator import add
 from typing import Literal, NamedTuple
 
 from ...audit.checks.registry import catalogue
+from ...audit.figures.declared import FIGURES, OTHER
+from ...audit.figures.figure import Counter, Figure
 from ...audit.hooks import TIMED_STEPS
 from ...audit.replay.distribution import Distribution
 from ...audit.replay.engine_audit import EngineAudit
@@ -70,21 +72,42 @@ ENGINE = ("engine",)
 TOKENS = "tokens"
 IDS = tuple(catalogue())
 
+
+def of_figures(group: str) -> tuple[Metric, ...]:
+    """The counters that the figures of a request declare for a group of this page."""
+    found: dict[Counter, list[Figure]] = {}
+    for figure in FIGURES:
+        for counter in figure.counters:
+            if counter.group == group:
+                found.setdefault(counter, []).append(figure)
+    return tuple(_of_figures(counter, figures) for counter, figures in found.items())
+
+
+def _of_figures(counter: Counter, figures: Sequence[Figure]) -> Metric:
+    """One counter: of one figure, of one by cause, or of several that a label tells apart."""
+    names = tuple(figure.name for figure in figures)
+    words: tuple[str, ...] = ()
+    reader = read.value(lambda engine_audit: engine_audit.closed.of(names[0]))
+    if counter.by_cause:
+        words = (*figures[0].causes, OTHER)
+        reader = read.values(words, lambda engine_audit: getattr(engine_audit.closed, names[0]))
+    elif counter.label:
+        words = names
+        reader = read.values(
+            words, lambda engine_audit: {name: engine_audit.closed.of(name) for name in names}
+        )
+    labels = (*ENGINE, counter.label) if counter.label else ENGINE
+    closed = {counter.label: words} if words else {}
+    return Metric(counter.name, figures[0].unit, "counter", counter.help, labels, reader, closed)
+
+
 GROUPS: tuple[Group, ...] = (
     Group(
         "Prompts",
         "Where the KV of prompt tokens came from. `kvledger_prompt_tokens_total` counts each request "
         "once; a preemption, a resumption or a second lookup never changes it.",
         (
-            Metric(
-                "kvledger_prompt_tokens",
-                TOKENS,
-                "counter",
-                "Prompt tokens by where their KV first came from, counted once per request.",
-                (*ENGINE, "source"),
-                read.values(read.SOURCES, read.prompt_tokens),
-                {"source": read.SOURCES},
-            ),
+            *of_figures("Prompts"),
             Metric(
                 "kvledger_planned_prompt_tokens",
                 TOKENS,
@@ -145,53 +168,7 @@ GROUPS: tuple[Group, ...] = (
         "Work",
         "What the engine scheduled, by outcome. The kinds of `kvledger_work_tokens_total` sum to all "
         "scheduled tokens; `kvledger_rework_tokens_total` splits its kind `rework` by cause.",
-        (
-            Metric(
-                "kvledger_work_tokens",
-                TOKENS,
-                "counter",
-                "Scheduled tokens by outcome.",
-                (*ENGINE, "kind"),
-                read.values(read.WORK, read.work),
-                {"kind": read.WORK},
-            ),
-            Metric(
-                "kvledger_rework_tokens",
-                TOKENS,
-                "counter",
-                "Tokens computed again, by the cause that lost their KV.",
-                (*ENGINE, "cause"),
-                read.values(read.LOSSES, lambda engine_audit: engine_audit.closed.rework),
-                {"cause": read.LOSSES},
-            ),
-            Metric(
-                "kvledger_discarded_tokens",
-                TOKENS,
-                "counter",
-                "Tokens whose KV was discarded at the end of a life, by cause. A life lasts from an "
-                "admission to the next preemption or the end.",
-                (*ENGINE, "cause"),
-                read.values(read.DISCARDS, lambda engine_audit: engine_audit.closed.discarded),
-                {"cause": read.DISCARDS},
-            ),
-            Metric(
-                "kvledger_hit_again_tokens",
-                TOKENS,
-                "counter",
-                "Repeat hits: local hits of a later life on positions whose KV an earlier life already had.",
-                ENGINE,
-                read.value(lambda engine_audit: engine_audit.closed.hit_again),
-            ),
-            Metric(
-                "kvledger_loaded_again_tokens",
-                TOKENS,
-                "counter",
-                "Repeat loads: external loads of a later life for positions whose KV an earlier life already "
-                "had.",
-                ENGINE,
-                read.value(lambda engine_audit: engine_audit.closed.loaded_again),
-            ),
-        ),
+        of_figures("Work"),
     ),
     Group(
         "Seconds",
@@ -263,14 +240,7 @@ GROUPS: tuple[Group, ...] = (
         "(host, disk, peer) to the scheduler, so there is none here; `kvledger_engine_info` has the "
         "`connector`.",
         (
-            Metric(
-                "kvledger_external_promised_tokens",
-                TOKENS,
-                "counter",
-                "External tokens that the connector promised, summed over all admissions.",
-                ENGINE,
-                read.value(lambda engine_audit: engine_audit.closed.promised),
-            ),
+            *of_figures("External tokens"),
             Metric(
                 "kvledger_transferred_prompt_tokens",
                 TOKENS,
@@ -290,23 +260,6 @@ GROUPS: tuple[Group, ...] = (
                 (*ENGINE, "role", "source"),
                 read.engines(read.disaggregated),
                 {"role": ROLES, "source": read.SOURCES},
-            ),
-            Metric(
-                "kvledger_external_loaded_tokens",
-                TOKENS,
-                "counter",
-                "External tokens that were loaded.",
-                ENGINE,
-                read.value(lambda engine_audit: engine_audit.closed.loaded),
-            ),
-            Metric(
-                "kvledger_external_voided_tokens",
-                TOKENS,
-                "counter",
-                "External tokens that were promised and failed or were cancelled, by cause.",
-                (*ENGINE, "cause"),
-                read.values(read.VOIDS, lambda engine_audit: engine_audit.closed.voided),
-                {"cause": read.VOIDS},
             ),
         ),
     ),

@@ -23,29 +23,18 @@ from ...audit.analysis.costs import KINDS
 from ...audit.analysis.routing import MISSED, SURPLUS
 from ...audit.checks.registry import catalogue
 from ...audit.errors import LedgerError
+from ...audit.figures.declared import OTHER, PROMPTS, parts_of
+from ...audit.figures.totals import Totals
 from ...audit.journal.format import is_live
 from ...audit.ledger.kv_live import KVEventCounts
-from ...audit.ledger.totals import Totals
 from ...audit.replay.distribution import Distribution, Exemplar
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.metrics_state import ROLES, VERDICTS, LookupCounts, ViolationCount
 from .labels import engine_label
 
-OTHER = "other"
-SOURCES = ("local", "external", "computed", "unattained")
+SOURCES = parts_of("prompt_tokens", PROMPTS)
 PLANNED = ("local", "external", "computed")
-WORK = ("first_prompt", "first_output", "rework", "rejected", "overrun")
 LOST = KINDS
-LOSSES = (*causes.REWORK, OTHER)
-DISCARDS = (*causes.DISCARDS, OTHER)
-VOIDS = (
-    causes.FAILED,
-    causes.NOT_PLANNED,
-    causes.NEVER_LOADED,
-    causes.PREEMPTED,
-    causes.FINISHED,
-    OTHER,
-)
 PREEMPTIONS = (*causes.PREEMPTIONS, OTHER)
 OUTCOMES = (*causes.OUTCOMES, OTHER)
 CACHES = ("local", "external")
@@ -121,25 +110,12 @@ def pool_usage(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], flo
         yield (), 1 - state.pool_free_blocks / state.pool_blocks
 
 
-def prompt_tokens(engine_audit: EngineAudit) -> dict[str, int]:
-    """Prompt tokens by where their KV first came from."""
-    return {source: getattr(engine_audit.closed, source) for source in SOURCES}
-
-
 def disaggregated(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
     """Prompt tokens of prompts that two engines share, by the role in this engine and the source."""
     for role in ROLES:
         tokens = engine_audit.metrics.disaggregated.get(role, {})
         for source in SOURCES:
             yield (role, source), tokens.get(source, 0)
-
-
-def work(engine_audit: EngineAudit) -> dict[str, int]:
-    """Scheduled tokens by outcome."""
-    closed = engine_audit.closed
-    return {kind: getattr(closed, kind) for kind in WORK if kind != "rework"} | {
-        "rework": sum(closed.rework.values())
-    }
 
 
 def labelled_prompt_tokens(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:

@@ -14,12 +14,13 @@ from typing import Any
 
 import msgspec
 
-from ...audit.analysis.reconciliation import Figures, Reconciliation, ReconciliationStep
+from ...audit.analysis.reconciliation import Differences, Figures, Reconciliation
 from ...audit.causes import DIFFERENCES
 from ...audit.checks.registry import Figure, Violation
+from ...audit.figures.declared import FIGURES as DECLARED
+from ...audit.figures.totals import Totals
 from ...audit.ledger.frozen import Line
 from ...audit.ledger.positions import COMPUTED, EXTERNAL, LOCAL
-from ...audit.ledger.totals import Totals
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.journals import Audit, RequestStatement
 from ...audit.text import utc
@@ -161,6 +162,8 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     costs: CostReport | None = None
     """What lost work cost; None if the audit was made without costs."""
     conclusions: list[str] = []
+    figures: dict[str, int] = {}
+    """Every declared figure, summed over the requests."""
     contents: ContentsData | None = None
     """What was found out about the KV in the blocks; None below level ``content``."""
 
@@ -212,6 +215,7 @@ def report(audit: Audit, costs: CostReport | None = None) -> AuditReport:
         began_before=totals.began_before,
         costs=costs,
         contents=contents(audit),
+        figures={figure.name: totals.of(figure.name) for figure in DECLARED},
     )
 
 
@@ -233,23 +237,24 @@ def reported(reconciliation: Reconciliation) -> PlannedSplit | None:
     return plan(reconciliation.reported, reconciliation.reports)
 
 
-def differences(step: ReconciliationStep, from_: str, to: str) -> list[DifferenceData]:
+def differences(by_cause: Differences, from_: str, to: str) -> list[DifferenceData]:
     """The named differences between two rows, most requests first."""
     rows = [
         DifferenceData(
             from_=from_,
             to=to,
-            cause=row.cause,
-            text=DIFFERENCES[row.cause],
+            cause=cause,
+            text=DIFFERENCES[cause],
             requests=row.requests,
             local=row.figures.local,
             external=row.figures.external,
             computed=row.figures.computed,
             unattained=row.figures.unattained,
         )
-        for row in step.differences.values()
+        for cause, row in by_cause.items()
     ]
-    return sorted(rows, key=lambda row: -row.requests)
+    order = list(DIFFERENCES)
+    return sorted(rows, key=lambda row: (-row.requests, order.index(row.cause)))
 
 
 def finding(violation: Violation, began_seconds: float | None) -> FindingData:

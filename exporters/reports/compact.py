@@ -1,4 +1,4 @@
-"""Writes the rollups and the kept block traces of journals, and says what was done."""
+"""Compacts journals, keeps their block traces, and says what was done."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from rich.text import Text
 from ...audit.replay.find import journals_at
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.trace_keeper import keep
+from ..facts.compact import Compacted, compact
 from .audit import structs_csv
 from .listing import names_of
-from .rollup_builder import Compacted, compact
 from .terminal import blocks, counted, plain_table
 from .whatif import bytes_text
 
 
 def compact_all(paths: Sequence[Path], *, run: Run = here) -> list[Compacted]:
-    """Write or continue the rollup and the block trace of every journal at ``paths``. Raises LedgerError."""
+    """Keep or continue the facts and the block trace of every journal at ``paths``. Raises LedgerError."""
     return list(run(_compact, journals_at(paths)))
 
 
@@ -29,26 +29,26 @@ def _compact(journal: Path) -> Compacted:
 
 
 def render(rows: Sequence[Compacted]) -> Group:
-    """How many requests are summed up, then a line for each journal."""
+    """How many requests are kept, then a line for each journal."""
     whole = [row for row in rows if not row.problem]
     requests, size = sum(row.requests for row in whole), bytes_text(sum(row.bytes for row in whole))
     traced = sum(row.block_trace_bytes for row in rows)
     table = plain_table(header=True)
-    for name in ("journal", "requests", "minutes", "bytes", *(("block trace",) if traced else ())):
+    for name in ("journal", "requests", "files", "bytes", *(("block trace",) if traced else ())):
         table.add_column(name, justify="left" if name == "journal" else "right")
     table.add_column("verdict")
     name_of = names_of(row.journal for row in rows)
     for row in rows:
-        cells = [f"{row.requests:,}", f"{row.minutes:,}", bytes_text(row.bytes)]
+        cells = [f"{row.requests:,}", f"{row.files:,}", bytes_text(row.bytes)]
         verdict = row.verdict
         if row.problem:
-            cells, verdict = ["-", "-", "-"], f"no rollup: {row.problem}"
+            cells, verdict = ["-", "-", "-"], f"not compacted: {row.problem}"
         if traced:
             cells.append(bytes_text(row.block_trace_bytes) if row.block_trace_bytes else "-")
         table.add_row(*map(Text, (name_of(row.journal), *cells, verdict)))
-    kept = f" and {bytes_text(traced)} of block traces" if traced else ""
-    answer = f"{counted(requests, 'ended request')} of {counted(len(whole), 'journal')} in {size} of rollups"
-    return blocks(Group(Text(f"{answer}{kept}.")), table)
+    traces = f" and {bytes_text(traced)} of block traces" if traced else ""
+    answer = f"{counted(requests, 'ended request')} of {counted(len(whole), 'journal')} in {size} of Parquet"
+    return blocks(Group(Text(f"{answer}{traces}.")), table)
 
 
 def as_csv(rows: Sequence[Compacted]) -> str:

@@ -15,7 +15,7 @@ import msgspec
 from ...audit import causes
 from ...audit.analysis.costs import REWORK, MoreBlocks
 from ...audit.causes import external_loss
-from ...audit.ledger.totals import Totals
+from ...audit.figures.totals import Totals
 from .audit import AuditReport, share
 from .costs import CostReport
 from .terminal import counted, percent

@@ -6,7 +6,7 @@ step time, whose error stands beside it; waiting is measured.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 from rich.console import Group, RenderableType
@@ -78,6 +78,14 @@ class LoadRow(msgspec.Struct, frozen=True, kw_only=True):
     not_saved_seconds: float | None
 
 
+class FirstToken(msgspec.Struct, frozen=True):
+    """How much later the first token of some requests came. None: not known."""
+
+    requests: int = 0
+    median_seconds: float | None = None
+    p95_seconds: float | None = None
+
+
 class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
     """The model of one engine's step time, and the time of all its steps."""
 
@@ -98,11 +106,9 @@ class CostReport(msgspec.Struct, frozen=True, kw_only=True):
     models: list[ModelRow]
 
 
-def model_row(engine_audit: EngineAudit, model: StepModel) -> ModelRow:
-    """The model of one engine."""
-    return ModelRow(
-        engine=engine_audit.name, engine_seconds=engine_audit.step_times.busy_us / 1e6, model=model
-    )
+def model_row(engine: str, busy_us: int, model: StepModel) -> ModelRow:
+    """The model of one engine, whose steps took so many microseconds."""
+    return ModelRow(engine=engine, engine_seconds=busy_us / 1e6, model=model)
 
 
 def gathered(engine_audits: Sequence[EngineAudit]) -> tuple[Costs, list[ModelRow]]:
@@ -111,7 +117,7 @@ def gathered(engine_audits: Sequence[EngineAudit]) -> tuple[Costs, list[ModelRow
     for engine_audit in engine_audits:
         model = engine_audit.step_model()
         costs.merge(engine_audit.costs(model))
-        models.append(model_row(engine_audit, model))
+        models.append(model_row(engine_audit.name, engine_audit.step_times.busy_us, model))
     return costs, models
 
 
@@ -120,10 +126,21 @@ def costs_of(engine_audits: Sequence[EngineAudit], gpu_hour: float | None = None
     return cost_report(*gathered(engine_audits), gpu_hour)
 
 
-def cost_report(costs: Costs, models: Sequence[ModelRow], gpu_hour: float | None = None) -> CostReport:
-    """Costs as data. ``gpu_hour``: the price of an hour of one engine."""
+def cost_report(
+    costs: Costs,
+    models: Sequence[ModelRow],
+    gpu_hour: float | None = None,
+    first_tokens: Mapping[str, FirstToken] | None = None,
+) -> CostReport:
+    """Costs as data. ``gpu_hour``: the price of an hour of one engine. ``first_tokens``: the delays by kind
+    and cause, for costs that hold none themselves."""
     engine_seconds = costs.busy_us / 1e6
-    rows = [_row(key, lost, engine_seconds, gpu_hour) for key, lost in costs.lost.items()]
+    if first_tokens is None:
+        first_tokens = {key: spread(lost.delays) for key, lost in costs.lost.items()}
+    rows = [
+        _row(key, lost, engine_seconds, gpu_hour, first_tokens.get(key, FirstToken()))
+        for key, lost in costs.lost.items()
+    ]
     lost_seconds = costs.lost_seconds
     return CostReport(
         engine_seconds=engine_seconds,
@@ -136,9 +153,10 @@ def cost_report(costs: Costs, models: Sequence[ModelRow], gpu_hour: float | None
     )
 
 
-def _row(key: str, lost: LostWork, engine_seconds: float, gpu_hour: float | None) -> CostRow:
+def _row(
+    key: str, lost: LostWork, engine_seconds: float, gpu_hour: float | None, first_token: FirstToken
+) -> CostRow:
     kind, _, cause = key.partition("/")
-    median, p95 = spread(lost.delays)
     return CostRow(
         kind=kind,
         cause=cause,
@@ -147,9 +165,9 @@ def _row(key: str, lost: LostWork, engine_seconds: float, gpu_hour: float | None
         requests=lost.requests,
         seconds=lost.seconds,
         share=part(lost.seconds, engine_seconds),
-        first_token_requests=lost.delays.requests,
-        first_token_median_seconds=median,
-        first_token_p95_seconds=p95,
+        first_token_requests=first_token.requests,
+        first_token_median_seconds=first_token.median_seconds,
+        first_token_p95_seconds=first_token.p95_seconds,
         money=money(lost.seconds, gpu_hour),
         more_blocks=lost.more_blocks,
     )
@@ -187,9 +205,9 @@ def money(seconds: float | None, gpu_hour: float | None) -> float | None:
     return None if seconds is None or gpu_hour is None else seconds / 3600 * gpu_hour
 
 
-def spread(delays: PricedDelays) -> tuple[float | None, float | None]:
+def spread(delays: PricedDelays) -> FirstToken:
     """Median and 95th percentile of the delays of the first token."""
-    return delays.quantile(0.5), delays.quantile(0.95)
+    return FirstToken(delays.requests, delays.quantile(0.5), delays.quantile(0.95))
 
 
 # --- for a terminal -------------------------------------------------------------------------------------

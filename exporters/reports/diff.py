@@ -16,14 +16,13 @@ from rich.table import Table
 from rich.text import Text
 
 from ...audit.analysis.costs import KINDS, plus, total
-from ...audit.replay.find import journals_at
+from ...audit.figures.declared import BY_NAME, FIGURES
 from ...audit.replay.journals import Audit, audit_paths
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
-from ..trace.groups import check
 from .audit import share, structs_csv
 from .costs import gathered, part
-from .summary import Groups, SummaryRow, Sums, audited_groups
+from .summary import SummaryRow, summary_row
 from .terminal import VERDICTS, blocks, counted, figures_table, listed, percent, plain_table, title
 
 NO_MEANING = "does not apply"
@@ -88,7 +87,6 @@ def compare(
 
     ``by`` names groups of requests, as for :func:`~kvledger.exporters.trace.groups.group_key`.
     """
-    check(by)
     one, was = _read(before, by, window, run)
     other, now = _read(after, by, window, run)
     figures = [
@@ -110,12 +108,16 @@ def _read(paths: Sequence[Path], by: str, window: Window, run: Run) -> tuple[Aud
     """The audit of a trace, and its groups; each journal is read once."""
     if not by:
         return audit_paths(paths, window=window, with_metrics=False, with_costs=True, run=run), {}
-    read = list(audited_groups(journals_at(paths), by, window, run))
-    groups: Groups = {}
-    for _, of_journal in read:
-        for name, sums in of_journal.items():
-            groups.setdefault(name, Sums.none()).merge(sums)
-    return Audit([audit for audit, _ in read]), {name: sums.row(name) for name, sums in groups.items()}
+    from ..facts.dataset import facts
+    from ..facts.groups import group_columns
+    from ..facts.replayed import Wanted
+    from ..facts.sums import by_group
+
+    columns = group_columns(by)
+    with facts(paths, window=window, run=run, wanted=Wanted(audit=True)) as found:
+        groups = by_group(found, columns)
+        rows = [summary_row(", ".join(name), group) for name, group in groups.items() if name]
+        return Audit(found.audits), {row.group: row for row in rows}
 
 
 def _groups(was: dict[str, SummaryRow], now: dict[str, SummaryRow]) -> list[GroupChange]:
@@ -131,25 +133,15 @@ def _prompt(row: SummaryRow | None) -> int:
 def _figures(audit: Audit) -> Iterator[Figure]:
     """The figures of one trace, each in ``before``."""
     totals = audit.totals
-    requests = totals.requests - totals.unknown_requests
-    yield _figure("requests", totals.requests)
-    yield _figure("unknown requests", totals.unknown_requests)
-    yield _figure("prompt tokens", totals.prompt_tokens)
-    for name in ("local", "external", "computed", "unattained"):
-        yield _figure(name, share(getattr(totals, name), totals.prompt_tokens), of="prompt tokens")
-    yield _figure("scheduled tokens", totals.scheduled)
-    for name, tokens in (
-        ("first prompt", totals.first_prompt),
-        ("first output", totals.first_output),
-        ("rework", sum(totals.rework.values())),
-        ("rejected", totals.rejected),
-        ("overrun", totals.overrun),
-    ):
-        yield _figure(name, share(tokens, totals.scheduled), of="scheduled tokens")
-    yield _figure("scheduled tokens", share(totals.scheduled, requests), per="request")
-    yield _figure("preemptions", share(totals.preemptions, totals.requests), per="request")
-    yield _figure("promised tokens", totals.promised)
-    yield _figure("loaded", share(totals.loaded, totals.promised), of="promised tokens")
+    for figure in FIGURES:
+        if figure.part_of:
+            whole = BY_NAME[figure.part_of]
+            yield _figure(figure.words, share(totals.of(figure.name), totals.of(whole.name)), of=whole.words)
+        else:
+            yield _figure(figure.words, totals.of(figure.name))
+    known = totals.requests - totals.unknown_requests
+    yield _figure(BY_NAME["scheduled"].words, share(totals.scheduled, known), per="request")
+    yield _figure(BY_NAME["preemptions"].words, share(totals.preemptions, totals.requests), per="request")
     yield from _costs(audit)
 
 

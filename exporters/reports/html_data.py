@@ -1,44 +1,46 @@
-"""The data of the HTML report, gathered in one pass over each journal. The page is in ``html_page.py``."""
+"""The data of the HTML report: one query of the facts for each part. The page is in ``html_page.py``."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from ...audit.analysis.block_states import BlockUse
-from ...audit.analysis.costs import Costs
-from ...audit.errors import LedgerError
-from ...audit.replay.find import journals_at
 from ...audit.replay.journals import Audit, compare_journals
 from ...audit.replay.parallel import Run, here
-from ...audit.replay.split import split_run
 from ...audit.replay.windows import EVERYTHING, Window
-from ..trace.groups import check
 from ..trace.time_series import Series, together
-from . import rollups
 from .audit import AuditReport, report
 from .block_use import BlockUseReport, as_report
 from .conclusions import conclusions, facts_of_audit, with_costs, with_why
-from .contents import contents
-from .costs import CostReport, cost_report
+from .costs import CostReport
 from .html_about import about
-from .html_journal import SHOWN, JournalPageData, MostPreempted, joined_pages, page_of_span
-from .miss_tally import Tally
-from .rollup_minutes import WAITS
-from .summary import Groups, SummaryRow, Sums
+from .summary import SummaryRow, summary_row
 from .why import Why, explained
 
-__all__ = ["WAITS", "PageData", "gather"]
+if TYPE_CHECKING:
+    from ..facts.tables import Facts
 
-LEFT_OUT = (
-    "Summed up from rollups, exact to the token. Left out, because no sum has them: the most preempted "
-    "requests, the use of blocks, and how much later first tokens came. Curves have at most one value a "
-    "minute. For the whole page, read the journals: kvledger report --no-rollups."
-)
-NO_PAGES = "{} no data for a report: an older kvledger wrote it, and the journal is gone"
+WAITS = (0.01, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
+"""Bounds in seconds between the bars of the distribution of waits."""
+
+SHOWN = 12
+"""How many of the most preempted requests are shown."""
+
+
+class MostPreempted(msgspec.Struct, frozen=True, array_like=True):
+    """One of the most preempted requests; ``rework`` is in tokens."""
+
+    preemptions: int
+    rework: int
+    request_id: str
+    engine: str
+    prompt_tokens: int
+    waited_seconds: float
 
 
 class PageData(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,8 +60,6 @@ class PageData(msgspec.Struct, frozen=True, kw_only=True):
     """What the requests are grouped by; "": there are no groups."""
     groups: list[SummaryRow] = []
     """Most prompt tokens first."""
-    left_out: str = ""
-    """What the page does not show, because it was made from rollups; "" for a page from journals only."""
 
 
 def gather(
@@ -69,93 +69,64 @@ def gather(
     run: Run = here,
     gpu_hour: float | None = None,
     by: str = "",
-    with_rollups: bool = True,
 ) -> PageData:
-    """Read all journals at ``paths``, or their rollups. Raises LedgerError for one that holds none.
+    """Read all journals at ``paths``. Raises LedgerError for one that holds none.
 
-    ``by`` names groups of requests, as for :func:`~kvledger.exporters.trace.groups.group_key`.
+    ``by`` names groups of requests, as for :func:`~kvledger.exporters.facts.groups.group_columns`.
     """
-    check(by)
-    places = rollups.journals_and_rollups(paths, by, window) if with_rollups else journals_at(paths)
-    whole = partial(_of_journal, window=window, by=by, with_rollups=with_rollups)
-    if window.bounded or (with_rollups and any(map(rollups.has_one, places))):
-        found = list(run(whole, places))
-    else:
-        found = list(split_run(run, places, partial(page_of_span, by=by), joined_pages, whole))
-    parts = [part for part in found if part is not None]
-    without = len(found) - len(parts)
-    missing = NO_PAGES.format("1 rollup has" if without == 1 else f"{without:,} rollups have")
-    if not parts:
-        raise LedgerError(f"{missing}.")
-    rolled = any(part.rolled for part in parts)
-    tally, costs = Tally(), Costs()
-    groups: Groups = {}
-    for part in parts:
-        for name, sums in part.groups.items():
-            groups.setdefault(name, Sums.none()).merge(sums)
-        tally.merge(part.tally)
-        costs.merge(part.costs)
-    lost, why = cost_report(costs, tally.models, gpu_hour), explained(tally, gpu_hour)
-    if rolled:
-        lost = _without_delays(lost)
-    audited = _audited(parts, lost, [missing] if without else [])
-    facts = with_costs(with_why(facts_of_audit(audited), why), lost)
-    return PageData(
-        report=msgspec.structs.replace(audited, conclusions=conclusions(facts)),
-        why=why,
-        series=together([part.series for part in parts]),
-        waits=[sum(counts) for counts in zip(*(part.waits for part in parts), strict=True)],
-        preempted=[] if rolled else _most_preempted(parts),
-        block_use=None if rolled else _block_use(parts),
-        block_series=together([part.block_series for part in parts]),
-        costs=lost,
-        about=about([part.engine_audit for part in parts]),
-        by=by,
-        groups=sorted(
-            (sums.row(name) for name, sums in groups.items()), key=lambda row: (-row.prompt_tokens, row.group)
-        ),
-        left_out=LEFT_OUT if rolled else "",
+    from ..facts.curves import curves
+    from ..facts.dataset import facts
+    from ..facts.groups import group_columns
+    from ..facts.misses import misses_by_group
+    from ..facts.replayed import Wanted
+    from ..facts.sums import by_group, costs_of_groups
+
+    columns = group_columns(by)
+    with facts(paths, window=window, run=run, wanted=Wanted(audit=True, activity=True)) as found:
+        lost = costs_of_groups(found, (), "", gpu_hour)[()]
+        why = explained(misses_by_group(found, (), "")[()], found.engines, gpu_hour)
+        groups = by_group(found, columns) if columns else {}
+        compare_journals(found.audits)
+        audited = report(Audit(found.audits), lost)
+        concluded = conclusions(with_costs(with_why(facts_of_audit(audited), why), lost))
+        rows = [summary_row(", ".join(name), group) for name, group in groups.items() if name]
+        return PageData(
+            report=msgspec.structs.replace(audited, conclusions=concluded),
+            why=why,
+            series=together(curves(found)),
+            waits=_waits(found),
+            preempted=_most_preempted(found),
+            block_use=_block_use(found),
+            block_series=together([blocks.series for blocks in found.blocks]),
+            costs=lost,
+            about=about(found.audits),
+            by=by,
+            groups=sorted(rows, key=lambda row: (-row.prompt_tokens, row.group)),
+        )
+
+
+def _waits(found: Facts) -> list[int]:
+    """Requests between the bounds of :data:`WAITS`."""
+    waits = [0] * (len(WAITS) + 1)
+    for waited_us, requests in found.rows(
+        "SELECT waited_microseconds, count(*) FROM requests WHERE unknown IS NULL GROUP BY ALL"
+    ):
+        waits[bisect_right(WAITS, waited_us / 1e6)] += requests
+    return waits
+
+
+def _most_preempted(found: Facts) -> list[MostPreempted]:
+    columns = "preemptions, rework, request_id, engine, sequence_tokens - output_tokens, waited_microseconds"
+    rows = found.rows(
+        f"SELECT {columns} FROM requests WHERE unknown IS NULL AND preemptions > 0 "
+        f"ORDER BY ALL DESC LIMIT {SHOWN}"
     )
+    return [msgspec.convert([*figures, waited_us / 1e6], MostPreempted) for *figures, waited_us in rows]
 
 
-def _audited(parts: Sequence[JournalPageData], lost: CostReport, more_notes: Sequence[str]) -> AuditReport:
-    """The audit as data. What was found in blocks is not known of journals that are gone."""
-    audit = Audit([part.engine_audit for part in parts])
-    there = [part.engine_audit for part in parts if not rollups.is_rollup(part.engine_audit.path)]
-    compare_journals(there)
-    found = report(audit, lost)
-    return msgspec.structs.replace(found, notes=[*found.notes, *more_notes], contents=contents(Audit(there)))
-
-
-def _without_delays(lost: CostReport) -> CostReport:
-    """The costs without delays of first tokens, of which rollups keep a smaller sample than a replay."""
-    rows = [
-        msgspec.structs.replace(row, first_token_median_seconds=None, first_token_p95_seconds=None)
-        for row in lost.rows
-    ]
-    return msgspec.structs.replace(lost, rows=rows)
-
-
-def _most_preempted(parts: Sequence[JournalPageData]) -> list[MostPreempted]:
-    return sorted((row for part in parts for row in part.preempted), reverse=True)[:SHOWN]
-
-
-def _block_use(parts: Sequence[JournalPageData]) -> BlockUseReport | None:
+def _block_use(found: Facts) -> BlockUseReport | None:
     """The use of all blocks; None where no journal has block events."""
     use = BlockUse()
-    for part in parts:
-        use.merge(part.block_states.use)
-    return as_report(use) if any(part.block_states.seen for part in parts) else None
-
-
-def _of_journal(path: Path, window: Window, by: str, with_rollups: bool) -> JournalPageData | None:
-    """The data of one journal or rollup; None for a rollup that holds nothing for a page."""
-    rollup = rollups.found(path, by, window) if with_rollups else None
-    part = JournalPageData(path, window, by)
-    if rollup is not None and rollup.page is not None:
-        part.read_rollup(rollup, rollup.page)
-    elif rollups.is_rollup(path):
-        return None
-    else:
-        part.read()
-    return part
+    for blocks in found.blocks:
+        use.merge(blocks.use)
+    return as_report(use) if any(blocks.seen for blocks in found.blocks) else None

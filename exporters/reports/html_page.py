@@ -70,7 +70,6 @@ def html(data: PageData) -> str:
             meaning_of_drift=DRIFT if report.drift else "",
             drifts=counted(report.drift, "drift") if report.drift else "",
             about=data.about,
-            left_out=data.left_out,
             facts=_facts(report),
             contents=[] if report.contents is None else list(sentences(report.contents)),
             tiles=_tiles(report),

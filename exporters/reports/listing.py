@@ -18,7 +18,6 @@ from ...audit.replay.journals import audit_paths
 from ...audit.replay.parallel import Run, here, is_remote
 from ...audit.text import utc
 from .audit import structs_csv
-from .rollups import rolled_verdict
 from .terminal import blocks, counted, plain_table
 from .whatif import bytes_text
 
@@ -50,12 +49,20 @@ def journals(paths: Sequence[Path], *, audit: bool = False, run: Run = here) -> 
     """
     found = journals_at(paths)
     recordings = recordings_in(path.parent for path in found if not is_remote(path) and path not in paths)
-    verdicts = list(run(rolled_verdict, found))
+    verdicts = list(run(_compacted_verdict, found))
     if audit:
         verdicts = [engine.verdict for engine in audit_paths(found, with_metrics=False, run=run).engines]
     rows = [_row(known, verdict) for known, verdict in zip(run(facts, found), verdicts, strict=True)]
     rows += [_row(facts(path)) for path in recordings]
     return sorted(rows, key=lambda row: (row.began_seconds or 0.0, row.journal))
+
+
+def _compacted_verdict(journal: Path) -> str:
+    """The verdict when the journal was last compacted; "" if it never was."""
+    from ..facts import kept
+
+    session = kept.find(journal) if kept.has_one(journal) else None
+    return "" if session is None else session.verdict
 
 
 def _row(known: JournalFacts, verdict: str = "") -> JournalRow:

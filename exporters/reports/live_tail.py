@@ -14,9 +14,9 @@ import msgspec
 
 from ...audit.checks.registry import Violation
 from ...audit.errors import LedgerError
+from ...audit.figures.totals import Totals
 from ...audit.journal.reader import Batch
 from ...audit.ledger.account import Account
-from ...audit.ledger.totals import Totals
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.find import journals_at
 from ...audit.replay.journals import Audit

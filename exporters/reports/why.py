@@ -1,34 +1,31 @@
 """Why prompt tokens missed the caches, over whole journals: causes that sum to all misses.
 
-:mod:`kvledger.audit.analysis.cache_misses` finds the causes by position; ``miss_tally.py`` adds them up, and
-this file prints them. The sum of the causes is checked against the ledger's own count of misses.
+:mod:`kvledger.audit.analysis.cache_misses` finds the causes by position, the rows of
+:mod:`kvledger.exporters.facts` keep them, and this file prints their sums. The sum of the causes is checked
+against the ledger's own count of misses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 from rich.console import Group
 from rich.text import Text
 
-from ...audit.analysis.costs import MoreBlocks, PricedDelays
+from ...audit.analysis.costs import MoreBlocks
 from ...audit.causes import MISSES
-from ...audit.ledger.account import Account
-from ...audit.replay.engine_audit import EngineAudit
-from ...audit.replay.journals import each_account
 from ...audit.replay.parallel import Run, here
-from ...audit.replay.split import Piece, Span, SpanAudit, joined
 from ...audit.replay.windows import EVERYTHING, Window
-from ..trace.groups import check, group_key
-from . import rollups
 from .audit import csv_of, share, structs_csv
-from .costs import ModelRow, model_text, money, part, shown_seconds, spread
-from .miss_tally import Tally, block_size
-from .rollup_cells import Misses
+from .costs import FirstToken, ModelRow, model_row, model_text, money, part, shown_seconds
 from .terminal import blocks, bullets, counted, figures_table, notes, part_of, percent, title
+
+if TYPE_CHECKING:
+    from ..facts.engine import EngineFacts
+    from ..facts.misses import Misses
 
 LEGEND = (
     "A prompt token is a miss each time it is computed, and once more if it had no KV when its request "
@@ -110,172 +107,91 @@ def why(
     run: Run = here,
     gpu_hour: float | None = None,
     by: str = "",
+    where: str = "",
 ) -> Why:
     """The causes, most tokens first, and those of each group if ``by`` names groups.
 
-    ``by`` is as for :func:`~kvledger.exporters.trace.groups.group_key`. Raises
-    :class:`~kvledger.audit.errors.LedgerError`, also for a path that holds no journal.
+    ``by`` is as for :func:`~kvledger.exporters.facts.groups.group_columns`; ``where`` is an SQL condition on
+    the columns of requests. Raises :class:`~kvledger.audit.errors.LedgerError`, also for a path that holds no
+    journal.
     """
-    check(by)
-    everything, groups = Tally(), dict[str, Tally]()
-    journals = rollups.journals_and_rollups(paths, by, window)
-    piece, whole = partial(_of_span, by=by), partial(_of_journal, window=window, by=by)
-    for tally, grouped in rollups.each_journal(run, journals, window, piece, _joined, whole):
-        everything.merge(tally)
-        for name, group in grouped.items():
-            groups.setdefault(name, Tally()).merge(group)
-    result = explained(everything, gpu_hour)
-    if not by:
-        return result
+    from ..facts.dataset import facts
+    from ..facts.groups import group_columns
+    from ..facts.misses import misses_by_group
+
+    columns = group_columns(by)
+    with facts(paths, window=window, run=run) as found:
+        everything = misses_by_group(found, (), where)[()]
+        groups = misses_by_group(found, columns, where) if columns else {}
+        result = explained(everything, found.engines, gpu_hour)
     seconds = result.engine_seconds  # a part of the requests shares its engines' time with the others
-    rows = [_group_row(name, group, seconds, gpu_hour) for name, group in groups.items()]
+    rows = [_group_row(", ".join(name), group, seconds, gpu_hour) for name, group in groups.items()]
     rows.sort(key=lambda row: (-row.no_hit, row.group))
     return msgspec.structs.replace(result, groups=rows)
 
 
-def _group_row(name: str, tally: Tally, engine_seconds: float, gpu_hour: float | None) -> WhyGroup:
+def _group_row(name: str, misses: Misses, engine_seconds: float, gpu_hour: float | None) -> WhyGroup:
     return WhyGroup(
         group=name,
-        requests=tally.audited + tally.unknown,
-        unknown=tally.unknown,
-        prompt_tokens=tally.prompt_tokens,
-        hit=tally.hit,
-        no_hit=tally.no_hit,
-        causes=_cause_rows(tally, engine_seconds, gpu_hour),
+        requests=misses.audited + misses.unknown,
+        unknown=misses.unknown,
+        prompt_tokens=misses.prompt_tokens,
+        hit=misses.hit,
+        no_hit=misses.missed,
+        causes=_cause_rows(misses, engine_seconds, gpu_hour),
     )
 
 
-def explained(tally: Tally, gpu_hour: float | None = None) -> Why:
-    """A tally as data. ``gpu_hour``: the price of an hour of one engine."""
-    assert tally.no_hit == sum(tally.tokens.values()), "the causes do not add up to the misses"
+def explained(misses: Misses, engines: Sequence[EngineFacts], gpu_hour: float | None = None) -> Why:
+    """The misses of these engines as data. ``gpu_hour``: the price of an hour of one engine."""
+    assert misses.missed == sum(misses.tokens.values()), "the causes do not add up to the misses"
+    models = [model_row(engine.name, engine.busy_us, engine.model) for engine in engines]
+    engine_seconds = sum(row.engine_seconds for row in models)
+    levels = list(dict.fromkeys(e.engine.level for e in engines if e.engine and e.engine.level == TOKENS))
+    sizes = {engine.block_tokens for engine in engines}
     return Why(
-        requests=tally.audited + tally.unknown,
-        unknown=tally.unknown,
-        prompt_tokens=tally.prompt_tokens,
-        hit=tally.hit,
-        no_hit=tally.no_hit,
-        causes=_cause_rows(tally, _engine_seconds(tally), gpu_hour),
-        notes=[*(MORE.format(level=level) for level in tally.levels), *tally.notes],
-        engine_seconds=_engine_seconds(tally),
-        models=tally.models,
-        block_size=tally.sizes[0] if len(tally.sizes) == 1 else 0,
-        levels=tally.levels,
-        scheduled=tally.scheduled,
-        preempted=tally.preempted.tokens,
-        more_blocks=tally.preempted.more_blocks,
+        requests=misses.audited + misses.unknown,
+        unknown=misses.unknown,
+        prompt_tokens=misses.prompt_tokens,
+        hit=misses.hit,
+        no_hit=misses.missed,
+        causes=_cause_rows(misses, engine_seconds, gpu_hour),
+        notes=[
+            *(MORE.format(level=level) for level in levels),
+            *(NO_BLOCK_SIZE.format(path=engine.path) for engine in engines if not engine.block_tokens),
+        ],
+        engine_seconds=engine_seconds,
+        models=models,
+        block_size=sizes.pop() if len(sizes) == 1 else 0,
+        levels=levels,
+        scheduled=misses.scheduled,
+        preempted=misses.preempted.tokens,
+        more_blocks=misses.preempted.more_blocks,
     )
 
 
-def _engine_seconds(tally: Tally) -> float:
-    return sum(row.engine_seconds for row in tally.models)
-
-
-def _cause_rows(tally: Tally, engine_seconds: float, gpu_hour: float | None) -> list[CauseRow]:
-    causes = sorted(tally.tokens.items(), key=lambda row: (-row[1], row[0]))
-    return [_cause_row(tally, cause, tokens, engine_seconds, gpu_hour) for cause, tokens in causes]
+def _cause_rows(misses: Misses, engine_seconds: float, gpu_hour: float | None) -> list[CauseRow]:
+    causes = sorted(misses.tokens.items(), key=lambda row: (-row[1], row[0]))
+    return [_cause_row(misses, cause, tokens, engine_seconds, gpu_hour) for cause, tokens in causes]
 
 
 def _cause_row(
-    tally: Tally, cause: str, tokens: int, engine_seconds: float, gpu_hour: float | None
+    misses: Misses, cause: str, tokens: int, engine_seconds: float, gpu_hour: float | None
 ) -> CauseRow:
-    took = tally.seconds.get(cause)
-    median, p95 = spread(tally.delays.get(cause, PricedDelays()))
+    took = misses.seconds.get(cause)
+    first_token = misses.first_tokens.get(cause, FirstToken())
     return CauseRow(
         cause=cause,
         text=MISSES[cause],
         tokens=tokens,
-        share=share(tokens, tally.no_hit),
-        requests=tally.requests[cause],
+        share=share(tokens, misses.missed),
+        requests=misses.requests[cause],
         seconds=took,
         engine_share=part(took, engine_seconds),
-        first_token_median_seconds=median,
-        first_token_p95_seconds=p95,
+        first_token_median_seconds=first_token.median_seconds,
+        first_token_p95_seconds=first_token.p95_seconds,
         money=money(took, gpu_hour),
     )
-
-
-def _of_journal(path: Path, window: Window, by: str) -> tuple[Tally, dict[str, Tally]]:
-    """The misses of all requests of a journal, and those of each group if ``by`` is not empty."""
-    rollup = rollups.found(path, by, window)
-    if rollup is None:
-        engine_audit = EngineAudit(
-            path, keep=True, window=window, with_metrics=False, times_steps=True, accounts_only=True
-        )
-        accounts: Iterable[Account] = each_account(engine_audit)
-    else:
-        engine_audit, accounts = rollup.rest_of(path, window)
-    tally, groups = Tally(), dict[str, Tally]()
-    _add(tally, groups, accounts, engine_audit, by)
-    remark(tally, engine_audit)
-    cells = [] if rollup is None else list(rollup.within(path, window).items())
-    rolled: list[tuple[Tally, Misses]] = []
-    for name, cell in cells:
-        rolled.append((tally, cell.misses))
-        cell.give_work(tally)
-        if by:
-            group = rollups.group_of(by, name, engine_audit)
-            rolled.append((groups.setdefault(group, Tally()), cell.misses))
-    model = engine_audit.step_model()
-    for each, misses in rolled:
-        misses.give(each)
-    for each in (tally, *groups.values()):
-        each.price(engine_audit, model)
-    for each, misses in rolled:
-        misses.give_delays(each, model.prefill_seconds)
-    return tally, groups
-
-
-def _add(
-    tally: Tally, groups: dict[str, Tally], accounts: Iterable[Account], engine_audit: EngineAudit, by: str
-) -> None:
-    """Add accounts to the tally of all requests, and to that of their group if ``by`` is not empty."""
-    key = group_key(by, engine_audit)
-    for account in accounts:
-        size = block_size(engine_audit)
-        tally.add(account, size)
-        if by:
-            groups.setdefault(key(account), Tally()).add(account, size)
-
-
-class _MissesOfSpan(msgspec.Struct):
-    """The misses of one span of a journal, without prices."""
-
-    piece: Piece
-    tally: Tally
-    groups: dict[str, Tally]
-
-
-def _of_span(span: Span, by: str) -> _MissesOfSpan:
-    engine_audit = EngineAudit(span.path, keep=True, with_metrics=False, times_steps=True, accounts_only=True)
-    part, tally, groups = SpanAudit(engine_audit, span), Tally(), dict[str, Tally]()
-    for accounts in part.accounts():
-        _add(tally, groups, accounts, engine_audit, by)
-    return _MissesOfSpan(Piece(engine_audit, part.begin, part.end), tally, groups)
-
-
-def _joined(spans: Sequence[_MissesOfSpan]) -> tuple[Tally, dict[str, Tally]] | None:
-    engine_audit = joined([span.piece for span in spans])
-    if engine_audit is None:
-        return None
-    tally, groups = Tally(), dict[str, Tally]()
-    for span in spans:
-        tally.merge(span.tally)
-        for name, group in span.groups.items():
-            groups.setdefault(name, Tally()).merge(group)
-    remark(tally, engine_audit)
-    model = engine_audit.step_model()
-    for each in (tally, *groups.values()):
-        each.price(engine_audit, model)
-    return tally, groups
-
-
-def remark(tally: Tally, engine_audit: EngineAudit) -> None:
-    """Note what this journal's recording can't prove."""
-    if engine_audit.engine is not None and engine_audit.engine.level == TOKENS:
-        tally.levels = [engine_audit.engine.level]
-    tally.sizes = [block_size(engine_audit)]
-    if not block_size(engine_audit):
-        tally.notes.append(NO_BLOCK_SIZE.format(path=engine_audit.path))
 
 
 def render(result: Why) -> Group:

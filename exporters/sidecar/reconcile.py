@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from math import inf
 from typing import NamedTuple
 
-from ...audit.analysis.reconciliation import ComparedCounter, EngineCounters, Figures, ReconciliationStep
+from ...audit.analysis.reconciliation import ComparedCounter, Differences, EngineCounters, Figures
 from ...audit.causes import UNEXPLAINED
 from ...audit.ledger.positions import COMPUTED, EXTERNAL, LOCAL
 from ...audit.replay.engine_audit import EngineAudit
@@ -120,8 +120,8 @@ def _figures(table: Mapping[str, int]) -> Figures:
     return Figures(table.get(LOCAL, 0), table.get(EXTERNAL, 0), table.get(COMPUTED, 0))
 
 
-def _by_cause(step: ReconciliationStep) -> Iterator[tuple[str, Figures]]:
-    for cause, difference in step.differences.items():
+def _by_cause(differences: Differences) -> Iterator[tuple[str, Figures]]:
+    for cause, difference in differences.items():
         yield cause, difference.figures
 
 

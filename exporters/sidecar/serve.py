@@ -14,10 +14,10 @@ from ...audit.journal.folder import find_journals
 from ...audit.replay.checkpoint import HIDDEN
 from ..metrics.otel import attach_telemetry
 from . import http_server, systemd
+from .compactor import Compactor, seconds_of
 from .follower import Follower, ignore
 from .journal_finder import Notify
 from .pages import TELEMETRY_PATH, Site
-from .rollup_writer import RollupWriter, seconds_of
 from .scrape_engine import attach_reconciliation, check_url
 
 STOP_SECONDS = 0.5
@@ -41,20 +41,20 @@ def serve(
     engine_urls: Sequence[str] = (),
     inform: Notify | None = None,
     telemetry_path: str = TELEMETRY_PATH,
-    rollups: str = "",
+    compact: str = "",
 ) -> None:
     """Follow the journals under ``path`` and answer at ``address`` until SIGTERM or SIGINT.
 
     ``folder`` keeps the checkpoint (:func:`state_folder` if None), ``config`` is the web
-    configuration, ``engine_urls`` are engines' own metrics, which are compared with the ledger. ``rollups``
-    is the interval at which rollups are written, such as ``1h``; "": none are. The
+    configuration, ``engine_urls`` are engines' own metrics, which are compared with the ledger. ``compact``
+    is the interval at which the journals are compacted, such as ``1h``; "": never. The
     ``OTEL_*`` variables turn OpenTelemetry on. ``notify`` gets a sentence for each problem, and ``inform``
     the address of the metrics once they are ready. Raises :class:`LedgerError` for an address that is
     malformed or in use, a path that does not exist, and a folder that can't be written or is in use by
     another follower.
     """
     inform = inform or notify
-    writer = _rollup_writer(path, rollups, notify)
+    writer = _compactor(path, compact, notify)
     security = _checked(path, address, config, engine_urls, telemetry_path)
     kept = folder or state_folder(path, notify)
     try:
@@ -105,13 +105,13 @@ def check_config(
     config: Path | None,
     engine_urls: Sequence[str] = (),
     telemetry_path: str = TELEMETRY_PATH,
-    rollups: str = "",
+    compact: str = "",
 ) -> None:
     """Raise :class:`LedgerError` for what :func:`serve` would refuse; listens nowhere and writes nothing."""
     _checked(path, address, config, engine_urls, telemetry_path)
     if not path.exists():
         raise LedgerError(f"There is no {path}.")
-    _rollup_writer(path, rollups, ignore_sentence)
+    _compactor(path, compact, ignore_sentence)
     if folder is not None:
         existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
@@ -122,9 +122,9 @@ def ignore_sentence(_: str) -> None:
     """Drop a sentence."""
 
 
-def _rollup_writer(path: Path, rollups: str, notify: Notify) -> RollupWriter | None:
-    seconds = seconds_of(rollups)
-    return RollupWriter(path, seconds, notify) if seconds else None
+def _compactor(path: Path, compact: str, notify: Notify) -> Compactor | None:
+    seconds = seconds_of(compact)
+    return Compactor(path, seconds, notify) if seconds else None
 
 
 def _checked(

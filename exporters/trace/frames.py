@@ -18,8 +18,9 @@ import pandas as pd
 
 from ...audit.errors import LedgerError
 from ...audit.replay.windows import EVERYTHING, Window
+from ..facts.schema import Rows
 from ..inputs import reading
-from .tables import TABLES, Rows, rows
+from .tables import TABLES, rows
 
 DTYPES = {"text": "string", "count": "Int64", "seconds": "Float64", "time": "datetime64[us, UTC]"}
 
@@ -41,9 +42,14 @@ def entries(paths: Paths) -> pd.DataFrame:
     return table("entries", paths)
 
 
-def violations(paths: Paths) -> pd.DataFrame:
+def causes(paths: Paths) -> pd.DataFrame:
+    """A row per request, figure and cause: rework, discarded, voided and missed tokens."""
+    return table("causes", paths)
+
+
+def findings(paths: Paths) -> pd.DataFrame:
     """A row per finding, drifts included."""
-    return table("violations", paths)
+    return table("findings", paths)
 
 
 def steps(paths: Paths) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""A trace as tables: a row per request, life, entry, violation, step, stay of content in a block, or second.
+"""A trace as tables: a row per request, cause, finding, life, entry, step, stay of a block, or second.
 
 :data:`TABLES` has the columns.
 
@@ -13,40 +13,22 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from math import inf
 from pathlib import Path
-from typing import Literal, NamedTuple
 
-from ...audit.checks.registry import Violation
 from ...audit.ledger.account import Account
-from ...audit.ledger.frozen import Settlement
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.find import journals_at
 from ...audit.replay.journals import each_batch
 from ...audit.replay.windows import EVERYTHING, Window
-from ...audit.text import salt_name
+from ..facts.replayed import RowCollector, Wanted
+from ..facts.rows import finding_row
+from ..facts.schema import ENGINE, REQUEST_ID, Column, Row, Rows, Value
+from ..facts.schema import TABLES as FACT_TABLES
 from .block_rows import BlockRows
 from .step_rows import StepRows
 
-Kind = Literal["text", "count", "seconds", "time"]
-Value = str | int | float | None
-Rows = list[tuple[Value, ...]]
-
-
-class Column(NamedTuple):
-    """One column. Counts are tokens unless ``description`` names another unit. Any value may be null."""
-
-    name: str
-    kind: Kind
-    description: str
-
-
-ENGINE = Column("engine", "text", "the engine's name, as in findings")
-REQUEST = Column("request_id", "text", "vLLM's request id")
-
 INSTANTS: dict[str, tuple[str, ...]] = {
-    "requests": ("added_seconds", "closed_seconds", "settled_seconds"),
     "lives": ("began_seconds", "ended_seconds"),
     "entries": ("seconds",),
-    "violations": ("seconds",),
     "steps": ("seconds",),
     "stays": ("cached_seconds", "left_seconds", "released_seconds"),
     "occupancy": ("second",),
@@ -54,63 +36,9 @@ INSTANTS: dict[str, tuple[str, ...]] = {
 """The columns that count seconds from the engine's start. Each table ends with the same instants in UTC."""
 
 _WITHOUT_TIMES: dict[str, tuple[Column, ...]] = {
-    "requests": (
-        ENGINE,
-        REQUEST,
-        Column("outcome", "text", "how the request ended; null while it is open"),
-        Column("unknown", "text", "why nothing is known of the request; all figures are null then"),
-        Column("added_seconds", "seconds", "when the scheduler received the request"),
-        Column("closed_seconds", "seconds", "when the request ended"),
-        Column(
-            "settled_seconds",
-            "seconds",
-            "when the sources of the prompt tokens were settled for the first time",
-        ),
-        Column("prompt_tokens", "count", "settled prompt tokens; of a session, all chunks"),
-        Column("local", "count", "prompt tokens that hit the local prefix cache first"),
-        Column("external", "count", "prompt tokens that the KV connector loaded first"),
-        Column("computed", "count", "prompt tokens that were computed first"),
-        Column("unattained", "count", "prompt tokens that had no KV when the request ended"),
-        Column("plan_local", "count", "local hit planned at the first admission that was scheduled"),
-        Column(
-            "plan_external", "count", "external tokens promised at the first admission that was scheduled"
-        ),
-        Column("reported_local", "count", "local tokens, reported by the engine"),
-        Column("reported_external", "count", "external tokens, reported by the engine"),
-        Column("reported_computed", "count", "computed tokens, reported by the engine"),
-        Column("scheduled", "count", "scheduled tokens; the next five columns sum to it"),
-        Column("first_prompt", "count", "prompt tokens computed for the first time"),
-        Column("first_output", "count", "output tokens computed for the first time"),
-        Column("rework", "count", "tokens computed again because their KV was lost"),
-        Column("rejected", "count", "rejected draft tokens"),
-        Column("overrun", "count", "tokens in flight at the request's stop, or computed past its sequence"),
-        Column("hit_again", "count", "repeat hits: local hits on positions whose KV an earlier life had"),
-        Column("loaded_again", "count", "repeat loads: loads for positions whose KV an earlier life had"),
-        Column("promised", "count", "external tokens promised by the connector, over all lives"),
-        Column("loaded", "count", "promised tokens that were loaded"),
-        Column("voided", "count", "promised tokens that failed or were cancelled"),
-        Column("preemptions", "count", "number of preemptions"),
-        Column(
-            "lives",
-            "count",
-            "number of lives; a life lasts from an admission to the next preemption or the end",
-        ),
-        Column(
-            "waited_microseconds",
-            "count",
-            "microseconds between lives and before the first one, up to the end or the present",
-        ),
-        Column("model", "text", "the model that the engine serves"),
-        Column("began_seconds", "seconds", "Unix time of the engine's second 0"),
-        Column("data_parallel_rank", "count", "number of the engine's data-parallel rank"),
-        Column("priority", "count", "the request's priority; a lower number is more urgent"),
-        Column("lora", "text", "name of the LoRA adapter; null: none, or not recorded"),
-        Column("salt", "text", "keyed hash of the cache salt; null: none, or not recorded"),
-        Column("request_group", "text", "what KVLEDGER_GROUP found in the request id; null: nothing"),
-    ),
     "lives": (
         ENGINE,
-        REQUEST,
+        REQUEST_ID,
         Column("life", "count", "number of the life, from 1"),
         Column("began_seconds", "seconds", "when the request was admitted"),
         Column("began_step", "count", "step of the admission"),
@@ -126,7 +54,7 @@ _WITHOUT_TIMES: dict[str, tuple[Column, ...]] = {
     ),
     "entries": (
         ENGINE,
-        REQUEST,
+        REQUEST_ID,
         Column("entry", "count", "number of the event in the journal"),
         Column("seconds", "seconds", "when it was posted"),
         Column("step", "count", "step of the engine"),
@@ -135,18 +63,6 @@ _WITHOUT_TIMES: dict[str, tuple[Column, ...]] = {
         Column("debit", "count", "tokens whose KV was lost"),
         Column("credit", "count", "tokens whose KV was gained"),
         Column("balance", "count", "tokens whose KV the life has after the posting"),
-    ),
-    "violations": (
-        ENGINE,
-        Column("id", "text", "the invariant"),
-        Column("severity", "text", "violation or drift"),
-        Column("request_id", "text", "vLLM's request id; null if no single request is concerned"),
-        Column("life", "count", "number of the request's life"),
-        Column("step", "count", "step in which the finding was first seen"),
-        Column("seconds", "seconds", "when the finding was first seen"),
-        Column("message", "text", "one sentence with the figures"),
-        Column("repeats", "count", "how often the finding was seen again"),
-        Column("last_step", "count", "step in which the finding was last seen"),
     ),
     "steps": (
         ENGINE,
@@ -194,7 +110,10 @@ def time_name(instant: str) -> str:
     return "time" if instant in ("seconds", "second") else instant.replace("_seconds", "_time")
 
 
-TABLES: dict[str, tuple[Column, ...]] = {
+FACTS = ("requests", "causes", "findings")
+"""The tables of an export that queries know, too."""
+
+TABLES: dict[str, tuple[Column, ...]] = {name: FACT_TABLES[name] for name in FACTS} | {
     name: (*columns, *(Column(time_name(one), "time", f"`{one}` in UTC") for one in INSTANTS[name]))
     for name, columns in _WITHOUT_TIMES.items()
 }
@@ -228,14 +147,23 @@ class _Trace:
         self._engine_audit = EngineAudit(
             path, keep=True, watch=every_request, window=window, with_metrics=False
         )
+        self._facts: list[tuple[str, Rows]] = []
+        """Rows that the collector made of the last batch."""
+        self._collector = RowCollector(self._engine_audit, Wanted(checks=True), self._collect)
         self._step_rows = StepRows() if "steps" in wanted else None
         self._block_rows = BlockRows() if {"stays", "occupancy"} & set(wanted) else None
+
+    def _collect(self, table: str, rows: Sequence[Row]) -> None:
+        self._facts.append((table, list(rows)))
 
     def rows(self) -> Iterator[tuple[str, Rows]]:
         """Yield the rows of each table with the instants in UTC."""
         for name, some in self._rows():
             began = self._engine_audit.began_seconds
             began_us = None if began is None else round(began * 1e6)
+            if name in FACTS:
+                yield name, some
+                continue
             places = _PLACES[name]
             yield name, [(*row, *(_utc(began_us, row[place]) for place in places)) for row in some]
 
@@ -251,20 +179,18 @@ class _Trace:
             yield from self._steps(self._step_rows.finish())
         if self._block_rows is not None:
             yield from self._blocks(*self._block_rows.finish())
-        violations = engine_audit.violations
-        if violations and "violations" in self._wanted:
-            yield "violations", [_violation(engine_audit.name, violation) for violation in violations]
+        if "findings" in self._wanted:
+            found = [
+                finding_row(engine_audit, self._collector.journal, one) for one in engine_audit.violations
+            ]
+            if found:
+                yield "findings", found
 
     def _accounts(self, accounts: list[Account]) -> Iterator[tuple[str, Rows]]:
         engine = self._engine_audit.name
-        audit = self._engine_audit
-        of_engine = (audit.model, audit.began_seconds, audit.rank)
-        if accounts and "requests" in self._wanted:
-            last = self._engine_audit.last_at
-            yield (
-                "requests",
-                [(*_request(engine, account, last), *of_engine, *_labels(account)) for account in accounts],
-            )
+        self._collector.add([], accounts)
+        yield from (some for some in self._facts if some[0] in self._wanted)
+        self._facts = []
         if accounts and "lives" in self._wanted:
             yield "lives", [row for account in accounts for row in _lives(engine, account)]
         if accounts and "entries" in self._wanted:
@@ -298,59 +224,6 @@ class _Trace:
         ]
         if inside:
             yield "steps", inside
-
-
-def _request(engine: str, account: Account, last: int) -> tuple[Value, ...]:
-    has_figures = account.unknown is None
-    settlements = account.settlements
-    figures: tuple[Value, ...] = (
-        settlements[0].at / 1e6 if settlements else None,
-        *_sources(settlements),
-        *(account.plan or (None, None)),
-        *(account.reported or (None, None, None)),
-        account.scheduled,
-        account.first_prompt,
-        account.first_output,
-        sum(account.rework.values()),
-        account.rejected,
-        account.overrun,
-        account.hit_again,
-        account.loaded_again,
-        account.promised,
-        account.loaded,
-        sum(account.voided.values()),
-    )
-    return (
-        engine,
-        account.request_id,
-        account.outcome or None,
-        account.unknown,
-        account.added_at / 1e6,
-        _seconds(account.closed_at),
-        *(figures if has_figures else (None,) * len(figures)),
-        account.preemptions,
-        len(account.lives) if has_figures else None,
-        account.waited(last) if has_figures else None,
-    )
-
-
-def _labels(account: Account) -> tuple[Value, ...]:
-    labels = account.labels
-    if labels is None:
-        return (account.priority, None, None, None)
-    return (account.priority, labels.lora or None, salt_name(labels) or None, labels.group or None)
-
-
-def _sources(settlements: Sequence[Settlement]) -> tuple[Value, ...]:
-    if not settlements:
-        return (None,) * 5
-    return (
-        sum(each.prompt_tokens - each.carried for each in settlements),
-        sum(each.local for each in settlements),
-        sum(each.external for each in settlements),
-        sum(each.computed for each in settlements),
-        sum(each.unattained for each in settlements),
-    )
 
 
 def _lives(engine: str, account: Account) -> Iterator[tuple[Value, ...]]:
@@ -389,21 +262,6 @@ def _entries(engine: str, account: Account) -> Iterator[tuple[Value, ...]]:
             line.credit,
             line.balance,
         )
-
-
-def _violation(engine: str, violation: Violation) -> tuple[Value, ...]:
-    return (
-        engine,
-        violation.id,
-        violation.severity,
-        violation.request,
-        violation.life,
-        violation.step,
-        violation.at / 1e6,
-        violation.message,
-        violation.repeats,
-        violation.last_step,
-    )
 
 
 def _seconds(at: int) -> float | None:

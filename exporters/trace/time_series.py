@@ -28,6 +28,8 @@ class Series(msgspec.Struct):
     """``counts`` hold sums of each bucket, ``levels`` the last value in each bucket."""
 
     width_ticks: int = 1
+    most: int = MOST
+    """The largest number of buckets; beyond it they are merged."""
     counts: dict[int, dict[str, int]] = {}
     levels: dict[int, dict[str, int]] = {}
 
@@ -35,13 +37,13 @@ class Series(msgspec.Struct):
         """Add ``amount`` to a count."""
         row = self.counts.setdefault(int(wall_seconds * TICKS) // self.width_ticks, {})
         row[name] = row.get(name, 0) + amount
-        if len(self.counts) > MOST:
+        if len(self.counts) > self.most:
             self.coarsen(wider(self.width_ticks))
 
     def level(self, wall_seconds: float, levels: dict[str, int]) -> None:
         """Set levels from this time on. Times never decrease."""
         self.levels[int(wall_seconds * TICKS) // self.width_ticks] = levels
-        if len(self.levels) > MOST:
+        if len(self.levels) > self.most:
             self.coarsen(wider(self.width_ticks))
 
     def coarsen(self, width_ticks: int) -> None:
@@ -55,6 +57,15 @@ class Series(msgspec.Struct):
         self.counts = counts
         self.levels = {place // factor: self.levels[place] for place in sorted(self.levels)}
         self.width_ticks = width_ticks
+
+    def split(self, place: int) -> tuple[Series, Series]:
+        """The buckets before ``place``, and the others."""
+        parts = []
+        for before in (True, False):
+            counts = {at: row for at, row in self.counts.items() if (at < place) is before}
+            levels = {at: row for at, row in self.levels.items() if (at < place) is before}
+            parts.append(Series(self.width_ticks, self.most, counts, levels))
+        return parts[0], parts[1]
 
     def follow(self, later: Series) -> None:
         """Add what came later in the same engine."""

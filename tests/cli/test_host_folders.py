@@ -53,20 +53,20 @@ def test_summary_has_twice_what_one_host_has(hosts: Path, capsys: Printed, by: s
         assert ["vllm 0.32.0 pid 4000 in a", "vllm 0.32.0 pid 4000 in b"] == sorted(names)
 
 
-def test_rollups_lie_in_the_folder_of_their_host(copied: Path, capsys: Printed) -> None:
+def test_facts_lie_in_the_folder_of_their_host(copied: Path, capsys: Printed) -> None:
     before = printed(capsys, "summary", copied, "--by", "engine", "--format", "json")
     assert 0 == exit_code("compact", copied)
     table = capsys.readouterr().out
     assert {"a/engine", "b/engine"} <= set(re.findall(r"\b[ab]/engine", table)), table
-    assert 4 == len([*copied.glob("[ab]/.kvledger-rollups/*.rollup")])
+    assert 4 == len([*copied.glob("[ab]/.kvledger-facts/*.session")])
 
     assert before == printed(capsys, "summary", copied, "--by", "engine", "--format", "json")
     shutil.rmtree(next(copied.glob("b/engine-*")))
     assert before == printed(capsys, "summary", copied, "--by", "engine", "--format", "json")
 
 
-def test_a_rollup_that_a_host_wrote_names_the_host(copied: Path, capsys: Printed) -> None:
-    """Each host may write its own rollups, where the folder is flat."""
+def test_facts_that_a_host_wrote_name_the_host(copied: Path, capsys: Printed) -> None:
+    """Each host may compact its own journals, where the folder is flat."""
     before = printed(capsys, "summary", copied, "--by", "engine", "--format", "json")
     for host in "ab":
         assert 0 == exit_code("compact", copied / host)

@@ -43,7 +43,7 @@ GROUND = (
     "audit.glossary",
     "audit.text",
 )
-LEDGER = (*GROUND, "audit.ledger")
+LEDGER = (*GROUND, "audit.figures", "audit.ledger")
 CHECKS = (*LEDGER, "audit.checks")
 ANALYSIS = (*CHECKS, "audit.analysis")
 REPLAY = (*ANALYSIS, "audit.journal", "audit.replay")
@@ -80,6 +80,9 @@ RULES = {
         ours=("audit.errors", "audit.journal.format", "audit.journal.writer", "audit.journal.folder")
     ),
     # accounts, what must hold of them, why figures differ, and journals read again
+    "audit.figures": Rule(
+        ours=("audit.causes", "audit.figures", "audit.ledger.account", "audit.ledger.frozen"),
+    ),
     "audit.ledger": Rule(ours=LEDGER),
     "audit.checks": Rule(ours=CHECKS),
     "audit.analysis": Rule(ours=ANALYSIS),

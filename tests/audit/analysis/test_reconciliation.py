@@ -24,7 +24,7 @@ def reconciled(stream: list[Event]) -> Reconciliation:
 
 
 def differences_to_plan(row: Golden) -> dict[str, Figures]:
-    differences = reconciled(row.events()).to_plan.differences
+    differences = reconciled(row.events()).to_plan
     return {cause: difference.figures for cause, difference in differences.items()}
 
 
@@ -32,7 +32,7 @@ def differences_to_plan(row: Golden) -> dict[str, Figures]:
 def test_named_differences_explain_every_golden_history(row: Golden) -> None:
     """Settled figures plus named differences equal the planned split; no difference is unexplained."""
     reconciliation = reconciled(row.events())
-    differences = reconciliation.to_plan.differences
+    differences = reconciliation.to_plan
 
     total = Figures()
     total.add(reconciliation.settled)
@@ -77,14 +77,14 @@ def test_a_report_that_differs_from_the_plan_has_a_named_cause(
     stream = titled("vLLM#36752").events()
     event = Reported(stream[-1].at, 0, 200, *report, report[0] + report[1])
 
-    differences = reconciled([*stream[:-1], event, stream[-1]]).to_reported.differences
+    differences = reconciled([*stream[:-1], event, stream[-1]]).to_reported
 
     assert [cause] == list(differences)
     assert Figures(report[0], report[1] - 32, report[2] - 168) == differences[cause].figures
 
 
 def test_an_aborted_prefill_is_a_not_reported_difference() -> None:
-    differences = reconciled(titled("aborted in mid-prefill").events()).to_reported.differences
+    differences = reconciled(titled("aborted in mid-prefill").events()).to_reported
 
     assert Figures(computed=-300) == differences["not_reported"].figures
 
@@ -102,6 +102,5 @@ def test_tokens_of_an_open_account_are_unsettled() -> None:
     stream = titled("chunked prefill").events()[:-4]
 
     assert {"unsettled": 200} == {
-        cause: difference.figures.total
-        for cause, difference in reconciled(stream).to_plan.differences.items()
+        cause: difference.figures.total for cause, difference in reconciled(stream).to_plan.items()
     }

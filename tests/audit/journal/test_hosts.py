@@ -108,7 +108,7 @@ def test_a_folder_of_other_things_is_no_host(tmp_path: Path, make: Callable[[Pat
     assert [path / NAME] == find_journals([path])
 
 
-@pytest.mark.parametrize("name", [".kvledger-rollups", ".old", "events-1-2-0", "worker-1-2-0"])
+@pytest.mark.parametrize("name", [".kvledger-facts", ".old", "events-1-2-0", "worker-1-2-0"])
 def test_a_folder_that_is_hidden_or_read_with_others_is_no_host(hosts: Path, name: str) -> None:
     journals.clean(hosts / name / NAME)
 

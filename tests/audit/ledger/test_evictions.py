@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from tests.scenarios.driving import start
@@ -23,8 +24,7 @@ from kvledger.audit.events import (
 )
 from kvledger.audit.ledger.account import Account
 from kvledger.audit.old_events import BlocksAllocated
-from kvledger.exporters.reports.miss_tally import Tally
-from kvledger.exporters.reports.why import explained
+from kvledger.exporters.facts.rows import missed_tokens
 
 BLOCK = 16
 
@@ -142,15 +142,16 @@ def test_causes_sum_to_all_misses() -> None:
     engine.run("b", 150)
     engine.run("c", 50, shares=("a", 50))
     engine.run("d", 80, shares=("b", 80))
-    tally = Tally()
-    for account in engine.accounts().values():
-        tally.add(account, BLOCK)
+    accounts = list(engine.accounts().values())
+    missed: Counter[str] = Counter()
+    for account in accounts:
+        missed.update(causes(account))
+    settled = [settlement for account in accounts for settlement in account.settlements]
 
-    found = explained(tally)
-
-    assert found.no_hit == sum(row.tokens for row in found.causes)
-    assert "evicted" in {row.cause for row in found.causes}
-    assert found.no_hit + found.hit == found.prompt_tokens
+    assert sum(map(missed_tokens, accounts)) == missed.total()
+    assert "evicted" in missed
+    hits = sum(each.local + each.external for each in settled)
+    assert missed.total() + hits == sum(each.prompt_tokens for each in settled)
 
 
 # --- histories, event by event ----------------------------------------------------------------------

@@ -15,9 +15,9 @@ from kvledger.audit.engines.pool.hash_ids import hash_ids, shared_key
 from kvledger.audit.events import BlocksMoved, EngineStarted, EngineStopped, Event, Gap, Snapshot
 from kvledger.audit.journal.writer import JournalWriter
 from kvledger.audit.replay.journals import audit_paths
+from kvledger.exporters.facts.compact import compact
 from kvledger.exporters.reports.audit import report
 from kvledger.exporters.reports.html_data import gather
-from kvledger.exporters.reports.rollup_builder import compact
 
 CHANGED = prints((11, 12), (21, 9), (31, 32))
 
@@ -87,7 +87,7 @@ def test_other_bytes_than_another_engine_stored_are_a_finding(tmp_path: Path) ->
 
 
 def test_a_report_has_the_verdict_of_the_audit(tmp_path: Path) -> None:
-    """From the journals, and from their rollups, which leave out the last batch of each."""
+    """From the journals, and from what compact kept of them."""
     places = journal(tmp_path / "a", prefill(SENT)), journal(tmp_path / "b", decode(CHANGED))
     replayed = gather(places).report
     for each in places:

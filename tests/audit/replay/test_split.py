@@ -23,8 +23,8 @@ from kvledger.audit.replay.engine_audit import EngineAudit
 from kvledger.audit.replay.journals import Audit, _piece, _replay, audit_paths
 from kvledger.audit.replay.parallel import here
 from kvledger.audit.replay.windows import EVERYTHING
-from kvledger.exporters.reports import html_data, summary
-from kvledger.exporters.reports import why as why_report
+from kvledger.exporters.facts import dataset
+from kvledger.exporters.reports import html_data
 from kvledger.exporters.reports.audit import as_json, report
 from kvledger.exporters.reports.costs import costs_of
 from kvledger.exporters.reports.diff import compare
@@ -90,11 +90,7 @@ def test_why_and_diff_by_two_processes_are_those_of_one(
     monkeypatch.setattr(split, "WORTH_BYTES", 0)
     one = why([journal], by=by), compare([journal], [journal], by=by)
     monkeypatch.setattr(split.Processes, "each", lambda _, work, items, sizes: map(work, items))
-    for module, name in (
-        (why_report, "_of_journal"),
-        (summary, "_audited_groups"),
-        (split_journals, "_replay"),
-    ):
+    for module, name in ((dataset, "replayed"), (split_journals, "_replay")):
         monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("read by one process"))
 
     two = split.Processes(2)
@@ -108,7 +104,7 @@ def test_a_page_by_several_processes_is_that_of_one(
     monkeypatch.setattr(split, "WORTH_BYTES", 0)
     one = html_data.gather([journal], by=by)
     monkeypatch.setattr(split.Processes, "each", lambda _, work, items, sizes: map(work, items))
-    monkeypatch.setattr(html_data, "_of_journal", lambda *_, **__: pytest.fail("read by one process"))
+    monkeypatch.setattr(dataset, "replayed", lambda *_, **__: pytest.fail("read by one process"))
 
     several = html_data.gather([journal], by=by, run=split.Processes(parts))
 

@@ -29,8 +29,8 @@ from kvledger.audit.journal.writer import JournalWriter
 from kvledger.audit.replay import checkpoint, worker_journals
 from kvledger.audit.replay.engine_audit import EngineAudit
 from kvledger.audit.replay.journals import Audit, audit_paths
-from kvledger.exporters.reports import rollups
-from kvledger.exporters.reports.rollup_builder import compact
+from kvledger.exporters.facts import kept
+from kvledger.exporters.facts.compact import compact
 from kvledger.exporters.reports.summary import summarize
 from kvledger.exporters.sidecar.follower import Follower
 
@@ -213,7 +213,7 @@ def test_transfers_of_a_worker_are_read_with_its_engines(tmp_path: Path):
 
 
 @pytest.mark.parametrize("first", [3, -1])
-def test_a_rollup_has_what_a_worker_did_not_load(first: int, tmp_path: Path):
+def test_kept_facts_have_what_a_worker_did_not_load(first: int, tmp_path: Path):
     """The journal is compacted after its ``first`` events, and again after each later one."""
     stream = with_worker("A0+160 s40 o+ (s1 o+)x3 F")
     folder = tmp_path / "engine-1-7-0"
@@ -228,6 +228,6 @@ def test_a_rollup_has_what_a_worker_did_not_load(first: int, tmp_path: Path):
     assert "" == compact(folder).problem
 
     rolled = summarize([tmp_path])
-    shutil.rmtree(tmp_path / rollups.FOLDER)
+    shutil.rmtree(tmp_path / kept.FOLDER)
     assert rolled == summarize([tmp_path])
     assert (160, 0) == (rolled[-1].promised, rolled[-1].loaded)

@@ -33,7 +33,7 @@ def trace(tmp_path: Path) -> Path:
     return tmp_path / "trace"
 
 
-@pytest.mark.parametrize("by", ["", *KEYS, r"request-(\d)", "nobody"])
+@pytest.mark.parametrize("by", ["", *KEYS, r"request-(\d)", "(nobody)"])
 def test_tables_and_journals_give_the_same_rows(trace: Path, tmp_path: Path, by: str) -> None:
     export([trace], tmp_path / "out", ("requests",))
 
@@ -70,7 +70,7 @@ def test_tables_and_journals_are_summed_together(trace: Path, tmp_path: Path) ->
 
 
 def test_an_unknown_table_is_refused(trace: Path, tmp_path: Path) -> None:
-    with pytest.raises(LedgerError, match="'wishes' is no table: there are requests, lives"):
+    with pytest.raises(LedgerError, match="'wishes' is no table: there are requests, causes"):
         export([trace], tmp_path / "out", ("wishes",))
 
 

@@ -13,7 +13,7 @@ from tests.histories import GOLDEN, events
 from kvledger.audit.events import Gap
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.audit.replay.parallel import Processes
-from kvledger.exporters.reports.miss_tally import Tally
+from kvledger.exporters.facts.misses import Misses
 from kvledger.exporters.reports.why import as_csv, explained, why
 
 
@@ -87,4 +87,4 @@ def test_csv_has_one_line_per_cause(golden: Path) -> None:
 
 def test_causes_that_do_not_add_up_are_a_defect_of_kvledger() -> None:
     with pytest.raises(AssertionError, match="do not add up"):
-        explained(Tally(no_hit=1))
+        explained(Misses(missed=1), [])

@@ -111,7 +111,7 @@ def test_steps_before_a_loss_have_no_time(tmp_path: Path) -> None:
     assert frame["duration_seconds"].isna().all()
 
 
-@pytest.mark.parametrize("name", ["requests", "lives", "entries", "violations", "steps"])
+@pytest.mark.parametrize("name", ["lives", "entries", "steps"])
 def test_each_table_has_its_instants_in_utc(tmp_path: Path, name: str) -> None:
     frame = frames.table(name, journals.violated(tmp_path / "violated"))
 
@@ -132,8 +132,20 @@ def test_labels_of_requests(tmp_path: Path) -> None:
     assert {3} == set(frame["data_parallel_rank"])
 
 
-def test_violations(tmp_path: Path) -> None:
-    frame = frames.violations(journals.violated(tmp_path / "violated"))
+def test_times_of_requests_and_findings_are_in_utc(tmp_path: Path) -> None:
+    path = journals.violated(tmp_path / "violated")
+    began = pd.Timestamp(journals.STARTED.began_seconds, unit="s", tz="UTC")
+
+    requests, findings = frames.requests(path), frames.findings(path)
+
+    assert [began] == list(requests["began_time"])
+    for times in (requests["added_time"], requests["closed_time"], findings["time"]):
+        assert "datetime64[us, UTC]" == str(times.dtype)
+        assert all(0 <= since < 1 for since in (times - began).dt.total_seconds())
+
+
+def test_findings(tmp_path: Path) -> None:
+    frame = frames.findings(journals.violated(tmp_path / "violated"))
 
     assert {"tokens/negative", "tokens/set-once"} == set(frame["id"])
 
@@ -148,10 +160,11 @@ def test_figures_of_unknown_requests_are_null(tmp_path: Path) -> None:
 
 
 def test_dtypes_hold_for_no_rows_at_all(tmp_path: Path) -> None:
-    frame = frames.violations(journals.clean(tmp_path / "clean"))
+    frame = frames.findings(journals.clean(tmp_path / "clean"))
 
     assert 0 == len(frame)
-    assert ["string", "Int64", "Float64"] == [str(frame[c].dtype) for c in ("id", "step", "seconds")]
+    kinds = ["string", "Int64", "datetime64[us, UTC]"]
+    assert kinds == [str(frame[c].dtype) for c in ("id", "step", "time")]
 
 
 def test_parquet_is_the_same_as_the_frames(golden: Path, tmp_path: Path) -> None:

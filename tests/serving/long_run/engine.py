@@ -18,9 +18,9 @@ import msgspec
 from benchmarks.simulated import BLOCK, Mix, Simulated
 
 from kvledger.audit import events as ev
+from kvledger.audit.figures.totals import Totals
 from kvledger.audit.journal import retention
 from kvledger.audit.journal.writer import JournalWriter
-from kvledger.audit.ledger.totals import Totals
 from kvledger.audit.replay.engine_audit import EngineAudit
 
 BATCH_EVENTS = 256

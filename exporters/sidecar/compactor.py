@@ -1,6 +1,6 @@
 """Compacts the followed journals at an interval, with ``kvledger compact`` in a process of its own.
 
-A process of low priority, so that it delays neither a scrape nor the engine. It continues each rollup from
+A process of low priority, so that it delays neither a scrape nor the engine. It goes on with each journal
 where it ended, so it reads every event once.
 """
 
@@ -21,30 +21,30 @@ LOOK_SECONDS = 0.2
 
 
 def seconds_of(words: str) -> float:
-    """The interval that ``--rollups`` names; 0: no rollups are written. Raises LedgerError."""
+    """The interval that ``--compact`` names; 0: they are never compacted. Raises LedgerError."""
     return duration(words) if words else 0.0
 
 
-class RollupWriter:
-    """Writes the rollups of the journals in ``folder`` every ``seconds``."""
+class Compactor:
+    """Compacts the journals in ``folder`` every ``seconds``."""
 
     def __init__(self, folder: Path, seconds: float, notify: Notify) -> None:
         if not folder.is_dir():
-            raise LedgerError(f"{folder} is no folder of journals, so it can hold no rollups.")
+            raise LedgerError(f"{folder} is no folder of journals, so there is nothing to compact.")
         self._folder = folder
         self._seconds = seconds
         self._notify = notify
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvledger-rollups", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvledger-compact", daemon=True)
         self._problem = ""
         """The last sentence of a process that failed; it is not repeated."""
 
     def start(self) -> None:
-        """Begin; the first rollups are written after one interval."""
+        """Begin; the first time after one interval."""
         self._thread.start()
 
     def close(self) -> None:
-        """End, together with the process that runs. A rollup is whole or not written."""
+        """End, together with the process that runs. What it wrote is whole or not counted."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(2 * LOOK_SECONDS)
@@ -53,7 +53,7 @@ class RollupWriter:
         while not self._stop.wait(self._seconds):
             problem = self._compact()
             if problem and problem != self._problem:
-                self._notify(f"No rollups were written: {problem}")
+                self._notify(f"The journals were not compacted: {problem}")
             self._problem = problem
 
     def _compact(self) -> str:

@@ -1,7 +1,8 @@
-"""The report from rollups: each figure is that of a replay, and the page says what it leaves out."""
+"""The report from kept facts: each figure is that of a replay."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -15,20 +16,19 @@ from msgspec.structs import replace
 from tests import journals
 from tests.audit.analysis.test_prefixes import A, B, C, Recording
 from tests.audit.replay.test_split import cut_trace
-from tests.command_line import exit_code
-from tests.exporters.reports.test_rollups import HOUR, MINUTE, SLOWER, approximately, count_batches
-from tests.exporters.reports.test_rollups import Engine as PlainEngine
+from tests.exporters.facts.test_compact import HOUR, MINUTE, SLOWER, approximately, count_batches
+from tests.exporters.facts.test_compact import Engine as PlainEngine
 
 from kvledger.audit import events as ev
 from kvledger.audit.checks.registry import is_once
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.journal.format import segments
 from kvledger.audit.replay.windows import EVERYTHING, Window
-from kvledger.exporters.reports import rollups
+from kvledger.exporters.facts import kept
+from kvledger.exporters.facts.compact import compact
+from kvledger.exporters.facts.kept import FOLDER
 from kvledger.exporters.reports.html_data import PageData, gather
 from kvledger.exporters.reports.html_page import html
-from kvledger.exporters.reports.rollup_builder import compact
-from kvledger.exporters.reports.rollups import place
 from kvledger.exporters.trace.time_series import MINUTE_TICKS, TICKS, Series
 
 WINDOWS = [
@@ -72,53 +72,66 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def figures(data: PageData, width: int) -> Any:
-    """Everything that a page from rollups shows, with curves of this ``width`` of buckets.
+    """Everything that a page shows, with curves of this ``width`` of buckets.
 
     Of an invariant that is found once an engine, only that it was found: a replay names the first request in
-    the window, a rollup that of the journal.
+    the window, kept facts that of the journal.
     """
     data.series.coarsen(width)
-    report, late = data.report, ("first_token_median_seconds", "first_token_p95_seconds")
+    report = data.report
     found = {
         "report": replace(
             report,
-            costs=None,
             journals=[replace(row, path="") for row in report.journals],
             violations=[row for row in report.violations if not is_once(row.id)],
         ),
         "found once": sorted(row.id for row in report.violations if is_once(row.id)),
-        "why": _without(data.why, "causes", *late),
-        "costs": _without(data.costs, "rows", *late),
+        "why": data.why,
+        "costs": data.costs,
         "waits": data.waits,
+        "preempted": data.preempted,
         "about": data.about,
         "groups": data.groups,
-        "counts": data.series.counts,
+        "counts": _without_zeros(data.series.counts),
         "levels": data.series.levels,
     }
     return json.loads(msgspec.json.encode(found))
 
 
-def _without(data: Any, rows: str, *names: str) -> Any:
-    """The data without some figures of its rows."""
-    return replace(data, **{rows: [replace(row, **dict.fromkeys(names)) for row in getattr(data, rows)]})
+def _without_zeros(counts: dict[int, dict[str, int]]) -> Any:
+    rows = {place: {name: n for name, n in row.items() if n} for place, row in counts.items()}
+    return {place: row for place, row in rows.items() if row}
+
+
+@contextlib.contextmanager
+def not_compacted(*folders: Path) -> Iterator[None]:
+    """As if the journals in the folders had never been compacted."""
+    for folder in folders:
+        (folder / FOLDER).rename(folder / ".aside")
+    try:
+        yield
+    finally:
+        for folder in folders:
+            (folder / ".aside").rename(folder / FOLDER)
 
 
 def compared(path: Path, window: Window = EVERYTHING, by: str = "") -> tuple[Any, Any]:
-    """The figures from rollups, and those of a replay."""
-    rolled, replayed = (gather([path], window=window, by=by, with_rollups=on) for on in (True, False))
-    assert rolled.left_out and not replayed.left_out
-    width = max(rolled.series.width_ticks, replayed.series.width_ticks)
-    return figures(rolled, width), approximately(figures(replayed, width))
+    """The figures from kept facts, and those of a replay."""
+    from_kept = gather([path], window=window, by=by)
+    with not_compacted(path):
+        replayed = gather([path], window=window, by=by)
+    width = max(from_kept.series.width_ticks, replayed.series.width_ticks)
+    return figures(from_kept, width), approximately(figures(replayed, width))
 
 
 @pytest.mark.parametrize(
     ("window", "by"),
     [*((one, "") for one in WINDOWS), *((WINDOWS[1], by) for by in ("engine", "hour", "outcome"))],
 )
-def test_a_page_from_rollups_has_the_figures_of_a_replay(folder: Path, window: Window, by: str) -> None:
-    rolled, replayed = compared(folder, window, by)
+def test_a_page_from_kept_facts_has_the_figures_of_a_replay(folder: Path, window: Window, by: str) -> None:
+    from_kept, replayed = compared(folder, window, by)
 
-    for name, figure in rolled.items():
+    for name, figure in from_kept.items():
         assert figure == replayed[name], name
 
 
@@ -134,35 +147,36 @@ def test_the_trace_of_these_tests_has_what_they_compare(folder: Path) -> None:
     assert any(is_once(row.id) for row in report.violations) and report.differences
 
 
-def test_only_the_last_batch_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_read_of_a_journal_that_has_ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = count_batches(monkeypatch)
     gather([folder])
-    assert 1 == len(read)
+    assert [] == read
 
 
 @pytest.mark.parametrize("window", [EVERYTHING, WINDOWS[3], Window(WALL_SECONDS + 30 * MINUTE)])
-def test_a_page_goes_on_where_the_rollup_ends(tmp_path: Path, window: Window) -> None:
+def test_a_page_goes_on_where_the_kept_facts_end(tmp_path: Path, window: Window) -> None:
     engine = Engine(tmp_path)
     for batches in (60, 0, 60):
         engine.write(batches)
         assert "" == compact(engine.path).problem
     engine.write(60)
-    rolled, replayed = compared(tmp_path, window)
-    assert rolled == replayed
+    from_kept, replayed = compared(tmp_path, window)
+    assert from_kept == replayed
     engine.stop()
-    rolled, replayed = compared(tmp_path, window)
-    assert rolled == replayed
+    from_kept, replayed = compared(tmp_path, window)
+    assert from_kept == replayed
 
 
 def test_a_page_keeps_what_rotation_removed(tmp_path: Path) -> None:
     journal = cut_trace(tmp_path / "engine-00", requests=800, segment=12_000)
-    whole = figures(gather([tmp_path], with_rollups=False), MINUTE_TICKS)
+    whole = figures(gather([tmp_path]), MINUTE_TICKS)
     compact(journal)
     for number in (1, 2, 3):
         segments(journal)[number].unlink()
 
     assert figures(gather([tmp_path]), MINUTE_TICKS) == approximately(whole)
-    assert gather([tmp_path], with_rollups=False).report.requests < 800
+    with not_compacted(tmp_path):
+        assert gather([tmp_path]).report.requests < 800
 
 
 def test_the_pages_of_an_engine_and_of_its_restart_are_added(tmp_path: Path) -> None:
@@ -170,79 +184,48 @@ def test_the_pages_of_an_engine_and_of_its_restart_are_added(tmp_path: Path) -> 
     for requests, seed in ((300, 3), (200, 4)):
         Engine(tmp_path, requests, seed, f"engine-{seed:02d}").stop()
     compact(tmp_path / "engine-03")
-    rolled, replayed = compared(tmp_path, WINDOWS[2])
-    assert rolled == replayed
+    from_kept, replayed = compared(tmp_path, WINDOWS[2])
+    assert from_kept == replayed
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("layout", ["the same", "another"])
-def test_a_page_is_there_when_the_journal_is_gone(
-    folder: Path, tmp_path: Path, window: Window, layout: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_is_there_when_the_journal_is_gone(folder: Path, tmp_path: Path, window: Window) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    page = gather([tmp_path], window=window, with_rollups=False)
+    with not_compacted(tmp_path):
+        page = gather([tmp_path], window=window)
     shutil.rmtree(tmp_path / "engine-00")
-    if layout == "another":
-        monkeypatch.setattr(rollups.serialize, "layout", lambda: "another")
     left = gather([tmp_path], window=window)
     width = max(page.series.width_ticks, left.series.width_ticks)
-    notes = [note for note in left.report.notes if "the journal is gone" not in note]
-    assert len(notes) < len(left.report.notes)
-    rolled, replayed = figures(left, width), figures(page, width)
-    for data in (rolled, replayed):
+    from_kept, replayed = figures(left, width), figures(page, width)
+    for data in (from_kept, replayed):
         for name in ("notes", "journals"):
             del data["report"][name]
-        if window != EVERYTHING:  # what the last batch counts belongs to the time of its last event
-            data["levels"] = data["counts"] = {}
-    assert rolled == approximately(replayed)
-    assert notes == page.report.notes
+    assert from_kept == approximately(replayed)
+    notes = [note for note in left.report.notes if "the journal is gone" not in note]
+    assert notes == page.report.notes and len(notes) < len(left.report.notes)
 
 
-def test_a_journal_whose_rollup_holds_no_page_is_read(folder: Path, tmp_path: Path) -> None:
+def test_a_page_names_the_journals_that_another_version_compacted_and_that_are_gone(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    journal = tmp_path / "engine-00"
-    whole = figures(gather([tmp_path], with_rollups=False), MINUTE_TICKS)
-    old = rollups.find(journal)
-    assert old is not None
-    rollups.save(place(journal), replace(old, page=None))
-
-    page = gather([tmp_path])
-    assert not page.left_out and page.preempted
-    assert whole == figures(page, MINUTE_TICKS)
-
-    shutil.copytree(journal, tmp_path / "aside")
-    shutil.rmtree(journal)
-    assert "1 rollup has no data for a report" in " ".join(gather([tmp_path]).report.notes)
-    shutil.rmtree(tmp_path / "aside")
-    with pytest.raises(LedgerError, match="has no data for a report"):
+    shutil.rmtree(tmp_path / "engine-00")
+    monkeypatch.setattr(kept.serialize, "layout", lambda: "another")
+    with pytest.raises(LedgerError, match="compacted by another version"):
         gather([tmp_path])
 
-    shutil.copytree(folder / "engine-00", journal)
-    assert "" == compact(journal).problem
-    assert gather([tmp_path]).left_out, "compact writes the rollup anew"
 
-
-def test_level_blocks_has_the_same_sums_and_no_part_about_blocks(tmp_path: Path) -> None:
+def test_the_page_of_level_blocks_is_read_from_the_journal(tmp_path: Path) -> None:
+    """Kept facts have nothing about blocks."""
     recording = Recording(blocks=5)
     recording.request([], [(1, A), (2, B)])
     recording.request([1], [(2, C)])
     journal = journals.write(tmp_path / "blocks", recording.events, level="blocks")
     assert "" == compact(journal).problem
 
-    rolled, replayed = compared(tmp_path)
-    assert rolled == replayed
-    assert "<h2>Blocks</h2>" not in html(gather([tmp_path]))
-    assert "<h2>Blocks</h2>" in html(gather([tmp_path], with_rollups=False))
-
-
-def test_the_page_says_what_it_leaves_out(folder: Path, tmp_path: Path) -> None:
-    page = html(gather([folder]))
-    assert "read the journals: kvledger report --no-rollups." in page
-    assert "Most preempted requests" not in page and "Hit rate over time" in page
-
-    assert 1 == exit_code("report", folder, "--no-rollups", "-o", tmp_path / "page.html")
-    page = (tmp_path / "page.html").read_text()
-    assert "--no-rollups" not in page and "Most preempted requests" in page
+    from_kept, replayed = compared(tmp_path)
+    assert from_kept == replayed
+    assert "<h2>Blocks</h2>" in html(gather([tmp_path]))
 
 
 def test_findings_that_were_not_kept_are_missed_aloud(

@@ -1,0 +1,239 @@
+"""The figures of a request, each declared once.
+
+To add a figure: let the ledger post it to a slot of the account, and add a line here. Every output has it
+then: sums and checkpoints, metrics, tables and docs/tables.md, JSON and CSV, and ``diff``.
+"""
+
+from __future__ import annotations
+
+from .. import causes
+from ..causes import BEGAN_BEFORE
+from ..ledger.account import Account
+from .figure import Counter, Figure, item, settled, slot
+
+OTHER = "other"
+"""Stands for a cause that this release does not know."""
+
+PROMPTS = Counter(
+    "kvledger_prompt_tokens",
+    "Prompts",
+    "Prompt tokens by where their KV first came from, counted once per request.",
+    "source",
+)
+WORK = Counter("kvledger_work_tokens", "Work", "Scheduled tokens by outcome.", "kind")
+
+
+def _in_flight(account: Account) -> int:
+    return sum(each.tokens - each.posted for each in account.in_flight if not each.overrun)
+
+
+def _plan_computed(account: Account) -> int | None:
+    """The rest of the prompt that was planned: of a session, of its first chunk."""
+    if account.plan is None:
+        return None
+    prompt = account.settlements[0].prompt_tokens if account.settlements else account.prompt_tokens
+    return prompt - sum(account.plan)
+
+
+def _alone(name: str, group: str, help: str) -> tuple[Counter, ...]:
+    return (Counter(f"kvledger_{name}_tokens", group, help),)
+
+
+def _by_cause(name: str, group: str, help: str) -> Counter:
+    return Counter(f"kvledger_{name}_tokens", group, help, "cause", by_cause=True)
+
+
+FIGURES: tuple[Figure, ...] = (
+    Figure("requests", "requests", lambda _: 1, "requests", of_unknown=True, sql="count(*)"),
+    Figure(
+        "unknown_requests",
+        "requests whose account is unknown; no figure of tokens includes them",
+        lambda account: account.unknown is not None,
+        "requests",
+        of_unknown=True,
+        sql="count(unknown)",
+    ),
+    Figure(
+        "began_before",
+        "unknown requests that began before the first kept segment of a rotated journal: no loss",
+        lambda account: account.unknown == BEGAN_BEFORE,
+        "requests",
+        of_unknown=True,
+        sql=f"count(*) FILTER (unknown = '{BEGAN_BEFORE}')",
+    ),
+    Figure("preemptions", "number of preemptions", slot("preemptions"), "preemptions", of_unknown=True),
+    # the prompt, by where its KV first came from
+    Figure("prompt_tokens", "settled prompt tokens; of a session, all chunks", settled("new_tokens")),
+    Figure(
+        "local",
+        "prompt tokens that hit the local prefix cache first",
+        settled("local"),
+        part_of="prompt_tokens",
+        counters=(PROMPTS,),
+    ),
+    Figure(
+        "external",
+        "prompt tokens that the KV connector loaded first",
+        settled("external"),
+        part_of="prompt_tokens",
+        counters=(PROMPTS,),
+    ),
+    Figure(
+        "computed",
+        "prompt tokens that were computed first",
+        settled("computed"),
+        part_of="prompt_tokens",
+        counters=(PROMPTS,),
+    ),
+    Figure(
+        "unattained",
+        "prompt tokens that had no KV when the request ended",
+        settled("unattained"),
+        part_of="prompt_tokens",
+        counters=(PROMPTS,),
+    ),
+    Figure(
+        "invalid_hits",
+        "unattained tokens that the engine hit in cached blocks without valid KV",
+        settled("invalid_hits"),
+        part_of="prompt_tokens",
+    ),
+    Figure(
+        "plan_requests",
+        "requests with a planned split",
+        lambda account: account.plan is not None,
+        "requests",
+        sql="count(plan_local)",
+    ),
+    Figure("plan_local", "local hit planned at the first admission that was scheduled", item("plan", 0)),
+    Figure(
+        "plan_external",
+        "external tokens promised at the first admission that was scheduled",
+        item("plan", 1),
+    ),
+    Figure("plan_computed", "tokens that were to be computed after that admission", _plan_computed),
+    Figure("reported_local", "local tokens, reported by the engine", item("reported", 0)),
+    Figure("reported_external", "external tokens, reported by the engine", item("reported", 1)),
+    Figure("reported_computed", "computed tokens, reported by the engine", item("reported", 2)),
+    # the work
+    Figure("scheduled", "scheduled tokens; those with a part of it sum to it", slot("scheduled")),
+    Figure(
+        "first_prompt",
+        "prompt tokens computed for the first time",
+        slot("first_prompt"),
+        part_of="scheduled",
+        counters=(WORK,),
+    ),
+    Figure(
+        "first_output",
+        "output tokens computed for the first time",
+        slot("first_output"),
+        part_of="scheduled",
+        counters=(WORK,),
+    ),
+    Figure(
+        "rework",
+        "tokens computed again because their KV was lost",
+        slot("rework"),
+        causes=causes.REWORK,
+        part_of="scheduled",
+        counters=(
+            WORK,
+            _by_cause("rework", "Work", "Tokens computed again, by the cause that lost their KV."),
+        ),
+    ),
+    Figure("rejected", "rejected draft tokens", slot("rejected"), part_of="scheduled", counters=(WORK,)),
+    Figure(
+        "overrun",
+        "tokens in flight at the request's stop, or computed past its sequence",
+        slot("overrun"),
+        part_of="scheduled",
+        counters=(WORK,),
+    ),
+    Figure("in_flight", "scheduled tokens whose output has not come", _in_flight, part_of="scheduled"),
+    Figure(
+        "discarded",
+        "tokens whose KV was discarded at the end of a life",
+        slot("discarded"),
+        causes=causes.DISCARDS,
+        counters=(
+            _by_cause(
+                "discarded",
+                "Work",
+                "Tokens whose KV was discarded at the end of a life, by cause. A life lasts from an "
+                "admission to the next preemption or the end.",
+            ),
+        ),
+    ),
+    Figure(
+        "hit_again",
+        "repeat hits: local hits on positions whose KV an earlier life had",
+        slot("hit_again"),
+        counters=_alone(
+            "hit_again",
+            "Work",
+            "Repeat hits: local hits of a later life on positions whose KV an earlier life already had.",
+        ),
+    ),
+    Figure(
+        "loaded_again",
+        "repeat loads: loads for positions whose KV an earlier life had",
+        slot("loaded_again"),
+        counters=_alone(
+            "loaded_again",
+            "Work",
+            "Repeat loads: external loads of a later life for positions whose KV an earlier life already "
+            "had.",
+        ),
+    ),
+    # what the connector promised
+    Figure(
+        "promised",
+        "external tokens promised by the connector, over all lives",
+        slot("promised"),
+        counters=_alone(
+            "external_promised",
+            "External tokens",
+            "External tokens that the connector promised, summed over all admissions.",
+        ),
+    ),
+    Figure(
+        "loaded",
+        "promised tokens that were loaded",
+        slot("loaded"),
+        part_of="promised",
+        counters=_alone("external_loaded", "External tokens", "External tokens that were loaded."),
+    ),
+    Figure(
+        "voided",
+        "promised tokens that failed or were cancelled",
+        slot("voided"),
+        causes=(
+            causes.FAILED,
+            causes.NOT_PLANNED,
+            causes.NEVER_LOADED,
+            causes.PREEMPTED,
+            causes.FINISHED,
+        ),
+        part_of="promised",
+        counters=(
+            _by_cause(
+                "external_voided",
+                "External tokens",
+                "External tokens that were promised and failed or were cancelled, by cause.",
+            ),
+        ),
+    ),
+)
+"""In the order in which outputs show them."""
+
+BY_NAME = {figure.name: figure for figure in FIGURES}
+
+
+def parts_of(whole: str, counter: Counter | None = None) -> tuple[str, ...]:
+    """The names of the figures that are parts of another one; those of a ``counter``, if it is given."""
+    return tuple(
+        figure.name
+        for figure in FIGURES
+        if figure.part_of == whole and (counter is None or counter in figure.counters)
+    )

@@ -1,0 +1,92 @@
+"""What a figure is: how it is read off an account, what it means, and where it shows.
+
+The figures themselves are in ``declared.py``. The sums of :class:`~.totals.Totals`, the columns of tables,
+the cells of JSON and CSV, the rows of ``diff`` and the counters of the metric table are derived from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from ..ledger.account import Account
+from ..ledger.frozen import Settlement
+
+Value = int | Mapping[str, int] | None
+"""A count, or counts by cause; None: the account has no such figure, and it adds nothing to a sum."""
+
+Read = Callable[[Account], Any]
+"""Reads a :data:`Value` off an account."""
+
+TOKENS = "tokens"
+
+
+class Counter(NamedTuple):
+    """A counter of the metric table that one figure or several are exposed as.
+
+    ``label`` tells several figures apart; their names, or the names of ``rename``, are its values. With
+    ``by_cause`` the values are the causes of the one figure. ``group``: the section of the metric table.
+    """
+
+    name: str
+    group: str
+    help: str
+    label: str = ""
+    by_cause: bool = False
+
+
+class Figure(NamedTuple):
+    """One figure of a request, in ``unit``.
+
+    ``causes``: the words of a figure that is counted by cause. ``part_of``: the figure that this one is a
+    part of; ``diff`` shows it as a share of that. ``of_unknown``: also counted for requests whose account is
+    unknown. ``counters``: where the metric table shows it.
+    """
+
+    name: str
+    text: str
+    read: Read
+    unit: str = TOKENS
+    causes: Sequence[str] = ()
+    part_of: str = ""
+    of_unknown: bool = False
+    counters: tuple[Counter, ...] = ()
+    sql: str = ""
+    """How SQL finds the sum over rows of ``requests``, for a figure that counts requests and is no column of
+    them; "": the sum of its column."""
+
+    @property
+    def words(self) -> str:
+        """The name as a person reads it; of tokens that are no part of another figure, with the unit."""
+        words = self.name.replace("_", " ")
+        return words if self.part_of or self.unit != TOKENS or TOKENS in words else f"{words} {TOKENS}"
+
+
+def slot(name: str) -> Read:
+    """Reads an attribute of the account."""
+    return attrgetter(name)
+
+
+def settled(name: str) -> Read:
+    """Reads an attribute of all settlements of the account, summed; None before the first."""
+    read: Callable[[Settlement], int] = attrgetter(name)
+
+    def of(account: Account) -> int | None:
+        settlements = account.settlements
+        if len(settlements) == 1:
+            return read(settlements[0])
+        return sum(map(read, settlements)) if settlements else None
+
+    return of
+
+
+def item(name: str, place: int) -> Read:
+    """Reads an item of a tuple that the account may have; None if it has none."""
+    get = attrgetter(name)
+
+    def of(account: Account) -> int | None:
+        found = get(account)
+        return None if found is None else found[place]
+
+    return of

@@ -1,0 +1,95 @@
+"""What an engine did over time: requests running and waiting, preemptions, states of blocks.
+
+The figures are kept in a :class:`~kvledger.exporters.trace.time_series.Series`, and are rows of ``activity``
+when the journal was read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from ...audit import events as ev
+from ...audit.analysis.block_states import STATES, BlockStates, BlockUse
+from ...audit.replay.engine_audit import EngineAudit
+from ..trace.request_counts import RequestCounts
+from ..trace.time_series import TICKS, Series
+from .schema import Row
+
+LEVELS = ("running", "waiting")
+
+CountsState = tuple[int, list[int]]
+"""See :attr:`~kvledger.exporters.trace.request_counts.RequestCounts.state`."""
+
+
+class BlocksSeen(msgspec.Struct):
+    """How the blocks of one engine were used, and their states over time."""
+
+    use: BlockUse = msgspec.field(default_factory=BlockUse)
+    series: Series = msgspec.field(default_factory=Series)
+    seen: bool = False
+    """Whether the journal has block events."""
+
+
+class Activity:
+    """Follows one engine, batch by batch. ``at_cut``: the requests in the engine where the counting began."""
+
+    def __init__(self, audit: EngineAudit) -> None:
+        self.series = Series()
+        """Requests and preemptions."""
+        self.at_cut: CountsState = (0, [])
+        self._audit = audit
+        self._counts = RequestCounts()
+        self._blocks = BlockStates()
+        self._block_series = Series()
+
+    @property
+    def at_end(self) -> CountsState:
+        """The requests in the engine after the last batch."""
+        return self._counts.state
+
+    @property
+    def blocks(self) -> BlocksSeen:
+        """How the blocks were used, so far."""
+        return BlocksSeen(self._blocks.use, self._block_series, self._blocks.seen)
+
+    def go_on(self, series: Series, counts: CountsState) -> None:
+        """Go on from an earlier activity of the same engine."""
+        self.series, self._counts = series, RequestCounts(*counts)
+
+    def skip(self, events: Iterable[ev.Event]) -> None:
+        """Follow events that belong to the span before, so that only the present counts are known."""
+        for event in events:
+            self._counts.feed(event)
+        self.at_cut = self._counts.state
+
+    def add(self, events: Iterable[ev.Event]) -> None:
+        """Add a batch."""
+        began = self._audit.began_seconds or 0.0
+        holds = self._audit.window.holds
+        for event in events:
+            if self._counts.feed(event) and holds(wall := began + event.at / 1e6):
+                levels = (self._counts.running, self._counts.waiting)
+                self.series.level(wall, dict(zip(LEVELS, levels, strict=True)))
+                if isinstance(event, ev.Preempted):
+                    self.series.count(wall, "preemptions")
+            now = self._blocks.feed(event)
+            if now is not None and holds(wall := began + now.at / 1e6):
+                self._block_series.level(wall, {name: getattr(now, name) for name in STATES})
+                self._block_series.count(wall, "evicted", now.evicted)
+
+
+def activity_rows(engine: str, journal: str, series: Series) -> Iterator[Row]:
+    """The buckets of a series as rows of ``activity``."""
+    width = series.width_ticks
+    for place in sorted({*series.counts, *series.levels}):
+        levels, counts = series.levels.get(place, {}), series.counts.get(place, {})
+        yield (
+            engine,
+            journal,
+            round(place * width * 1_000_000 / TICKS),
+            round(width * 1_000_000 / TICKS),
+            *(levels.get(name) for name in LEVELS),
+            counts.get("preemptions", 0),
+        )

@@ -1,0 +1,333 @@
+"""Keeps the facts of a journal as Parquet, and adds what was recorded since (``kvledger compact``)."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from ...audit.errors import LedgerError
+from ...audit.journal.format import segments
+from ...audit.journal.reader import Batch, Position, Reader
+from ...audit.replay import checkpoint, serialize
+from ...audit.replay.engine_audit import EngineAudit
+from ...audit.replay.windows import EVERYTHING
+from ..trace.time_series import MINUTE_TICKS, Series
+from .activity import activity_rows
+from .doubts import Doubts, DoubtsFollower
+from .engine import engine_facts
+from .kept import (
+    DRAFT,
+    MOST_DAMAGE,
+    KeptFile,
+    Session,
+    draft_of,
+    find,
+    folder_of,
+    forget,
+    hour_name,
+    load,
+    partition,
+    place,
+    save,
+    settle,
+)
+from .parquet import RowWriter
+from .replayed import RowCollector, Wanted
+from .schema import TABLES, Column, Row, Rows
+
+WANTED = Wanted(audit=True, activity=True)
+ENDLESS = 1 << 62
+"""A series of a kept activity is never made coarser than minutes."""
+
+
+class Compacted(msgspec.Struct, frozen=True, kw_only=True):
+    """What :func:`compact` did with one journal; the figures are of all that is kept.
+
+    ``problem``: why nothing is kept; "" if it is. ``block_trace_bytes``: bytes of the block trace that is
+    kept beside the facts; 0: the journal has none.
+    """
+
+    journal: str
+    requests: int = 0
+    files: int = 0
+    bytes: int = 0
+    verdict: str = ""
+    problem: str = ""
+    block_trace_bytes: int = 0
+
+
+def compact(journal: Path) -> Compacted:
+    """Keep the facts of a journal, or continue those that are there. Raises LedgerError."""
+    if not journal.is_dir():
+        return Compacted(journal=str(journal), problem="a single segment can't be compacted")
+    folder = folder_of(journal)
+    try:
+        with _alone(journal) as alone:
+            if not alone:
+                return Compacted(journal=str(journal), problem="another compact is at work on it")
+            session, there = find(journal), load(place(journal))
+            if session is None and there is not None and 1 not in segments(journal):
+                problem = "its facts are of another version, and its first segments are gone; they are kept"
+                return Compacted(journal=str(journal), problem=problem)
+            for kept in filter(None, (there,)):
+                settle(folder, kept)
+            return _Compaction(journal, session, there).done()
+    except OSError as error:
+        raise LedgerError(f"{folder} can't be written: {error.strerror}.") from error
+
+
+@contextlib.contextmanager
+def _alone(journal: Path) -> Iterator[bool]:
+    """Whether no other process compacts this journal; none begins while the lock is held. Raises OSError."""
+    folder = folder_of(journal)
+    folder.mkdir(mode=checkpoint.FOLDER_MODE, parents=True, exist_ok=True)
+    if folder.is_symlink():  # the engine's container may write beside the journals
+        raise LedgerError(f"{folder} is a link, not a folder: no facts are kept there.")
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(folder / f".{journal.name}.lock", flags, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+    finally:
+        os.close(descriptor)
+
+
+class _AllButLast:
+    """Reads a journal without its last batch, so that a later reader knows how the journal ends."""
+
+    ended = stopped = continues = False
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self.last: Batch | None = None
+
+    def poll(self) -> Iterator[Batch]:
+        """All batches but the last, which stays in ``last``."""
+        for batch in self._reader.poll():
+            if self.last is not None:
+                yield self.last
+            self.last = batch
+
+
+class HourlyFiles:
+    """The rows of one compaction, in drafts by table and hour."""
+
+    def __init__(self, folder: Path, stem: str) -> None:
+        self.files: list[KeptFile] = []
+        """The files that are whole."""
+        self._folder, self._stem = folder, stem
+        self._writers: dict[tuple[str, str], tuple[RowWriter, Path]] = {}
+        """The open drafts, by table and hour."""
+        self._parts = 0
+        """How many files were begun; it makes their names different."""
+
+    def add(self, table: str, rows: Sequence[Row]) -> None:
+        """Add rows, each to the hour of its time."""
+        columns = TABLES[table]
+        at = next(
+            n for n, column in enumerate(columns) if column.kind == "time" and column.name in _PARTED_BY
+        )
+        by_hour: dict[tuple[str, str], Rows] = {}
+        for row in rows:
+            when = row[at]
+            hour = hour_name(None if when is None else int(when) / 1e6)
+            by_hour.setdefault((str(row[0]), hour), []).append(row[1:])
+        for (engine, hour), some in by_hour.items():
+            self._writer(table, engine, hour, columns[1:]).add(some)
+
+    def _writer(self, table: str, engine: str, hour: str, columns: Sequence[Column]) -> RowWriter:
+        path = partition(table, engine, hour)
+        found = self._writers.get((table, path))
+        if found is None:
+            for key in [key for key in self._writers if key[0] == table][:-1]:
+                self._finish(key)  # requests end in order, so an hour before the last one gets no more rows
+            self._parts += 1
+            (self._folder / path).mkdir(mode=0o755, parents=True, exist_ok=True)
+            file = self._folder / path / f"{self._stem}.{self._parts}.parquet"
+            found = self._writers[table, path] = (RowWriter(str(draft_of(file)), columns), file)
+        return found[0]
+
+    def _finish(self, key: tuple[str, str]) -> None:
+        writer, path = self._writers.pop(key)
+        writer.close()
+        draft = draft_of(path)
+        with open(draft, "rb") as file:
+            os.fsync(file.fileno())
+        hour = path.parent.name.partition("=")[2]
+        name = str(path.relative_to(self._folder))
+        self.files.append(KeptFile(key[0], name, hour, writer.rows, draft.stat().st_size))
+
+    def close(self) -> list[KeptFile]:
+        """End all drafts; returns the files."""
+        for key in list(self._writers):
+            self._finish(key)
+        return self.files
+
+    def abandon(self) -> None:
+        """Remove what was written, after an error."""
+        for writer, path in self._writers.values():
+            writer.abandon()
+            draft_of(path).unlink(missing_ok=True)
+        for file in self.files:
+            draft_of(self._folder / file.path).unlink(missing_ok=True)
+
+
+_PARTED_BY = ("closed_time", "time")
+"""The times by which rows go to an hour."""
+
+
+class _Compaction:
+    """Replays a journal, or what came since it was last compacted, and keeps the rows."""
+
+    def __init__(self, journal: Path, session: Session | None, there: Session | None) -> None:
+        self._journal, self._session = journal, session
+        self._number = 1 if there is None else there.number + 1
+        self._replaces = there if session is None else None
+        """Facts that can't be continued, and are made anew."""
+        self._folder = folder_of(journal)
+
+    def done(self) -> Compacted:
+        """Read, save, and say what was done."""
+        before = self._session
+        audit = self._audit()
+        start = None if before is None else before.position
+        audit.step_times.busy_by_minute = {}
+        sink = HourlyFiles(self._folder, f"{self._journal.name}.{self._number}")
+        tail_sink = HourlyFiles(self._folder, f"{self._journal.name}.{self._number}.tail")
+        try:
+            collector = RowCollector(audit, WANTED, sink.add)
+            activity = collector.activity
+            assert activity is not None
+            if before is None:
+                activity.series = Series(MINUTE_TICKS, most=ENDLESS)
+            else:
+                activity.go_on(before.series, before.counts)
+            doubts = DoubtsFollower(audit, Doubts() if before is None else before.doubts)
+            with Reader(self._journal, start) as reader:
+                most = _AllButLast(reader)
+                for batch, findings in audit.batches(most):  # type: ignore[arg-type]
+                    collector.add(batch.events, audit.take_accounts())
+                    collector.found(findings)
+                    doubts.add(batch.events)
+                last, ended = most.last, reader.ended
+                rotated = before is None and audit.auditor.ledger.removed_events
+                damage = [str(place) for place in reader.damage[bool(rotated) :]]
+            if last is None or audit.began_seconds is None or audit.engine is None:
+                sink.abandon()
+                return Compacted(journal=str(self._journal), problem="it has no batch before its last one")
+            session = self._at(audit, collector, last.start, sink)
+            session.doubts = doubts.doubts
+            session.damage = [*(before.damage if before is not None else ()), *damage][:MOST_DAMAGE]
+            if ended:
+                self._end(session, audit, collector, doubts, tail_sink)
+        except BaseException:
+            sink.abandon()
+            tail_sink.abandon()
+            raise
+        save(self._journal, session)
+        self._clear(session)
+        requests = sum(file.rows for file in session.files if file.table == "requests")
+        return Compacted(
+            journal=str(self._journal),
+            requests=requests,
+            files=len(session.files),
+            bytes=sum(file.bytes for file in session.files),
+            verdict=session.verdict,
+        )
+
+    def _audit(self) -> EngineAudit:
+        if self._session is not None:
+            return self._session.audit(self._journal, EVERYTHING)
+        return EngineAudit(self._journal, keep=True, with_metrics=False, times_steps=True, with_costs=True)
+
+    def _at(
+        self, audit: EngineAudit, collector: RowCollector, position: Position, sink: HourlyFiles
+    ) -> Session:
+        """The session before the last batch."""
+        before, engine = self._session, audit.engine
+        assert engine is not None
+        activity = collector.activity
+        assert activity is not None
+        # The minute that is not over stays in the session; the others are rows.
+        until_seconds = audit.auditor.ledger.read_to
+        over, rest = activity.series.split(int(until_seconds // 60))
+        sink.add("activity", list(activity_rows(audit.name, collector.journal, over)))
+        activity.series = rest
+        busy = dict(before.busy_us) if before is not None else {}
+        for minute, us in (audit.step_times.busy_by_minute or {}).items():
+            busy[minute] = busy.get(minute, 0) + us
+        audit.step_times.busy_by_minute = None
+        files = [*(before.files if before is not None else ()), *sink.close()]
+        return Session(
+            journal=self._journal.name,
+            position=position,
+            beginning=checkpoint.beginning(self._journal, position.segment),
+            number=self._number,
+            files=files,
+            state=msgspec.Raw(serialize.capture(audit)),
+            layout=serialize.layout(),
+            engine=engine,
+            facts=msgspec.Raw(msgspec.msgpack.encode(engine_facts(audit))),
+            verdict=audit.verdict,
+            until_seconds=until_seconds,
+            open_until_seconds=audit.open_until,
+            busy_us=busy,
+            series=msgspec.structs.replace(rest),
+            counts=activity.at_end,
+        )
+
+    def _end(
+        self,
+        session: Session,
+        audit: EngineAudit,
+        collector: RowCollector,
+        doubts: DoubtsFollower,
+        sink: HourlyFiles,
+    ) -> None:
+        """Add what the last batch and the open requests add, if the journal has ended."""
+        audit.resume(EVERYTHING)
+        audit.step_times.busy_by_minute = {}
+        collector.sink = sink.add
+        with Reader(self._journal, session.position) as reader:
+            for batch, findings in audit.batches(reader):
+                collector.add(batch.events, audit.take_accounts())
+                collector.found(findings)
+                doubts.add(batch.events)
+            audit.note_damage(reader)
+        session.state = msgspec.Raw(serialize.capture(audit))
+        audit.finish()
+        collector.add([], audit.take_accounts())
+        activity = collector.activity
+        assert activity is not None
+        sink.add("activity", list(activity_rows(audit.name, collector.journal, activity.series)))
+        session.tail = sink.close()
+        session.ended = True
+        session.facts = msgspec.Raw(msgspec.msgpack.encode(engine_facts(audit)))
+        session.tail_busy_us = audit.step_times.busy_by_minute or {}
+        session.verdict = audit.verdict
+        session.until_seconds = audit.auditor.ledger.read_to
+        session.open_until_seconds = audit.open_until
+
+    def _clear(self, session: Session) -> None:
+        """Remove drafts of a compact that was killed, and files that are listed no more."""
+        listed = {file.path for file in (*session.files, *session.tail)}
+        stale = [] if self._replaces is None else [*self._replaces.files, *self._replaces.tail]
+        if self._session is not None:
+            stale += self._session.tail
+        forget(self._folder, [file for file in stale if file.path not in listed])
+        ours = re.compile(rf"\.{re.escape(self._journal.name)}\.\d+(\.tail)?\.\d+\.parquet{re.escape(DRAFT)}")
+        for draft in self._folder.glob(f"*/*/*/.*{DRAFT}"):
+            if ours.fullmatch(draft.name):
+                path = draft.with_name(draft.name[1 : -len(DRAFT)])
+                if str(path.relative_to(self._folder)) not in listed:
+                    draft.unlink(missing_ok=True)

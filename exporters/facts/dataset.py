@@ -1,0 +1,160 @@
+"""The facts of some journals as tables in DuckDB, for one command. Needs the analysis extra.
+
+A journal is replayed into rows, in this process or in others, and the rows are Parquet files in a folder that
+goes when the command ends. Nothing but these files can be read in SQL, nothing can be written, and no
+setting can be changed.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import msgspec
+
+from ...audit.errors import LedgerError
+from ...audit.replay.find import journals_at, matching_paths
+from ...audit.replay.parallel import Run, here
+from ...audit.replay.split import split_run
+from ...audit.replay.windows import EVERYTHING, Window
+from .engine import EngineFacts
+from .kept import has_one, left_behind
+from .parquet import column_names
+from .replayed import Replayed, Wanted, joined_spans, replayed, replayed_span
+from .schema import ENGINES, TABLES
+from .tables import SQL_TYPES, Facts, Kept, listed, mount, quoted
+
+ROWS_ONLY = Wanted()
+
+MEMORY = "1GB"
+"""What a query may use before it writes to the folder."""
+
+
+@contextmanager
+def facts(
+    paths: Sequence[Path], *, window: Window = EVERYTHING, run: Run = here, wanted: Wanted = ROWS_ONLY
+) -> Iterator[Facts]:
+    """The facts of all journals at ``paths``, of the requests of the ``window``.
+
+    ``run`` decides which processes replay the journals. Raises LedgerError for a path that holds no journal.
+    """
+    places = [place for path in paths for place in matching_paths(path)]
+    exported = [place for place in places if os.path.isfile(place / EXPORTED)]
+    journals = journals_and_sessions([place for place in places if place not in exported], exported)
+    whole = partial(replayed, window=window, wanted=wanted)
+    with tempfile.TemporaryDirectory(prefix="kvledger-facts-") as folder:
+        files: dict[str, list[str]] = {name: [] for name in TABLES}
+        found: Iterator[Replayed]
+        if window.bounded or any(map(has_one, journals)):
+            found = run(whole, journals)
+        else:
+            found = split_run(run, journals, partial(replayed_span, wanted=wanted), joined_spans, whole)
+        replays = []
+        for one in found:
+            for name, parts in one.tables.items():
+                for part in parts:
+                    path = Path(folder) / f"{name}-{len(files[name])}.parquet"
+                    path.write_bytes(part)
+                    files[name].append(str(path))
+            replays.append(msgspec.structs.replace(one, tables={}))
+        connection = duckdb.connect()
+        try:
+            kept = [Kept(one.engine.journal, one.engine.name, one.kept) for one in replays]
+            mount(connection, files, window, kept=kept, exported=_exported_files(exported))
+            _add_engines(connection, [one.engine for one in replays])
+            folders = {Path(file).parents[3] for one in kept for some in one.files.values() for file in some}
+            _lock(connection, [Path(folder), *exported, *folders])
+            yield Facts(
+                connection,
+                [one.engine for one in replays],
+                [one.audit for one in replays if one.audit is not None],
+                [one.blocks for one in replays if one.blocks is not None],
+                bool(exported),
+            )
+        finally:
+            connection.close()
+
+
+EXPORTED = "requests.parquet"
+"""A folder that holds this file was written by ``kvledger export``."""
+
+
+def _exported_files(folders: Sequence[Path]) -> dict[str, list[str]]:
+    """The files that ``kvledger export`` wrote, by table. Raises LedgerError for one of another schema."""
+    files: dict[str, list[str]] = {name: [] for name in TABLES}
+    for folder in folders:
+        for name in TABLES:
+            path = folder / f"{name}.parquet"
+            if path.is_file():
+                missing = {column.name for column in TABLES[name]}.difference(column_names(path))
+                if missing:
+                    raise LedgerError(f"{path} has no {min(missing)}: export it again.")
+                files[name].append(str(path))
+    return files
+
+
+def journals_and_sessions(paths: Sequence[Path], exported: Sequence[Path] = ()) -> list[Path]:
+    """Every journal at ``paths``, and the sessions of compacted journals that are gone.
+
+    Raises LedgerError if there is none, and nothing was ``exported`` either.
+    """
+    if exported and not paths:
+        return []
+    sessions = [session for path in paths if path.is_dir() for session in left_behind(path)]
+    try:
+        return [*journals_at(paths), *sessions]
+    except LedgerError:
+        if not sessions or len(paths) > 1:
+            raise
+        return sessions
+
+
+def _add_engines(connection: Any, engines: Sequence[EngineFacts]) -> None:
+    typed = ", ".join(f"{column.name} {SQL_TYPES[column.kind]}" for column in ENGINES)
+    connection.execute(f"CREATE TABLE engines ({typed})")
+    if engines:
+        row = f"INSERT INTO engines VALUES ({', '.join('?' * len(ENGINES))})"
+        connection.executemany(row, [list(_engine_row(engine)) for engine in engines])
+
+
+def _lock(connection: Any, places: Sequence[Path]) -> None:
+    """Allow nothing but to read these places. The first one is for what does not fit into memory."""
+    connection.execute(f"SET memory_limit = {quoted(MEMORY)}")
+    connection.execute(f"SET temp_directory = {quoted(str(places[0] / 'spill'))}")
+    connection.execute(f"SET allowed_directories = {listed(sorted(map(str, places)))}")
+    connection.execute("SET enable_external_access = false")
+    connection.execute("SET lock_configuration = true")
+
+
+def _timestamp(seconds: float) -> datetime:
+    return datetime.fromtimestamp(round(seconds, 6), timezone.utc).replace(tzinfo=None)
+
+
+def _engine_row(facts: EngineFacts) -> tuple[object, ...]:
+    engine, model = facts.engine, facts.model
+    settings = engine.configuration if engine else {}
+    return (
+        facts.name,
+        facts.journal,
+        facts.path,
+        engine.engine if engine else None,
+        engine.version if engine else None,
+        engine.adapter if engine else None,
+        engine.level if engine else None,
+        engine.process_id if engine else None,
+        str(settings.get("model") or "") or None,
+        facts.connector,
+        facts.block_tokens or None,
+        None if engine is None else _timestamp(engine.began_seconds),
+        facts.busy_us / 1e6,
+        model.prefill_seconds,
+        None if model.refused else model.decode_seconds,
+        model.draft_seconds,
+    )

@@ -1,0 +1,42 @@
+"""What the facts keep of an engine."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ...audit.analysis.step_model import StepModel
+from ...audit.events import EngineStarted
+from ...audit.journal.hosts import journal_name
+from ...audit.replay.engine_audit import EngineAudit
+from .rows import block_size
+
+
+class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine, as far as its journal was read.
+
+    ``busy_us``: time of its steps in the window. ``model``: the model of its step time. ``block_tokens``: 0
+    if the engine did not report it.
+    """
+
+    journal: str
+    path: str
+    name: str
+    engine: EngineStarted | None
+    connector: str
+    block_tokens: int
+    busy_us: int
+    model: StepModel
+
+
+def engine_facts(audit: EngineAudit) -> EngineFacts:
+    """What the facts keep of an engine."""
+    return EngineFacts(
+        journal=journal_name(audit.path),
+        path=str(audit.path),
+        name=audit.name,
+        engine=audit.engine,
+        connector=audit.connector,
+        block_tokens=block_size(audit),
+        busy_us=audit.step_times.busy_us,
+        model=audit.step_model(),
+    )

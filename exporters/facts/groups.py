@@ -1,0 +1,79 @@
+"""The groups of requests that ``--by`` names, and the condition of ``--where``, as SQL over ``requests``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+from ...audit.errors import LedgerError
+from ..trace.groups import NO_ADAPTER, NO_GROUP, NO_MATCH, NO_SALT, TIMES, check
+from .schema import REQUESTS
+
+COLUMNS = tuple(column.name for column in REQUESTS)
+
+
+def _time(length: int) -> str:
+    """The beginning of the arrival's group of ``length`` seconds, as ``2026-01-31T12:05Z``."""
+    start = f"epoch_us(added_time) // {length * 1_000_000} * {length * 1_000_000}"
+    return f"strftime(make_timestamp({start}), '%Y-%m-%dT%H:%MZ')"
+
+
+KEYS = {
+    "engine": "engine",
+    "model": "coalesce(model, '')",
+    "rank": "CAST(data_parallel_rank AS VARCHAR)",
+    "outcome": "coalesce(outcome, CASE WHEN closed_time IS NULL THEN 'open' ELSE 'unknown' END)",
+    "lora": f"coalesce(lora, '{NO_ADAPTER}')",
+    "salt": f"coalesce(salt, '{NO_SALT}')",
+    "group": f"coalesce(request_group, '{NO_GROUP}')",
+    "priority": "CAST(priority AS VARCHAR)",
+    **{name: _time(length) for name, length in TIMES.items()},
+}
+"""The words of ``--by`` that are not the name of a column, or show a null as words."""
+
+_WORD = re.compile(r"[A-Za-z0-9_]+")
+
+
+def group_columns(by: str) -> list[str]:
+    """The SQL expressions of the groups that ``by`` names: columns or keys with commas between them, or a
+    regular expression over request ids. Raises LedgerError for a word that is neither.
+    """
+    if not by:
+        return []
+    words = [word.strip() for word in by.split(",")]
+    if all(map(_WORD.fullmatch, words)):
+        return [_column(word) for word in words]
+    check(by)
+    pattern = "'" + by.replace("'", "''") + "'"
+    place = 1 if re.compile(by).groups else 0
+    found = f"regexp_extract(request_id, {pattern}, {place})"
+    return [f"CASE WHEN regexp_matches(request_id, {pattern}) THEN {found} ELSE '{NO_MATCH}' END"]
+
+
+def percentile_columns(words: str) -> list[str]:
+    """The columns that ``--percentiles`` names. Raises LedgerError for one that is none."""
+    names = [word.strip() for word in words.split(",") if word.strip()]
+    for name in names:
+        if name not in NUMBERS:
+            raise LedgerError(f"{name!r} is no column of numbers of requests.{_hint(name, NUMBERS)}")
+    return names
+
+
+NUMBERS = tuple(column.name for column in REQUESTS if column.kind in ("count", "seconds"))
+
+
+def _hint(word: str, known: Sequence[str]) -> str:
+    close = get_close_matches(word, known, n=3)
+    return f" Did you mean {', '.join(close)}?" if close else ""
+
+
+def _column(word: str) -> str:
+    if word in KEYS:
+        return KEYS[word]
+    if word in COLUMNS:
+        return f"coalesce(CAST({word} AS VARCHAR), 'null')"
+    raise LedgerError(
+        f"{word!r} is no column of requests and none of {', '.join(KEYS)}.{_hint(word, (*KEYS, *COLUMNS))} "
+        "A regular expression over request ids has a character that no column name has: (user-[0-9]+)."
+    )

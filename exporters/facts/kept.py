@@ -1,0 +1,281 @@
+"""Facts that ``kvledger compact`` keeps beside the journals, and where the replay of a journal goes on.
+
+    .kvledger-facts/requests/engine=NAME/ended_hour=2026-11-24T09/JOURNAL-3.parquet
+    .kvledger-facts/JOURNAL.session
+
+The dataset is plain Hive-partitioned Parquet: whatever reads that can read it. The *session* of a journal
+lists its files, and holds the audit up to there, as a checkpoint does. kvledger reads the files that a
+session lists and no others. So a compact that is killed loses nothing and counts nothing twice: it writes
+files under draft names, then replaces the session, then renames the drafts. A reader that finds a draft
+which the session lists reads it; the next compact renames it.
+
+Facts stay when their journal is removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from urllib.parse import quote
+from zlib import crc32
+
+import msgspec
+
+from ...audit.analysis.step_model import StepModel
+from ...audit.events import EngineStarted
+from ...audit.journal.folder import may_be_host
+from ...audit.journal.hosts import HostJournal, engine_name, journal_name, same_place
+from ...audit.journal.reader import Position
+from ...audit.replay import checkpoint, serialize
+from ...audit.replay.engine_audit import EngineAudit
+from ...audit.replay.kept_files import FOLDER, replaced
+from ...audit.replay.windows import Window
+from ..trace.time_series import Series
+from .activity import CountsState
+from .doubts import Doubts
+from .engine import EngineFacts
+
+SCHEMA = 1
+MOST_DAMAGE = 100
+SUFFIX = ".session"
+DRAFT = ".new"
+OPEN_HOUR = "__HIVE_DEFAULT_PARTITION__"
+"""The partition of requests that never ended. It is how Hive names a null."""
+
+_LINE = f"kvledger session {SCHEMA} ".encode()
+_HOUR = "%Y-%m-%dT%H"
+
+
+class KeptFile(msgspec.Struct, frozen=True, array_like=True):
+    """One file of a table, by its path below the folder of facts. ``hour``: when its requests ended."""
+
+    table: str
+    path: str
+    hour: str
+    rows: int
+    bytes: int
+
+
+class Session(msgspec.Struct, kw_only=True):
+    """Where the replay of a journal goes on, and the files that have what came before.
+
+    ``position``: the batch to go on with. ``state``: the audit up to there, or up to the end of a journal
+    that has ``ended``, of the ``layout`` of the version that wrote it. ``files`` have the rows up to there.
+    ``tail`` has those of the last batch and of the requests that are open at the end, if the journal has
+    ``ended``. ``series``: activity of the last minute, which is not over. ``facts``: the engine, in msgpack.
+    """
+
+    journal: str
+    position: Position
+    beginning: bytes
+    number: int
+    """How often the journal was compacted; it is in the names of the files."""
+    files: list[KeptFile] = []
+    tail: list[KeptFile] = []
+    ended: bool = False
+    state: msgspec.Raw
+    layout: str
+    engine: EngineStarted
+    facts: msgspec.Raw
+    verdict: str
+    until_seconds: float
+    """Unix time of the last event."""
+    open_until_seconds: float
+    """Unix time up to which a request that is open at the end may have run."""
+    busy_us: dict[int, int] = {}
+    """Engine time by minute since 1970."""
+    tail_busy_us: dict[int, int] = {}
+    """The same of the last batch."""
+    series: Series = msgspec.field(default_factory=Series)
+    counts: CountsState = (0, [])
+    """The requests in the engine at ``position``."""
+    doubts: Doubts = msgspec.field(default_factory=Doubts)
+    """What went wrong, and when."""
+    damage: list[str] = []
+    """What was damaged in the journal, the first :data:`MOST_DAMAGE` places."""
+
+    @property
+    def continues(self) -> bool:
+        """Whether this version can read the journal on from ``position``."""
+        return self.layout == serialize.layout()
+
+    def audit(self, path: Path, window: Window) -> EngineAudit:
+        """The audit at ``position``, which keeps its accounts and counts requests of the ``window`` only."""
+        audit = serialize.restore(self.state, journal_of(path))
+        audit.describe(audit.engine or self.engine)  # its name says where the journal is now
+        audit.resume(window)
+        audit.step_times.busy_us = self.busy_within(window) + _within(self.tail_busy_us, window)
+        return audit
+
+    def busy_within(self, window: Window) -> int:
+        """Microseconds of engine time in the window, whose bounds are whole minutes."""
+        return _within(self.busy_us, window)
+
+    def series_within(self, window: Window) -> Series:
+        """The activity of the minute that is not over, if it is in the window."""
+        minutes = {*self.series.counts, *self.series.levels}
+        return self.series if all(window.holds(60.0 * minute) for minute in minutes) else Series()
+
+    def engine_facts(self, path: Path, window: Window) -> EngineFacts:
+        """The engine of a journal that need not be read, or is gone.
+
+        Where the window's bounds are no whole minutes, the time of its steps is not known.
+        """
+        facts = msgspec.msgpack.decode(self.facts, type=EngineFacts)
+        busy_us, model = self.busy_within(window) + _within(self.tail_busy_us, window), facts.model
+        if not whole_minutes(window):
+            busy_us, model = 0, StepModel(refused="the bounds of the window are no whole minutes")
+        journal = journal_of(path)
+        return msgspec.structs.replace(
+            facts,
+            path=str(path),
+            journal=journal_name(journal),
+            name=engine_name(self.engine, journal),
+            busy_us=busy_us,
+            model=model,
+        )
+
+    def files_within(self, window: Window, *, with_tail: bool) -> list[KeptFile]:
+        """The files that can have rows of the window."""
+        found = [*self.files, *(self.tail if with_tail else ())]
+        open_inside = window.until is None and window.touches(self.until_seconds, self.open_until_seconds)
+        return [
+            file for file in found if (open_inside if file.hour == OPEN_HOUR else _touches(window, file.hour))
+        ]
+
+
+def _within(by_minute: Mapping[int, int], window: Window) -> int:
+    return sum(us for minute, us in by_minute.items() if window.holds(minute * 60.0))
+
+
+def hour_name(seconds: float | None) -> str:
+    """The partition of a request that ended then; None: it never did."""
+    if seconds is None:
+        return OPEN_HOUR
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime(_HOUR)
+
+
+def hour_seconds(hour: str) -> float:
+    """The Unix time at which an hour begins."""
+    return datetime.strptime(hour, _HOUR).replace(tzinfo=timezone.utc).timestamp()
+
+
+def _touches(window: Window, hour: str) -> bool:
+    begins = hour_seconds(hour)
+    return window.touches(begins, begins + 3599.999999)
+
+
+def whole_minutes(window: Window) -> bool:
+    """Whether the bounds of a window are whole minutes, by which engine time is kept."""
+    return all(bound is None or not bound % 60 for bound in (window.since, window.until))
+
+
+# --- files ----------------------------------------------------------------------------------------------
+
+
+def folder_of(journal: Path) -> Path:
+    """The folder of facts beside a journal."""
+    return journal.parent / FOLDER
+
+
+def place(journal: Path) -> Path:
+    """Where the session of a journal is."""
+    return folder_of(journal) / f"{journal.name}{SUFFIX}"
+
+
+def partition(table: str, engine: str, hour: str) -> str:
+    """The folder of a table's rows of one engine and hour, below the folder of facts."""
+    return f"{table}/engine={quote(engine, safe='')}/ended_hour={hour}"
+
+
+def draft_of(path: Path) -> Path:
+    """The name of a file until the session lists it; the dot hides it from those who read the dataset."""
+    return path.with_name(f".{path.name}{DRAFT}")
+
+
+def readable(folder: Path, file: KeptFile) -> Path:
+    """Where a listed file is: under its name, or still under that of its draft."""
+    path = folder / file.path
+    return path if path.exists() or not draft_of(path).exists() else draft_of(path)
+
+
+def journal_of(path: Path) -> Path:
+    """The path of a journal, also if this is that of its session."""
+    if not is_session(path):
+        return path
+    return same_place(path.parent.parent / path.name.removesuffix(SUFFIX), path)
+
+
+def is_session(path: Path) -> bool:
+    """Whether this is the path of a session, whose journal is gone."""
+    return path.suffix == SUFFIX
+
+
+def find(path: Path) -> Session | None:
+    """The session of the journal at ``path``, if it can be read on from there; or the session at ``path``."""
+    if is_session(path):
+        return load(path)
+    found = load(place(path)) if path.is_dir() else None
+    if found is None or not found.continues:
+        return None
+    beginning = checkpoint.beginning(path, found.position.segment)
+    return found if beginning in (found.beginning, b"") else None
+
+
+def load(path: Path) -> Session | None:
+    """The session in a file; None if there is none that this version can read."""
+    try:
+        data = path.read_bytes()
+        head, _, payload = data.partition(b"\n")
+        if head != _LINE + b"%08x" % crc32(payload):
+            return None
+        return msgspec.msgpack.decode(payload, type=Session)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def save(journal: Path, session: Session) -> None:
+    """Replace the session of a journal, and rename the drafts that it lists. Raises LedgerError, OSError."""
+    payload = msgspec.msgpack.encode(session)
+    with replaced(place(journal), 0o644, "no facts are kept") as file:
+        file.write(_LINE + b"%08x\n" % crc32(payload) + payload)
+    settle(folder_of(journal), session)
+
+
+def settle(folder: Path, session: Session) -> None:
+    """Rename the drafts that a session lists, where an earlier compact was killed before it did."""
+    for file in (*session.files, *session.tail):
+        path = folder / file.path
+        if not path.exists():
+            with contextlib.suppress(FileNotFoundError):
+                draft_of(path).rename(path)
+
+
+def forget(folder: Path, files: Sequence[KeptFile]) -> None:
+    """Remove files that no session lists any more."""
+    for file in files:
+        (folder / file.path).unlink(missing_ok=True)
+
+
+def has_one(path: Path) -> bool:
+    """Whether the journal was compacted, or this is the session of one that is gone."""
+    return is_session(path) or place(path).exists()
+
+
+def left_behind(folder: Path) -> list[Path]:
+    """The sessions of journals that are gone, in a folder of journals and in those of hosts below it."""
+
+    def found() -> Iterator[Path]:
+        yield from sorted((folder / FOLDER).glob(f"*{SUFFIX}"))
+        for path in sorted(folder.glob(f"*/{FOLDER}/*{SUFFIX}")):
+            host = path.parent.parent
+            if may_be_host(host):
+                yield HostJournal.of(path, host.name)
+
+    with contextlib.suppress(OSError):
+        return [
+            path for path in found() if not (path.parent.parent / path.name.removesuffix(SUFFIX)).exists()
+        ]
+    return []

@@ -1,0 +1,92 @@
+"""Rows as Parquet: written in row groups, to a file or to memory. Needs the analysis extra.
+
+Times are delta-encoded and text is a dictionary, so that a request takes about fifty bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ...audit.errors import LedgerError
+from .schema import Column, Row, Rows
+
+ROW_GROUP = 64 << 10
+TYPES = {
+    "text": pa.string(),
+    "count": pa.int64(),
+    "seconds": pa.float64(),
+    "time": pa.timestamp("us", tz="UTC"),
+}
+_ALL_DIFFERENT = ("request_id", "message")
+"""Text of which nearly every row has another one; a dictionary would only be in the way."""
+
+
+def schema(columns: Sequence[Column]) -> Any:
+    """A table's schema, with each column's ``description`` as metadata."""
+    return pa.schema(
+        [pa.field(c.name, TYPES[c.kind], metadata={"description": c.description}) for c in columns],
+    )
+
+
+def column_names(path: Path) -> list[str]:
+    """The names of the columns of a file. Raises LedgerError for one that can't be read."""
+    try:
+        with pq.ParquetFile(path) as file:
+            return list(file.schema_arrow.names)
+    except (pa.ArrowException, OSError) as error:
+        raise LedgerError(f"{path} can't be read: {error}.") from error
+
+
+class RowWriter:
+    """Writes the rows of one table into ``sink``, a path or a pyarrow stream."""
+
+    def __init__(self, sink: Any, columns: Sequence[Column]) -> None:
+        self.rows = 0
+        """How many rows were added."""
+        self._schema = schema(columns)
+        self._waiting: Rows = []
+        """Rows that are not written yet."""
+        deltas = [c.name for c in columns if c.kind == "time" or c.name == "request"]
+        self._writer: Any = pq.ParquetWriter(
+            sink,
+            self._schema,
+            compression="zstd",
+            use_dictionary=[c.name for c in columns if c.name not in (*deltas, *_ALL_DIFFERENT)],
+            column_encoding=dict.fromkeys(deltas, "DELTA_BINARY_PACKED"),
+        )
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Add rows. Raises LedgerError for a figure that does not fit into 64 bits."""
+        self._waiting += rows
+        if len(self._waiting) >= ROW_GROUP:
+            self._write()
+
+    def close(self) -> None:
+        """Write what waits, and end the file. Raises LedgerError as :meth:`add`."""
+        self._write()
+        self._writer.close()
+
+    def abandon(self) -> None:
+        """End without writing what waits."""
+        self._writer.is_open = False  # else the garbage collector tries to close it again and logs an error
+
+    def _write(self) -> None:
+        if not self._waiting:
+            return
+        try:
+            columns = zip(*self._waiting, strict=True)
+            arrays = [
+                pa.array(column, field.type) for column, field in zip(columns, self._schema, strict=True)
+            ]
+        except (OverflowError, pa.ArrowInvalid) as error:
+            raise LedgerError(
+                f"A figure of this trace does not fit into a column of 64 bits: {error}."
+            ) from error
+        self._writer.write_batch(pa.record_batch(arrays, self._schema))
+        self.rows += len(self._waiting)
+        self._waiting = []

@@ -1,0 +1,261 @@
+"""The facts of one journal, replayed: its rows as Parquet, and what is known of its engine.
+
+The result is data, so that other processes and other machines can make it.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+
+from ...audit.checks.auditor import Verdict
+from ...audit.checks.registry import Violation
+from ...audit.errors import LedgerError
+from ...audit.events import Event
+from ...audit.journal.hosts import journal_name
+from ...audit.journal.reader import Position
+from ...audit.ledger.account import Account
+from ...audit.replay.engine_audit import EngineAudit
+from ...audit.replay.journals import each_batch
+from ...audit.replay.split import Piece, Span, SpanAudit, joined
+from ...audit.replay.window_start import skip_to_window
+from ...audit.replay.windows import EVERYTHING, Window
+from .activity import Activity, BlocksSeen, activity_rows
+from .engine import EngineFacts, engine_facts
+from .kept import Session, find, folder_of, is_session, readable, whole_minutes
+from .parquet import RowWriter
+from .rows import cause_rows, chunk_rows, difference_rows, finding_row, request_row
+from .schema import TABLES, Row
+from .window import begin_window
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """What a command needs of each journal beside the rows of its requests.
+
+    ``checks``: verdicts in the rows. ``audit``: the whole audit too. ``activity``: the rows of ``activity``,
+    and how blocks were used.
+    """
+
+    checks: bool = False
+    audit: bool = False
+    activity: bool = False
+
+
+class Replayed(msgspec.Struct):
+    """The rows of a journal by table, in Parquet files, and what else was :class:`Wanted`."""
+
+    engine: EngineFacts
+    tables: dict[str, list[bytes]]
+    audit: EngineAudit | None = None
+    blocks: BlocksSeen | None = None
+    kept: dict[str, list[str]] = {}
+    """The paths of files that compact wrote, by table."""
+
+
+_ROWS_OF = {"causes": cause_rows, "chunks": chunk_rows, "differences": difference_rows}
+"""Tables with several rows for an account, or none."""
+
+Sink = Callable[[str, Sequence[Row]], None]
+"""Takes rows of the table of this name."""
+
+
+class InMemory:
+    """A Parquet file in memory for each table."""
+
+    def __init__(self) -> None:
+        self._sinks = {name: io.BytesIO() for name in TABLES}
+        self._writers = {name: RowWriter(self._sinks[name], columns) for name, columns in TABLES.items()}
+
+    def add(self, table: str, rows: Sequence[Row]) -> None:
+        """Add rows to a table."""
+        self._writers[table].add(rows)
+
+    def files(self) -> dict[str, list[bytes]]:
+        """The whole files. Nothing can be added after this."""
+        for writer in self._writers.values():
+            writer.close()
+        return {name: [sink.getvalue()] for name, sink in self._sinks.items()}
+
+
+class RowCollector:
+    """Makes the rows of one audit, batch by batch, for a ``sink``."""
+
+    def __init__(self, audit: EngineAudit, wanted: Wanted, sink: Sink) -> None:
+        self.activity = Activity(audit) if wanted.activity else None
+        """What the engine did over time; None: not wanted."""
+        self.sink = sink
+        """Where rows go."""
+        self.journal = journal_name(audit.path)
+        """The journal's name in rows."""
+        self._audit = audit
+        self._verdicts: dict[int, Verdict] = {}
+        """The verdicts of accounts that closed in this batch, by the identity of the account."""
+        self._has_verdicts = wanted.checks or wanted.audit
+        """Whether the audit runs the checks."""
+        audit.on_closed.append(self._closed)
+
+    def _closed(self, account: Account, verdict: Verdict) -> None:
+        self._verdicts[id(account)] = verdict
+
+    def add(self, events: Sequence[Event], accounts: Sequence[Account]) -> None:
+        """Add a batch, and the accounts that closed in it, or are open at the end of the journal."""
+        audit, journal = self._audit, self.journal
+        if self.activity is not None:
+            self.activity.add(events)
+        verdicts = self._verdicts if self._has_verdicts else {}
+        if accounts:
+            self.sink(
+                "requests",
+                [request_row(audit, journal, account, verdicts.get(id(account))) for account in accounts],
+            )
+            for table, rows_of in _ROWS_OF.items():
+                self.sink(table, [row for account in accounts for row in rows_of(audit, journal, account)])
+        self._verdicts.clear()
+
+    def found(self, findings: Sequence[Violation]) -> None:
+        """Add findings that are new."""
+        if findings:
+            self.sink("findings", [finding_row(self._audit, self.journal, one) for one in findings])
+
+    def end(self) -> None:
+        """Add the rows of the activity, and leave the audit."""
+        self._audit.on_closed.clear()
+        if self.activity is not None:
+            rows = activity_rows(self._audit.name, self.journal, self.activity.series)
+            self.sink("activity", list(rows))
+
+
+def replayed(path: Path, window: Window, wanted: Wanted) -> Replayed:
+    """Replay a journal for the requests of the window, or what came since it was compacted.
+
+    ``path`` may be that of the session of a journal that is gone.
+    """
+    session = find(path)
+    if session is not None and is_session(path):
+        return _left(path, session, window, wanted)
+    if session is not None and _answers(session, window, wanted):
+        return _since(path, session, window, wanted)
+    audit = _audit(path, window, wanted)
+    return _read(audit, wanted, skip_to_window(audit), None)
+
+
+def _answers(session: Session, window: Window, wanted: Wanted) -> bool:
+    """Whether the session has all that is wanted: engine time by the minute, and nothing about blocks."""
+    return whole_minutes(window) and not (wanted.audit and session.engine.level != "tokens")
+
+
+def _read(audit: EngineAudit, wanted: Wanted, start: Position | None, session: Session | None) -> Replayed:
+    """Replay a journal from ``start``."""
+    memory = InMemory()
+    collector = RowCollector(audit, wanted, memory.add)
+    if session is not None and collector.activity is not None:
+        collector.activity.go_on(session.series_within(audit.window), session.counts)
+    for batch in each_batch(audit, start):
+        collector.add(batch.events, batch.accounts)
+        collector.found(batch.findings)
+    collector.end()
+    return _result(audit, memory.files(), wanted, collector.activity)
+
+
+def _since(path: Path, session: Session, window: Window, wanted: Wanted) -> Replayed:
+    """What is kept of a journal, and what came since; nothing came since the end of one that has ended."""
+    if session.ended:
+        return _left(path, session, window, wanted)
+    kept = _kept_files(path, session, window, with_tail=False)
+    audit = session.audit(path, window)
+    if wanted.audit:
+        begin_window(audit, session, window, kept)
+    return msgspec.structs.replace(_read(audit, wanted, session.position, session), kept=kept)
+
+
+_GONE = "the journal is gone: these are the facts that kvledger compact kept"
+_LACKS = "which do not have its last events"
+
+
+def _left(path: Path, session: Session, window: Window, wanted: Wanted) -> Replayed:
+    """What is kept of a journal that has ended, or is gone."""
+    kept = _kept_files(path, session, window, with_tail=True)
+    found = Replayed(session.engine_facts(path, window), {name: [] for name in TABLES}, kept=kept)
+    if wanted.audit:
+        if not session.continues:
+            raise LedgerError(
+                f"{path} was compacted by another version of kvledger, and its journal is gone: it has rows "
+                "for summary, why and query, and no page."
+            )
+        found.audit = session.audit(path, window)
+        if is_session(path):
+            found.audit.notes.append(_GONE if session.ended else f"{_GONE} {_LACKS}")
+        begin_window(found.audit, session, window, kept)
+        found.audit.finish()
+        found.audit.take_accounts()
+    return found
+
+
+def _kept_files(path: Path, session: Session, window: Window, *, with_tail: bool) -> dict[str, list[str]]:
+    """The kept files by table. Raises LedgerError for one that is not there."""
+    folder = path.parent if is_session(path) else folder_of(path)
+    found: dict[str, list[str]] = {name: [] for name in TABLES}
+    for file in session.files_within(window, with_tail=with_tail):
+        place = readable(folder, file)
+        if not place.exists():
+            raise LedgerError(f"{folder / file.path} is gone, which kvledger compact kept; compact again.")
+        found[file.table].append(str(place))
+    return found
+
+
+def _result(
+    audit: EngineAudit, tables: dict[str, list[bytes]], wanted: Wanted, activity: Activity | None
+) -> Replayed:
+    blocks = None if activity is None else activity.blocks
+    return Replayed(engine_facts(audit), tables, audit if wanted.audit else None, blocks)
+
+
+class ReplayedSpan(msgspec.Struct):
+    """The rows of one span of a journal, and the requests in the engine at its beginning and end."""
+
+    piece: Piece
+    tables: dict[str, list[bytes]]
+    wanted: Wanted
+    activity: Activity | None = None
+
+
+def replayed_span(span: Span, wanted: Wanted) -> ReplayedSpan:
+    """Replay a span of a journal."""
+    audit = _audit(span.path, EVERYTHING, wanted)
+    memory = InMemory()
+    part, collector = SpanAudit(audit, span), RowCollector(audit, wanted, memory.add)
+    for events, accounts, counted in part.batches():
+        if counted:
+            collector.add(events, accounts)
+        elif collector.activity is not None:
+            collector.activity.skip(events)
+    collector.end()
+    return ReplayedSpan(Piece(audit, part.begin, part.end), memory.files(), wanted, collector.activity)
+
+
+def joined_spans(spans: Sequence[ReplayedSpan]) -> Replayed | None:
+    """The rows of the whole journal; None if the spans do not fit."""
+    activities = [span.activity for span in spans if span.activity is not None]
+    if any(before.at_end != after.at_cut for before, after in pairwise(activities)):
+        return None
+    audit = joined([span.piece for span in spans])
+    if audit is None:
+        return None
+    tables = {name: [file for span in spans for file in span.tables[name]] for name in TABLES}
+    return _result(audit, tables, spans[0].wanted, activities[0] if activities else None)
+
+
+def _audit(path: Path, window: Window, wanted: Wanted) -> EngineAudit:
+    return EngineAudit(
+        path,
+        keep=True,
+        window=window,
+        with_metrics=False,
+        times_steps=True,
+        with_costs=wanted.audit,
+        accounts_only=not (wanted.checks or wanted.audit),
+    )

@@ -1,0 +1,193 @@
+"""Makes the rows of a request from its account, once it has ended or at the end of its journal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from msgspec.structs import astuple
+
+from ...audit.analysis.cache_misses import missed_ranges, never_came
+from ...audit.analysis.costs import Loads, before_first_output, first_output_at
+from ...audit.analysis.reconciliation import Reconciliation
+from ...audit.causes import BLOCKS, ENDED_FIRST, INVALID_HIT, PREEMPTED, PREEMPTIONS, RESET
+from ...audit.causes import CACHE_RESET as MISSED_BY_RESET
+from ...audit.checks.registry import Violation
+from ...audit.figures.declared import FIGURES
+from ...audit.figures.sums import add_tokens
+from ...audit.ledger.account import Account
+from ...audit.replay.engine_audit import EngineAudit
+from ...audit.text import salt_name
+from .schema import LOAD_COLUMNS, Row, Value
+
+MISSED = "missed"
+"""The figure of ``causes`` that tells why prompt tokens missed the caches."""
+
+NOT_COMPUTED = (ENDED_FIRST, INVALID_HIT)
+"""Causes of misses that were never computed."""
+
+_LOST_LATE = {BLOCKS: PREEMPTED, RESET: MISSED_BY_RESET}
+"""The cause of misses that follow a preemption, by the cause of the preemption."""
+
+_READ = [figure.read for figure in FIGURES if not figure.sql]
+_ALSO_OF_UNKNOWN = [figure.of_unknown for figure in FIGURES if not figure.sql]
+_BY_CAUSE = [(figure.name, figure.read) for figure in FIGURES if figure.causes]
+
+
+def block_size(audit: EngineAudit) -> int:
+    """Tokens per block of the engine's cache; 0 where the engine did not report it."""
+    size = audit.engine.configuration.get("block_size") if audit.engine else None
+    return size if isinstance(size, int) and size > 0 else 0
+
+
+def request_row(audit: EngineAudit, journal: str, account: Account, verdict: str | None) -> Row:
+    """The row of ``requests``, in the order of its columns."""
+    known = account.unknown is None
+    began_us = _began_us(audit)
+    settled = account.settlements[0].at if known and account.settlements else None
+    labels = account.labels
+    return (
+        audit.name,
+        journal,
+        account.request,
+        account.request_id,
+        account.outcome or None,
+        account.unknown,
+        verdict,
+        began_us + account.added_at,
+        ended_us(began_us, account),
+        None if settled is None else began_us + settled,
+        _plus(began_us, first_output_at(account) if known else None),
+        *(_figures(account) if known else _figures_of_unknown(account)),
+        missed_tokens(account) if known else None,
+        account.sequence_tokens if known else None,
+        account.sequence_tokens - account.prompt_tokens if known else None,
+        *(_loads(account) if known else _NO_LOADS),
+        len(account.lives) if known else None,
+        account.waited(audit.last_at) if known else None,
+        audit.model,
+        None if audit.began_seconds is None else began_us,
+        audit.rank,
+        account.priority,
+        None if labels is None else labels.lora or None,
+        None if labels is None else salt_name(labels) or None,
+        None if labels is None else labels.group or None,
+    )
+
+
+_NO_LOADS = (None,) * len(LOAD_COLUMNS)
+
+
+def _loads(account: Account) -> tuple[int, ...]:
+    if not account.promised:
+        return (0,) * len(LOAD_COLUMNS)
+    loads = Loads()
+    loads.add(account)
+    return astuple(loads)
+
+
+def missed_tokens(account: Account) -> int:
+    """The ledger's own count of misses, which the causes must sum to."""
+    missed = account.first_prompt + sum(end - start for start, end, _ in account.executed_again)
+    if account.closed_at >= 0:
+        missed += sum(end - start for start, end in never_came(account))
+    return missed
+
+
+def _figures(account: Account) -> Iterator[Value]:
+    for read in _READ:
+        value = read(account)
+        yield sum(value.values()) if type(value) is dict else value
+
+
+def _figures_of_unknown(account: Account) -> Iterator[Value]:
+    for read, of_unknown in zip(_READ, _ALSO_OF_UNKNOWN, strict=True):
+        yield read(account) if of_unknown else None
+
+
+def cause_rows(audit: EngineAudit, journal: str, account: Account) -> Iterator[Row]:
+    """The rows of ``causes``: each figure that has causes, and why prompt tokens missed the caches."""
+    if account.unknown is not None:
+        return
+    head = (audit.name, journal, account.request, ended_us(_began_us(audit), account))
+    early: Mapping[str, int] = {}
+    waited = 0
+    if account.rework:
+        early, waited = before_first_output(account)
+    for figure, read in _BY_CAUSE:
+        for cause, tokens in read(account).items():
+            if figure != "rework":
+                yield (*head, figure, cause, tokens, None, None, None)
+                continue
+            delay, waits = early.get(cause, 0), waited if cause in PREEMPTIONS else 0
+            delays = (delay, waits) if delay or waits else (None, None)
+            percent = account.more_blocks_percent
+            more = percent if cause == BLOCKS and percent >= 0 else None
+            yield (*head, figure, cause, tokens, *delays, more)
+    yield from _missed_rows(head, account, block_size(audit))
+
+
+def _missed_rows(head: Row, account: Account, block_tokens: int) -> Iterator[Row]:
+    missed: dict[str, int] = {}
+    for start, end, cause in missed_ranges(account, block_tokens):
+        add_tokens(missed, cause, end - start)
+    first = first_output_at(account)
+    late = {
+        _LOST_LATE.get(life.ended_by, "")
+        for life in account.lives
+        if first is not None and life.ended_at > first
+    }
+    for cause, tokens in missed.items():
+        early = first is not None and cause not in NOT_COMPUTED and cause not in late
+        yield (*head, MISSED, cause, tokens, *((tokens, 0) if early else (None, None)), None)
+
+
+def chunk_rows(audit: EngineAudit, journal: str, account: Account) -> Iterator[Row]:
+    """The rows of ``chunks``: what each chunk of a session after the first one settled as."""
+    if account.unknown is not None or len(account.settlements) < 2:
+        return
+    began_us = _began_us(audit)
+    head = (audit.name, journal, account.request, ended_us(began_us, account))
+    for chunk in account.settlements[1:]:
+        sources = (chunk.local, chunk.external, chunk.computed, chunk.unattained)
+        yield (*head, began_us + chunk.at, *sources)
+
+
+def difference_rows(audit: EngineAudit, journal: str, account: Account) -> Iterator[Row]:
+    """The rows of ``differences``: why settled, planned and reported tokens of a request differ."""
+    if account.unknown is not None:
+        return
+    head = (audit.name, journal, account.request, ended_us(_began_us(audit), account))
+    found = Reconciliation()
+    found.add(account)
+    for step, differences in (("to_plan", found.to_plan), ("to_reported", found.to_reported)):
+        for cause, difference in differences.items():
+            yield (*head, step, cause, *astuple(difference.figures))
+
+
+def finding_row(audit: EngineAudit, journal: str, found: Violation) -> Row:
+    """The row of ``findings``, when it was first seen."""
+    return (
+        audit.name,
+        journal,
+        found.id,
+        found.severity,
+        found.request,
+        found.life,
+        found.step,
+        _began_us(audit) + found.at,
+        found.message,
+    )
+
+
+def _began_us(audit: EngineAudit) -> int:
+    """The engine's second 0 in microseconds since 1970; 0 if no engine was seen to start."""
+    return round((audit.began_seconds or 0.0) * 1e6)
+
+
+def ended_us(began_us: int, account: Account) -> int | None:
+    """When a request ended, in microseconds since 1970; None while it is open."""
+    return began_us + account.closed_at if account.closed_at >= 0 else None
+
+
+def _plus(began_us: int, at: int | None) -> int | None:
+    return None if at is None else began_us + at

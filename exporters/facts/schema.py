@@ -1,0 +1,197 @@
+"""The columns of the facts: what a row of each table holds.
+
+The figures of ``requests`` are those of :mod:`kvledger.audit.figures.declared`. ``rows.py`` makes the rows of
+requests, ``../trace/tables.py`` those of the other tables of an export.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from ...audit.figures.declared import FIGURES
+from ...audit.figures.figure import TOKENS
+
+Kind = Literal["text", "count", "seconds", "time"]
+Value = str | int | float | None
+Row = tuple[Value, ...]
+Rows = list[Row]
+
+
+class Column(NamedTuple):
+    """One column. Counts are tokens unless ``description`` names another unit. Any value may be null."""
+
+    name: str
+    kind: Kind
+    description: str
+
+
+ENGINE = Column("engine", "text", "the engine's name, as in findings")
+JOURNAL = Column("journal", "text", "the journal's name; with `request` it names one request")
+REQUEST = Column("request", "count", "the number of the request in its journal")
+REQUEST_ID = Column("request_id", "text", "vLLM's request id")
+ENDED = Column("closed_time", "time", "when the request ended, in UTC; null while it is open")
+
+FIGURE_COLUMNS = tuple(
+    Column(
+        figure.name,
+        "count",
+        figure.text
+        + (f"; a part of `{figure.part_of}`" if figure.part_of else "")
+        + ("; `causes` has them by cause" if figure.causes else "")
+        + (f"; in {figure.unit}" if figure.unit not in (TOKENS, figure.name) else ""),
+    )
+    for figure in FIGURES
+    if not figure.sql
+)
+"""One for each figure of a request. A figure is null where the request has none or its account is unknown."""
+
+LOAD_COLUMNS = (
+    Column("asynchronous_loads", "count", "number of asynchronous loads whose end is known"),
+    Column("load_waited_microseconds", "count", "microseconds that the request waited for them"),
+    Column("asynchronous_tokens", "count", "external tokens that they loaded"),
+    Column("synchronous_tokens", "count", "external tokens that were loaded within a step"),
+    Column("not_saved_tokens", "count", "promised tokens that were computed, because their load failed"),
+    Column("load_vain_microseconds", "count", "microseconds waited for loads that loaded no token"),
+)
+"""The fields of :class:`~kvledger.audit.analysis.costs.Loads`, in their order."""
+
+REQUESTS = (
+    ENGINE,
+    JOURNAL,
+    REQUEST,
+    REQUEST_ID,
+    Column("outcome", "text", "how the request ended; null while it is open"),
+    Column("unknown", "text", "why nothing is known of the request; all figures are null then"),
+    Column("verdict", "text", "clean, violated or unknown; null where the rows were made without checks"),
+    Column("added_time", "time", "when the scheduler received the request, in UTC"),
+    ENDED,
+    Column("settled_time", "time", "when the sources of the prompt tokens were settled for the first time"),
+    Column("first_output_time", "time", "when the first output came; null if none did or it is not known"),
+    *FIGURE_COLUMNS,
+    Column(
+        "missed",
+        "count",
+        "prompt tokens that missed the caches: each time they were computed, and once more if they had no KV "
+        "at the end; `causes` has them by cause",
+    ),
+    Column("sequence_tokens", "count", "prompt and output tokens"),
+    Column("output_tokens", "count", "output tokens"),
+    *LOAD_COLUMNS,
+    Column("lives", "count", "number of lives; a life lasts from an admission to a preemption or the end"),
+    Column(
+        "waited_microseconds",
+        "count",
+        "microseconds between lives and before the first one, up to the end or the present",
+    ),
+    Column("model", "text", "the model that the engine serves"),
+    Column("began_time", "time", "the engine's second 0, in UTC"),
+    Column("data_parallel_rank", "count", "number of the engine's data-parallel rank"),
+    Column("priority", "count", "the request's priority; a lower number is more urgent"),
+    Column("lora", "text", "name of the LoRA adapter; null: none, or not recorded"),
+    Column("salt", "text", "keyed hash of the cache salt; null: none, or not recorded"),
+    Column("request_group", "text", "what KVLEDGER_GROUP found in the request id; null: nothing"),
+)
+
+CAUSES = (
+    ENGINE,
+    JOURNAL,
+    REQUEST,
+    ENDED,
+    Column("figure", "text", "a figure that has causes, such as rework or voided; or missed"),
+    Column("cause", "text", "the cause, as `kvledger explain` lists them"),
+    Column("tokens", "count", "tokens of this cause"),
+    Column(
+        "first_token_tokens",
+        "count",
+        "those of them that were computed before the first output, so that it came later; null if none was, "
+        "or if it is not known",
+    ),
+    Column(
+        "first_token_waited_microseconds",
+        "count",
+        "microseconds that the first output waited after preemptions; null where no delay is known",
+    ),
+    Column(
+        "more_blocks_percent",
+        "count",
+        "how many percent more blocks would have avoided the preemptions; null: not known, or another cause",
+    ),
+)
+
+CHUNKS = (
+    ENGINE,
+    JOURNAL,
+    REQUEST,
+    ENDED,
+    Column("settled_time", "time", "when the sources of this chunk were settled, in UTC"),
+    Column("local", "count", "its tokens that hit the local prefix cache first"),
+    Column("external", "count", "its tokens that the KV connector loaded first"),
+    Column("computed", "count", "its tokens that were computed first"),
+    Column("unattained", "count", "its tokens that had no KV when the request ended"),
+)
+"""Chunks of a session after its first one. Its row of ``requests`` has the sums over all chunks."""
+
+DIFFERENCES = (
+    ENGINE,
+    JOURNAL,
+    REQUEST,
+    ENDED,
+    Column("step", "text", "to_plan: from settled to planned tokens; to_reported: from planned to reported"),
+    Column("cause", "text", "why the figures differ, as `kvledger explain` lists them"),
+    Column("local", "count", "by how much the local tokens change in this step"),
+    Column("external", "count", "by how much the external tokens change"),
+    Column("computed", "count", "by how much the computed tokens change"),
+    Column("unattained", "count", "by how much the unattained tokens change"),
+)
+
+ACTIVITY = (
+    ENGINE,
+    JOURNAL,
+    Column("time", "time", "when this span of time begins, in UTC"),
+    Column("width_microseconds", "count", "its length in microseconds"),
+    Column("running", "count", "requests that ran at its end; null: nothing changed in it"),
+    Column("waiting", "count", "requests in the engine that did not run at its end"),
+    Column("preemptions", "count", "number of preemptions in it"),
+)
+
+FINDINGS = (
+    ENGINE,
+    JOURNAL,
+    Column("id", "text", "the invariant, as `kvledger explain` lists them"),
+    Column("severity", "text", "violation or drift"),
+    Column("request_id", "text", "vLLM's request id; null if no single request is concerned"),
+    Column("life", "count", "number of the request's life"),
+    Column("step", "count", "step in which the finding was first seen"),
+    Column("time", "time", "when the finding was first seen, in UTC"),
+    Column("message", "text", "one sentence with the figures"),
+)
+
+TABLES: dict[str, tuple[Column, ...]] = {
+    "requests": REQUESTS,
+    "causes": CAUSES,
+    "chunks": CHUNKS,
+    "differences": DIFFERENCES,
+    "activity": ACTIVITY,
+    "findings": FINDINGS,
+}
+"""The tables that are kept, and that every query can read."""
+
+ENGINES = (
+    ENGINE,
+    JOURNAL,
+    Column("path", "text", "where the journal is"),
+    Column("product", "text", "the engine's product, such as vllm"),
+    Column("version", "text", "its release"),
+    Column("adapter", "text", "the adapter that observed it"),
+    Column("level", "text", "the level of recording: tokens, blocks or content"),
+    Column("process_id", "count", "the engine's process"),
+    Column("model", "text", "the model that it serves"),
+    Column("connector", "text", "its KV connector; none without one"),
+    Column("block_tokens", "count", "tokens per block of its cache; null: not reported"),
+    Column("began_time", "time", "the engine's second 0, in UTC"),
+    Column("busy_seconds", "seconds", "time of its steps in the window"),
+    Column("prefill_seconds", "seconds", "estimated time of a prefill token; null: no model of step time"),
+    Column("decode_seconds", "seconds", "estimated time of a decoding request in a step"),
+    Column("draft_seconds", "seconds", "estimated time of a draft token"),
+)
+"""A row for each journal. It is made anew each time."""
