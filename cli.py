@@ -302,6 +302,7 @@ def summary(
             gpu_hour=gpu_hour or None,
             where=where,
             percentiles=percentiles,
+            group_costs=format != "table",
         )
     _print(format, rows, report.render, report.as_csv)
 

@@ -1,11 +1,10 @@
-"""Times what reads a week at ten requests a second from its rollup, and a million requests by two processes.
+"""Times what reads a week at ten requests a second from kept rows, and a million requests by two processes.
 
     python benchmarks/week.py DIR [--million] [--write] [--only COMMAND]
 
-No journal of six million requests is written, which would take an hour. One hour is simulated (36,000
-requests), written as a journal and compacted by the code of ``kvledger compact``. The week's rollup has a
-copy of that hour's sums for every hour, so it has the minutes, groups, requests and bytes of a whole week.
-The journal itself is removed, as ``kvledger prune`` would.
+No journal of eight million requests is written, which would take hours. One hour is simulated, written as a
+journal and compacted by the code of ``kvledger compact``. The week has a copy of that hour's rows for every
+hour, with other request numbers and random ids. There is no journal, as after ``kvledger prune``.
 
 With ``--million`` a journal of a million requests is written too, and summed up by one process and by two.
 """
@@ -18,19 +17,27 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from uuid import uuid4
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # `python -m benchmarks.week` adds this itself
 
 import msgspec
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from benchmarks import page, trace
 from benchmarks.simulated import Mix
 
-from kvledger.exporters.reports import rollup_builder, rollup_minutes, rollups
-from kvledger.exporters.reports.rollup_cells import Cells, merge_cells
-from kvledger.exporters.reports.rollup_pages import Page
+from kvledger.audit.replay import serialize
+from kvledger.audit.replay.windows import EVERYTHING
+from kvledger.exporters.facts import kept
+from kvledger.exporters.facts.compact import compact
+from kvledger.exporters.facts.engine import EngineFacts
+from kvledger.exporters.facts.parquet import RowWriter
+from kvledger.exporters.facts.schema import TABLES
 
 HOUR = 3600
 REQUESTS = 36_000
@@ -41,70 +48,78 @@ WEEK = (
     "summary --since 7d",
     "summary",
     "summary --by hour",
+    "summary --by hour,model --percentiles waited_microseconds",
     "why --since 7d",
     "report --since 7d -o page.html",
 )
 MILLION = ("summary -j 1", "summary -j 2", "report -j 1 -o page.html", "report -j 2 -o page.html")
 
 
-def week(folder: Path, hours: int = 168, requests: int = REQUESTS, now: float | None = None) -> Path:
-    """Write the rollup of the last ``hours`` hours into ``folder``; returns its path."""
+def week(folder: Path, hours: int = 168, requests: int = REQUESTS, now: float | None = None) -> int:
+    """Write the facts of the last ``hours`` hours into ``folder``; returns their bytes."""
     journal = folder / "engine-00"
+    shutil.rmtree(folder, ignore_errors=True)
     trace.write_journal(journal, requests, 0, mix=MIX)
-    rollup_builder.compact(journal)
-    rollup = rollups.find(journal)
-    assert rollup is not None
+    compact(journal)
+    session = kept.load(kept.place(journal))
+    assert session is not None
     first = int((time.time() if now is None else now) // HOUR) - hours
-    minutes = [cells for raw in rollup.minutes.values() for cells in rollups.minutes_of(raw).values()]
-    busy = sum(rollup.busy_us.values()) // len(rollup.busy_us)
-    rollup.hours, rollup.minutes, rollup.busy_us = {}, {}, {}
-    for hour in range(first, first + hours):
-        parts = {
-            60 * hour + minute: _arrived_in(hour, minutes[minute % len(minutes)]) for minute in range(60)
-        }
-        rollup.minutes[hour] = msgspec.Raw(msgspec.msgpack.encode(parts))
-        rollup.busy_us.update(dict.fromkeys(parts, busy))
-        rollup.hours[hour] = _sum(parts.values())
-    rollup.cells, rollup.rest = _sum(rollup.hours.values()), {}
-    rollup.until_seconds = float(HOUR * (first + hours) - 1)
-    rollup.engine = msgspec.structs.replace(rollup.engine, at=0, wall_seconds=float(HOUR * first))
-    assert rollup.page is not None
-    _repeat(rollup.page, first, hours)
-    shutil.rmtree(journal)
-    rollups.save(rollups.place(journal), rollup)
-    return rollups.place(journal)
+    began = int(session.engine.began_seconds) // HOUR
+    of_hour = [file for file in session.files if file.hour == kept.hour_name(began * HOUR)]
+    tables = {file.table: pq.read_table(kept.readable(kept.folder_of(journal), file)) for file in of_hour}
+    shutil.rmtree(folder)
+    files = []
+    for number in range(hours):
+        for name, table in tables.items():
+            files.append(
+                _written(kept.folder_of(journal), name, _moved(table, number, first - began + number))
+            )
+    busy = [us for minute, us in sorted(session.busy_us.items()) if minute // 60 == began]
+    facts = msgspec.msgpack.decode(session.facts, type=EngineFacts)
+    session.engine = msgspec.structs.replace(session.engine, at=0, wall_seconds=float(HOUR * first))
+    session.facts = msgspec.Raw(msgspec.msgpack.encode(msgspec.structs.replace(facts, engine=session.engine)))
+    session.files, session.tail, session.ended = files, [], True
+    session.busy_us = {
+        (first + number) * 60 + minute: us for number in range(hours) for minute, us in enumerate(busy)
+    }
+    session.tail_busy_us = {}
+    session.until_seconds = session.open_until_seconds = float(HOUR * (first + hours) - 1)
+    audit = session.audit(journal, EVERYTHING)
+    audit.auditor.ledger.engine = session.engine
+    audit.auditor.ledger.at = HOUR * hours * 1_000_000 - 1
+    session.state = msgspec.Raw(serialize.capture(audit))
+    kept.save(journal, session)
+    return sum(file.bytes for file in files)
 
 
-def _repeat(page: Page, first: int, hours: int) -> None:
-    """Let the minutes of a page be those of each hour from ``first`` on, with its findings in the first."""
-    hour = [pair for raw in page.hours.values() for pair in sorted(rollup_minutes.decoded(raw).items())][:60]
-    page.hours = {}
-    for place in range(first, first + hours):
-        minutes = {
-            60 * place + number: _moved(*pair, 60 * place + number) for number, pair in enumerate(hour)
-        }
-        page.hours[place] = rollup_minutes.encoded(minutes)
-    end = page.end
-    end.rest, end.last_at = rollup_minutes.Minute(), HOUR * hours * 1_000_000 - 1
-    end.events *= hours
-    end.findings.ends = dict.fromkeys(end.findings.ends, 60 * first)
-    end.findings.found = {id: [60 * first] for id in end.findings.found}
+def _moved(table: Any, number: int, hours: int) -> Any:
+    """The rows of an hour, so many hours later, with other request numbers and ids."""
+    shift = pa.scalar(hours * HOUR * 1_000_000, pa.duration("us"))
+    for place, field in enumerate(table.schema):
+        column = table[place]
+        if pa.types.is_timestamp(field.type):
+            column = pc.add(column, shift)
+        elif field.name == "request":
+            column = pc.add(column, number * 10_000_000)
+        elif field.name == "request_id":
+            column = pa.array([f"chatcmpl-{uuid4().hex}" for _ in range(len(table))])
+        table = table.set_column(place, field, column)
+    return table
 
 
-def _moved(place: int, minute: rollup_minutes.Minute, to: int) -> rollup_minutes.Minute:
-    settled = {settled + to - place: tokens for settled, tokens in minute.settled.items()}
-    return msgspec.structs.replace(minute, settled=settled)
-
-
-def _arrived_in(hour: int, cells: Cells) -> Cells:
-    return {f"{hour} {key.partition(' ')[2]}": cell for key, cell in cells.items()}
-
-
-def _sum(several: Iterable[Cells]) -> Cells:
-    found: Cells = {}
-    for cells in several:
-        merge_cells(found, cells)
-    return found
+def _written(folder: Path, name: str, table: Any) -> kept.KeptFile:
+    """Write rows as compact does."""
+    columns = TABLES[name][1:]
+    times = [column.name for column in columns if column.name in ("closed_time", "time")]
+    hour = kept.hour_name(table[times[0]][0].as_py().timestamp())
+    path = folder / kept.partition(name, "simulated", hour) / "engine-00.1.1.parquet"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer = RowWriter(str(path), columns)
+    writer.write(table)
+    writer.close()
+    return kept.KeptFile(
+        name, str(path.relative_to(folder)), hour, len(table), path.stat().st_size, kept.columns_of(name)
+    )
 
 
 class Timed(NamedTuple):
@@ -170,11 +185,11 @@ Generated by `python benchmarks/week.py DIR --write`; do not edit. Ran on {machi
 
 {table}
 
-The rows without `-j` read a rollup of {hours} hours ({size:,} bytes), whose hours are copies of one
-simulated and compacted hour; its journal is gone. Rows with `-j` (`--million`) replay a journal of
-a million requests with so many processes. *Seconds* are wall time, the best of a few runs, with the
-start of Python. On a machine that others use they are longer than on an idle one; *CPU seconds* are
-longer by less. *MiB* is the largest resident memory of any of its processes. Rows may have been
+The rows without `-j` read the kept rows of {hours} hours ({size:,} bytes), whose hours are copies of one
+simulated and compacted hour with random request ids; the journal is gone. Rows with `-j` (`--million`)
+replay a journal of a million requests with so many processes. *Seconds* are wall time, the best of a few
+runs, with the start of Python. On a machine that others use they are longer than on an idle one; *CPU
+seconds* are longer by less. *MiB* is the largest resident memory of any of its processes. Rows may have been
 measured at different times (`--only`); the load is that of the last time.
 """
 
@@ -190,7 +205,7 @@ def main() -> int:
         "--only", default="", metavar="COMMAND", help="keep the page's rows of other commands"
     )
     arguments = parser.parse_args()
-    path = week(arguments.folder / "week", arguments.hours)
+    size = week(arguments.folder / "week", arguments.hours)
     million = arguments.folder / "million"
     if arguments.million and not million.exists():
         trace.write_trace(million, 1_000_000)
@@ -204,7 +219,7 @@ def main() -> int:
             print(rows[-1], flush=True)
         elif (row := before.get(f"kvledger {words}")) is not None:
             rows.append(row)
-    text = section(rows, path.stat().st_size, arguments.hours)
+    text = section(rows, size, arguments.hours)
     print(text)
     if arguments.write:
         page.write_long_journals(text)

@@ -24,8 +24,10 @@ from .engine import engine_facts
 from .kept import (
     DRAFT,
     MOST_DAMAGE,
+    SUFFIX,
     KeptFile,
     Session,
+    columns_of,
     draft_of,
     find,
     folder_of,
@@ -77,9 +79,23 @@ def compact(journal: Path) -> Compacted:
                 return Compacted(journal=str(journal), problem=problem)
             for kept in filter(None, (there,)):
                 settle(folder, kept)
+            if session is not None and session.ended:
+                return _compacted(journal, session)  # nothing can come any more
             return _Compaction(journal, session, there).done()
     except OSError as error:
         raise LedgerError(f"{folder} can't be written: {error.strerror}.") from error
+
+
+def _compacted(journal: Path, session: Session) -> Compacted:
+    """What a session keeps."""
+    files = [*session.files, *session.tail]
+    return Compacted(
+        journal=str(journal),
+        requests=sum(file.rows for file in files if file.table == "requests"),
+        files=len(files),
+        bytes=sum(file.bytes for file in files),
+        verdict=session.verdict,
+    )
 
 
 @contextlib.contextmanager
@@ -165,7 +181,8 @@ class HourlyFiles:
             os.fsync(file.fileno())
         hour = path.parent.name.partition("=")[2]
         name = str(path.relative_to(self._folder))
-        self.files.append(KeptFile(key[0], name, hour, writer.rows, draft.stat().st_size))
+        size = draft.stat().st_size
+        self.files.append(KeptFile(key[0], name, hour, writer.rows, size, columns_of(key[0])))
 
     def close(self) -> list[KeptFile]:
         """End all drafts; returns the files."""
@@ -236,14 +253,7 @@ class _Compaction:
             raise
         save(self._journal, session)
         self._clear(session)
-        requests = sum(file.rows for file in session.files if file.table == "requests")
-        return Compacted(
-            journal=str(self._journal),
-            requests=requests,
-            files=len(session.files),
-            bytes=sum(file.bytes for file in session.files),
-            verdict=session.verdict,
-        )
+        return _compacted(self._journal, session)
 
     def _audit(self) -> EngineAudit:
         if self._session is not None:
@@ -320,6 +330,8 @@ class _Compaction:
 
     def _clear(self, session: Session) -> None:
         """Remove drafts of a compact that was killed, and files that are listed no more."""
+        for draft in self._folder.glob(f"{self._journal.name}{SUFFIX}.*{DRAFT}"):
+            draft.unlink(missing_ok=True)
         listed = {file.path for file in (*session.files, *session.tail)}
         stale = [] if self._replaces is None else [*self._replaces.files, *self._replaces.tail]
         if self._session is not None:

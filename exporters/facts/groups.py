@@ -7,16 +7,10 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from ...audit.errors import LedgerError
-from ..trace.groups import NO_ADAPTER, NO_GROUP, NO_MATCH, NO_SALT, TIMES, check
+from ..trace.groups import NO_ADAPTER, NO_GROUP, NO_MATCH, NO_SALT, TIMES, check, time_name
 from .schema import REQUESTS
 
 COLUMNS = tuple(column.name for column in REQUESTS)
-
-
-def _time(length: int) -> str:
-    """The beginning of the arrival's group of ``length`` seconds, as ``2026-01-31T12:05Z``."""
-    start = f"epoch_us(added_time) // {length * 1_000_000} * {length * 1_000_000}"
-    return f"strftime(make_timestamp({start}), '%Y-%m-%dT%H:%MZ')"
 
 
 KEYS = {
@@ -28,7 +22,7 @@ KEYS = {
     "salt": f"coalesce(salt, '{NO_SALT}')",
     "group": f"coalesce(request_group, '{NO_GROUP}')",
     "priority": "CAST(priority AS VARCHAR)",
-    **{name: _time(length) for name, length in TIMES.items()},
+    **{name: f"epoch_us(added_time) // {length * 1_000_000}" for name, length in TIMES.items()},
 }
 """The words of ``--by`` that are not the name of a column, or show a null as words."""
 
@@ -49,6 +43,17 @@ def group_columns(by: str) -> list[str]:
     place = 1 if re.compile(by).groups else 0
     found = f"regexp_extract(request_id, {pattern}, {place})"
     return [f"CASE WHEN regexp_matches(request_id, {pattern}) THEN {found} ELSE '{NO_MATCH}' END"]
+
+
+def group_names(by: str, group: Sequence[str]) -> str:
+    """What a group is called whose columns have these values; a time by its beginning."""
+    words = [word.strip() for word in by.split(",")]
+    if len(words) != len(group):
+        return ", ".join(group)
+    return ", ".join(
+        time_name(int(value), TIMES[word]) if word in TIMES else value
+        for word, value in zip(words, group, strict=True)
+    )
 
 
 def percentile_columns(words: str) -> list[str]:

@@ -36,6 +36,7 @@ from ..trace.time_series import Series
 from .activity import CountsState
 from .doubts import Doubts
 from .engine import EngineFacts
+from .schema import TABLES
 
 SCHEMA = 1
 MOST_DAMAGE = 100
@@ -49,13 +50,26 @@ _HOUR = "%Y-%m-%dT%H"
 
 
 class KeptFile(msgspec.Struct, frozen=True, array_like=True):
-    """One file of a table, by its path below the folder of facts. ``hour``: when its requests ended."""
+    """One file of a table, by its path below the folder of facts. ``hour``: when its requests ended.
+
+    ``columns``: a checksum of the names of its columns.
+    """
 
     table: str
     path: str
     hour: str
     rows: int
     bytes: int
+    columns: int
+
+
+OLDER = " of another version"
+"""Files with other columns than this version writes are listed by the table's name with this behind it."""
+
+
+def columns_of(table: str) -> int:
+    """A checksum of the names of a table's columns in files that this version writes."""
+    return crc32(" ".join(column.name for column in TABLES[table]).encode())
 
 
 class Session(msgspec.Struct, kw_only=True):

@@ -66,6 +66,12 @@ class RowWriter:
         if len(self._waiting) >= ROW_GROUP:
             self._write()
 
+    def write(self, table: Any) -> None:
+        """Add a pyarrow table with these columns."""
+        self._write()
+        self._writer.write_table(table.cast(self._schema))
+        self.rows += len(table)
+
     def close(self) -> None:
         """Write what waits, and end the file. Raises LedgerError as :meth:`add`."""
         self._write()

@@ -26,7 +26,7 @@ from ...audit.replay.window_start import skip_to_window
 from ...audit.replay.windows import EVERYTHING, Window
 from .activity import Activity, BlocksSeen, activity_rows
 from .engine import EngineFacts, engine_facts
-from .kept import Session, find, folder_of, is_session, readable, whole_minutes
+from .kept import OLDER, Session, columns_of, find, folder_of, is_session, readable, whole_minutes
 from .parquet import RowWriter
 from .rows import cause_rows, chunk_rows, difference_rows, finding_row, request_row
 from .schema import TABLES, Row
@@ -203,7 +203,8 @@ def _kept_files(path: Path, session: Session, window: Window, *, with_tail: bool
         place = readable(folder, file)
         if not place.exists():
             raise LedgerError(f"{folder / file.path} is gone, which kvledger compact kept; compact again.")
-        found[file.table].append(str(place))
+        name = file.table if file.columns == columns_of(file.table) else f"{file.table}{OLDER}"
+        found.setdefault(name, []).append(str(place))
     return found
 
 

@@ -10,7 +10,7 @@ import msgspec
 from ...audit.figures.declared import FIGURES
 from ...audit.figures.totals import Totals
 from ..reports.costs import CostReport, cost_report, model_row
-from .costs import Group, GroupCosts, condition, costs_by_group, joined, names
+from .costs import Group, GroupCosts, condition, costs_by_group, joined
 from .tables import Facts
 
 PERCENTILES = (50, 95, 99)
@@ -34,7 +34,7 @@ class GroupSums(msgspec.Struct):
 def by_group(
     facts: Facts, columns: Sequence[str], where: str = "", percentiles: Sequence[str] = ()
 ) -> dict[Group, GroupSums]:
-    """The sums of each group, and of all requests as the group ``()``."""
+    """The sums of each group, and of all requests as the group ``()``, which alone has sums by cause."""
     sums = [figure.sql or f"sum({figure.name})" for figure in FIGURES]
     shares = ", ".join(str(percent / 100) for percent in PERCENTILES)
     quantiles = [f"quantile_disc({column}, [{shares}])" for column in percentiles]
@@ -51,13 +51,11 @@ def by_group(
                     setattr(found.totals, figure.name, int(value or 0))
             found.percentiles = _percentiles(percentiles, row[width + len(sums) + 1 :])
             groups[tuple(map(str, row[:width]))] = found
-        tables = [*names(grouped), "figure", "cause", "sum(tokens)"]
-        by_cause = (
-            f"SELECT {', '.join(tables)} FROM {joined(grouped, where)} WHERE figure IN ({_WITH_CAUSES})"
-        )
-        for row in facts.rows(f"{by_cause} GROUP BY ALL"):
-            figure, cause, tokens = row[width:]
-            getattr(groups[tuple(map(str, row[:width]))].totals, figure)[cause] = int(tokens)
+    for figure, cause, tokens in facts.rows(
+        f"SELECT figure, cause, sum(tokens) FROM {joined((), where)} "
+        f"WHERE figure IN ({_WITH_CAUSES}) GROUP BY ALL"
+    ):
+        getattr(groups[()].totals, figure)[cause] = int(tokens)
     return groups
 
 

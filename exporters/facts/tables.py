@@ -13,6 +13,7 @@ from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.windows import Window
 from .activity import BlocksSeen
 from .engine import EngineFacts
+from .kept import OLDER
 from .schema import TABLES, Column
 
 SQL_TYPES = {"text": "VARCHAR", "count": "BIGINT", "seconds": "DOUBLE", "time": "TIMESTAMP"}
@@ -95,19 +96,27 @@ def mount(
         if exported and exported.get(name):
             parts.append(_select(columns, exported[name]) + inside)
         for one in kept:
-            if one.files.get(name):
-                named = {"journal": quoted(one.journal), "engine": quoted(one.engine)}
-                parts.append(_select(columns, one.files[name], named) + inside)
+            named = {"journal": quoted(one.journal), "engine": quoted(one.engine)}
+            for table in (name, f"{name}{OLDER}"):
+                if one.files.get(table):
+                    by_name = table != name
+                    parts.append(_select(columns, one.files[table], named, by_name=by_name) + inside)
         connection.execute(f"CREATE VIEW {name} AS {' UNION ALL '.join(parts or [_empty(columns)])}")
 
 
-def _select(columns: Sequence[Column], files: Sequence[str], named: Mapping[str, str] = NOTHING) -> str:
-    """The rows of files; a column that an older version did not write is null."""
+def _select(
+    columns: Sequence[Column],
+    files: Sequence[str],
+    named: Mapping[str, str] = NOTHING,
+    *,
+    by_name: bool = False,
+) -> str:
+    """The rows of files. With ``by_name`` a column that a file lacks is null; each file is opened first."""
     selected = ", ".join(
         f"{named[column.name]} AS {column.name}" if column.name in named else _selected(column)
         for column in columns
     )
-    options = "union_by_name = true, hive_partitioning = false"
+    options = f"union_by_name = {by_name}, hive_partitioning = false"
     return f"SELECT {selected} FROM read_parquet({listed(files)}, {options})"
 
 

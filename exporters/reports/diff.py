@@ -109,14 +109,14 @@ def _read(paths: Sequence[Path], by: str, window: Window, run: Run) -> tuple[Aud
     if not by:
         return audit_paths(paths, window=window, with_metrics=False, with_costs=True, run=run), {}
     from ..facts.dataset import facts
-    from ..facts.groups import group_columns
+    from ..facts.groups import group_columns, group_names
     from ..facts.replayed import Wanted
     from ..facts.sums import by_group
 
     columns = group_columns(by)
     with facts(paths, window=window, run=run, wanted=Wanted(audit=True)) as found:
         groups = by_group(found, columns)
-        rows = [summary_row(", ".join(name), group) for name, group in groups.items() if name]
+        rows = [summary_row(group_names(by, name), group) for name, group in groups.items() if name]
         return Audit(found.audits), {row.group: row for row in rows}
 
 

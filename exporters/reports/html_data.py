@@ -76,7 +76,7 @@ def gather(
     """
     from ..facts.curves import curves
     from ..facts.dataset import facts
-    from ..facts.groups import group_columns
+    from ..facts.groups import group_columns, group_names
     from ..facts.misses import misses_by_group
     from ..facts.replayed import Wanted
     from ..facts.sums import by_group, costs_of_groups
@@ -89,7 +89,7 @@ def gather(
         compare_journals(found.audits)
         audited = report(Audit(found.audits), lost)
         concluded = conclusions(with_costs(with_why(facts_of_audit(audited), why), lost))
-        rows = [summary_row(", ".join(name), group) for name, group in groups.items() if name]
+        rows = [summary_row(group_names(by, name), group) for name, group in groups.items() if name]
         return PageData(
             report=msgspec.structs.replace(audited, conclusions=concluded),
             why=why,

@@ -101,25 +101,29 @@ def summarize(
     gpu_hour: float | None = None,
     where: str = "",
     percentiles: str = "",
+    group_costs: bool = True,
 ) -> list[SummaryRow]:
     """One row per group, most prompt tokens first, then a row of all requests.
 
     ``by`` is as for :func:`~kvledger.exporters.facts.groups.group_columns`, or "" for no groups; ``where`` is
     an SQL condition on the columns of requests, and ``percentiles`` names some, with commas between them.
-    ``with_costs`` adds what lost work cost; ``gpu_hour`` is the price of an hour of one engine. Raises
-    :class:`~kvledger.audit.errors.LedgerError`.
+    ``with_costs`` adds what lost work cost, without ``group_costs`` to the row of all requests only;
+    ``gpu_hour`` is the price of an hour of one engine. Raises :class:`~kvledger.audit.errors.LedgerError`.
     """
     from ..facts import sums
     from ..facts.dataset import facts
-    from ..facts.groups import group_columns, percentile_columns
+    from ..facts.groups import group_columns, group_names, percentile_columns
 
     columns, shown = group_columns(by), percentile_columns(percentiles)
     with facts(paths, window=window, run=run) as found:
         groups = sums.by_group(found, columns, where, shown)
         costs = {}
         if with_costs and not found.exported:
-            costs = sums.costs_of_groups(found, columns, where, gpu_hour)
-    rows = [summary_row(", ".join(group), one, costs.get(group)) for group, one in groups.items() if group]
+            of_groups = columns if group_costs else ()
+            costs = sums.costs_of_groups(found, of_groups, where, gpu_hour)
+    rows = [
+        summary_row(group_names(by, group), one, costs.get(group)) for group, one in groups.items() if group
+    ]
     rows.sort(key=lambda row: (-row.prompt_tokens, row.group))
     everything = groups[()]
     total = summary_row(ALL, everything, costs.get(()))

@@ -116,7 +116,7 @@ def why(
     journal.
     """
     from ..facts.dataset import facts
-    from ..facts.groups import group_columns
+    from ..facts.groups import group_columns, group_names
     from ..facts.misses import misses_by_group
 
     columns = group_columns(by)
@@ -125,7 +125,7 @@ def why(
         groups = misses_by_group(found, columns, where) if columns else {}
         result = explained(everything, found.engines, gpu_hour)
     seconds = result.engine_seconds  # a part of the requests shares its engines' time with the others
-    rows = [_group_row(", ".join(name), group, seconds, gpu_hour) for name, group in groups.items()]
+    rows = [_group_row(group_names(by, name), group, seconds, gpu_hour) for name, group in groups.items()]
     rows.sort(key=lambda row: (-row.no_hit, row.group))
     return msgspec.structs.replace(result, groups=rows)
 

@@ -10,7 +10,7 @@ the engine, as in an account statement. ``python -m kvledger.exporters.trace.tab
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from math import inf
 from pathlib import Path
 
@@ -19,9 +19,10 @@ from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.find import journals_at
 from ...audit.replay.journals import each_batch
 from ...audit.replay.windows import EVERYTHING, Window
+from ..facts.questions import QUESTIONS
 from ..facts.replayed import RowCollector, Wanted
 from ..facts.rows import finding_row
-from ..facts.schema import ENGINE, REQUEST_ID, Column, Row, Rows, Value
+from ..facts.schema import ENGINE, ENGINES, REQUEST_ID, Column, Row, Rows, Value
 from ..facts.schema import TABLES as FACT_TABLES
 from .block_rows import BlockRows
 from .step_rows import StepRows
@@ -282,23 +283,39 @@ def _utc(began_us: int | None, seconds: Value) -> int | None:
 # --- the page -------------------------------------------------------------------------------------------
 
 
+HEAD = """# Tables
+
+Made by `python -m kvledger.exporters.trace.tables`; do not edit.
+
+A request that ended is a row of `requests`. `kvledger query PATH "select ..."` asks {queried} in SQL
+(DuckDB's), also of journals that `kvledger compact` keeps as Parquet. `kvledger export PATH -o DIR` writes
+{exported} as Parquet, one file per table;
+`kvledger.exporters.trace.frames` gives them as pandas DataFrames. `summary` and `why` group by any column of `requests` (`--by model,hour`) and select with a condition on them
+(`--where "rework > 0"`); `summary --percentiles missed` adds exact percentiles.
+
+*Text* is a string, a *count* a 64-bit integer, of tokens unless the text names another unit, and *seconds* a
+double, counted from the start of the engine; a *time* is a timestamp in UTC, in microseconds. A null means
+that the value is unknown or does not apply.
+"""
+
+
 def markdown() -> str:
     """docs/tables.md."""
-    lines = [
-        "# Tables",
-        "",
-        "Made by `python -m kvledger.exporters.trace.tables`; do not edit.",
-        "",
-        "`kvledger export PATH -o DIR` writes these as Parquet, one file per table;",
-        "`kvledger.exporters.trace.frames` gives them as pandas DataFrames. *Text* is a string, a *count* a",
-        "64-bit integer, of tokens unless the text names another unit, and *seconds* a double, counted from",
-        "the start of the engine; a *time* is a timestamp in UTC, in microseconds. A null means that the",
-        "value is unknown or does not apply.",
-    ]
-    for name, columns in TABLES.items():
-        lines += ["", f"## {name}", "", "| column | type | meaning |", "|---|---|---|"]
+    every = {**FACT_TABLES, "engines": ENGINES, **TABLES}
+    lines = [HEAD.format(queried=_names([*FACT_TABLES, "engines"]), exported=_names(TABLES))]
+    lines += ["## Twenty questions", ""]
+    for number, question in enumerate(QUESTIONS, 1):
+        lines += [f"{number}. {question.words}", "", "   ```sql", f"   {question.sql}", "   ```", ""]
+    for name, columns in every.items():
+        lines += [f"## {name}", "", "| column | type | meaning |", "|---|---|---|"]
         lines += [f"| `{column.name}` | {column.kind} | {column.description} |" for column in columns]
-    return "\n".join(lines) + "\n"
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _names(tables: Iterable[str]) -> str:
+    *first, last = (f"`{name}`" for name in tables)
+    return f"{', '.join(first)} and {last}"
 
 
 if __name__ == "__main__":

@@ -39,7 +39,8 @@ audit = EngineAudit(Path(sys.argv[1]))
 with Reader(audit.path) as reader:
     audit.read(reader)
 audit = restore(capture(audit), audit.path)
-print(*(sample.value for metric, some in collect([audit]) for sample in some if metric.name == "kvledger_admissions"))
+found = {metric.name: samples for metric, samples in collect([audit])}
+print(*(sample.value for sample in found["kvledger_admissions"]))
 """
 
 

@@ -1,0 +1,120 @@
+"""``kvledger compact`` is killed at each call that changes a file: nothing is lost, nothing counts twice."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import msgspec
+import pytest
+from tests.exporters.facts.test_compact import Engine
+
+from kvledger.exporters.facts.compact import compact
+from kvledger.exporters.facts.kept import FOLDER
+from kvledger.exporters.reports.summary import summarize
+
+CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.truncate"}
+"""Audit events of calls that change a file; so does ``open`` for writing."""
+
+MOST_CHANGES = 400
+
+
+@pytest.fixture(scope="module", params=["running", "ended"])
+def compacted_once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A journal that was compacted, and went on."""
+    folder = tmp_path_factory.mktemp("journals")
+    engine = Engine(folder, 120)
+    engine.write(30)
+    assert "" == compact(engine.path).problem
+    engine.write(30)
+    if request.param == "ended":
+        engine.stop()
+    return folder
+
+
+def killed(journal: Path, at: int) -> bool:
+    """Compact in a process that kills itself at its change number ``at``; False if it ended before."""
+    child = os.fork()
+    if not child:
+        changes = 0
+
+        def count(event: str, args: tuple[Any, ...]) -> None:
+            nonlocal changes
+            writes = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
+            if event in CHANGES or writes:
+                changes += 1
+                if changes == at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            sys.addaudithook(count)
+            compact(journal)
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status)
+
+
+def figures(folder: Path) -> Any:
+    return msgspec.to_builtins(summarize([folder], "outcome"))
+
+
+def requests_in_the_dataset(folder: Path) -> int:
+    """What anyone who reads the Parquet files below the folder counts."""
+    files = f"{folder / FOLDER}/requests/*/*/*.parquet"
+    query = f"SELECT count(*) FROM read_parquet('{files}', hive_partitioning = true)"
+    ((requests,),) = duckdb.sql(query).fetchall()
+    return int(requests)
+
+
+@pytest.mark.crash
+def test_a_killed_compact_changes_no_figure(compacted_once: Path, tmp_path: Path) -> None:
+    expected = figures(compacted_once)
+    kills = 0
+    for at in range(1, MOST_CHANGES):
+        folder = tmp_path / str(at)
+        shutil.copytree(compacted_once, folder)
+        if not killed(folder / "engine-00", at):
+            break
+        kills += 1
+
+        assert expected == figures(folder), f"killed at change {at}"
+        assert "" == compact(folder / "engine-00").problem
+        assert expected == figures(folder), f"compacted again after a kill at change {at}"
+        assert [] == [*(folder / FOLDER).rglob("*.new")]
+        shutil.rmtree(folder)
+    else:
+        pytest.fail("there are more changes than were tried")
+    assert kills > 10
+
+
+def test_the_dataset_has_each_ended_request_once(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, 120)
+    for batches in (10, 0, 25, 3):
+        engine.write(batches)
+        compact(engine.path)
+    engine.stop()
+    compact(engine.path)
+
+    assert 120 == requests_in_the_dataset(tmp_path) == summarize([tmp_path])[-1].requests
+
+
+def test_two_compacts_at_once_write_nothing_twice(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, 120)
+    engine.stop()
+    child = os.fork()
+    if not child:
+        try:
+            compact(engine.path)
+        finally:
+            os._exit(0)
+    compact(engine.path)
+    os.waitpid(child, 0)
+    compact(engine.path)
+
+    assert 120 == requests_in_the_dataset(tmp_path)
