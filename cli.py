@@ -513,11 +513,12 @@ def compact(
     format: opt.TableFormat = "table",
     jobs: opt.Jobs = 0,
 ) -> None:
-    """Read journals once, so that summary, why and whatif need not do it.
+    """Read journals once, and keep their requests as rows of Parquet.
 
-    Writes a rollup for each journal into .kvledger-rollups beside it: exact sums by the minute. Of a journal
-    of level blocks it also keeps the block trace, for whatif. Run it again to add what was recorded since.
-    Both stay when the journal is removed.
+    The rows are in .kvledger-facts beside the journals, by engine and hour; summary, why, report and query
+    read them and replay only what came since. Of a journal of level blocks the block trace is kept too, for
+    whatif. Run it again to add what was recorded since. The rows stay when the journal is removed.
+    Needs the analysis extra: pip install 'kvledger[analysis]'.
     """
     from .exporters.reports import compact as report
 

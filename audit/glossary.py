@@ -518,16 +518,16 @@ SECTIONS: dict[str, tuple[Term, ...]] = {
             ("idle time",),
         ),
         Term(
-            "rollup",
-            "A file with the sums of a journal's requests by the minute in which they ended, which "
-            "`kvledger compact` writes.",
-            "`kvledger report DIR --since 7d -o page.html` reads rollups in place of the journals.",
-            ("rollups",),
+            "kept rows",
+            "Rows of requests in Parquet files, which `kvledger compact` writes, and which commands read in "
+            "place of the journals.",
+            "`kvledger report DIR --since 7d -o page.html` reads kept rows.",
+            ("compact", "session"),
         ),
         Term(
             "block trace",
             "What the requests of an engine looked up, held, cached and released in its prefix cache, in "
-            "order; `kvledger compact` keeps it beside the rollup.",
+            "order; `kvledger compact` keeps it beside the rows.",
             "`kvledger whatif DIR --since 7d` reads kept block traces in place of the journals.",
             ("block traces",),
         ),

@@ -1,6 +1,6 @@
 """Kept block traces: what ``kvledger whatif`` needs of a journal, in a file that it reads instead.
 
-The file stands next to the journal's rollup; ``trace_keeper.py`` writes it. It has the parts of the block
+The file stands beside the journal's kept rows; ``trace_keeper.py`` writes it. It has the parts of the block
 trace, compressed, and the state of the reader behind them, so ``whatif`` reads the parts and only the newest
 batches of the journal. A kept trace stays when its journal is removed.
 

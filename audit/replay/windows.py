@@ -88,8 +88,8 @@ def duration(words: str) -> float:
 def window(since: str = "", until: str = "", now: float | None = None) -> Window:
     """Parse the window that a user typed: ISO times, or ``15m`` for 15 minutes before now.
 
-    A time without a zone is in this machine's zone. Hours and days before now begin at a whole minute, which
-    rollups can answer for. Raises :class:`LedgerError`.
+    A time without a zone is in this machine's zone. Hours and days before now begin at a whole minute, for
+    which kept rows have the time of engine steps. Raises :class:`LedgerError`.
     """
     now = time.time() if now is None else now
     parsed = Window(_instant(since, now), _instant(until, now))

@@ -25,7 +25,7 @@ from .whatif import bytes_text
 class JournalRow(msgspec.Struct, frozen=True, kw_only=True):
     """One journal. Times are Unix time.
 
-    ``verdict`` is of a replay, or else that of the last rollup; "" without either.
+    ``verdict`` is of a replay, or else that of the last compact; "" without either.
     """
 
     journal: str

@@ -290,8 +290,9 @@ Made by `python -m kvledger.exporters.trace.tables`; do not edit.
 A request that ended is a row of `requests`. `kvledger query PATH "select ..."` asks {queried} in SQL
 (DuckDB's), also of journals that `kvledger compact` keeps as Parquet. `kvledger export PATH -o DIR` writes
 {exported} as Parquet, one file per table;
-`kvledger.exporters.trace.frames` gives them as pandas DataFrames. `summary` and `why` group by any column of `requests` (`--by model,hour`) and select with a condition on them
-(`--where "rework > 0"`); `summary --percentiles missed` adds exact percentiles.
+`kvledger.exporters.trace.frames` gives them as pandas DataFrames. `summary` and `why` group by any column of
+`requests` (`--by model,hour`) and select with a condition on them (`--where "rework > 0"`); `summary
+--percentiles missed` adds exact percentiles.
 
 *Text* is a string, a *count* a 64-bit integer, of tokens unless the text names another unit, and *seconds* a
 double, counted from the start of the engine; a *time* is a timestamp in UTC, in microseconds. A null means

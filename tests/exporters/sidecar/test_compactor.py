@@ -1,4 +1,4 @@
-"""Rollups that the sidecar writes beside the journals."""
+"""The sidecar compacts the journals that it follows."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Moment(NamedTuple):
     """Resident MiB."""
     journals: float
     """MiB on disk, without the next two."""
-    rollups: float
+    kept: float
     """MiB on disk."""
     checkpoint: float
     """MiB on disk."""
@@ -78,7 +78,7 @@ class Watcher:
                     process.memory_info().rss / MIB,
                     psutil.Process(self._prometheus.pid).memory_info().rss / MIB,
                     _mib(self._journals, "engine-*/*"),
-                    _mib(self._journals, ".kvledger-rollups/*"),
+                    _mib(self._journals, ".kvledger-facts/**/*"),
                     _mib(self._journals, ".kvledger/*"),
                     took,
                     sum(not line.startswith("#") for line in text.splitlines()),

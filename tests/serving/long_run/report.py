@@ -38,7 +38,7 @@ WATCHED = (
     ("resident memory of the sidecar, MiB", "sidecar", median, "{:.0f}"),
     ("resident memory of Prometheus, MiB", "prometheus", median, "{:.0f}"),
     ("journals on disk, MiB", "journals", median, "{:.1f}"),
-    ("rollups on disk, MiB", "rollups", median, "{:.2f}"),
+    ("kept rows on disk, MiB", "kept", median, "{:.2f}"),
     ("the sidecar's checkpoint, MiB", "checkpoint", median, "{:.2f}"),
     ("a scrape of the sidecar, fastest tenth, ms", "scrape", fastest_tenth, "{:.1f}"),
     ("a scrape of the sidecar, median, ms", "scrape", median, "{:.1f}"),
@@ -53,19 +53,19 @@ def section(result: Result, ran_on: str) -> str:
     requests = result.sums[0].emitted
     return f"""{page.LONG_RUN}
 `{command}` sends {result.hours:g} simulated hours of one engine at 20 requests a second through journal,
-rotation, rollups, sidecar and Prometheus in {result.seconds / 60:.0f} minutes. This ran on {ran_on}
+rotation, kept, sidecar and Prometheus in {result.seconds / 60:.0f} minutes. This ran on {ran_on}
 
 The engine is simulated: it emits the events of a real one, with prefix hits, external loads, failed loads,
 drafts, preemptions, cache resets and aborts, and the real writer writes its journals. All other processes
 are real. How often each ended while the others ran: {restarts}.
 
-{page.table(("sum", "engines emitted", "Prometheus", "rollups", "equal"), [_sum(one) for one in result.sums])}
+{page.table(("sum", "engines emitted", "Prometheus", "kept", "equal"), [_sum(one) for one in result.sums])}
 
 - *Engines emitted* is summed up where events are written: requests, prompt and output tokens, preemptions and
   events by a few lines that only count, the others by a ledger without a journal.
 - *Prometheus* is the query of the counter at the end. {result.counters} counters of the engine equal those
   that the sidecar serves, and the number of times that one of them fell is {result.resets}.
-- *Rollups* is `kvledger summary`; {result.removed_journals} of {result.journals} journals were gone by then.
+- *Kept* is `kvledger summary`; {result.removed_journals} of {result.journals} journals were gone by then.
 - Rotation removed {result.removed_segments} segments; {result.journal_bytes / MIB:,.0f} MiB were written
   ({result.journal_bytes / max(1, requests):.0f} bytes a request).
 - Requests that ran at a kill are *unknown*: their tokens are in no sum.
@@ -73,7 +73,7 @@ are real. How often each ended while the others ran: {restarts}.
 {page.table(("what", "first fifth", "third fifth", "last fifth", "most", "flat"), _trends(result.watcher))}
 
 Figures are medians over a fifth of the run, or the time within which a tenth of the scrapes ended; *flat*
-means that the last fifth is at most 1.1 times the third. A rollup grows with the minutes, by design. The
+means that the last fifth is at most 1.1 times the third. Kept rows grow with the requests, by design. The
 median of the scrapes has what else ran on the machine; the fastest tenth has what the scrape itself costs.
 The sidecar took {result.watcher.cpu_seconds:.0f} CPU seconds,
 {result.watcher.cpu_seconds / result.hours / 36:.2f} % of a core at this rate of requests.
@@ -81,8 +81,8 @@ The sidecar took {result.watcher.cpu_seconds:.0f} CPU seconds,
 
 
 def _sum(one: Sums) -> tuple[str, ...]:
-    rollups = "" if one.rollups is None else f"{one.rollups:,}"
-    return (one.name, f"{one.emitted:,}", f"{one.prometheus:,}", rollups, "yes" if one.equal else "no")
+    kept = "" if one.kept is None else f"{one.kept:,}"
+    return (one.name, f"{one.emitted:,}", f"{one.prometheus:,}", kept, "yes" if one.equal else "no")
 
 
 def _trends(watcher: Watcher) -> list[tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""`make long-run`: a day of requests through journal, rotation, rollups, sidecar, Prometheus, accelerated.
+"""`make long-run`: a day of requests through journal, rotation, kept, sidecar, Prometheus, accelerated.
 
 A simulated engine emits the events of 20 requests a second and writes real journals; the sidecar, Prometheus,
 `kvledger compact` and `kvledger summary` are real processes. Engines end in good order and by SIGKILL, and so
@@ -148,7 +148,7 @@ class LongRun:
         return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def _compact(self) -> None:
-        """Bring the rollups up to date."""
+        """Compact the journals."""
         if self._compacting is not None:
             self._compacting.wait()
         code = self._start_compacting().wait()

@@ -1,4 +1,4 @@
-"""Compares the sums of a long run: those of the engines, the sidecar, Prometheus and the rollups."""
+"""Compares the sums of a long run: those of the engines, the sidecar, Prometheus and the kept rows."""
 
 from __future__ import annotations
 
@@ -93,17 +93,17 @@ FIGURES = (
 
 
 class Sums(NamedTuple):
-    """One figure, four times. ``rollups`` is None for a figure that the summary does not have."""
+    """One figure, four times. ``kept`` is None for a figure that the summary does not have."""
 
     name: str
     emitted: int
     prometheus: int
-    rollups: int | None
+    kept: int | None
 
     @property
     def equal(self) -> bool:
         """Whether the figures are equal to the digit."""
-        return self.emitted == self.prometheus and self.rollups in (None, self.emitted)
+        return self.emitted == self.prometheus and self.kept in (None, self.emitted)
 
 
 def sums(emitted: Sequence[Emitted], prometheus: Prometheus, journals: Path) -> list[Sums]:
@@ -121,7 +121,7 @@ def sums(emitted: Sequence[Emitted], prometheus: Prometheus, journals: Path) -> 
 
 
 def summarized(journals: Path) -> dict[str, int]:
-    """What `kvledger summary` prints, from the rollups and from the journals that are left."""
+    """What `kvledger summary` prints, from the kept rows and from the journals that are left."""
     command = [sys.executable, "-m", "kvledger", "summary", str(journals), "--format", "json"]
     ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, int] = json.loads(ran.stdout)[-1]
