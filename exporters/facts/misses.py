@@ -10,8 +10,9 @@ from ...audit.analysis.costs import PREFILL, REWORK, LostWork, plus, seconds
 from ...audit.causes import BLOCKS
 from ...audit.figures.sums import add_tokens
 from ..reports.costs import FirstToken
-from .costs import Group, condition, first_tokens, joined, names
+from .costs import first_tokens
 from .rows import MISSED, NOT_COMPUTED
+from .sums import Group, condition, joined, names
 from .tables import Facts
 
 

@@ -1,4 +1,4 @@
-"""Sums, percentiles and costs of groups of requests."""
+"""Sums of groups of requests: figures, waiting, percentiles, and lost work by engine."""
 
 from __future__ import annotations
 
@@ -7,10 +7,21 @@ from typing import Any
 
 import msgspec
 
+from ...audit.analysis.costs import (
+    DECODE,
+    DRAFT,
+    OVERRUN,
+    PREFILL,
+    REJECTED,
+    REWORK,
+    CostTally,
+    Loads,
+    LostTokens,
+)
 from ...audit.figures.declared import FIGURES
+from ...audit.figures.sums import Sums
 from ...audit.figures.totals import Totals
-from ..reports.costs import CostReport, cost_report, model_row
-from .costs import Group, GroupCosts, condition, costs_by_group, joined
+from .schema import LOAD_COLUMNS
 from .tables import Facts
 
 PERCENTILES = (50, 95, 99)
@@ -18,75 +29,161 @@ PERCENTILES = (50, 95, 99)
 Percentiles = dict[str, dict[str, float | None]]
 """By column, then by percent."""
 
+Group = tuple[str, ...]
+"""The values of the columns that requests are grouped by; empty: all requests."""
 
-class GroupSums(msgspec.Struct):
-    """The sums of one group, its waiting time in microseconds, and percentiles of columns.
 
-    ``figures`` are the sums of all columns of figures; ``totals`` has them by cause, too.
+class GroupSums(Sums):
+    """The sums of one group.
+
+    ``figures`` are the sums of all columns of figures; ``totals`` has those of all requests by cause, too.
+    ``tallies``: lost work and loads in tokens, by journal.
     """
 
     figures: dict[str, int] = {}
     totals: Totals = msgspec.field(default_factory=Totals)
     waited_us: int = 0
+    tallies: dict[str, CostTally] = {}
     percentiles: Percentiles = {}
 
 
 def by_group(
-    facts: Facts, columns: Sequence[str], where: str = "", percentiles: Sequence[str] = ()
+    facts: Facts,
+    columns: Sequence[str],
+    where: str = "",
+    percentiles: Sequence[str] = (),
+    *,
+    group_costs: bool = False,
 ) -> dict[Group, GroupSums]:
-    """The sums of each group, and of all requests as the group ``()``, which alone has sums by cause."""
-    sums = [figure.sql or f"sum({figure.name})" for figure in FIGURES]
-    shares = ", ".join(str(percent / 100) for percent in PERCENTILES)
-    quantiles = [f"quantile_disc({column}, [{shares}])" for column in percentiles]
-    selected = [*columns, *sums, "sum(waited_microseconds)", *quantiles]
+    """The sums of each group, and of all requests as the group ``()``, which alone has sums by cause.
+
+    ``columns`` and ``where`` are SQL over ``requests``. Only with ``group_costs`` groups have their rework in
+    ``tallies``.
+    """
     groups: dict[Group, GroupSums] = {(): GroupSums()}
-    for grouped in (columns, ()) if columns else ((),):
-        width = len(grouped)
-        query = f"SELECT {', '.join([*grouped, *selected[len(columns) :]])} FROM requests{condition(where)}"
-        for row in facts.rows(f"{query} GROUP BY ALL" if grouped else query):
-            found = GroupSums(waited_us=int(row[width + len(sums)] or 0))
-            for figure, value in zip(FIGURES, row[width:], strict=False):
-                found.figures[figure.name] = int(value or 0)
-                if not figure.causes:
-                    setattr(found.totals, figure.name, int(value or 0))
-            found.percentiles = _percentiles(percentiles, row[width + len(sums) + 1 :])
-            groups[tuple(map(str, row[:width]))] = found
-    for figure, cause, tokens in facts.rows(
-        f"SELECT figure, cause, sum(tokens) FROM {joined((), where)} "
-        f"WHERE figure IN ({_WITH_CAUSES}) GROUP BY ALL"
-    ):
-        getattr(groups[()].totals, figure)[cause] = int(tokens)
+    width = len(columns)
+    for row in facts.rows(_of_requests(columns, where)):
+        group, journal = tuple(map(str, row[:width])), str(row[width])
+        for name in {(), group}:
+            groups.setdefault(name, GroupSums()).merge(_sums(journal, row[width + 1 :]))
+    for figure in FIGURES:
+        if not figure.causes:
+            setattr(groups[()].totals, figure.name, groups[()].figures.get(figure.name, 0))
+    _add_causes(facts, groups, where)
+    if columns and group_costs:
+        _add_rework(facts, groups, columns, where)
+    for grouped in (columns, ()) if percentiles else ():
+        _add_percentiles(facts, groups, grouped, where, percentiles)
+    for one in groups.values():
+        one.figures = {figure.name: one.figures.get(figure.name, 0) for figure in FIGURES}
     return groups
 
 
+def joined(columns: Sequence[str], where: str) -> str:
+    """``causes``, joined with the requests if their columns are needed."""
+    if not columns and not where:
+        return "causes"
+    chosen = ["journal", "request", *(f"{column} AS g{place}" for place, column in enumerate(columns))]
+    return (
+        f"causes JOIN (SELECT {', '.join(chosen)} FROM requests{condition(where)}) USING (journal, request)"
+    )
+
+
+def condition(where: str) -> str:
+    """A condition on requests as a clause."""
+    return f" WHERE ({where})" if where else ""
+
+
+def names(columns: Sequence[str]) -> list[str]:
+    """The names of the groups' columns in :func:`joined`."""
+    return [f"g{place}" for place in range(len(columns))]
+
+
+# --- requests -------------------------------------------------------------------------------------------
+
+_FIGURES = [figure.sql or f"sum({figure.name})" for figure in FIGURES]
+_LATE = "output_tokens > 0"
+"""Whether tokens past the stop of a request were computed by decoding."""
+
+_LOST = {
+    (REJECTED, DRAFT): ("rejected", "true"),
+    (OVERRUN, DECODE): ("overrun", _LATE),
+    (OVERRUN, PREFILL): ("overrun", f"NOT ({_LATE})"),
+}
+"""By lost work and what it was computed as: the column that has its tokens, and for which requests."""
+
+
+def _of_requests(columns: Sequence[str], where: str) -> str:
+    lost = [
+        text
+        for column, which in _LOST.values()
+        for text in (f"sum({column}) FILTER ({which})", f"count(*) FILTER ({column} > 0 AND {which})")
+    ]
+    loads = [f"sum({column.name})" for column in LOAD_COLUMNS]
+    selected = [*columns, "journal", *_FIGURES, "sum(waited_microseconds)", *lost, *loads]
+    return f"SELECT {', '.join(selected)} FROM requests{condition(where)} GROUP BY ALL"
+
+
+def _sums(journal: str, row: Sequence[Any]) -> GroupSums:
+    """One row of :func:`_of_requests`, behind the group and the journal."""
+    values = [int(value or 0) for value in row]
+    figures = dict(zip((figure.name for figure in FIGURES), values, strict=False))
+    waited_us, *rest = values[len(FIGURES) :]
+    tally = CostTally(loads=Loads(*rest[2 * len(_LOST) :]))
+    for place, (key, computed_as) in enumerate(_LOST):
+        tokens, requests = rest[2 * place : 2 * place + 2]
+        if tokens:
+            tally.merge(CostTally({key: LostTokens({computed_as: tokens}, requests)}))
+    return GroupSums(figures=figures, waited_us=waited_us, tallies={journal: tally})
+
+
+# --- causes ---------------------------------------------------------------------------------------------
+
 _WITH_CAUSES = ", ".join(f"'{figure.name}'" for figure in FIGURES if figure.causes)
+_BY_CAUSE = "journal, figure, cause, more_blocks_percent, sum(tokens), count(*)"
 
 
-def _percentiles(columns: Sequence[str], values: Sequence[Any]) -> Percentiles:
-    return {
-        column: dict(zip(map(str, PERCENTILES), found or [None] * len(PERCENTILES), strict=True))
-        for column, found in zip(columns, values, strict=True)
-    }
+def _add_causes(facts: Facts, groups: dict[Group, GroupSums], where: str) -> None:
+    everything = groups[()]
+    for journal, figure, cause, percent, tokens, requests in facts.rows(
+        f"SELECT {_BY_CAUSE} FROM {joined((), where)} WHERE figure IN ({_WITH_CAUSES}) GROUP BY ALL"
+    ):
+        everything.totals.merge(Totals(**{figure: {cause: int(tokens)}}))
+        if figure == REWORK:
+            everything.merge(_rework(journal, cause, percent, int(tokens), requests))
 
 
-def costs_of_groups(
-    facts: Facts, columns: Sequence[str], where: str, gpu_hour: float | None
-) -> dict[Group, CostReport]:
-    """What lost work cost, of each group, and of all requests as the group ``()``.
+def _add_rework(facts: Facts, groups: dict[Group, GroupSums], columns: Sequence[str], where: str) -> None:
+    width = len(columns)
+    selected = ", ".join([*names(columns), _BY_CAUSE])
+    for row in facts.rows(
+        f"SELECT {selected} FROM {joined(columns, where)} WHERE figure = '{REWORK}' GROUP BY ALL"
+    ):
+        journal, _, cause, percent, tokens, requests = row[width:]
+        groups[tuple(map(str, row[:width]))].merge(_rework(journal, cause, percent, int(tokens), requests))
 
-    A part of the requests shares its engines' time with the others.
-    """
-    busy_us = sum(engine.busy_us for engine in facts.engines)
-    found = {(): GroupCosts(), **costs_by_group(facts, (), where)}
-    if columns:
-        found.update(costs_by_group(facts, columns, where))
-    reports = {}
-    for group, one in found.items():
-        one.costs.busy_us = busy_us
-        models = (
-            []
-            if group
-            else [model_row(engine.name, engine.busy_us, engine.model) for engine in facts.engines]
-        )
-        reports[group] = cost_report(one.costs, models, gpu_hour, one.first_tokens)
-    return reports
+
+def _rework(journal: str, cause: str, percent: int | None, tokens: int, requests: int) -> GroupSums:
+    avoidable = {} if percent is None else {percent: tokens}
+    lost = LostTokens({PREFILL: tokens}, requests, avoidable=avoidable)
+    return GroupSums(tallies={journal: CostTally({f"{REWORK}/{cause}": lost})})
+
+
+# --- percentiles ----------------------------------------------------------------------------------------
+
+
+def _add_percentiles(
+    facts: Facts,
+    groups: dict[Group, GroupSums],
+    columns: Sequence[str],
+    where: str,
+    percentiles: Sequence[str],
+) -> None:
+    shares = ", ".join(str(percent / 100) for percent in PERCENTILES)
+    selected = [*columns, *(f"quantile_disc({column}, [{shares}])" for column in percentiles)]
+    query = f"SELECT {', '.join(selected)} FROM requests{condition(where)}"
+    for row in facts.rows(f"{query} GROUP BY ALL" if columns else query):
+        groups[tuple(map(str, row[: len(columns)]))].percentiles = {
+            column: dict(zip(map(str, PERCENTILES), found or [None] * len(PERCENTILES), strict=True))
+            for column, found in zip(percentiles, row[len(columns) :], strict=True)
+        }

@@ -74,18 +74,19 @@ def gather(
 
     ``by`` names groups of requests, as for :func:`~kvledger.exporters.facts.groups.group_columns`.
     """
+    from ..facts.costs import costs_of_groups
     from ..facts.curves import curves
     from ..facts.dataset import facts
     from ..facts.groups import group_columns, group_names
     from ..facts.misses import misses_by_group
     from ..facts.replayed import Wanted
-    from ..facts.sums import by_group, costs_of_groups
+    from ..facts.sums import by_group
 
     columns = group_columns(by)
     with facts(paths, window=window, run=run, wanted=Wanted(audit=True, activity=True)) as found:
-        lost = costs_of_groups(found, (), "", gpu_hour)[()]
+        groups = by_group(found, columns)
+        lost = costs_of_groups(found, groups, (), "", gpu_hour)[()]
         why = explained(misses_by_group(found, (), "")[()], found.engines, gpu_hour)
-        groups = by_group(found, columns) if columns else {}
         compare_journals(found.audits)
         audited = report(Audit(found.audits), lost)
         concluded = conclusions(with_costs(with_why(facts_of_audit(audited), why), lost))

@@ -110,17 +110,18 @@ def summarize(
     ``with_costs`` adds what lost work cost, without ``group_costs`` to the row of all requests only;
     ``gpu_hour`` is the price of an hour of one engine. Raises :class:`~kvledger.audit.errors.LedgerError`.
     """
-    from ..facts import sums
+    from ..facts.costs import costs_of_groups
     from ..facts.dataset import facts
     from ..facts.groups import group_columns, group_names, percentile_columns
+    from ..facts.sums import by_group
 
     columns, shown = group_columns(by), percentile_columns(percentiles)
     with facts(paths, window=window, run=run) as found:
-        groups = sums.by_group(found, columns, where, shown)
+        group_costs = group_costs and with_costs
+        groups = by_group(found, columns, where, shown, group_costs=group_costs)
         costs = {}
         if with_costs and not found.exported:
-            of_groups = columns if group_costs else ()
-            costs = sums.costs_of_groups(found, of_groups, where, gpu_hour)
+            costs = costs_of_groups(found, groups, columns if group_costs else (), where, gpu_hour)
     rows = [
         summary_row(group_names(by, group), one, costs.get(group)) for group, one in groups.items() if group
     ]
