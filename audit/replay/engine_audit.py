@@ -18,14 +18,15 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from ..analysis.costs import CostCounters, Costs, CostTally, priced
-from ..analysis.reconciliation import EngineCounters, Reconciliation
+from ..analysis.costs import CostCounters, Costs, priced
+from ..analysis.reconciliation import EngineCounters
 from ..analysis.step_model import StepModel, fit
 from ..analysis.step_times import STEP_HANDLERS, Sample, StepTimes
 from ..causes import BEGAN_BEFORE, ENGINE_ENDED, UNKNOWN
-from ..checks.auditor import Auditor, Verdict, merged_counts
+from ..checks.auditor import Auditor, Verdict
 from ..checks.registry import Violation, is_once
 from ..events import EngineRaised, EngineStarted, Event, Finished, HookFailed
+from ..figures.sums import add_tokens
 from ..figures.totals import Totals
 from ..journal.format import gone_by
 from ..journal.hosts import engine_name, journal_name
@@ -37,7 +38,7 @@ from ..ledger.subjects import Entry
 from ..text import utc
 from .live_events import LiveEvents
 from .metrics_state import METRICS_HANDLERS, MetricsState
-from .window_sums import WindowSums
+from .sums import EngineSums, WindowSums
 from .windows import EVERYTHING, LossesInWindow, Window
 from .worker_journals import AFTER_PLANNING, WorkerJournals
 
@@ -90,18 +91,12 @@ class EngineAudit:
             name_of=partial(engine_name, path=path),
         )
         """The ledger and the checks that every event goes through."""
-        self.requests: dict[tuple[str, str], int] = {}
-        """The number of ended requests, by verdict and outcome."""
-        self.reconciliation = Reconciliation()
-        """Settled, planned and engine-reported tokens of ended requests, and why they differ."""
+        self.sums = EngineSums()
+        """What the ended requests of the window add up to."""
         self.accounts: list[Account] = []
         """Accounts that ``keep`` or ``watch`` asked for, in the order they closed."""
         self.notes: list[str] = []
         """What a reader should know about how the journal ended and what was damaged in it."""
-        self.events = 0
-        """How many events were read."""
-        self.unknown: dict[str, int] = {}
-        """The number of ended requests whose account is unknown, by the reason."""
         self.on_closed: list[Callable[[Account, Verdict], None]] = []
         """Functions called with each account that closes and its verdict, before it is dropped."""
         self.on_violation: list[Callable[[str, int, Account | None], None]] = []
@@ -125,8 +120,6 @@ class EngineAudit:
             until_seconds=window.until,
         )
         """How long the steps took."""
-        self.cost_tally = CostTally()
-        """Lost work and loads of the requests that were counted, if ``with_costs``."""
         self.cost_counters = CostCounters()
         """Seconds of lost work and loads, for metrics."""
         self._keep = keep
@@ -139,8 +132,6 @@ class EngineAudit:
         """Whether ``cost_tally`` is filled."""
         self._times_steps = with_metrics or (with_costs if times_steps is None else times_steps)
         """Whether ``step_times`` is filled."""
-        self._ended_in_window = Totals()
-        """Totals of the requests that ended in a bounded window."""
         self._in_window: dict[str, bool] = {}
         """For each request with a finding, whether it is in a bounded window."""
         self._bounded = window.bounded
@@ -242,7 +233,7 @@ class EngineAudit:
                     if new:
                         findings += new
                     number += 1
-                self.events += len(batch.events)
+                self.sums.events += len(batch.events)
                 if self.live_events.enabled:
                     findings += self._compare_events()
             yield batch, findings
@@ -283,7 +274,7 @@ class EngineAudit:
             if bounded and not self._add_to_window(account):
                 continue
             if account.unknown != BEGAN_BEFORE:
-                self.requests[kind] = self.requests.get(kind, 0) + 1
+                self.sums.requests[kind] = self.sums.requests.get(kind, 0) + 1
             self._add_account(account)
             for callback in self.on_closed:
                 callback(account, verdict)
@@ -301,7 +292,7 @@ class EngineAudit:
         """Whether an ended request is in the window; if so, it is added to the window's totals."""
         inside = self.window.has(account, self.began_seconds)
         if inside:
-            self._ended_in_window.add(account)
+            self.sums.totals.add(account)
         if account.request_id in self._in_window:
             self._in_window[account.request_id] = inside
         return inside
@@ -309,11 +300,11 @@ class EngineAudit:
     def _add_account(self, account: Account) -> None:
         """Add one account to the reconciliation, and keep it if the caller asked for it."""
         if self._reconciles:
-            self.reconciliation.add(account)
+            self.sums.reconciliation.add(account)
         if self._with_costs:
-            self.cost_tally.add(account)
+            self.sums.costs.add(account)
         if account.unknown is not None:
-            self.unknown[account.unknown] = self.unknown.get(account.unknown, 0) + 1
+            add_tokens(self.sums.unknown, account.unknown, 1)
         if self._keep or account.lines is not None:
             self.accounts.append(account)
 
@@ -340,24 +331,10 @@ class EngineAudit:
 
     def begin_with(self, sums: WindowSums) -> None:
         """Take the figures of the window's requests that ended earlier, after :meth:`resume`."""
-        if self.window.bounded:
-            self._ended_in_window = sums.totals
-        else:
-            self.auditor.ledger.ended = sums.totals
-        self.requests, self.unknown = sums.requests, sums.unknown
-        self.reconciliation = sums.reconciliation
+        self.sums = sums.sums
         self._losses, self._failures, self._errors = sums.losses, sums.failures, sums.errors
         self._unobserved_from = sums.unobserved_from
         self._in_window = sums.in_window
-
-    def end_with(self, lost_tails: int, whole_until: float, gone_by: float) -> None:
-        """Take from elsewhere how the journal ended, where it is gone. See :meth:`ending`."""
-        self.lost_tails, self._whole_until, self._gone_by = lost_tails, whole_until, gone_by
-
-    @property
-    def ending(self) -> tuple[int, float, float]:
-        """Whether the end is lost (0 or 1), and between which Unix times."""
-        return self.lost_tails, self._whole_until, self._gone_by
 
     def describe(self, engine: EngineStarted) -> None:
         """Take the engine's description from elsewhere, where no event is read."""
@@ -402,17 +379,12 @@ class EngineAudit:
     def absorb(self, other: EngineAudit) -> None:
         """Add the sums of another engine, which has ended, so that its audit can be dropped."""
         self.auditor.absorb(other.auditor)
-        self.reconciliation.merge(other.reconciliation)
+        self.sums.merge(other.sums)
         self.metrics.merge(other.metrics)
         self.cost_counters.merge(other.cost_counters)
         self.step_times.busy_us += other.step_times.busy_us
-        self.events += other.events
         self.lost_tails += other.lost_tails
         self._whole_until = max(self._whole_until, other._whole_until)
-        for kind, requests in other.requests.items():
-            self.requests[kind] = self.requests.get(kind, 0) + requests
-        for reason, requests in other.unknown.items():
-            self.unknown[reason] = self.unknown.get(reason, 0) + requests
 
     def note_damage(self, reader: Reader, first: int = 0) -> None:
         """Note what ``reader`` found damaged, from the damage number ``first`` on."""
@@ -434,22 +406,16 @@ class EngineAudit:
         """Begin all sums anew; what is open stays. Not for an audit with metrics or a bounded window."""
         self.auditor.forget_findings()
         self.auditor.ledger.forget_sums()
-        self.requests, self.unknown, self.events = {}, {}, 0
-        self.reconciliation, self.cost_tally = Reconciliation(), CostTally()
+        self.sums = EngineSums()
         self.step_times.forget_sums()
 
     def precede(self, earlier: EngineAudit) -> None:
         """Add the sums of the same journal up to where this audit forgot its own."""
         self.auditor.precede(earlier.auditor)
-        earlier.reconciliation.merge(self.reconciliation)
-        earlier.cost_tally.merge(self.cost_tally)
-        self.reconciliation, self.cost_tally = earlier.reconciliation, earlier.cost_tally
+        self.sums = earlier.sums + self.sums
         self.step_times.precede(earlier.step_times)
-        self.requests = merged_counts(earlier.requests, self.requests)
-        self.unknown = merged_counts(earlier.unknown, self.unknown)
         self.notes = [*earlier.notes, *self.notes]
         self.accounts = [*earlier.accounts, *self.accounts]
-        self.events += earlier.events
 
     def finish(self) -> None:
         """Add the requests that are still open to the reconciliation, as they stand; no event follows."""
@@ -481,7 +447,7 @@ class EngineAudit:
         """Sums over all requests, open ones included."""
         if not self.window.bounded:
             return self.auditor.ledger.totals()
-        totals = self._ended_in_window.copy()
+        totals = self.sums.totals.copy()
         for account in self.open():
             totals.add(account)
         return totals
@@ -492,7 +458,7 @@ class EngineAudit:
 
     def costs(self, model: StepModel) -> Costs:
         """Lost work and loads, in seconds by ``model``."""
-        return priced(self.cost_tally, model, self.step_times.busy_us, self.connector)
+        return priced(self.sums.costs, model, self.step_times.busy_us, self.connector)
 
     @property
     def connector(self) -> str:
@@ -526,7 +492,7 @@ class EngineAudit:
         if not self.window.bounded:
             violated = self.auditor.verdict == "violated"
         else:
-            violated = any(verdict == "violated" for verdict, _ in self.requests)
+            violated = any(verdict == "violated" for verdict, _ in self.sums.requests)
             violated |= any(violation.severity == "violation" for violation in self.violations)
         return "violated" if violated else "unknown" if self.doubts else "clean"
 
@@ -559,7 +525,7 @@ class EngineAudit:
     @property
     def closed(self) -> Totals:
         """Totals of the requests that have ended."""
-        return self._ended_in_window if self.window.bounded else self.auditor.ledger.ended
+        return self.sums.totals if self.window.bounded else self.auditor.ledger.ended
 
     @property
     def began_seconds(self) -> float | None:
@@ -569,7 +535,7 @@ class EngineAudit:
     @property
     def all_notes(self) -> list[str]:
         """How the journal was read, why the verdict can't be clean, and why requests are unknown."""
-        unknown = dict(self.unknown)
+        unknown = dict(self.sums.unknown)
         before = unknown.pop(BEGAN_BEFORE, 0)
         began = f"{counted(before, 'request')} began before the first kept segment, no figure includes them"
         left_out = [began] if before else []

@@ -100,7 +100,7 @@ class Audit:
         """All engines' figures, reconciled."""
         merged = Reconciliation()
         for engine in self.engines:
-            merged.merge(engine.reconciliation)
+            merged.merge(engine.sums.reconciliation)
         return merged
 
     @property

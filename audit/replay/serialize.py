@@ -251,9 +251,8 @@ class _Writer:
             elif kind in writers:
                 row.append(writers[kind](one))
             else:
-                row.append(
-                    [_TYPED_BY_OWNER, one] if rebuilt and isinstance(one, msgspec.Struct) else self.value(one)
-                )
+                typed = rebuilt and isinstance(one, msgspec.Struct)
+                row.append([_TYPED_BY_OWNER, msgspec.msgpack.encode(one)] if typed else self.value(one))
         return row
 
     def _struct(self, value: Any) -> list[Any]:
@@ -299,7 +298,7 @@ class _Reader:
         if type(value) is list and value[0] == _TYPED_BY_OWNER:
             if not isinstance(rebuilt, msgspec.Struct):
                 raise ValueError("a struct of no known type")
-            return msgspec.convert(value[1], type(rebuilt))
+            return msgspec.msgpack.decode(value[1], type=type(rebuilt))
         return self.value(value)
 
     def value(self, value: Any) -> Any:

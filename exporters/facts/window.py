@@ -9,7 +9,7 @@ import duckdb
 from ...audit.analysis.reconciliation import Differences, Figures, Reconciliation, add_difference
 from ...audit.causes import BEGAN_BEFORE, UNKNOWN
 from ...audit.replay.engine_audit import EngineAudit
-from ...audit.replay.window_sums import WindowSums
+from ...audit.replay.sums import EngineSums, WindowSums
 from ...audit.replay.windows import Window
 from .kept import Session
 from .sums import by_group
@@ -36,10 +36,13 @@ def begin_window(audit: EngineAudit, session: Session, window: Window, kept: Fil
         found = Facts(connection)
         audit.begin_with(
             WindowSums(
-                totals=by_group(found, (), ENDED)[()].totals,
-                requests=_requests(found),
-                unknown=_unknown(found),
-                reconciliation=_reconciliation(found),
+                sums=EngineSums(
+                    totals=by_group(found, (), ENDED)[()].totals,
+                    requests=_requests(found),
+                    unknown=_unknown(found),
+                    reconciliation=_reconciliation(found),
+                    events=audit.sums.events,
+                ),
                 losses=doubts.losses.within(window),
                 failures=doubts.failures.within(window),
                 errors=doubts.errors_within(window),

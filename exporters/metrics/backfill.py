@@ -114,7 +114,7 @@ def _ticks(paths: Sequence[Path], interval: float) -> Iterator[tuple[float, list
             due += interval
         engine_audit = journals[place].engine_audit
         engine_audit.feed(number, event)
-        engine_audit.events += 1
+        engine_audit.sums.events += 1
         if not engine_audit.series and engine_audit.engine is not None:
             running = [one.engine_audit.series for one in journals if one.running]
             engine_audit.series = free_label(engine_audit, {label for label in running if label})

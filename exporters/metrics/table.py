@@ -450,7 +450,7 @@ GROUPS: tuple[Group, ...] = (
                 "counter",
                 "Events read from the engine's journal.",
                 ENGINE,
-                read.value(lambda engine_audit: engine_audit.events),
+                read.value(lambda engine_audit: engine_audit.sums.events),
             ),
             Metric(
                 "kvledger_last_event_timestamp_seconds",

@@ -167,7 +167,7 @@ def requests(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float
     """Ended requests by verdict and outcome."""
     for verdict in VERDICTS:
         of_verdict: dict[str, int] = {}
-        for (request_verdict, outcome), count in engine_audit.requests.items():
+        for (request_verdict, outcome), count in engine_audit.sums.requests.items():
             if request_verdict == verdict:
                 word = outcome.removesuffix("_capped")  # vLLM v1 says length_capped, v0 length
                 of_verdict[word] = of_verdict.get(word, 0) + count

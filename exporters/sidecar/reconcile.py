@@ -99,7 +99,7 @@ def _preemptions(engine_audit: EngineAudit) -> Side:
 
 
 def _prompts(engine_audit: EngineAudit) -> Iterator[tuple[str, Side]]:
-    metrics, reconciliation = engine_audit.metrics, engine_audit.reconciliation
+    metrics, reconciliation = engine_audit.metrics, engine_audit.sums.reconciliation
     reported = _figures(metrics.reported)
     unknown = _figures(metrics.reported_unknown)
     still_open = Figures()

@@ -83,7 +83,7 @@ def test_a_violating_request_is_never_clean(tmp_path: Path, monkeypatch: pytest.
     ]
     (engine_audit,) = audit_paths([journals.write(tmp_path / "bad", wrong)]).engines
 
-    assert {("violated", "stopped"): 3} == engine_audit.requests
+    assert {("violated", "stopped"): 3} == engine_audit.sums.requests
     assert set() == engine_audit.auditor.violating
 
 

@@ -154,7 +154,7 @@ def test_a_checkpoint_restores_an_equal_state(row: Any) -> None:
 def test_requests_and_tokens_are_counted_under_the_same_verdicts() -> None:
     for row in GOLDEN:
         audit = audited(*row.events())
-        assert {verdict for verdict, _ in audit.requests} == set(audit.metrics.sequence_tokens)
+        assert {verdict for verdict, _ in audit.sums.requests} == set(audit.metrics.sequence_tokens)
         assert audit.metrics.preempted.observed == audit.closed.requests - audit.closed.unknown_requests
 
 

@@ -140,8 +140,8 @@ def test_a_rotated_journal_is_clean_and_counts_what_it_left_out(tmp_path: Path) 
 
     assert ("clean", []) == (audit.verdict, audit.doubts)
     assert (1, 1) == (totals.began_before, totals.unknown_requests)
-    assert {"clean"} == {verdict for verdict, _ in audit.requests}
-    assert totals.requests - 1 == sum(audit.requests.values())
+    assert {"clean"} == {verdict for verdict, _ in audit.sums.requests}
+    assert totals.requests - 1 == sum(audit.sums.requests.values())
     removed, began = audit.all_notes
     assert removed.startswith("rotation has removed the first ")
     assert "1 request began before the first kept segment, no figure includes them" == began
@@ -174,7 +174,7 @@ def test_a_sidecar_that_starts_on_a_rotated_journal_counts_no_loss(tmp_path: Pat
         audit.metrics.gaps_of_unknown_size,
         audit.metrics.lost_events,
     )
-    assert whole.requests == audit.requests
+    assert whole.sums.requests == audit.sums.requests
     assert {"clean"} == set(audit.metrics.sequence_tokens)
 
 

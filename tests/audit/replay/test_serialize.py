@@ -19,7 +19,7 @@ from tests.strategies import Story, random_histories
 from kvledger.audit.analysis.live_routing import RecentCounts
 from kvledger.audit.checks.auditor import Auditor
 from kvledger.audit.errors import LedgerError
-from kvledger.audit.events import EngineStopped, Event, Gap, HookFailed, Snapshot
+from kvledger.audit.sums.events import EngineStopped, Event, Gap, HookFailed, Snapshot
 from kvledger.audit.journal.folder import read
 from kvledger.audit.ledger.blocks.ledger import BlockLedger
 from kvledger.audit.ledger.ledger import Ledger
@@ -85,7 +85,7 @@ def audit_after(events: Sequence[Event], audit: EngineAudit | None = None, first
     audit = audit or EngineAudit(PATH)
     for number, event in enumerate(events, first):
         audit.feed(number, event)
-    audit.events += len(events)
+    audit.sums.events += len(events)
     return audit
 
 
@@ -99,7 +99,7 @@ def assert_restored_audit_continues(events: Sequence[Event], cut: int) -> None:
     for number, event in enumerate(events[cut:], cut):
         assert uninterrupted.feed(number, event) == restored.feed(number, event)
     for audit in (uninterrupted, restored):
-        audit.events += len(events) - cut
+        audit.sums.events += len(events) - cut
 
     assert picture(uninterrupted) == picture(restored)
     assert uninterrupted.auditor.violations == restored.auditor.violations

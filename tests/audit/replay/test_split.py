@@ -122,17 +122,17 @@ def test_an_audit_for_accounts_only_has_the_totals_and_costs_of_a_full_one_and_j
         fast.read(reader)
 
     assert full.totals() == fast.totals()
-    assert full.cost_tally == fast.cost_tally
+    assert full.sums.costs == fast.sums.costs
     assert full.violations
     assert not fast.violations
-    assert not fast.reconciliation.settled
+    assert not fast.sums.reconciliation.settled
 
 
 def test_an_audit_that_times_no_steps_has_the_same_lost_tokens_and_no_engine_time(journal: Path) -> None:
     timed = whole(journal)
     (untimed,) = audit_paths([journal], with_metrics=False, with_costs=True, times_steps=False).engines
 
-    assert timed.cost_tally == untimed.cost_tally
+    assert timed.sums.costs == untimed.sums.costs
     assert timed.violations == untimed.violations
     assert 0 == untimed.step_times.busy_us < timed.step_times.busy_us
 
@@ -185,7 +185,7 @@ def test_findings_are_those_of_one_replay(tmp_path: Path, monkeypatch: pytest.Mo
     assert joined is not None
     assert "violated" == one.verdict and one.auditor.not_kept
     assert one.auditor.not_kept == joined.auditor.not_kept
-    assert one.requests == joined.requests
+    assert one.sums == joined.sums
     assert as_report(one) == as_report(joined)
 
 

@@ -109,7 +109,7 @@ def test_a_journal_with_much_to_read_leaves_others_their_turn(tmp_path: Path) ->
             for _ in range(3):
                 engine.serve()
         follower.poll(seconds=0)
-        read = [journal.engine_audit.events for journal in follower.journals.values()]
+        read = [journal.engine_audit.sums.events for journal in follower.journals.values()]
         assert 2 == len(read) and all(read)
         assert all(journal.behind for journal in follower.journals.values())
         assert [] == follower.audits
@@ -146,7 +146,7 @@ def test_open_requests_of_a_killed_engine_become_unknown(tmp_path: Path) -> None
         engine.kill()
         follower.poll()
         [engine_audit] = follower.audits
-        assert {("unknown", "unknown"): 1} == engine_audit.requests
+        assert {("unknown", "unknown"): 1} == engine_audit.sums.requests
 
 
 def test_open_requests_of_a_stopped_engine_end_with_it(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_open_requests_of_a_stopped_engine_end_with_it(tmp_path: Path) -> None:
     engine.stop()
     with following(tmp_path) as follower:
         [engine_audit] = follower.audits
-        assert {("clean", "engine_ended"): 1} == engine_audit.requests
+        assert {("clean", "engine_ended"): 1} == engine_audit.sums.requests
         assert 200 == engine_audit.closed.prompt_tokens
         assert 0 == engine_audit.closed.in_flight
         assert {} == engine_audit.auditor.ledger.last_step
@@ -575,7 +575,7 @@ def test_a_lost_checkpoint_and_removed_segments_are_a_rotated_journal(tmp_path: 
         [engine_audit] = follower.audits
         assert 0 == engine_audit.auditor.ledger.gaps
         assert 0 < engine_audit.auditor.ledger.removed_events
-        assert {("clean", "stopped"): 1} == engine_audit.requests
+        assert {("clean", "stopped"): 1} == engine_audit.sums.requests
 
 
 def test_a_segment_removed_while_the_sidecar_was_down_is_a_gap(tmp_path: Path) -> None:
@@ -591,7 +591,7 @@ def test_a_segment_removed_while_the_sidecar_was_down_is_a_gap(tmp_path: Path) -
     with following(tmp_path) as follower:
         [engine_audit] = follower.audits
         assert {"segment removed": 1} == follower.health.lost
-        assert {("clean", "stopped"): 2, ("unknown", "unknown"): 1} == engine_audit.requests
+        assert {("clean", "stopped"): 2, ("unknown", "unknown"): 1} == engine_audit.sums.requests
         assert 400 == engine_audit.closed.prompt_tokens
 
 
