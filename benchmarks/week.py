@@ -25,8 +25,9 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[1]))  # `python -m benchmarks.week` adds this itself
 
 import msgspec
-from benchmarks import page, trace
-from benchmarks.simulated import Mix
+from benchmarks import page
+from tests.simulated import Mix
+from tests.simulated_trace import write_journal, write_trace
 
 from kvledger.exporters.reports import rollup_builder, rollup_minutes, rollups
 from kvledger.exporters.reports.rollup_cells import Cells, merge_cells
@@ -50,7 +51,7 @@ MILLION = ("summary -j 1", "summary -j 2", "report -j 1 -o page.html", "report -
 def week(folder: Path, hours: int = 168, requests: int = REQUESTS, now: float | None = None) -> Path:
     """Write the rollup of the last ``hours`` hours into ``folder``; returns its path."""
     journal = folder / "engine-00"
-    trace.write_journal(journal, requests, 0, mix=MIX)
+    write_journal(journal, requests, 0, mix=MIX)
     rollup_builder.compact(journal)
     rollup = rollups.find(journal)
     assert rollup is not None
@@ -193,7 +194,7 @@ def main() -> int:
     path = week(arguments.folder / "week", arguments.hours)
     million = arguments.folder / "million"
     if arguments.million and not million.exists():
-        trace.write_trace(million, 1_000_000)
+        write_trace(million, 1_000_000)
     before = {row[0]: row for row in page.read_rows(page.LONG_JOURNALS)}
     rows: list[TableRow] = []
     for words in (*WEEK, *MILLION):

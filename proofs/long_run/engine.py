@@ -1,6 +1,6 @@
 """One engine of the long run: a simulated engine that writes a real journal, faster than time.
 
-``python -m tests.serving.long_run.engine FOLDER --begin 0 --seconds 10800 ...`` runs until its time is over,
+``python -m proofs.long_run.engine FOLDER --begin 0 --seconds 10800 ...`` runs until its time is over,
 prints what it emitted as JSON, and ends in good order or by SIGKILL. What it emitted is summed up twice:
 by a few lines here, and by a ledger that reads the events as they are written, without a journal.
 """
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-from benchmarks.simulated import BLOCK, Mix, Simulated
+from tests.simulated import BLOCK, Mix, Simulated
 
 from kvledger.audit import events as ev
 from kvledger.audit.journal import retention

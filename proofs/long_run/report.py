@@ -7,8 +7,8 @@ from statistics import median
 from typing import NamedTuple
 
 from benchmarks import page
-from tests.serving.long_run.gauges import Watcher, fastest_tenth
-from tests.serving.long_run.sums import Sums
+from proofs.long_run.gauges import Watcher, fastest_tenth
+from proofs.long_run.sums import Sums
 
 MIB = 1 << 20
 
@@ -49,7 +49,8 @@ WATCHED = (
 def section(result: Result, ran_on: str) -> str:
     """The section of the page."""
     restarts = ", ".join(f"{what} {count}" for what, count in sorted(result.restarts.items()))
-    command = "make long-run" if result.hours == 24 else f'make long-run ARGS="--hours {result.hours:g}"'
+    hours = "" if result.hours == 24 else f' ARGS="--hours {result.hours:g}"'
+    command = f"make proof NAME=long_run{hours}"
     requests = result.sums[0].emitted
     return f"""{page.LONG_RUN}
 `{command}` sends {result.hours:g} simulated hours of one engine at 20 requests a second through journal,

@@ -23,7 +23,7 @@ def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("program", ["benchmarks/content_gpu.py", "scripts/gpu_engine.py"])
+@pytest.mark.parametrize("program", ["benchmarks/content_gpu.py", "proofs/gpu_engine.py"])
 def test_without_a_gpu_one_sentence_says_so(program: str) -> None:
     done = run(program)
     assert done.returncode == 2
@@ -41,7 +41,7 @@ def test_the_kernel_is_checked_and_compiled_without_a_gpu() -> None:
 
 
 def test_the_table_of_levels_names_outputs_that_differ() -> None:
-    spec = importlib.util.spec_from_file_location("gpu_engine", ROOT / "scripts/gpu_engine.py")
+    spec = importlib.util.spec_from_file_location("gpu_engine", ROOT / "proofs/gpu_engine.py")
     assert spec is not None
     assert spec.loader is not None
     gpu_engine = importlib.util.module_from_spec(spec)

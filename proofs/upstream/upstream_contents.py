@@ -1,4 +1,4 @@
-"""A pytest plugin for `scripts/upstream_tests.py --level=content`: vLLM's own tests at level `content`.
+"""A pytest plugin for `make proof NAME=upstream ARGS=--level=content`: vLLM's own tests at level `content`.
 
 `-p upstream_contents` beside `--kvledger`. An engine that a test builds in this process has its model runner
 observed. A scheduler without a worker gets a runner with KV caches and no model, which writes random KV at
@@ -23,7 +23,7 @@ import pytest
 from kvledger.audit.engines.content.attached import watch_content, worker_of
 from kvledger.audit.entry.pytest_observer import SCHEDULER, LedgerPlugin
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CORE = "vllm.v1.engine.core"
 COUNTS = "kvledger.contents"
 """The name of the property with the counts, as JSON."""

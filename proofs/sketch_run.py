@@ -1,9 +1,9 @@
 """Runs one real engine on the CPU that computes prompts several times, and measures how much the KV differs.
 
-``python -m tests.engines.sketch_run NAME FILE`` runs the situation NAME. FILE gets, as JSON, the distance of
+``python -m proofs.sketch_run NAME FILE`` runs the situation NAME. FILE gets, as JSON, the distance of
 each block from its computation before, the last sketch of each block hash, and, for each fault, the distances
 of blocks with that fault.
-``scripts/content_sketches.py`` runs all situations and writes a table.
+``proofs/content_sketches.py`` runs all situations and writes a table.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs a real vLLM engine on a GPU at each level of observation in turn, and prints the table of docs/gpu.md.
 
-    python scripts/gpu_engine.py [--model FOLDER] [--rounds N] [--requests N]
+    python proofs/gpu_engine.py [--model FOLDER] [--rounds N] [--requests N]
 
 Each run is a process of its own: the demo's workload, then a larger one, on the demo's model or on the model
 of ``--model``. All runs must give equal outputs. Needs vLLM 0.20 or later and a GPU; in any other

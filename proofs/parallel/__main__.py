@@ -1,4 +1,4 @@
-"""`make parallel-servers`: what clients of servers of several processes were told, beside the ledger.
+"""Compares what clients of servers of several processes were told with the ledger.
 
 Each server of :data:`SERVERS` is started with the plugin and gets the load of ``load.py`` or ``pairs.py``.
 When it has ended, ``kvledger usage`` compares each answer with the journals of its engines, and ``kvledger
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import page
-from tests.serving.parallel import load, pairs, report
+from proofs.parallel import load, pairs, report
 from tests.serving.processes import SETTLE_SECONDS, wait_until
 
 from kvledger.audit.journal.folder import find_journals
@@ -110,7 +110,7 @@ def _say(line: str) -> None:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the servers, print the table; exit with 1 if a call is unexplained or an audit has a finding."""
-    parser = argparse.ArgumentParser(prog="make parallel-servers", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make proof NAME=parallel", description=__doc__)
     parser.add_argument("servers", nargs="*", metavar="SERVER", help=f"of {', '.join(SERVERS)}; all if none")
     parser.add_argument("--level", default="content", help="the level of KVLEDGER_LEVEL")
     parser.add_argument("--keep", type=Path, help="a new folder in which journals and logs are kept")

@@ -1,6 +1,6 @@
 """Runs vLLM's own tests of scheduler, prefix cache, KV managers and connectors with and without kvledger.
 
-Usage: python3 scripts/upstream_tests.py [--write] [--level=content] [NAME...]
+Usage: make proof NAME=upstream ARGS="[--write] [--level=content] [NAME...]"
 
 Runs on the releases in RELEASES, or on those named.
 
@@ -30,11 +30,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from releases import BIN, build, environ
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 UPSTREAM = (ROOT / ".upstream").resolve()
 HUB = UPSTREAM / "hub"
 ENGINES_HUB = UPSTREAM / "hub-engines"
@@ -201,7 +199,7 @@ def passed(release: str, files: Sequence[str], level: str = "", *, engines: bool
     variables = environ(release) | {"HF_HUB_CACHE": str(HUB), "CUDA_VISIBLE_DEVICES": ""}
     if engines:
         variables |= IN_PROCESS | {"HF_HUB_CACHE": str(ENGINES_HUB)}
-    path = [variables.get("PYTHONPATH", ""), str(folder), str(ROOT / "src"), str(ROOT / "scripts")]
+    path = [variables.get("PYTHONPATH", ""), str(folder), str(ROOT / "src"), str(Path(__file__).parent)]
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.xml"
@@ -276,7 +274,7 @@ def last_outcomes(names: Sequence[str], level: str) -> list[Outcome]:
 def run_engines(release: str) -> list[Outcome]:
     """Run the files that build whole engines, without and with kvledger."""
     if not ENGINES_HUB.exists():
-        command = [str(BIN / "python"), str(ROOT / "scripts" / "upstream_models.py"), str(ENGINES_HUB)]
+        command = [str(BIN / "python"), str(Path(__file__).with_name("upstream_models.py")), str(ENGINES_HUB)]
         subprocess.run(command, check=True)
     alone = passed(release, ENGINE_FILES, engines=True)
     observed = passed(release, ENGINE_FILES, "content", engines=True)
@@ -342,7 +340,7 @@ CONTENT_WORDS = (
     "scheduler and no model runner, so there is nothing to observe: 677 tests pass, with kvledger and",
     "without. The tests that move KV skip or fail on a CPU: `CPUOffloadingWorker` asserts that the",
     "tensors are on a GPU.",
-    "`python3 scripts/upstream_tests.py --level=content --write` writes this section.",
+    '`make proof NAME=upstream ARGS="--level=content --write"` writes this section.',
 )
 
 

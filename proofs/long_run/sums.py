@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.serving.long_run.engine import Emitted
+from proofs.long_run.engine import Emitted
 from tests.serving.processes import Prometheus
 
 Counters = Mapping[tuple[str, str], float]

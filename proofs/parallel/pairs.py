@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from tests.serving.pair import PLAIN, SHARING, Pair, load, prompt
-from tests.serving.processes import BLOCK_TOKENS, ROOT
+from tests.serving.processes import BLOCK_TOKENS
 
 AGAIN, STREAMED, LEFT, LOOPS, TURNS = 2, 4, 4, 2, 4
 ANSWERS = PLAIN + SHARING + 2 * AGAIN + STREAMED + LEFT + LOOPS * TURNS
@@ -40,11 +38,8 @@ def store(connector: str) -> Iterator[None]:
     if connector != "LMCacheMPConnector":
         yield
         return
-    sys.path.insert(0, str(ROOT / "scripts"))
-    try:
-        stores = importlib.import_module("stores")
-    finally:
-        sys.path.remove(str(ROOT / "scripts"))
+    import stores
+
     with stores.store("multiprocess") as server:
         os.environ["LMCACHE_SERVER_PORT"] = str(server.port)
         yield

@@ -1,12 +1,12 @@
-"""The table of `make parallel-servers`: what counts as a problem, and how it is written into its page."""
+"""The table of `make proof NAME=parallel`: what counts as a problem, and how it is written into its page."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from tests.serving.parallel import report
-from tests.serving.parallel.load import ANSWERS, LEFT
+from proofs.parallel import report
+from proofs.parallel.load import ANSWERS, LEFT
 
 CALLS = {"equal": ANSWERS - 20, "explained": 20, "unexplained": 0, "unknown": 0, "not in the trace": 0}
 ROW = report.Row(

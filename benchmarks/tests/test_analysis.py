@@ -10,7 +10,7 @@ pytest.importorskip("duckdb")
 pytest.importorskip("pyarrow")
 
 from benchmarks.analysis import SUMS, duckdb_totals, kvledger
-from benchmarks.trace import write_trace
+from tests.simulated_trace import write_trace
 
 from kvledger.exporters.reports.summary import summarize
 from kvledger.exporters.trace.parquet import export

@@ -1,11 +1,10 @@
 """Measures how much two computations of a block differ, and how much the faults that a sketch should find.
 
-Usage: .venv/bin/python scripts/content_sketches.py [--write] [NAME...]     all situations, or these
+Usage: make proof NAME=content_sketches ARGS="[--write] [NAME...]"     all situations, or these
 
-Each situation of `tests/engines/sketch_run.py` runs the real engine in a process of its own, and computes
+Each situation of `proofs/sketch_run.py` runs the real engine in a process of its own, and computes
 the same prompts in several waves. Prints two tables, and exits with 1 if rounding exceeds the threshold or a
 whole-block fault does not. `--write` replaces the section of docs/content.md after a run of all situations.
-`make content-sketches` runs this.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def run(name: str) -> dict[str, Any]:
         file = Path(scratch) / "found.json"
         path = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("KVLEDGER", "VLLM"))}
-        command = [sys.executable, "-m", "tests.engines.sketch_run", name, str(file)]
+        command = [sys.executable, "-m", "proofs.sketch_run", name, str(file)]
         done = subprocess.run(
             command,
             env=inherited | {"PYTHONPATH": path, "PYTHONHASHSEED": "0"},  # equal block hashes in all runs
@@ -75,7 +74,7 @@ def section(rows: Sequence[str], faults: Sequence[str], every: dict[str, Any], t
             "are the keys and the values of each layer. vLLM 0.32.0 on a CPU runs 40 prompts in three waves,",
             f"with 96, 40 and 160 tokens a step. The threshold is {threshold}. Models have 2 or 16 layers,",
             "hidden size 128 or 256 and random weights. Larger models, mixtures of experts and GPUs are not",
-            "measured. `make content-sketches ARGS=--write` writes this section.",
+            "measured. `make proof NAME=content_sketches ARGS=--write` writes this section.",
             "",
             *table("rounding", rows),
             "",
@@ -105,8 +104,7 @@ def against(exact: dict[str, str], rounded: dict[str, str]) -> list[float]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    sys.path[:0] = [str(ROOT), str(ROOT / "src")]
-    from tests.engines.sketch_run import SITUATIONS
+    from proofs.sketch_run import SITUATIONS
 
     from kvledger.audit.ledger.recomputed import APART, THRESHOLD
 

@@ -1,4 +1,4 @@
-"""`make long-run`: a day of requests through journal, rotation, rollups, sidecar, Prometheus, accelerated.
+"""Sends a day of requests through journal, rotation, rollups, sidecar and Prometheus, accelerated.
 
 A simulated engine emits the events of 20 requests a second and writes real journals; the sidecar, Prometheus,
 `kvledger compact` and `kvledger summary` are real processes. Engines end in good order and by SIGKILL, and so
@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 import msgspec
 from benchmarks import page
-from tests.serving.long_run import sums
-from tests.serving.long_run.engine import Emitted
-from tests.serving.long_run.gauges import Watcher
-from tests.serving.long_run.report import Result, section
+from proofs.long_run import sums
+from proofs.long_run.engine import Emitted
+from proofs.long_run.gauges import Watcher
+from proofs.long_run.report import Result, section
 from tests.serving.processes import SETTLE_SECONDS, Prometheus, Sidecar, wait_until
 
 from kvledger.audit.journal import retention
@@ -107,7 +107,7 @@ class LongRun:
         }
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         killed = number % 2 == 1
-        command = [sys.executable, "-m", "tests.serving.long_run.engine", str(self.journals), *words]
+        command = [sys.executable, "-m", "proofs.long_run.engine", str(self.journals), *words]
         bounds = {
             retention.JOURNAL_BYTES: str(plan.journal_bytes),
             retention.TOTAL_BYTES: str(3 * plan.journal_bytes),
@@ -209,7 +209,7 @@ class LongRun:
 def main(words: Sequence[str] | None = None) -> int:
     """Run, print the tables; exit with 1 if a sum differs."""
     plan = Plan()
-    parser = argparse.ArgumentParser(prog="make long-run", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make proof NAME=long_run", description=__doc__)
     parser.add_argument("--hours", type=float, default=plan.hours, help="simulated hours")
     parser.add_argument("--speed", type=float, default=plan.speed, help="simulated seconds in a second")
     parser.add_argument("--engines", type=int, default=plan.engines, help="engines, one after the other")

@@ -1,4 +1,4 @@
-"""Draws every board with the data of a real engine: ``python -m tests.serving.pictures docs/pictures``.
+"""Draws every board with the data of a real engine.
 
 Runs a server, the sidecar and Prometheus as in ``test_deployment.py`` for a few minutes, with prefix hits,
 external loads, preemptions and aborts. Then ``kvledger report`` and ``kvledger dashboards preview`` draw.
@@ -97,4 +97,4 @@ def kvledger(*words: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(__file__).parents[1] / "docs" / "pictures")

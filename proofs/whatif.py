@@ -1,10 +1,10 @@
 """Compares predictions of `kvledger whatif` with real engines of half and of twice the size.
 
-Usage: python scripts/whatif_proof.py [--blocks N] [--requests N] [--seed N] [--keep DIR] [--mooncake FILE]
+Usage: make proof NAME=whatif ARGS="[--blocks N] [--requests N] [--seed N] [--keep DIR] [--mooncake FILE]"
 
 Runs the same conversations three times on the real vLLM engine with a tiny model on this CPU: with N blocks,
 with half and with twice as many. The first journal predicts the hit rates of the other two runs. Exits with
-1 if a prediction is off by more than two points. `make whatif-proof` runs it.
+1 if a prediction is off by more than two points.
 
 With `--mooncake` no engine runs: the LRU hits of a request trace, such as Mooncake's
 conversation_trace.jsonl, are compared with those of kvcache-simulator at five sizes, over the second half of

@@ -96,7 +96,8 @@ class Watcher:
         values: Sequence[float] = [getattr(moment, name) for moment in self.moments]
         fifth = max(1, len(values) // 5)
         parts = (values[:fifth], values[2 * fifth : 3 * fifth] or values, values[-fifth:])
-        return Trend(*map(figure, parts), max(values))
+        first, middle, last = map(figure, parts)
+        return Trend(first, middle, last, max(values))
 
 
 def _mib(folder: Path, pattern: str) -> float:

@@ -1,12 +1,12 @@
-"""Two servers behind vllm-router in its kv_aware mode, their KV events recorded, and one of them restarted.
+"""Runs two servers behind vllm-router in its kv_aware mode, records their KV events, restarts one of them.
 
-    python -m tests.serving.routed ENVIRONMENT [--folder FOLDER] [--write]
+    make proof NAME=routed ARGS="[--folder FOLDER] [--write]"
 
-``ENVIRONMENT`` is a virtual environment with ``vllm-router`` and ``ai-dynamo-runtime`` (PyPI). Two recorders
-listen to each engine: a whole one, and one that loses the batches 3 to 6 of each publisher. Afterwards
-FOLDER/whole and FOLDER/lossy hold journals for ``kvledger routing``, and FOLDER/*.jsonl what both routers
-predicted: vllm-router of the engine that it chose, and Dynamo's KvRouter of each engine. ``--write`` puts the
-result into docs/routing.md.
+The routers, ``vllm-router`` and ``ai-dynamo-runtime`` (PyPI), have an environment in build/routers.
+Two recorders listen to each engine: a whole one, and one that loses the batches 3 to 6 of each publisher.
+Afterwards FOLDER/whole and FOLDER/lossy hold journals for ``kvledger routing``, and FOLDER/*.jsonl what both
+routers predicted: vllm-router of the engine that it chose, and Dynamo's KvRouter of each engine. ``--write``
+puts the result into docs/routing.md.
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ from tests.serving.processes import Engine, Server, Sidecar, free_port
 
 KEY = "a key of the tests, no secret"
 LOST = frozenset(range(3, 7))
-PAGE = Path(__file__).parents[2] / "docs" / "routing.md"
-BEGIN, END = "<!-- make routed ARGS=--write -->", "<!-- end -->"
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "routing.md"
+ENVIRONMENT = ROOT / "build" / "routers"
+ROUTERS = ("vllm-router==0.1.17", "ai-dynamo-runtime==1.6.1")
+BEGIN, END = "<!-- make proof NAME=routed ARGS=--write -->", "<!-- end -->"
 
 BLOCK_TOKENS = 32
 """What attention on CPUs needs."""
@@ -365,17 +368,25 @@ def shown(folder: Path, *words: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
 
 
+def routers() -> Path:
+    """The environment of the routers, built or completed first."""
+    if not (ENVIRONMENT / "bin" / "python").exists():
+        subprocess.run([sys.executable, "-m", "venv", str(ENVIRONMENT)], check=True)
+    install = [str(ENVIRONMENT / "bin" / "python"), "-m", "pip", "install", "--quiet", *ROUTERS]
+    subprocess.run(install, check=True)
+    return ENVIRONMENT
+
+
 def main() -> None:
     """Run, print the tables, and write them if asked."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("environment", type=Path)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
     folder = asked.folder or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
     processes.START_SECONDS = 600.0
-    found = run(folder, asked.environment)
+    found = run(folder, routers())
     (folder / "result.json").write_text(json.dumps(found))
     print(json.dumps(found))
     check(folder, found["sidecar"])

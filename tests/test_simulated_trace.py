@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from benchmarks.simulated import Mix
-from benchmarks.trace import main, write_journal, write_trace
+from tests.simulated import Mix
+from tests.simulated_trace import main, write_journal, write_trace
 
 from kvledger.audit import events as ev
 from kvledger.audit import old_events

@@ -1,11 +1,11 @@
 """Runs the real engine at level `content` with many features, and compares its outputs with a bare engine's.
 
-Usage: .venv/bin/python scripts/content_runs.py [--write] [NAME...]     all situations, or these
+Usage: make proof NAME=content_runs ARGS="[--write] [NAME...]"     all situations, or these
 
 Each situation of `tests/engines/content_run.py` runs twice the same 40 requests, observed, and then bare, in
 a process of its own. Prints one table, and exits with 1 if there is a finding, if a hit block was not
 verified, or if an output differs. `--write` replaces the section of docs/content.md after a run of all
-situations. `make content-runs` runs this.
+situations.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ COLUMNS = (
 
 def situations() -> dict[str, Any]:
     """The situations by name."""
-    sys.path[:0] = [str(ROOT), str(ROOT / "src")]
     from tests.engines.content_run import SITUATIONS
 
     return dict(SITUATIONS)
@@ -105,7 +104,7 @@ def section(rows: Sequence[str], every: dict[str, Any]) -> str:
         "vLLM 0.32.0 on a CPU, with a tiny model and 24 blocks of 32 tokens unless the situation says",
         "otherwise. Each situation runs the same 40 requests twice, which share prefixes, with prompts in",
         "chunks; then it runs them without kvledger. *Outputs* compares the tokens of both.",
-        "`make content-runs ARGS=--write` writes this section.",
+        "`make proof NAME=content_runs ARGS=--write` writes this section.",
         "",
         f"| {' | '.join(COLUMNS)} |",
         "|" + "---|" * len(COLUMNS),

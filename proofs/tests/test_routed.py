@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.serving import routed
+from proofs import routed
 
 LINE = (
     "\x1b[2m2026-11-24 00:34:14\x1b[0m DEBUG vllm_router_rs::policies::kv_aware: KV prefix decision "

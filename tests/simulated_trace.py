@@ -1,4 +1,4 @@
-"""Writes a random trace of many requests: `python benchmarks/trace.py 1000000 -o DIR`.
+"""Writes a random trace of many requests: `python -m tests.simulated_trace 1000000 -o DIR`.
 
 Each engine has one journal, written in segments by the real writer, as a recorder would. The same seed
 gives the same bytes. ``simulated.py`` decides what the engines do.
@@ -14,9 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # `python -m benchmarks.trace` adds this itself
-
-from benchmarks.simulated import BLOCK, Mix, Simulated
+from tests.simulated import BLOCK, Mix, Simulated
 
 from kvledger.audit import events as ev
 from kvledger.audit.journal.writer import JournalWriter, Limits

@@ -1,4 +1,4 @@
-"""The long run of `make long-run`, for some simulated minutes, and its parts."""
+"""The long run of `make proof NAME=long_run`, for some simulated minutes, and its parts."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.serving.long_run.engine import Served
-from tests.serving.long_run.gauges import Trend, fastest_tenth
-from tests.serving.long_run.run import LongRun, Plan
-from tests.serving.long_run.sums import Sums, served
+from proofs.long_run.__main__ import LongRun, Plan
+from proofs.long_run.engine import Served
+from proofs.long_run.gauges import Trend, fastest_tenth
+from proofs.long_run.sums import Sums, served
 
 from kvledger.audit import events as ev
 

@@ -1,4 +1,4 @@
-"""The table of `make parallel-servers`, as it stands in docs/usage.md."""
+"""The table of `make proof NAME=parallel`, as it stands in docs/usage.md."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def merged(before: Sequence[Line], lines: Sequence[Line]) -> list[Line]:
 def section(lines: Sequence[Line], level: str, software: str) -> str:
     """The section of the page."""
     return f"""{HEADING}
-`make parallel-servers` starts `vllm serve` with the plugin at level `{level}` and the middleware, sends a
+`make proof NAME=parallel` starts `vllm serve` with the plugin at level `{level}` and the middleware, sends a
 mixed load with six clients at once, ends the server, and runs `kvledger usage` and `kvledger audit` over
 the journals of all engines. This ran with {software}.
 
