@@ -62,14 +62,7 @@ releases: ## run the scenarios on every vLLM and LMCache release, or on ARGS=cor
 
 docs: ## write the generated pages, boards and rules
 	$(READY) test
-	$(BIN)/python -m kvledger.audit.checks > docs/invariants.md
-	$(BIN)/python -m kvledger.audit.checks.figures_page docs/reconciliation.md
-	$(BIN)/python -m kvledger.audit.glossary > docs/glossary.md
-	$(BIN)/python -m kvledger.exporters.metrics.table > docs/metrics.md
-	$(BIN)/python -m kvledger.exporters.trace.tables > docs/tables.md
-	$(BIN)/python -m kvledger.dashboards.boards dashboards/generated
-	$(BIN)/python -m kvledger.dashboards.rules > dashboards/generated/kvledger-rules.yaml
-	$(BIN)/python -m kvledger.dashboards.rules --markdown > docs/alerts.md
+	$(BIN)/python scripts/pages.py
 
 site: ## build the documentation as a site into build/site
 	@test -x build/docs/bin/mkdocs || $(PYTHON) -m venv build/docs

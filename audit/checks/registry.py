@@ -279,7 +279,7 @@ def markdown() -> str:
     lines = [
         "# What must hold",
         "",
-        "Made by `python -m kvledger.audit.checks`; do not edit.",
+        "Made by `make docs`; do not edit.",
         "",
         "A *violation* means that the engine is wrong. A *drift* means that the engine deliberately counts",
         "by a rule that misleads, or that two computations of one block differ by more than rounding. A",

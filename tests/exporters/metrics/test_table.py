@@ -47,11 +47,6 @@ def values(audits: list[EngineAudit]) -> dict[tuple[str, frozenset[tuple[str, st
     }
 
 
-def test_the_page_is_up_to_date() -> None:
-    """Write it again with: python -m kvledger.exporters.metrics.table > docs/metrics.md"""
-    assert table.markdown() == (ROOT / "docs" / "metrics.md").read_text()
-
-
 def test_names_are_well_formed() -> None:
     names = [metric.name for metric in METRICS]
 

@@ -193,8 +193,3 @@ def _full(path: Path) -> Path:
     draft = path.with_suffix(".full")
     draft.symlink_to("/dev/full")
     return draft
-
-
-def test_docs_tables() -> None:
-    """Write it again with: make docs"""
-    assert tables.markdown() == (ROOT / "docs" / "tables.md").read_text()
