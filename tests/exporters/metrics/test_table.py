@@ -342,8 +342,7 @@ def test_no_label_holds_a_request_id(tmp_path: Path) -> None:
 
 
 def test_work_sums_to_what_was_scheduled(tmp_path: Path) -> None:
-    for number, row in enumerate(GOLDEN):
-        journals.write(tmp_path / f"engine-{number}", row.events())
+    journals.golden(tmp_path)
     audit = audit_paths([tmp_path])
     samples = values(audit.engines)
 
