@@ -6,10 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from scripts.pages import ROOT, generated
 
 FILES = dict(generated())
 TESTING = (ROOT / "docs/testing.md").read_text()
+README = (ROOT / "README.md").read_text()
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE)
 
@@ -31,6 +33,14 @@ def test_every_target_of_make_is_described() -> None:
 
     assert set(TARGETS) == described
     assert 15 >= len(TARGETS)
+
+
+def test_the_workflow_runs_the_commands_of_the_readme() -> None:
+    start = README.partition("\n## ")[0]
+    commands = re.findall(r"^    (make [a-z]+)", start, re.MULTILINE)
+    steps = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]["readme"]["steps"]
+
+    assert ["make demo", "make test"] == commands == [step["run"] for step in steps if "run" in step]
 
 
 def test_documents_name_no_target_that_make_lacks() -> None:
