@@ -23,6 +23,7 @@ class ObservedEngines:
         self.prefiller: Any = None
         """The driver of the engine that all others read from, where ``disaggregated``."""
         self._disaggregated = disaggregated
+        """Whether every engine reads from one more."""
 
     def start(self, **setup: Any) -> Any:
         """Start an engine; returns its driver. A second engine finds what the first one saved."""

@@ -57,9 +57,11 @@ class WorkloadConnector(KVConnectorBase_V1):
         self.held: set[str] = set()
         """Those of them that have ended and were not sent yet."""
         self._asynchronous: dict[str, bool] = {}
+        """Whether the last answer promised an asynchronous load, by request."""
         self._asked: set[str] = set()
         """Requests that asked since they were admitted last."""
         self._loads: list[PlannedLoad] = []
+        """The loads that the next step orders."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         answers = self.answers.get(request.request_id)

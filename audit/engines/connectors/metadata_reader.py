@@ -69,6 +69,7 @@ class MetadataReader:
 
     def __init__(self, connector: Any) -> None:
         self.connector = connector
+        """vLLM's connector."""
 
     @property
     def chunk_tokens(self) -> int:

@@ -55,6 +55,7 @@ class StoreKeys:
         self._signature = inspect.signature(method)
         """The parameters of the lookup."""
         self._hooks = Hooks((asked, lookup), reader.connector, self, self._failed)
+        """The hooks on the connector and its lookup."""
 
     def close(self) -> None:
         """Restore the connector."""

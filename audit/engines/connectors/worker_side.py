@@ -86,6 +86,7 @@ class WorkerWatch:
         self._clear()
         raises = None if raised is None else in_connector(raised)
         self._hooks = Hooks(TABLE, connector, self, failed, raised=raises)
+        """The hooks on the connector."""
 
     def remove(self) -> None:
         """Restore the connector."""
@@ -212,6 +213,7 @@ class WorkerObserver(WorkerJournal):
             rank=int(self._configuration["rank"] or 0),
             raised=self._raised,
         )
+        """Observes the connector."""
         self.begin((Hook("", "clear_connector_metadata", (), after="at_rest"),), connector)
 
     def _hook_failed(self, hook: str, error: Exception, removed: bool) -> None:

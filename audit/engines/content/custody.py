@@ -59,9 +59,11 @@ class CustodyWatch:
 
     def __init__(self, watch: Any, connector: Any, key: int, failed: Failed) -> None:
         self._watch = watch
+        """Has the seals, the step and the log."""
         self.reader: MetadataReader | None = reader_of(connector)
         """Reads the connector's metadata; None: it can't be read, so nothing is observed."""
         self._prints: PartPrints | None = None
+        """Takes the fingerprints of transfers; None: nothing is observed."""
         self._moves = Moves([], [])
         """What the metadata of the present step orders."""
         self._handed_over: dict[str, tuple[object, int]] = {}
@@ -76,10 +78,12 @@ class CustodyWatch:
         """Fingerprints that were not emitted yet, oldest first."""
         reader, layout = self.reader, watch.layout
         self._hooks: Hooks | None = None
+        """The hooks on the connector."""
         if reader is None or "blocks" not in reader.READS or not reader.exact:
             return
         if len(layout.groups) == 1 and not layout.excluded:
             self._group = next(iter(layout.groups.values()))
+            """The only group of the KV cache."""
             from .part_prints import PartPrints
 
             self._prints = PartPrints(self._group.layers, key)

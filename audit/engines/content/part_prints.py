@@ -35,9 +35,11 @@ class PartPrints:
         parts = all_parts(layers)
         factors = [number // 2 for number in range(len(parts))]
         self._prints = fingerprints_of(parts, key, factors=factors)
+        """The fingerprint function."""
         device = parts[0].device
         on_host = device.type == "cpu" and new_event is None
         self._slots = None if on_host else Slots(device, room=ROOM, columns=len(parts), new_event=new_event)
+        """Buffers on the device; None on the host."""
         if self._slots is not None:
             self.read([0]).arrived(wait=True)  # a kernel is compiled at its first call
 

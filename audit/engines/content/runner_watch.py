@@ -123,6 +123,7 @@ class RunnerWatch:
             with contextlib.suppress(EngineMismatch):
                 self._custody = CustodyWatch(self, connector, self._key, failed)
         self._hooks = [Hooks(RUNNER, runner, self, failed)]
+        """The hooks on the runner, the worker and the connector."""
         for table, host in ((WORKER, worker), (CONNECTOR, connector)):
             if host is not None:
                 with contextlib.suppress(EngineMismatch):

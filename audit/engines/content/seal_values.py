@@ -33,6 +33,7 @@ class HostValues:
 
     def __init__(self, blocks: int) -> None:
         self.values = torch.zeros(blocks, dtype=torch.int64)
+        """The fingerprint of each block."""
 
     def seal(self, prints: Fingerprints, blocks: Sequence[int]) -> None:
         """Keep the fingerprints of blocks as they are now."""
@@ -62,7 +63,9 @@ class DeviceValues:
         new_event: Callable[[], Any] | None = None,
     ) -> None:
         self.values = torch.zeros(blocks, dtype=torch.int64, device=device)
+        """The fingerprint of each block."""
         self._slots = Slots(device, new_event=new_event)
+        """Buffers for seals and comparisons."""
         for prints in forms:  # a kernel is compiled at its first call
             self.seal(prints, [0])
             for renew in (False, True):

@@ -40,8 +40,11 @@ class AllocationCollector:
 
     def __init__(self, add: Callable[[Any], None]) -> None:
         self.on_block_allocated = add
-        self.on_block_accessed = self.on_block_evicted = callable  # takes one argument and does nothing
-        self.reset = tuple  # takes none
+        """vLLM calls it with each block that it allocates."""
+        self.on_block_accessed = self.on_block_evicted = callable
+        """Take one argument and do nothing."""
+        self.reset = tuple
+        """Takes no argument and does nothing."""
 
 
 class HashTracker:

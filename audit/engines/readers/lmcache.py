@@ -23,7 +23,9 @@ class LMCacheReader(MetadataReader):
     def __init__(self, connector: Any) -> None:
         super().__init__(connector)
         self.adapter = connector._lmcache_engine
+        """LMCache's part of the connector."""
         self._chunk_tokens = int(self.adapter._lmcache_chunk_size)
+        """Tokens of a chunk of its store."""
 
     @property
     def chunk_tokens(self) -> int:

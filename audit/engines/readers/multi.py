@@ -21,6 +21,7 @@ class MultiReader(MetadataReader):
     def __init__(self, connector: Any, reader_of: Callable[[Any], MetadataReader | None]) -> None:
         super().__init__(connector)
         self.children: list[MetadataReader] = []
+        """The reader of each child, in the order of the children."""
         for child in connector._connectors:
             reader = reader_of(child)
             if reader is None:

@@ -26,9 +26,11 @@ class NixlReader(MetadataReader):
             getattr(parallel, f"{name}_parallel_size", None)
             for name in ("tensor", "pipeline", "decode_context")
         )
+        """The sizes of the engine's parallel groups, which must be equal at both ends."""
         self._permutes = getattr(
             getattr(config, "kv_transfer_config", None), "enable_permute_local_kv", False
         )
+        """Whether received blocks are reordered."""
 
     @property
     def exact(self) -> bool:
