@@ -299,7 +299,7 @@ SECTIONS: dict[str, tuple[Term, ...]] = {
         Term(
             "opaque",
             "A connector whose metadata kvledger can't read. Its loads are assumed to be as planned.",
-            "A connector of your own, without a reader in `audit/engines/readers/`.",
+            "A connector of your own, without a reader in `audit/engines/connector_metadata/`.",
         ),
         Term(
             "transfer",

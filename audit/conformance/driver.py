@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import release
-from .host import EngineSetup, block_hasher, build_request, build_scheduler
+from .engine_setup import EngineSetup, block_hasher, build_request, build_scheduler
 from .runner import FIRST_TOKEN, Accepted, ModelStep, Runner, TransferReport, tokens
 
 __all__ = ["Driver", "EngineSetup", "ModelStep", "tokens"]

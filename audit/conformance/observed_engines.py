@@ -48,7 +48,7 @@ class ObservedEngines:
 
     def _observe(self, driver: Any) -> Any:
         from ..engines import choose, host_version
-        from ..engines.v1 import V1Observer
+        from ..engines.v1_since_0_27 import V1Observer
 
         sink = MemoryRecorder()
         observer = choose(driver.scheduler)(driver.scheduler, sink, version=host_version())

@@ -19,7 +19,7 @@ from itertools import chain
 from typing import Any, Literal
 
 from . import release
-from .host import STOP_TOKEN, EngineSetup
+from .engine_setup import STOP_TOKEN, EngineSetup
 
 FIRST_TOKEN = 3
 _VOCABULARY = range(FIRST_TOKEN, 32_000)

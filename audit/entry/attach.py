@@ -24,7 +24,7 @@ from ..checks.registry import Violation
 from ..client_ids import has_random_suffix
 from ..engines import LEVELS, choose, host_version
 from ..engines.content.attached import worker_of
-from ..engines.v1 import V1Observer
+from ..engines.v1_since_0_27 import V1Observer
 from ..errors import LedgerError
 from ..events import Event, Gap
 from ..hooks import EngineMismatch

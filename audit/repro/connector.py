@@ -17,8 +17,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as _base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from ..engines.connectors.metadata_reader import MetadataReader
-from ..engines.readers import register
+from ..engines.connector_metadata import register
+from ..engines.connector_metadata.metadata_reader import MetadataReader
 from .workload import Answer
 
 _SupportsHMA: Any = getattr(_base, "SupportsHMA", object)  # since 0.11

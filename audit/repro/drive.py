@@ -14,7 +14,7 @@ import msgspec
 from ..checks.auditor import Auditor
 from ..checks.registry import Violation
 from ..conformance.driver import Driver
-from ..conformance.host import STOP_TOKEN, EngineSetup
+from ..conformance.engine_setup import STOP_TOKEN, EngineSetup
 from ..conformance.runner import ModelStep, Runner, tokens
 from ..journal.memory_recorder import MemoryRecorder
 from ..ledger.frozen import Line

@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 from ..conformance.driver import Driver
-from ..conformance.host import EngineSetup
+from ..conformance.engine_setup import EngineSetup
 from .workload import Answer, Request
 
 CHUNK_TOKENS = 256

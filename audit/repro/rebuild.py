@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from ..conformance.driver_v0 import V0Setup
-from ..conformance.host import EngineSetup
+from ..conformance.engine_setup import EngineSetup
 from .cut import Cut, Happened, NotRebuilt, Output, Repeat, Row, Step
 from .lmcache_store import CHUNK_TOKENS
 from .workload import OUT, Op, Request, Segment, Workload

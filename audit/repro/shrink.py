@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ..conformance.host import EngineSetup
+from ..conformance.engine_setup import EngineSetup
 from .drive import Outcome
 from .workers import OutOfTime, Pool
 from .workload import OUT, Op, Request, Segment, Workload

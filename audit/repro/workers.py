@@ -78,7 +78,7 @@ def _version(*, v0: bool) -> str:
     if v0:  # in 0.9 under VLLM_USE_V1=0 no v1 scheduler can be built
         importlib.import_module("vllm.core.scheduler")
     else:
-        from ..conformance.host import EngineSetup, build_scheduler
+        from ..conformance.engine_setup import EngineSetup, build_scheduler
 
         build_scheduler(EngineSetup())
     return host_version()

@@ -14,10 +14,10 @@ from typing import Any
 from ... import events as ev
 from ...hooks import Hook, Hooks
 from ...text import cut_id
+from ..connector_metadata import reader_of
+from ..connector_metadata.metadata_reader import MetadataReader
 from ..pool.isolation import IsolationClasses
-from ..readers import reader_of
 from ..step_log import StepLog
-from .metadata_reader import MetadataReader
 from .store_keys import watch_store_keys
 
 TABLE: tuple[Hook, ...] = (

@@ -14,9 +14,9 @@ from typing import Any
 
 from ... import events as ev
 from ...hooks import Hook, Hooks
+from ..connector_metadata.metadata_reader import MetadataReader
 from ..pool.isolation import IsolationClasses
 from ..step_log import StepLog
-from .metadata_reader import MetadataReader
 
 TOKENS = "token_ids"
 """The parameter with the tokens that are looked up."""

@@ -18,10 +18,10 @@ from typing import Any
 from ... import events as ev
 from ...hooks import Hook, Hooks
 from ...text import cut_id
-from ..readers import reader_of
+from ..connector_metadata import reader_of
+from ..connector_metadata.metadata_reader import MetadataReader
 from ..step_log import Sink, StepLog
 from ..worker_journal import WorkerJournal
-from .metadata_reader import MetadataReader
 from .scheduler_side import Raised, in_connector
 
 logger = logging.getLogger("vllm.kvledger")

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import events as ev
 from ...hooks import Hook, Hooks
-from ..connectors.metadata_reader import MetadataReader, Moves
-from ..readers import reader_of
-from .tables import NULL_BLOCK
+from ..connector_metadata import reader_of
+from ..connector_metadata.metadata_reader import MetadataReader, Moves
+from .block_tables import NULL_BLOCK
 
 if TYPE_CHECKING:
     from .device_buffers import Pending
-    from .part_prints import PartPrints, Rows
+    from .part_fingerprints import PartPrints, Rows
 
 TABLE: tuple[Hook, ...] = (
     Hook("", "bind_connector_metadata", (), after="bound"),
@@ -84,7 +84,7 @@ class CustodyWatch:
         if len(layout.groups) == 1 and not layout.excluded:
             self._group = next(iter(layout.groups.values()))
             """The only group of the KV cache."""
-            from .part_prints import PartPrints
+            from .part_fingerprints import PartPrints
 
             self._prints = PartPrints(self._group.layers, key)
             self._hooks = Hooks(TABLE, connector, self, failed)

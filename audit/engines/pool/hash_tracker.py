@@ -18,7 +18,7 @@ from .allocations import Allocations
 from .call_buffer import CallBuffer, block_ids
 from .caller_stack import Callers
 from .hash_ids import HashId
-from .signatures import method_codes
+from .requirements import method_codes
 
 TAKING_OUTPUT = ("update_from_output", "_update_request_with_output")
 """Methods in which schedulers that run ahead of their outputs cache blocks."""

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from kvledger.audit.engines.content import device_buffers, forms  # noqa: E402
 from kvledger.audit.engines.content.fingerprint import Fingerprints  # noqa: E402
-from kvledger.audit.engines.content.part_prints import PartPrints  # noqa: E402
+from kvledger.audit.engines.content.part_fingerprints import PartPrints  # noqa: E402
 from kvledger.audit.engines.content.seals import Seals  # noqa: E402
 from kvledger.audit.engines.content.sketches import PROJECTIONS, Sketches, SketchWatch  # noqa: E402
 from kvledger.audit.ledger.recomputed import distances  # noqa: E402

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from . import events as ev
-from . import old_events
+from .. import events as ev
+from .. import old_events
 
 LARGEST = 1 << 53
 """The largest length, count or number of tokens that an event may hold."""

@@ -19,7 +19,7 @@ from .admissions import NOTHING, Admissions, Attempt
 from .engine_counts import EngineCounts020
 from .hook_tables import V1, amended, signature
 from .lives import Lives
-from .v1 import Parts, V1Observer
+from .v1_since_0_27 import Parts, V1Observer
 
 HOOKS = amended(
     V1,

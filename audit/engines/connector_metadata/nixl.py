@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from ..connectors.metadata_reader import LoadedBlocks, MetadataReader, Moves
+from .metadata_reader import LoadedBlocks, MetadataReader, Moves
 
 
 class NixlReader(MetadataReader):

@@ -12,9 +12,9 @@ from .. import events as ev
 from ..hooks import Hook
 from .hook_tables import amended, signature
 from .prompt_reports import PromptReports
-from .v1 import Parts, V1Observer
-from .v1_017 import HOOKS_017, V1Observer017
-from .v1_020 import Admissions020
+from .v1_since_0_27 import Parts, V1Observer
+from .v1_until_0_19 import HOOKS_017, V1Observer017
+from .v1_until_0_26 import Admissions020
 
 _SESSION_METHODS = ("_handle_stopped_request", "_update_request_as_session")
 

@@ -1,7 +1,7 @@
 """Patches that write wrong KV into the cache of vLLM 0.32, as faults of engines and connectors do.
 
-Here: one function per defect, as in defects.py. The engine's counts stay right: only the bytes are wrong.
-The worker runs in the scheduler's process. Each defect changes as little as shows it.
+Here: one function per defect, as in defect_patches.py. The engine's counts stay right: only the bytes are
+wrong. The worker runs in the scheduler's process. Each defect changes as little as shows it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .defects import Refusals, replace
+from .defect_patches import Refusals, replace
 
 
 def _caches(config: Any) -> list[Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..connectors.metadata_reader import MetadataReader
+from .metadata_reader import MetadataReader
 
 
 class MultiReader(MetadataReader):

@@ -13,10 +13,10 @@ from ..hooks import Hook
 from .hook_tables import amended, signature
 from .polled_loads import PolledCounts, PolledLoads
 from .steps import Steps
-from .v1 import Parts, V1Observer
-from .v1_012 import HOOKS as HOOKS_012
-from .v1_012 import V1Observer012
-from .v1_020 import Lives020
+from .v1_since_0_27 import Parts, V1Observer
+from .v1_until_0_15 import HOOKS as HOOKS_012
+from .v1_until_0_15 import V1Observer012
+from .v1_until_0_26 import Lives020
 
 HOOKS = amended(
     HOOKS_012,

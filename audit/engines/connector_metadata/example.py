@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..connectors.metadata_reader import LoadedBlocks, MetadataReader, Moves, whole_blocks
+from .metadata_reader import LoadedBlocks, MetadataReader, Moves, whole_blocks
 
 
 class ExampleReader(MetadataReader):

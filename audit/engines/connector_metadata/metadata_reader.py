@@ -5,7 +5,7 @@ connector says which blocks the loads in it will fill and which positions it sav
 keeps its own token counts, what these are. Without a reader kvledger observes what vLLM's base interface
 shows and takes every promised load as ordered (``docs/connectors.md``).
 
-The readers themselves, and which connector each is for, are in ``engines/readers``.
+The readers stand beside this file; which connector each is for is in ``__init__.py``.
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from ..connectors.metadata_reader import MetadataReader
 from .example import ExampleReader
 from .lmcache import LMCacheReader
 from .lmcache_mp import LMCacheMPReader
+from .metadata_reader import MetadataReader
 from .multi import MultiReader
 from .nixl import NixlReader
 from .offloading import OffloadingReader

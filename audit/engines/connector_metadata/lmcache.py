@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from ..connectors.metadata_reader import LoadedBlocks, MetadataReader, Moves, Saved, Tracking, whole_blocks
+from .metadata_reader import LoadedBlocks, MetadataReader, Moves, Saved, Tracking, whole_blocks
 
 
 class LMCacheReader(MetadataReader):

@@ -1,6 +1,6 @@
 """What is recorded of each wrapped method of a block pool.
 
-:class:`~kvledger.audit.hooks.Hooks` wraps the methods listed in ``signatures`` and calls the methods of
+:class:`~kvledger.audit.hooks.Hooks` wraps the methods listed in ``requirements`` and calls the methods of
 :class:`PoolObserver` before and after the engine's own. The wrapper catches whatever they raise. Calls that
 ``hash_tracker`` replaces by reading the pool's state do not come here.
 """

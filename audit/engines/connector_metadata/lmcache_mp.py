@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from ..connectors.metadata_reader import LoadedBlocks, MetadataReader, Moves, Saved
+from .metadata_reader import LoadedBlocks, MetadataReader, Moves, Saved
 
 
 class LMCacheMPReader(MetadataReader):

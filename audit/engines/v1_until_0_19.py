@@ -18,9 +18,9 @@ from ..hooks import Hook
 from .hook_tables import amended, signature
 from .polled_loads import PolledCounts, PolledLoads
 from .prompt_reports import PromptReports
-from .v1 import Parts, V1Observer
-from .v1_020 import HOOKS as HOOKS_020
-from .v1_020 import V1Observer020
+from .v1_since_0_27 import Parts, V1Observer
+from .v1_until_0_26 import HOOKS as HOOKS_020
+from .v1_until_0_26 import V1Observer020
 
 HOOKS_018 = amended(
     HOOKS_020,

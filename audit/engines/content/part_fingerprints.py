@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from .choose_fingerprint import fingerprints_of
 from .device_buffers import Known, Pending, Sent, Slot, Slots
-from .forms import fingerprints_of
-from .parts import all_parts
+from .keys_and_values import all_parts
 
 ROOM = 256
 """Blocks that one slot has room for; a block has a fingerprint for each part."""
