@@ -299,7 +299,7 @@ SECTIONS: dict[str, tuple[Term, ...]] = {
         Term(
             "opaque",
             "A connector whose metadata kvledger can't read. Its loads are assumed to be as planned.",
-            "A connector of your own, without a reader in `audit/engines/readers/`.",
+            "A connector of your own, without a reader in `audit/engines/connector_metadata/`.",
         ),
         Term(
             "transfer",
@@ -567,7 +567,7 @@ def markdown() -> str:
     lines = [
         "# Glossary",
         "",
-        "Made by `python -m kvledger.audit.glossary`; do not edit.",
+        "Made by `make docs`; do not edit.",
         "",
         "`kvledger explain TERM` prints one entry. The invariants are in [invariants](invariants.md).",
     ]
@@ -576,12 +576,3 @@ def markdown() -> str:
         for row in rows:
             lines += ["", f"### {row.name}", "", row.meaning, "", f"Example: {row.example}"]
     return "\n".join(lines) + "\n"
-
-
-def main() -> None:
-    """Print docs/glossary.md."""
-    print(markdown(), end="")
-
-
-if __name__ == "__main__":
-    main()

@@ -66,9 +66,13 @@ class Wrapping:
 
     def __init__(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Any]) -> None:
         self.owner = owner
+        """The object whose method is wrapped."""
         self.name = name
+        """The name of the method."""
         self._covered = getattr(owner, name)
+        """The method as it was."""
         self.wrapper = make(self._covered)
+        """What the object has in its place."""
         try:
             setattr(owner, name, self.wrapper)
         except AttributeError as error:

@@ -1,8 +1,8 @@
-"""Events that no engine emits any more: one event for one kind of pool call.
+"""One event for one call of a block pool. No engine emits them; readers make them.
 
-Journals of earlier versions hold them, so tags and fields stay. Engines emit all calls of a step as one
-:class:`~kvledger.audit.events.PoolCalls`, and ``ledger/blocks/decode.py`` splits it into these events: the
-ledger of blocks posts old and new journals in the same way. Never emit an event of this file.
+Engines emit all pool calls of a step as one :class:`~kvledger.audit.events.PoolCalls`, and
+``ledger/blocks/decode.py`` splits it into these events, which the ledger of blocks posts. Journals of schema
+1 hold them as they are, so tags and fields stay. Never emit an event of this file.
 """
 
 from __future__ import annotations

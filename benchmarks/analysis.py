@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # `python -m benchmarks.analysis` adds this itself
 
-from benchmarks.trace import write_trace
+from tests.simulated_trace import write_trace
 
 FEW = 10_000
 ENGINES = 4

@@ -1,4 +1,4 @@
-"""Reads and writes docs/performance.md: parts of `make bench`, `make instructions`, `make long-run`."""
+"""Reads and writes docs/performance.md: what `make bench`, `make instructions` and the long run found."""
 
 from __future__ import annotations
 

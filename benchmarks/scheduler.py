@@ -43,7 +43,7 @@ from typing import Any
 from benchmarks.stats import Estimate, estimate, percentile, typical_ratio
 from benchmarks.validity import require_complete
 
-from kvledger.audit.conformance.host import EngineSetup, block_hasher, build_request, build_scheduler
+from kvledger.audit.conformance.engine_setup import EngineSetup, block_hasher, build_request, build_scheduler
 from kvledger.audit.conformance.runner import ModelStep, Runner, tokens
 from kvledger.audit.entry import plugin
 from kvledger.audit.journal.recorder import WRITE_SECONDS

@@ -28,8 +28,9 @@ import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from benchmarks import page, trace
-from benchmarks.simulated import Mix
+from benchmarks import page
+from tests.simulated import Mix
+from tests.simulated_trace import write_journal, write_trace
 
 from kvledger.audit.replay import serialize
 from kvledger.audit.replay.windows import EVERYTHING
@@ -59,7 +60,7 @@ def week(folder: Path, hours: int = 168, requests: int = REQUESTS, now: float | 
     """Write the facts of the last ``hours`` hours into ``folder``; returns their bytes."""
     journal = folder / "engine-00"
     shutil.rmtree(folder, ignore_errors=True)
-    trace.write_journal(journal, requests, 0, mix=MIX)
+    write_journal(journal, requests, 0, mix=MIX)
     compact(journal)
     session = kept.load(kept.place(journal))
     assert session is not None
@@ -208,7 +209,7 @@ def main() -> int:
     size = week(arguments.folder / "week", arguments.hours)
     million = arguments.folder / "million"
     if arguments.million and not million.exists():
-        trace.write_trace(million, 1_000_000)
+        write_trace(million, 1_000_000)
     before = {row[0]: row for row in page.read_rows(page.LONG_JOURNALS)}
     rows: list[TableRow] = []
     for words in (*WEEK, *MILLION):

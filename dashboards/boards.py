@@ -3,7 +3,7 @@
 *Provisioning*: a file that Grafana loads from a folder; the data source is a variable of the board.
 *Sharing*: a file that a person imports; Grafana then asks for the data source ``DS_PROMETHEUS``.
 
-``python -m kvledger.dashboards.boards DIR`` writes both; ``generated/`` holds the committed copy.
+``generated/`` holds the committed copy, which `make docs` writes.
 JSON model: https://grafana.com/docs/grafana/latest/dashboards/build-dashboards/view-dashboard-json-model/
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -197,8 +196,3 @@ def put(folder: Path, name: str, text: str) -> Path:
             draft.unlink(missing_ok=True)
         raise LedgerError(f"{folder / name} can't be written: {error.strerror}.") from error
     return folder / name
-
-
-if __name__ == "__main__":
-    for either in FORMS:
-        write(Path(sys.argv[1]) / either, either)

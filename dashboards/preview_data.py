@@ -56,7 +56,9 @@ class Source:
 
     def __init__(self, url: str, span: Span, variables: Mapping[str, str]) -> None:
         self.span = span
+        """The range of time that is drawn."""
         self._url = prometheus_url(url)
+        """The server's address."""
         rate = max(span.step + span.interval, 4 * span.interval)
         self._variables = {
             "__rate_interval": f"{rate:.0f}s",
@@ -64,6 +66,7 @@ class Source:
             "__range": f"{span.seconds:.0f}s",
             **variables,
         }
+        """What Grafana would put in for its variables."""
 
     def series(self, target: Mapping[str, Any]) -> list[Series]:
         """The series of one query of a panel."""

@@ -2,8 +2,8 @@
 
 Names of recorded series are ``level:metric:operation``. Alerts fire on findings, on *unexplained* drift, and
 on everything that makes an absence of findings meaningless: no engine observed, events lost, a sidecar that
-lags or is gone. Drift with a known cause fires no alert. ``python -m kvledger.dashboards.rules`` prints the
-file; ``generated/`` holds the committed copy.
+lags or is gone. Drift with a known cause fires no alert. ``generated/`` holds the committed
+copy, which `make docs` writes.
 
 https://prometheus.io/docs/practices/rules/ and .../alerting/
 """
@@ -11,7 +11,6 @@ https://prometheus.io/docs/practices/rules/ and .../alerting/
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -267,7 +266,7 @@ def text() -> str:
 
 
 def _lines() -> Iterator[str]:
-    yield "# Made by `python -m kvledger.dashboards.rules`; do not edit."
+    yield "# Made by `kvledger dashboards rules`; do not edit."
     yield "groups:"
     yield "  - name: kvledger.recordings"
     yield "    rules:"
@@ -297,7 +296,7 @@ def markdown() -> str:
     lines = [
         "# Alerts",
         "",
-        "Made by `python -m kvledger.dashboards.rules --markdown`; do not edit.",
+        "Made by `make docs`; do not edit.",
         "",
         "`kvledger dashboards rules DIR` writes them, with the recording rules, as one file for",
         "Prometheus's `rule_files`. Each alert's `description` holds the same text as below.",
@@ -309,7 +308,3 @@ def markdown() -> str:
     lines += ["", "## Recorded series", "", "| series | expression |", "|---|---|"]
     lines += [f"| `{row.record}` | `{row.expr.replace('|', chr(92) + '|')}` |" for row in RECORDINGS]
     return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(markdown() if sys.argv[1:] == ["--markdown"] else text(), end="")

@@ -12,7 +12,7 @@ it built again.
 
 A release of LMCache works in the same way on top of a release of vLLM, with its scheduler side only.
 LMCache 0.5.6 is complete, with its server, for whole engines on the vLLM of .venv. nixl-1.5.1 (65 MB to
-download, 241 MB on disk) is not in the matrix and is built only by name, as scripts/cards.py does.
+download, 241 MB on disk) is not in the matrix and is built only by name, as proofs/cards.py does.
 
 Standard library only. pip installs the packages, because pip reads the machine's configuration.
 """

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: the site begins with README.md, has CHANGELOG.md, and has files that pages link to.
+"""Hooks of mkdocs: the site begins with README.md, has the pages beside it, and files that pages link to.
 
 A link from a page to a file outside ``docs`` becomes a link to a copy in the site. Of a link to a folder only
 the text stays.
@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PAGES = {"index.md": "README.md", "CHANGELOG.md": "CHANGELOG.md"}
+PAGES = {"index.md": "README.md"} | {
+    f"{name}.md": f"{name}.md" for name in ("CHANGELOG", "CONTRIBUTING", "SECURITY")
+}
 """Pages that are outside ``docs``, by their names in the site."""
 
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s:]+)(#[^)]*)?\)")

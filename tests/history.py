@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.trace import WALL_SECONDS, write_trace
 from tests import journals, tools
 from tests.histories import events
 from tests.serving.processes import Prometheus, Server
+from tests.simulated_trace import WALL_SECONDS, write_trace
 
 from kvledger.audit.events import Setting
 from kvledger.exporters.metrics import backfill

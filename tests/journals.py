@@ -38,6 +38,13 @@ def write(
     return folder
 
 
+def golden(folder: Path, configuration: dict[str, Setting] | None = None) -> Path:
+    """A folder with a journal of each golden history."""
+    for number, row in enumerate(GOLDEN):
+        write(folder / f"engine-{number:02d}", row.events(), configuration=configuration)
+    return folder
+
+
 def clean(folder: Path) -> Path:
     """A journal of one request with two lives and no finding."""
     return write(folder, events(200, CLEAN))

@@ -1,8 +1,9 @@
 """A second implementation of the accounts: one record per position, a list of steps, no optimisation.
 
 It reads the same events as ``kvledger.audit.ledger`` and shares no code with it: no ranges and no fast path
-for repeats. It is slow on purpose; the longest prompts in the tests have a few hundred tokens. Streams must
-start with the engine: no :class:`Snapshot`, no :class:`Gap`.
+for repeats. What a figure counts is in :mod:`tests.positions`. It is slow on purpose; the longest prompts in
+the tests have a few hundred tokens. Streams must start with the engine: no :class:`Snapshot` and no
+:class:`Gap`.
 
 It does not use the engine's own counts, except for the position of a truncation, the start of a session's
 new chunk and the length of the sequence at the end. It compares the other counts, and keeps differences in
@@ -15,6 +16,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
+
+from tests.positions import Account, Life, Position, Work
 
 from kvledger.audit.events import (
     Admitted,
@@ -34,108 +37,45 @@ from kvledger.audit.events import (
     Stepped,
 )
 
-CAUSE_OF_PROMISES = True
-"""Whether a promise that is discarded unloaded with its life gives the cause of later rework.
-
-False: the position keeps the cause for which it lost its KV in an earlier life.
-"""
-
-SESSION_FORGETS = True
-"""Whether a session's new chunk starts with fresh positions where output was cut off.
-
-True: computing the chunk's tokens is first prompt. False: the positions had KV before, so it is rework with
-the cause ``session``.
-"""
-
 
 @dataclass
-class Position:
-    """Everything that happened at one position of a request's sequence."""
+class NaivePosition(Position):
+    """A position, and why its KV was lost."""
 
-    origin: str | None = None
-    origin_life: int = 0
-    executed: set[int] = field(default_factory=set)
-    """The lives whose steps computed the position."""
-    came: set[int] = field(default_factory=set)
-    """The lives in which a hit or a load gave the position its KV."""
     alive: int = 0
     """The life that holds the KV now; 0: none."""
     lost: str = "unexplained"
     """The cause for which the KV was last lost."""
-    first_output: int = 0
-
-    @property
-    def reached(self) -> bool:
-        """Whether the position ever had KV."""
-        return bool(self.executed or self.came)
 
 
 @dataclass
-class Life:
-    """A life: from an admission to the next preemption, a load failure that frees the blocks, or the end."""
+class NaiveLife(Life):
+    """A life, and the count that the engine keeps of it."""
 
-    number: int
-    local: int
-    external: int
-    asynchronous: bool
-    count: int
-    pending: set[int]
-    over: str | None = None
+    count: int = 0
     steps_scheduled: int = 0
     again: set[int] = field(default_factory=set)
     """Positions rolled back while promised: they are computed, whether loaded or not."""
 
 
 @dataclass
-class Work:
+class NaiveWork(Work):
     """One request's share of a step in flight."""
 
-    life: Life
-    start: int
-    tokens: int
-    drafts: int
-    first_of_life: bool
-    reads_pending: bool
-    void_from: int | None = None
-    """After a failed load: tokens computed from here up have no valid KV below them."""
-    closed: bool = False
-    """Whether these tokens are counted as overrun."""
-    posted: int = 0
-    """How many of the tokens were counted as executed when a later life hit their KV."""
+    first_of_life: bool = False
+    reads_pending: bool = False
 
 
 @dataclass
-class Request:
-    """One request's account, kept by position."""
+class Request(Account):
+    """One request's account, with the causes of what was lost."""
 
-    request: int
-    prompt_tokens: int
-    carried: int = 0
-    positions: dict[int, Position] = field(default_factory=dict)
-    lives: list[Life] = field(default_factory=list)
-    works: list[Work] = field(default_factory=list)
-    finished: bool = False
-    settled: bool = False
-    incomplete: bool = False
-    """Whether an output came while a prompt position had no valid KV; the prompt is settled later then."""
-    settlements: list[dict[str, int]] = field(default_factory=list)
-    plan: tuple[int, int] | None = None
-    counts: Counter[str] = field(default_factory=Counter)
+    works: list[NaiveWork] = field(default_factory=list)
     rework: Counter[str] = field(default_factory=Counter)
     voided: Counter[str] = field(default_factory=Counter)
     discarded: Counter[str] = field(default_factory=Counter)
 
-    def at(self, position: int) -> Position:
-        """The record of one position, created on first use."""
-        assert position >= 0
-        return self.positions.setdefault(position, Position())
-
-    @property
-    def life(self) -> Life | None:
-        """The present life, if any."""
-        if self.lives and self.lives[-1].over is None:
-            return self.lives[-1]
-        return None
+    position = NaivePosition
 
     @property
     def undelivered(self) -> int:
@@ -145,21 +85,9 @@ class Request:
     # Positions get KV.
 
     def come(self, life: Life, position: int, source: str) -> None:
-        """A hit or a load gives one position its KV."""
-        one = self.at(position)
-        if one.reached:
-            self.counts["hit_again" if source == "local" else "loaded_again"] += 1
-        one.came.add(life.number)
-        if life.over is None and position not in life.again:
-            one.alive = life.number
-        if one.origin is None:
-            one.origin, one.origin_life = source, life.number
-
-    def load(self, life: Life, position: int) -> None:
-        """A promised position was loaded."""
-        life.pending.discard(position)
-        self.counts["loaded"] += 1
-        self.come(life, position, "external")
+        super().come(life, position, source)
+        if not life.over and position not in life.again:
+            self.at(position).alive = life.number
 
     def void(self, life: Life, position: int, cause: str) -> None:
         """A promised position will not be loaded."""
@@ -167,26 +95,14 @@ class Request:
         self.voided[cause] += 1
 
     def execute(self, work: Work, position: int) -> None:
-        """A scheduled position was computed by the model."""
         one = self.at(position)
-        if one.reached:
+        if one.has_kv:
             self.rework[one.lost] += 1
-        elif position < self.prompt_tokens:
-            self.counts["first_prompt"] += 1
-        else:
-            self.counts["first_output"] += 1
-            one.first_output += 1
-        one.executed.add(work.life.number)
-        if work.void_from is not None and position >= work.void_from:
-            if not one.alive:
-                one.lost = "load_failed"
-            return
-        if one.origin is None:
-            one.origin, one.origin_life = "computed", work.life.number
-        if work.life.over is None:
+        super().execute(work, position)
+        if self.is_valid(work, position) and not work.life.over:
             one.alive = work.life.number
         elif not one.alive:
-            one.lost = work.life.over
+            one.lost = work.life.over if self.is_valid(work, position) else "load_failed"
 
     # Positions lose KV.
 
@@ -197,88 +113,50 @@ class Request:
             one.alive = 0
             one.lost = cause
 
-    def end_life(self, life: Life, cause: str, void_cause: str) -> None:
+    def distrust(self, life: Life, valid: int) -> None:
+        for number, one in self.positions.items():
+            if number >= valid:
+                if life.number in one.came and life.number not in one.executed:
+                    # The KV was never valid: the cause for which the position lost KV before stays.
+                    one.alive = 0
+                self.lose(number, "load_failed")
+        super().distrust(life, valid)
+
+    def end_life(self, life: NaiveLife, cause: str, void_cause: str) -> None:
         """Discard everything of the life."""
-        in_flight = any(work.life is life and not work.closed for work in self.works)
-        if life.asynchronous or void_cause != "preempted" or not in_flight:  # else the step in flight loads
+        own = [work for work in self.works if work.life is life and not work.overrun]
+        if life.asynchronous or void_cause != "preempted" or not own:  # else the step in flight loads
             for position in sorted(life.pending):
                 self.void(life, position, void_cause)
-        own = [work for work in self.works if work.life is life and not work.closed]
-        scheduled = sum(work.tokens for work in own if work.void_from is None)
+        scheduled = sum(work.tokens for work in own if work.valid_below is None)
         promised = range(life.local, min(life.local + life.external, life.count - scheduled))
         for position in range(life.count):
             self.lose(position, cause)
-            if CAUSE_OF_PROMISES and position in promised:
+            if position in promised:
                 self.at(position).lost = cause
         self.discarded[cause] += life.count
         life.count = 0
         life.over = cause
 
-    def overrun(self) -> None:
-        """Count the tokens in flight as overrun."""
-        for work in self.works:
-            if not work.closed:
-                self.counts["overrun"] += work.tokens - work.posted
-                work.closed = True
-                if work.life.over is not None:
-                    for position in sorted(work.life.pending):
-                        self.void(work.life, position, "preempted")
-
-    def past_the_end(self, end: int) -> None:
-        """Count output computed from position ``end`` up as overrun."""
-        for number, position in self.positions.items():
-            if number >= end and position.first_output:
-                self.counts["first_output"] -= position.first_output
-                self.counts["overrun"] += position.first_output
-                position.first_output = 0
+    def overrun(self, works: list[Work]) -> None:
+        for work in works:
+            if not work.overrun and work.life.over:
+                for position in sorted(work.life.pending):
+                    self.void(work.life, position, "preempted")
+        super().overrun(works)
 
     # The figures.
 
-    def settle(self) -> None:
-        """Attribute every position of the present prompt or chunk, once."""
-        origins: Counter[str] = Counter()
-        for position in range(self.carried, self.prompt_tokens):
-            origins[self.at(position).origin or "unattained"] += 1
-        self.settlements.append(
-            {
-                "local": origins["local"],
-                "external": origins["external"],
-                "computed": origins["computed"],
-                "unattained": origins["unattained"],
-                "carried": self.carried,
-                "prompt_tokens": self.prompt_tokens,
-            }
-        )
-        self.settled = True
-
-    def result(self) -> dict[str, Any]:
-        """The account as plain figures."""
-        figures: dict[str, Any] = {
-            name: self.counts[name]
-            for name in (
-                "scheduled",
-                "first_prompt",
-                "first_output",
-                "rejected",
-                "overrun",
-                "hit_again",
-                "loaded_again",
-                "preemptions",
-                "promised",
-                "loaded",
-            )
+    def figures(self) -> dict[str, Any]:
+        causes = {name: getattr(self, name) for name in ("rework", "voided", "discarded")}
+        return {
+            **super().figures(),
+            **{name: {cause: n for cause, n in tokens.items() if n} for name, tokens in causes.items()},
+            "computed": self.life.count if self.life else 0,
+            "in_flight": self.undelivered,
+            "unclassified": sum(work.tokens - work.executed for work in self.works if not work.overrun),
+            "pending": sum(len(life.pending) for life in self.lives),
         }
-        figures["rework"] = {cause: tokens for cause, tokens in self.rework.items() if tokens}
-        figures["voided"] = {cause: tokens for cause, tokens in self.voided.items() if tokens}
-        figures["discarded"] = {cause: tokens for cause, tokens in self.discarded.items() if tokens}
-        figures["settlements"] = [dict(settled) for settled in self.settlements]
-        figures["plan"] = self.plan
-        life = self.life
-        figures["computed"] = life.count if life else 0
-        figures["in_flight"] = self.undelivered
-        figures["unclassified"] = sum(work.tokens - work.posted for work in self.works if not work.closed)
-        figures["pending"] = sum(len(life.pending) for life in self.lives)
-        return figures
 
 
 class Naive:
@@ -291,11 +169,11 @@ class Naive:
         self._scheduled: dict[int, tuple[int, int]] = {}
         self._sampled: dict[int, int] = {}
         self._order: list[int] = []
-        self._flight: list[dict[int, Work]] = []
+        self._flight: list[dict[int, NaiveWork]] = []
 
     def result(self) -> dict[int, dict[str, Any]]:
         """Every request's figures."""
-        return {number: one.result() for number, one in self.requests.items()}
+        return {number: one.figures() for number, one in self.requests.items()}
 
     def compare(self, event: Event, count: str, reported: int, ours: int) -> None:
         """Compare an engine-reported count with the model's."""
@@ -306,7 +184,7 @@ class Naive:
         """Post one event."""
         match event:
             case RequestAdded():
-                self.requests[event.request] = Request(event.request, event.prompt_tokens)
+                self.requests[event.request] = Request(event.prompt_tokens)
             case Admitted():
                 self._admitted(event)
             case LoadPlanned():
@@ -346,7 +224,7 @@ class Naive:
         one = self.requests[event.request]
         assert one.life is None, "admitted twice"
         local, external = event.local_tokens, event.external_tokens
-        life = Life(
+        life = NaiveLife(
             number=len(one.lives) + 1,
             local=local,
             external=external,
@@ -356,14 +234,14 @@ class Naive:
         )
         one.lives.append(life)
         for work in one.works:  # steps run in order, so these fill the blocks before the new life reads them
-            if not work.closed and work.life is not life and not work.life.asynchronous:
+            if not work.overrun and work.life is not life and not work.life.asynchronous:
                 for position in [each for each in sorted(work.life.pending) if each < local]:
                     one.load(work.life, position)
-            while work.posted < work.tokens - work.drafts and work.start + work.posted < local:
-                if work.closed or work.life is life:
+            while work.executed < work.tokens - work.drafts and work.start + work.executed < local:
+                if work.overrun or work.life is life:
                     break
-                one.execute(work, work.start + work.posted)
-                work.posted += 1
+                one.execute(work, work.start + work.executed)
+                work.executed += 1
         for position in range(local):
             one.come(life, position, "local")
         for position in range(local + external, local):
@@ -401,28 +279,17 @@ class Naive:
         for position in sorted(life.pending):
             if position >= valid:
                 one.void(life, position, "failed")
-        for number, record in one.positions.items():
-            if number < valid:
-                continue
-            if record.origin_life == life.number:
-                record.origin, record.origin_life = None, 0
-            if life.number in record.came:
-                # It was never valid: what it was lost for before stays the cause, unless this
-                # life had executed it since.
-                record.came.discard(life.number)
-                if life.number not in record.executed:
-                    record.alive = 0
-            one.lose(number, "load_failed")
+        one.distrust(life, valid)
         for work in one.works:
-            if work.life is life and not work.closed:
-                work.void_from = min(valid, work.void_from if work.void_from is not None else valid)
+            if work.life is life and not work.overrun:
+                work.valid_below = min(valid, work.valid_below if work.valid_below is not None else valid)
         life.count = valid
 
     def _rolled_back(self, event: RolledBack) -> None:
         one = self.requests[event.request]
         life = one.life
         if event.cause == "session":
-            one.overrun()
+            one.overrun(one.works)
         if life is None:
             return
         self.compare(event, "before the roll back", event.before_tokens, life.count)
@@ -447,14 +314,14 @@ class Naive:
         for request, tokens, drafts, computed in zip(*[iter(changed)] * 4, strict=True):
             self._scheduled[request] = (tokens, drafts)
             stated[request] = computed
-        step: dict[int, Work] = {}
+        step: dict[int, NaiveWork] = {}
         for request, (tokens, drafts) in self._scheduled.items():
             one = self.requests[request]
             life = one.life
             assert life is not None, "scheduled without an admission"
             if one.plan is None:
                 one.plan = (life.local, life.external)
-            work = Work(
+            work = NaiveWork(
                 life=life,
                 start=life.count,
                 tokens=tokens,
@@ -484,10 +351,10 @@ class Naive:
             if request not in ignored:
                 self._sampled[request] = tokens
             one.works.remove(work)
-            if not work.closed:
+            if not work.overrun:
                 self._answer(one, work, tokens, request in ignored)
 
-    def _answer(self, one: Request, work: Work, sampled: int, ignored: bool) -> None:
+    def _answer(self, one: Request, work: NaiveWork, sampled: int, ignored: bool) -> None:
         life = work.life
         if work.first_of_life and not life.asynchronous:
             for position in sorted(life.pending):
@@ -495,25 +362,13 @@ class Naive:
         if work.reads_pending:
             for position in sorted(life.pending):
                 one.void(life, position, "never_loaded")
-        rejected = 0
-        if work.drafts and sampled > 0:
-            rejected = work.drafts - (sampled - 1)
-            one.counts["rejected"] += rejected
-        for position in range(work.start + work.posted, work.start + work.tokens - rejected):
+        rejected = one.reject(work, sampled, one.works)
+        for position in range(work.start + work.executed, work.start + work.tokens - rejected):
             one.execute(work, position)
-        if rejected and life.over is None and not ignored:
+        if rejected and not life.over and not ignored:
             life.count -= rejected
-        if rejected:
-            # The device executes the next steps lower, whatever the scheduler makes of this one.
-            # A step scheduled after a truncation already starts below the garbage of those before.
-            for later in one.works:
-                if later.life is life and (later.void_from is None) == (work.void_from is None):
-                    later.start -= rejected
-        if sampled > 0 and not ignored and not one.settled:
-            if all(one.at(position).origin for position in range(one.carried, one.prompt_tokens)):
-                one.settle()
-            else:
-                one.incomplete = True
+        if sampled > 0 and not ignored:
+            one.answer()
 
     # Preemption, sessions, the end.
 
@@ -529,18 +384,7 @@ class Naive:
 
     def _extended(self, event: Extended) -> None:
         one = self.requests[event.request]
-        if one.incomplete and not one.settled:
-            one.settle()
-        one.prompt_tokens = event.prompt_tokens
-        one.carried = event.computed_tokens
-        one.settled = one.incomplete = False
-        for number, position in one.positions.items():
-            if number >= one.carried:
-                position.origin, position.origin_life = None, 0
-                if SESSION_FORGETS:
-                    position.first_output = 0
-                    position.executed.clear()
-                    position.came.clear()
+        one.extend(event.computed_tokens, event.prompt_tokens)
         self.compare(event, "extended", event.computed_tokens, one.life.count if one.life else 0)
 
     def _finished(self, event: Finished) -> None:
@@ -551,7 +395,7 @@ class Naive:
         self.compare(event, "computed at the end", event.computed_tokens, life.count if life else 0)
         if event.in_flight_tokens >= 0:
             self.compare(event, "in flight at the end", event.in_flight_tokens, one.undelivered)
-        one.overrun()
+        one.overrun(one.works)
         if event.sequence_tokens >= 0:
             one.past_the_end(event.sequence_tokens)
         if life is not None:

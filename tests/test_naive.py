@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import given
+from tests.columns import by_title, expect_row
 from tests.examples import examples
 from tests.histories import (
     DOCUMENTED,
@@ -25,43 +24,6 @@ from tests.strategies import Story, random_histories
 from kvledger.audit.events import Delivered, Event, Repeated, Stepped
 
 
-def by_title(row: Golden | Woven) -> str:
-    """The title of a row, as the name of its test."""
-    return row.title
-
-
-def expect(row: Golden, figures: dict[str, Any]) -> None:
-    """Every column of one golden row."""
-    assert (
-        row.scheduled,
-        row.first_prompt,
-        row.first_output,
-        row.rework,
-        row.rejected,
-        row.overrun,
-        row.loaded_again,
-        row.hit_again,
-        row.plan,
-    ) == (
-        figures["scheduled"],
-        figures["first_prompt"],
-        figures["first_output"],
-        sum(figures["rework"].values()),
-        figures["rejected"],
-        figures["overrun"],
-        figures["loaded_again"],
-        figures["hit_again"],
-        figures["plan"],
-    )
-    sources = ("local", "external", "computed", "unattained")
-    settled = [tuple(chunk[source] for source in sources) for chunk in figures["settlements"]]
-    assert [row.settled, *row.later] == settled
-    if row.rework_by_cause is not None:
-        assert row.rework_by_cause == figures["rework"]
-    if row.voided is not None:
-        assert row.voided == figures["voided"]
-
-
 @pytest.mark.parametrize("row", GOLDEN, ids=by_title)
 def test_golden_history(row: Golden) -> None:
     """The model gives the row's figures, the row adds up, and every engine-reported count agrees."""
@@ -71,7 +33,7 @@ def test_golden_history(row: Golden) -> None:
         model.apply(event)
     figures = model.result()[0]
 
-    expect(row, figures)
+    expect_row(row, figures)
     check(figures)
     assert [] == model.differences
 
@@ -85,7 +47,7 @@ def test_requests_that_share_steps_have_separate_accounts(woven: Woven) -> None:
     figures = model.result()
 
     for number, row in enumerate(woven.rows):
-        expect(row, figures[number])
+        expect_row(row, figures[number])
         check(figures[number])
     assert [] == model.differences
 

@@ -55,7 +55,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 class SizePoint(msgspec.Struct, frozen=True, kw_only=True):
     """Hits with one size and policy. ``blocks`` None: a cache without a limit.
 
-    ``short_blocks``: blocks that running requests needed beyond the size, so requests would be preempted.
+    ``gained_points``: more than at the recorded size, in percentage points. ``evicted_blocks``: how often a
+    cached block was evicted. ``short_blocks``: blocks that running requests needed beyond the size, so
+    requests would be preempted.
     """
 
     blocks: int | None
@@ -70,7 +72,8 @@ class SizePoint(msgspec.Struct, frozen=True, kw_only=True):
 class TierPoint(msgspec.Struct, frozen=True, kw_only=True):
     """What a second tier of one size gives beside the pool of the recorded size.
 
-    A trace of no pool is replayed on the smallest size that was asked for.
+    A trace of no pool is replayed on the smallest size that was asked for. ``bytes`` and ``blocks``: its
+    size. ``tier_tokens``: hits beyond the local ones.
     """
 
     bytes: int
@@ -80,7 +83,7 @@ class TierPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockSizePoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Hits with larger blocks and the same memory."""
+    """Hits with larger blocks and the same memory. ``gained_points``: as in SizePoint."""
 
     block_tokens: int
     blocks: int
@@ -90,7 +93,8 @@ class BlockSizePoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Preemptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What preemptions cost, and how many blocks would have avoided all of them."""
+    """What ``preemptions`` cost, and how many blocks the pool needs (``blocks_needed``) to avoid all of
+    them."""
 
     preemptions: int
     computed_again_tokens: int
@@ -98,7 +102,7 @@ class Preemptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Resets(msgspec.Struct, frozen=True, kw_only=True):
-    """Hits lost to the recorded resets, and to one more reset half way through."""
+    """Hits lost to the recorded ``resets`` of the prefix cache, and to one more reset half way through."""
 
     resets: int
     lost_tokens: int
@@ -108,8 +112,10 @@ class Resets(msgspec.Struct, frozen=True, kw_only=True):
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """The replay at the recorded size beside the recorded hits.
 
-    ``equal_admissions`` of ``admissions`` hit exactly as many tokens. Without a recorded pool there is
-    nothing to compare, and ``residual_points`` is None.
+    ``equal_admissions`` of ``admissions`` hit exactly as many tokens. ``residual_points``: how far the
+    replayed hit rate is from the recorded one; without a recorded pool there is nothing to compare, and it is
+    None. ``trusted``: it is small enough to believe the other figures; ``doubts``: why not, one sentence
+    each.
     """
 
     hit_tokens: int
@@ -144,7 +150,12 @@ GroupOf = Callable[[TraceRequest], str]
 
 
 class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything for one engine. Shares are of ``prompt_tokens``, 1 for all; points are of 100."""
+    """Everything for one engine. Shares are of ``prompt_tokens``, 1 for all; points are of 100.
+
+    ``engine``, ``version``: its name and the release of vLLM. ``blocks``: the recorded pool; 0: a trace of no
+    pool. ``sentence``: the answer in one sentence. ``curve``: hits by size and policy; ``ideal``: without a
+    limit. ``smaller_blocks_gain_at_most``: in percentage points.
+    """
 
     engine: str
     version: str
@@ -187,27 +198,39 @@ class _Study:
 
     def __init__(self, trace: BlockTrace, options: Options, sample: Sample | None, many: Many | None) -> None:
         self.trace = trace
+        """What was recorded."""
         self.sample = sample
+        """The part of the trace that is replayed in its place; None: all is."""
         self.replayed = trace if sample is None else sample.trace
         """What pools replay."""
         self.share = 1.0 if sample is None else sample.share
+        """The share of the blocks that is replayed."""
         self.options = options
+        """What to replay."""
         self.name = next(iter(options.policies))
+        """The policy that is used for everything but the curve."""
         self._replays = Replays(self.replayed, options.policies, self.share)
+        """Runs a replay."""
         self._done: dict[Replay, Replayed] = {}
+        """The results of replays, so that none runs twice."""
         first = [number for number, life in enumerate(trace.lives) if life.counted and not life.resumed]
         self.counted = first[int(len(first) * options.skip) :]
         """The lives whose hits are counted."""
         self.prompt_tokens = sum(self._request(number).prompt_tokens for number in self.counted)
+        """Tokens of the counted prompts, of which every share is a part."""
         if many is not None:
             wanted = list(dict.fromkeys(self._wanted()))
             self._done = dict(zip(wanted, many(wanted), strict=True))
         unlimited = self._unlimited = self._replayed(Replay(None))
+        """The replay in a cache without a limit."""
         present = self._present = self._replayed(self._of_size(trace.blocks)) if trace.blocks else None
+        """The replay at the recorded size; None for a trace of no pool."""
         self.present = self._tokens(present.hits if present else unlimited.hits)
         """Hits of the replay at the recorded size, or without a limit if there is none."""
         self.ideal = self._point(None, "", unlimited)
+        """The point of the curve without a limit."""
         self.calibration = self._calibrated(present)
+        """The replay at the recorded size beside the recorded hits."""
 
     def result(self, groups: list[GroupPoint]) -> WhatIf:
         trace = self.trace

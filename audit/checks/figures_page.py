@@ -1,15 +1,12 @@
-"""Writes the tables of docs/reconciliation.md: which counters are compared, and what each figure means.
+"""The tables of docs/reconciliation.md: which counters are compared, and what each figure means.
 
-``python -m kvledger.audit.checks.figures_page docs/reconciliation.md`` replaces what stands from the heading
-"What is compared" on. The tables are those of ``figures.py``.
+`make docs` replaces the page from the heading "What is compared" on. ``figures.py`` has the rows.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from itertools import groupby
-from pathlib import Path
 
 from .figures import FIGURES, Compared, Figure
 
@@ -73,8 +70,3 @@ def _figure(figure: Figure) -> Iterator[str]:
     for row in figure.deviations:
         found = f"`{row.finds}`" if row.finds else ""
         yield f"| {row.releases} | {row.counts} | {found} |"
-
-
-if __name__ == "__main__":
-    path = Path(sys.argv[1])
-    path.write_text(replaced(path.read_text()))

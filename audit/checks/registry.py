@@ -4,8 +4,8 @@ An invariant is a small pure function that takes a ledger entry and yields a :cl
 violation. Its docstring is its definition: the first paragraph says what must hold, the rest when it is
 violated. A witness holds figures; its sentence is rendered from the template beside the check.
 
-The checks are in ``tokens.py``, ``blocks.py``, ``connector.py``, ``prompt_drifts.py`` and
-``lookup_drifts.py``, which register themselves here when they are imported. This module imports none of them.
+Each family of checks is a module beside this one, which registers its checks here when it is imported. This
+module imports none of them.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ def markdown() -> str:
     lines = [
         "# What must hold",
         "",
-        "Made by `python -m kvledger.audit.checks`; do not edit.",
+        "Made by `make docs`; do not edit.",
         "",
         "A *violation* means that the engine is wrong. A *drift* means that the engine deliberately counts",
         "by a rule that misleads, or that two computations of one block differ by more than rounding. A",

@@ -50,6 +50,7 @@ class DecodingDriver(DriverWithWorker):
     def __init__(self, setup: EngineSetup, *, salt: str, prefiller: DriverWithWorker) -> None:
         super().__init__(setup, salt=salt)
         self.prefiller = prefiller
+        """Drives the engine that prefills."""
 
     def add(
         self,

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import release
-from .host import EngineSetup, block_hasher, build_request, build_scheduler
+from .engine_setup import EngineSetup, block_hasher, build_request, build_scheduler
 from .runner import FIRST_TOKEN, Accepted, ModelStep, Runner, TransferReport, tokens
 
 __all__ = ["Driver", "EngineSetup", "ModelStep", "tokens"]
@@ -24,16 +24,23 @@ class Driver:
     def __init__(self, setup: EngineSetup | None = None, *, seed: int = 0, record: bool = True) -> None:
         """With `record`, `delivered` keeps every EngineCoreOutput; benchmarks switch this off."""
         self.setup = setup or EngineSetup()
+        """How the engine is configured."""
         self.scheduler: Any = build_scheduler(self.setup)
+        """vLLM's scheduler."""
         self.runner = Runner(self.setup, seed)
+        """Answers steps in place of a model."""
         self.in_flight: deque[ModelStep] = deque()
         """Scheduled steps whose output is not delivered yet."""
         self.delivered: dict[str, list[Any]] = {}
         """Outputs by request id."""
         self._record = record
+        """Whether outputs are kept."""
         self._depth = 2 if self.setup.asynchronous else 1
+        """How many steps may be in flight."""
         self._hasher = block_hasher(self.scheduler)
+        """Computes the block hashes of a request; None in vLLM 0.9, whose KV cache manager does."""
         self._added = 0
+        """How many requests were added."""
 
     @property
     def connector(self) -> Any:

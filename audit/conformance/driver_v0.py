@@ -50,10 +50,15 @@ class _ExecutedStep:
 
     def __init__(self, metadata: list[Any], outputs: Any, asynchronous: bool) -> None:
         self.groups = [scheduled.seq_group for scheduled in outputs.scheduled_seq_groups]
+        """The sequence groups of the step."""
         self.chunks = [row.token_chunk_size for row in metadata]
+        """Tokens that it computed of each."""
         self.samples = [row.do_sample for row in metadata]
+        """Whether it sampled a token of each."""
         self.asynchronous = asynchronous
+        """Whether the output is processed in the next step."""
         self.skip: set[int] = set()
+        """Places of the groups whose output was processed early."""
 
 
 class V0Driver:
@@ -61,15 +66,21 @@ class V0Driver:
 
     def __init__(self, setup: V0Setup) -> None:
         self.setup = setup
+        """How the engine is configured."""
         self.outputs: dict[str, list[int]] = {}
         """Output tokens by request id."""
         self.groups: dict[str, Any] = {}
+        """vLLM's sequence groups, by request id."""
         self.steps = 0
+        """How many steps were scheduled."""
         self._pending: deque[_ExecutedStep] = deque()
+        """Executed steps whose output is not processed yet."""
         self._added = 0
+        """How many requests were added."""
         self.scheduler: Any = _build_scheduler(
             setup, self._process_pending_output_of if setup.asynchronous else None
         )
+        """vLLM's v0 scheduler."""
 
     # Calls of clients.
 

@@ -23,6 +23,7 @@ class ObservedEngines:
         self.prefiller: Any = None
         """The driver of the engine that all others read from, where ``disaggregated``."""
         self._disaggregated = disaggregated
+        """Whether every engine reads from one more."""
 
     def start(self, **setup: Any) -> Any:
         """Start an engine; returns its driver. A second engine finds what the first one saved."""
@@ -47,7 +48,7 @@ class ObservedEngines:
 
     def _observe(self, driver: Any) -> Any:
         from ..engines import choose, host_version
-        from ..engines.v1 import V1Observer
+        from ..engines.v1_since_0_27 import V1Observer
 
         sink = MemoryRecorder()
         observer = choose(driver.scheduler)(driver.scheduler, sink, version=host_version())

@@ -63,7 +63,7 @@ class SituationResult(msgspec.Struct, frozen=True):
 
     ``external_tokens`` is what the ledger counts as loaded from the store, ``served_tokens`` what the cache
     really held when a request began to run over it. ``problems`` has one sentence for each thing that
-    went wrong; JSON calls it ``broke``.
+    went wrong.
     """
 
     situation: str
@@ -71,19 +71,19 @@ class SituationResult(msgspec.Struct, frozen=True):
     outcome: Outcome
     external_tokens: int
     served_tokens: int
-    problems: list[str] = msgspec.field(name="broke")
+    problems: list[str]
 
 
 class ScoreCard(msgspec.Struct, frozen=True):
     """A connector's score card.
 
-    ``connector_metadata`` is ``read`` where kvledger has a reader for it and ``opaque`` where not; JSON
-    calls it ``plan``. ``disaggregated``: the store is another engine's cache.
+    ``connector_metadata`` is ``read`` where kvledger has a reader for it and ``opaque`` where not.
+    ``disaggregated``: the store is another engine's cache.
     """
 
     connector: str
     engine: str
-    connector_metadata: str = msgspec.field(name="plan")
+    connector_metadata: str
     rows: list[SituationResult]
     disaggregated: bool = False
 

@@ -218,6 +218,7 @@ class DriverWithWorker(Driver):
         super().__init__(setup, **how)
         self.salt = salt
         self.worker = Worker.of(self.scheduler)
+        """The connector's worker side, and a KV cache with known contents."""
         offered = self.worker.connector.get_handshake_metadata()
         if offered is not None:  # this is the only worker
             self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): offered})

@@ -1,13 +1,14 @@
 """The table of upstream defects that the demo can put back into its engine.
 
 Here: name, summary and upstream report of each, its workload, and the invariant that should report it.
-Not here: the patches (defects.py) and the run (engine.py).
+Not here: the patches (defect_patches.py) and the run (engine.py).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import content_defects, defects
+from . import content_defect_patches as content_defects
+from . import defect_patches as defects
 from .workload import COMPUTED_TWICE, DEFAULT_WAVES, EVICTED_WHILE_WAITING, OLDEST_HIT, OUTGROWN, Wave
 
 

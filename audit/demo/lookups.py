@@ -73,8 +73,11 @@ class LookupReport:
         self.to_reported: Differences = {}
         """The differences that lead from :attr:`counters` to :attr:`reported`."""
         self._resumed = LookupTotals()
+        """Lookups after a preemption, which the engine's counters leave out."""
         self._failed = LookupTotals()
+        """Lookups of attempts that led to no admission."""
         self._first: dict[int, LookupTotals] = {}
+        """Lookups of admissions that are not after a preemption, by request."""
         accounts = self._read(events)
         if set(COUNTERS.values()) <= counters.keys():
             exported = {name: int(counters[metric]) for name, metric in COUNTERS.items()}

@@ -65,16 +65,23 @@ class Demo:
         self, folder: Path, injection: Injection | None, result: dict[str, Any], failure: str | None
     ) -> None:
         self.journal = folder / JOURNAL
+        """The folder of the engine's journal."""
         self.log = folder / "engine.log"
+        """What the engine printed."""
         self.injection = injection
+        """The injected defect; None without one."""
         self.failure = failure
         """How the engine failed; None where it did not."""
         self.version = str(result.get("version", ""))
+        """The release of vLLM."""
         self.elapsed_seconds = float(result.get("elapsed_seconds", 0.0))
+        """How long the engine served."""
         self.refusals: list[str] = result.get("refused_by_the_engines_counters", [])
         """What the engine's counters raised when they refused a figure."""
         self.audit: Audit = audit_paths([self.journal], keep=True)
+        """The audit of the journal."""
         self.accounts = [account for engine in self.audit.engines for account in engine.accounts]
+        """Every account of it."""
         exported: dict[str, float] = result.get("counters", {})
         self.counters = engine_counters(exported)
         """The engine's own counters of prompt tokens by source; None where it exported none."""
@@ -86,6 +93,7 @@ class Demo:
             )
         events = (row for engine in self.audit.engines for row in read(engine.path))
         self.lookups = LookupReport(events, exported)
+        """Lookups of the prefix cache, by admission and as the engine counts them."""
         preemptions = exported.get(PREEMPTIONS)
         self.engine_preemptions = None if preemptions is None else int(preemptions)
         """The engine's own count of preemptions."""

@@ -10,16 +10,16 @@ from operator import attrgetter
 from typing import Any
 
 from ..hooks import EngineMismatch, check
-from .host_classes import bare_scheduler, engine_core, engine_processes
-from .pool.signatures import differences as pool_differences
-from .readers import metadata_readers
+from .connector_metadata import metadata_readers
+from .pool.requirements import differences as pool_differences
 from .source_files import HostSource, read
 from .v0.observer import V0Observer
-from .v1 import V1Observer
-from .v1_009 import V1Observer009
-from .v1_012 import V1Observer012
-from .v1_017 import V1Observer017, V1Observer018
-from .v1_020 import V1Observer020, V1Observer026
+from .v1_since_0_27 import V1Observer
+from .v1_until_0_11 import V1Observer009
+from .v1_until_0_15 import V1Observer012
+from .v1_until_0_19 import V1Observer017, V1Observer018
+from .v1_until_0_26 import V1Observer020, V1Observer026
+from .vllm_classes import bare_scheduler, engine_core, engine_processes
 
 __all__ = [
     "ADAPTERS",

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from .. import events as ev
-from .connectors.metadata_reader import Saved
+from .connector_metadata.metadata_reader import Saved
 from .engine_counts import EngineCounts
 from .observer import Observer
 from .prompt_reports import PromptReports

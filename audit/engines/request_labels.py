@@ -45,7 +45,9 @@ class LabelReader:
 
     def __init__(self, classes: IsolationClasses, pattern: re.Pattern[str] | None = None) -> None:
         self._classes = classes
+        """Makes the class of a cache salt."""
         self._pattern = pattern
+        """Finds the group in a request id; None: requests have no group."""
         self._groups: set[str] = set()
         """The groups seen so far."""
 

@@ -96,7 +96,9 @@ class _Sources:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        """The folder of the package."""
         self._trees: dict[str, list[ast.stmt]] = {}
+        """The statements of each module that was read, by its name."""
 
     def version(self) -> str:
         """``vllm.__version__``."""

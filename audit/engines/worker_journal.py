@@ -28,10 +28,18 @@ class WorkerJournal:
     def __init__(
         self, sink: Sink, version: str, adapter: str, configuration: Mapping[str, ev.Setting]
     ) -> None:
-        self._sink, self._version, self._adapter = sink, version, adapter
+        self._sink = sink
+        """The recorder of the worker's journal."""
+        self._version = version
+        """The release of vLLM."""
+        self._adapter = adapter
+        """What observes the worker: its connector's side, or its contents."""
         self._configuration = dict(configuration)
+        """What the journal says of the worker and its engine."""
         self._log = StepLog(sink)
+        """Receives the events."""
         self._stopped = False
+        """Whether the journal has its end."""
 
     def begin(self, table: tuple[Hook, ...], host: Any) -> None:
         """Begin the journal. The hooks of ``table`` call :meth:`at_rest` at the end of each step."""

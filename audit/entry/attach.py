@@ -24,7 +24,7 @@ from ..checks.registry import Violation
 from ..client_ids import has_random_suffix
 from ..engines import LEVELS, choose, host_version
 from ..engines.content.attached import worker_of
-from ..engines.v1 import V1Observer
+from ..engines.v1_since_0_27 import V1Observer
 from ..errors import LedgerError
 from ..events import Event, Gap
 from ..figures.totals import Totals
@@ -54,15 +54,20 @@ class LiveAudit:
 
     def __init__(self, scheduler: Any, worker: Any, *, strict: bool, level: str, stacks: bool) -> None:
         self._strict = strict
+        """Whether a violation raises at its step."""
         self._sink = MemoryRecorder()
+        """Events that are not audited yet."""
         self._events: list[bytes] = []
         """All events so far, encoded, for :meth:`save`."""
         self._encode = msgspec.msgpack.Encoder().encode
+        """Encodes an event for the journal."""
         self._auditor = Auditor(keep_closed=True)
+        """Audits the events."""
         observer_class = choose(scheduler)
         self._observer = observer_class(
             scheduler, self._sink, version=host_version(), level=level, stacks=stacks
         )
+        """The hooks on the scheduler."""
         self._observer.start(self._boundary if strict else None)
         if isinstance(self._observer, V1Observer):
             self._observer.watch_worker()

@@ -19,7 +19,7 @@ _MARK = "__kvledger__"
 
 def observe_contents_of_workers() -> None:
     """Observe the contents of blocks in each worker that this process creates."""
-    from ..engines.host_classes import worker_wrapper
+    from ..engines.vllm_classes import worker_wrapper
 
     wrapper = worker_wrapper()
     original = wrapper.initialize_from_config

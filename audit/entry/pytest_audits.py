@@ -23,9 +23,13 @@ class AuditedInstance:
 
     def __init__(self, observer: Any, sink: MemoryRecorder, *, keep_closed: bool = False) -> None:
         self._observer = observer
+        """The hooks on it."""
         self._sink = sink
+        """Events that are not audited yet."""
         self._failed_hooks: list[HookFailed] = []
+        """Hooks that raised and were removed."""
         self.auditor = Auditor(keep_closed=keep_closed)
+        """Audits the events."""
         observer.start()
 
     def catch_up(self) -> None:
@@ -55,6 +59,7 @@ class TestAudits:
 
     def __init__(self) -> None:
         self._audited: list[AuditedInstance] = []
+        """Every engine that the test has built, oldest first."""
 
     def add(self, audited: AuditedInstance) -> None:
         """The test built one more engine."""

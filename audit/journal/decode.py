@@ -6,7 +6,7 @@ code behind it loop or fail. So a batch is refused as a whole, with a sentence, 
 
 - it is larger than the writer's batches and holds more events than they do (``format.py`` has the bounds),
 - it does not decode as events, or
-- an event in it is impossible (``audit/event_checks.py``).
+- an event in it is impossible (``audit/journal/possible_events.py``).
 
 Text in the events is made printable (``audit/text.py``).
 """
@@ -18,7 +18,6 @@ from typing import get_args
 
 import msgspec
 
-from ..event_checks import impossible
 from ..events import Snapshot
 from ..old_events import AnyEvent
 from ..text import clean
@@ -29,6 +28,7 @@ from .format import (
     MOST_SNAPSHOT_ROWS,
     Payload,
 )
+from .possible_events import impossible
 
 _TAGS = frozenset(event.__struct_config__.tag for event in get_args(AnyEvent))
 _SNAPSHOT_TAG = Snapshot.__struct_config__.tag

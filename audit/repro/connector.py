@@ -17,8 +17,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as _base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from ..engines.connectors.metadata_reader import MetadataReader
-from ..engines.readers import register
+from ..engines.connector_metadata import register
+from ..engines.connector_metadata.metadata_reader import MetadataReader
 from .workload import Answer
 
 _SupportsHMA: Any = getattr(_base, "SupportsHMA", object)  # since 0.11
@@ -57,9 +57,11 @@ class WorkloadConnector(KVConnectorBase_V1):
         self.held: set[str] = set()
         """Those of them that have ended and were not sent yet."""
         self._asynchronous: dict[str, bool] = {}
+        """Whether the last answer promised an asynchronous load, by request."""
         self._asked: set[str] = set()
         """Requests that asked since they were admitted last."""
         self._loads: list[PlannedLoad] = []
+        """The loads that the next step orders."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         answers = self.answers.get(request.request_id)

@@ -32,8 +32,12 @@ class Row(msgspec.Struct):
     """What the journal has of one request. ``added``: the cut begins before it came.
 
     ``hashes``: the hash id of each full block, by the position at which the block ends. ``sequence``: its
-    tokens when the cut began, or its prompt. ``hit``: the local hit of its first admission. ``found``: by
-    admission, the local and external tokens together, or 0 without external ones.
+    tokens when the cut began, or its prompt; ``chunks``: the prompt's length with each later chunk of a
+    session. ``isolation``: its isolation classes, as in RequestAdded. ``hit``: the local hit of its first
+    admission; -1: it was not admitted. ``answers``: what the connector answered to each of its lookups.
+    ``found``: by admission, the local and external tokens together, or 0 without external ones. ``hold``: the
+    connector kept its blocks after its end. ``outcome`` and ``outputs``: why it ended, and after how many
+    output tokens; -1: not known.
     """
 
     number: int
@@ -133,17 +137,28 @@ class _Reading:
 
     def __init__(self, seen: Seen) -> None:
         self.seen = seen
+        """The finding, and where it stands in the journal."""
         self.items: deque[Item] = deque(maxlen=MOST_ITEMS)
+        """The latest operations, oldest first."""
         self.rows: dict[int, Row] = {}
+        """Every request of the stretch, by number."""
         self.started: ev.EngineStarted | None = None
+        """The first description of the engine."""
         self.undelivered = 0
+        """Steps that were in flight where the stretch begins."""
         self.whole = False
+        """Whether the stretch begins with the engine."""
         self.groups: dict[int, int] = {}
-        self.requests = self.steps = self.chunk_tokens = 0
+        """The kind of each KV cache group, by group."""
+        self.requests = self.steps = 0
+        """How many requests came, and how many steps there were."""
+        self.chunk_tokens = 0
+        """The largest number that divides the end of every save."""
         self._begun = False
+        """Whether the snapshot at the head of the stretch was read."""
         self._blocks: dict[tuple[int, int], tuple[int, int]] = {}
         """By pool and block: the hash id and the end."""
-        self._take: dict[type, Any] = {
+        self._handlers: dict[type, Any] = {
             ev.EngineStarted: self._engine_started,
             ev.Snapshot: self._snapshot,
             ev.RequestAdded: self._added,
@@ -169,11 +184,12 @@ class _Reading:
             ev.BlocksCached: self._cached,
             old.BlocksTouched: self._touched,
         }
+        """What is noted of an event, by its type; the others do not matter to a workload."""
         self._order: list[int] = []
         """The requests of the last DeliveredWhole."""
 
     def take(self, event: ev.Event) -> None:
-        handler = self._take.get(type(event))
+        handler = self._handlers.get(type(event))
         if handler is not None:
             handler(event)
 

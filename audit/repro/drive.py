@@ -14,7 +14,7 @@ import msgspec
 from ..checks.auditor import Auditor
 from ..checks.registry import Violation
 from ..conformance.driver import Driver
-from ..conformance.host import STOP_TOKEN, EngineSetup
+from ..conformance.engine_setup import STOP_TOKEN, EngineSetup
 from ..conformance.runner import ModelStep, Runner, tokens
 from ..journal.memory_recorder import MemoryRecorder
 from ..ledger.frozen import Line
@@ -56,12 +56,19 @@ class Engine:
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
+        """What the engine is led through."""
         self.driver = self._start()
+        """Drives the scheduler."""
         self.scheduler: Any = self.driver.scheduler
+        """vLLM's scheduler."""
         self.requests: dict[str, Any] = {}
+        """vLLM's request objects, by the names of the script."""
         self.outputs: dict[str, list[Any]] = self.driver.delivered
+        """What the engine returned of each request, oldest first."""
         self.steps: list[Any] = []
+        """Every SchedulerOutput so far, oldest first."""
         self.raised = ""
+        """The exception that ended the script; empty if none did."""
         self._chunks: dict[str, int] = {}
         """By request: how many of its prompt and chunks were added."""
         self._outputs: dict[str, list[int]] = {}
@@ -178,6 +185,7 @@ class _FamilyRunner(Runner):
     def __init__(self, setup: EngineSetup, engine: Engine) -> None:
         super().__init__(setup, 0)
         self._engine = engine
+        """Has the tokens of each request."""
 
     def answer(self, step: ModelStep, requests: Any, accepted: Any) -> Any:
         answer = super().answer(step, requests, accepted)
@@ -240,17 +248,26 @@ class _Watch:
         from ..engines import blocks_out_of_reach, choose, host_version
 
         self.found: list[Found] = []
+        """Every finding so far."""
         self.check: Check | None = None
-        self._engine, self._finding = engine, finding
+        """What a test of the wanted finding asserts; None until it is found."""
+        self._engine = engine
+        """What is observed."""
+        self._finding = finding
+        """The id of the wanted finding."""
         self._sink = MemoryRecorder()
+        """The events that are not audited yet."""
         self._auditor = Auditor(keep_closed=True, watch=(lambda name: True) if statement else None)
+        """Audits the events."""
         self._wanted: list[Violation] = []
+        """Findings of the wanted id for which there is no check yet."""
         self._wrong: dict[str, tuple[int, Any]] = {}
         """Claims of what an earlier operation made wrong: after which operation, and the figure."""
         level = "tokens" if blocks_out_of_reach(engine.scheduler) else "blocks"
         self._observer: Any = choose(engine.scheduler)(
             engine.scheduler, self._sink, version=host_version(), level=level
         )
+        """The hooks on the scheduler."""
         self._observer.start()
 
     def look(self, number: int) -> None:

@@ -14,17 +14,26 @@ class V0Engine:
 
     def __init__(self, workload: Workload, tokens_of: Callable[[tuple[Segment, ...]], list[int]]) -> None:
         self.workload = workload
+        """What the engine is led through."""
         engine = {name: value for name, value in workload.engine.items() if name != "scheduler"}
         if any(request.lora for request in workload.requests.values()):
             engine.setdefault("max_loras", 1)
         self.driver = V0Driver(V0Setup(**engine))
+        """Drives the scheduler."""
         self.scheduler: Any = self.driver.scheduler
+        """vLLM's v0 scheduler."""
         self.requests: dict[str, Any] = {}
+        """vLLM's sequence groups, by the names of the script."""
         self.outputs: dict[str, list[Any]] = {}
+        """What the engine returned of each request: nothing here."""
         self.steps: list[Any] = []
+        """What the scheduler returned for each step, oldest first."""
         self.in_flight = 0
+        """Scheduled steps without an output."""
         self.raised = ""
+        """The exception that ended the script; empty if none did."""
         self._tokens_of = tokens_of
+        """Makes token ids of a prompt's segments."""
 
     def carry_out(self, op: Op) -> None:
         """Do one operation of the script, or skip it."""

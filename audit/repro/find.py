@@ -157,17 +157,24 @@ class _AuditedPart:
     """The audit of one part of a journal, and what says where its findings are."""
 
     def __init__(self, part: Part, wanted: Wanted) -> None:
-        self._part, self._wanted = part, wanted
+        self._part = part
+        """The part of the journal."""
+        self._wanted = wanted
+        """Which finding is looked for."""
         if part.first is None:
             audit = EngineAudit(part.journal, with_metrics=False)
             audit.on_closed.append(self._closed)
             self._auditor = audit.auditor
+            """Audits the part: as the whole journal is, or the wanted check alone."""
             self._audited: Callable[[Reader], Iterator[tuple[Batch, list[Violation]]]] = audit.batches
+            """The batches of a reader, each with its findings."""
         else:
             self._auditor = Auditor(keep_closed=True, only=wanted.finding)
             self._audited = self._lean
-        self._segments: list[tuple[int, int]] = []  # segment, time of its first event
-        self._came: dict[str, int] = {}  # when each request came whose account closed in the present batch
+        self._segments: list[tuple[int, int]] = []
+        """Each segment with the time of its first event."""
+        self._came: dict[str, int] = {}
+        """When each request came whose account closed in the present batch."""
         self._before: frozenset[str] = frozenset()
         """The requests that were open where the part begins; they belong to the part before."""
         self._left: frozenset[str] | None = None

@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 from ..conformance.driver import Driver
-from ..conformance.host import EngineSetup
+from ..conformance.engine_setup import EngineSetup
 from .workload import Answer, Request
 
 CHUNK_TOKENS = 256
@@ -37,6 +37,7 @@ class StoreTable:
         self.requests: Mapping[str, Any] = {}
         """The scheduler's requests; an adapter may look them up under ids of its own."""
         self._answers = answers
+        """By request: the tokens that the store has of its prompt, after each preemption."""
 
     def lookup(self, token_ids: Any, lookup_id: str, **_: Any) -> int | None:
         looked_up = list(token_ids)

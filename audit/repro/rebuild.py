@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from ..conformance.driver_v0 import V0Setup
-from ..conformance.host import EngineSetup
+from ..conformance.engine_setup import EngineSetup
 from .cut import Cut, Happened, NotRebuilt, Output, Repeat, Row, Step
 from .lmcache_store import CHUNK_TOKENS
 from .workload import OUT, Op, Request, Segment, Workload
@@ -259,11 +259,17 @@ class _Slot:
     def __init__(self) -> None:
         self.needed = False
         self.drafts: dict[int, int] = {}
+        """Draft tokens of each chosen request, by its number."""
         self.accepted: dict[str, int] = {}
+        """How many of them the recorded engine accepted, by the name of the request in the script."""
         self.failed: dict[str, tuple[int, int]] = {}
+        """The first and the last block, as a range, that a load reported failed, by name."""
         self.whole: list[str] = []
+        """Names of requests whose load failed as a whole."""
         self.loaded: list[str] = []
+        """Names of requests whose asynchronous load finished with this step's output."""
         self.sent: list[str] = []
+        """Names of ended requests whose blocks were sent with this step's output."""
 
 
 class _Build:
@@ -271,28 +277,44 @@ class _Build:
 
     def __init__(self, cut: Cut, kept: frozenset[int], *, late: bool) -> None:
         self.cut = cut
+        """What is rebuilt."""
         self._waiting: set[int] | None = set() if late else None
         """The requests that came and were not admitted yet, if they are to come late."""
         self.assumed: list[str] = []
+        """What the journal does not say and this workload invents, one sentence each."""
         self.full_pools: list[int] = []
         """Pool sizes that the chosen requests filled when one of them was preempted."""
         self.budgets: list[int] = []
         """Tokens of the chosen requests in steps that cut one of their prompts short."""
         self._kept = kept
+        """The numbers of the chosen requests."""
         self._rows = [row for number, row in sorted(cut.rows.items()) if number in kept]
+        """The rows of the chosen requests, in the order in which they came."""
         self._names = {row.number: f"r{place}" for place, row in enumerate(self._rows, 1)}
+        """The name of each chosen request in the script."""
         self._size = int(cut.configuration.get("block_size") or _DEFAULTS.block_size)
+        """Tokens of a block."""
         self._ops: list[Op | tuple[str, _Slot]] = []
+        """The script so far; a step stands in it twice, as ``schedule`` and as ``output``, with its slot."""
         self._running: dict[int, tuple[int, int]] = {}
+        """Scheduled tokens and draft tokens of each chosen request in the last step."""
         self._computed: dict[int, int] = {}
+        """The engine's count of computed tokens after the last step, by request."""
         self._hits: dict[int, int] = {}
+        """Where the hits of its last admission end, local and external together, by request."""
         self._sampled: dict[int, int] = {}
+        """How many tokens each request sampled in its last output."""
         self._in_flight: deque[_Slot] = deque(_Slot() for _ in range(cut.undelivered))
+        """Scheduled steps without an output, oldest first."""
         self._answered: _Slot | None = None
         """The step whose output came last, until the next step is scheduled."""
         self._failing: list[tuple[int, int]] = []
+        """Requests whose load failed since the last output, each with the first position that was not loaded.
+        """
         self._needed = False
+        """Whether the next step must be in the script although no chosen request runs in it."""
         self._ended: set[int] = set()
+        """Requests that were aborted or closed."""
         self._finds = str(engine_of(cut).get("connector")).startswith("lmcache")
         """Whether the answers are what the store has after each preemption."""
 

@@ -39,9 +39,13 @@ class OtherRelease(LedgerError):
 class Reproduction(msgspec.Struct, frozen=True, kw_only=True):
     """What came of a finding. ``reason``: why it was refused or not reproduced, as one sentence.
 
-    ``nearest``: another finding that the workloads led to. ``assumed``: what the journal did not have.
-    ``messages``: the findings of the reproduction itself. ``statement``: the account of its request.
-    ``whole``: the figures ``before`` are of the journal up to the finding, not only of a part of it.
+    ``seen``: the finding and its place in the journal of ``release``. ``workload``: the smallest that leads
+    to it, and ``check``: what its test asserts. ``nearest``: another finding that the workloads led to.
+    ``assumed``: what the journal did not have. ``messages``: the findings of the reproduction itself.
+    ``statement``: the account of its request. ``whole``: the figures ``before`` are of the journal up to the
+    finding, not only of a part of it. ``first_seconds``: until a first workload led to it; ``seconds``:
+    altogether. ``driven``: how many workloads were driven. ``configuration``: the engine's, as recorded.
+    ``interrupted``: by Ctrl-C.
     """
 
     status: Literal["reproduced", "not reproduced", "refused"]
@@ -126,16 +130,29 @@ class _Search:
     """Finds a first reproduction of one cut, then shrinks it."""
 
     def __init__(self, part: Cut, pool: Pool, began: float, budget: float, progress: Progress | None) -> None:
-        self._cut, self._pool, self._began = part, pool, began
+        self._cut = part
+        """The stretch of the journal before the finding."""
+        self._pool = pool
+        """The processes that drive workloads."""
+        self._began = began
+        """When the reproduction began, by the monotonic clock, as all times here."""
         ready = time.monotonic()
         self._deadline = ready + budget
+        """When shrinking ends."""
         self._search_until = ready + budget * SEARCH_SHARE
+        """When the search for a first reproduction ends."""
         self._progress = progress
+        """Called after each workload that was driven."""
         self._nearest: Found | None = None
+        """A finding of the first workload, of the same family if there is one: what comes nearest to ours."""
         self._other_wording: list[tuple[Workload, Outcome]] = []
         """The first workload that led to the finding with another symptom; taken if no better one comes."""
         self._rebuilt: Rebuilt | None = None
-        self._phase, self._size = "searching", (0, 0)
+        """The candidate that led to the finding first."""
+        self._phase = "searching"
+        """What is going on, for the progress."""
+        self._size = (0, 0)
+        """Requests and steps of the smallest workload so far."""
         pool.on_driven = self._driven
 
     def run(self) -> Reproduction:

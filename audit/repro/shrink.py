@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ..conformance.host import EngineSetup
+from ..conformance.engine_setup import EngineSetup
 from .drive import Outcome
 from .workers import OutOfTime, Pool
 from .workload import OUT, Op, Request, Segment, Workload
@@ -39,10 +39,19 @@ class Shrinker:
         on_smaller: Callable[[Workload], None] | None = None,
     ) -> None:
         assert outcome.check is not None
-        self.best, self.outcome = workload, outcome
+        self.best = workload
+        """The smallest workload so far."""
+        self.outcome = outcome
+        """What it led to."""
         self.interrupted = False
-        self._finding, self._probe = outcome.check.finding, outcome.check.probe
-        self._wording, self._pool, self._on_smaller = wording, pool, on_smaller
+        self._finding = outcome.check.finding
+        """The id of the finding to which each smaller workload must lead."""
+        self._probe = outcome.check.probe
+        """The figure of the engine by which a test shows the finding."""
+        self._wording = wording
+        self._pool = pool
+        """Drives the workloads."""
+        self._on_smaller = on_smaller
 
     def run(self) -> None:
         """Shrink until nothing helps, the time is up, or the user interrupts."""

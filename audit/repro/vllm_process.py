@@ -46,7 +46,9 @@ class Line:
 
     def __init__(self, ours: socket.socket) -> None:
         self._socket = ours
+        """Our end of the pair."""
         self._buffer = b""
+        """What came after the last whole line."""
 
     def ask(self, line: bytes, seconds: float, descriptor: int | None = None) -> bytes | None:
         """The answer to a line; None if none came in time or the other side is gone."""
@@ -88,9 +90,12 @@ class VllmProcess:
             env=environ | ONE_THREAD | {"VLLM_LOGGING_LEVEL": "ERROR"},
             start_new_session=True,
         )
+        """The process that has imported vLLM."""
         theirs.close()
         self.line = Line(ours)
+        """Asks it, and reads its answers."""
         self._asking = threading.Lock()
+        """Held from a question to its answer."""
 
     def fork(self, seconds: float) -> tuple[Line, int] | None:
         """A worker that has imported what this process has, and its process id; None if it can't fork."""

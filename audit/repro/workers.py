@@ -78,7 +78,7 @@ def _version(*, v0: bool) -> str:
     if v0:  # in 0.9 under VLLM_USE_V1=0 no v1 scheduler can be built
         importlib.import_module("vllm.core.scheduler")
     else:
-        from ..conformance.host import EngineSetup, build_scheduler
+        from ..conformance.engine_setup import EngineSetup, build_scheduler
 
         build_scheduler(EngineSetup())
     return host_version()
@@ -94,11 +94,16 @@ class _Worker:
     """One worker process; another takes its place after a candidate that never ends."""
 
     def __init__(self, python: str, parent: VllmProcess) -> None:
-        self._python, self._parent = python, parent
+        self._python = python
+        """The interpreter that has vLLM."""
+        self._parent = parent
+        """The process that forks the workers."""
         self._own: VllmProcess | None = None
         """The worker's process where the parent can't fork."""
         self._line: Line | None = None
+        """Talks to the worker; None while there is none."""
         self._pid = 0
+        """The fork's process id; 0: there is none."""
 
     def ask(self, job: Job, seconds: float) -> Answer:
         if self._line is None:
@@ -139,16 +144,21 @@ class Pool:
         self.failed = 0
         """How many of them could not be driven, ``error`` says why the first could not."""
         self.error = ""
+        """Why the first of them could not be driven."""
         self.on_driven: Callable[[], None] | None = None
         """Called after each candidate."""
         self._known: dict[bytes, Answer] = {}
         """Answers by encoded job."""
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
+        """Workers without a job."""
         self._parent = VllmProcess(python) if workers else None
+        """The process that forks the workers; None without workers."""
         self._workers = [_Worker(python, self._parent) for _ in range(workers) if self._parent]
+        """All workers."""
         for worker in self._workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(workers) if workers else None
+        """One thread for each worker, which waits for its answer."""
 
     def version(self, *, v0: bool = False) -> str:
         """The vLLM version of the workers, once they have imported it."""

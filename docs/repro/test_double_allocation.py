@@ -16,7 +16,7 @@ write to it, and attention reads what was written last.
     pytest test_double_allocation.py    fails where the fault is, passes where it is fixed
     python test_double_allocation.py    prints the engine's own figures and the right ones
 
-Made by kvledger 0.1.0.dev0 from a journal. The prompts are made up: token families of the recorded
+Made by kvledger 0.1.0 from a journal. The prompts are made up: token families of the recorded
 lengths, shared where the recorded prompts shared blocks. No model runs; its output is made up too.
 """
 

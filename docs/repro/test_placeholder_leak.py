@@ -15,7 +15,7 @@ low.
     pytest test_placeholder_leak.py    fails where the fault is, passes where it is fixed
     python test_placeholder_leak.py    prints the engine's own figures and the right ones
 
-Made by kvledger 0.1.0.dev0 from a journal. The prompts are made up: token families of the recorded
+Made by kvledger 0.1.0 from a journal. The prompts are made up: token families of the recorded
 lengths, shared where the recorded prompts shared blocks. No model runs; its output is made up too.
 """
 

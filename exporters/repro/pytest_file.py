@@ -21,7 +21,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ... import __version__
 from ...audit.conformance.driver_v0 import V0Setup
-from ...audit.conformance.host import EngineSetup
+from ...audit.conformance.engine_setup import EngineSetup
 from ...audit.errors import LedgerError
 from ...audit.repro import probes
 from ...audit.repro.faults import Fault

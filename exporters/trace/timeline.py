@@ -75,7 +75,9 @@ class Lanes:
         self.count = 0
         """How many lanes there are."""
         self._free: list[int] = []
+        """The lanes that no request is in; the first of them is the lowest."""
         self._taken: dict[int, int] = {}
+        """The lane of each request, until the request is drawn."""
 
     def feed(self, event: ev.Event) -> None:
         """Give a request that arrives a lane, and free the lane of one that ends.
@@ -111,18 +113,29 @@ class _Track:
 
     def __init__(self, number: int, path: Path, window: Window) -> None:
         self.number = number
+        """The number of the process in the trace."""
         self.path = path
+        """The engine's journal."""
         self.window = window
+        """Which requests and steps are drawn."""
         self.began = _start(path)
+        """Unix time of the engine's start."""
         self._counts = RequestCounts()
+        """The running and waiting requests."""
         self._lanes = Lanes()
+        """The lanes of the requests."""
         self._steps = ObservedSteps()
+        """Steps that were observed and not drawn yet."""
         self._step = 0
         """The last step that has a slice."""
         self._blocks = BlockStates()
+        """The blocks by state, at level blocks."""
         self._blocks_at = -BLOCKS_US
+        """When the counter of blocks had its last value, in microseconds."""
         self._flows = 0
+        """How many arrows were drawn."""
         self._findings_by_request: dict[str | None, list[Violation]] = {}
+        """Findings that are not drawn yet; None: those without a request."""
 
     def events(self, offset: int) -> Iterator[Slice]:
         """All trace events, with ``offset`` microseconds added to every time."""

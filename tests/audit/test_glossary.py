@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from kvledger.audit.errors import LedgerError
-from kvledger.audit.glossary import SECTIONS, TERMS, Term, explain, markdown, term
+from kvledger.audit.glossary import SECTIONS, TERMS, Term, explain, term
 from kvledger.exporters.reports.explain import explanation
 
 ROOT = Path(__file__).parents[2]
@@ -34,24 +32,6 @@ def test_no_two_terms_share_a_spelling() -> None:
 @pytest.mark.parametrize("text", ["repeat hit", "Repeat-Hit", "hit_again", "hit again"])
 def test_a_term_is_found_by_name_or_alias(text: str) -> None:
     assert TERMS["repeat hit"] is term(text)
-
-
-def test_the_page_is_up_to_date() -> None:
-    assert (ROOT / "docs/glossary.md").read_text() == markdown(), (
-        "python -m kvledger.audit.glossary > docs/glossary.md"
-    )
-
-
-def test_the_module_prints_the_page() -> None:
-    printed = subprocess.run(
-        [sys.executable, "-m", "kvledger.audit.glossary"],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT / "src",
-    )
-
-    assert markdown() == printed.stdout
 
 
 def test_explanation_prints_a_term() -> None:

@@ -18,7 +18,7 @@ from unicodedata import category
 import msgspec
 import pytest
 from tests import journals
-from tests.command_line import exit_code
+from tests.command_line import runner
 from tests.histories import events
 
 from kvledger import __version__
@@ -29,34 +29,11 @@ from kvledger.audit.replay import checkpoint
 from kvledger.exporters.sidecar.serve import state_folder
 
 
-class Outcome:
-    """What one run of the command line left behind."""
-
-    def __init__(self, code: object, out: str, err: str) -> None:
-        self.code = code
-        self.out = out
-        self.err = err
-
-    @property
-    def sentence(self) -> str:
-        """The one line on standard error, and nothing else anywhere."""
-        assert "" == self.out
-        (line,) = self.err.splitlines()
-        assert not line[0].islower()
-        assert line.endswith((".", "?"))
-        return line
-
-
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Any:
     """Runs the command line in this process."""
 
-    def call(*words: str | Path) -> Outcome:
-        code = exit_code(*words)
-        printed = capsys.readouterr()
-        return Outcome(code, printed.out, printed.err)
-
-    return call
+    return runner(capsys)
 
 
 @pytest.fixture

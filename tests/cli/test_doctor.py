@@ -21,7 +21,7 @@ from kvledger.audit import engines
 from kvledger.audit.checks.registry import catalogue
 from kvledger.audit.engines import source_files
 from kvledger.audit.engines.source_files import CacheDeclarations
-from kvledger.audit.engines.v1_012 import V1Observer012
+from kvledger.audit.engines.v1_until_0_15 import V1Observer012
 from kvledger.audit.entry import doctor, doctor_contents
 from kvledger.audit.events import ContentWatched, EngineStarted
 from kvledger.audit.journal.writer import JournalWriter

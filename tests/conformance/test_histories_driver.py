@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.conformance.tape import Tape
+from tests.differential import tape
 from tests.scenarios.corpus import HISTORIES
 
 # Name of the history, words of request `r`, total of scheduled positions.
@@ -52,14 +52,45 @@ ROWS = [
 ]
 
 
+def words_of(facts: list[tape.Fact], request_id: str) -> str:
+    """What happened to one request, in the words of the golden histories (:mod:`tests.histories`)."""
+    words: list[str] = []
+    admission: tape.Allocated | None = None
+    loads_now = False
+    for fact in facts:
+        match fact:
+            case tape.Allocated(request_id=name) if name == request_id:
+                admission = fact
+                loads_now = bool(fact.external and not fact.asynchronous)
+                words.append(f"A{fact.local}+{fact.external}")
+            case tape.Arrived(request_id=name) if name == request_id and admission:
+                loaded = max(0, fact.before - admission.local)
+                words.append("L" if loaded == admission.external else f"L{loaded}")
+                words += [f"R{fact.before - fact.after}"] if fact.after < fact.before else []
+            case tape.Scheduled() if request_id in fact.rows:
+                words.append(f"s{fact.rows[request_id][0]}")
+            case tape.Preempted(request_id=name) if name == request_id:
+                words.append("p" if fact.dropped else "P")
+            case tape.Output() if request_id in fact.step and request_id in fact.before:
+                sampled, drafts = len(fact.sampled[request_id]), fact.step[request_id][1]
+                words += ["L"] if loads_now else []
+                loads_now = False
+                words.append(f"o{sampled - 1}/{drafts}" if drafts else "o+" if sampled else "o")
+        if isinstance(fact, tape.Output | tape.Aborted) and request_id in fact.after:
+            ended = fact.after[request_id].finished and not fact.before[request_id].finished
+            words += ["F"] if ended else []
+    return " ".join(words)
+
+
 @pytest.mark.parametrize(("name", "words", "scheduled"), ROWS, ids=[row[0] for row in ROWS])
 def test_each_scenario_reproduces_its_history(name: str, words: str, scheduled: int) -> None:
-    tape = Tape()
+    recorded = tape.Tape()
 
-    driver = HISTORIES[name](tape.attach)
+    driver = HISTORIES[name](recorded.attach)
 
-    assert words == tape.words("r")
-    assert scheduled == sum(map(int, re.findall(r"\bs(\d+)", tape.words("r"))))
+    happened = words_of(recorded.facts, "r")
+    assert words == happened
+    assert scheduled == sum(map(int, re.findall(r"\bs(\d+)", happened)))
     assert not driver.scheduler.requests
 
 

@@ -31,26 +31,6 @@ def panels_of(built: dict[str, Any]) -> list[dict[str, Any]]:
     return [panel for panel in flat(built) if panel["type"] != "row"]
 
 
-@every_form
-def test_generated_boards_are_up_to_date(form: boards.Form) -> None:
-    """If this fails: make docs."""
-    assert [] == check.differing(GENERATED / form, form)
-
-
-def test_every_generated_file_belongs_to_a_board() -> None:
-    expected = {f"{form}/{name}" for form in boards.FORMS for name, _ in boards.files(form)}
-
-    assert expected | {rules.FILE} == {
-        str(path.relative_to(GENERATED)) for path in GENERATED.rglob("*") if path.is_file()
-    }
-
-
-def test_generated_rules_and_their_page_are_up_to_date() -> None:
-    """If this fails: make docs."""
-    assert rules.text() == (GENERATED / rules.FILE).read_text()
-    assert rules.markdown() == (ROOT / "docs" / "alerts.md").read_text()
-
-
 def test_boards_and_rules_name_only_served_metrics() -> None:
     assert [] == check.faults()
 

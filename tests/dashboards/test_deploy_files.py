@@ -15,7 +15,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from tests import tools
-from tests.command_line import exit_code
+from tests.command_line import runner
 from tests.dashboards.test_deploy import (
     COMPONENT,
     DEPLOY,
@@ -39,12 +39,7 @@ CHART = DEPLOY / "helm"
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Any:
-    def call(*words: str | Path) -> tuple[object, str, str]:
-        code = exit_code("deploy", *words)
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return call
+    return runner(capsys, "deploy")
 
 
 # --- the command ------------------------------------------------------------------------------------------

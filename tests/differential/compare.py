@@ -12,11 +12,12 @@ import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tests.columns import columns, statement_figures
 from tests.differential.content import Device
 from tests.differential.oracle import Lookups, Oracle
 from tests.differential.player import play
@@ -28,7 +29,7 @@ from kvledger.audit.events import LookupsCounted
 from kvledger.audit.ledger.frozen import AccountStatement
 
 LEVELS = ("tokens", "blocks")
-GIVEN_BY_HITS = ("settled", "hit again", "loaded again", "first prompt", "rework")
+GIVEN_BY_HITS = ("settled", "hit_again", "loaded_again", "first_prompt", "rework")
 """Figures that depend on what a local hit gave a request."""
 
 
@@ -44,24 +45,16 @@ class Difference:
         return f"level {self.level}: {self.kind}: {self.text}"
 
 
+def compared(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of an account that the oracle and the ledger must both have."""
+    more = ("preemptions", "promised", "loaded", "admissions")
+    return {**columns(figures), **{name: figures[name] for name in more}}
+
+
 def ledger_figures(account: AccountStatement) -> dict[str, Any]:
     """The figures of an account, by the names of the oracle's."""
-    return {
-        "scheduled": account.scheduled,
-        "first prompt": account.first_prompt,
-        "first output": account.first_output,
-        "rework": sum(account.rework.values()),
-        "rejected": account.rejected,
-        "overrun": account.overrun,
-        "hit again": account.hit_again,
-        "loaded again": account.loaded_again,
-        "preemptions": account.preemptions,
-        "promised": account.promised,
-        "loaded": account.loaded,
-        "settled": [(one.local, one.external, one.computed, one.unattained) for one in account.settlements],
-        "plan": account.plan,
-        "admissions": [(life.local, life.external) for life in account.lives],
-    }
+    admissions = [(life.local, life.external) for life in account.lives]
+    return compared({**statement_figures(account), "admissions": admissions})
 
 
 @dataclass
@@ -131,7 +124,7 @@ class Expected:
                 yield "unknown", f"{name}: {'no account' if statement is None else statement.unknown}"
                 continue
             figures = ledger_figures(statement)
-            for figure, expected in account.figures().items():
+            for figure, expected in compared(account.figures()).items():
                 # At level blocks a hit on a block without its KV gives the request no KV.
                 if figure in GIVEN_BY_HITS and level == "blocks" and self.device.went_wrong:
                     continue

@@ -1,73 +1,22 @@
 """The reference: what every request's account must say, kept position by position from a tape.
 
-This file shares nothing with ``kvledger.audit.ledger``. It knows definitions, not events:
-
-- *executed*: a position whose token a step ran through the model. A rejected draft is not executed.
-- A position *has KV* once it was executed, hit or loaded. Executing it again is rework.
-- *origin*: what gave a position its first valid KV. A load that failed gives none, and a position that was
-  executed above a failed load has no valid KV until it is executed again.
-- Steps run on the device in the order in which they were scheduled, so a hit of a later admission comes after
-  the execution of an earlier step, although the output of that step may be delivered later.
-- *overrun*: in flight when the request or the chunk stopped, or executed past the end of the sequence.
-- *settled*: the origins of a prompt's positions at the first output at which each has valid KV, or at the end
-  of the request or chunk.
+This file shares nothing with ``kvledger.audit.ledger``. What a figure counts is in :mod:`tests.positions`;
+here is when it happens, by what the scheduler's methods were given and returned. Steps run on the device in
+the order in which they were scheduled, so a hit of a later admission comes after the execution of an earlier
+step, although the output of that step may be delivered later.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from tests.differential import tape
 from tests.differential.tape import Fact, State
+from tests.positions import Account, Life, Work
 
 WAITS_FOR_LOAD = "WAITING_FOR_REMOTE_KVS"
-
-
-@dataclass
-class Position:
-    """Everything that happened at one position of a sequence."""
-
-    origin: str = ""
-    origin_life: int = 0
-    executed: bool = False
-    came: set[int] = field(default_factory=set)
-    """The lives in which a hit or a load gave the position its KV."""
-    first_output: int = 0
-
-    @property
-    def has_kv(self) -> bool:
-        return self.executed or bool(self.came)
-
-
-@dataclass
-class Life:
-    """From an admission to a preemption, a release or the end."""
-
-    number: int
-    local: int
-    external: int
-    asynchronous: bool
-    pending: set[int]
-    """Promised positions that are neither loaded nor given up."""
-    ended: bool = False
-
-
-@dataclass
-class Work:
-    """One request's part of a step in flight."""
-
-    life: Life
-    start: int
-    tokens: int
-    drafts: int
-    valid_below: int | None = None
-    """After a failed load: positions from here up are executed without valid KV below them."""
-    overrun: bool = False
-    executed: int = 0
-    """Tokens executed before the request stopped, though their output had not come."""
 
 
 @dataclass
@@ -86,24 +35,12 @@ class Load:
 
 
 @dataclass
-class Account:
+class OracleAccount(Account):
     """The figures of one request."""
 
-    prompt_tokens: int
     resumable: bool = False
-    carried: int = 0
-    positions: dict[int, Position] = field(default_factory=dict)
-    lives: list[Life] = field(default_factory=list)
     queue: list[Work | Hit | Load] = field(default_factory=list)
     """What the device has still to do, or has done without a delivered output, oldest first."""
-    counts: Counter[str] = field(default_factory=Counter)
-    settled: bool = False
-    incomplete: bool = False
-    """Whether an output came while a position of the prompt had no valid KV."""
-    settlements: list[tuple[int, int, int, int]] = field(default_factory=list)
-    """Local, external, computed and unattained tokens of the prompt, or of each chunk."""
-    plan: tuple[int, int] | None = None
-    finished: bool = False
     load_failures: int = 0
     stale_rejections: int = 0
     """Drafts rejected in steps before a failed load, subtracted from the count after it."""
@@ -114,26 +51,8 @@ class Account:
     undefined: bool = False
     """Whether a step had no token before its drafts, so that nothing says what it executed."""
 
-    @property
-    def life(self) -> Life | None:
-        return self.lives[-1] if self.lives and not self.lives[-1].ended else None
-
-    def at(self, position: int) -> Position:
-        assert position >= 0
-        return self.positions.setdefault(position, Position())
-
     def works(self) -> list[Work]:
         return [each for each in self.queue if isinstance(each, Work)]
-
-    # Positions get KV, in the order of the device.
-
-    def come(self, life: Life, position: int, source: str) -> None:
-        one = self.at(position)
-        if one.has_kv:
-            self.counts["hit again" if source == "local" else "loaded again"] += 1
-        one.came.add(life.number)
-        if not one.origin:
-            one.origin, one.origin_life = source, life.number
 
     def catch_up(self, *, everything: bool = False) -> None:
         """Post the hits and loads at the head of the queue; with ``everything`` also those behind work."""
@@ -149,36 +68,11 @@ class Account:
                     self.load(each.life, position)
         self.queue = kept
 
-    def load(self, life: Life, position: int) -> None:
-        self.counts["loaded"] += 1
-        self.come(life, position, "external")
-
-    def execute(self, work: Work, position: int) -> None:
-        one = self.at(position)
-        if one.has_kv:
-            self.counts["rework"] += 1
-        elif position < self.prompt_tokens:
-            self.counts["first prompt"] += 1
-        else:
-            self.counts["first output"] += 1
-            one.first_output += 1
-        one.executed = True
-        if work.valid_below is not None and position >= work.valid_below:
-            return
-        if not one.origin:
-            one.origin, one.origin_life = "computed", work.life.number
-
-    # KV that turns out not to be there.
-
     def fail_load(self, life: Life, valid: int) -> None:
         """The engine keeps only the positions below ``valid``."""
         self.load_failures += 1
         life.pending = {position for position in life.pending if position < valid}
-        for number, one in self.positions.items():
-            if number >= valid:
-                if one.origin_life == life.number:
-                    one.origin, one.origin_life = "", 0
-                one.came.discard(life.number)
+        self.distrust(life, valid)
         for work in self.works():
             # A request keeps its count if another one computes the failed blocks again.
             if work.life is life and not work.overrun and work.start + work.tokens > valid:
@@ -190,15 +84,8 @@ class Account:
         """The request or the chunk stopped, and its sequence ends at ``end``."""
         self._execute_below_hits()
         self.catch_up(everything=True)
-        for work in self.works():
-            if not work.overrun:
-                self.counts["overrun"] += work.tokens - work.executed
-                work.overrun = True
-        for number, one in self.positions.items():
-            if number >= end and one.first_output:
-                self.counts["first output"] -= one.first_output
-                self.counts["overrun"] += one.first_output
-                one.first_output = 0
+        self.overrun(self.works())
+        self.past_the_end(end)
 
     def _execute_below_hits(self) -> None:
         """Load and execute what the hits behind it in the queue prove to be loaded and executed."""
@@ -207,43 +94,14 @@ class Account:
             if isinstance(work, Work) and not work.overrun and hits:
                 if not work.life.asynchronous:
                     for position in sorted(each for each in work.life.pending if each < max(hits)):
-                        work.life.pending.discard(position)
                         self.load(work.life, position)
                 for position in range(work.start, min(work.start + work.tokens - work.drafts, max(hits))):
                     self.execute(work, position)
                     work.executed += 1
 
-    def extend(self, carried: int, prompt_tokens: int) -> None:
-        """A session's next chunk: the positions from ``carried`` up hold other tokens now."""
-        if self.incomplete and not self.settled:
-            self.settle()
-        self.carried, self.prompt_tokens = carried, prompt_tokens
-        self.settled = self.incomplete = False
-        for number in [number for number in self.positions if number >= carried]:
-            del self.positions[number]
-
-    def answer(self) -> None:
-        """An output was handed to the client."""
-        if not self.settled:
-            self.incomplete = any(
-                not self.at(number).origin for number in range(self.carried, self.prompt_tokens)
-            )
-            if not self.incomplete:
-                self.settle()
-
-    def settle(self) -> None:
-        origins = Counter(self.at(number).origin for number in range(self.carried, self.prompt_tokens))
-        self.settlements.append((origins["local"], origins["external"], origins["computed"], origins[""]))
-        self.settled = True
-
     def figures(self) -> dict[str, Any]:
-        """The figures that the ledger must have. ``compare.ledger_figures`` uses the same names."""
-        names = ("scheduled", "first prompt", "first output", "rework", "rejected", "overrun")
-        names += ("hit again", "loaded again", "preemptions", "promised", "loaded")
         return {
-            **{name: self.counts[name] for name in names},
-            "settled": self.settlements,
-            "plan": self.plan,
+            **super().figures(),
             "admissions": [(life.local, life.external) for life in self.lives],
         }
 
@@ -262,7 +120,7 @@ class Oracle:
     """All accounts of one engine."""
 
     block_size: int
-    accounts: dict[str, Account] = field(default_factory=dict)
+    accounts: dict[str, OracleAccount] = field(default_factory=dict)
     local: Lookups = field(default_factory=Lookups)
     external: Lookups = field(default_factory=Lookups)
     flight: list[dict[str, Work]] = field(default_factory=list)
@@ -293,14 +151,14 @@ class Oracle:
 
     def _added(self, fact: tape.Added) -> None:
         if fact.before is None:
-            self.accounts[fact.request_id] = Account(fact.after.prompt_tokens, fact.resumable)
+            self.accounts[fact.request_id] = OracleAccount(fact.after.prompt_tokens, resumable=fact.resumable)
         elif fact.after.prompt_tokens > fact.before.prompt_tokens:
             self.accounts[fact.request_id].extend(fact.after.computed, fact.after.prompt_tokens)
 
     def _admitted(self, fact: tape.Allocated) -> None:
         account = self.accounts[fact.request_id]
         if account.life is not None:  # Its load failed as a whole, and the engine released its blocks.
-            account.life.ended = True
+            account.life.over = "ended"
         promised = set(range(fact.local, fact.local + fact.external))
         life = Life(len(account.lives) + 1, fact.local, fact.external, fact.asynchronous, promised)
         account.lives.append(life)
@@ -318,7 +176,7 @@ class Oracle:
         account = self.accounts[fact.request_id]
         account.counts["preemptions"] += 1
         if account.life is not None:
-            account.life.ended = True
+            account.life.over = "ended"
 
     def _scheduled(self, fact: tape.Scheduled) -> None:
         step: dict[str, Work] = {}
@@ -366,23 +224,16 @@ class Oracle:
         # Like the engine: a request that this output ends does not take its load over.
         self._received(fact)
 
-    def _execute(self, account: Account, work: Work, sampled: int) -> None:
+    def _execute(self, account: OracleAccount, work: Work, sampled: int) -> None:
         life = work.life
         if not life.asynchronous:
             for position in sorted(life.pending):
                 account.load(life, position)
-            life.pending.clear()
-        rejected = work.drafts - (sampled - 1) if work.drafts and sampled else 0
-        account.counts["rejected"] += rejected
+        rejected = account.reject(work, sampled, account.works())
         for position in range(work.start, work.start + work.tokens - rejected):
             account.execute(work, position)
-        if rejected:
-            # The steps behind this one were scheduled as if all drafts were accepted.
-            for later in account.works():
-                if later.life is life and (later.valid_below is None) == (work.valid_below is None):
-                    later.start -= rejected
 
-    def _count_stale(self, account: Account, work: Work, fact: tape.Output, name: str) -> None:
+    def _count_stale(self, account: OracleAccount, work: Work, fact: tape.Output, name: str) -> None:
         """Drafts of a step before a failed load are no part of the count any more."""
         sampled = len(fact.sampled.get(name, ()))
         rejected = work.drafts - (sampled - 1) if work.drafts and sampled else 0
@@ -427,7 +278,7 @@ class Oracle:
         account.beyond_end = max(0, after.computed - after.tokens)
         account.stop(after.tokens)
         if account.life is not None:
-            account.life.ended = True
+            account.life.over = "ended"
         if not account.settled:
             account.settle()
         account.finished = True

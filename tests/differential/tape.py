@@ -1,8 +1,8 @@
 """Records what a scheduler's methods were given and returned, without kvledger's hooks.
 
-The tape is raw material for :mod:`tests.differential.oracle`: arguments, return values and the public state
-of requests before and after each call. Nothing is interpreted here; fields of vLLM's objects are copied,
-because vLLM changes the objects later.
+The tape is raw material for :mod:`tests.differential.oracle`, and for tests that a scenario does what it
+says: arguments, return values and the public state of requests before and after each call. Nothing is
+interpreted here; fields of vLLM's objects are copied, because vLLM changes the objects later.
 """
 
 from __future__ import annotations
@@ -72,9 +72,19 @@ class Allocated:
 
 @dataclass(frozen=True)
 class Preempted:
-    """A running request was put back into the waiting queue."""
+    """A running request was put back into the waiting queue. ``dropped``: with a step's output in flight."""
 
     request_id: str
+    dropped: bool
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """An asynchronous load ended: the request's count before and after the scheduler took it over."""
+
+    request_id: str
+    before: int
+    after: int
 
 
 @dataclass(frozen=True)
@@ -128,7 +138,7 @@ class Reset:
     succeeded: bool
 
 
-Fact = Added | Matched | Allocated | Preempted | Scheduled | Output | Aborted | Reset
+Fact = Added | Matched | Allocated | Preempted | Arrived | Scheduled | Output | Aborted | Reset
 
 
 @dataclass
@@ -173,6 +183,8 @@ class Tape:
         ):
             self._wrap(scheduler, name, getattr(self, f"_of_{name.strip('_')}"))
         self._wrap(scheduler.kv_cache_manager, "allocate_slots", self._of_allocate_slots)
+        if hasattr(scheduler, "_update_waiting_for_remote_kv"):
+            self._wrap(scheduler, "_update_waiting_for_remote_kv", self._of_arrival)
         if scheduler.connector is not None:
             self._wrap(scheduler.connector, "get_num_new_matched_tokens", self._of_match)
 
@@ -244,8 +256,15 @@ class Tape:
         return result
 
     def _of_preempt_request(self, call: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
+        dropped = bool(kwargs.get("drop_stale_output") and request.num_in_flight_tokens)
         result = call(request, *args, **kwargs)
-        self.facts.append(Preempted(request.request_id))
+        self.facts.append(Preempted(request.request_id, dropped))
+        return result
+
+    def _of_arrival(self, call: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
+        before = request.num_computed_tokens
+        result = call(request, *args, **kwargs)
+        self.facts.append(Arrived(request.request_id, before, request.num_computed_tokens))
         return result
 
     def _of_reset_prefix_cache(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,7 @@
 ``python -m tests.engines.content_run NAME FILE`` runs the situation NAME.
 
 FILE gets what was found, as JSON. Several engines in one process would share what vLLM patches, so there is
-one process for each situation. ``scripts/content_runs.py`` runs all situations and writes a table.
+one process for each situation. ``proofs/content_runs.py`` runs all situations and writes a table.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.whole_engine
 
 
 SOME = ("plain", "drafts", "samples", "larger blocks", "sliding window", "drafts, resets and aborts")
-"""Situations that are tested here; ``make content-runs`` runs all, and writes docs/content.md."""
+"""Situations that are tested here; ``make proof NAME=content_runs`` runs all, and writes docs/content.md."""
 
 
 def test_the_page_has_every_situation() -> None:

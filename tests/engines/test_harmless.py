@@ -17,7 +17,7 @@ from tests.scenarios.driving import engine_setup, start
 from kvledger.audit import events as ev
 from kvledger.audit.conformance.driver import Driver
 from kvledger.audit.engines import choose, host_version
-from kvledger.audit.engines.v1 import V1Observer
+from kvledger.audit.engines.v1_since_0_27 import V1Observer
 from kvledger.audit.entry.attach import AuditError, attach
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.hooks import MAX_FAILURES, EngineMismatch

@@ -13,7 +13,7 @@ from tests.engines.observed import observe
 from tests.scenarios.driving import start
 
 from kvledger.audit.conformance.driver import Driver, tokens
-from kvledger.audit.conformance.host import build_request
+from kvledger.audit.conformance.engine_setup import build_request
 from kvledger.audit.engines.configuration import engine_index
 from kvledger.audit.events import EngineStarted, RequestAdded
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 from tests import journals
-from tests.histories import GOLDEN
 
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.replay.journals import audit_paths
@@ -34,9 +33,7 @@ fsspec = pytest.importorskip("fsspec")
 @pytest.fixture(scope="module")
 def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fleet")
-    for number, row in enumerate(GOLDEN):
-        journals.write(folder / f"engine-{number:02d}", row.events())
-    return folder
+    return journals.golden(folder)
 
 
 def _told(process: subprocess.Popen[str], pattern: str) -> str:

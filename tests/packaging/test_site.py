@@ -12,7 +12,7 @@ import yaml
 from tests import tools
 
 ROOT = Path(__file__).parents[2]
-ADDED = {"index.md", "CHANGELOG.md"}
+ADDED = {"index.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"}
 """Pages that scripts/site_hooks.py adds."""
 
 MKDOCS = "mkdocs-material>=9.5"

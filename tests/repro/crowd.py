@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvledger.audit.conformance.driver import Driver
-from kvledger.audit.conformance.host import EngineSetup
+from kvledger.audit.conformance.engine_setup import EngineSetup
 
 MAX_STEPS = 4000
 """A crowd that takes more steps for one request will never end it."""

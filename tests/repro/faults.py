@@ -3,7 +3,7 @@
 A history calls only what a client, a connector or the engine core of a real deployment would. Preemptions
 come from a full pool, so a history may miss; the recorder repeats it until the audit has the finding.
 
-This file does not import vLLM: `scripts/repro_proof.py` reads it.
+This file does not import vLLM: `proofs/repro.py` reads it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Crowds: each has the finding of its fault, and is otherwise an ordinary workload.
 
-`make repro-proof` records those of other releases.
+`make proof NAME=repro` records those of other releases.
 """
 
 from __future__ import annotations

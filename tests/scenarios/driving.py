@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvledger.audit.conformance.driver import Driver
-from kvledger.audit.conformance.host import EngineSetup
+from kvledger.audit.conformance.engine_setup import EngineSetup
 
 __all__ = ["Attach", "Driver", "engine_setup", "lora", "start"]
 

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 from tests.scenarios.scripted_connector import ScriptedConnector, ScriptedMetadata
 from tests.scenarios.scripted_reader import ScriptedReader
 
-from kvledger.audit.engines.connectors.metadata_reader import Saved
-from kvledger.audit.engines.readers import register
+from kvledger.audit.engines.connector_metadata import register
+from kvledger.audit.engines.connector_metadata.metadata_reader import Saved
 
 CHUNK_TOKENS = 32
 

@@ -19,7 +19,7 @@ from unittest import mock
 from tests.scenarios.driving import Attach, engine_setup
 from tests.scenarios.kv_runner import HEADS, LAYERS, WIDTH, Driver, KVRunner
 
-from kvledger.audit.conformance import host
+from kvledger.audit.conformance import engine_setup as built_by
 from kvledger.audit.engines.content.attached import watch_content
 from kvledger.audit.entry.attach import attach as attach_audit
 
@@ -239,7 +239,7 @@ def offloaded(attach: Attach, *, asynchronous: bool) -> None:
         connector_options=(("cpu_bytes_to_use", 4 * BLOCKS * LAYERS * PAGE_BYTES),),
     )
     runners: list[OffloadRunner] = []
-    with mock.patch.object(host, "_kv_cache_config", _with_tensors(host._kv_cache_config)):
+    with mock.patch.object(built_by, "_kv_cache_config", _with_tensors(built_by._kv_cache_config)):
         driver = OffloadDriver(setup)
     with late_device(runners):
         runners.append(OffloadRunner(driver.scheduler))

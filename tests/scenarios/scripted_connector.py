@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as _base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from kvledger.audit.engines.readers import register
+from kvledger.audit.engines.connector_metadata import register
 
 _SupportsHMA: Any = getattr(_base, "SupportsHMA", object)  # since 0.11
 _TAKES_LAYOUT = "kv_cache_config" in inspect.signature(KVConnectorBase_V1.__init__).parameters  # since 0.12

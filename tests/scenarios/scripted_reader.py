@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvledger.audit.engines.connectors.metadata_reader import MetadataReader
+from kvledger.audit.engines.connector_metadata.metadata_reader import MetadataReader
 
 
 class ScriptedReader(MetadataReader):

@@ -83,9 +83,9 @@ def usage(folder: Path, log: Path) -> tuple[int, dict[str, Any]]:
         "-m",
         "kvledger",
         "usage",
-        folder / "journals",
+        str(folder / "journals"),
         "--log",
-        log,
+        str(log),
         "--format",
         "json",
     ]

@@ -14,10 +14,10 @@ from typing import Any
 from ... import events as ev
 from ...hooks import Hook, Hooks
 from ...text import cut_id
+from ..connector_metadata import reader_of
+from ..connector_metadata.metadata_reader import MetadataReader
 from ..pool.isolation import IsolationClasses
-from ..readers import reader_of
 from ..step_log import StepLog
-from .metadata_reader import MetadataReader
 from .store_keys import watch_store_keys
 
 TABLE: tuple[Hook, ...] = (
@@ -76,6 +76,7 @@ class ConnectorWatch:
         self._store_keys = watch_store_keys(self.reader, classes, log, step) if classes is not None else None
         """Observes lookups in the store; None if their keys can't be read."""
         self._hooks = [Hooks(TABLE, scheduler.connector, self, failed, raised=in_connector(raised))]
+        """The hooks on the connector and its children."""
         children = getattr(scheduler.connector, "_connectors", ())
         for place, child in enumerate(children if isinstance(children, list | tuple) else ()):
             watch = _Child(f"{place} {type(child).__name__}", log, step)
@@ -171,8 +172,11 @@ class _Child:
 
     def __init__(self, name: str, log: StepLog, step: Callable[[], int]) -> None:
         self._name = name
+        """The child's place and class."""
         self._log = log
+        """Receives the events."""
         self._step = step
+        """Returns the number of the current step."""
         self._last: dict[str, tuple[Any, ...]] = {}
         """The last query and answer, by request id."""
 

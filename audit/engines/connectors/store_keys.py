@@ -14,9 +14,9 @@ from typing import Any
 
 from ... import events as ev
 from ...hooks import Hook, Hooks
+from ..connector_metadata.metadata_reader import MetadataReader
 from ..pool.isolation import IsolationClasses
 from ..step_log import StepLog
-from .metadata_reader import MetadataReader
 
 TOKENS = "token_ids"
 """The parameter with the tokens that are looked up."""
@@ -55,6 +55,7 @@ class StoreKeys:
         self._signature = inspect.signature(method)
         """The parameters of the lookup."""
         self._hooks = Hooks((asked, lookup), reader.connector, self, self._failed)
+        """The hooks on the connector and its lookup."""
 
     def close(self) -> None:
         """Restore the connector."""

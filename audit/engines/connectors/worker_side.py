@@ -18,10 +18,10 @@ from typing import Any
 from ... import events as ev
 from ...hooks import Hook, Hooks
 from ...text import cut_id
-from ..readers import reader_of
+from ..connector_metadata import reader_of
+from ..connector_metadata.metadata_reader import MetadataReader
 from ..step_log import Sink, StepLog
 from ..worker_journal import WorkerJournal
-from .metadata_reader import MetadataReader
 from .scheduler_side import Raised, in_connector
 
 logger = logging.getLogger("vllm.kvledger")
@@ -86,6 +86,7 @@ class WorkerWatch:
         self._clear()
         raises = None if raised is None else in_connector(raised)
         self._hooks = Hooks(TABLE, connector, self, failed, raised=raises)
+        """The hooks on the connector."""
 
     def remove(self) -> None:
         """Restore the connector."""
@@ -212,6 +213,7 @@ class WorkerObserver(WorkerJournal):
             rank=int(self._configuration["rank"] or 0),
             raised=self._raised,
         )
+        """Observes the connector."""
         self.begin((Hook("", "clear_connector_metadata", (), after="at_rest"),), connector)
 
     def _hook_failed(self, hook: str, error: Exception, removed: bool) -> None:

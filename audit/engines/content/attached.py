@@ -57,6 +57,7 @@ class AttachedContent:
         self._scheduling = Hooks(
             (Hook("", "schedule", (), after="planned"),), observer.scheduler, self, self._failed
         )
+        """The hook on the scheduler, which tells the step of each SchedulerOutput."""
         self.watch: RunnerWatch | None = RunnerWatch(
             worker.model_runner,
             observer.log,
@@ -68,6 +69,7 @@ class AttachedContent:
             seen_from_start=observer.step == 0 and not observer.scheduler.requests,
             options=options(),
         )
+        """Observes the model runner; None after the end."""
 
     def planned(self, _: None, result: Any, *__: Any, **___: Any) -> None:
         """``schedule`` returned."""

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import events as ev
 from ...hooks import Hook, Hooks
-from ..connectors.metadata_reader import MetadataReader, Moves
-from ..readers import reader_of
-from .tables import NULL_BLOCK
+from ..connector_metadata import reader_of
+from ..connector_metadata.metadata_reader import MetadataReader, Moves
+from .block_tables import NULL_BLOCK
 
 if TYPE_CHECKING:
     from .device_buffers import Pending
-    from .part_prints import PartPrints, Rows
+    from .part_fingerprints import PartPrints, Rows
 
 TABLE: tuple[Hook, ...] = (
     Hook("", "bind_connector_metadata", (), after="bound"),
@@ -59,9 +59,11 @@ class CustodyWatch:
 
     def __init__(self, watch: Any, connector: Any, key: int, failed: Failed) -> None:
         self._watch = watch
+        """Has the seals, the step and the log."""
         self.reader: MetadataReader | None = reader_of(connector)
         """Reads the connector's metadata; None: it can't be read, so nothing is observed."""
         self._prints: PartPrints | None = None
+        """Takes the fingerprints of transfers; None: nothing is observed."""
         self._moves = Moves([], [])
         """What the metadata of the present step orders."""
         self._handed_over: dict[str, tuple[object, int]] = {}
@@ -76,11 +78,13 @@ class CustodyWatch:
         """Fingerprints that were not emitted yet, oldest first."""
         reader, layout = self.reader, watch.layout
         self._hooks: Hooks | None = None
+        """The hooks on the connector."""
         if reader is None or "blocks" not in reader.READS or not reader.exact:
             return
         if len(layout.groups) == 1 and not layout.excluded:
             self._group = next(iter(layout.groups.values()))
-            from .part_prints import PartPrints
+            """The only group of the KV cache."""
+            from .part_fingerprints import PartPrints
 
             self._prints = PartPrints(self._group.layers, key)
             self._hooks = Hooks(TABLE, connector, self, failed)

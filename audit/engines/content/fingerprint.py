@@ -69,6 +69,7 @@ class LayerWords:
         if layer.dim() == 1:
             layer = layer.unsqueeze(1)
         self.layer = layer
+        """The layer, with an axis for its blocks and at least one more."""
         block_bytes = layer[0].numel() * layer.element_size()
         words = words_of(layer)
         keys = word_keys[: (block_bytes + 3) // 4]
@@ -83,13 +84,19 @@ class LayerWords:
             except RuntimeError:  # a block is not contiguous
                 keys = np.ascontiguousarray(keys)
         self.words = words
+        """Its 32-bit words, blocks first; None: it has no view of words."""
         self.keys = keys
+        """The key of each word of a block, in the order of the words."""
         self.row_words = keys.size
+        """Words of a block."""
         axes = "jklmnop"[: keys.ndim]
         self._sums = f"i{axes},{axes}->i"
+        """The sums over a block's words, in einsum's notation."""
         on_cpu = layer.device.type == "cpu"
         self.array = words.numpy().view(np.uint32) if on_cpu and words is not None else None
+        """The words as a NumPy array; None on a device."""
         self._device_keys: Tensor = None
+        """The keys on the device; None until they are needed."""
 
     def device_keys(self) -> Tensor:
         """The keys as int64 on the layer's device."""
@@ -150,13 +157,17 @@ class Fingerprints:
     def __init__(self, layers: Sequence[Tensor], key: int, *, factors: Sequence[int] | None = None) -> None:
         self.layers = list(layers)
         self.key_name = key_name(key)
+        """Tells the key from others without giving it away."""
         most = max((layer[0].numel() * layer.element_size() + 3) // 4 for layer in self.layers)
         word_keys = odd_numbers(key, most)
         self._forms = _layer_forms(self.layers, word_keys)
+        """The layers, ready to be summed."""
         numbers = list(range(len(self.layers))) if factors is None else list(factors)
         self.factors = odd_numbers(key ^ _FACTORS_SEED, max(numbers) + 1).view(np.int64)[numbers]
         self.device = self.layers[0].device
+        """Where the layers are."""
         self._device_factors = torch.from_numpy(self.factors).to(self.device)
+        """The factors there."""
 
     def of(self, blocks: Sequence[int] | Tensor) -> Tensor:
         """One fingerprint for each block: int64 on the layers' device."""

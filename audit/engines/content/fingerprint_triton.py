@@ -109,8 +109,10 @@ class TritonFingerprints(Fingerprints):
     def __init__(self, layers: Sequence[Tensor], key: int, *, factors: Sequence[int] | None = None) -> None:
         super().__init__(layers, key, factors=factors)
         word_keys = odd_numbers(key, max(form.row_words for form in self._forms))
-        self._kept: list[Tensor] = []  # the keys whose addresses are in the tables
+        self._kept: list[Tensor] = []
+        """The keys whose addresses are in the tables."""
         self._tables = self._make_tables(word_keys)
+        """For each kernel: addresses, strides and keys of the layers."""
 
     def of(self, blocks: Sequence[int] | Tensor) -> Tensor:
         index = self._index(blocks)

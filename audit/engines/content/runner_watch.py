@@ -19,13 +19,13 @@ from ... import events as ev
 from ...events import SAME_STEP, UNSAMPLED
 from ...hooks import EngineMismatch, Hook, Hooks
 from ...text import cut_id
-from ..readers import reader_of
+from ..connector_metadata import reader_of
 from ..step_log import StepLog
+from .block_tables import NULL_BLOCK, Hit, Tables
 from .custody import CustodyWatch
 from .layout import Layout, read_layout
 from .options import ContentOptions
 from .seals import Seals
-from .tables import NULL_BLOCK, Hit, Tables
 
 if TYPE_CHECKING:
     from .sketches import SketchWatch
@@ -123,6 +123,7 @@ class RunnerWatch:
             with contextlib.suppress(EngineMismatch):
                 self._custody = CustodyWatch(self, connector, self._key, failed)
         self._hooks = [Hooks(RUNNER, runner, self, failed)]
+        """The hooks on the runner, the worker and the connector."""
         for table, host in ((WORKER, worker), (CONNECTOR, connector)):
             if host is not None:
                 with contextlib.suppress(EngineMismatch):

@@ -1,7 +1,7 @@
 """The seals of blocks: the fingerprint of each full block, and the step after which it was taken.
 
-Fingerprints stay on the device of the KV caches (:mod:`.seal_values`). :meth:`Seals.results` returns the
-comparisons whose results have arrived on the host. Nothing waits for the device.
+Fingerprints stay on the device of the KV caches (:mod:`.seal_fingerprints`). :meth:`Seals.results` returns
+the comparisons whose results have arrived on the host. Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .layout import Layout
 if TYPE_CHECKING:
     from .device_buffers import Pending
     from .fingerprint import Fingerprints
-    from .seal_values import SealValues
+    from .seal_fingerprints import SealValues
 
 Label = TypeVar("Label")
 
@@ -44,8 +44,8 @@ class Seals(Generic[Label]):
         form: Callable[..., Fingerprints] | None = None,
         new_event: Callable[[], Any] | None = None,
     ) -> None:
-        from .forms import fingerprints_of
-        from .seal_values import DeviceValues, HostValues
+        from .choose_fingerprint import fingerprints_of
+        from .seal_fingerprints import DeviceValues, HostValues
 
         form = form or fingerprints_of
         self._prints = {number: form(group.layers, key) for number, group in layout.groups.items()}

@@ -21,8 +21,8 @@ from ... import events as ev
 from ..step_log import StepLog
 from .device_buffers import Known, Pending, Sent, Slot, Slots
 from .fingerprint import odd_numbers
+from .keys_and_values import all_parts
 from .layout import Layout
-from .parts import all_parts
 
 PROJECTIONS = 8
 """Numbers of a sketch for each part of a block."""
@@ -63,6 +63,7 @@ class Sketches:
         self, layers: Sequence[Any], key: int, *, new_event: Callable[[], Any] | None = None
     ) -> None:
         self._parts = all_parts(layers)
+        """The keys and the values of each layer."""
         device = self._parts[0].device
         sizes = [part[0].numel() for part in self._parts]
         numbers = odd_numbers(key ^ _SEED, max(sizes) * PROJECTIONS)
@@ -77,6 +78,7 @@ class Sketches:
             if on_host
             else Slots(device, room=ROOM, columns=columns, new_event=new_event, dtype=torch.float32)
         )
+        """Buffers on the device; None on the host."""
 
     def read(self, blocks: Sequence[int]) -> Pending[Any]:
         """Take the sketches of at least one block: a row of float32 for each."""
@@ -123,7 +125,13 @@ class SketchWatch:
         """Whether blocks that are computed again are compared, and how."""
         groups = {} if reason else layout.groups
         self._sketches = {number: Sketches(group.layers, key) for number, group in groups.items()}
-        self._key_name, self._log, self._rank = key_name, log, rank
+        """Takes the sketches of each group's blocks."""
+        self._key_name = key_name
+        """Tells the key of the projections from others."""
+        self._log = log
+        """Receives the events."""
+        self._rank = rank
+        """The worker's number."""
         self._skipped_to = 0
         """Blocks that were computed before this step have no sketch."""
         self._readings: deque[_Reading] = deque()

@@ -45,6 +45,7 @@ class ContentObserver(WorkerJournal):
             seen_from_start=True,
             options=options(),
         )
+        """Observes the model runner."""
         self.begin(AFTER_STEP, runner)
 
     def restart(self) -> None:

@@ -18,7 +18,7 @@ from .allocations import Allocations
 from .call_buffer import CallBuffer, block_ids
 from .caller_stack import Callers
 from .hash_ids import HashId
-from .signatures import method_codes
+from .requirements import method_codes
 
 TAKING_OUTPUT = ("update_from_output", "_update_request_with_output")
 """Methods in which schedulers that run ahead of their outputs cache blocks."""
@@ -40,8 +40,11 @@ class AllocationCollector:
 
     def __init__(self, add: Callable[[Any], None]) -> None:
         self.on_block_allocated = add
-        self.on_block_accessed = self.on_block_evicted = callable  # takes one argument and does nothing
-        self.reset = tuple  # takes none
+        """vLLM calls it with each block that it allocates."""
+        self.on_block_accessed = self.on_block_evicted = callable
+        """Take one argument and do nothing."""
+        self.reset = tuple
+        """Takes no argument and does nothing."""
 
 
 class HashTracker:

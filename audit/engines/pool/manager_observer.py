@@ -34,11 +34,17 @@ class ManagerObserver:
 
     def __init__(self, manager: Any, sink: Sink, *, version: str, stacks: bool = False) -> None:
         self.manager = manager
+        """vLLM's KV cache manager."""
         self.log = _Log(sink)
+        """Receives the events."""
         self.version = version
+        """The release of vLLM."""
         self._stacks = stacks
+        """Whether the Python stack of each call is recorded."""
         self._step = 0
+        """The number of the present step."""
         self.pools: PoolWatch | None = None
+        """Observes the manager's pools; None before the start."""
 
     def start(self, boundary: Any = None) -> None:
         """Wrap the pools. Raises :class:`~kvledger.audit.hooks.EngineMismatch` with nothing wrapped."""

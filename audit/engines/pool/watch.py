@@ -1,7 +1,7 @@
 """The observation of a v1 engine's block pools, at level ``blocks``: :class:`PoolWatch` wires its parts.
 
 The parts do not know the watch. A wrapped call goes through three files: ``hooks`` calls the observer of the
-pool (``wrappers``, or ``hash_tracker`` if the pool's state is read), and the observer adds the call to
+pool (``pool_observer``, or ``hash_tracker`` if the pool's state is read), and the observer adds the call to
 ``call_buffer``. When a step has been scheduled, ``allocations`` finds the owners of allocated blocks
 (``attribution``), and the buffered calls are emitted as one event. ``sweep`` reports what no call shows.
 
@@ -25,9 +25,9 @@ from .caller_stack import Caller, Callers
 from .hash_ids import hash_ids, shared_key
 from .hash_tracker import HashTracker, can_track
 from .isolation import IsolationClasses
-from .signatures import ALL_GROUPS, EVICTING, MANAGER, OCCASIONAL, POOL, TRACKED, evicts, refusal
+from .pool_observer import Emitter, PoolObserver
+from .requirements import ALL_GROUPS, EVICTING, MANAGER, OCCASIONAL, POOL, TRACKED, evicts, refusal
 from .sweep import Sweep
-from .wrappers import Emitter, PoolObserver
 
 OURS = (__package__, Hooks.__module__)
 """Modules whose frames are never the callers of a pool."""

@@ -6,11 +6,11 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from benchmarks.simulated import Simulated
-from benchmarks.trace import started
 from msgspec.structs import replace
 from tests import journals
 from tests.histories import events
+from tests.simulated import Simulated
+from tests.simulated_trace import started
 
 from kvledger.audit.analysis.costs import (
     CostCounters,
@@ -29,7 +29,7 @@ from kvledger.exporters.reports.summary import ALL, summarize
 from kvledger.exporters.reports.why import why
 
 TOKEN = 40e-6
-"""Seconds that the simulated engine takes for a token, beside 8 ms a step (``benchmarks/simulated.py``)."""
+"""Seconds that the simulated engine takes for a token, beside 8 ms a step (``tests/simulated.py``)."""
 
 
 def trace(folder: Path, seed: int | None = None) -> Path:

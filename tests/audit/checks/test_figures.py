@@ -11,7 +11,6 @@ import pytest
 
 from kvledger.audit.analysis.reconciliation import FIGURES as COMPARED
 from kvledger.audit.checks.figures import FIGURES
-from kvledger.audit.checks.figures_page import replaced
 from kvledger.audit.checks.registry import catalogue
 from kvledger.exporters.sidecar.scrape_engine import COUNTERS, ENDED
 
@@ -20,12 +19,6 @@ NAMES = [name for figure in FIGURES for name in figure.names]
 FOUND = {row.finds for figure in FIGURES for row in figure.deviations if row.finds}
 ABOUT_TOKENS = re.compile(r"tokens|cache_(hits|queries)|draft|_(bytes|transfer|load|save|store|offload|xfer)")
 ABOUT_TIME_OR_BLOCKS = re.compile(r"seconds|perc|_time|flops|per_gpu|websocket|info$|pages|lora")
-
-
-def test_the_page_is_up_to_date():
-    assert PAGE.read_text() == replaced(PAGE.read_text()), (
-        "python -m kvledger.audit.checks.figures_page docs/reconciliation.md"
-    )
 
 
 def test_every_drift_of_a_figure_is_a_deviation_in_the_table():

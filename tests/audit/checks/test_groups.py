@@ -18,7 +18,7 @@ from tests.engines.observed import each, observe
 from tests.scenarios.registry import HYBRID
 
 from kvledger.audit.conformance.driver import Driver
-from kvledger.audit.conformance.host import EngineSetup
+from kvledger.audit.conformance.engine_setup import EngineSetup
 from kvledger.audit.engines.steps import AT_REST_STEPS
 from kvledger.audit.old_events import TablesReported
 

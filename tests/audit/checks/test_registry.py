@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from kvledger.audit.checks.registry import FAMILIES, catalogue, explain, invariant, markdown
+from kvledger.audit.checks.registry import FAMILIES, catalogue, explain, invariant
 from kvledger.audit.errors import LedgerError
 
 ROOT = Path(__file__).parents[3]
@@ -47,24 +45,6 @@ def test_every_invariant_defines_what_must_hold_and_what_only_looks_violated(row
     assert row.on
     assert row.family in FAMILIES
     assert all(url.startswith("https://github.com/") for _, url in row.references)
-
-
-def test_the_page_is_up_to_date():
-    assert (ROOT / "docs/invariants.md").read_text() == markdown(), (
-        "python -m kvledger.audit.checks > docs/invariants.md"
-    )
-
-
-def test_the_module_prints_the_page():
-    printed = subprocess.run(
-        [sys.executable, "-m", "kvledger.audit.checks"],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT / "src",
-    )
-
-    assert markdown() == printed.stdout
 
 
 def test_an_explanation_has_the_rule_its_violation_and_its_references():

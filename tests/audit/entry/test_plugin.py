@@ -22,7 +22,7 @@ from vllm.v1.engine.core import EngineCore
 
 from kvledger.audit.conformance.driver import Driver, EngineSetup
 from kvledger.audit.engines import choose, host_version
-from kvledger.audit.engines.v1 import V1Observer
+from kvledger.audit.engines.v1_since_0_27 import V1Observer
 from kvledger.audit.entry import plugin
 from kvledger.audit.entry.variables import VARIABLES
 from kvledger.audit.journal.folder import find_journals, read

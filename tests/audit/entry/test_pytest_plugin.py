@@ -31,10 +31,10 @@ CLEAN = """
         driver.add("a", 40, 4)
         driver.run()
 """
-TWICE = """
+FREE_TWICE = """
     from tests.scenarios.driving import start
 
-    def test_a_table_freed_twice():
+    def free_twice():
         driver = start()
         driver.add("a", 40, 4)
         driver.step()
@@ -43,7 +43,12 @@ TWICE = """
         manager.free("a")
         manager.req_to_blocks["a"] = blocks
         manager.free("a")
-        assert {holds}
+        return blocks
+"""
+TWICE = f"""{FREE_TWICE}
+    def test_a_table_freed_twice():
+        blocks = free_twice()
+        assert {{holds}}
 """
 
 
@@ -238,21 +243,10 @@ def test_the_classes_are_restored_when_the_run_ends(pytester: pytest.Pytester) -
 
 # --- one test: its marker and its fixture -----------------------------------------------------------
 
-MARKED = """
+MARKED = f"""
     import pytest
-    from tests.scenarios.driving import start
-
-    def free_twice():
-        driver = start()
-        driver.add("a", 40, 4)
-        driver.step()
-        manager = driver.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
-        blocks = list(manager.req_to_blocks["a"])
-        manager.free("a")
-        manager.req_to_blocks["a"] = blocks
-        manager.free("a")
-
-    {marker}
+{FREE_TWICE}
+    {{marker}}
     def test_marked():
         free_twice()
 

@@ -25,11 +25,11 @@ from tests.examples import examples
 from kvledger.audit import events as ev
 from kvledger.audit import old_events
 from kvledger.audit.errors import LedgerError
-from kvledger.audit.event_checks import impossible
 from kvledger.audit.journal import format as seg
 from kvledger.audit.journal import writer as writing
 from kvledger.audit.journal.folder import find_journals, read, tail
 from kvledger.audit.journal.format import is_live
+from kvledger.audit.journal.possible_events import impossible
 from kvledger.audit.journal.reader import Damage, Position, Reader
 from kvledger.audit.journal.writer import JournalWriter, Limits
 from kvledger.audit.text import ID_CHARACTERS

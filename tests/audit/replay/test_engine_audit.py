@@ -27,8 +27,7 @@ def test_a_clean_journal_has_no_findings_and_settled_totals(tmp_path: Path) -> N
 
 
 def test_several_journals_are_summed(tmp_path: Path) -> None:
-    for number, row in enumerate(GOLDEN):
-        journals.write(tmp_path / f"engine-{number}", row.events())
+    journals.golden(tmp_path)
 
     audit = audit_paths([tmp_path])
 

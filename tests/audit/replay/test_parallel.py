@@ -18,9 +18,7 @@ from kvledger.exporters.reports.audit import report
 
 @pytest.fixture
 def golden(tmp_path: Path) -> Path:
-    for number, row in enumerate(GOLDEN):
-        journals.write(tmp_path / "golden" / f"engine-{number:02d}", row.events())
-    return tmp_path / "golden"
+    return journals.golden(tmp_path / "golden")
 
 
 def test_two_processes_give_the_same_report_as_one(golden: Path) -> None:

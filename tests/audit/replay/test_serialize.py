@@ -19,7 +19,7 @@ from tests.strategies import Story, random_histories
 from kvledger.audit.analysis.live_routing import RecentCounts
 from kvledger.audit.checks.auditor import Auditor
 from kvledger.audit.errors import LedgerError
-from kvledger.audit.sums.events import EngineStopped, Event, Gap, HookFailed, Snapshot
+from kvledger.audit.events import EngineStopped, Event, Gap, HookFailed, Snapshot
 from kvledger.audit.journal.folder import read
 from kvledger.audit.ledger.blocks.ledger import BlockLedger
 from kvledger.audit.ledger.ledger import Ledger

@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from benchmarks import trace as traces
-from benchmarks.simulated import Mix
 from msgspec.structs import replace
 from tests import journals
+from tests import simulated_trace as traces
+from tests.simulated import Mix
 
 from kvledger.audit.checks import auditor
 from kvledger.audit.events import Event, Reported

@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from benchmarks.simulated import Mix
 from tests import journals
 from tests.audit.replay.test_split import MIX, cut_trace
+from tests.simulated import Mix
 
 from kvledger.audit.events import Snapshot, SnapshotRow
 from kvledger.audit.journal.format import segments

@@ -19,9 +19,9 @@ from tests.scenarios.driving import start
 
 from kvledger.audit.conformance.driver import Driver
 from kvledger.audit.engines import observer
-from kvledger.audit.engines.readers import metadata_readers, reader_of
-from kvledger.audit.engines.readers.offloading import OffloadingReader
-from kvledger.audit.engines.readers.simple_cpu_offload import SimpleCPUOffloadReader
+from kvledger.audit.engines.connector_metadata import metadata_readers, reader_of
+from kvledger.audit.engines.connector_metadata.offloading import OffloadingReader
+from kvledger.audit.engines.connector_metadata.simple_cpu_offload import SimpleCPUOffloadReader
 from kvledger.audit.events import ChildMatched, Finished, FreeCompleted, FreeDelayed, HandedOver
 
 ROOT = Path(__file__).parents[3]

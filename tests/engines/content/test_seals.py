@@ -11,9 +11,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvledger.audit.engines.content import device_buffers, forms  # noqa: E402
+from kvledger.audit.engines.content import choose_fingerprint as chosen  # noqa: E402
+from kvledger.audit.engines.content import device_buffers  # noqa: E402
 from kvledger.audit.engines.content.fingerprint import Fingerprints  # noqa: E402
-from kvledger.audit.engines.content.part_prints import PartPrints  # noqa: E402
+from kvledger.audit.engines.content.part_fingerprints import PartPrints  # noqa: E402
 from kvledger.audit.engines.content.seals import Seals  # noqa: E402
 from kvledger.audit.engines.content.sketches import PROJECTIONS, Sketches, SketchWatch  # noqa: E402
 from kvledger.audit.ledger.recomputed import distances  # noqa: E402
@@ -168,10 +169,10 @@ def test_without_triton_torch_computes_fingerprints_and_the_log_says_so(
     def make(layers: Any, key: int, *, factors: Any) -> str:
         return "torch"
 
-    monkeypatch.setitem(__import__("sys").modules, f"{forms.__package__}.fingerprint_triton", None)
-    monkeypatch.setattr(forms, "Fingerprints", make)
-    monkeypatch.setattr(forms.logger, "propagate", True)
-    with caplog.at_level("WARNING", logger=forms.logger.name):
-        assert "torch" == forms.fingerprints_of([OnGpu()], 1)
+    monkeypatch.setitem(__import__("sys").modules, f"{chosen.__package__}.fingerprint_triton", None)
+    monkeypatch.setattr(chosen, "Fingerprints", make)
+    monkeypatch.setattr(chosen.logger, "propagate", True)
+    with caplog.at_level("WARNING", logger=chosen.logger.name):
+        assert "torch" == chosen.fingerprints_of([OnGpu()], 1)
     (line,) = caplog.messages
     assert line.startswith("kvledger computes fingerprints with torch, not with Triton: ")

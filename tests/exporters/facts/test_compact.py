@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from benchmarks.simulated import Simulated
-from benchmarks.trace import WALL_SECONDS, started
 from msgspec.structs import replace
 from tests import journals
 from tests.histories import events
+from tests.simulated import Simulated
+from tests.simulated_trace import WALL_SECONDS, started
 
 from kvledger import cli
 from kvledger.audit import events as ev

@@ -11,13 +11,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from benchmarks.trace import WALL_SECONDS
 from msgspec.structs import replace
 from tests import journals
 from tests.audit.analysis.test_prefixes import A, B, C, Recording
 from tests.audit.replay.test_split import cut_trace
 from tests.exporters.facts.test_compact import HOUR, MINUTE, SLOWER, approximately, count_batches
 from tests.exporters.facts.test_compact import Engine as PlainEngine
+from tests.simulated_trace import WALL_SECONDS
 
 from kvledger.audit import events as ev
 from kvledger.audit.checks.registry import is_once

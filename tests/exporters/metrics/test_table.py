@@ -47,11 +47,6 @@ def values(audits: list[EngineAudit]) -> dict[tuple[str, frozenset[tuple[str, st
     }
 
 
-def test_the_page_is_up_to_date() -> None:
-    """Write it again with: python -m kvledger.exporters.metrics.table > docs/metrics.md"""
-    assert table.markdown() == (ROOT / "docs" / "metrics.md").read_text()
-
-
 def test_names_are_well_formed() -> None:
     names = [metric.name for metric in METRICS]
 
@@ -347,8 +342,7 @@ def test_no_label_holds_a_request_id(tmp_path: Path) -> None:
 
 
 def test_work_sums_to_what_was_scheduled(tmp_path: Path) -> None:
-    for number, row in enumerate(GOLDEN):
-        journals.write(tmp_path / f"engine-{number}", row.events())
+    journals.golden(tmp_path)
     audit = audit_paths([tmp_path])
     samples = values(audit.engines)
 

@@ -6,7 +6,7 @@ import doctest
 from pathlib import Path
 
 import pytest
-from benchmarks.trace import write_trace
+from tests.simulated_trace import write_trace
 
 pytest.importorskip("pandas")
 pytest.importorskip("pyarrow")

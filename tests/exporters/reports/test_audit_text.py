@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 from tests import journals
 from tests.exporters.reports.printed import text
-from tests.histories import GOLDEN, events
+from tests.histories import events
 
 from kvledger.audit.events import Gap, RequestAdded
 from kvledger.audit.replay.journals import audit_paths
@@ -61,8 +61,7 @@ Reported by the engine                      -128       160       168           0
 @pytest.mark.parametrize("verbose", [False, True])
 @pytest.mark.parametrize("width", [80, 100, 140])
 def test_no_figure_is_cut_and_no_line_is_too_long(tmp_path: Path, width: int, verbose: bool) -> None:
-    for number, row in enumerate(GOLDEN):
-        journals.write(tmp_path / f"engine-{number}", row.events())
+    journals.golden(tmp_path)
     result = report(audit_paths([tmp_path]))
     shown = text(audit_text.render(result, verbose=verbose), width)
 

@@ -8,11 +8,11 @@ from html import escape, unescape
 from pathlib import Path
 
 import pytest
-from benchmarks.trace import write_trace
 from msgspec.structs import replace
 from tests import journals
 from tests.exporters.reports.browser import Visit
 from tests.histories import events
+from tests.simulated_trace import write_trace
 
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import Gap, RequestAdded

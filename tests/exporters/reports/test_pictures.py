@@ -8,10 +8,10 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from benchmarks.trace import write_trace
 from tests import journals
 from tests.command_line import exit_code
 from tests.histories import events
+from tests.simulated_trace import write_trace
 
 from kvledger.audit.errors import LedgerError
 from kvledger.exporters.reports import pictures

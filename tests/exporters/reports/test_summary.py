@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests import journals
-from tests.histories import GOLDEN, events
+from tests.histories import events
 
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import Gap
@@ -19,9 +19,7 @@ from kvledger.exporters.trace.groups import NO_MATCH
 
 @pytest.fixture
 def golden(tmp_path: Path) -> Path:
-    for number, row in enumerate(GOLDEN):
-        journals.write(tmp_path / "golden" / f"engine-{number:02d}", row.events())
-    return tmp_path / "golden"
+    return journals.golden(tmp_path / "golden")
 
 
 def test_sums_equal_those_of_an_audit(golden: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests import journals
 from tests.exporters.labels import labelled
-from tests.histories import GOLDEN, events
+from tests.histories import events
 
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import Gap
@@ -25,8 +25,7 @@ BEGAN = journals.STARTED.began_seconds
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     """Golden histories, a request that is unknown, and one that is open."""
-    for number, row in enumerate(GOLDEN):
-        journals.write(tmp_path / "trace" / f"engine-{number:02d}", row.events())
+    journals.golden(tmp_path / "trace")
     journals.write(tmp_path / "trace" / "unknown", [*events(10, "A0+0 s10 o+"), Gap(900, 5, "full")])
     journals.write(tmp_path / "trace" / "open", events(10, "A0+0 s10 o+"), stopped=False)
     labelled(tmp_path / "trace" / "labelled")

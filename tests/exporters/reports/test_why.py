@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests import journals
-from tests.histories import GOLDEN, events
+from tests.histories import events
 
 from kvledger.audit.events import Gap
 from kvledger.audit.replay.journals import audit_paths
@@ -19,11 +19,7 @@ from kvledger.exporters.reports.why import as_csv, explained, why
 
 @pytest.fixture
 def golden(tmp_path: Path) -> Path:
-    for number, row in enumerate(GOLDEN):
-        journals.write(
-            tmp_path / "golden" / f"engine-{number:02d}", row.events(), configuration={"block_size": 16}
-        )
-    return tmp_path / "golden"
+    return journals.golden(tmp_path / "golden", {"block_size": 16})
 
 
 def test_the_causes_sum_to_all_misses(golden: Path) -> None:

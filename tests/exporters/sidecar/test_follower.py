@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from tests import journals
 from tests.audit.replay.test_serialize import picture
 from tests.exporters.sidecar.crash import counted, renumbered
-from tests.histories import GOLDEN, events
+from tests.histories import events
 
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import EngineStopped, Event, Snapshot
@@ -164,8 +164,7 @@ def test_open_requests_of_a_stopped_engine_end_with_it(tmp_path: Path) -> None:
 
 def test_sums_of_a_removed_journal_stay(tmp_path: Path) -> None:
     """Every counter of every golden history stays."""
-    for number, row in enumerate(GOLDEN):
-        journals.write(tmp_path / f"engine-{number}", row.events())
+    journals.golden(tmp_path)
     journals.violated(tmp_path / "violated")
     with following(tmp_path) as follower:
         before = counted(follower.audits)

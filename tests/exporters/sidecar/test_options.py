@@ -13,7 +13,7 @@ import pytest
 import typer
 from prometheus_client.parser import text_string_to_metric_families
 from tests import journals
-from tests.command_line import exit_code
+from tests.command_line import runner
 from tests.exporters.sidecar.test_http_server import Client, served
 
 from kvledger import cli
@@ -26,12 +26,7 @@ from kvledger.exporters.sidecar.pages import Site
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Any:
-    def call(*words: str | Path) -> tuple[object, str, str]:
-        code = exit_code("serve", *words)
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return call
+    return runner(capsys, "serve")
 
 
 # --- the log --------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """A sidecar takes over the state folder that an older version of kvledger left.
 
 ``states/VERSION.tar.xz`` holds the checkpoint that this version wrote, and what it served at ``/metrics``.
-The journals are those of ``tests/audit/replay/journals`` that JOURNALS names. Each release has such a file;
-the others are of versions before the first release. To add one, run this with that version in PYTHONPATH:
+The journals are those of ``tests/audit/replay/journals`` that JOURNALS names. Each release has such a
+file; the first one will be that of 0.1.0. To add one, run this with that version in PYTHONPATH:
 
     python tests/exporters/sidecar/test_upgrade.py VERSION
 """

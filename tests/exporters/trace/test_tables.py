@@ -8,7 +8,7 @@ import pytest
 from tests import journals
 from tests.audit.analysis.test_costs import trace
 from tests.exporters.labels import labelled
-from tests.histories import GOLDEN, events
+from tests.histories import events
 
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import Delivered, Gap, Stepped
@@ -27,9 +27,7 @@ from kvledger.exporters.trace.parquet import export  # noqa: E402
 
 @pytest.fixture
 def golden(tmp_path: Path) -> Path:
-    for number, row in enumerate(GOLDEN):
-        journals.write(tmp_path / "golden" / f"engine-{number:02d}", row.events())
-    return tmp_path / "golden"
+    return journals.golden(tmp_path / "golden")
 
 
 def collected(path: Path) -> dict[str, Rows]:
@@ -206,8 +204,3 @@ def _full(path: Path) -> Path:
     draft = path.with_suffix(".full")
     draft.symlink_to("/dev/full")
     return draft
-
-
-def test_docs_tables() -> None:
-    """Write it again with: make docs"""
-    assert tables.markdown() == (ROOT / "docs" / "tables.md").read_text()

@@ -1,0 +1,112 @@
+"""vLLM v1, releases 0.20 to 0.26: where they differ from 0.27.
+
+- A preempted request keeps its placeholders, and its output in flight is delivered. There is one exception:
+  after a reset of the prefix cache under running requests the asynchronous scheduler drops that output, by a
+  flag (0.20) or a number of outputs (0.22). kvledger sees this when the request's output has not grown.
+- Before 0.26 the engine does not count tokens in flight, and reports the last admission's hits.
+- The lookup's answer is the hit that is used, and the lookup statistics count it at once, also for an attempt
+  that leads to no admission. ``LookupsCounted`` tells these attempts apart.
+- The end of a session's turn keeps the whole count, placeholders included.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from .. import events as ev
+from ..hooks import Hook
+from .admissions import NOTHING, Admissions, Attempt
+from .engine_counts import EngineCounts020
+from .hook_tables import V1, amended, signature
+from .lives import Lives
+from .v1_since_0_27 import Parts, V1Observer
+
+HOOKS = amended(
+    V1,
+    signature(V1, "schedule", (), ("throttle_prefills",)),
+    signature(V1, "_preempt_request", ("request", "timestamp")),
+    signature(V1, "get_computed_blocks", ("request",)),
+    without=(
+        "_handle_failed_recving",
+        "get_computed_blocks_for_connector",
+        "record_prefix_cache_stats",
+    ),
+)
+
+
+class Admissions020(Admissions):
+    """Local lookups are counted at the lookup, external ones once an admission."""
+
+    def counts_lookups(self, request: Any) -> bool:
+        exempt = getattr(request, "skip_reading_prefix_cache", False)
+        return bool(self._scheduler.kv_cache_manager.enable_caching and not exempt)
+
+    def _not_admitted(self, events: list[ev.Event], now: int, request_id: str, attempt: Attempt) -> None:
+        if attempt.looked_up >= 0 and self.counts_lookups(attempt.request):
+            attempts, queries, hits = self.not_admitted
+            queries += attempt.request.num_tokens + attempt.cut
+            self.not_admitted = attempts + 1, queries, hits + attempt.looked_up
+        super()._not_admitted(events, now, request_id, attempt)
+
+    def cut(self, attempt: Attempt) -> int:
+        return attempt.cut
+
+    def lookups_counted(self, now: int, admitted: bool) -> ev.LookupsCounted | None:
+        counted = super().lookups_counted(now, admitted)
+        self.not_admitted = NOTHING
+        return counted
+
+    def matched(self, _: None, result: Any, request: Any, num_computed_tokens: int) -> None:
+        attempt = self.attempt(request)
+        if attempt.looked_up < 0:  # for hybrids with Mamba layers the scheduler asks the coordinator
+            attempt.looked_up = attempt.local = num_computed_tokens
+        super().matched(None, result, request, num_computed_tokens)
+
+
+class Lives020(Lives):
+    """Output in flight at a preemption is delivered, but may be dropped after a reset."""
+
+    def preempted(
+        self, before: tuple[int, int, int] | None, _: None, request: Any, *__: Any, **___: Any
+    ) -> None:
+        if before is None:
+            return
+        if self._log.undelivered:
+            self.draining.add(request.request_id)
+        delivered = self._resetting_in != self._observer.step
+        self.emit_preempted(request, before, self.held_blocks(request), delivered)
+
+    def stale(self, scheduled: dict[str, int]) -> Any:
+        """Requests whose output may be dropped, each with its output tokens so far."""
+        requests = self._scheduler.requests
+        ids = [each for each in self.draining if each in scheduled and each in requests]
+        return [(requests[each], requests[each].num_output_tokens) for each in ids]
+
+    def dropped(self, stale: Any) -> list[str]:
+        dropped = []
+        for request, output_tokens in stale:
+            if request.num_output_tokens == output_tokens:
+                dropped.append(request.request_id)
+            else:  # outputs are dropped in order, so no later one will be
+                self.draining.discard(request.request_id)
+        return dropped
+
+    def kept(self, request: Any, before: int) -> int:
+        return before
+
+
+class V1Observer020(V1Observer):
+    """Observes one scheduler of 0.20 to 0.25."""
+
+    NAME: ClassVar[str] = "v1-0.20"
+    FIGURES: ClassVar[str] = "last"
+    HOOKS: ClassVar[tuple[Hook, ...]] = HOOKS
+    PARTS: ClassVar[Parts] = Parts(counts=EngineCounts020, admissions=Admissions020, lives=Lives020)
+
+
+class V1Observer026(V1Observer020):
+    """Observes one scheduler of 0.26, which already reports the first admission's hits."""
+
+    NAME: ClassVar[str] = "v1-0.26"
+    FIGURES: ClassVar[str] = "first"
+    HAS: ClassVar[tuple[str, ...]] = ("kv_cache_manager.estimate_cached_tokens",)

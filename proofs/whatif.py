@@ -1,0 +1,179 @@
+"""Compares predictions of `kvledger whatif` with real engines of half and of twice the size.
+
+Usage: make proof NAME=whatif ARGS="[--blocks N] [--requests N] [--seed N] [--keep DIR] [--mooncake FILE]"
+
+Runs the same conversations three times on the real vLLM engine with a tiny model on this CPU: with N blocks,
+with half and with twice as many. The first journal predicts the hit rates of the other two runs. Exits with
+1 if a prediction is off by more than two points.
+
+With `--mooncake` no engine runs: the LRU hits of a request trace, such as Mooncake's
+conversation_trace.jsonl, are compared with those of kvcache-simulator at five sizes, over the second half of
+the requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from kvledger.audit.analysis.whatif import TRUSTED_POINTS, Options, WhatIf
+from kvledger.audit.demo.model import VOCABULARY_TOKENS, write_model
+from kvledger.audit.demo.process import output_to, settle_environment
+from kvledger.audit.replay.block_traces import BLOCK_TOKENS as BLOCK_TOKENS_OF_TRACES
+from kvledger.exporters.cache_policies import policies
+from kvledger.exporters.reports.whatif import study
+
+BLOCK_TOKENS = 32
+RUNNING = 4
+SEQUENCE_TOKENS = 512
+STEPS_BETWEEN_REQUESTS = 8
+SYSTEM_PROMPTS = 10
+CONVERSATIONS = 25
+MOONCAKE_BLOCKS = (500, 1000, 5000, 20_000, 60_000)
+
+Prompt = tuple[list[int], int]
+"""Token ids, and how many output tokens the request gets."""
+
+
+def conversations(requests: int, seed: int) -> list[Prompt]:
+    """Prompts of conversations that go on, stop, and share system prompts of uneven popularity."""
+    rng = random.Random(seed)
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(2, VOCABULARY_TOKENS) for _ in range(count)]
+
+    systems = [tokens(rng.randrange(32, 160)) for _ in range(SYSTEM_PROMPTS)]
+    weights = [1 / (rank + 1) for rank in range(SYSTEM_PROMPTS)]
+    open_conversations: list[list[int]] = []
+    prompts: list[Prompt] = []
+    for _ in range(requests):
+        if len(open_conversations) < CONVERSATIONS or rng.random() < 0.3:
+            open_conversations.append(list(rng.choices(systems, weights)[0]))
+        if len(open_conversations) > CONVERSATIONS:
+            open_conversations.pop(rng.randrange(len(open_conversations)))
+        history = rng.choice(open_conversations)
+        history += tokens(rng.randrange(10, 60))
+        output = rng.randrange(4, 24)
+        if len(history) + output > SEQUENCE_TOKENS - 8:
+            open_conversations.remove(history)
+            del history[SEQUENCE_TOKENS - 40 :]
+        prompts.append((list(history), output))
+    return prompts
+
+
+def run_engine(folder: Path, blocks: int, prompts: list[Prompt]) -> None:
+    """Run the engine in this process; its journal goes to KVLEDGER_DIR."""
+    settle_environment(in_process=True)
+    from vllm import LLM, ModelRegistry, SamplingParams
+    from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+
+    ModelRegistry.register_model("Qwen3ForCausalLM", Qwen3ForCausalLM)
+    llm: Any = LLM(
+        model=str(write_model(folder / f"model-{blocks}", 0)),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        distributed_executor_backend="vllm.v1.executor.uniproc_executor.UniProcExecutor",
+        enable_prefix_caching=True,
+        block_size=BLOCK_TOKENS,
+        num_gpu_blocks_override=blocks + 1,  # one is the null block
+        max_model_len=SEQUENCE_TOKENS,
+        max_num_seqs=RUNNING,
+        max_num_batched_tokens=SEQUENCE_TOKENS,
+    )
+    engine = llm.llm_engine
+    for number, (token_ids, output) in enumerate(prompts):
+        sampling = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False)
+        engine.add_request(str(number), {"prompt_token_ids": token_ids}, sampling)
+        for _ in range(STEPS_BETWEEN_REQUESTS):
+            engine.step()
+    while engine.has_unfinished_requests():
+        engine.step()
+    engine.engine_core.shutdown()
+
+
+def recorded(folder: Path, blocks: int, arguments: argparse.Namespace) -> Path:
+    """The journal of a run with this many blocks, in a process of its own."""
+    journal = folder / f"blocks-{blocks}"
+    environment = os.environ | {"KVLEDGER_DIR": str(journal), "KVLEDGER_LEVEL": "blocks"}
+    command = [sys.executable, __file__, "--run", str(blocks), "--keep", str(folder)]
+    command += ["--requests", str(arguments.requests), "--seed", str(arguments.seed)]
+    subprocess.run(command, env=environment, check=True)
+    return journal
+
+
+def compare(folder: Path, arguments: argparse.Namespace) -> bool:
+    """Print the table; whether each prediction is within the trusted range."""
+    present = arguments.blocks
+    sizes = [present // 2, present, 2 * present]
+    journals = {size: recorded(folder, size, arguments) for size in sizes}
+    lru = policies("lru")
+    [predicted] = study([journals[present]], Options(policies=lru, blocks=sizes)).engines
+    by_size = {point.blocks: point.hit_share for point in predicted.curve}
+    print(f"{predicted.engine}: {predicted.requests} requests, {predicted.prompt_tokens:,} prompt tokens")
+    print("blocks    predicted   recorded   difference")
+    worst = 0.0
+    for size in sizes:
+        share = measured(study([journals[size]], Options(policies=lru, blocks=[size])).engines[0])
+        points = 100 * (by_size[size] - share)
+        worst = max(worst, abs(points))
+        mark = "  (the run that predicts)" if size == present else ""
+        print(f"{size:6,} {100 * by_size[size]:10.2f} % {100 * share:8.2f} % {points:+11.2f}{mark}")
+    return worst <= TRUSTED_POINTS
+
+
+def compare_simulators(path: Path) -> bool:
+    """Print the hits of both simulators; whether all are equal."""
+    from kvcache_sim.plan import build_execution_plan
+    from kvcache_sim.policies import simulate_ceiling, simulate_policy
+    from kvcache_sim.trace import parse_trace_lines
+
+    lines = path.read_text().splitlines()
+    plan = build_execution_plan(parse_trace_lines(lines, block_size=BLOCK_TOKENS_OF_TRACES))
+    options = Options(policies=policies("lru"), blocks=MOONCAKE_BLOCKS, skip=0.5)
+    [ours] = study([path], options).engines
+    print(f"{'blocks':>8} {'kvledger':>12} {'kvcache-simulator':>18}")
+    equal = True
+    for point in [*ours.curve, ours.ideal]:
+        theirs = simulate_policy(plan, "lru", point.blocks) if point.blocks else simulate_ceiling(plan)
+        name = f"{point.blocks:,}" if point.blocks else "no limit"
+        print(f"{name:>8} {point.hit_tokens:12,} {theirs.hitTokens:18,}  {100 * point.hit_share:.2f} %")
+        equal &= point.hit_tokens == theirs.hitTokens
+    return equal
+
+
+def measured(result: WhatIf) -> float:
+    """The recorded hit rate of a run."""
+    return result.calibration.recorded_hit_tokens / result.prompt_tokens
+
+
+def main() -> int:
+    """Run the engines and compare, or run one engine."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--blocks", type=int, default=160)
+    parser.add_argument("--requests", type=int, default=400)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="a folder for the journals")
+    parser.add_argument("--mooncake", type=Path, help="a request trace, for the comparison of simulators")
+    parser.add_argument("--run", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.mooncake:
+        return 0 if compare_simulators(arguments.mooncake) else 1
+    if arguments.run:
+        with output_to(arguments.keep / f"engine-{arguments.run}.log"):
+            run_engine(arguments.keep, arguments.run, conversations(arguments.requests, arguments.seed))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="kvledger-whatif-") as temporary:
+        folder = arguments.keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        return 0 if compare(folder, arguments) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
