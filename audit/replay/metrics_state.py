@@ -18,7 +18,7 @@ from ..analysis.block_states import BLOCK_EVENTS, BlockStates
 from ..causes import BEGAN_BEFORE, EVICTED
 from ..client_ids import has_random_suffix
 from ..ledger.account import Account
-from ..ledger.kv_live import KVEventCounts
+from ..ledger.kv_counts import KVEventCounts
 from ..ledger.positions import COMPUTED, EXTERNAL, LOCAL, UNATTAINED
 from ..ledger.totals import Totals
 from ..release_semantics import release

@@ -29,8 +29,8 @@ from zlib import crc32
 
 import msgspec
 
-from ..analysis.live_routing import OpenRequest, RecentCounts, RoutedCache
 from ..analysis.reconciliation import Difference, Figures, Reconciliation, ReconciliationStep
+from ..analysis.routed_cache import OpenRequest, RecentCounts, RoutedCache
 from ..checks.auditor import Auditor, KeptFinding
 from ..checks.registry import Violation
 from ..errors import LedgerError
@@ -43,7 +43,8 @@ from ..ledger.cache_changes import Change
 from ..ledger.content_state import ContentState
 from ..ledger.custody_state import CustodyState
 from ..ledger.frozen import Line, RemovedRange, Settlement
-from ..ledger.kv_live import LiveComparison, LiveGap
+from ..ledger.kv_comparison import KVComparison
+from ..ledger.kv_differences import NotAnnounced, NotInCache, StreamGap
 from ..ledger.kv_stream import KVEvent
 from ..ledger.ledger import Ledger
 from ..ledger.life import InFlight, Life
@@ -52,7 +53,7 @@ from ..ledger.sketch_state import SketchState
 from ..ledger.totals import Totals
 from ..ledger.transfers import Promise, WorkerTransfers
 from .engine_audit import EngineAudit
-from .live_events import LiveEvents
+from .recorded_events import RecordedEvents
 from .worker_journals import Progress, WorkerJournals
 
 SCHEMA = 3
@@ -78,8 +79,8 @@ OBJECTS: tuple[type, ...] = (
     KeptFinding,
     Reconciliation,
     ReconciliationStep,
-    LiveEvents,
-    LiveComparison,
+    RecordedEvents,
+    KVComparison,
     RoutedCache,
     RecentCounts,
 )
@@ -101,7 +102,9 @@ STRUCTS: tuple[type, ...] = (
     Change,
     KVEvent,
     KVEventsReceived,
-    LiveGap,
+    StreamGap,
+    NotAnnounced,
+    NotInCache,
     OpenRequest,
     Progress,
 )
@@ -128,8 +131,10 @@ REBUILT: dict[type, frozenset[str]] = {
     ContentState: frozenset(),
     CustodyState: frozenset(),
     SketchState: frozenset(),
-    LiveEvents: frozenset({"enabled", "_neighbours", "_path", "_readers", "_searched"}),
-    LiveComparison: frozenset({"cache"}),
+    RecordedEvents: frozenset(
+        {"enabled", "on_batch", "_contents", "_neighbours", "_path", "_readers", "_searched"}
+    ),
+    KVComparison: frozenset({"cache"}),
     RoutedCache: frozenset(),
     RecentCounts: frozenset({"_changes", "_dropped", "_order"}),
     WorkerJournals: frozenset({"next_step", "raised", "_folder", "_readers", "_steps"}),
@@ -207,8 +212,8 @@ _BLANK: dict[type, Callable[[], Any]] = {
     WorkerJournals: lambda: WorkerJournals(Path()),
     Reconciliation: Reconciliation,
     ReconciliationStep: ReconciliationStep,
-    LiveEvents: lambda: LiveEvents(Path()),
-    LiveComparison: LiveComparison,
+    RecordedEvents: lambda: RecordedEvents(Path()),
+    KVComparison: KVComparison,
     RoutedCache: RoutedCache,
     RecentCounts: RecentCounts,
 }

@@ -24,7 +24,7 @@ from ...audit.analysis.routing import MISSED, SURPLUS
 from ...audit.checks.registry import catalogue
 from ...audit.errors import LedgerError
 from ...audit.journal.format import is_live
-from ...audit.ledger.kv_live import KVEventCounts
+from ...audit.ledger.kv_counts import KVEventCounts
 from ...audit.ledger.totals import Totals
 from ...audit.replay.distribution import Distribution, Exemplar
 from ...audit.replay.engine_audit import EngineAudit
