@@ -181,23 +181,17 @@ class RoutedCache(CacheChanges):
     def _touched(self, event: old_events.BlocksTouched) -> None:
         request = self.requests.get(event.request)
         if request is not None:
+            hashes = self._contents(event).hashes
             for place, block in enumerate(event.blocks):
-                self._put(request, place, next(iter(self._hashes.get((event.pool, block), ())), 0))
+                self._put(request, place, next(iter(hashes.get(block, ())), 0))
 
     def _cached(self, event: ev.BlocksCached) -> None:
         super()._cached(event)
-        rows, index = event.rows, 0
-        while index < len(rows) and self.block_tokens:
-            named, _, _, count = rows[index : index + 4]
-            index += 4
-            for _ in range(count):
-                block, hash_id, end = rows[index : index + 3]
-                index += 3
-                number = named if named >= 0 else self._owner.get((event.pool, block), -1)
-                place, rest = divmod(end, self.block_tokens)
-                request = self.requests.get(number)
-                if request is not None and not rest:
-                    self._put(request, place - 1, hash_id)
+        for number, _, hash_id, end in self._contents(event).cached(event) if self.block_tokens else ():
+            place, rest = divmod(end, self.block_tokens)
+            request = self.requests.get(number)
+            if request is not None and not rest:
+                self._put(request, place - 1, hash_id)
 
     def _put(self, request: OpenRequest, place: int, hash_id: int) -> None:
         """Note the hash id of one block of a prompt. A load that fails later is known by the end only."""

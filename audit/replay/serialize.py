@@ -38,6 +38,7 @@ from ..events import EngineStarted, KVEventsReceived, RequestLabels
 from ..journal.reader import Position
 from ..ledger.account import Account
 from ..ledger.blocks.ledger import BlockLedger
+from ..ledger.blocks.pool_contents import PoolContents
 from ..ledger.blocks.records import FailedLoad, Pool
 from ..ledger.cache_changes import Change
 from ..ledger.content_state import ContentState
@@ -100,6 +101,7 @@ STRUCTS: tuple[type, ...] = (
     RequestLabels,
     Position,
     Change,
+    PoolContents,
     KVEvent,
     KVEventsReceived,
     StreamGap,
