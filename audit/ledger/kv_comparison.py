@@ -89,6 +89,8 @@ class KVComparison:
         """Stores and removals by tier; "": the KV event names none."""
         self.tier_reported = False
         """Whether missing tiers were reported."""
+        self.judged_to = 0.0
+        """Unix time up to which changes were judged."""
         self.version = 0
         """Rises with each change of this object."""
 
@@ -277,7 +279,10 @@ class KVComparison:
         """
         silent: dict[int, list[Change]] = {}
         unfounded: dict[int, list[KVEvent]] = {}
-        ids = [*self.ours, *(hash_id for hash_id in self.theirs if hash_id not in self.ours)]
+        ids = [*self.theirs]
+        if ended or changes_to > self.judged_to:  # no change is due after the last batch of a recording
+            ids = [*self.ours, *(hash_id for hash_id in self.theirs if hash_id not in self.ours)]
+        self.judged_to = changes_to
         for hash_id in sorted(ids, key=lambda one: one == 0):  # resets last: they drop what was stored before
             ours, theirs = self.ours.get(hash_id, []), self.theirs.get(hash_id, [])
             old = ours and self._seconds(ours[0].at) < changes_to
