@@ -67,7 +67,7 @@ differential: ## compare the ledger with a position-by-position oracle on 20,000
 
 releases: ## run the scenarios on every vLLM and LMCache release, or on ARGS=core, and the tests that need them
 	$(READY) test
-	$(PYTHON) scripts/matrix.py $(ARGS)
+	$(BIN)/python scripts/matrix.py $(ARGS)
 	$(if $(filter-out core --write,$(ARGS)),,$(PYTEST) -q -m releases)
 
 whatif-proof: ## compare predictions of kvledger whatif with real engines of half and of twice the size
