@@ -589,7 +589,7 @@ def diff(
 def explain(
     name: opt.ExplainedName = "",
 ) -> None:
-    """Explain an invariant or a term that kvledger prints."""
+    """Explain an invariant, a term or a known fault that kvledger prints."""
     from .exporters.reports import explain as report
 
     if name:
@@ -598,6 +598,27 @@ def explain(
         from .exporters.reports import terminal
 
         terminal.show(report.listing())
+
+
+@command(opt.AUDIT, "faults", "faults --vllm 0.18.1", "faults --lmcache 0.3.9 --format csv")
+def faults(
+    vllm: Annotated[str, typer.Option(metavar="RELEASE", help="A release of vLLM.")] = "",
+    lmcache: Annotated[str, typer.Option(metavar="RELEASE", help="A release of LMCache.")] = "",
+    format: opt.TextFormat = "text",
+) -> None:
+    """List the known faults of a vLLM or LMCache release.
+
+    Each with its conditions, the releases that have it and the finding that shows it. Without options: of
+    the releases installed here, or of all if there is none. As csv: one line per fault.
+    """
+    from .audit.entry.doctor_faults import installed
+    from .exporters.reports import faults as report
+
+    known = report.faults(vllm, lmcache, {} if vllm or lmcache else installed())
+    if format == "json":
+        _print("json", report.as_data(known), None, None)
+    else:
+        _print(format, known, report.render, report.as_csv)
 
 
 # --- write files ----------------------------------------------------------------------------------------

@@ -406,7 +406,7 @@ ExplainedName = Annotated[
     typer.Argument(
         metavar="[NAME]",
         show_default=False,
-        help="An invariant such as tokens/balance, or a term such as life. Without it: list both.",
+        help="An invariant such as tokens/balance, a term such as life, or a fault. Without it: a list.",
     ),
 ]
 OutputFolder = Annotated[
