@@ -16,7 +16,6 @@ import errno
 import fcntl
 import os
 import re
-import secrets
 import stat
 from pathlib import Path
 from zlib import crc32
@@ -26,14 +25,11 @@ import msgspec
 from ..errors import LedgerError
 from ..journal.format import FRAME, HEADER, open_segment, segment_name
 from ..journal.reader import Position
+from .kept_files import DRAFT, FOLDER_MODE, replaced
 from .serialize import OtherLayout, layout
 
 NAME = "checkpoint"
-DRAFT = ".new"
-"""A checkpoint that is being written ends with this; its name is random, so nobody can prepare it."""
-
 MODE = 0o600
-FOLDER_MODE = 0o700
 LOCK = "lock"
 HIDDEN = ".kvledger"
 """The folder beside the journals that holds the checkpoint and its lock, unless ``--state`` names another."""
@@ -92,20 +88,8 @@ def save(folder: Path, checkpoint: Checkpoint) -> int:
     """Replace the checkpoint in ``folder``; returns its size in bytes. Raises OSError."""
     payload = msgspec.msgpack.encode(checkpoint)
     data = b"kvledger checkpoint %s %08x\n" % (layout().encode(), crc32(payload)) + payload
-    draft = folder / f"{NAME}.{secrets.token_hex(8)}{DRAFT}"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(draft, flags, MODE)
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(draft, folder / NAME)
-    except OSError:
-        with contextlib.suppress(OSError):
-            draft.unlink()
-        raise
-    _sync(folder)
+    with replaced(folder / NAME, MODE, "no checkpoint is kept") as file:
+        file.write(data)
     return len(data)
 
 
@@ -192,13 +176,3 @@ def beginning(journal: Path, segment: int) -> bytes:
             return file.read(len(HEADER) + FRAME.size)
     except OSError:
         return b""
-
-
-def _sync(folder: Path) -> None:
-    """Sync a rename to disk, if the file system can sync a folder."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

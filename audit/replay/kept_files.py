@@ -1,4 +1,4 @@
-"""Files that ``kvledger compact`` keeps beside the journals, and that stay when the journals are removed."""
+"""Files that are replaced as a whole, and those that ``kvledger compact`` keeps beside the journals."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from typing import BinaryIO
 from ..errors import LedgerError
 from ..journal.folder import may_be_host
 from ..journal.hosts import HostJournal
-from . import checkpoint
 
+DRAFT = ".new"
+"""A file that is being written ends with this; its name is random, so nobody can prepare it."""
+
+FOLDER_MODE = 0o700
 FOLDER = ".kvledger-facts"
 """The folder beside the journals."""
 
@@ -36,10 +39,10 @@ def replaced(path: Path, mode: int, refused: str) -> Iterator[BinaryIO]:
 
     Raises LedgerError, which ends with ``refused``, if the folder is a link, and OSError.
     """
-    path.parent.mkdir(mode=checkpoint.FOLDER_MODE, parents=True, exist_ok=True)
+    path.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
     if path.parent.is_symlink():  # the engine's container may write beside the journals
         raise LedgerError(f"{path.parent} is a link, not a folder: {refused} there.")
-    draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}{checkpoint.DRAFT}")
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}{DRAFT}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         with open(os.open(draft, flags, mode), "wb") as file:
@@ -50,3 +53,9 @@ def replaced(path: Path, mode: int, refused: str) -> Iterator[BinaryIO]:
     finally:
         with contextlib.suppress(OSError):
             draft.unlink()
+    with contextlib.suppress(OSError):  # not every file system can sync a folder
+        descriptor = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

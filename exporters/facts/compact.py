@@ -16,6 +16,7 @@ from ...audit.journal.format import segments
 from ...audit.journal.reader import Batch, Position, Reader
 from ...audit.replay import checkpoint, serialize
 from ...audit.replay.engine_audit import EngineAudit
+from ...audit.replay.kept_files import FOLDER_MODE
 from ...audit.replay.windows import EVERYTHING
 from ..trace.time_series import MINUTE_TICKS, Series
 from .activity import activity_rows
@@ -102,7 +103,7 @@ def _compacted(journal: Path, session: Session) -> Compacted:
 def _alone(journal: Path) -> Iterator[bool]:
     """Whether no other process compacts this journal; none begins while the lock is held. Raises OSError."""
     folder = folder_of(journal)
-    folder.mkdir(mode=checkpoint.FOLDER_MODE, parents=True, exist_ok=True)
+    folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
     if folder.is_symlink():  # the engine's container may write beside the journals
         raise LedgerError(f"{folder} is a link, not a folder: no facts are kept there.")
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -21,11 +21,12 @@ import msgspec
 
 from ...audit.errors import LedgerError
 from ...audit.replay.find import journals_at, matching_paths
+from ...audit.replay.kept_files import left_behind
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.split import split_run
 from ...audit.replay.windows import EVERYTHING, Window
 from .engine import EngineFacts
-from .kept import has_one, left_behind
+from .kept import SUFFIX, has_one
 from .parquet import column_names
 from .replayed import Replayed, Wanted, joined_spans, replayed, replayed_span
 from .schema import ENGINES, TABLES
@@ -107,7 +108,7 @@ def journals_and_sessions(paths: Sequence[Path], exported: Sequence[Path] = ()) 
     """
     if exported and not paths:
         return []
-    sessions = [session for path in paths if path.is_dir() for session in left_behind(path)]
+    sessions = [session for path in paths if path.is_dir() for session in left_behind(path, SUFFIX)]
     try:
         return [*journals_at(paths), *sessions]
     except LedgerError:

@@ -15,7 +15,7 @@ Facts stay when their journal is removed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from urllib.parse import quote
@@ -25,8 +25,7 @@ import msgspec
 
 from ...audit.analysis.step_model import StepModel
 from ...audit.events import EngineStarted
-from ...audit.journal.folder import may_be_host
-from ...audit.journal.hosts import HostJournal, engine_name, journal_name, same_place
+from ...audit.journal.hosts import engine_name, journal_name, same_place
 from ...audit.journal.reader import Position
 from ...audit.replay import checkpoint, serialize
 from ...audit.replay.engine_audit import EngineAudit
@@ -276,20 +275,3 @@ def forget(folder: Path, files: Sequence[KeptFile]) -> None:
 def has_one(path: Path) -> bool:
     """Whether the journal was compacted, or this is the session of one that is gone."""
     return is_session(path) or place(path).exists()
-
-
-def left_behind(folder: Path) -> list[Path]:
-    """The sessions of journals that are gone, in a folder of journals and in those of hosts below it."""
-
-    def found() -> Iterator[Path]:
-        yield from sorted((folder / FOLDER).glob(f"*{SUFFIX}"))
-        for path in sorted(folder.glob(f"*/{FOLDER}/*{SUFFIX}")):
-            host = path.parent.parent
-            if may_be_host(host):
-                yield HostJournal.of(path, host.name)
-
-    with contextlib.suppress(OSError):
-        return [
-            path for path in found() if not (path.parent.parent / path.name.removesuffix(SUFFIX)).exists()
-        ]
-    return []
