@@ -40,9 +40,13 @@ class Activity:
         """Requests and preemptions."""
         self.at_cut: CountsState = (0, [])
         self._audit = audit
+        """The audit of the engine; it has the clock and the time window."""
         self._counts = RequestCounts()
+        """The requests in the engine after the last event."""
         self._blocks = BlockStates()
+        """The states of all blocks after the last event."""
         self._block_series = Series()
+        """States of blocks, and evictions."""
 
     @property
     def at_end(self) -> CountsState:

@@ -125,7 +125,9 @@ class _AllButLast:
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
+        """Reads the journal."""
         self.last: Batch | None = None
+        """The batch that was read last and is kept back; None: none was read."""
 
     def poll(self) -> Iterator[Batch]:
         """All batches but the last, which stays in ``last``."""
@@ -142,6 +144,7 @@ class HourlyFiles:
         self.files: list[KeptFile] = []
         """The files that are whole."""
         self._folder, self._stem = folder, stem
+        """Where the files go, and how their names begin."""
         self._writers: dict[tuple[str, str], tuple[RowWriter, Path]] = {}
         """The open drafts, by table and hour."""
         self._parts = 0
@@ -208,10 +211,13 @@ class _Compaction:
 
     def __init__(self, journal: Path, session: Session | None, there: Session | None) -> None:
         self._journal, self._session = journal, session
+        """The journal, and its facts so far; None: all facts are made from its beginning."""
         self._number = 1 if there is None else there.number + 1
+        """Which compaction of the journal this is, from 1 on; it is in the names of its files."""
         self._replaces = there if session is None else None
         """Facts that can't be continued, and are made anew."""
         self._folder = folder_of(journal)
+        """Where the facts are."""
 
     def done(self) -> Compacted:
         """Read, save, and say what was done."""
