@@ -40,13 +40,13 @@ class Activity:
         """Requests and preemptions."""
         self.at_cut: CountsState = (0, [])
         self._audit = audit
-        """The audit of the engine; it has the clock and the time window."""
+        """The audit that reads the journal; it knows the clock and the window."""
         self._counts = RequestCounts()
-        """The requests in the engine after the last event."""
+        """The requests in the engine now."""
         self._blocks = BlockStates()
-        """The states of all blocks after the last event."""
+        """The states of the engine's blocks now."""
         self._block_series = Series()
-        """States of blocks, and evictions."""
+        """The states of blocks over time."""
 
     @property
     def at_end(self) -> CountsState:

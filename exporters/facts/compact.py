@@ -127,7 +127,7 @@ class _AllButLast:
         self._reader = reader
         """Reads the journal."""
         self.last: Batch | None = None
-        """The batch that was read last and is kept back; None: none was read."""
+        """The batch behind those that were yielded; None if there is none."""
 
     def poll(self) -> Iterator[Batch]:
         """All batches but the last, which stays in ``last``."""
@@ -143,8 +143,10 @@ class HourlyFiles:
     def __init__(self, folder: Path, stem: str) -> None:
         self.files: list[KeptFile] = []
         """The files that are whole."""
-        self._folder, self._stem = folder, stem
-        """Where the files go, and how their names begin."""
+        self._folder = folder
+        """The folder of facts."""
+        self._stem = stem
+        """How the names of all files begin."""
         self._writers: dict[tuple[str, str], tuple[RowWriter, Path]] = {}
         """The open drafts, by table and hour."""
         self._parts = 0
@@ -210,14 +212,16 @@ class _Compaction:
     """Replays a journal, or what came since it was last compacted, and keeps the rows."""
 
     def __init__(self, journal: Path, session: Session | None, there: Session | None) -> None:
-        self._journal, self._session = journal, session
-        """The journal, and its facts so far; None: all facts are made from its beginning."""
+        self._journal = journal
+        """The journal's folder."""
+        self._session = session
+        """Where the compaction before ended; None: the journal is read from its beginning."""
         self._number = 1 if there is None else there.number + 1
-        """Which compaction of the journal this is, from 1 on; it is in the names of its files."""
+        """The number of this compaction, which is in the names of its files."""
         self._replaces = there if session is None else None
         """Facts that can't be continued, and are made anew."""
         self._folder = folder_of(journal)
-        """Where the facts are."""
+        """The folder of facts."""
 
     def done(self) -> Compacted:
         """Read, save, and say what was done."""
