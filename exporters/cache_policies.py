@@ -29,7 +29,9 @@ class LibraryPolicy:
     def __init__(self, name: str, blocks: int) -> None:
         # The hash table begins small and grows; the library's default takes 128 MiB.
         self._cache = POLICIES[name](cache_size=max(1, blocks), hashpower=max(8, blocks.bit_length()))
+        """The cache of the library; each block has size 1."""
         self._request = libcachesim.Request()
+        """The request of every call; a call sets its block."""
         self._request.obj_size = 1
 
     def use(self, block: int) -> None:

@@ -77,7 +77,9 @@ class Contents:
 
     def __init__(self, key: HashKey) -> None:
         self._key = key
+        """The key of the hashes."""
         self._of: dict[int, int] = {}
+        """By hash id: the keyed hash of all tokens up to the end of the block, the oldest first."""
 
     def of(self, fields: Mapping[str, Any], above: int, ids: Sequence[int]) -> list[int]:
         """For each block of a store: the hash of its tokens and all before; 0: those before are not known."""
@@ -165,9 +167,13 @@ class Subscription:
         except ImportError:
             raise LedgerError("record-events needs pyzmq, which vLLM installs: pip install pyzmq.") from None
         self._zmq = zmq
+        """The module pyzmq, which only this command needs."""
         self._context = zmq.Context()
+        """The context of all sockets; its end closes them."""
         self._replay_address = replay
+        """Where the publisher repeats batches; empty if it does not."""
         self._socket = self._context.socket(zmq.SUB)
+        """Receives what the publisher sends."""
         self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
         self._socket.set_hwm(100_000)
         try:
@@ -244,9 +250,13 @@ class EventRecorder:
         self.path = folder / f"{KV_EVENTS}{time.time_ns() // 1_000_000}-{os.getpid()}-{number}"
         """The journal."""
         self._source, self._key, self._endpoint = source, key, endpoint
+        """Where batches come from, the key of their hashes, and the publisher's address."""
         self._recorder = Recorder(self.path)
+        """Writes the journal."""
         self._contents = Contents(key)
+        """The hashes of the tokens of recent blocks."""
         self._began = time.monotonic()
+        """Monotonic time, in seconds, from which the times in the journal count."""
         self._stream = 0
         """How often the publisher was seen to begin anew."""
         self._expected = 0

@@ -41,6 +41,7 @@ class Answer:
     def __init__(self, data: Any, render: Callable[[Any], RenderableType]) -> None:
         self.data = data
         self._render = render
+        """Turns ``data`` into what is printed."""
 
     def __repr__(self) -> str:
         return self._recorded().export_text().rstrip()
@@ -59,6 +60,7 @@ class Page:
 
     def __init__(self, html: str) -> None:
         self.html = html
+        """The whole page."""
 
     def save(self, output: Choice) -> None:
         """Write the page to a file."""
@@ -80,7 +82,9 @@ class Audit:
         if not paths:
             raise LedgerError("Which journals? Audit takes at least one path.")
         self._paths = [Path(path) for path in paths]
+        """The paths, as they were given."""
         self._window: Window = window(since, until)
+        """The time window of every answer."""
 
     @cached_property
     def data(self) -> AuditReport:

@@ -143,11 +143,13 @@ class TraceReader:
         self.listener: Listener | None = None
         """Receives hits, cached blocks and evictions."""
         self.trace = BlockTrace()
+        """The trace of what was read so far; a ``PartReader`` takes out the parts that it cuts."""
         self.started: ev.EngineStarted | None = None
         """How the engine described itself."""
         self.began_seconds = 0.0
         """Unix time from which the engine's times count."""
         self._pool_seen = False
+        """Whether the pool described itself; a journal without block events has no such description."""
         self._continued = False
         """Whether there were operations that ``trace`` does not have any more."""
         self._numbers: dict[int, int] = {}
@@ -228,7 +230,6 @@ class TraceReader:
             self._pool_seen = True
             self.trace.block_tokens = groups[0][1]
             self.trace.blocks = event.blocks - (event.null_block >= 0)
-            self._null = event.null_block
 
     def _gap(self, event: ev.Gap) -> None:
         if event.reason == ev.REMOVED and not self.trace.operations and not self._continued:

@@ -69,11 +69,15 @@ class PrefixTrie:
 
     def __init__(self, trace: BlockTrace) -> None:
         self._trace = trace
+        """The trace whose hits and losses are collected."""
         self._hits: Counter[int] = Counter()
+        """By hash id: how many admissions hit the content."""
         self._losses: dict[int, list[_Loss]] = {}
+        """By hash id: each time that the content was evicted and computed again, oldest first."""
         self._evicted: dict[int, tuple[int, int]] = {}
         """Content that is not in the cache any more: when it was evicted, and for which request."""
         self._nodes: dict[int, _Node] = {}
+        """The trie, by hash id; empty until :meth:`prefixes` makes it."""
 
     def hit(self, life: int, index: int, hash_id: int) -> None:
         """See the protocol."""

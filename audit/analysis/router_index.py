@@ -31,6 +31,7 @@ class TokensIndex:
     def __init__(self, contents: Mapping[int, int]) -> None:
         self._contents = contents
         self._held: dict[int, Counter[int]] = {}
+        """By engine: how many blocks with each content it holds, as its KV events say."""
 
     def apply(self, engine: int, batch: ev.KVEventsReceived) -> None:
         held = self._held.setdefault(engine, Counter())

@@ -200,16 +200,21 @@ class _Explained:
 
     def __init__(self, index: IndexThen, request: RoutedRequest, held: Mapping[int, int]) -> None:
         self.index, self.request = index, request
+        """Our index when the request arrived, and the request."""
         self.side = index.sides[request.engine]
+        """The engine that got the request."""
         self.size = self.side.cache.block_tokens
+        """Tokens in a block of that engine."""
         self.here = held.get(request.engine, 0)
         """Blocks that were promised of the engine that got the request."""
         self.best = max(
             held, key=lambda engine: (held[engine], engine == request.engine), default=request.engine
         )
+        """The engine of which the most blocks were promised; of equals, the one that got the request."""
         self.blocks = held.get(self.best, 0)
         """Blocks that were promised of the best engine."""
         self.found = request.local + max(0, request.external - request.failed)
+        """Tokens that were not computed: local hits, and external tokens whose load did not fail."""
 
     def row(self) -> Row:
         """The figures, and the causes of their difference."""

@@ -68,10 +68,13 @@ class Tier:
         self.blocks = blocks
         """How many blocks it holds."""
         self._policy = policy
+        """Chooses the block that is evicted."""
         self._number_of: dict[int, int] = {}
         """The policy's number of each hash id in the tier."""
         self._hash_of: dict[int, int] = {}
+        """The hash id of each of the policy's numbers."""
         self._last = 0
+        """The number of the newest block; 0: none was written yet."""
 
     def __contains__(self, hash_id: int) -> bool:
         return hash_id in self._number_of
@@ -114,23 +117,29 @@ class SimulatedPool:
         keep_preempted: bool = False,
     ) -> None:
         self._trace = trace
+        """The trace that is replayed."""
         self._limited = blocks is not None
+        """Whether the pool has a size; without one, no block is evicted."""
         self._empty = blocks or 0
         """Free blocks without content."""
         self._policy = policy
         """Free blocks with content, and some that are held again."""
         self._tier = tier
+        """The cache below the pool; None: there is none."""
         self._keep_preempted = keep_preempted
         """Whether a preempted request keeps its table, as if there had been enough blocks."""
         self._last = 0
+        """The number of the block that was cached last; 0: none was."""
         self._borrowed = 0
         """Blocks in use beyond the size of the pool."""
         self._held = 0
+        """Blocks that are in a table, each counted once."""
         self._tables: dict[int, list[int]] = {}
         """By life: for each block its number, or ``EMPTY``."""
         self._references: dict[int, int] = {}
         """By number: how many tables hold a cached block."""
         self._hash_of: dict[int, int] = {}
+        """By number: the hash id of each cached block."""
         self._numbers_of: dict[int, list[int]] = {}
         """By hash id: the blocks that have this content, oldest first."""
         self._stands_for: dict[int, int] = {}
@@ -139,6 +148,7 @@ class SimulatedPool:
         """With ``keep_preempted``: by request, the life that was preempted and keeps its table."""
         lives = len(trace.lives)
         self.result = Replayed([0] * lives, [0] * lives)
+        """What the replay counted so far."""
 
     def run(self) -> Replayed:
         """Replay the whole trace."""

@@ -78,6 +78,7 @@ class PartReader(TraceReader):
         self._carried_lives: list[int] = []
         """The index in the whole trace of each life that was open at the last cut."""
         self._carried_requests: list[int] = []
+        """The index in the whole trace of each request that was open at the last cut."""
         self._next_life = self._next_request = 0
         """The index in the whole trace of the first life and the first request since the last cut."""
         if state is not None:
@@ -193,6 +194,7 @@ class PartsJoined:
         self._first_life = first_life
         """Lives before this one began in parts that are gone."""
         self._whole = TracePart()
+        """All parts that were added, as one."""
 
     def add(self, part: TracePart) -> None:
         """Add the next part."""

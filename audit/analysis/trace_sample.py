@@ -76,7 +76,9 @@ class _Sampler:
 
     def __init__(self, share: float, block_tokens: int) -> None:
         self._below = round(share * (1 << 32))
+        """Content and places whose CRC32 is below this are in the sample."""
         self._block_tokens = block_tokens
+        """Tokens in a block."""
         self._places: dict[int, list[int]] = {}
         """The sampled places of each request's table."""
         self._known: dict[int, int] = {}

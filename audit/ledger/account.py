@@ -49,7 +49,6 @@ class Account:
         "looked_up_step",
         "losses",
         "lost",
-        "matched_external",
         "more_blocks_percent",
         "outcome",
         "overrun",
@@ -201,8 +200,6 @@ class Account:
         """Step of the last local cache lookup; -1: none was seen."""
         self.looked_up_local = 0
         """Tokens that the last local cache lookup hit."""
-        self.matched_external: int | None = 0
-        """Tokens of the connector's last answer; None: it asked to be asked again later."""
         self.asked_from = -1
         """The local hit beyond which the connector was asked since the last lookup; -1: it was not asked."""
         self.more_blocks_percent = -1

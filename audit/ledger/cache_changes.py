@@ -56,6 +56,7 @@ class CacheChanges:
         self.pools: dict[int, PoolContents] = {}
         """What each pool holds."""
         self._pool_seen: set[int] = set()
+        """Pools whose first description was read; if a pool had content by then, ``whole`` is false."""
         self._steps: deque[tuple[int, int]] = deque()
         """Step and time of the last events that have both."""
 

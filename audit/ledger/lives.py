@@ -62,7 +62,6 @@ def _looked_up(state: LedgerState, event: ev.LookedUp) -> None:
     account = account_of(state, event.request)
     account.looked_up_step = event.step
     account.looked_up_local = event.local_tokens
-    account.matched_external = 0
     account.asked_from = -1
     state.step = event.step
     enter(state, event, account)
@@ -70,7 +69,6 @@ def _looked_up(state: LedgerState, event: ev.LookedUp) -> None:
 
 def _matched(state: LedgerState, event: ev.Matched) -> None:
     account = account_of(state, event.request)
-    account.matched_external = event.external_tokens
     account.asked_from = event.local_tokens
     enter(state, event, account)
 

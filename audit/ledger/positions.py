@@ -32,7 +32,9 @@ class PositionRange:
 
     def __init__(self, start: int, end: int, source: str, life: int, again: bool = False) -> None:
         self.start = start
+        """The first position."""
         self.end = end
+        """One above the last position."""
         self.source = source
         self.life = life
         self.again = again
@@ -54,6 +56,7 @@ class PositionRanges:
 
     def __init__(self) -> None:
         self.ranges: list[PositionRange] = []
+        """The ranges; a position in none has no origin."""
 
     def fill(self, start: int, end: int, source: str, life: int) -> list[tuple[int, int]]:
         """Give this origin to every position of [start, end) that has no valid origin.
@@ -192,6 +195,7 @@ class Losses:
 
     def __init__(self) -> None:
         self.ranges: list[tuple[int, int, str]] = []
+        """First position, one above the last position, and cause of each loss."""
 
     def add(self, start: int, end: int, cause: str) -> None:
         """Note that positions [start, end) lost their KV."""

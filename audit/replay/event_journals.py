@@ -22,6 +22,7 @@ class EventJournal:
 
     def __init__(self, path: Path, contents: Contents | None = None) -> None:
         self.path = path
+        """The journal."""
         self.events = RecordedEvents(path, contents)
         """The recordings beside the journal."""
         self.counts = KVEventCounts()
@@ -33,7 +34,9 @@ class EventJournal:
         self.over = False
         """Whether everything was read."""
         self._reader = Reader(path)
+        """Reads the journal."""
         self._batches = self._reader.poll()
+        """The batches that were not read yet."""
 
     def step(self) -> None:
         """Read one batch of the journal, or find that there is none and read the rest of the recordings."""

@@ -84,8 +84,11 @@ class KeptTrace:
 
     def __init__(self, path: Path, file: BinaryIO, head: Head) -> None:
         self.path = path
+        """The file, for messages."""
         self.head = head
+        """Where the parts are in the file, and what is known without them."""
         self._file = file
+        """The open file; the caller closes it."""
 
     def part(self, entry: PartEntry) -> TracePart:
         """One part. Raises LedgerError."""

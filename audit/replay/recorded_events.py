@@ -38,6 +38,7 @@ class _Recording:
 
     def __init__(self, path: Path, position: Position | None, began: float) -> None:
         self.reader = Reader(path, position)
+        """Reads the recording from the position on."""
         self.began = began
         """Unix time from which the recording's times count; 0.0: not read yet."""
         self._batch: Batch | None = None
@@ -45,6 +46,7 @@ class _Recording:
         self._rest: list[KVEventsReceived] = []
         """What is left of it, the last first."""
         self._batches: Iterator[Batch] | None = None
+        """What is left of the present poll; None: the reader has to poll again."""
 
     @property
     def position(self) -> Position:

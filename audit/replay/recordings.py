@@ -49,6 +49,7 @@ class Neighbours:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        """The journal of the engine; its folder is searched."""
         self._started: dict[str, EngineStarted | None] = {}
         """By name of a journal: how its engine started; None if it is not known."""
 

@@ -219,9 +219,12 @@ class _Writer:
 
     def __init__(self) -> None:
         self._seen: dict[int, int] = {}
+        """The place of each object among those that were written, by the identity of the object."""
         self._writers: dict[type, Callable[[Any], Any]] = dict.fromkeys(_ITEMS, self._items)
+        """By class: what turns a value into a list."""
         self._writers[dict] = self._dict
         self._getters: dict[type, tuple[int, Callable[[Any], Any]]] = {}
+        """By class: its index in ``OBJECTS``, and what reads all its attributes."""
         for place, kind in enumerate(OBJECTS):
             names = attributes(kind)
             getter: Callable[[Any], Any] = attrgetter(*names)
@@ -285,6 +288,7 @@ class _Reader:
 
     def __init__(self) -> None:
         self._seen: list[Any] = []
+        """The objects that were read, in the order in which they were written."""
 
     def fill(self, into: Any, row: list[Any]) -> Any:
         """Set the attributes of ``into`` to those in ``row``."""

@@ -98,7 +98,9 @@ class SpanAudit:
 
     def __init__(self, audit: EngineAudit, span: Span) -> None:
         self.audit = audit
+        """The audit; after the span's first hand-over, its sums are of this span alone."""
         self.span = span
+        """Where the audit begins and ends."""
         self.begin = b""
         self.end = b""
 
@@ -141,9 +143,11 @@ class HandOver:
 
     def __init__(self, segment: int) -> None:
         self._segment = segment
+        """The segment that begins at the cut."""
         self._running: set[int] | None = None
         """The requests that ran at the cut and have not ended yet; None before the cut."""
         self._events = 0
+        """Events since the last of those requests ended, with all of the batch in which it did."""
 
     def reached(self, batch: Batch, ledger: Ledger) -> bool:
         """Whether the end of this batch, which was just audited, is the hand-over."""

@@ -79,12 +79,18 @@ class _Continued:
 
     def __init__(self, journal: Path, kept: KeptTrace | None) -> None:
         self._journal, self._kept = journal, kept
+        """The journal, and its kept trace; None: there is none to continue."""
         head = kept.head if kept is not None else None
         self._position = head.position if head is not None else None
+        """Where the journal is read on; None: from its beginning."""
         self._until = head.until_seconds if head is not None else 0.0
+        """Unix time of the last event that was read; 0.0: none was."""
         self._dropped = head.dropped if head is not None else NO_PART
+        """The last part that was dropped because the file was too large; ``NO_PART``: none was."""
         self._entries = list(head.parts) if head is not None else []
+        """The parts that the file will have, oldest first."""
         self._reader = reader_of(journal, head)
+        """Makes the parts; it goes on where the kept trace ends."""
         self._small: TracePart | None = None
         """The last part of the kept trace, if it is small: it is written again, with what follows."""
 

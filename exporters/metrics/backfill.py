@@ -84,8 +84,11 @@ class _Journal:
 
     def __init__(self, path: Path) -> None:
         self.engine_audit = EngineAudit(path)
+        """The audit of the events that were merged so far."""
         self.reader = Reader(path)
+        """Reads the journal."""
         self.running = True
+        """Whether the journal may have more events; False: all were read."""
 
     def events(self, place: int) -> Iterator[tuple[float, int, int, Event]]:
         """The events by their Unix time. ``place`` and the event's number order events of one time."""

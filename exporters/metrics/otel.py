@@ -117,14 +117,22 @@ class Telemetry:
         self._audits = audits
         self._lock = lock
         self._watched: WeakSet[EngineAudit] = WeakSet()
+        """The audits whose requests become spans when they end."""
         self._resource = resource()
+        """Says who sends: service ``kvledger``, unless the variables name another."""
         self._provider: TracerProvider | None = None
+        """Samples, queues and exports the spans; None: traces are not sent."""
         self._spans: RequestSpans | None = None
+        """Makes the spans of a request that ended; None: traces are not sent."""
         self._metrics: otel.MetricExporter | None = None
+        """Exports the metrics; None: metrics are not sent."""
         self._interval = float(environ.get("OTEL_METRIC_EXPORT_INTERVAL") or INTERVAL_MILLISECONDS) / 1e3
+        """Seconds from one export of the metrics to the next."""
         self._stop = threading.Event()
+        """Ends the threads."""
         loops = (self._watch_all, self._send_metrics)
         self._threads = [threading.Thread(target=loop, name="kvledger-otel", daemon=True) for loop in loops]
+        """One thread looks for new audits, the other sends metrics."""
         if "traces" in signals:
             ids = Ids()
             self._provider = TracerProvider(resource=self._resource, id_generator=ids, shutdown_on_exit=False)

@@ -34,7 +34,9 @@ class AuditCollector(Collector):
         created: bool = False,
     ) -> None:
         self._audits = audits
+        """Returns the audits; it is called with the lock held."""
         self._lock = lock
+        """Held while the figures are read."""
         self._created = created
 
     def describe(self) -> Iterator[Family]:

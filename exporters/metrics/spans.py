@@ -66,9 +66,12 @@ class RequestSpans:
 
     def __init__(self, provider: TracerProvider, ids: Ids, clock: Callable[[], float] = time.time) -> None:
         self._tracer: Tracer = provider.get_tracer("kvledger", __version__)
+        """Begins the spans."""
         self._ids = ids
         self._clock = clock
+        """Returns the Unix time, in seconds."""
         self._one_at_a_time = threading.Lock()
+        """Held while one request is emitted, because ``ids`` hold the ids of one span."""
 
     def emit(self, engine_audit: EngineAudit, account: Account, verdict: str) -> None:
         """Emit the spans of a request of ``engine_audit`` that has just ended."""

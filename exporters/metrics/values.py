@@ -303,6 +303,7 @@ class EngineAudits(list[EngineAudit]):
     def __init__(self, audits: Iterable[EngineAudit], health: Health) -> None:
         super().__init__(audits)
         self.health = health
+        """The follower's own figures; the follower changes them."""
 
 
 LOSS_REASONS = (

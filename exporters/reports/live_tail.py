@@ -71,6 +71,7 @@ class TailFinder:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        """The path, which may be a pattern."""
         self._found: dict[str, Path] = {}
         """The journals that were found last, by name."""
 
@@ -96,7 +97,9 @@ class LiveCounts:
 
     def __init__(self) -> None:
         self.requests = RequestCounts()
+        """The running and waiting requests after the last batch."""
         self._totals: deque[tuple[int, Totals]] = deque()
+        """Totals about a second apart, oldest first, each with the engine's time in microseconds."""
 
     def add(self, batch: Batch, engine_audit: EngineAudit) -> None:
         """Count a batch that has just been audited."""

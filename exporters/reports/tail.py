@@ -134,9 +134,13 @@ class _Lines:
 
     def __init__(self, tail: LiveTail, format: str) -> None:
         self._tail = tail
+        """Where the figures come from."""
         self._format = format
+        """``text``, ``json`` or ``csv``."""
         self._printed = False
+        """Whether totals were printed before."""
         self._printed_at = time.monotonic()
+        """Monotonic time, in seconds, at which totals were printed last; before that, of the start."""
 
     def show(self, violations: list[Violation] | None) -> None:
         """Print what is due; ``violations`` is None in the middle of a reading."""

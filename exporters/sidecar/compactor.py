@@ -34,8 +34,11 @@ class Compactor:
         self._folder = folder
         self._seconds = seconds
         self._notify = notify
+        """Called with a sentence when a compaction failed."""
         self._stop = threading.Event()
+        """Ends the thread, and the process that runs."""
         self._thread = threading.Thread(target=self._run, name="kvledger-compact", daemon=True)
+        """Waits, compacts, and waits again."""
         self._problem = ""
         """The last sentence of a process that failed; it is not repeated."""
 

@@ -45,8 +45,6 @@ class FollowedJournal:
         """Whether kvledger itself failed on this journal; it is not tried again."""
         self.retry_at = 0.0
         """The monotonic time before which a journal with a problem is not tried again."""
-        self.lag_seconds = 0.0
-        """The age of the oldest event of the last reading, at the time all of that reading was posted."""
         self.damage = 0
         """How often the reader found something missing or damaged."""
         self.behind = False
@@ -96,10 +94,9 @@ class FollowedJournal:
         ``save_soon`` is called between two batches where a checkpoint saves most work after a restart.
         Raises :class:`~kvledger.audit.errors.LedgerError` or OSError if the journal can't be read.
         """
-        oldest, until = -1, time.monotonic() + seconds
+        until = time.monotonic() + seconds
         self.behind = False
         for batch, violations in self.engine_audit.batches(self.reader, self.lock):
-            oldest = batch.events[0].at if oldest < 0 else oldest
             on_batch(self, batch, violations)
             if batch.begins_segment:
                 save_soon()
@@ -110,10 +107,6 @@ class FollowedJournal:
                 break
         self.damage += len(self.reader.damage)
         self.reader.damage.clear()
-        started = self.engine_audit.engine
-        if oldest >= 0 and started is not None:
-            happened = started.wall_seconds + (oldest - started.at) / 1e6
-            self.lag_seconds = max(0.0, time.time() - happened)
         if self.behind:
             return
         if self.reader.ended:

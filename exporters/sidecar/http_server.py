@@ -75,9 +75,13 @@ class _Connection:
 
     def __init__(self, opened: socket.socket) -> None:
         self.since = time.monotonic()
+        """Monotonic time, in seconds, at which the connection was accepted."""
         self.socket = opened
+        """The plain socket; with TLS, the one above it."""
         self.awaits_request = True
+        """Whether the head of the request has not been read yet."""
         self.cut_off = False
+        """Whether the server ended the connection before its answer was sent."""
 
     def cut(self) -> None:
         """Shut down the plain socket below TLS, so that the connection's thread reads an end of file."""
@@ -95,9 +99,13 @@ class Server(ThreadingMixIn, WSGIServer):
 
     def __init__(self, host: str, port: int, site: Application, security: Security = OPEN) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        """IPv6 if the host has a colon, else IPv4; the base class reads it."""
         self._tls = security.tls
+        """How to encrypt; None: plain HTTP."""
         self._connections: dict[int, _Connection] = {}
+        """The open connections, by the identity of the plain socket."""
         self._guard = threading.Lock()
+        """Held while connections are added, removed or looked through."""
         super().__init__((host, port), cast("Any", _Handler))
         self.set_app(_named(site))
 
@@ -187,6 +195,7 @@ class _Handler(WSGIRequestHandler):
 
     def __init__(self, request: Any, address: Any, server: Server, connection: _Connection) -> None:
         self._connection = connection
+        """The connection of the request."""
         super().__init__(request, address, server)
 
     def setup(self) -> None:
@@ -225,8 +234,11 @@ class _Bounded:
 
     def __init__(self, file: Any) -> None:
         self._file = file
+        """Where the lines come from."""
         self._left = HEADER_BYTES
+        """Bytes that all lines after the first may still have."""
         self._first = True
+        """Whether the first line has not been read yet."""
 
     def readline(self, size: int = -1) -> bytes:
         """Read one line. Raises LineTooLong past the limit, which the parser answers with a 431."""

@@ -43,6 +43,7 @@ class FolderFinder:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._single = not root.is_dir() or holds_journal(root)
+        """Whether ``root`` is one journal."""
         self._hosts: set[str] = set()
         """The names of folders that hold journals."""
         self._look_at: dict[str, float] = {}

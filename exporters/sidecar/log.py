@@ -21,8 +21,11 @@ class Log:
 
     def __init__(self, level: str = "info", format: str = "text", stream: TextIO | None = None) -> None:
         self._least = LEVELS.index(level)
+        """The lowest level that is written, as an index in ``LEVELS``."""
         self._format = format
+        """One of ``FORMATS``."""
         self._stream = stream
+        """Where lines go; None: the standard error of the moment."""
 
     def __call__(self, sentence: str) -> None:
         """Log a problem."""

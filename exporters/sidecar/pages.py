@@ -58,11 +58,17 @@ class Site:
         telemetry_path: str = TELEMETRY_PATH,
     ) -> None:
         self._follower = follower
+        """Follows the journals, and has the audits that are shown."""
         self._security = security
+        """TLS, passwords and headers, as they are configured."""
         self._notify = notify
+        """Called with a sentence when an answer failed."""
         self._telemetry_path = telemetry_path
+        """The path of the metrics."""
         self._text = _exposition(follower, created=False)
+        """The metrics in the text format."""
         self._openmetrics = _exposition(follower, created=True)
+        """The metrics in OpenMetrics, with ``_created`` samples."""
         self._pages: dict[str, Callable[[], Page]] = {
             "/": self._landing,
             "/findings": self._findings,
@@ -72,6 +78,7 @@ class Site:
             "/health": self._healthy,
             "/-/ready": lambda: (200, PLAIN, b"Ready.\n") if follower.ready.is_set() else _NOT_YET,
         }
+        """By path: what makes the page."""
 
     def __call__(self, environ: Environ, start: Start) -> Iterable[bytes]:
         """Answer one request. An exception becomes a 500 with one sentence."""

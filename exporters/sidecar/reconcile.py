@@ -179,11 +179,17 @@ class CounterComparison:
 
     def __init__(self, engine_audit: EngineAudit, *, zero: bool) -> None:
         self.engine_audit = engine_audit
+        """The audit; its ``engine_counters`` are the result."""
         self._history: deque[Point] = deque()
+        """Figures of the ledger, oldest first, as far back as a waiting scrape needs."""
         self._waiting: deque[Scrape] = deque()
+        """Scrapes whose settling time has not passed, oldest first."""
         self._base: Base | None = Base(engine_audit.metrics.created_seconds, {}, {}, {}, {}) if zero else None
+        """The baseline; None: the next scrape with enough history becomes it."""
         self._outside: dict[str, deque[tuple[float, float]]] = {}
+        """By figure: the Unix times of scrapes, and how far the counter was outside the ledger's range."""
         self._last: Counters = {}
+        """The counters of the last scrape, to see whether one fell."""
 
     def note(self, seconds: float) -> None:
         """Record the present figures, and compare the scrapes whose settling time has passed."""

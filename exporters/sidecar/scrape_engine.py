@@ -148,10 +148,15 @@ class Reconciler:
         self._audits = audits
         self._lock = lock
         self._ask = ask
+        """Returns the metrics of an engine at a URL, as text."""
         self._clock = clock
+        """Returns the Unix time, in seconds."""
         self._comparisons: dict[int, CounterComparison] = {}
+        """The comparison of each audit, by the identity of the audit."""
         self._unmatched: set[ScrapedEngine] = set()
+        """Engines that matched no single journal at the last scrape, which were logged."""
         self._scraped = 0.0
+        """Unix time of the last scrape; 0.0: there was none."""
 
     def turn(self) -> None:
         """Record the ledger's figures; scrape if it is time. A bad answer of an engine is only logged."""

@@ -51,11 +51,13 @@ class Users:
             if not _HASH.fullmatch(hashed):
                 raise LedgerError(f"The password of user {user!r} is no bcrypt hash.")
         self._hashes = hashes
+        """By user: the bcrypt hash of the password."""
         self._most = max(map(_cost, hashes.values()), default=0)
         """The cost of every check."""
         self._correct: dict[bytes, None] = {}
         """The SHA-256 of correct users and passwords, the oldest first."""
         self._queue = _Queue()
+        """Gives the turns, so that one check runs at a time."""
 
     def __call__(self, authorization: str, client: str = "", gone: Callable[[], bool] = bool) -> bool:
         """Whether this Authorization header has a user's correct password.
@@ -99,6 +101,7 @@ class _Queue:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
+        """Held while the waiters change; it wakes them when a turn ends."""
         self._clients: list[str] = []
         """The addresses of the waiters, and of the one whose turn it is."""
         self._taken = False

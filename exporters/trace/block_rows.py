@@ -15,8 +15,11 @@ class BlockRows:
 
     def __init__(self) -> None:
         self.states = BlockStates()
+        """The states of all blocks after the last event."""
         self._stays: list[Row] = []
+        """Rows of content that left its block since the last call."""
         self._request_ids: dict[int, str] = {}
+        """The id of each request, by the request's number."""
         self._second: Occupancy | None = None
         """The last occupancy of the second that is not over, with that second's sums."""
 

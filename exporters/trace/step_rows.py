@@ -71,9 +71,13 @@ class StepRows:
 
     def __init__(self) -> None:
         self._times = ObservedSteps()
+        """Measures how long steps took."""
         self._scheduled: dict[int, tuple[int, int]] = {}
+        """By request: its tokens and draft tokens in each step, until a step changes them."""
         self._step = 0
+        """Number of the last step that was scheduled."""
         self._open: deque[StepRow] = deque()
+        """Rows with steps that have not been delivered, oldest first."""
 
     def feed(self, events: Iterable[ev.Event]) -> list[Row]:
         """The rows that are complete after these events."""

@@ -142,17 +142,21 @@ class _Trace:
     """The rows of one journal."""
 
     def __init__(self, path: Path, wanted: Collection[str], window: Window) -> None:
-        self.path = path
         self._wanted = wanted
+        """The names of the tables to make."""
         every_request = (lambda _: True) if "entries" in wanted else None
         self._engine_audit = EngineAudit(
             path, keep=True, watch=every_request, window=window, with_metrics=False
         )
+        """The audit that the rows are of."""
         self._facts: list[tuple[str, Rows]] = []
         """Rows that the collector made of the last batch."""
         self._collector = RowCollector(self._engine_audit, Wanted(checks=True), self._collect)
+        """Makes the rows of requests."""
         self._step_rows = StepRows() if "steps" in wanted else None
+        """Makes the rows of steps; None: not wanted."""
         self._block_rows = BlockRows() if {"stays", "occupancy"} & set(wanted) else None
+        """Makes the rows about blocks; None: not wanted."""
 
     def _collect(self, table: str, rows: Sequence[Row]) -> None:
         self._facts.append((table, list(rows)))
