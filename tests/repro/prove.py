@@ -35,7 +35,16 @@ def prove(fault: Fault, folder: Path, *, requests: int, level: str, budget: floa
         if not recorded["found"]:
             return {"wrong": f"not recorded in {recorded['attempts']} attempts"}
         (folder / "recorded.json").write_text(json.dumps(recorded))
-    command = ("repro", str(journal), "--finding", fault.finding, "--budget", f"{budget:g}s", "--json")
+    command = (
+        "repro",
+        str(journal),
+        "--finding",
+        fault.finding,
+        "--budget",
+        f"{budget:g}s",
+        "--format",
+        "json",
+    )
     files = ("-o", str(folder / FILE), "--issue", str(folder / REPORT))
     program = [sys.executable, "-m", "kvledger", *command, *files]
     done = subprocess.run(program, capture_output=True, text=True, check=False)
