@@ -485,10 +485,12 @@ def diff(
 @command(opt.AUDIT, "explain", "explain tokens/negative", "explain admission")
 def explain(
     name: str = argument(
-        "[NAME]", "An invariant such as tokens/balance, or a term such as life. Without it: list both.", ""
+        "[NAME]",
+        "An invariant such as tokens/balance, a term such as life, or a fault. Without it: a list.",
+        default="",
     ),
 ) -> None:
-    """Explain an invariant or a term that kvledger prints."""
+    """Explain an invariant, a term or a known fault that kvledger prints."""
     from .exporters.reports import explain as report
     from .exporters.reports import terminal
 
@@ -496,6 +498,24 @@ def explain(
         typer.echo(report.explanation(name))
     else:
         terminal.show(report.listing())
+
+
+@command(opt.AUDIT, "faults", "faults --vllm 0.18.1", "faults --lmcache 0.3.9 --format csv")
+def faults(
+    vllm: str = option("--vllm RELEASE", "A release of vLLM."),
+    lmcache: str = option("--lmcache RELEASE", "A release of LMCache."),
+    format: str = opt.TEXT,
+) -> Report:
+    """List the known faults of a vLLM or LMCache release.
+
+    Each with its conditions, the releases that have it and the finding that shows it. Without options: of
+    the releases installed here, or of all if there is none. As csv: one line per fault.
+    """
+    from .audit.entry.doctor_faults import installed
+    from .exporters.reports import faults as report
+
+    known = report.faults(vllm, lmcache, {} if vllm or lmcache else installed())
+    return Report(known, report.render, report.as_csv, report.as_data)
 
 
 # --- write files ----------------------------------------------------------------------------------------

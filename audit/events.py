@@ -18,7 +18,7 @@ engine emits any more are in ``old_events.py``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import msgspec
@@ -569,6 +569,21 @@ class BlocksCached(Event, frozen=True, array_like=True, tag=29):
     rows: list[int]
     replaced: bool = False
     stack: list[str] | None = None
+
+    def calls(self) -> Iterator[tuple[int, int, int, list[int], list[int], list[int]]]:
+        """Request, group and reported length of each call, and the blocks, hash ids and ends."""
+        rows, place = self.rows, 0
+        while place < len(rows):
+            request, group, tokens, count = rows[place : place + 4]
+            first, place = place + 4, place + 4 + 3 * count
+            yield (
+                request,
+                group,
+                tokens,
+                rows[first:place:3],
+                rows[first + 1 : place : 3],
+                rows[first + 2 : place : 3],
+            )
 
 
 class BlocksEvicted(BlockEvent, frozen=True, array_like=True, tag=30):

@@ -522,7 +522,7 @@ SECTIONS: dict[str, tuple[Term, ...]] = {
             "Rows of requests in Parquet files, which `kvledger compact` writes, and which commands read in "
             "place of the journals.",
             "`kvledger report DIR --since 7d -o page.html` reads kept rows.",
-            ("compact", "session"),
+            ("kept facts",),
         ),
         Term(
             "block trace",

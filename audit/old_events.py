@@ -7,6 +7,8 @@ Engines emit all pool calls of a step as one :class:`~kvledger.audit.events.Pool
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from .events import BlockEvent, EmittedEvent, Event
 
 
@@ -22,6 +24,14 @@ class BlocksAllocated(Event, frozen=True, array_like=True, tag=26):
     by: str
     rows: list[int]
     stack: list[str] | None = None
+
+    def calls(self) -> Iterator[tuple[int, int, list[int]]]:
+        """Request, group and block ids of each call."""
+        rows, place = self.rows, 0
+        while place < len(rows):
+            request, group, count = rows[place : place + 3]
+            place += 3 + count
+            yield request, group, rows[place - count : place]
 
 
 class BlocksTouched(BlockEvent, frozen=True, array_like=True, tag=27):
@@ -47,6 +57,14 @@ class TablesReported(Event, frozen=True, array_like=True, tag=34):
 
     step: int
     rows: list[int]
+
+    def tables(self) -> Iterator[tuple[int, int, int, list[int]]]:
+        """Request, group, computed tokens and block ids of each table."""
+        rows, place = self.rows, 0
+        while place < len(rows):
+            request, group, computed, count = rows[place : place + 4]
+            place += 4 + count
+            yield request, group, computed, rows[place - count : place]
 
 
 class TablesRemoved(Event, frozen=True, array_like=True, tag=36):

@@ -1,6 +1,6 @@
 """Faults of released schedulers at level `content`: found in the releases that have them, silent in others.
 
-Usage: python3 scripts/content_grid.py [--write] [NAME...]     all releases since 0.12, or these, or `core`
+Usage: .venv/bin/python scripts/content_grid.py [--write] [NAME...]     all releases since 0.12, or these
 
 Drives the real scheduler of each release with a runner that has KV caches and no model
 (`tests/scenarios/content_faults.py`), prints one grid, and exits with 1 if a finding is missing or is not
@@ -24,75 +24,64 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from releases import BIN, CORE, MATRIX, build, environ
 
+from kvledger.audit.faults.catalogue import catalogue
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "detection.md"
 HEADING = "## Released faults at level `content`"
 
 
 @dataclass(frozen=True)
-class Fault:
-    """A fault, with the first and last release that has it, or a near miss of one, with none."""
+class Driven:
+    """A scenario that drives a known fault at level ``content``, or a near miss of one.
+
+    ``id``: what the audit finds; empty for a near miss. A fault's scenario has the fault's name.
+    """
 
     name: str
     id: str
-    first: str
-    last: str
     says: str
     since: str = "0.12.0"
     """The first release that has what the scenario drives."""
 
     def expected(self, release: str) -> bool:
         """Whether the audit must find the fault in a release."""
-        return bool(self.first) and _number(self.first) <= _number(release) <= _number(self.last)
+        return bool(self.id) and catalogue()[self.name].releases.state("vllm", release) == "has"
 
 
-FAULTS = (
-    Fault(
+DRIVEN = (
+    Driven(
         "failed-load-stays-cached",
         "content/unsealed-hit",
-        "0.12.0",
-        "0.33.0",
-        "a load fails, its request is aborted, and the next request hits the blocks, which nobody filled "
-        "([finding](findings.md#failed-load-stays-cached)).",
+        "a load fails, its request is aborted, and the next request hits the blocks, which nobody filled",
     ),
-    Fault("failed-load-computed", "", "", "", "the same load fails, and its request computes the blocks."),
-    Fault(
+    Driven("failed-load-computed", "", "the same load fails, and its request computes the blocks"),
+    Driven(
         "load-rounded-up",
         "content/unsealed-hit",
-        "0.10.2",
-        "0.17.0",
         "a load ends within a block, and the engine counts the block's other positions as computed: the "
-        "request reads what nobody filled ([finding](findings.md#load-rounded-up)).",
+        "request reads what nobody filled",
     ),
-    Fault("load-of-whole-blocks", "", "", "", "the same load ends with a block."),
-    Fault(
+    Driven("load-of-whole-blocks", "", "the same load ends with a block"),
+    Driven(
         "load-after-abort",
         "content/changed",
-        "0.12.0",
-        "0.12.0",
         "a request is aborted during its asynchronous load; its blocks are free at once, another request "
-        "fills them, and then the load writes "
-        "([vLLM#32255](https://github.com/vllm-project/vllm/pull/32255) keeps the blocks until the load is "
-        "done).",
+        "fills them, and then the load writes",
     ),
-    Fault("load-before-abort", "", "", "", "the same load writes before its request is aborted."),
-    Fault(
+    Driven("load-before-abort", "", "the same load writes before its request is aborted"),
+    Driven(
         "offload-store-race",
         "content/transfer",
-        "0.19.1",
-        "0.23.0",
-        "SimpleCPUOffloadConnector stores blocks while the step that fills them is in flight, and its copies "
-        "do not wait for that step ([vLLM#45704](https://github.com/vllm-project/vllm/issues/45704), fixed "
-        "in 0.24.0): a later load brings what the block held before. Scheduler, connector and copy loop are "
-        "vLLM's; streams, events and copies are a model of a device (`tests/scenarios/offload_race.py`).",
+        "SimpleCPUOffloadConnector stores blocks while the step that fills them is in flight, and a later "
+        "load brings what the block held before. Scheduler, connector and copy loop are vLLM's; streams, "
+        "events and copies are a model of a device (`tests/scenarios/offload_race.py`)",
         since="0.19.1",
     ),
-    Fault(
+    Driven(
         "offload-store-in-order",
         "",
-        "",
-        "",
-        "the same stores, where each step ends before the next begins.",
+        "the same stores, where each step ends before the next begins",
         since="0.19.1",
     ),
 )
@@ -126,36 +115,40 @@ def run(release: str) -> dict[str, dict[str, object]]:
     return found
 
 
-def cell(fault: Fault, release: str, outcome: dict[str, dict[str, object]]) -> tuple[str, bool]:
+def cell(driven: Driven, release: str, outcome: dict[str, dict[str, object]]) -> tuple[str, bool]:
     """The cell of the grid, and whether it is as expected."""
-    if _number(release) < _number(fault.since):
+    if _number(release) < _number(driven.since):
         return "-", True
-    row = outcome.get(fault.name) or outcome.get("") or {"raised": "it was not run"}
+    row = outcome.get(driven.name) or outcome.get("") or {"raised": "it was not run"}
     if "raised" in row:
         return f"error: {row['raised']}", False
     findings = row["findings"]
     assert isinstance(findings, list)
     ids = {finding[0] for finding in findings}
-    right = ids == ({fault.id} if fault.expected(release) else set()) and not row["excluded"]
+    right = ids == ({driven.id} if driven.expected(release) else set()) and not row["excluded"]
     return ", ".join(f"`{id}`" for id in sorted(ids)) or "silent", right
 
 
 def grid(names: Sequence[str]) -> tuple[list[list[str]], list[str]]:
     """The rows of the grid, header first, and what is not as expected."""
     releases = covered(names)
-    rows, wrong = [["release", *(fault.name for fault in FAULTS)]], []
+    rows, wrong = [["release", *(driven.name for driven in DRIVEN)]], []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         outcomes = pool.map(run, releases)
         for release, outcome in zip(releases, outcomes, strict=True):
-            cells = [cell(fault, release, outcome) for fault in FAULTS]
+            cells = [cell(driven, release, outcome) for driven in DRIVEN]
             rows.append([release, *(text if right else f"{text} (!)" for text, right in cells)])
             print(" ".join(rows[-1]), file=sys.stderr, flush=True)
             wrong += [
-                f"{release}: {fault.name} at level content: {text}"
-                for fault, (text, right) in zip(FAULTS, cells, strict=True)
+                f"{release}: {driven.name} at level content: {text}"
+                for driven, (text, right) in zip(DRIVEN, cells, strict=True)
                 if not right
             ]
     return rows, wrong
+
+
+def _finding(driven: Driven) -> str:
+    return f" ([finding](findings.md#{driven.name}))" if driven.id else ""
 
 
 def section(rows: list[list[str]]) -> list[str]:
@@ -167,13 +160,13 @@ def section(rows: list[list[str]]) -> list[str]:
         "The real scheduler of each release plans, and a runner with KV caches and no model executes: it",
         "writes random KV at every position that a step computes, and in every block that a load fills. *-*:",
         "the release does not have what the scenario drives.",
-        "`make releases` runs this; `python3 scripts/content_grid.py --write` writes this section.",
+        "`make releases` runs this; `scripts/content_grid.py --write` writes this section.",
         "",
         "| " + " | ".join(head) + " |",
         "|" + "---|" * len(head),
         *("| " + " | ".join(row) + " |" for row in body),
         "",
-        *(f"- **{fault.name}**: {fault.says}" for fault in FAULTS),
+        *(f"- **{driven.name}**: {driven.says}{_finding(driven)}." for driven in DRIVEN),
         "",
     ]
 

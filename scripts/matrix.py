@@ -1,16 +1,18 @@
 """The release matrix: every report on every release, expected and actual.
 
-Usage: python3 scripts/matrix.py [--write] [NAME...]     all releases, or these, or `core`
+Usage: .venv/bin/python scripts/matrix.py [--write] [NAME...]     all releases, or these, or `core`
 
 Runs the scenarios of `tests/scenarios` under observation in each release's
 environment (scripts/releases.py), prints one grid, and exits with 1 if an expected finding is missing or
-an unexpected one appears. `--write` writes docs/detection.md after a run of all releases.
+an unexpected one appears. `--write` writes docs/detection.md after a run of all releases; `--text` runs
+nothing and writes the page again around the grids that it has.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -22,16 +24,15 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).parent))
 
 import content_grid
+import expectations as expected
 import lmcache_stores
-from expectations import DRIFTS, KNOWN, REPORTS, Known, Report
+from expectations import Expected
 from releases import BIN, CORE, MATRIX, build, environ
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "detection.md"
 WHOLE = ROOT / "docs" / "whole-engine-0.17.0.txt"
 """The output of scripts/whole_engine_017.py."""
-UPSTREAM = ROOT / "docs" / "upstream-tests.md"
-"""The output of scripts/upstream_tests.py."""
 
 
 class Unexpected(NamedTuple):
@@ -71,46 +72,29 @@ class Outcome:
         """Results that are not expected: false alarms, doubts, accounts that do not balance."""
         results: list[Unexpected] = []
         for scenario, line in self.lines.items():
-            extra = self.findings(scenario) - expected_ids(scenario, self.release)
+            extra = self.findings(scenario) - expected.ids(scenario, self.release)
             wrong = [f"found {each}" for each in sorted(extra)]
             if not line.get("left_out"):
                 wrong += self._unexpected_drifts(scenario)
-            if not excused(scenario, self.release):
+            if not expected.excused(scenario, self.release):
                 wrong += [
                     f"{key} {line[key]}"
                     for key in ("doubts", "unbalanced", "open", "raised")
                     if line.get(key)
                 ]
                 wrong += ["does not balance"] if line.get("balanced") is False else []
-            for report in REPORTS:
-                settled = report.settles.get(scenario)
-                if settled and not line.get("left_out") and line.get("settled") != settled:
-                    wrong.append(f"settled {line.get('settled')}, not {settled}")
+            settled = expected.settled(scenario)
+            if settled and not line.get("left_out") and line.get("settled") != settled:
+                wrong.append(f"settled {line.get('settled')}, not {settled}")
             results += [Unexpected(self.release, each, scenario) for each in wrong]
         return results
 
     def _unexpected_drifts(self, scenario: str) -> list[str]:
         """Drifts that this release does not have, and those that this scenario should have shown."""
-        found = self.drifts(scenario)
-        here = {drift.id for drift in DRIFTS if drift.covers(self.release)}
-        due = {drift.id for drift in DRIFTS if drift.shows(scenario, self.release)}
-        return [f"found {id}" for id in sorted(found - here)] + [
+        found, due = self.drifts(scenario), expected.drifts_due(scenario, self.release)
+        return [f"found {id}" for id in sorted(found - expected.drifts(self.release))] + [
             f"{id} is not found" for id in sorted(due - found)
         ]
-
-
-def expected_ids(scenario: str, release: str) -> set[str]:
-    """Ids that the audit may find in a scenario of a release."""
-    ids = {known.id for known in KNOWN if known.covers(scenario, release)}
-    for report in REPORTS:
-        if report.drives(scenario) and release in report.found_in:
-            ids.update(report.ids)
-    return ids
-
-
-def excused(scenario: str, release: str) -> bool:
-    """Whether the engine itself is known to fail in this scenario."""
-    return any(known.covers(scenario, release) and known.host_fails for known in KNOWN)
 
 
 def run(name: str) -> Outcome:
@@ -136,20 +120,21 @@ def run(name: str) -> Outcome:
     return outcome
 
 
-def cell(report: Report, outcome: Outcome) -> tuple[str, bool]:
-    """The cell of the grid for a report in a release, and whether it is as expected."""
-    run_here = [c for c in outcome.lines if report.drives(c) and c not in outcome.left_out]
+def cell(column: Expected, outcome: Outcome) -> tuple[str, bool]:
+    """The cell of the grid for a fault in a release, and whether it is as expected."""
+    is_due = column.covers(outcome.release)
+    run_here = [c for c in outcome.lines if column.scenarios.drive(c) and c not in outcome.left_out]
     if not run_here:
-        return "-", outcome.release not in report.found_in
-    seen = [c for c in run_here if outcome.findings(c) & set(report.ids)]
-    if outcome.release in report.found_in:
+        return "-", not is_due
+    seen = [c for c in run_here if outcome.findings(c) & set(column.ids)]
+    if is_due:
         return (f"found {len(seen)}/{len(run_here)}", len(seen) == len(run_here))
     return ("silent", True) if not seen else (f"FOUND {len(seen)}", False)
 
 
 def grid(outcomes: Sequence[Outcome]) -> tuple[list[list[str]], list[Unexpected]]:
     """The rows of the grid, header first, and the results that are not as expected."""
-    rows = [["release", "scenarios", "left out", "clean", *(report.key for report in REPORTS)]]
+    rows = [["release", "scenarios", "left out", "clean", *(column.fault.id for column in expected.COLUMNS)]]
     wrong: list[Unexpected] = []
     for outcome in outcomes:
         if outcome.error:
@@ -159,11 +144,11 @@ def grid(outcomes: Sequence[Outcome]) -> tuple[list[list[str]], list[Unexpected]
         ran = len(outcome.lines) - len(outcome.left_out)
         clean = sum(not outcome.findings(c) for c in outcome.lines) - len(outcome.left_out)
         row = [outcome.release, str(ran), str(len(outcome.left_out)), str(clean)]
-        for report in REPORTS:
-            text, right = cell(report, outcome)
+        for column in expected.COLUMNS:
+            text, right = cell(column, outcome)
             row.append(text if right else f"{text} (!)")
             if not right:
-                wrong.append(Unexpected(outcome.release, f"{report.key}: {text}"))
+                wrong.append(Unexpected(outcome.release, f"{column.fault.id}: {text}"))
         rows.append(row)
     return rows, wrong
 
@@ -174,8 +159,20 @@ def text(rows: list[list[str]]) -> str:
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
-def _id(known: Known) -> str:
-    return _code(known.id) if known.id else "none: the scheduler itself fails"
+def described(column: Expected) -> str:
+    """What the page says below the grid of a column."""
+    links = ", ".join(f"[{name}]({url})" for name, url in column.fault.named_links)
+    note = f" In these scenarios: {column.scenarios.note}." if column.scenarios.note else ""
+    return f"- **{column.fault.id}** ({links}): {column.fault.text}{note}"
+
+
+def other(each: Expected) -> str:
+    """The row of the page for what scenarios may show besides."""
+    found = ", ".join(map(_code, each.ids)) or "none"
+    found += "; the scheduler itself fails" if each.scenarios.engine_fails else ""
+    note = f" ({each.scenarios.note})" if each.scenarios.note else ""
+    says = f"[{each.fault.id}](findings.md#{each.fault.id}): {each.fault.title}{note}"
+    return f"| {found} | {each.span} | {says} | {', '.join(map(_code, each.scenarios.names))} |"
 
 
 def _code(word: str) -> str:
@@ -202,13 +199,6 @@ def page(rows: list[list[str]], contents: list[list[str]]) -> str:
         "|" + "---|" * len(head),
         *("| " + " | ".join(r) + " |" for r in body),
     ]
-    known = [
-        "| "
-        + " | ".join((_id(k), f"{k.first} to {k.last}", k.why, ", ".join(map(_code, k.scenarios))))
-        + " |"
-        for k in KNOWN
-    ]
-    reports = [f"- **{r.key}** ([{r.reference[0]}]({r.reference[1]})): {r.says}" for r in REPORTS]
     return "\n".join(
         [
             "# Detection",
@@ -228,15 +218,16 @@ def page(rows: list[list[str]], contents: list[list[str]]) -> str:
             "",
             *table,
             "",
-            *reports,
+            *map(described, expected.COLUMNS),
             "",
             "## Other findings on released engines",
             "",
             "| finding | releases | what it is | scenarios |",
             "|---|---|---|---|",
-            *known,
+            *map(other, expected.OTHERS),
             "",
-            "[findings.md](findings.md) reproduces nearly all of them one by one on the released packages.",
+            "[findings.md](findings.md) has every fault, and reproduces nearly all of these one by one on",
+            "the released packages.",
             "",
             *content_grid.section(contents),
             *lmcache_stores.section(),
@@ -254,18 +245,27 @@ def page(rows: list[list[str]], contents: list[list[str]]) -> str:
             "",
             "## vLLM's own tests under the ledger",
             "",
-            "The tests of vLLM's source distributions run twice: as they are, and with kvledger observing",
-            "every scheduler and KV cache manager that they create, at level `blocks`. `make",
-            "upstream-tests` prints this; `make test` does not run it. *found* counts tests that pass only",
-            "without kvledger, although they forge nothing.",
-            "",
-            UPSTREAM.read_text().rstrip(),
+            "[upstream-tests.md](upstream-tests.md): the tests of vLLM's source distributions, as they are",
+            "and with kvledger observing every scheduler and KV cache manager that they create.",
             "",
         ]
     )
 
 
+def tables(page: str) -> tuple[list[list[str]], list[list[str]]]:
+    """The two grids that a page has: of all scenarios, and of those at level ``content``."""
+    grids = []
+    for lines in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE):
+        rows = [[cell.strip() for cell in line.strip("|\n").split(" | ")] for line in lines.splitlines()]
+        if rows[0][0] == "release":
+            grids.append([rows[0], *rows[2:]])
+    return grids[0], grids[1]
+
+
 def main(arguments: Sequence[str]) -> int:
+    if list(arguments) == ["--text"]:
+        PAGE.write_text(page(*tables(PAGE.read_text())))
+        return 0
     write = "--write" in arguments
     words = [word for word in arguments if word != "--write"]
     names = [name for word in words or MATRIX for name in (CORE if word == "core" else [word])]

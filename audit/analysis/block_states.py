@@ -181,17 +181,17 @@ class BlockStates(msgspec.Struct):
                 handler(self, call)
 
     def _allocated(self, event: old_events.BlocksAllocated) -> None:
-        pool, rows, index = self.pools.get(event.pool), event.rows, 0
-        while pool is not None and index < len(rows):
-            count = rows[index + 2]
-            for block in rows[index + 3 : index + 3 + count]:
+        pool = self.pools.get(event.pool)
+        if pool is None:
+            return
+        for _, _, blocks in event.calls():
+            for block in blocks:
                 if block != pool.null:
                     self._leave(pool, block, event.at, causes.EVICTED, free=True)
                     self._know(pool, block)
                     pool.references[block] = 1
                     pool.free -= 1
                     self.use.allocated += 1
-            index += 3 + count
 
     def _touched(self, event: old_events.BlocksTouched) -> None:
         pool = self.pools.get(event.pool)
@@ -235,16 +235,15 @@ class BlockStates(msgspec.Struct):
                 stay.released_after = self.use.allocated
 
     def _cached(self, event: ev.BlocksCached) -> None:
-        pool, rows, index = self.pools.get(event.pool), event.rows, 0
-        while pool is not None and index < len(rows):
-            request, count = rows[index], rows[index + 3]
-            index += 4
-            for block in rows[index : index + 3 * count : 3]:
+        pool = self.pools.get(event.pool)
+        if pool is None:
+            return
+        for request, _, _, blocks, _, _ in event.calls():
+            for block in blocks:
                 if block not in pool.stays:
                     pool.stays[block] = Stay(event.pool, block, request, event.at)
                     self.use.cached += 1
                     pool.cached += pool.references.get(block, 1) == 0
-            index += 3 * count
 
     def _evicted(self, event: ev.BlocksEvicted) -> None:
         pool = self.pools.get(event.pool)

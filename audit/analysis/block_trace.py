@@ -20,6 +20,7 @@ from .. import causes, old_events
 from .. import events as ev
 from ..errors import LedgerError
 from ..ledger.blocks.decode import calls
+from ..ledger.blocks.pool_contents import PoolContents
 
 ADMIT, GROW, CACHED, RELEASE, DROP, RESET = range(6)
 """Kinds of operations, see :class:`Operation`."""
@@ -159,10 +160,8 @@ class TraceReader:
         """Lives whose admission has not been read yet, by request number."""
         self._admissions: dict[int, deque[ev.Admitted]] = {}
         """Admissions whose life has not begun yet, by request number."""
-        self._hash_of: dict[int, int] = {}
-        """The hash id of each cached block, by block id."""
-        self._owner: dict[int, int] = {}
-        """The request number to which each block was allocated last."""
+        self._contents = PoolContents()
+        """The hash id of each cached block, and the request to which each block was allocated last."""
         self._unknown_hashes = 0
         """How many cached blocks were hit whose hash id is not known."""
         self._lost = 0
@@ -240,8 +239,7 @@ class TraceReader:
         self._tables.clear()
         self._unadmitted.clear()
         self._admissions.clear()
-        self._hash_of.clear()
-        self._owner.clear()
+        self._contents.forget()
 
     # --- requests -----------------------------------------------------------------------------------
 
@@ -336,29 +334,25 @@ class TraceReader:
         table = self._table(event.request, event.at)
         if table is None:
             return
-        hashes = self._request(event.request).hashes
+        hashes, cached = self._request(event.request).hashes, self._contents.hashes
         for block in event.blocks:
-            if block not in self._hash_of:
+            if block not in cached:
                 self._unknown_hashes += 1
-                self._hash_of[block] = self._unnamed()
+                cached[block] = (self._unnamed(),)
+            hash_id = cached[block][-1]
             if self.listener is not None:
-                self.listener.hit(table.life, len(table.blocks), self._hash_of[block])
-            _put(hashes, len(table.blocks), self._hash_of[block])
+                self.listener.hit(table.life, len(table.blocks), hash_id)
+            _put(hashes, len(table.blocks), hash_id)
             table.blocks.append(block)
         self.trace.lives[table.life].hit_blocks = len(table.blocks)
         self._add(GROW, table.life, len(table.blocks))
 
     def _allocated(self, event: old_events.BlocksAllocated) -> None:
-        rows, index = event.rows, 0
-        while index < len(rows):
-            number, _, count = rows[index : index + 3]
-            blocks = rows[index + 3 : index + 3 + count]
-            index += 3 + count
-            for block in blocks:
-                evicted = self._hash_of.pop(block, 0)
-                if evicted and self.listener is not None:
-                    self.listener.evicted(evicted, event.at, self._numbers.get(number, -1))
-                self._owner[block] = number
+        for number, _, blocks in event.calls():
+            evicted = self._contents.allocate(number, blocks)
+            if self.listener is not None:
+                for _, ids in evicted:
+                    self.listener.evicted(ids[-1], event.at, self._numbers.get(number, -1))
             table = self._table(number, event.at)
             if table is not None:
                 table.blocks += blocks
@@ -367,24 +361,18 @@ class TraceReader:
     def _cached(self, event: ev.BlocksCached) -> None:
         if not self._pool_seen:
             return
-        rows, index = event.rows, 0
-        while index < len(rows):
-            named, _, _, count = rows[index : index + 4]
-            index += 4
-            for _ in range(count):
-                block, hash_id, end = rows[index : index + 3]
-                index += 3
-                self._hash_of[block] = hash_id
-                number = named if named >= 0 else self._owner.get(block, -1)
-                place, rest = divmod(end, self.trace.block_tokens)
-                if number not in self._numbers or rest:
-                    continue
-                _put(self._request(number).hashes, place - 1, hash_id)
-                table = self._tables.get(number)
-                if table is not None:
-                    self._add(CACHED, table.life, place - 1, hash_id)
-                    if self.listener is not None:
-                        self.listener.cached(table.life, place - 1, hash_id)
+        hashes = self._contents.hashes
+        for number, block, hash_id, end in self._contents.cached(event):
+            hashes[block] = (hash_id,)
+            place, rest = divmod(end, self.trace.block_tokens)
+            if number not in self._numbers or rest:
+                continue
+            _put(self._request(number).hashes, place - 1, hash_id)
+            table = self._tables.get(number)
+            if table is not None:
+                self._add(CACHED, table.life, place - 1, hash_id)
+                if self.listener is not None:
+                    self.listener.cached(table.life, place - 1, hash_id)
 
     def _freed(self, event: old_events.BlocksFreed) -> None:
         self._release(event.request, event.blocks)
@@ -404,16 +392,12 @@ class TraceReader:
 
     def _reported(self, event: old_events.TablesReported) -> None:
         """Take the table of a request that was running before the trace began."""
-        rows, index = event.rows, 0
-        while index < len(rows):
-            number, _, _, length = rows[index : index + 4]
-            blocks = rows[index + 4 : index + 4 + length]
-            index += 4 + length
+        for number, _, _, blocks in event.tables():
             if number in self._tables or not blocks:
                 continue
             table = self._table(number, event.at)
             if table is not None:
-                table.blocks = list(blocks)
+                table.blocks = blocks
                 self._add(GROW, table.life, len(blocks))
 
     def _removed(self, event: old_events.TablesRemoved) -> None:
@@ -425,13 +409,13 @@ class TraceReader:
 
     def _evicted(self, event: ev.BlocksEvicted) -> None:
         for block in event.blocks:
-            hash_id = self._hash_of.pop(block, 0)
-            if hash_id:
-                self.trace.operations.append((DROP, hash_id, 0, 0))
+            ids = self._contents.hashes.pop(block, None)
+            if ids:
+                self.trace.operations.append((DROP, ids[-1], 0, 0))
 
     def _reset(self, event: ev.PoolReset) -> None:
         if event.succeeded:
-            self._hash_of.clear()
+            self._contents.hashes.clear()
             self.trace.operations.append((RESET, 0, 0, 0))
 
     def _add(self, kind: int, life: int, first: int = 0, second: int = 0) -> None:

@@ -16,6 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from .. import events as ev
+from ..ledger.blocks.pool_contents import PoolContents
 from .block_trace import DROP, RESET, BlockTrace, Operation, TraceLife, TraceReader, TraceRequest, _Table
 
 
@@ -111,8 +112,8 @@ class PartReader(TraceReader):
             {number: (table.life, table.blocks) for number, table in self._tables.items()},
             {number: list(waiting) for number, waiting in self._unadmitted.items()},
             {number: list(waiting) for number, waiting in self._admissions.items()},
-            self._hash_of,
-            self._owner,
+            {block: ids[-1] for block, ids in self._contents.hashes.items()},
+            self._contents.owner,
             self._unknown_hashes,
             self._lost,
             self._last_life,
@@ -131,7 +132,8 @@ class PartReader(TraceReader):
         self._tables = {number: _Table(life, blocks) for number, (life, blocks) in state.tables.items()}
         self._unadmitted = {number: deque(waiting) for number, waiting in state.unadmitted.items()}
         self._admissions = {number: deque(waiting) for number, waiting in state.admissions.items()}
-        self._hash_of, self._owner = state.hash_of, state.owner
+        hashes: dict[int, tuple[int, ...]] = {block: (one,) for block, one in state.hash_of.items()}
+        self._contents = PoolContents(hashes, state.owner)
         self._unknown_hashes, self._lost, self._last_life = state.unknown_hashes, state.lost, state.last_life
 
     # --- indices ------------------------------------------------------------------------------------

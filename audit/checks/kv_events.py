@@ -1,6 +1,6 @@
 """The checks on an engine's stream of KV events: it says what the prefix cache holds.
 
-Their subjects come from :mod:`kvledger.audit.ledger.kv_stream`, which compares a recorded stream with the
+Their subjects come from :mod:`kvledger.audit.ledger.kv_comparison`, which compares a recorded stream with the
 events of level ``blocks``.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..ledger.cache_changes import CLEARED, REMOVED, STORED
-from ..ledger.kv_stream import NotAnnounced, NotInCache, StreamGap, TierMissing
+from ..ledger.kv_differences import NotAnnounced, NotInCache, StreamGap, TierMissing
 from ..ledger.subjects import Entry
 from .registry import Witness, invariant
 
@@ -68,7 +68,7 @@ def not_announced(entry: Entry) -> Iterator[Witness]:
     """
     subject = entry.subject
     assert isinstance(subject, NotAnnounced)
-    number = len(subject.changes)
+    number = subject.total
     yield Witness(
         None,
         subject.story,
@@ -77,8 +77,8 @@ def not_announced(entry: Entry) -> Iterator[Witness]:
         what={STORED: "blocks cached", REMOVED: "blocks evicted", CLEARED: "resets of the cache"}[
             subject.kind
         ],
-        blocks=_first(change.block for change in subject.changes if change.block >= 0),
-        hashes=len(subject.hash_ids),
+        blocks=[change.block for change in subject.examples if change.block >= 0],
+        hashes=subject.hashes,
     )
 
 
@@ -101,7 +101,7 @@ def not_in_cache(entry: Entry) -> Iterator[Witness]:
     """
     subject = entry.subject
     assert isinstance(subject, NotInCache)
-    number = len(subject.events)
+    number = subject.total
     what = {STORED: "stored blocks", REMOVED: "removed blocks", CLEARED: "all blocks cleared"}[subject.kind]
     yield Witness(
         None,
@@ -110,7 +110,7 @@ def not_in_cache(entry: Entry) -> Iterator[Witness]:
         have="has" if number == 1 else "have",
         it="it" if number == 1 else "them",
         what=what,
-        batch=subject.events[0].sequence,
+        batch=subject.examples[0].sequence,
     )
 
 
@@ -128,8 +128,4 @@ def tier_missing(entry: Entry) -> Iterator[Witness]:
     """
     subject = entry.subject
     assert isinstance(subject, TierMissing)
-    yield Witness(None, subject.story, events=subject.events, tiers=", ".join(subject.tiers))
-
-
-def _first(blocks: Iterator[int], most: int = 64) -> list[int]:
-    return list(blocks)[:most]
+    yield Witness(None, subject.story, events=subject.by_tier[""], tiers=", ".join(subject.tiers))

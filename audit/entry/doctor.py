@@ -1,4 +1,4 @@
-"""Check whether kvledger can observe the vLLM installed here, and which invariants it can check.
+"""Which known faults the vLLM installed here has, whether kvledger can observe it, and what it can check.
 
 No engine is started: the doctor compares the signatures of vLLM's classes with those that the adapters
 expect. It reads them from vLLM's source files. It imports vLLM, which takes many seconds, only if the files
@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from ..checks.registry import catalogue
 from ..hooks import EngineMismatch
 from ..release_semantics import limits, meanings
 from .doctor_contents import ContentsDiagnosis, diagnose_contents
+from .doctor_faults import FaultsHere, diagnose_faults, version_of
 
 PLUGIN = "kvledger.audit.entry.plugin:install"
 GROUP = "vllm.general_plugins"
@@ -52,6 +53,7 @@ class Diagnosis(msgspec.Struct, frozen=True):
     plugin: str | None
     directory: str | None
     problems: list[str]
+    faults: FaultsHere
     examined: str = "import"
     """How vLLM was examined: ``source`` (its files were read) or ``import``."""
     contents: ContentsDiagnosis | None = None
@@ -92,8 +94,9 @@ def diagnose(
     plugin, plugin_problems = _plugin()
     directory, directory_problems = _directory()
     present, missing = _hooks(adapter, scheduler)
+    versions = {"vllm": host, "lmcache": version_of("lmcache"), "torch": version_of("torch")}
     return Diagnosis(
-        versions={"vllm": host, "lmcache": _version("lmcache"), "torch": _version("torch")},
+        versions=versions,
         adapter=adapter.NAME if adapter else None,
         hooks=present,
         missing_hooks=missing,
@@ -105,6 +108,7 @@ def diagnose(
         plugin=plugin,
         directory=directory,
         problems=[*found.problems, *plugin_problems, *directory_problems],
+        faults=diagnose_faults(versions, adapter.NAME if adapter else None, directory),
         examined=found.examined,
         contents=diagnose_contents(directory) if adapter and not adapter.NAME.startswith("v0") else None,
     )
@@ -168,13 +172,6 @@ def _connectors() -> dict[str, str]:
         "did not wait for"
     )
     return reads_of
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
 
 
 def _plugin() -> tuple[str | None, list[str]]:

@@ -112,6 +112,13 @@ FIGURES: tuple[Figure, ...] = (
         item("plan", 1),
     ),
     Figure("plan_computed", "tokens that were to be computed after that admission", _plan_computed),
+    Figure(
+        "reports",
+        "requests whose sources the engine reported",
+        lambda account: account.reported is not None,
+        "requests",
+        sql="count(reported_local)",
+    ),
     Figure("reported_local", "local tokens, reported by the engine", item("reported", 0)),
     Figure("reported_external", "external tokens, reported by the engine", item("reported", 1)),
     Figure("reported_computed", "computed tokens, reported by the engine", item("reported", 2)),

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 from .. import events as ev
 from .. import old_events
 from .blocks.decode import calls
+from .blocks.pool_contents import PoolContents
 
 STORED, REMOVED, CLEARED = ev.STORED, ev.REMOVED_BLOCKS, ev.CLEARED
 
@@ -52,10 +53,8 @@ class CacheChanges:
         """By index of a CLEARED change: the hash ids that were in the cache."""
         self.whole = True
         """Whether every change since the engine began is here."""
-        self._hashes: dict[tuple[int, int], list[int]] = {}
-        """The hash ids of each cached block, by pool and block."""
-        self._owner: dict[tuple[int, int], int] = {}
-        """The request to which each block was allocated last."""
+        self.pools: dict[int, PoolContents] = {}
+        """What each pool holds."""
         self._pool_seen: set[int] = set()
         self._steps: deque[tuple[int, int]] = deque()
         """Step and time of the last events that have both."""
@@ -81,8 +80,11 @@ class CacheChanges:
 
     def _lost(self, event: ev.Gap | ev.HookFailed) -> None:
         self.whole = False
-        self._hashes.clear()
-        self._owner.clear()
+        for pool in self.pools.values():
+            pool.forget()
+
+    def _contents(self, event: Any) -> PoolContents:
+        return self.pools.setdefault(event.pool, PoolContents())
 
     def _stepped(self, event: Any) -> None:
         self._note(event.step, event.at)
@@ -108,35 +110,26 @@ class CacheChanges:
         self.changes.append(change)
 
     def _drop(self, event: Any, block: int) -> None:
-        for hash_id in self._hashes.pop((event.pool, block), ()):
+        for hash_id in self._contents(event).hashes.pop(block, ()):
             self._add(REMOVED, hash_id, event, block)
 
     def _cached(self, event: ev.BlocksCached) -> None:
-        rows, index = event.rows, 0
-        while index < len(rows):
-            named, _, _, count = rows[index : index + 4]
-            index += 4
-            if not count:  # some blocks were cached, and it is not known which
-                self.whole = False
-            for _ in range(count):
-                block, hash_id, _ = rows[index : index + 3]
-                index += 3
-                if event.replaced:
-                    self._drop(event, block)
-                held = self._hashes.setdefault((event.pool, block), [])
-                if hash_id not in held:
-                    held.append(hash_id)
-                    request = named if named >= 0 else self._owner.get((event.pool, block), -1)
-                    self._add(STORED, hash_id, event, block, request)
+        contents = self._contents(event)
+        for request, block, hash_id, _ in contents.cached(event):
+            if event.replaced:
+                self._drop(event, block)
+            held = contents.hashes.get(block, ())
+            if hash_id not in held:
+                contents.hashes[block] = (*held, hash_id)
+                self._add(STORED, hash_id, event, block, request)
+        if not all(blocks for _, _, _, blocks, _, _ in event.calls()):  # it is not known which were cached
+            self.whole = False
 
     def _allocated(self, event: old_events.BlocksAllocated) -> None:
-        rows, index = event.rows, 0
-        while index < len(rows):
-            request, _, count = rows[index : index + 3]
-            for block in rows[index + 3 : index + 3 + count]:
-                self._drop(event, block)
-                self._owner[event.pool, block] = request
-            index += 3 + count
+        for request, _, blocks in event.calls():
+            for block, ids in self._contents(event).allocate(request, blocks):
+                for hash_id in ids:
+                    self._add(REMOVED, hash_id, event, block)
 
     def _evicted(self, event: ev.BlocksEvicted) -> None:
         for block in event.blocks:
@@ -144,16 +137,13 @@ class CacheChanges:
 
     def _copied(self, event: ev.BlockCopied) -> None:
         if event.moved:
-            source, target = event.blocks
-            hashes = self._hashes.pop((event.pool, source), None)
-            if hashes:
-                self._hashes[event.pool, target] = hashes
+            self._contents(event).move(*event.blocks)
 
     def _reset(self, event: ev.PoolReset) -> None:
         if event.succeeded:
-            held = [place for place in self._hashes if place[0] == event.pool]
-            ids = [hash_id for place in held for hash_id in self._hashes.pop(place)]
-            self.cleared[len(self.changes)] = ids
+            hashes = self._contents(event).hashes
+            self.cleared[len(self.changes)] = [hash_id for ids in hashes.values() for hash_id in ids]
+            hashes.clear()
             self._add(CLEARED, 0, event, -1)
 
 

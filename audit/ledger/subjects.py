@@ -13,7 +13,7 @@ from .. import events as ev
 from .account import Account
 from .blocks.subjects import Subject
 from .frozen import Settlement
-from .kv_stream import StreamSubject
+from .kv_differences import StreamSubject
 
 
 class ReportedCounts(msgspec.Struct, frozen=True, gc=False):

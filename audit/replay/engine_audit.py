@@ -36,8 +36,8 @@ from ..ledger.observation import error_name
 from ..ledger.state import Watch
 from ..ledger.subjects import Entry
 from ..text import utc
-from .live_events import LiveEvents
 from .metrics_state import METRICS_HANDLERS, MetricsState
+from .recorded_events import RecordedEvents
 from .sums import EngineSums, WindowSums
 from .windows import EVERYTHING, LossesInWindow, Window
 from .worker_journals import AFTER_PLANNING, WorkerJournals
@@ -105,7 +105,7 @@ class EngineAudit:
         """The engine's own counters beside the ledger's figures, if the engine is scraped."""
         self.workers = WorkerJournals(path)
         """The journals of this engine's workers."""
-        self.live_events = LiveEvents(path)
+        self.live_events = RecordedEvents(path)
         """The recorded KV events of this engine, for a follower that enables them."""
         self.lost_tails = 0
         """How many journals ended without ``EngineStopped`` although their engines are gone: 0 or 1, or more
@@ -253,11 +253,18 @@ class EngineAudit:
         engine, ledger = self.engine, self.auditor.ledger
         if engine is None:
             return []
-        found = self.live_events.advance(
-            engine, ledger.read_to, time.time(), self.metrics.kv_events, at_end=at_end, ended=ended
+        read_to = ledger.read_to
+        self.live_events.advance(
+            engine,
+            read_to,
+            time.time(),
+            self.metrics.kv_events,
+            at_end=at_end,
+            ended=read_to if ended else None,
         )
+        found = self.live_events.comparison.differences()
         return self.auditor.check(
-            [Entry(ledger.number, step, at, subject, None) for subject, step, at in found]
+            Entry(ledger.number, step, at, subject, None) for subject, step, at in found
         )
 
     def _add_closed(self, event: Event | None = None) -> None:

@@ -20,7 +20,7 @@ from ..client_ids import has_random_suffix
 from ..figures.sums import Sums, added
 from ..figures.totals import Totals
 from ..ledger.account import Account
-from ..ledger.kv_live import KVEventCounts
+from ..ledger.kv_counts import KVEventCounts
 from ..ledger.positions import COMPUTED, EXTERNAL, LOCAL, UNATTAINED
 from ..release_semantics import release
 from ..text import salt_name

@@ -1,189 +1,132 @@
-"""Read what ``kvledger routing`` compares: requests and caches of engines, and their recorded KV events."""
+"""Read what ``kvledger routing`` compares: requests and caches of engines, and their recorded KV events.
+
+All journals are read at once, so little of each is kept. Another index than our own can't be asked how it was
+a short time ago. So it is replayed in between: a first reading finds the requests and the batches, the index
+is asked in the order of arrival, and a second reading explains what it said.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from .. import events as ev
-from ..analysis.block_trace import TraceReader
-from ..analysis.routing import (
-    EngineSide,
-    Index,
-    OwnIndex,
-    RoutedRequest,
-    Routing,
-    contents_of,
-    rows,
-)
+from ..analysis.router_index import Index, contents_of
+from ..analysis.routing import Contents, RoutedRequest, Routing, Row, Sides, before_of
 from ..client_ids import client_names
 from ..errors import LedgerError
+from ..events import KVEventsReceived
 from ..journal.hosts import engine_name
-from ..journal.reader import Reader
-from ..ledger.cache_changes import CacheChanges
-from ..ledger.kv_stream import compare
-from .event_journals import RecordedEvents
-from .recordings import (
-    AFTER_END_SECONDS,
-    Neighbours,
-    identity_of,
-    incomparable,
-    recordings_beside,
-    same_port,
-)
+from .event_journals import EventJournal, read_together
+from .recorded_events import Promised
+from .recordings import Neighbours, incomparable, same_port
 
-MakeIndex = Callable[[Mapping[int, int]], Index]
+MakeIndex = Callable[[Contents], Index]
 """Makes an index; by hash id, it is given a keyed hash of the tokens, as far as it was recorded."""
-
 
 PredictedByPort = Mapping[str, Mapping[int, int]]
 """What a router predicted: by a request's id, the tokens of each engine by the port of its KV events."""
 
-
-class _EngineReader:
-    """Reads one engine's journal."""
-
-    def __init__(self, path: Path) -> None:
-        self.cache, self.trace = CacheChanges(), TraceReader(str(path), partial(engine_name, path=path))
-        self.started: ev.EngineStarted | None = None
-        self.at, self.stopped = 0, False
-        self.added: dict[int, tuple[int, ev.RequestAdded]] = {}
-        """By request number: its index in the trace, and its arrival."""
-        self.admitted: list[tuple[int, ev.RequestAdded, ev.Admitted, int]] = []
-        """First admissions: index in the trace, arrival, admission, and changes of the cache before it."""
-        self.failed: dict[int, int] = {}
-        """By index in the trace: the first position that a failed load left invalid."""
-        with Reader(path) as reader:
-            for batch in reader.poll():
-                for event in batch.events:
-                    self._feed(event)
-            self.ended = reader.ended
-            """Whether the engine is gone."""
-
-    def _feed(self, event: ev.Event) -> None:
-        self.at = event.at
-        self.trace.feed(event)
-        self.cache.feed(event)
-        if isinstance(event, ev.EngineStarted):
-            self.started = self.started or event
-        elif isinstance(event, ev.EngineStopped):
-            self.stopped = True
-        elif isinstance(event, ev.RequestAdded):
-            self.added[event.request] = len(self.trace.trace.requests) - 1, event
-        elif isinstance(event, ev.Admitted) and event.request in self.added and not event.resumed:
-            place, added = self.added[event.request]
-            self.admitted.append((place, added, event, len(self.cache.changes)))
-        elif isinstance(event, ev.LoadFailed) and event.request in self.added:
-            self.failed.setdefault(self.added[event.request][0], event.computed_tokens)
-        elif isinstance(event, ev.Finished):
-            self.added.pop(event.request, None)
-
-    def requests(self, engine: int, began: float) -> list[RoutedRequest]:
-        """The requests whose first admission is in the journal."""
-        trace, found, seen = self.trace.trace, [], set()
-        size = trace.block_tokens
-        for place, added, admitted, changes in self.admitted:
-            if place in seen:
-                continue
-            seen.add(place)
-            local, external = admitted.local_tokens, admitted.external_tokens
-            valid = self.failed.get(place, local + external)
-            hashes = trace.requests[place].hashes[: added.prompt_tokens // size]
-            known = hashes.index(0) if 0 in hashes else len(hashes)
-            found.append(
-                RoutedRequest(
-                    added.request_id,
-                    added.request,
-                    engine,
-                    added.prompt_tokens,
-                    hashes[:known],
-                    began + added.at / 1e6,
-                    admitted.step,
-                    changes,
-                    min(local, valid),
-                    external,
-                    min(external, max(0, local + external - valid)),
-                )
-            )
-        return found
+Arrived = tuple[float, int, KVEventsReceived]
+"""A batch, the Unix time at which it was received, and the number of its engine."""
 
 
 def routing(
     journals: Sequence[Path], index: MakeIndex | None = None, predicted: PredictedByPort | None = None
 ) -> Routing:
-    """Replay the recorded KV events of all engines through one index, request by request.
+    """What the recorded KV events of all engines promised of each request, and what it then found.
 
-    ``index`` makes it, of the tokens of the blocks that were announced. Raises LedgerError if no engine has a
-    recording that can be compared with its blocks. ``predicted`` takes the place of the index.
+    ``index`` makes another index, of the tokens of the blocks that were announced. Raises LedgerError if an
+    engine has no recording that can be compared with its blocks. ``predicted`` takes the place of the index.
     """
-    sides: list[EngineSide] = []
-    started_by: list[ev.EngineStarted] = []
-    requests: list[RoutedRequest] = []
-    arrived = gaps = 0
-    for path in journals:
-        reader = _EngineReader(path)
-        started = reader.started
-        reason = "no engine was seen to start" if started is None else incomparable(started)
-        if reason or started is None:
-            raise LedgerError(f"{path}: {reason}.")
-        trace = reader.trace.finish()
-        until = started.began_seconds + reader.at / 1e6
-        recorded = RecordedEvents(recordings_beside(path))
-        stream = recorded.of(started, until if reader.stopped else until + AFTER_END_SECONDS)
-        if not stream.batches and reader.cache.changes:
-            raise LedgerError(f"{path}: no KV events of this engine were recorded beside its journal.")
-        if rival := Neighbours(path).rival(started):
-            raise LedgerError(f"{path}: {same_port(rival)}.")
-        result = compare(reader.cache, started.began_seconds, reader.at, stream)
-        gaps += len(stream.missing)
-        batches = [(recorded.received(batch), batch) for batch in stream.batches]
-        lost = {change for change, _ in result.lost}
-        requests += reader.requests(len(sides), started.began_seconds)
-        arrived += len(trace.requests)
-        last = started.began_seconds + reader.at / 1e6 if reader.ended else math.inf
-        name = engine_name(started, path)
-        sides.append(EngineSide(name, trace.block_tokens, reader.cache, lost, batches, last))
-        started_by.append(started)
-    sides = [side._replace(before=_before(n, sides, started_by)) for n, side in enumerate(sides)]
-    contents = contents_of(batch for side in sides for _, batch in side.batches)
-    predictions = None if predicted is None else _predictions(predicted, requests, sides, started_by)
-    found = list(rows(sides, requests, index(contents) if index else OwnIndex(), contents, predictions))
-    return Routing([side.name for side in sides], found, arrived - len(found), gaps)
+    if index is None and predicted is None:
+        return _routing(journals)
+    batches: list[Arrived] = []
+    asked: list[tuple[RoutedRequest, Sides]] = []
+    _routing(journals, promised=lambda *each: asked.append(each), batches=batches)
+    contents = contents_of(batch for _, _, batch in batches)
+    if index is not None:
+        said = asked_in_order(index(contents), asked, batches)
+        return _routing(journals, contents, lambda request, _: said[request.engine, request.number])
+    return _routing(journals, contents, partial(_predicted, predicted or {}))
 
 
-def _before(number: int, sides: Sequence[EngineSide], started: Sequence[ev.EngineStarted]) -> int:
-    """The last engine at the same address that was gone before this one began; -1: none."""
-    mine = started[number]
-    earlier = [
-        (side.ended, other)
-        for other, side in enumerate(sides)
-        if identity_of(started[other]) == identity_of(mine) and side.ended <= mine.began_seconds
-    ]
-    return max(earlier, default=(0.0, -1))[1]
+def _routing(
+    journals: Sequence[Path],
+    contents: Contents | None = None,
+    promised: Promised | None = None,
+    batches: list[Arrived] | None = None,
+) -> Routing:
+    """Read the journals once. ``batches`` gets every batch."""
+    engines = [EventJournal(path, contents) for path in journals]
+    together = [engine.events for engine in engines]
+    rows: list[Row] = []
+
+    def each(engine: EventJournal, others: float) -> None:
+        for one in engines if engine.over else (engine,):
+            rows.extend(one.events.route(together, one.until, others, one.counts, promised))
+
+    for number, events in enumerate(together):
+        if batches is not None:
+            events.on_batch = lambda at, batch, number=number: batches.append((at, number, batch))
+    read_together(engines, each)
+    names = [_checked(engine) for engine in engines]
+    rows.sort(key=lambda row: (row.request.arrived, row.request.engine, row.request.step))
+    arrived = sum(events.cache.arrived for events in together)
+    gaps = sum(engine.counts.gaps + bool(engine.events.comparison.begins) for engine in engines)
+    return Routing(names, rows, arrived - len(rows), gaps)
 
 
-def _predictions(
-    predicted: PredictedByPort,
-    requests: Sequence[RoutedRequest],
-    sides: Sequence[EngineSide],
-    started: Sequence[ev.EngineStarted],
-) -> dict[tuple[str, int], dict[int, int]]:
-    """The predictions of these requests, in blocks of each engine that was there when the request arrived."""
-    found = {}
-    for request in requests:
-        names = sorted(client_names(request.request_id, None))
-        name = next((name for _, name in names if name in predicted), None)
-        if name is None:
-            continue
-        there = {
-            identity_of(started[engine])[1]: engine
-            for engine, side in enumerate(sides)
-            if started[engine].began_seconds <= request.arrived <= side.ended
-        }
-        size = sides[request.engine].block_tokens
-        found[request.request_id, request.engine] = {
-            there[port]: tokens // size for port, tokens in predicted[name].items() if port in there
-        }
-    return found
+def _checked(engine: EventJournal) -> str:
+    """The engine's name. Raises LedgerError if its KV events can't be compared with its requests."""
+    started, cache = engine.started, engine.events.cache
+    if started is None:
+        raise LedgerError(f"{engine.path}: no engine was seen to start.")
+    if reason := incomparable(started):
+        raise LedgerError(f"{engine.path}: {reason}.")
+    if rival := Neighbours(engine.path).rival(started):
+        raise LedgerError(f"{engine.path}: {same_port(rival)}.")
+    if not cache.block_tokens:
+        raise LedgerError(
+            f"{engine.path}: this command needs block events of an engine with one KV cache group of full "
+            "attention, which KVLEDGER_LEVEL=blocks records."
+        )
+    if not engine.counts.batches and cache.number:
+        raise LedgerError(f"{engine.path}: no KV events of this engine were recorded beside its journal.")
+    return engine_name(started, engine.path)
+
+
+def asked_in_order(
+    index: Index, asked: Sequence[tuple[RoutedRequest, Sides]], batches: list[Arrived]
+) -> dict[tuple[int, int], dict[int, int]]:
+    """What an index says of each request when it arrives, by the request's engine and number."""
+    batches.sort(key=lambda each: each[:2])
+    said, place = {}, 0
+    heard: set[int] = set()
+    for request, sides in sorted(asked, key=lambda each: each[0].arrived):
+        while place < len(batches) and batches[place][0] <= request.arrived:
+            _, number, batch = batches[place]
+            heard.add(number)
+            index.apply(number, batch)
+            place += 1
+        every = index.held(request.hashes)
+        there = {number for number, side in sides.items() if side.ended >= request.arrived}
+        held = {number: blocks for number, blocks in every.items() if number in there}
+        before = before_of(sides, request.engine)
+        if request.engine not in heard and before in every:
+            held[request.engine] = every[before]
+        said[request.engine, request.number] = held
+    return said
+
+
+def _predicted(predicted: PredictedByPort, request: RoutedRequest, sides: Sides) -> dict[int, int] | None:
+    """A router's prediction in blocks of each engine that was there when the request arrived, if any."""
+    names = sorted(client_names(request.request_id, None))
+    name = next((name for _, name in names if name in predicted), None)
+    if name is None:
+        return None
+    there = {
+        side.address: engine for engine, side in sides.items() if side.began <= request.arrived <= side.ended
+    }
+    size = sides[request.engine].cache.block_tokens
+    return {there[port]: tokens // size for port, tokens in predicted[name].items() if port in there}

@@ -29,7 +29,7 @@ from zlib import crc32
 
 import msgspec
 
-from ..analysis.live_routing import OpenRequest, RecentCounts, RoutedCache
+from ..analysis.routed_cache import OpenRequest, RecentCounts, RoutedCache
 from ..checks.auditor import Auditor, KeptFinding
 from ..checks.registry import Violation
 from ..errors import LedgerError
@@ -38,12 +38,14 @@ from ..figures.totals import Totals
 from ..journal.reader import Position
 from ..ledger.account import Account
 from ..ledger.blocks.ledger import BlockLedger
+from ..ledger.blocks.pool_contents import PoolContents
 from ..ledger.blocks.records import FailedLoad, Pool
 from ..ledger.cache_changes import Change
 from ..ledger.content_state import ContentState
 from ..ledger.custody_state import CustodyState
 from ..ledger.frozen import Line, RemovedRange, Settlement
-from ..ledger.kv_live import LiveComparison, LiveGap
+from ..ledger.kv_comparison import KVComparison
+from ..ledger.kv_differences import NotAnnounced, NotInCache, StreamGap
 from ..ledger.kv_stream import KVEvent
 from ..ledger.ledger import Ledger
 from ..ledger.life import InFlight, Life
@@ -51,7 +53,7 @@ from ..ledger.positions import Losses, PositionRange, PositionRanges
 from ..ledger.sketch_state import SketchState
 from ..ledger.transfers import Promise, WorkerTransfers
 from .engine_audit import EngineAudit
-from .live_events import LiveEvents
+from .recorded_events import RecordedEvents
 from .worker_journals import Progress, WorkerJournals
 
 SCHEMA = 3
@@ -75,8 +77,8 @@ OBJECTS: tuple[type, ...] = (
     PositionRange,
     Losses,
     KeptFinding,
-    LiveEvents,
-    LiveComparison,
+    RecordedEvents,
+    KVComparison,
     RoutedCache,
     RecentCounts,
 )
@@ -94,9 +96,12 @@ STRUCTS: tuple[type, ...] = (
     RequestLabels,
     Position,
     Change,
+    PoolContents,
     KVEvent,
     KVEventsReceived,
-    LiveGap,
+    StreamGap,
+    NotAnnounced,
+    NotInCache,
     OpenRequest,
     Progress,
 )
@@ -123,8 +128,10 @@ REBUILT: dict[type, frozenset[str]] = {
     ContentState: frozenset(),
     CustodyState: frozenset(),
     SketchState: frozenset(),
-    LiveEvents: frozenset({"enabled", "_neighbours", "_path", "_readers", "_searched"}),
-    LiveComparison: frozenset({"cache"}),
+    RecordedEvents: frozenset(
+        {"enabled", "on_batch", "_contents", "_neighbours", "_path", "_readers", "_searched"}
+    ),
+    KVComparison: frozenset({"cache"}),
     RoutedCache: frozenset(),
     RecentCounts: frozenset({"_changes", "_dropped", "_order"}),
     WorkerJournals: frozenset({"next_step", "raised", "_folder", "_readers", "_steps"}),
@@ -200,8 +207,8 @@ _BLANK: dict[type, Callable[[], Any]] = {
     CustodyState: CustodyState,
     SketchState: SketchState,
     WorkerJournals: lambda: WorkerJournals(Path()),
-    LiveEvents: lambda: LiveEvents(Path()),
-    LiveComparison: LiveComparison,
+    RecordedEvents: lambda: RecordedEvents(Path()),
+    KVComparison: KVComparison,
     RoutedCache: RoutedCache,
     RecentCounts: RecentCounts,
 }

@@ -20,7 +20,7 @@ from typing import Literal
 import msgspec
 
 from ..errors import LedgerError
-from .faults import parsed
+from ..release_semantics import release as parsed
 
 PACKAGE = Path(__file__).resolve().parents[2]
 """The folder of the package; in a checkout, that of the repository."""

@@ -10,7 +10,7 @@ write to it, and attention reads what was written last.
 - Where: `KVCacheCoordinator.allocate_new_computed_blocks` (`vllm/v1/core/kv_cache_coordinator.py`) and
   `SingleTypeKVCacheManager.allocate_new_computed_blocks` (`vllm/v1/core/single_type_kv_cache_manager.py`).
 - Releases of vLLM with the fault, as far as tried: 0.14.0 to 0.23.0, fixed in 0.24.0.
-- Upstream: https://github.com/vllm-project/vllm/issues/44409,
+- Upstream: https://github.com/vllm-project/vllm/pull/44409,
   https://github.com/vllm-project/vllm/issues/33775, https://github.com/vllm-project/vllm/issues/43884.
 
     pytest test_double_allocation.py    fails where the fault is, passes where it is fixed

@@ -11,8 +11,8 @@ sources no longer sum to the prompt.
 - Where: `Scheduler.schedule` (`vllm/v1/core/sched/scheduler.py`), which sets `num_cached_tokens` and
   `num_external_computed_tokens`, and `PromptTokenStats.update_from_output` (`vllm/v1/metrics/stats.py`).
 - Releases of vLLM with the fault, as far as tried: 0.16.0 to 0.19.1, fixed in 0.20.0.
-- Upstream: https://github.com/vllm-project/vllm/issues/36752,
-  https://github.com/vllm-project/vllm/issues/36812, https://github.com/vllm-project/vllm/issues/37460.
+- Upstream: https://github.com/vllm-project/vllm/pull/36752,
+  https://github.com/vllm-project/vllm/issues/36812, https://github.com/vllm-project/vllm/pull/37460.
 
     pytest test_negative_local_hit.py    fails where the fault is, passes where it is fixed
     python test_negative_local_hit.py    prints the engine's own figures and the right ones

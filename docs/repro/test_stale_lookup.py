@@ -10,7 +10,7 @@ Answers for requests that are ignored are never released.
 - Where: `Scheduler._schedule_prefills` (`vllm/core/scheduler.py`) and
   `ComputedBlocksTracker.get_num_cached_tokens` (`vllm/core/block/prefix_caching_block.py`).
 - Releases of vLLM with the fault, as far as tried: 0.9.0 to 0.9.1, fixed in 0.9.2.
-- Upstream: https://github.com/vllm-project/vllm/issues/18957,
+- Upstream: https://github.com/vllm-project/vllm/pull/18957,
   https://github.com/vllm-project/vllm/issues/18955.
 - Assumed: The 16 tokens that r3 hit in the cache came from a request that the journal does not show; r1
   caches them here.

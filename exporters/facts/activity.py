@@ -40,9 +40,13 @@ class Activity:
         """Requests and preemptions."""
         self.at_cut: CountsState = (0, [])
         self._audit = audit
+        """The audit that reads the journal; it knows the clock and the window."""
         self._counts = RequestCounts()
+        """The requests in the engine now."""
         self._blocks = BlockStates()
+        """The states of the engine's blocks now."""
         self._block_series = Series()
+        """The states of blocks over time."""
 
     @property
     def at_end(self) -> CountsState:

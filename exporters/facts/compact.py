@@ -125,7 +125,9 @@ class _AllButLast:
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
+        """Reads the journal."""
         self.last: Batch | None = None
+        """The batch behind those that were yielded; None if there is none."""
 
     def poll(self) -> Iterator[Batch]:
         """All batches but the last, which stays in ``last``."""
@@ -141,7 +143,10 @@ class HourlyFiles:
     def __init__(self, folder: Path, stem: str) -> None:
         self.files: list[KeptFile] = []
         """The files that are whole."""
-        self._folder, self._stem = folder, stem
+        self._folder = folder
+        """The folder of facts."""
+        self._stem = stem
+        """How the names of all files begin."""
         self._writers: dict[tuple[str, str], tuple[RowWriter, Path]] = {}
         """The open drafts, by table and hour."""
         self._parts = 0
@@ -207,11 +212,16 @@ class _Compaction:
     """Replays a journal, or what came since it was last compacted, and keeps the rows."""
 
     def __init__(self, journal: Path, session: Session | None, there: Session | None) -> None:
-        self._journal, self._session = journal, session
+        self._journal = journal
+        """The journal's folder."""
+        self._session = session
+        """Where the compaction before ended; None: the journal is read from its beginning."""
         self._number = 1 if there is None else there.number + 1
+        """The number of this compaction, which is in the names of its files."""
         self._replaces = there if session is None else None
         """Facts that can't be continued, and are made anew."""
         self._folder = folder_of(journal)
+        """The folder of facts."""
 
     def done(self) -> Compacted:
         """Read, save, and say what was done."""

@@ -68,7 +68,9 @@ class InMemory:
 
     def __init__(self) -> None:
         self._sinks = {name: io.BytesIO() for name in TABLES}
+        """The files, by table."""
         self._writers = {name: RowWriter(self._sinks[name], columns) for name, columns in TABLES.items()}
+        """Their writers."""
 
     def add(self, table: str, rows: Sequence[Row]) -> None:
         """Add rows to a table."""
@@ -92,6 +94,7 @@ class RowCollector:
         self.journal = journal_name(audit.path)
         """The journal's name in rows."""
         self._audit = audit
+        """The audit that reads the journal."""
         self._verdicts: dict[int, Verdict] = {}
         """The verdicts of accounts that closed in this batch, by the identity of the account."""
         self._has_verdicts = wanted.checks or wanted.audit

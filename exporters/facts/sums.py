@@ -43,6 +43,8 @@ class GroupSums(Sums):
     figures: dict[str, int] = {}
     totals: Totals = msgspec.field(default_factory=Totals)
     waited_us: int = 0
+    missed: int = 0
+    """Prompt tokens that missed the caches."""
     tallies: dict[str, CostTally] = {}
     percentiles: Percentiles = {}
 
@@ -120,7 +122,7 @@ def _of_requests(columns: Sequence[str], where: str) -> str:
         for text in (f"sum({column}) FILTER ({which})", f"count(*) FILTER ({column} > 0 AND {which})")
     ]
     loads = [f"sum({column.name})" for column in LOAD_COLUMNS]
-    selected = [*columns, "journal", *_FIGURES, "sum(waited_microseconds)", *lost, *loads]
+    selected = [*columns, "journal", *_FIGURES, "sum(waited_microseconds)", "sum(missed)", *lost, *loads]
     return f"SELECT {', '.join(selected)} FROM requests{condition(where)} GROUP BY ALL"
 
 
@@ -128,13 +130,13 @@ def _sums(journal: str, row: Sequence[Any]) -> GroupSums:
     """One row of :func:`_of_requests`, behind the group and the journal."""
     values = [int(value or 0) for value in row]
     figures = dict(zip((figure.name for figure in FIGURES), values, strict=False))
-    waited_us, *rest = values[len(FIGURES) :]
+    waited_us, missed, *rest = values[len(FIGURES) :]
     tally = CostTally(loads=Loads(*rest[2 * len(_LOST) :]))
     for place, (key, computed_as) in enumerate(_LOST):
         tokens, requests = rest[2 * place : 2 * place + 2]
         if tokens:
             tally.merge(CostTally({key: LostTokens({computed_as: tokens}, requests)}))
-    return GroupSums(figures=figures, waited_us=waited_us, tallies={journal: tally})
+    return GroupSums(figures=figures, waited_us=waited_us, missed=missed, tallies={journal: tally})
 
 
 # --- causes ---------------------------------------------------------------------------------------------

@@ -8,15 +8,18 @@ import duckdb
 
 from ...audit.analysis.reconciliation import Differences, Figures, Reconciliation, add_difference
 from ...audit.causes import BEGAN_BEFORE, UNKNOWN
+from ...audit.figures.totals import Totals
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.sums import EngineSums, WindowSums
 from ...audit.replay.windows import Window
-from .kept import Session
+from .kept import OPEN_HOUR, Session
 from .sums import by_group
-from .tables import Facts, Files, Kept, mount
+from .tables import Facts, Files, Kept, mount, quoted
 
-ENDED = "closed_time IS NOT NULL"
-"""Requests that are open at the end are in the audit itself."""
+
+def _ended(kept: Files) -> Files:
+    """The files of requests that have ended. Those that are open at the end are in the audit itself."""
+    return {table: [path for path in paths if f"={OPEN_HOUR}/" not in path] for table, paths in kept.items()}
 
 
 def begin_window(audit: EngineAudit, session: Session, window: Window, kept: Files) -> None:
@@ -32,15 +35,16 @@ def begin_window(audit: EngineAudit, session: Session, window: Window, kept: Fil
     auditor.place_findings(doubts.placed(findings, window, audit.began_seconds or 0.0))
     connection = duckdb.connect()
     try:
-        mount(connection, {}, window, kept=[Kept("", "", kept)])
+        mount(connection, {}, window, kept=[Kept("", "", _ended(kept))])
         found = Facts(connection)
+        totals = by_group(found, ())[()].totals
         audit.begin_with(
             WindowSums(
                 sums=EngineSums(
-                    totals=by_group(found, (), ENDED)[()].totals,
+                    totals=totals,
                     requests=_requests(found),
                     unknown=_unknown(found),
-                    reconciliation=_reconciliation(found),
+                    reconciliation=_reconciliation(found, totals),
                     events=audit.sums.events,
                 ),
                 losses=doubts.losses.within(window),
@@ -59,26 +63,29 @@ def begin_window(audit: EngineAudit, session: Session, window: Window, kept: Fil
 def _requests(facts: Facts) -> dict[tuple[str, str], int]:
     rows = facts.rows(
         f"SELECT verdict, coalesce(outcome, '{UNKNOWN}'), count(*) FROM requests "
-        f"WHERE {ENDED} AND unknown IS DISTINCT FROM '{BEGAN_BEFORE}' GROUP BY ALL"
+        f"WHERE unknown IS DISTINCT FROM '{BEGAN_BEFORE}' GROUP BY ALL"
     )
     return {(verdict, outcome): requests for verdict, outcome, requests in rows}
 
 
 def _unknown(facts: Facts) -> dict[str, int]:
-    query = f"SELECT unknown, count(*) FROM requests WHERE {ENDED} AND unknown IS NOT NULL GROUP BY ALL"
+    query = "SELECT unknown, count(*) FROM requests WHERE unknown IS NOT NULL GROUP BY ALL"
     return dict(facts.rows(query))
 
 
-def _reconciliation(facts: Facts) -> Reconciliation:
-    names = ("local", "external", "computed", "unattained")
-    of = {"": names, "plan_": names[:3], "reported_": names[:3]}
-    sums = ", ".join(f"sum({prefix}{name})" for prefix, some in of.items() for name in some)
-    ((reports, *values),) = facts.rows(f"SELECT count(reported_local), {sums} FROM requests WHERE {ENDED}")
-    tokens = [int(value or 0) for value in values]
-    found = Reconciliation(Figures(*tokens[:4]), Figures(*tokens[4:7]), Figures(*tokens[7:]), reports)
+def _reconciliation(facts: Facts, totals: Totals) -> Reconciliation:
+    sources = ("local", "external", "computed")
+    found = Reconciliation(
+        settled=Figures(*(totals.of(name) for name in (*sources, "unattained"))),
+        plan=Figures(*(totals.of(f"plan_{name}") for name in sources)),
+        reported=Figures(*(totals.of(f"reported_{name}") for name in sources)),
+        reports=totals.reports,
+    )
     steps: dict[str, Differences] = {"to_plan": found.to_plan, "to_reported": found.to_reported}
-    moved = ", ".join(f"sum({name})" for name in names)
-    query = f"SELECT step, cause, count(*), {moved} FROM differences WHERE {ENDED} GROUP BY ALL"
+    query = (
+        "SELECT step, cause, count(*), sum(local), sum(external), sum(computed), sum(unattained) "
+        "FROM differences GROUP BY ALL"
+    )
     for step, cause, requests, *values in facts.rows(query):
         add_difference(steps[step], cause, Figures(*map(int, values)), requests)
     return found
@@ -86,5 +93,7 @@ def _reconciliation(facts: Facts) -> Reconciliation:
 
 def _in_window(facts: Facts, requests: Sequence[str]) -> dict[str, bool]:
     """For each request with a finding, whether it ended in the window."""
-    inside = {str(name) for (name,) in facts.rows(f"SELECT request_id FROM requests WHERE {ENDED}")}
+    listed = ", ".join(map(quoted, requests))
+    query = f"SELECT request_id FROM requests WHERE request_id IN ({listed})"
+    inside = {str(name) for (name,) in facts.rows(query)} if requests else set()
     return {name: name in inside for name in requests}

@@ -1,4 +1,4 @@
-"""What ``kvledger doctor`` prints: whether an engine started here would be observed, and why."""
+"""What ``kvledger doctor`` prints: known faults, whether an engine here would be observed, and why."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from rich.text import Text
 
 from ...audit.entry.doctor import Diagnosis
 from ...audit.entry.doctor_contents import ContentsDiagnosis
+from ...audit.faults.listing import KnownFault, KnownOfRelease
+from ...audit.faults.releases import EXAMINED
 from .audit import csv_of
-from .terminal import blocks, indented, title
+from .terminal import blocks, bullets, counted, indented, title
 
 
 def as_data(diagnosis: Diagnosis) -> dict[str, Any]:
@@ -24,7 +26,11 @@ def as_data(diagnosis: Diagnosis) -> dict[str, Any]:
 def as_csv(diagnosis: Diagnosis) -> str:
     """One line per fact: topic, name, and what the diagnosis says of it."""
     rows: list[tuple[str, str, str]] = [("observed", "", str(diagnosis.observed).lower())]
+    known = [row for release in diagnosis.faults.releases for row in release.faults]
+    rows += [("faults", row.id, f"{row.title} {row.condition}".rstrip()) for row in known]
     for topic, value in msgspec.to_builtins(diagnosis).items():
+        if topic == "faults":
+            continue
         if isinstance(value, dict):
             rows += [(topic, name, _joined(text)) for name, text in value.items()]
         elif isinstance(value, list):
@@ -46,8 +52,12 @@ def _name_and_text(value: Any) -> tuple[str, str]:
 
 
 def render(diagnosis: Diagnosis, *, verbose: bool = False) -> Group:
-    """The answer and the facts behind it; ``verbose`` adds what figures mean and what is not checked."""
-    parts: list[RenderableType | None] = [_answer(diagnosis), _facts(diagnosis)]
+    """Known faults, the answer, and the facts behind it.
+
+    ``verbose`` adds what figures mean and what is not checked.
+    """
+    known: list[RenderableType | None] = [_known(each, diagnosis) for each in diagnosis.faults.releases]
+    parts = [*known, _answer(diagnosis), _facts(diagnosis)]
     if verbose:
         meanings = {row.figure: row.says for row in diagnosis.meanings}
         parts += [
@@ -62,6 +72,31 @@ def render(diagnosis: Diagnosis, *, verbose: bool = False) -> Group:
             Text("-v lists what the figures mean, what is not checked, and connectors.", style="dim")
         )
     return blocks(*parts)
+
+
+def _known(known: KnownOfRelease, diagnosis: Diagnosis) -> Group:
+    """The faults of one installed release that can concern an engine here."""
+    if not known.is_examined:
+        return Group(Text(known.says, style="bold yellow"))
+    rows, drifts = known.of_kind("fault"), len(known.of_kind("drift"))
+    journal = diagnosis.faults.journal
+    settings = f"settings of {journal}" if journal else "its settings are not known"
+    head = f"{known.name}: {counted(len(rows), 'known fault')} can concern an engine here ({settings})."
+    more = f"kvledger faults has their links, and {counted(drifts, 'drift')} of figures."
+    lines = [head, known.says] if known.says else [head]
+    return Group(
+        *(Text(line, style="bold" if line is head else "") for line in lines),
+        *(bullet for row in rows for bullet in bullets([_fault(row)])),
+        Text(more, style="dim"),
+    )
+
+
+def _fault(row: KnownFault) -> str:
+    """``failed-load-stays-cached: blocks stay in the cache, if a load fails. Not fixed in 0.33.0.``"""
+    maybe = " may be there" if row.state == "may have" else ""
+    condition = f", {row.condition}" if row.condition else ""
+    until = f"Fixed in {row.fixed}" if row.fixed else f"Not fixed in {EXAMINED[row.product][-1]}"
+    return f"{row.id}{maybe}: {row.title}{condition}. {until}."
 
 
 def _answer(diagnosis: Diagnosis) -> Group:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,7 +85,7 @@ def gather(
     with facts(paths, window=window, run=run, wanted=Wanted(audit=True, activity=True)) as found:
         groups = by_group(found, columns)
         lost = costs_of_groups(found, groups, (), "", gpu_hour)[()]
-        why = explained(misses_by_group(found, (), "")[()], found.engines, gpu_hour)
+        why = explained(misses_by_group(found, groups, (), "")[()], found.engines, gpu_hour)
         compare_journals(found.audits)
         audited = report(Audit(found.audits), lost)
         concluded = conclusions(with_costs(with_why(facts_of_audit(audited), why), lost))
@@ -108,11 +107,11 @@ def gather(
 
 def _waits(found: Facts) -> list[int]:
     """Requests between the bounds of :data:`WAITS`."""
+    place = " + ".join(f"CAST(waited_microseconds >= {round(bound * 1e6)} AS INT)" for bound in WAITS)
+    query = f"SELECT {place} AS place, count(*) FROM requests WHERE unknown IS NULL GROUP BY place"
     waits = [0] * (len(WAITS) + 1)
-    for waited_us, requests in found.rows(
-        "SELECT waited_microseconds, count(*) FROM requests WHERE unknown IS NULL GROUP BY ALL"
-    ):
-        waits[bisect_right(WAITS, waited_us / 1e6)] += requests
+    for at, requests in found.rows(query):
+        waits[at] = requests
     return waits
 
 

@@ -11,7 +11,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from ...audit.analysis.routing import MISSED, SURPLUS, Index, Routing, Row, TokensIndex
+from ...audit.analysis.router_index import Index, TokensIndex
+from ...audit.analysis.routing import MISSED, SURPLUS, Routing, Row
 from ...audit.errors import LedgerError
 from ...audit.replay.routed import routing
 from . import terminal

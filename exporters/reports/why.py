@@ -118,11 +118,13 @@ def why(
     from ..facts.dataset import facts
     from ..facts.groups import group_columns, group_names
     from ..facts.misses import misses_by_group
+    from ..facts.sums import by_group
 
     columns = group_columns(by)
     with facts(paths, window=window, run=run) as found:
-        everything = misses_by_group(found, (), where)[()]
-        groups = misses_by_group(found, columns, where) if columns else {}
+        sums = by_group(found, columns, where, group_costs=True)
+        everything = misses_by_group(found, sums, (), where)[()]
+        groups = misses_by_group(found, sums, columns, where) if columns else {}
         result = explained(everything, found.engines, gpu_hour)
     seconds = result.engine_seconds  # a part of the requests shares its engines' time with the others
     rows = [_group_row(group_names(by, name), group, seconds, gpu_hour) for name, group in groups.items()]
@@ -131,30 +133,32 @@ def why(
 
 
 def _group_row(name: str, misses: Misses, engine_seconds: float, gpu_hour: float | None) -> WhyGroup:
+    figures = misses.sums.figures
     return WhyGroup(
         group=name,
-        requests=misses.audited + misses.unknown,
-        unknown=misses.unknown,
-        prompt_tokens=misses.prompt_tokens,
-        hit=misses.hit,
-        no_hit=misses.missed,
+        requests=figures["requests"],
+        unknown=figures["unknown_requests"],
+        prompt_tokens=figures["prompt_tokens"],
+        hit=figures["local"] + figures["external"],
+        no_hit=misses.sums.missed,
         causes=_cause_rows(misses, engine_seconds, gpu_hour),
     )
 
 
 def explained(misses: Misses, engines: Sequence[EngineFacts], gpu_hour: float | None = None) -> Why:
     """The misses of these engines as data. ``gpu_hour``: the price of an hour of one engine."""
-    assert misses.missed == sum(misses.tokens.values()), "the causes do not add up to the misses"
+    assert misses.sums.missed == sum(misses.tokens.values()), "the causes do not add up to the misses"
+    figures, preempted = misses.sums.figures, misses.preempted
     models = [model_row(engine.name, engine.busy_us, engine.model) for engine in engines]
     engine_seconds = sum(row.engine_seconds for row in models)
     levels = list(dict.fromkeys(e.engine.level for e in engines if e.engine and e.engine.level == TOKENS))
     sizes = {engine.block_tokens for engine in engines}
     return Why(
-        requests=misses.audited + misses.unknown,
-        unknown=misses.unknown,
-        prompt_tokens=misses.prompt_tokens,
-        hit=misses.hit,
-        no_hit=misses.missed,
+        requests=figures["requests"],
+        unknown=figures["unknown_requests"],
+        prompt_tokens=figures["prompt_tokens"],
+        hit=figures["local"] + figures["external"],
+        no_hit=misses.sums.missed,
         causes=_cause_rows(misses, engine_seconds, gpu_hour),
         notes=[
             *(MORE.format(level=level) for level in levels),
@@ -164,9 +168,9 @@ def explained(misses: Misses, engines: Sequence[EngineFacts], gpu_hour: float | 
         models=models,
         block_size=sizes.pop() if len(sizes) == 1 else 0,
         levels=levels,
-        scheduled=misses.scheduled,
-        preempted=misses.preempted.tokens,
-        more_blocks=misses.preempted.more_blocks,
+        scheduled=figures["scheduled"],
+        preempted=preempted.tokens,
+        more_blocks=preempted.more_blocks,
     )
 
 
@@ -184,7 +188,7 @@ def _cause_row(
         cause=cause,
         text=MISSES[cause],
         tokens=tokens,
-        share=share(tokens, misses.missed),
+        share=share(tokens, misses.sums.missed),
         requests=misses.requests[cause],
         seconds=took,
         engine_share=part(took, engine_seconds),

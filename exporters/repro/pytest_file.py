@@ -23,8 +23,8 @@ from ... import __version__
 from ...audit.conformance.driver_v0 import V0Setup
 from ...audit.conformance.engine_setup import EngineSetup
 from ...audit.errors import LedgerError
+from ...audit.faults.catalogue import Fault
 from ...audit.repro import probes
-from ...audit.repro.faults import Fault
 from ...audit.repro.workload import Check, Op, Request, Workload, script_literal
 from .texts import Explanation, explain
 
@@ -309,7 +309,7 @@ def _listed(value: Any) -> Any:
 def _figure(check: Check, fault: Fault | None) -> dict[str, Any]:
     """The probe, the right figure and the condition."""
     condition, asserted = _CONDITIONS.get((check.probe, check.finding), ("seen == RIGHT", ""))
-    words = fault.name if fault else check.finding.partition("/")[2]
+    words = fault.id if fault else check.finding.partition("/")[2]
     return {
         "probe": source(check.probe),
         "probe_name": check.probe,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...audit.checks.registry import catalogue
-from ...audit.repro.faults import Fault, known
+from ...audit.faults.catalogue import Fault, known
 from ...audit.repro.workload import Check, Workload
 
 
@@ -33,26 +33,25 @@ def explain(workload: Workload, check: Check) -> Explanation:
         return Explanation(title, says, tuple(facts), None)
     if fault.where:
         facts.append(f"Where: {fault.where}.")
-    since = f"{fault.first} to {fault.last}, fixed in {fault.fixed}" if fault.fixed else ""
-    since = since or (f"{fault.first} to {fault.last}" if fault.last else f"{fault.first} and later")
-    project = "LMCache" if "lmcache" in fault.needs else "vLLM"
-    facts.append(f"Releases of {project} with the fault, as far as tried: {since}.")
-    if fault.reports:
-        facts.append(f"Upstream: {', '.join(fault.reports)}.")
-    under = "LMCache under " if "lmcache" in fault.needs else ""
-    return Explanation(f"{under}vLLM {release}: {fault.title}.", fault.says, tuple(facts), fault)
+    facts.append(f"Releases of {fault.project} with the fault, as far as tried: {fault.releases.words}.")
+    if fault.links:
+        facts.append(f"Upstream: {', '.join(fault.links)}.")
+    under = "LMCache under " if "lmcache" in traits(workload) else ""
+    return Explanation(f"{under}vLLM {release}: {fault.title}.", fault.text, tuple(facts), fault)
 
 
 def traits(workload: Workload) -> frozenset[str]:
-    """What a workload contains, in the words of :mod:`~kvledger.audit.repro.faults`."""
+    """What a workload contains, in the words of :mod:`~kvledger.audit.faults.conditions`."""
     engine, script = workload.engine, workload.script
     lmcache = str(engine.get("connector") or "").startswith("lmcache")
     has = {
         "async": bool(engine.get("asynchronous")),
         "connector": engine.get("connector") is not None and not lmcache,
         "lmcache": lmcache,
+        "bundled": engine.get("connector") == "lmcache bundled",
         "drafts": bool(engine.get("drafts")),
         "failed load": any(op.failed or op.failed_whole for op in script),
+        "lora": any(request.lora for request in workload.requests.values()),
         "groups": len(engine.get("groups", ("full",))) > 1,
         "policy fail": engine.get("load_failure_policy") == "fail",
         "reset": any(op.do == "reset" and op.running for op in script),

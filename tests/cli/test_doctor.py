@@ -23,7 +23,7 @@ from kvledger.audit.engines import source_files
 from kvledger.audit.engines.source_files import CacheDeclarations
 from kvledger.audit.engines.v1_until_0_15 import V1Observer012
 from kvledger.audit.entry import doctor, doctor_contents
-from kvledger.audit.events import ContentWatched, EngineStarted
+from kvledger.audit.events import ContentWatched, EngineStarted, Setting
 from kvledger.audit.journal.writer import JournalWriter
 
 
@@ -55,7 +55,7 @@ def test_doctor_exits_with_0_where_an_engine_would_be_observed(run: Any, host: A
 
     assert 0 == code
     assert "v1-0.12" in out
-    assert out.startswith("An engine started here would be observed.\n")
+    assert "\n\nAn engine started here would be observed.\n" in out
 
 
 def test_the_json_has_every_invariant_as_checked_or_with_a_reason(run: Any, host: Any) -> None:
@@ -172,6 +172,68 @@ def test_a_problem_says_what_to_type(run: Any, host: Any, monkeypatch: pytest.Mo
     _, out = run()
 
     assert "KVLEDGER_DIR=~/kvledger vllm serve MODEL" in " ".join(out.split())
+
+
+def test_the_known_faults_of_the_engine_here_come_first(run: Any, host: Any) -> None:
+    out = run()[1]
+
+    assert out.startswith("vLLM 0.12.0.post2: 9 known faults can concern an engine here")
+    assert "its settings are not known" in out.partition("\n")[0]
+    first = " ".join(out.partition("\n\n")[0].split())
+    assert (
+        "- reset-drops-valid-token: a valid token is discarded after a reset of the prefix cache, if async "
+        "scheduling is on and `reset_prefix_cache` preempts running requests. Fixed in 0.22.1." in first
+    )
+
+
+def write_engine_journal(folder: Path, version: str, **configuration: Setting) -> None:
+    writer = JournalWriter(folder)
+    writer.write([EngineStarted(0, 1e9, "vllm", version, "v1-0.12", "tokens", 1, configuration)])
+    writer.close()
+
+
+def fault_ids(data: dict[str, Any]) -> dict[str, str]:
+    """The condition of each fault, by its id; drifts left out."""
+    rows = [row for release in data["faults"]["releases"] for row in release["faults"]]
+    return {row["id"]: row["condition"] for row in rows if row["kind"] == "fault"}
+
+
+def test_the_settings_of_the_last_engine_rule_faults_out(run: Any, host: Any, tmp_path: Path) -> None:
+    settings: dict[str, Setting] = {"asynchronous": False, "connector": None, "drafts": 3, "loras": 0}
+    write_engine_journal(tmp_path / "journals" / "engine-1-1-0", "0.12.0.post2", **settings)
+    data = json.loads(run("--format", "json")[1])
+
+    assert "engine-1-1-0" == data["faults"]["journal"]
+    assert {"rejection-of-a-past-life": "if `reset_prefix_cache` preempts running requests"} == fault_ids(
+        data
+    )
+
+
+def test_the_settings_of_another_release_do_not_count(run: Any, host: Any, tmp_path: Path) -> None:
+    write_engine_journal(tmp_path / "journals" / "engine-1-1-0", "0.11.0", asynchronous=False)
+    data = json.loads(run("--format", "json")[1])
+
+    assert "" == data["faults"]["journal"]
+    assert "reset-drops-valid-token" in fault_ids(data)
+
+
+def test_of_a_release_that_was_never_examined_nothing_is_known(
+    run: Any, host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "host_version", lambda: "0.40.0")
+
+    assert run()[1].startswith(
+        "Nothing is known of vLLM 0.40.0: releases from 0.9.1 to 0.33.0 were examined."
+    )
+
+
+def test_the_csv_has_a_line_per_fault(run: Any, host: Any) -> None:
+    lines = csv.DictReader(run("--format", "csv")[1].splitlines())
+    says = {line["name"]: line["says"] for line in lines if line["topic"] == "faults"}
+
+    assert (
+        "an output placeholder is left after a failed synchronous load if async" in says["placeholder-leak"]
+    )
 
 
 DECLARED = CacheDeclarations(True, ("FullAttentionSpec", "MambaSpec"))

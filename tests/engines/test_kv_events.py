@@ -21,15 +21,16 @@ from tests.exporters.sidecar.test_follower import following
 from tests.exporters.sidecar.test_live_routing import counts, same
 from tests.scenarios.corpus import SCENARIOS
 
-from kvledger.audit.analysis.live_routing import RoutedCache
+from kvledger.audit.analysis.routed_cache import RoutedCache
 from kvledger.audit.analysis.routing import EVENT_LOST, EVICTED, STORED_SINCE
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import EngineStarted, Event, KVEventsReceived
 from kvledger.audit.hash_key import HashKey
 from kvledger.audit.journal.reader import Reader
-from kvledger.audit.ledger.cache_changes import CLEARED, REMOVED, STORED, CacheChanges
-from kvledger.audit.ledger.kv_live import Found, KVEventCounts, LiveComparison
-from kvledger.audit.ledger.kv_stream import Comparison, Stream, compare
+from kvledger.audit.ledger.cache_changes import CLEARED, REMOVED, STORED
+from kvledger.audit.ledger.kv_comparison import Found, KVComparison
+from kvledger.audit.ledger.kv_counts import KVEventCounts
+from kvledger.audit.ledger.kv_stream import kv_events
 from kvledger.audit.replay.find import journals_at
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.audit.replay.routed import routing
@@ -60,7 +61,7 @@ class Publisher:
         """Nothing to close."""
 
 
-def compared(name: str, monkeypatch: pytest.MonkeyPatch) -> Comparison:
+def compared(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Found], KVEventCounts]:
     """Drive a scenario with KV events enabled, and compare them with the blocks."""
     from vllm.distributed.kv_events import KVEventBatch
 
@@ -82,42 +83,45 @@ def compared(name: str, monkeypatch: pytest.MonkeyPatch) -> Comparison:
     assert 1 == len(schedulers)
     if rest := schedulers[0].kv_cache_manager.take_events():
         publisher.publish(KVEventBatch(ts=time.time(), events=rest))
-    cache = CacheChanges()
-    for event in events:
-        cache.feed(event)
     started = next(event for event in events if isinstance(event, EngineStarted))
     key = HashKey(KEY)
     assert (key.print, 5557) == tuple(started.configuration[name] for name in ("hash_key", "kv_events_port"))
-    stream = Stream([decoded(message, 0, 0, key) for message in publisher.messages])
-    assert not sum(batch.unreadable for batch in stream.batches)
-    assert [] == found_live(events, started, stream)
-    return compare(cache, started.began_seconds, events[-1].at, stream)
+    stream = [decoded(message, 0, 0, key) for message in publisher.messages]
+    assert not sum(batch.unreadable for batch in stream)
+    found, counts = compare(events, started, stream, step_by_step=True)
+    assert ([], 0, 0) == (found, counts.gaps, counts.lost_batches)
+    return compare(events, started, stream)
 
 
-def found_live(events: Sequence[Event], started: EngineStarted, stream: Stream) -> list[Found]:
-    """What the sidecar's comparison finds: it reads each event, then what was published by then."""
-    live, counts, rest = LiveComparison(RoutedCache()), KVEventCounts(), list(stream.batches)
-    live.began = started.began_seconds
-    found: list[Found] = []
+def compare(
+    events: Sequence[Event],
+    started: EngineStarted,
+    stream: Sequence[KVEventsReceived],
+    *,
+    step_by_step: bool = False,
+) -> tuple[list[Found], KVEventCounts]:
+    """What the comparison finds in one pass, or after each event with what was published by then."""
+    comparison, counts, rest = KVComparison(RoutedCache()), KVEventCounts(), list(stream)
+    comparison.began = started.began_seconds
     for event in events:
-        live.cache.feed(event)
-        now = live.began + event.at / 1e6
-        while rest and rest[0].published_seconds <= now:
-            live.receive(rest.pop(0), now, counts)
-        found += live.advance(now, now, counts)
+        comparison.cache.feed(event)
+        now = comparison.began + event.at / 1e6
+        while step_by_step and rest and rest[0].published_seconds <= now:
+            comparison.receive(rest.pop(0), now, counts)
+        if step_by_step:
+            comparison.advance(now, now, counts)
     for batch in rest:
-        live.receive(batch, now, counts)
-    found += live.advance(now, now, counts, ended=True)
-    assert 0 == counts.gaps == counts.lost_batches
-    return found
+        comparison.receive(batch, now, counts)
+    comparison.advance(now, now, counts, ended=True)
+    return list(comparison.differences()), counts
 
 
 @pytest.mark.parametrize("name", PUBLISHING)
 def test_kv_events_of_a_scenario_equal_its_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = compared(name, monkeypatch)
+    found, counts = compared(name, monkeypatch)
 
-    assert [] == result.subjects
-    assert (0, 0) == (result.in_flight, result.before)
+    assert [] == found
+    assert (0, 0) == (counts.in_flight, counts.before)
 
 
 def test_token_ids_are_not_in_the_journal() -> None:
@@ -153,8 +157,9 @@ def hash_ids(recording: Path, sequences: set[int]) -> list[tuple[int, int]]:
     with Reader(recording) as reader:
         for batch in reader.poll():
             batches += [each for each in batch.events if isinstance(each, KVEventsReceived)]
-    wanted = Stream([batch for batch in batches if batch.sequence in sequences])
-    return [(event.kind, event.hash_id) for event, _ in wanted.events()]
+    wanted = {batch.sequence: batch for batch in batches if batch.sequence in sequences}
+    said = [event for sequence in sorted(wanted) for event, _ in kv_events(wanted[sequence])]
+    return [(event.kind, event.hash_id) for event in said]
 
 
 @pytest.mark.whole_engine

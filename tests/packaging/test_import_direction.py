@@ -40,6 +40,7 @@ GROUND = (
     "audit.old_events",
     "audit.causes",
     "audit.release_semantics",
+    "audit.faults",
     "audit.glossary",
     "audit.text",
 )
@@ -69,6 +70,7 @@ RULES = {
     "audit.hooks": Rule(libraries=NONE),
     "audit.release_semantics": Rule(ours=EVENTS),
     "audit.glossary": Rule(ours=GROUND),
+    "audit.faults": Rule(ours=("audit.errors", "audit.release_semantics", "audit.faults")),
     # the journal on disk: format <- writer, reader <- folder, and the buffer in front of the writer
     "audit.journal": Rule(ours=(*EVENTS, "audit.journal")),
     "audit.journal.decode": Rule(

@@ -14,12 +14,14 @@ from typing import Any
 
 from tests.repro.crowd import Crowd, Traffic
 
+from kvledger.audit.faults.catalogue import catalogue
+
 History = Callable[[Crowd], None]
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of a released engine.
+    """A fault of a released engine, with the history that leads to it; the catalogue has the rest.
 
     ``release`` has the fault; ``fixed`` is the first release of the matrix without it, "" if it is not fixed.
     Both are names of `scripts/releases.py`. ``level``: the lowest level at which the audit finds it.
@@ -37,6 +39,7 @@ class Fault:
     level: str
 
 
+CATALOGUE = catalogue().values()
 FAULTS: dict[str, Fault] = {}
 POOL: dict[str, Any] = {"blocks": 40, "max_running": 6, "max_batched_tokens": 96}
 """A pool too small for the traffic."""
@@ -47,9 +50,6 @@ LOADING = Traffic(external=0.3)
 
 def fault(
     name: str,
-    finding: str,
-    release: str,
-    fixed: str = "",
     *,
     setup: Mapping[str, Any] = SCRIPTED,
     traffic: Traffic = ORDINARY,
@@ -57,7 +57,9 @@ def fault(
     level: str = "tokens",
 ) -> Callable[[History], History]:
     def register(history: History) -> History:
-        FAULTS[name] = Fault(name, finding, release, fixed, history, setup, traffic, start, level)
+        known, proof = next((known, known.proofs[name]) for known in CATALOGUE if name in known.proofs)
+        fixed = known.in_matrix(known.releases.fixed)
+        FAULTS[name] = Fault(name, proof.finding, proof.release, fixed, history, setup, traffic, start, level)
         return history
 
     return register
@@ -70,9 +72,6 @@ CALM_V0 = Traffic(prompt=(1, 120), output=(1, 40), steps=(2, 8), open_requests=5
 
 @fault(
     "stale-lookup",
-    "tokens/stale-lookup",
-    "0.9.1-v0",
-    "0.9.2-v0",
     setup={"blocks": 64},
     traffic=CALM_V0,
     start="v0",
@@ -87,7 +86,7 @@ def stale_lookup(crowd: Crowd) -> None:
     crowd.finish(crowd.add(112, 3, shares=(family, 64)))
 
 
-@fault("negative-local-hit", "tokens/negative", "0.18.1", "0.20.0")
+@fault("negative-local-hit")
 def negative_local_hit(crowd: Crowd) -> None:
     """The pool is exhausted while `r` prefills; the connector has more of `r` when it resumes."""
     crowd.fill_pool(9, 4)
@@ -101,9 +100,6 @@ def negative_local_hit(crowd: Crowd) -> None:
 
 @fault(
     "double-allocation",
-    "blocks/double-allocation",
-    "0.23.0",
-    "0.24.0",
     setup=SCRIPTED | {"groups": ("full", "sliding"), "sliding_window": 128, "blocks": 60},
     level="blocks",
 )
@@ -121,9 +117,6 @@ def double_allocation(crowd: Crowd) -> None:
 
 @fault(
     "promise-not-loaded",
-    "connector/promise-not-loaded",
-    "lmcache-0.3.9",
-    "lmcache-0.3.11",
     setup=POOL,
     start="lmcache",
 )
@@ -137,9 +130,6 @@ def promise_not_loaded(crowd: Crowd) -> None:
 
 @fault(
     "promise-not-loaded-bundled",
-    "connector/promise-not-loaded",
-    "lmcache-0.3.11",
-    "",
     setup=POOL | {"adapter": "bundled"},
     start="lmcache",
 )
@@ -154,9 +144,6 @@ SHORT = Traffic(prompt=(1, 16), output=(1, 10), open_requests=6, families=0)
 
 @fault(
     "tracker-lag",
-    "connector/save-gap",
-    "lmcache-0.4.2",
-    "lmcache-0.4.3",
     setup=POOL | {"asynchronous": True, "decode": True},
     traffic=SHORT,
     start="lmcache",
@@ -171,7 +158,7 @@ def tracker_lag(crowd: Crowd) -> None:
 ASYNC = SCRIPTED | {"asynchronous": True}
 
 
-@fault("placeholder-leak", "tokens/in-flight", "0.33.0", setup=ASYNC, traffic=LOADING)
+@fault("placeholder-leak", setup=ASYNC, traffic=LOADING)
 def placeholder_leak(crowd: Crowd) -> None:
     """The synchronous load of `r` fails in its third block. `r` shares a block with other requests."""
     request_id = crowd.new_id()
@@ -180,13 +167,13 @@ def placeholder_leak(crowd: Crowd) -> None:
     crowd.finish(crowd.add(140, 5, request_id=request_id, shares=("family 0", 16)), arrivals=True)
 
 
-@fault("failed-load-counted", "connector/failed-load-counted", "0.33.0", traffic=LOADING)
+@fault("failed-load-counted", traffic=LOADING)
 def failed_load_counted(crowd: Crowd) -> None:
     """The synchronous load of `r` fails in its third block."""
     placeholder_leak(crowd)
 
 
-@fault("failed-load-as-local-hit", "tokens/set-once", "0.19.1", "0.20.0")
+@fault("failed-load-as-local-hit")
 def failed_load_as_local_hit(crowd: Crowd) -> None:
     """The same in a release that counts the failed tokens as a local hit."""
     placeholder_leak(crowd)
@@ -195,7 +182,7 @@ def failed_load_as_local_hit(crowd: Crowd) -> None:
 FAIL = SCRIPTED | {"load_failure_policy": "fail"}
 
 
-@fault("ended-before-it-ran", "tokens/negative", "0.18.1", "0.20.0", setup=FAIL)
+@fault("ended-before-it-ran", setup=FAIL)
 def ended_before_it_ran(crowd: Crowd) -> None:
     """The asynchronous load of `r` fails, which ends `r` before its first step."""
     request_id = crowd.new_id()
@@ -204,13 +191,13 @@ def ended_before_it_ran(crowd: Crowd) -> None:
     crowd.finish(crowd.add(200, 5, request_id=request_id), arrivals=True)
 
 
-@fault("ended-before-it-ran-clamped", "tokens/source-sum", "0.19.1", "0.20.0", setup=FAIL)
+@fault("ended-before-it-ran-clamped", setup=FAIL)
 def ended_before_it_ran_clamped(crowd: Crowd) -> None:
     """The same in the release that clamps the negative figure."""
     ended_before_it_ran(crowd)
 
 
-@fault("reset-drops-valid-token", "tokens/in-flight", "0.20.0", "0.22.1", setup=POOL | {"asynchronous": True})
+@fault("reset-drops-valid-token", setup=POOL | {"asynchronous": True})
 def reset_drops_valid_token(crowd: Crowd) -> None:
     """The prefix cache is reset while `r` is in prefill."""
     request_id = crowd.add(220, 8)
@@ -227,9 +214,6 @@ def reset_drops_valid_token(crowd: Crowd) -> None:
 
 @fault(
     "rejection-of-a-past-life",
-    "tokens/unexplained-drop",
-    "0.24.0",
-    "0.27.1",
     setup=POOL | {"asynchronous": True, "drafts": 2},
 )
 def rejection_of_a_past_life(crowd: Crowd) -> None:
@@ -242,7 +226,7 @@ def rejection_of_a_past_life(crowd: Crowd) -> None:
     crowd.finish(request_id, arrivals=True)
 
 
-@fault("load-rounded-up", "tokens/balance", "0.17.0", "0.18.1")
+@fault("load-rounded-up")
 def load_rounded_up(crowd: Crowd) -> None:
     """The connector promises tokens that end within a block."""
     request_id = crowd.new_id()
@@ -255,9 +239,6 @@ def load_rounded_up(crowd: Crowd) -> None:
 
 @fault(
     "never-fits-again",
-    "tokens/stale-lookup",
-    "0.9.2-v0",
-    "",
     setup={"blocks": 24, "preemption_mode": "swap"},
     traffic=Traffic(prompt=(1, 60), output=(1, 20), steps=(2, 8), open_requests=3, families=0),
     start="v0",
@@ -267,7 +248,7 @@ def never_fits_again(crowd: Crowd) -> None:
     crowd.finish(crowd.add(64, 600))
 
 
-@fault("failed-load-stays-cached", "blocks/hash-content", "0.33.0", traffic=LOADING, level="blocks")
+@fault("failed-load-stays-cached", traffic=LOADING, level="blocks")
 def failed_load_stays_cached(crowd: Crowd) -> None:
     """The client of `r` disconnects after its load failed; another client sends the same prompt."""
     request_id = crowd.new_id()

@@ -56,18 +56,14 @@ def _compare_pool(holdings: Holdings, number: int, free_blocks: int, hashes: int
 
 
 def _tables(holdings: Holdings, event: old_events.TablesReported) -> None:
-    rows, index = event.rows, 0
     places: dict[tuple[int, int, int], int] = {}
-    while index < len(rows):
-        request, group, computed, length = rows[index : index + 4]
-        table = rows[index + 4 : index + 4 + length]
-        index += 4 + length
+    for request, group, computed, table in event.tables():
         number = next((n for n, pool in holdings.pools.items() if group in pool.groups), None)
         if number is not None:
             _table(holdings, number, request, group, table, places)
             size, positional = holdings.pools[number].groups[group]
-            if positional and length * size < computed:
-                holdings.report(Uncovered(group, length, size, computed), request)
+            if positional and len(table) * size < computed:
+                holdings.report(Uncovered(group, len(table), size, computed), request)
 
 
 def _table(

@@ -19,15 +19,12 @@ from .subjects import CachedContent
 
 def _cached(holdings: Holdings, event: ev.BlocksCached) -> None:
     pool = holdings.pools.get(event.pool)
-    rows, index = event.rows, 0
-    while pool is not None and index < len(rows):
-        named, group, tokens, count = rows[index : index + 4]
-        index += 4
-        if not count:
+    if pool is None:
+        return
+    for named, group, tokens, blocks, hash_ids, ends in event.calls():
+        if not blocks:
             _forget_hashes(holdings, pool)
-        for _ in range(count):
-            block, hash_id, end = rows[index : index + 3]
-            index += 3
+        for block, hash_id, end in zip(blocks, hash_ids, ends, strict=True):
             request, sequence_tokens = named, tokens
             if named < 0:
                 request = _sole_writer(holdings, pool, block)

@@ -22,11 +22,9 @@ from .subjects import StrayFree
 
 def _allocated(holdings: Holdings, event: old_events.BlocksAllocated) -> None:
     pool = holdings.pools.get(event.pool)
-    rows, index = event.rows, 0
-    while pool is not None and index < len(rows):
-        request, group, count = rows[index : index + 3]
-        _allocate(holdings, event, pool, request, group, rows[index + 3 : index + 3 + count])
-        index += 3 + count
+    if pool is not None:
+        for request, group, blocks in event.calls():
+            _allocate(holdings, event, pool, request, group, blocks)
 
 
 def _allocate(

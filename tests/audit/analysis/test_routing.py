@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 
 from kvledger.audit import events as ev
+from kvledger.audit.analysis.routed_cache import RecentCounts, RoutedCache
+from kvledger.audit.analysis.router_index import TokensIndex, contents_of
 from kvledger.audit.analysis.routing import (
     ELSEWHERE,
     EVENT_LOST,
@@ -26,15 +29,21 @@ from kvledger.audit.analysis.routing import (
     EngineSide,
     RoutedRequest,
     Row,
-    TokensIndex,
-    contents_of,
-    rows,
+    Sides,
+    row_of,
 )
-from kvledger.audit.ledger.cache_changes import CLEARED, REMOVED, STORED, CacheChanges, Change
+from kvledger.audit.ledger.cache_changes import CLEARED, REMOVED, STORED, Change
+from kvledger.audit.ledger.kv_stream import kv_events
+from kvledger.audit.replay.routed import asked_in_order
 
 SIZE = 16
 PROMPT = [11, 12, 13, 14]
 """The hash ids of a prompt of 70 tokens."""
+
+
+SALTED = [91, 92, 93, 94]
+"""The hash ids of the same tokens under another salt."""
+TOKENS = {hash_id: place for ids in (PROMPT, SALTED) for place, hash_id in enumerate(ids, 1)}
 
 
 def stored(*ids: int) -> list[tuple[int, int]]:
@@ -61,6 +70,34 @@ def batches(said: Sequence[tuple[float, int, int]]) -> list[tuple[float, ev.KVEv
     return found
 
 
+class Told(RecentCounts):
+    """Our own index of one engine, by the content of the blocks, and the batches from which it was made."""
+
+    def __init__(
+        self, batches: list[tuple[float, ev.KVEventsReceived]], contents: Mapping[int, int] | None = None
+    ) -> None:
+        super().__init__()
+        self.batches = batches
+        for at, batch in batches:
+            for event, _ in kv_events(batch):
+                if event.kind == CLEARED:
+                    self.clear(at)
+                else:
+                    self.add(at, (contents or {}).get(event.hash_id, event.hash_id), event.kind)
+
+
+def cache_of(some: Sequence[Change], *, whole: bool = True) -> RoutedCache:
+    """A cache with these changes."""
+    cache = RoutedCache()
+    cache.block_tokens, cache.whole = SIZE, whole
+    for number, change in enumerate(some):
+        if change.kind == CLEARED:
+            cache.recent.clear(number, change)
+        else:
+            cache.recent.add(number, change.hash_id, change.kind, change)
+    return cache
+
+
 def engine(
     cache: Sequence[tuple[int, int]],
     told: Sequence[tuple[int, int]] | None = None,
@@ -70,11 +107,20 @@ def engine(
     whole: bool = True,
 ) -> EngineSide:
     """An engine with these changes. ``told`` before the request arrives at 100, ``late`` after it."""
-    history = CacheChanges()
-    history.changes = changes(cache)
-    history.whole = whole
+    history = changes(cache)
     said = [(1.0, *each) for each in (cache if told is None else told)] + [(200.0, *each) for each in late]
-    return EngineSide("engine", SIZE, history, {history.changes[n] for n in lost}, batches(said))
+    batch = batches(said)
+    return EngineSide(
+        cache_of(history, whole=whole),
+        Told(batch),
+        Told(batch, TOKENS),
+        0.0,
+        math.inf,
+        {},
+        {history[n] for n in lost},
+        object(),
+        batch[0][0] if batch else math.inf,
+    )
 
 
 def request(local: int, *, hashes: Sequence[int] = PROMPT, **more: Any) -> RoutedRequest:
@@ -83,10 +129,8 @@ def request(local: int, *, hashes: Sequence[int] = PROMPT, **more: Any) -> Route
                          1000, local, fields["external"], fields["failed"])  # fmt: skip
 
 
-def row(asked: RoutedRequest, *engines: EngineSide, index: Any = None) -> Row:
-    from kvledger.audit.analysis.routing import OwnIndex
-
-    (found,) = rows(engines, [asked], index or OwnIndex())
+def row(asked: RoutedRequest, *engines: EngineSide, held: Mapping[int, int] | None = None) -> Row:
+    found = row_of(dict(enumerate(engines)), asked, held)
     assert found.predicted - found.found == sum(found.missed.values()) - sum(found.surplus.values())
     return found
 
@@ -153,7 +197,8 @@ def test_an_engine_that_is_gone_promises_nothing():
 
 def restarted(*said: tuple[int, int]) -> tuple[EngineSide, EngineSide]:
     """An engine, and the one that was started after it at the same address; it says this before 100."""
-    return engine(stored(*PROMPT))._replace(ended=50.0), engine(said)._replace(before=0)
+    gone = engine(stored(*PROMPT))._replace(ended=50.0)
+    return gone, engine(said)._replace(address=gone.address, began=51.0)
 
 
 def test_a_restarted_engine_has_nothing_of_what_the_one_before_announced():
@@ -173,7 +218,7 @@ def test_a_restart_explains_no_request_of_another_engine():
     gone, again = restarted()
 
     assert {} == row(request(0, engine=2), gone, again, engine([])).missed
-    assert {ELSEWHERE: 64} == row(request(0, engine=2), gone, again._replace(before=-1), engine([]),
+    assert {ELSEWHERE: 64} == row(request(0, engine=2), gone, again._replace(address=object()), engine([]),
                                   engine(stored(*PROMPT))).missed  # fmt: skip
 
 
@@ -190,9 +235,8 @@ def test_tokens_whose_load_failed():
 
 
 def test_what_the_request_itself_caches_came_after_its_lookup():
-    side = engine(stored(11), stored(*PROMPT))
     own = Change(STORED, 12, 5, 5, 1000, 0, 12, 7)
-    side.cache.changes.append(own)
+    side = engine(stored(11), stored(*PROMPT))._replace(cache=cache_of([*changes(stored(11)), own]))
 
     assert {NEVER_STORED: 48} == row(request(16), side).missed
 
@@ -201,16 +245,6 @@ def test_two_blocks_with_one_hash_are_held_until_both_are_removed():
     side = engine([*stored(11, 11), *removed(11)])
 
     assert {} == row(request(16, hashes=[11]), side).missed
-
-
-class Forgetful:
-    """An index that keeps nothing."""
-
-    def apply(self, engine: int, batch: ev.KVEventsReceived) -> None:
-        pass
-
-    def held(self, hashes: Sequence[int]) -> dict[int, int]:
-        return {}
 
 
 def test_a_block_above_one_whose_event_was_lost_has_the_same_cause():
@@ -223,19 +257,18 @@ def test_a_block_above_one_whose_event_was_lost_has_the_same_cause():
 
 
 def test_an_index_with_a_rule_of_its_own():
-    assert {INDEX: 64} == row(request(64), engine(stored(*PROMPT)), index=Forgetful()).surplus
+    assert {INDEX: 64} == row(request(64), engine(stored(*PROMPT)), held={}).surplus
 
 
 # --- salts and adapters -----------------------------------------------------------------------------------
 
-SALTED = [91, 92, 93, 94]
-"""The hash ids of the same tokens under another salt."""
-TOKENS = {hash_id: place for ids in (PROMPT, SALTED) for place, hash_id in enumerate(ids, 1)}
-
 
 def by_tokens(asked: RoutedRequest, *engines: EngineSide) -> Row:
     """The row by an index that does not know salts."""
-    (found,) = rows(engines, [asked], TokensIndex(TOKENS), TOKENS)
+    sides: Sides = dict(enumerate(engines))
+    told = [(at, n, batch) for n, each in enumerate(engines) for at, batch in each.by_tokens.batches]
+    held = asked_in_order(TokensIndex(TOKENS), [(asked, sides)], told)
+    found = row_of(sides, asked, held[asked.engine, asked.number], TOKENS)
     assert found.predicted - found.found == sum(found.missed.values()) - sum(found.surplus.values())
     return found
 
@@ -281,8 +314,9 @@ def test_another_engine_has_the_tokens_under_another_salt_only():
 
 def test_a_restarted_engine_had_the_tokens_under_another_salt():
     gone = engine(stored(*SALTED))._replace(ended=50.0)
+    again = engine([])._replace(address=gone.address, began=51.0)
 
-    assert {RESTARTED: 64} == by_tokens(request(0, engine=1), gone, engine([])._replace(before=0)).missed
+    assert {RESTARTED: 64} == by_tokens(request(0, engine=1), gone, again).missed
 
 
 def test_the_tokens_of_blocks_are_read_from_stores_only():
@@ -293,15 +327,6 @@ def test_the_tokens_of_blocks_are_read_from_stores_only():
 
 
 # --- what a router itself predicted -----------------------------------------------------------------------
-
-
-def predicted(asked: RoutedRequest, blocks: dict[int, int], *engines: EngineSide) -> Row | None:
-    from kvledger.audit.analysis.routing import OwnIndex
-
-    found = list(rows(engines, [asked], OwnIndex(), None, {(asked.request_id, asked.engine): blocks}))
-    for each in found:
-        assert each.predicted - each.found == sum(each.missed.values()) - sum(each.surplus.values())
-    return found[0] if found else None
 
 
 @pytest.mark.parametrize(
@@ -318,22 +343,14 @@ def predicted(asked: RoutedRequest, blocks: dict[int, int], *engines: EngineSide
 def test_the_causes_of_a_routers_own_prediction(
     side: EngineSide, local: int, blocks: int, missed: dict[str, int], surplus: dict[str, int]
 ):
-    found = predicted(request(local), {0: blocks}, side)
+    found = row(request(local), side, held={0: blocks})
 
-    assert found is not None and (missed, surplus) == (found.missed, found.surplus)
+    assert (missed, surplus) == (found.missed, found.surplus)
 
 
 def test_a_router_that_has_not_heard_of_a_restart():
     gone, again = restarted(*stored(77))
-    found = predicted(request(0, engine=1), {1: 4}, gone, again)
+    fresh = again._replace(address=object())
 
-    assert found is not None and {RESTARTED: 64} == found.missed
-    fresh = again._replace(before=-1)
-    other = predicted(request(0, engine=1), {1: 4}, gone, fresh)
-    assert other is not None and {INDEX: 64} == other.missed
-
-
-def test_a_request_without_a_prediction_is_left_out():
-    from kvledger.audit.analysis.routing import OwnIndex
-
-    assert [] == list(rows([engine([])], [request(0)], OwnIndex(), None, {}))
+    assert {RESTARTED: 64} == row(request(0, engine=1), gone, again, held={1: 4}).missed
+    assert {INDEX: 64} == row(request(0, engine=1), gone, fresh, held={1: 4}).missed

@@ -1,4 +1,4 @@
-"""Comparing KV events with the cache while both grow finds what comparing them whole finds."""
+"""Comparing KV events with the cache while both grow finds what comparing them in one pass finds."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from tests.audit.checks.test_kv_events import found as found_whole
 from kvledger.audit.checks.auditor import Auditor
 from kvledger.audit.checks.registry import Violation
 from kvledger.audit.events import Event, KVEventsReceived
-from kvledger.audit.ledger import kv_live
+from kvledger.audit.ledger import kv_comparison
 from kvledger.audit.ledger.cache_changes import CLEARED, REMOVED, STORED
-from kvledger.audit.ledger.kv_live import KVEventCounts, LiveComparison
+from kvledger.audit.ledger.kv_comparison import KVComparison
+from kvledger.audit.ledger.kv_counts import KVEventCounts
 from kvledger.audit.ledger.subjects import Entry
 
 
@@ -35,7 +36,7 @@ class Live:
     """Feeds a comparison second by second, as the sidecar does."""
 
     def __init__(self) -> None:
-        self.comparison, self.counts = LiveComparison(), KVEventCounts()
+        self.comparison, self.counts = KVComparison(), KVEventCounts()
         self.comparison.began = BEGAN
         self.comparison.cache.feed(POOL)
         self.auditor = Auditor(debug=True)
@@ -66,7 +67,8 @@ class Live:
         return self.auditor.violations
 
     def note(self, now: float, until: float, *, ended: bool = False) -> None:
-        for subject, step, when in self.comparison.advance(now, until, self.counts, ended=ended):
+        self.comparison.advance(now, until, self.counts, ended=ended)
+        for subject, step, when in self.comparison.differences():
             self.auditor.check([Entry(0, step, when, subject, None)])
 
 
@@ -93,6 +95,17 @@ CASES: dict[str, tuple[list[KVEventsReceived], Sequence[Sequence[Event]]]] = {
     "a removal of no block": (saying(3, (STORED, 70), (REMOVED, 99)), CACHE),
     "a clearing without a reset": (saying(3, (STORED, 70), (CLEARED, 0)), CACHE),
     "a repeated store": (saying(3, (STORED, 60), (STORED, 70)), CACHE),
+    "a repeated store before a reset": (
+        [
+            *STREAM[:4],
+            batch(4, 65, (STORED, 60)),
+            batch(5, 70, (CLEARED, 0)),
+            batch(6, 80, (STORED, 60)),
+            batch(7, 100, (STORED, 80)),
+        ],
+        RESET_CACHE,
+    ),
+    "a gap before the last batch": (without(4), CACHE),
     "a tier is missing": (
         [batch(0, 1, (STORED, 50), tier=""), *STREAM[1:], batch(6, 110, (STORED, 50), tier="CPU")],
         CACHE,
@@ -101,7 +114,7 @@ CASES: dict[str, tuple[list[KVEventsReceived], Sequence[Sequence[Event]]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_both_comparisons_find_the_same(name: str) -> None:
+def test_one_pass_and_many_find_the_same(name: str) -> None:
     stream, cache = CASES[name]
     figures = [
         sorted((each.id, str(sorted(each.figures.items()))) for each in some)
@@ -109,6 +122,18 @@ def test_both_comparisons_find_the_same(name: str) -> None:
     ]
 
     assert figures[0] == figures[1]
+
+
+def test_a_store_that_is_repeated_before_a_reset_is_no_finding() -> None:
+    stream, cache = CASES["a repeated store before a reset"]
+
+    assert [] == found(stream, cache=cache)
+
+
+def test_a_gap_before_the_last_batch_is_found_when_the_engine_ends() -> None:
+    (gap,) = found(without(4))
+
+    assert (4, [7]) == (gap.figures["first"], gap.figures["stored_blocks"])
 
 
 def test_a_gap_is_found_while_the_engine_runs_and_names_what_was_in_it() -> None:
@@ -133,7 +158,7 @@ def test_the_last_changes_after_a_lost_one_of_the_same_content_are_compared() ->
 def test_batches_that_come_within_the_horizon_are_not_lost() -> None:
     live = Live()
 
-    assert [] == live.run(STREAM, late=kv_live.HORIZON_SECONDS - 5, ended=False)
+    assert [] == live.run(STREAM, late=kv_comparison.HORIZON_SECONDS - 5, ended=False)
     assert (0, 6) == (live.counts.gaps, live.counts.agreed)
 
 
@@ -160,7 +185,7 @@ def test_only_what_has_no_counterpart_yet_is_kept() -> None:
 
 
 def test_an_engine_without_a_recording_keeps_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_live, "MOST", 3)
+    monkeypatch.setattr(kv_comparison, "MOST", 3)
     live = Live()
 
     assert [] == live.run(STREAM[5:], [*CACHE[:5]], end=90, ended=False)

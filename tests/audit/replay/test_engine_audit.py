@@ -66,8 +66,8 @@ def test_an_engine_audit_counts_ended_requests_by_verdict_and_outcome(tmp_path: 
     (good,) = audit_paths([journals.clean(tmp_path / "good")]).engines
     (bad,) = audit_paths([journals.violated(tmp_path / "bad")]).engines
 
-    assert {("clean", "stopped"): 1} == good.requests
-    assert {("violated", "stopped"): 1} == bad.requests
+    assert {("clean", "stopped"): 1} == good.sums.requests
+    assert {("violated", "stopped"): 1} == bad.sums.requests
 
 
 def test_a_violating_request_is_never_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

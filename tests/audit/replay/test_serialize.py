@@ -16,7 +16,7 @@ from tests.audit.checks.false_reports import miscounted
 from tests.histories import GOLDEN
 from tests.strategies import Story, random_histories
 
-from kvledger.audit.analysis.live_routing import RecentCounts
+from kvledger.audit.analysis.routed_cache import RecentCounts
 from kvledger.audit.checks.auditor import Auditor
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import EngineStopped, Event, Gap, HookFailed, Snapshot
@@ -25,7 +25,7 @@ from kvledger.audit.ledger.blocks.ledger import BlockLedger
 from kvledger.audit.ledger.ledger import Ledger
 from kvledger.audit.replay import serialize
 from kvledger.audit.replay.engine_audit import EngineAudit
-from kvledger.audit.replay.live_events import LiveEvents
+from kvledger.audit.replay.recorded_events import RecordedEvents
 
 PATH = Path("engine")
 BEGINNING: list[Event] = [journals.STARTED, Snapshot(0, 0, [], 0)]
@@ -45,7 +45,7 @@ NOT_CARRIED = {
     Auditor: {"_debug", "_subscribed", "_name_of", "_on_violation", "_is_in_window"},
     Ledger: {"keep_closed", "watch", "entries"},
     BlockLedger: {"findings", "accounts", "refilled"},
-    LiveEvents: {"enabled", "_neighbours", "_path", "_readers", "_searched"},
+    RecordedEvents: {"enabled", "on_batch", "_contents", "_neighbours", "_path", "_readers", "_searched"},
     RecentCounts: {"_changes", "_dropped", "_order"},
 }
 """Attributes that a checkpoint need not carry, listed a second time by hand."""

@@ -9,9 +9,10 @@ import pytest
 from tests.exporters.sidecar.routed_engines import Fleet
 from tests.exporters.sidecar.test_follower import following
 
-from kvledger.audit.analysis import live_routing
-from kvledger.audit.analysis.routing import EVENT_LOST, OTHER_SALT, RESTARTED, UNKNOWN, TokensIndex
-from kvledger.audit.ledger.kv_live import KVEventCounts
+from kvledger.audit.analysis import routed_cache
+from kvledger.audit.analysis.router_index import TokensIndex
+from kvledger.audit.analysis.routing import EVENT_LOST, OTHER_SALT, RESTARTED, UNKNOWN
+from kvledger.audit.ledger.kv_counts import KVEventCounts
 from kvledger.audit.replay.find import journals_at
 from kvledger.audit.replay.routed import routing
 from kvledger.exporters.sidecar.follower import Follower
@@ -72,6 +73,21 @@ def test_the_figures_rise_while_the_engines_run(tmp_path: Path, lose: bool) -> N
         follower.poll()
         assert 0 == counts(follower).not_routed
         same(tmp_path, counts(follower))
+
+
+def test_an_engine_takes_no_batch_of_the_ones_that_were_started_after_it(tmp_path: Path) -> None:
+    """All journals are there when the sidecar begins to read the first."""
+    fleet = Fleet(tmp_path, 0, lose=False)
+    for _ in range(3):
+        fleet.serve(REQUESTS // 4)
+        fleet.restart()
+    fleet.serve(REQUESTS // 4)
+    fleet.stop()
+
+    with following(tmp_path) as follower:
+        live = counts(follower)
+        same(tmp_path, live)
+    assert (0, sum(live.announced.values())) == (live.not_compared, live.agreed)
 
 
 def test_the_first_request_of_a_restarted_engine_finds_nothing_of_what_was_announced(tmp_path: Path) -> None:
@@ -138,7 +154,7 @@ def test_after_a_restart_no_counter_falls_and_open_requests_are_counted(tmp_path
 
 
 def test_what_is_kept_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_routing, "MOST_RECENT", 50)
+    monkeypatch.setattr(routed_cache, "MOST_RECENT", 50)
     fleet = Fleet(tmp_path, 3, lose=False)
     fleet.serve(REQUESTS)
     with following(tmp_path) as follower:

@@ -1,35 +1,25 @@
-"""Compare an engine's stream of KV events with its prefix cache while both grow.
+"""Compare an engine's stream of KV events with the changes of its prefix cache while both grow.
 
-:mod:`kvledger.audit.ledger.kv_stream` compares two whole accounts and keeps both. This comparison keeps what
-has no counterpart yet: a change and a KV event leave as a pair. What stays alone is judged once both accounts
-have been read for :data:`HORIZON_SECONDS` beyond it, by the same rules. More than :data:`MOST` changes and
-events are not kept: what is dropped is counted and not judged.
+For each hash id both accounts must have the same stores and removals in the same order; then they agree on
+what is cached after every batch. A change and the KV event that announces it leave as a pair. What stays
+alone is judged once both accounts have been read for :data:`HORIZON_SECONDS` beyond it: it is *lost* if the
+batch that had it was, *in flight* if it may come after the end of either account, and else a difference for
+the checks. More than :data:`MOST` changes and events are not kept: what is dropped is counted and not judged.
+A journal that has ended is compared by the same steps, run to its end.
 """
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_right
 from collections.abc import Iterator
 
-import msgspec
+from msgspec.structs import replace
 
 from .. import events as ev
-from .cache_changes import CLEARED, REMOVED, STORED, CacheChanges, Change
-from .kv_stream import (
-    GPU,
-    SHOWN,
-    SLACK_SECONDS,
-    KVEvent,
-    NotAnnounced,
-    NotInCache,
-    Stream,
-    StreamGap,
-    StreamSubject,
-    TierMissing,
-    aligned,
-    event_line,
-    lines_of,
-)
+from .cache_changes import CLEARED, STORED, CacheChanges, Change
+from .kv_counts import KINDS, KVEventCounts, add
+from .kv_differences import NotAnnounced, NotInCache, StreamGap, StreamSubject, TierMissing
+from .kv_stream import GPU, SLACK_SECONDS, KVEvent, aligned, kv_events
 
 HORIZON_SECONDS = 15.0
 """How long a missing batch may be repeated, and a change or KV event may wait for its counterpart."""
@@ -44,66 +34,16 @@ MOST_OF_HASH = 1 << 10
 """Changes and KV events of one hash id that are aligned at once."""
 
 MOST_GAPS = 64
-"""Gaps that are remembered, for changes that turn out later to be in them."""
+"""Reported gaps that are remembered, for changes that turn out later to be in them."""
 
-
-class KVEventCounts(msgspec.Struct):
-    """What an engine's recorded KV events said, and how they agree with its cache. No count falls."""
-
-    batches: int = 0
-    announced: dict[str, int] = {}
-    """Stored and removed blocks and clearings of the cache that were announced."""
-    gaps: int = 0
-    """Gaps in the sequence numbers that nobody repeated."""
-    lost_batches: int = 0
-    """Batches in these gaps."""
-    agreed: int = 0
-    """Changes of the cache that a KV event announced."""
-    not_compared: int = 0
-    """Changes and KV events without a counterpart that could not be judged."""
-    routed: int = 0
-    """Requests that this engine got, whose tokens were predicted from the KV events."""
-    not_routed: int = 0
-    """Requests whose prediction is not known any more."""
-    predicted: int = 0
-    """Tokens that were predicted, of the engine that had most."""
-    found: int = 0
-    """Local and loaded external tokens of the first admissions."""
-    missed: dict[str, int] = {}
-    """Predicted tokens that were not found, by cause."""
-    surplus: dict[str, int] = {}
-    """Found tokens that were not predicted, by cause."""
-
-    def merge(self, other: KVEventCounts) -> None:
-        """Add the counts of an engine that ran later under the same name."""
-        for name in self.__struct_fields__:
-            mine, more = getattr(self, name), getattr(other, name)
-            if isinstance(more, dict):
-                for word, number in more.items():
-                    mine[word] = mine.get(word, 0) + number
-            else:
-                setattr(self, name, mine + more)
-
-
-KINDS = {STORED: "stored", REMOVED: "removed", CLEARED: "cleared"}
-
-
-class LiveGap(msgspec.Struct):
-    """Missing batches ``first`` to ``last``, the times of the batches around them, and what was in them."""
-
-    first: int
-    last: int
-    before: float
-    after: float
-    changes: list[Change]
-    reported: bool = False
-
+STEPS_SECONDS = 60.0
+"""How long the steps of changes are remembered, for what is judged later."""
 
 Found = tuple[StreamSubject, int, int]
 """A difference, its step and its time in the engine's journal."""
 
 
-class LiveComparison:
+class KVComparison:
     """Compares one engine's stream with its cache, in pieces."""
 
     def __init__(self, cache: CacheChanges | None = None) -> None:
@@ -121,14 +61,22 @@ class LiveComparison:
         """Changes without a KV event, by hash id."""
         self.theirs: dict[int, list[KVEvent]] = {}
         """KV events without a change, by hash id."""
-        self.cleared: dict[int, list[int]] = {}
-        """The hash ids that a reset dropped, by the time of the reset."""
+        self.cleared: dict[tuple[int, int], list[int]] = {}
+        """The hash ids that a reset dropped, by the time and the pool of the reset."""
         self.kept = 0
         """How many changes and KV events are kept."""
         self.blocks: dict[int, int] = {}
         """Blocks with each hash id, by the changes that were taken away."""
-        self.gaps: list[LiveGap] = []
-        """The last gaps."""
+        self.resets: list[tuple[int, list[int]]] = []
+        """Resets that were taken away and are not in ``blocks`` yet: the time, and the hash ids dropped."""
+        self.gaps: list[StreamGap] = []
+        """The gaps that are not reported yet, and the last of the others."""
+        self.silent: dict[int, NotAnnounced] = {}
+        """Changes that no KV event announced and that are not reported yet, by kind."""
+        self.unfounded: dict[int, NotInCache] = {}
+        """KV events without a change that are not reported yet, by kind."""
+        self.steps: list[tuple[int, int]] = []
+        """Time and step of the last changes."""
         self.lost: dict[int, Change] = {}
         """The last change of each hash id whose last change was in a gap."""
         self.lost_changes: dict[Change, None] = {}
@@ -137,12 +85,12 @@ class LiveComparison:
         """When the first batch was published, if batches before it were never received; else 0.0."""
         self.doubtful = 0.0
         """Up to this Unix time, what stays alone is not judged: its counterpart may have been dropped."""
-        self.tiers: list[str] = []
-        """Tiers that KV events named."""
-        self.unnamed = 0
-        """Stores and removals that named no tier."""
+        self.by_tier: dict[str, int] = {}
+        """Stores and removals by tier; "": the KV event names none."""
         self.tier_reported = False
         """Whether missing tiers were reported."""
+        self.judged_to = 0.0
+        """Unix time up to which changes were judged."""
         self.version = 0
         """Rises with each change of this object."""
 
@@ -156,18 +104,12 @@ class LiveComparison:
         if batch.sequence < self.next or batch.sequence in self.waiting:
             return False
         self.version += 1
-        counts.batches += 1
-        rows, place = batch.rows, 0
-        while place < len(rows):
-            kind, count = rows[place], rows[place + ev.KV_HEAD - 1]
-            place += ev.KV_HEAD + count
-            word, number = KINDS[kind], 1 if kind == CLEARED else count
-            counts.announced[word] = counts.announced.get(word, 0) + number
+        counts.announce(batch)
         self.waiting[batch.sequence] = received, batch
         return True
 
-    def advance(self, now: float, until: float, counts: KVEventCounts, *, ended: bool = False) -> list[Found]:
-        """Pair what came in, and return the differences that are certain by now.
+    def advance(self, now: float, until: float, counts: KVEventCounts, *, ended: bool = False) -> None:
+        """Pair what came in, and judge what is certain by now; :meth:`differences` has the result.
 
         ``until``: Unix time up to which the journal was read. ``ended``: nothing follows in either account.
         """
@@ -175,22 +117,26 @@ class LiveComparison:
         self._take_batches(now, counts, ended)
         self._pair_cleared(counts)
         if self.kept > MOST:
-            self._drop(counts)
+            self._drop(counts, ended=False)
         if not self.published:
-            return []
-        behind = HORIZON_SECONDS if not ended else SLACK_SECONDS
-        now = math.inf if ended else now
-        found = self._judge(min(now, self.published) - behind, min(now, until) - behind, counts, ended)
+            return
         if ended:
-            self._drop(counts)
-        return found
+            self._judge(self.published, until, counts, ended)
+            self._drop(counts, ended=True)
+        else:
+            self._judge(
+                min(now, self.published) - HORIZON_SECONDS, min(now, until) - HORIZON_SECONDS, counts, ended
+            )
+        self._forget_steps(until)
 
     def _take_changes(self, counts: KVEventCounts) -> None:
         changes, cleared = self.cache.taken()
         for number, change in enumerate(changes):
             self.ours.setdefault(change.hash_id, []).append(change)
             if change.kind == CLEARED:
-                self.cleared[change.at] = cleared.get(number, [])
+                self.cleared[change.at, change.pool] = cleared.get(number, [])
+            if not self.steps or self.steps[-1][1] != change.step:
+                self.steps.append((change.at, change.step))
         self.kept += len(changes)
         self.version += bool(changes)
         for hash_id in dict.fromkeys(change.hash_id for change in changes):
@@ -198,13 +144,14 @@ class LiveComparison:
 
     def _take_batches(self, now: float, counts: KVEventCounts, ended: bool) -> None:
         while self.waiting:
-            if self.next not in self.waiting:
-                first = min(self.waiting)
-                if not (ended or self.waiting[first][0] < now - HORIZON_SECONDS):
+            first = self.next if self.next in self.waiting else min(self.waiting)
+            received, batch = self.waiting[first]
+            if first != self.next:
+                if not (ended or received < now - HORIZON_SECONDS):
                     return
-                self._miss(first, self.waiting[first][1].published_seconds, counts)
-            _, batch = self.waiting.pop(self.next)
-            self.next = batch.sequence + 1
+                self._miss(first, batch.published_seconds, counts)
+            del self.waiting[first]
+            self.next = first + 1
             self._take(batch, counts)
             self.published = max(self.published, batch.published_seconds)
 
@@ -213,20 +160,20 @@ class LiveComparison:
         if not self.published:  # the recording began after the publisher
             self.begins = published
         else:
-            self.gaps = [*self.gaps, LiveGap(self.next, first - 1, self.published, published, [])][
-                -MOST_GAPS:
-            ]
+            open_gaps = [gap for gap in self.gaps[:-MOST_GAPS] if not gap.reported]
+            gap = StreamGap(self.next, first - 1, self.published, published)
+            self.gaps = [*open_gaps, *self.gaps[-MOST_GAPS:], gap]
             counts.gaps += 1
             counts.lost_batches += first - self.next
         self.next = first
 
     def _take(self, batch: ev.KVEventsReceived, counts: KVEventCounts) -> None:
-        for event, tier in Stream([batch]).events():
-            if tier and tier not in self.tiers:
-                self.tiers.append(tier)
+        for event, tier in kv_events(batch, self.published):
+            if event.kind != CLEARED:
+                add(self.by_tier, tier, 1)
             if tier not in ("", GPU):
+                counts.other_tiers += 1
                 continue
-            self.unnamed += event.kind != CLEARED and not tier
             self.theirs.setdefault(event.hash_id, []).append(event)
             self.kept += 1
             self._pair(event.hash_id, counts)
@@ -241,10 +188,9 @@ class LiveComparison:
             for change, event in zip(ours, theirs, strict=False):
                 if not self._certain(change, event):
                     break
-                self._settle(change)
+                self._match(change, counts)
                 pairs += 1
         if pairs:
-            counts.agreed += pairs
             self._remove(hash_id, pairs, pairs)
 
     def _certain(self, change: Change, event: KVEvent) -> bool:
@@ -262,28 +208,33 @@ class LiveComparison:
         ours, theirs = self.ours.get(0), self.theirs.get(0)
         if ours and theirs and len(ours) == len(theirs) and not self.gaps and not self.waiting:
             for change in ours:
-                self._settle(change)
-            counts.agreed += len(ours)
+                self._match(change, counts)
             self._remove(0, len(ours), len(theirs))
+
+    def _match(self, change: Change, counts: KVEventCounts) -> None:
+        """A change and a KV event are a pair."""
+        add(counts.matched, KINDS[change.kind], 1)
+        self._settle(change)
 
     def _settle(self, change: Change, *, lost: bool = False) -> None:
         """A change is taken away: note which blocks are cached by then, and if nobody announced it."""
+        ids = [change.hash_id]
         if change.kind == CLEARED:
-            for hash_id in self.cleared.pop(change.at, []):
-                self._count(hash_id, -1, change, lost)
+            ids = self.cleared.pop((change.at, change.pool), [])
+            self.resets.append((change.at, ids))
         else:
-            self._count(change.hash_id, 1 if change.kind == STORED else -1, change, lost)
+            self._count(change.hash_id, 1 if change.kind == STORED else -1)
+        for hash_id in ids if lost or self.lost else ():
+            self.lost.pop(hash_id, None)
+            if lost:
+                self.lost[hash_id] = change
+        for table in (self.lost, self.lost_changes):
+            while len(table) > MOST:
+                del table[next(iter(table))]  # type: ignore[arg-type]
         if lost:
             self.lost_changes[change] = None
-            if len(self.lost_changes) > MOST:
-                del self.lost_changes[next(iter(self.lost_changes))]
 
-    def _count(self, hash_id: int, more: int, change: Change, lost: bool) -> None:
-        self.lost.pop(hash_id, None)
-        if lost:
-            self.lost[hash_id] = change
-            if len(self.lost) > MOST:
-                del self.lost[next(iter(self.lost))]
+    def _count(self, hash_id: int, more: int) -> None:
         number = self.blocks.get(hash_id, 0) + more
         if number:
             self.blocks[hash_id] = number
@@ -304,7 +255,7 @@ class LiveComparison:
                 else:
                     del side[hash_id]
 
-    def _drop(self, counts: KVEventCounts) -> None:
+    def _drop(self, counts: KVEventCounts, *, ended: bool) -> None:
         """Drop what is kept, and judge nothing whose counterpart may have been dropped."""
         for changes in self.ours.values():
             for change in changes:
@@ -312,21 +263,26 @@ class LiveComparison:
                 self._settle(change)
         for events in self.theirs.values():
             self.doubtful = max(self.doubtful, events[-1].seconds + NEAR_SECONDS)
-        counts.not_compared += self.kept
+        if ended:
+            counts.in_flight += self.kept
+        else:
+            counts.dropped += self.kept
         self.ours, self.theirs, self.cleared, self.kept = {}, {}, {}, 0
         self.version += 1
 
     # --- what stays alone -------------------------------------------------------------------------------
 
-    def _judge(self, changes_to: float, events_to: float, counts: KVEventCounts, ended: bool) -> list[Found]:
-        """Judge what is older than these Unix times, and report the gaps that are over.
+    def _judge(self, changes_to: float, events_to: float, counts: KVEventCounts, ended: bool) -> None:
+        """Judge what is older than these Unix times, and find the gaps that are over.
 
         ``ended``: whatever the time, pairs are pairs, and what is later and alone can't be judged.
         """
         silent: dict[int, list[Change]] = {}
         unfounded: dict[int, list[KVEvent]] = {}
-        resets: list[int] = []
-        ids = [*self.ours, *(hash_id for hash_id in self.theirs if hash_id not in self.ours)]
+        ids = [*self.theirs]
+        if ended or changes_to > self.judged_to:  # no change is due after the last batch of a recording
+            ids = [*self.ours, *(hash_id for hash_id in self.theirs if hash_id not in self.ours)]
+        self.judged_to = changes_to
         for hash_id in sorted(ids, key=lambda one: one == 0):  # resets last: they drop what was stored before
             ours, theirs = self.ours.get(hash_id, []), self.theirs.get(hash_id, [])
             old = ours and self._seconds(ours[0].at) < changes_to
@@ -344,35 +300,54 @@ class LiveComparison:
                     assert event is not None
                     self._judge_event(event, ours[gone:], unfounded, counts)
                 elif event is None:
-                    self._judge_change(change, silent, resets, counts)
+                    self._judge_change(change, silent, counts)
                 else:
-                    counts.agreed += 1
-                    self._settle(change)
+                    self._match(change, counts)
             if gone or said:
                 self._remove(hash_id, gone, said)
                 self._pair(hash_id, counts)  # what was lost no longer stands before them
-        return [*self._reported_gaps(changes_to), *self._differences(silent, resets, unfounded)]
+        for kind, changes in silent.items():
+            hashes = len(changes) if kind != CLEARED else sum(map(self._clear, changes))
+            self.silent.setdefault(kind, NotAnnounced(kind)).add(changes, hashes)
+        for kind, events in unfounded.items():
+            wrong = self.unfounded.setdefault(kind, NotInCache(kind, self.began))
+            wrong.add(events)
+            wrong.step = wrong.step if wrong.step >= 0 else self._step(wrong.at)
+        while self.resets and self._seconds(self.resets[0][0]) < changes_to - SLACK_SECONDS:
+            for hash_id in self.resets.pop(0)[1]:
+                self._count(hash_id, -1)
+        for gap in self.gaps:
+            if not gap.complete and (ended or gap.after + SLACK_SECONDS < changes_to):
+                gap.complete, gap.step = True, self._step(self._at(gap.after))
 
     def _seconds(self, at: int) -> float:
         return self.began + at / 1e6
 
-    def _judge_change(
-        self, change: Change, silent: dict[int, list[Change]], resets: list[int], counts: KVEventCounts
-    ) -> None:
+    def _clear(self, change: Change) -> int:
+        """A reset that nobody announced is taken away; returns how many hash ids it dropped."""
+        ids = len(self.cleared.get((change.at, change.pool), []))
+        self._settle(change)
+        return ids
+
+    def _judge_change(self, change: Change, silent: dict[int, list[Change]], counts: KVEventCounts) -> None:
         earliest, latest = self._seconds(change.earliest), self._seconds(change.at)
         gap = self._gap_of(earliest, latest)
         if gap is not None:
-            gap.changes.append(change)
+            if not gap.reported:
+                gap.changes.append(change)
             self._settle(change, lost=True)
-            return
-        if earliest - SLACK_SECONDS <= max(self.begins, self.doubtful):
-            counts.not_compared += 1
+        elif earliest - SLACK_SECONDS <= self.begins:
+            counts.before += 1
+            self._settle(change)
+        elif earliest - SLACK_SECONDS <= self.doubtful:
+            counts.dropped += 1
+            self._settle(change)
         else:
             silent.setdefault(change.kind, []).append(change)
-            resets += self.cleared.get(change.at, [])
-        self._settle(change)
+            if change.kind != CLEARED:
+                self._settle(change)
 
-    def _gap_of(self, earliest: float, latest: float) -> LiveGap | None:
+    def _gap_of(self, earliest: float, latest: float) -> StreamGap | None:
         """The gap that has most of this time; None if no gap has any of it."""
         shared = [
             (min(latest, gap.after) - max(earliest, gap.before) + SLACK_SECONDS, gap) for gap in self.gaps
@@ -388,39 +363,58 @@ class LiveComparison:
         counts: KVEventCounts,
     ) -> None:
         """``changes``: those of the same hash id that come after it in the pairing."""
-        later = any(self._seconds(change.earliest) <= event.seconds + SLACK_SECONDS for change in changes)
-        cached = self.blocks.get(event.hash_id, 0) > 0 or (later and changes[0].kind == STORED)
-        if event.kind == STORED and cached:
-            return  # the full report mode announces hits, too
-        if event.seconds < self.began or event.seconds <= self.doubtful or not self.cache.whole:
-            counts.not_compared += 1
+        if event.kind == STORED and self._cached(event, changes):
+            counts.repeated += 1
+        elif event.seconds < self.began or not self.cache.whole:
+            counts.before += 1
+        elif event.seconds <= self.doubtful:
+            counts.dropped += 1
         else:
             unfounded.setdefault(event.kind, []).append(event)
 
-    # --- subjects ---------------------------------------------------------------------------------------
+    def _cached(self, event: KVEvent, changes: list[Change]) -> bool:
+        """Whether a block with a hash was, or may have been, in the cache when a batch was published.
 
-    def _reported_gaps(self, changes_to: float) -> Iterator[Found]:
+        The batch holds what happened since the batch before it.
+        """
+        later = any(self._seconds(change.earliest) <= event.seconds + SLACK_SECONDS for change in changes)
+        dropped = sum(
+            ids.count(event.hash_id)
+            for at, ids in self.resets
+            if self._seconds(at) < event.since - SLACK_SECONDS
+        )
+        return self.blocks.get(event.hash_id, 0) > dropped or (later and changes[0].kind == STORED)
+
+    # --- what was found ---------------------------------------------------------------------------------
+
+    def differences(self) -> Iterator[Found]:
+        """The differences that were found since the last call."""
         for gap in self.gaps:
-            if gap.reported or gap.after + SLACK_SECONDS >= changes_to:
-                continue
-            gap.reported = True
-            gap.changes.sort(key=lambda change: (change.step, change.at))
-            at = max(0, round((gap.after - self.began) * 1e6))
-            step = gap.changes[-1].step if gap.changes else 0
-            yield StreamGap(gap.first, gap.last, gap.changes, lines_of(gap.changes)), step, at
-            gap.changes = []
-
-    def _differences(
-        self, silent: dict[int, list[Change]], resets: list[int], unfounded: dict[int, list[KVEvent]]
-    ) -> Iterator[Found]:
-        for kind, changes in silent.items():
-            changes.sort(key=lambda change: (change.step, change.at))
-            ids = resets if kind == CLEARED else [change.hash_id for change in changes]
-            yield NotAnnounced(kind, changes, ids, lines_of(changes)), changes[0].step, changes[0].at
-        for kind, events in unfounded.items():
-            at = round((events[0].seconds - self.began) * 1e6)
-            story = [event_line(event, self.began) for event in events[:SHOWN]]
-            yield NotInCache(kind, events, story), 0, at
-        if self.unnamed and set(self.tiers) - {GPU} and not self.tier_reported:
+            if gap.complete and not gap.reported:
+                gap.changes.sort(key=lambda change: (change.step, change.at))
+                step = gap.changes[-1].step if gap.changes else gap.step
+                yield replace(gap), step, max(0, self._at(gap.after))
+                gap.reported, gap.changes = True, []
+        silent, self.silent = self.silent, {}
+        for missing in silent.values():
+            yield missing, missing.examples[0].step, missing.examples[0].at
+        unfounded, self.unfounded = self.unfounded, {}
+        for wrong in unfounded.values():
+            yield wrong, wrong.step, wrong.at
+        if self.by_tier.get("") and self.by_tier.keys() - {"", GPU} and not self.tier_reported:
             self.tier_reported = True
-            yield TierMissing(self.unnamed, sorted(self.tiers), []), 0, 0
+            yield TierMissing(dict(self.by_tier)), 0, 0
+
+    def _at(self, seconds: float) -> int:
+        return round((seconds - self.began) * 1e6)
+
+    def _step(self, at: int) -> int:
+        """The step of the last change before a time, if it is remembered."""
+        place = bisect_right(self.steps, at, key=lambda each: each[0])
+        return self.steps[place - 1][1] if place else 0
+
+    def _forget_steps(self, until: float) -> None:
+        oldest = self._at(until - STEPS_SECONDS)
+        place = bisect_right(self.steps, oldest, key=lambda each: each[0])
+        if place > 1:
+            del self.steps[: place - 1]

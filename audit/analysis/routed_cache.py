@@ -1,22 +1,20 @@
-"""What a router's index promises for each request while the engines run, beside what the engine then had.
+"""One engine's prefix cache and the requests that used it, as they were a short time ago.
 
-The figures and causes are those of :mod:`kvledger.audit.analysis.routing`. The blocks of a prompt are known
-only once they are cached, so both the index and the cache are kept with what they were a short time ago:
-:data:`MOST_RECENT` changes of each. A request that arrived before that is counted and not compared.
+The blocks of a prompt are known only once they are cached. So both the cache and the index that is kept from
+its KV events are kept with what they were: :data:`MOST_RECENT` changes of each. A request that arrived before
+that is counted and not compared.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from .. import events as ev
 from .. import old_events
 from ..ledger.cache_changes import CLEARED, STORED, CacheChanges, Change
-from .routing import RoutedRequest, Row, row_of
 
 MOST_RECENT = 1 << 16
 """Changes of one cache, and of its index, that are kept."""
@@ -129,6 +127,10 @@ class RoutedCache(CacheChanges):
         """Requests that have ended and are not compared yet, in this order."""
         self.left_out = 0
         """Requests that were dropped since the last comparison, because too many waited."""
+        self.arrived = 0
+        """Requests that were there when the journal began, or arrived since."""
+        self.present: set[int] = set()
+        """The numbers of those that have not ended."""
 
     def _pool(self, event: ev.PoolSeen) -> None:
         super()._pool(event)
@@ -145,7 +147,16 @@ class RoutedCache(CacheChanges):
         else:
             self.recent.add(self.number, hash_id, kind, self.changes[-1])
 
+    def _snapshot(self, event: ev.Snapshot) -> None:
+        for row in event.rows:
+            self._arrive(row.request)
+
+    def _arrive(self, request: int) -> None:
+        self.arrived += request not in self.present
+        self.present.add(request)
+
     def _added(self, event: ev.RequestAdded) -> None:
+        self._arrive(event.request)
         if not self.block_tokens:
             return
         self.requests[event.request] = OpenRequest(
@@ -170,23 +181,17 @@ class RoutedCache(CacheChanges):
     def _touched(self, event: old_events.BlocksTouched) -> None:
         request = self.requests.get(event.request)
         if request is not None:
+            hashes = self._contents(event).hashes
             for place, block in enumerate(event.blocks):
-                self._put(request, place, next(iter(self._hashes.get((event.pool, block), ())), 0))
+                self._put(request, place, next(iter(hashes.get(block, ())), 0))
 
     def _cached(self, event: ev.BlocksCached) -> None:
         super()._cached(event)
-        rows, index = event.rows, 0
-        while index < len(rows) and self.block_tokens:
-            named, _, _, count = rows[index : index + 4]
-            index += 4
-            for _ in range(count):
-                block, hash_id, end = rows[index : index + 3]
-                index += 3
-                number = named if named >= 0 else self._owner.get((event.pool, block), -1)
-                place, rest = divmod(end, self.block_tokens)
-                request = self.requests.get(number)
-                if request is not None and not rest:
-                    self._put(request, place - 1, hash_id)
+        for number, _, hash_id, end in self._contents(event).cached(event) if self.block_tokens else ():
+            place, rest = divmod(end, self.block_tokens)
+            request = self.requests.get(number)
+            if request is not None and not rest:
+                self._put(request, place - 1, hash_id)
 
     def _put(self, request: OpenRequest, place: int, hash_id: int) -> None:
         """Note the hash id of one block of a prompt. A load that fails later is known by the end only."""
@@ -197,6 +202,7 @@ class RoutedCache(CacheChanges):
         hashes[place] = hash_id
 
     def _finished(self, event: ev.Finished) -> None:
+        self.present.discard(event.request)
         request = self.requests.pop(event.request, None)
         if request is not None and request.admitted_at >= 0:
             self.complete.append(request)
@@ -207,7 +213,7 @@ class RoutedCache(CacheChanges):
     def take(self, before: int, *, ended: bool) -> tuple[list[OpenRequest], int]:
         """The ended requests that were admitted up to a time, and how many were dropped meanwhile.
 
-        ``ended``: the engine is gone, so those that it left open have ended, too.
+        ``ended``: nothing follows, so those that are open are taken as they are.
         """
         if ended:
             self.complete += [one for one in self.requests.values() if one.admitted_at >= 0]
@@ -220,6 +226,7 @@ class RoutedCache(CacheChanges):
 
 RoutedCache.postings = {
     **CacheChanges.postings,
+    ev.Snapshot: RoutedCache._snapshot,
     ev.RequestAdded: RoutedCache._added,
     ev.Admitted: RoutedCache._admitted,
     ev.LoadFailed: RoutedCache._load_failed,
@@ -228,121 +235,3 @@ RoutedCache.postings = {
     ev.PoolSeen: RoutedCache._pool,
     ev.BlocksCached: RoutedCache._cached,
 }
-
-
-class LiveSide(NamedTuple):
-    """An engine that a router can choose."""
-
-    cache: RoutedCache
-    announced: RecentCounts
-    """What the KV events announced, by the Unix time at which they were received."""
-    began: float
-    ended: float
-    """Unix time after which the engine was gone; infinity: it runs."""
-    lost: Mapping[int, Change]
-    """The last change of each hash id whose last change was in a gap of the KV events."""
-    lost_changes: Container[Change]
-    address: object
-    """Where the engine publishes: an engine that was restarted has that of the one before."""
-    heard: float
-    """Unix time at which the first batch was received; infinity: none was."""
-
-    @property
-    def block_tokens(self) -> int:
-        """Tokens of a block."""
-        return self.cache.block_tokens
-
-    @property
-    def whole(self) -> bool:
-        """Whether every change of the cache is known since the engine began."""
-        return self.cache.whole
-
-    def was_lost(self, change: Change) -> bool:
-        """Whether the KV event of a change was lost."""
-        return change in self.lost_changes
-
-    def at(self, request: RoutedRequest, hash_id: int) -> tuple[bool | None, Change | None]:
-        """Whether the hash was in the cache at the request's lookup (None: never), and the last change."""
-        changes = self.cache.recent.changes(hash_id, request.changes)
-        own = [
-            change
-            for change in changes
-            if change.request == request.number and change.step >= request.step and change.kind == STORED
-        ]
-        others = [change for change in changes if change not in own]
-        last = others[-1] if others else self.lost.get(hash_id)
-        blocks = self.cache.recent.count(hash_id, request.changes) - len(own)
-        return (None if last is None and blocks <= 0 else blocks > 0), last
-
-
-class _IndexThen(NamedTuple):
-    """The index as it was when a request arrived."""
-
-    sides: Sequence[LiveSide]
-    arrived: float
-
-    def has(self, engine: int, hash_id: int) -> bool:
-        """Whether the index has a block of this engine with this hash id."""
-        return self.sides[engine].announced.count(hash_id, self.arrived) > 0
-
-    def held(self, hashes: Sequence[int]) -> dict[int, int]:
-        """How many of these blocks, from the first on, each engine holds."""
-        found = {}
-        for engine, side in enumerate(self.sides):
-            blocks = self.first(engine, hashes) if side.ended >= self.arrived else 0
-            if blocks:
-                found[engine] = blocks
-        return found
-
-    def first(self, engine: int, hashes: Sequence[int]) -> int:
-        """How many of these blocks, from the first on, the index has of one engine."""
-        blocks = 0
-        while blocks < len(hashes) and self.has(engine, hashes[blocks]):
-            blocks += 1
-        return blocks
-
-
-def live_row(sides: Sequence[LiveSide], engine: int, waiting: OpenRequest) -> Row | None:
-    """The row of one request that ``sides[engine]`` got; None if too much was forgotten since it arrived."""
-    side = sides[engine]
-    arrived = side.began + waiting.arrived_at / 1e6
-    size = side.block_tokens
-    if not size or waiting.changes < side.cache.recent.since:
-        return None
-    if any(arrived < other.announced.since for other in sides if other.ended >= arrived):
-        return None
-    given = waiting.local + waiting.external
-    valid = waiting.valid if waiting.valid >= 0 else given
-    hashes = waiting.hashes[: waiting.prompt_tokens // size]
-    known = hashes.index(0) if 0 in hashes else len(hashes)
-    request = RoutedRequest(
-        waiting.request_id,
-        waiting.number,
-        engine,
-        waiting.prompt_tokens,
-        hashes[:known],
-        arrived,
-        waiting.step,
-        waiting.changes,
-        min(waiting.local, valid),
-        waiting.external,
-        min(waiting.external, max(0, given - valid)),
-    )
-    index = _IndexThen(sides, arrived)
-    held, before = index.held(request.hashes), _before(sides, engine)
-    if side.heard > arrived and before >= 0:
-        stale = index.first(before, request.hashes)
-        if stale:
-            held[engine] = stale
-    return row_of(side, request, held, index, side, before=before)
-
-
-def _before(sides: Sequence[LiveSide], engine: int) -> int:
-    """The last engine at the same address that was gone before this one began; -1: none."""
-    side = sides[engine]
-    earlier = [
-        (one.ended, number)
-        for number, one in enumerate(sides)
-        if one.address == side.address and one.ended <= side.began
-    ]
-    return max(earlier, default=(0.0, -1))[1]

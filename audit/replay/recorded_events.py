@@ -1,31 +1,36 @@
 """Read the recorded KV events of one engine as they are written, and compare them with its cache.
 
-The sidecar uses this beside an engine's journal. Whole journals are compared by ``event_journals.py``.
+The sidecar does this beside an engine's journal that grows, ``event_journals.py`` beside one that is read to
+its end.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ..analysis.live_routing import LiveSide, RecentCounts, RoutedCache, live_row
-from ..analysis.routing import Row
+from ..analysis.routed_cache import OpenRequest, RecentCounts, RoutedCache
+from ..analysis.routing import Contents, EngineSide, RoutedRequest, Row, Sides, row_of
 from ..errors import LedgerError
-from ..events import EngineStarted, Event, KVEventsReceived
+from ..events import EngineStarted, EngineStopped, Event, KVEventsReceived
 from ..figures.sums import merge_tokens
 from ..journal.format import is_live, segments
 from ..journal.reader import Batch, Position, Reader
 from ..ledger.cache_changes import CLEARED
-from ..ledger.kv_live import HORIZON_SECONDS, Found, KVEventCounts, LiveComparison
-from ..ledger.kv_stream import GPU, Stream
-from .recordings import AFTER_END_SECONDS, Identity, Neighbours, identity_of, incomparable, recordings_beside
+from ..ledger.kv_comparison import HORIZON_SECONDS, KVComparison
+from ..ledger.kv_counts import KVEventCounts
+from ..ledger.kv_stream import GPU, kv_events
+from .recordings import AFTER_END_SECONDS, Neighbours, identity_of, incomparable, recordings_beside
 
 FORGET_SECONDS = 600.0
 """What the cache of an engine held is forgotten so long after its end."""
 
 Received = tuple[float, KVEventsReceived]
 """A batch and the Unix time at which it was received."""
+
+Promised = Callable[[RoutedRequest, Sides], Mapping[int, int] | None]
+"""What another index promised of a request: blocks by the number of each engine; None: it was not asked."""
 
 
 class _Recording:
@@ -35,41 +40,65 @@ class _Recording:
         self.reader = Reader(path, position)
         self.began = began
         """Unix time from which the recording's times count; 0.0: not read yet."""
-        self.identity: Identity = (None, None)
-        """The engine whose events were recorded, if the beginning was read."""
-        self._published = 0.0
-        """When the last batch that was read was published."""
+        self._batch: Batch | None = None
+        """The batch that is not taken whole."""
+        self._rest: list[KVEventsReceived] = []
+        """What is left of it, the last first."""
         self._batches: Iterator[Batch] | None = None
 
+    @property
+    def position(self) -> Position:
+        """Where to read on; what was taken of a batch that is not taken whole comes again."""
+        return self._batch.start if self._rest and self._batch is not None else self.reader.resumable
+
     def upto(self, published: float) -> Iterator[Received]:
-        """Read until a batch was published after this Unix time."""
-        while self._published <= published:
+        """Take what was published up to this Unix time."""
+        while self._rest or self._read():
+            if self._rest[-1].published_seconds > published:
+                return
+            event = self._rest.pop()
+            yield self.began + event.at / 1e6, event
+
+    def _read(self) -> bool:
+        """Read on to a batch that has KV events; False if there is none by now."""
+        while not self._rest:
             if self._batches is None:
                 self._batches = self.reader.poll()
-            batch = next(self._batches, None)
-            if batch is None:
+            self._batch = next(self._batches, None)
+            if self._batch is None:
                 self._batches = None
-                return
-            for event in batch.events:
+                return False
+            for event in self._batch.events:
                 if isinstance(event, EngineStarted):
-                    self.began, self.identity = event.began_seconds, identity_of(event)
+                    self.began = event.began_seconds
                 elif isinstance(event, KVEventsReceived):
-                    self._published = event.published_seconds
-                    yield self.began + event.at / 1e6, event
+                    self._rest.append(event)
+            self._rest.sort(key=lambda event: (event.published_seconds, event.sequence), reverse=True)
+        return True
 
 
-class LiveEvents:
-    """The recordings beside the engine's journal at ``path``."""
+class RecordedEvents:
+    """The recordings beside the engine's journal at ``path``.
 
-    def __init__(self, path: Path) -> None:
+    ``contents``: by hash id, a keyed hash of the tokens; it makes an index of the tokens beside that of the
+    hash ids.
+    """
+
+    def __init__(self, path: Path, contents: Contents | None = None) -> None:
         self.cache = RoutedCache()
         """The engine's cache, and the requests that used it."""
-        self.comparison = LiveComparison(self.cache)
+        self.comparison = KVComparison(self.cache)
         """The engine's cache beside its KV events."""
         self.announced = RecentCounts()
         """What the KV events announced, in the order in which they were received."""
+        self.by_tokens = RecentCounts()
+        """The same by the hash of the tokens."""
         self.ended = math.inf
         """Unix time of the last event of an engine that is gone."""
+        self.stopped = False
+        """Whether the engine ended in good order."""
+        self.over = False
+        """Whether nothing follows in the journal."""
         self.key: object = None
         """The print of the key under which hash ids were made."""
         self.port: object = None
@@ -84,6 +113,10 @@ class LiveEvents:
         """Unix time at which the engine began; 0.0: its KV events are not compared."""
         self.enabled = False
         """Whether anybody reads recordings: the caller sets it."""
+        self.on_batch: Callable[[float, KVEventsReceived], None] | None = None
+        """Called with each batch of this engine and the Unix time at which it was received."""
+        self._contents = contents or {}
+        """By hash id, a keyed hash of the tokens."""
         self._path = path
         self._readers: dict[str, _Recording | None] = {}
         """A reader for each recording; None if it is not of this engine, or can't be read."""
@@ -97,6 +130,7 @@ class LiveEvents:
         if isinstance(event, EngineStarted) and not self.engine_began and not incomparable(event):
             self.engine_began = self.comparison.began = event.began_seconds
             self.key, self.port = identity_of(event)
+        self.stopped = isinstance(event, EngineStopped)
         if self.engine_began:
             self.cache.feed(event)
 
@@ -108,103 +142,155 @@ class LiveEvents:
         counts: KVEventCounts,
         *,
         at_end: bool,
-        ended: bool,
-    ) -> list[Found]:
-        """Read what was recorded, and return the differences that are certain by now.
+        ended: float | None,
+    ) -> None:
+        """Read what was recorded, and compare it as far as that is possible by now.
 
         ``until``: Unix time up to which the engine's journal was read. ``at_end``: the journal has no more
-        for now. ``ended``: the engine is gone.
+        for now. ``ended``: Unix time after which the engine was gone, infinity if it runs; None: the journal
+        may grow.
         """
         if not self.engine_began:
-            return []
+            return
         if at_end or not self._searched:
             if self._neighbours.rival(engine):
                 self._give_up()
-                return []
+                return
             self._find(engine)
-        last = until + AFTER_END_SECONDS if ended else math.inf
+        last = until if ended is None or self.stopped else until + AFTER_END_SECONDS
         for name, recording in self._readers.items():
             if recording is None:
                 continue
             try:
-                for received, batch in recording.upto(math.inf if at_end else until):
+                for received, batch in recording.upto(until if ended is None else math.inf):
                     if self._is_mine(name, batch, last) and self.comparison.receive(batch, received, counts):
                         self._index(batch, received)
-                self.positions[name] = recording.reader.resumable, recording.began
+                self.positions[name] = recording.position, recording.began
             except LedgerError:
                 recording.reader.close()
                 self._readers[name] = None
-        found = self.comparison.advance(now, until, counts, ended=ended)
-        if ended:
-            self.ended = until
+        self.comparison.advance(now, until, counts, ended=ended is not None)
+        if ended is not None:
+            self.over, self.ended = True, ended
             self.close()
-        return found
 
-    def route(self, together: Sequence[LiveEvents], until: float, now: float, counts: KVEventCounts) -> None:
+    def route(
+        self,
+        together: Sequence[RecordedEvents],
+        until: float,
+        now: float,
+        counts: KVEventCounts,
+        promised: Promised | None = None,
+    ) -> list[Row]:
         """Compare the requests that have ended with what the KV events of all engines promised of them.
 
         ``together``: every engine that is followed. ``until``: Unix time up to which this engine was read.
+        ``now``: Unix time up to which all others were read. ``promised`` is another index; requests of
+        which it says nothing are left out.
         """
         if not self.engine_began:
-            return
-        gone = self.ended < math.inf
+            return []
+        over = self.over and now >= until
         settled = min(now, until, self.comparison.published) - HORIZON_SECONDS
-        ready, dropped = self.cache.take(round((settled - self.engine_began) * 1e6), ended=gone)
+        ready, dropped = self.cache.take(round((settled - self.engine_began) * 1e6), ended=over)
         counts.not_routed += dropped
-        if ready:
-            self.comparison.version += 1
-            peers = [self, *(one for one in together if one is not self and one._shares(self))]
-            sides = [one._side() for one in peers]
-            for request in ready:
-                row = live_row(sides, 0, request) if self.comparison.published else None
-                if row is None:
-                    counts.not_routed += 1
-                else:
-                    _count(row, counts)
+        if not ready:
+            return []
+        self.comparison.version += 1
+        sides = {number: one._side() for number, one in enumerate(together) if one._shares(self)}
+        rows = []
+        for waiting in ready:
+            request = self._known(waiting, together.index(self), sides) if self.comparison.published else None
+            if request is None:
+                counts.not_routed += 1
+                continue
+            held = None if promised is None else promised(request, sides)
+            if promised is None or held is not None:
+                rows.append(row_of(sides, request, held, self._contents))
+                _count(rows[-1], counts)
+        return rows
+
+    def _known(self, waiting: OpenRequest, number: int, sides: Sides) -> RoutedRequest | None:
+        """A request of this engine; None if too much was forgotten since it arrived."""
+        arrived = self.engine_began + waiting.arrived_at / 1e6
+        size = self.cache.block_tokens
+        if not size or waiting.changes < self.cache.recent.since:
+            return None
+        if any(arrived < other.announced.since for other in sides.values() if other.ended >= arrived):
+            return None
+        given = waiting.local + waiting.external
+        valid = waiting.valid if waiting.valid >= 0 else given
+        hashes = waiting.hashes[: waiting.prompt_tokens // size]
+        known = hashes.index(0) if 0 in hashes else len(hashes)
+        return RoutedRequest(
+            waiting.request_id,
+            waiting.number,
+            number,
+            waiting.prompt_tokens,
+            hashes[:known],
+            arrived,
+            waiting.step,
+            waiting.changes,
+            min(waiting.local, valid),
+            waiting.external,
+            min(waiting.external, max(0, given - valid)),
+        )
 
     def forget(self, now: float) -> None:
         """Forget what the cache of an engine held that ended long ago."""
         if now > self.ended + FORGET_SECONDS:
-            self.cache.recent.forget()
-            self.announced.forget()
+            for counts in (self.cache.recent, self.announced, self.by_tokens):
+                counts.forget()
 
-    def _shares(self, other: LiveEvents) -> bool:
+    def _shares(self, other: RecordedEvents) -> bool:
         """Whether both engines are in one router's index."""
         alike = (self.key, self.cache.block_tokens) == (other.key, other.cache.block_tokens)
         return bool(self.engine_began) and alike
 
-    def _side(self) -> LiveSide:
-        compared = self.comparison
-        return LiveSide(
+    def _side(self) -> EngineSide:
+        return EngineSide(
             self.cache,
             self.announced,
+            self.by_tokens,
             self.engine_began,
             self.ended,
-            compared.lost,
-            compared.lost_changes,
+            self.comparison.lost,
+            self.comparison.lost_changes,
             self.port,
             self.heard,
         )
 
     def _index(self, batch: KVEventsReceived, received: float) -> None:
         self.heard = min(self.heard, received)
-        for event, tier in Stream([batch]).events():
+        if self.on_batch is not None:
+            self.on_batch(received, batch)
+        for event, tier in kv_events(batch):
             if event.kind == CLEARED:
                 self.announced.clear(received)
+                self.by_tokens.clear(received)
             elif tier in ("", GPU):
                 self.announced.add(received, event.hash_id, event.kind)
+                if self._contents:
+                    content = self._contents.get(event.hash_id, event.hash_id)
+                    self.by_tokens.add(received, content, event.kind)
 
     def _is_mine(self, name: str, batch: KVEventsReceived, last: float) -> bool:
-        """Whether this engine published a batch, and not one before or after it at the same port."""
-        in_time = self.engine_began <= batch.published_seconds <= last
-        return in_time and self.streams.setdefault(name, batch.stream) == batch.stream
+        """Whether this engine published a batch, and not one before or after it at the same port.
+
+        ``last``: Unix time up to which this engine may have published its first batch.
+        """
+        if batch.published_seconds < self.engine_began:
+            return False
+        if name not in self.streams and batch.published_seconds <= last:
+            self.streams[name] = batch.stream
+        return self.streams.get(name) == batch.stream
 
     def _give_up(self) -> None:
-        """Compare nothing any more: another engine publishes at the same port."""
+        """Compare nothing any more: another engine published at the same port at the same time."""
         self.close()
         self.engine_began, self.enabled = 0.0, False
         self.cache = RoutedCache()
-        self.comparison = LiveComparison(self.cache)
+        self.comparison = KVComparison(self.cache)
         self.announced = RecentCounts()
 
     def close(self) -> None:

@@ -1,0 +1,70 @@
+"""Indexes of routers that are replayed beside our own: what they promise of the caches of several engines."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from .. import events as ev
+from ..ledger.cache_changes import CLEARED, STORED
+from ..ledger.kv_stream import GPU, kv_events
+
+
+class Index(Protocol):
+    """A router's index of the caches of several engines."""
+
+    def apply(self, engine: int, batch: ev.KVEventsReceived) -> None:
+        """Take one batch of an engine's KV events."""
+
+    def held(self, hashes: Sequence[int]) -> dict[int, int]:
+        """How many of these blocks, from the first on, each engine holds."""
+
+
+class TokensIndex:
+    """An index that knows the tokens of blocks and not their salt or adapter.
+
+    ``contents``: by hash id, the keyed hash of all tokens up to the end of the block. A block without it is
+    only itself.
+    """
+
+    def __init__(self, contents: Mapping[int, int]) -> None:
+        self._contents = contents
+        self._held: dict[int, Counter[int]] = {}
+
+    def apply(self, engine: int, batch: ev.KVEventsReceived) -> None:
+        held = self._held.setdefault(engine, Counter())
+        for event, tier in kv_events(batch):
+            if event.kind == CLEARED:
+                held.clear()
+            elif tier in ("", GPU):
+                content = self._contents.get(event.hash_id, event.hash_id)
+                held[content] += 1 if event.kind == STORED else -1
+                if held[content] <= 0:
+                    del held[content]
+
+    def held(self, hashes: Sequence[int]) -> dict[int, int]:
+        found = {}
+        contents = [self._contents.get(hash_id, hash_id) for hash_id in hashes]
+        for engine, held in self._held.items():
+            blocks = next((place for place, one in enumerate(contents) if one not in held), len(contents))
+            if blocks:
+                found[engine] = blocks
+        return found
+
+
+def contents_of(batches: Iterable[ev.KVEventsReceived]) -> dict[int, int]:
+    """By hash id, the keyed hash of the tokens up to the end of the block, as far as it was recorded."""
+    found: dict[int, int] = {}
+    for batch in batches:
+        rows, place, known = batch.rows, 0, iter(batch.contents)
+        while place < len(rows):
+            kind, count = rows[place], rows[place + ev.KV_HEAD - 1]
+            place += ev.KV_HEAD + count
+            if kind == STORED:
+                found |= {
+                    hash_id: content
+                    for hash_id, content in zip(rows[place - count : place], known, strict=False)
+                    if content
+                }
+    return found

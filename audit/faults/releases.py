@@ -1,0 +1,91 @@
+"""Which releases were examined, and whether one of them has a fault."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+import msgspec
+
+from ..errors import LedgerError
+from ..release_semantics import release
+
+Product = Literal["vllm", "lmcache"]
+NAMES: dict[str, str] = {"vllm": "vLLM", "lmcache": "LMCache"}
+
+EXAMINED: dict[str, tuple[str, ...]] = {
+    "vllm": (
+        *("0.9.1", "0.9.2", "0.10.2", "0.12.0", "0.17.0", "0.18.1", "0.19.1", "0.20.0", "0.22.1"),
+        *("0.23.0", "0.24.0", "0.27.1", "0.30.0", "0.32.0", "0.33.0"),
+    ),
+    "lmcache": ("0.3.9", "0.3.11", "0.4.2", "0.4.3", "0.5.6", "0.5.7rc2"),
+}
+"""The releases of the matrix (``scripts/releases.py``), oldest first."""
+
+State = Literal["has", "may have", "free"]
+"""``may have``: the release lies between one with the fault and one without, and was not examined."""
+
+
+class Affected(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The releases that have a fault.
+
+    ``first`` and ``last`` are known to have it; no ``last``: the newest examined release has it. ``fixed``:
+    the first release known to be without it. ``also``: single releases before ``first`` that have it.
+    ``read``: those of these releases that are not in the matrix; their sources were read. ``note``: what
+    the numbers do not say.
+    """
+
+    first: str
+    last: str = ""
+    fixed: str = ""
+    also: tuple[str, ...] = ()
+    read: tuple[str, ...] = ()
+    note: str = ""
+
+    def state(self, product: Product, version: str) -> State:
+        """Whether a release of the examined range has the fault."""
+        number = release(version)
+        if version in self.also or number in map(release, self.also):
+            return "has"
+        if number < release(self.first):
+            older = [each for each in map(release, EXAMINED[product]) if each < release(self.first)]
+            is_sharp = self.first in self.read or not older or number <= older[-1]
+            return "free" if is_sharp else "may have"
+        if not self.last or number <= release(self.last):
+            return "has"
+        return "may have" if self.fixed and number < release(self.fixed) else "free"
+
+    @property
+    def words(self) -> str:
+        """``0.12.0 to 0.20.0, fixed in 0.22.1``."""
+        span = f"{self.first} to {self.last}" if self.last != self.first else self.first
+        span = span if self.last else f"{self.first} and later"
+        return f"{span}, fixed in {self.fixed}" if self.fixed else span
+
+
+def checked(product: Product, version: str) -> str:
+    """The release itself; raises :class:`LedgerError` if it is none, or if nothing is known of it."""
+    if not re.fullmatch(r"\d+(\.\d+)+([-._]?[a-z]+\d*)*(\+[a-z0-9.]+)?", version):
+        example = EXAMINED[product][-1]
+        raise LedgerError(f"{version!r} is no release of {NAMES[product]}; write it as in {example}")
+    if why := outside(product, version):
+        raise LedgerError(why)
+    return version
+
+
+def outside(product: Product, version: str) -> str:
+    """Why nothing is known of a release; empty if it lies in the range of the examined ones."""
+    oldest, newest = EXAMINED[product][0], EXAMINED[product][-1]
+    if release(oldest) <= release(version) <= release(newest):
+        return ""
+    return f"Nothing is known of {NAMES[product]} {version}: releases from {oldest} to {newest} were examined"
+
+
+def neighbours(product: Product, version: str) -> tuple[str, str] | None:
+    """The examined releases around one that was not examined itself."""
+    number = release(version)
+    if number in map(release, EXAMINED[product]):
+        return None
+    older = [each for each in EXAMINED[product] if release(each) < number]
+    newer = [each for each in EXAMINED[product] if release(each) > number]
+    return older[-1], newer[0]

@@ -1,0 +1,47 @@
+"""What the blocks of one pool hold: the hash ids of each, and the request to which it was allocated last.
+
+The ledger of blocks keeps holders, operations and doubts as well, and takes six times as long. Readers that
+judge nothing follow the contents by this class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import repeat
+
+import msgspec
+
+from ... import events as ev
+
+
+class PoolContents(msgspec.Struct):
+    """Follows one pool. It consists of plain data, so a checkpoint can hold it."""
+
+    hashes: dict[int, tuple[int, ...]] = {}
+    """The hash ids of each cached block, oldest first."""
+    owner: dict[int, int] = {}
+    """The request to which each block was allocated last."""
+
+    def allocate(self, request: int, blocks: list[int]) -> list[tuple[int, tuple[int, ...]]]:
+        """Blocks are allocated to a request. Returns those that are evicted by it, with their hash ids."""
+        leave, owner = self.hashes.pop, self.owner
+        for block in blocks:
+            owner[block] = request
+        return [(block, ids) for block in blocks if (ids := leave(block, None))]
+
+    def cached(self, event: ev.BlocksCached) -> Iterator[tuple[int, int, int, int]]:
+        """Request, block, hash id and end of each block that an event caches; -1: no request is known."""
+        for named, _, _, blocks, hash_ids, ends in event.calls():
+            writers = repeat(named) if named >= 0 else (self.owner.get(block, -1) for block in blocks)
+            yield from zip(writers, blocks, hash_ids, ends, strict=False)
+
+    def move(self, source: int, target: int) -> None:
+        """The hash ids of a block go to another one."""
+        ids = self.hashes.pop(source, None)
+        if ids:
+            self.hashes[target] = ids
+
+    def forget(self) -> None:
+        """Events were lost."""
+        self.hashes.clear()
+        self.owner.clear()
