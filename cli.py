@@ -1,91 +1,28 @@
-"""The command line: each command parses its options, calls one function and prints its result.
+"""The commands: each parses its options, calls one function and returns what it found.
 
-No logic belongs here, and options are declared in ``cli_options.py``. Everything but typer is imported when a
-command needs it, so that ``kvledger --help`` is quick and only ``demo``, ``conformance`` and ``doctor`` need
-vLLM. Exit codes are in ``cli_options.py`` and in the README.
+No logic belongs here. An option stands at its command; those of several commands are in ``cli_options.py``.
+Everything is imported when a command needs it, so that ``kvledger --help`` is quick and only ``demo``,
+``conformance`` and ``doctor`` need vLLM. Exit codes are in ``cli_options.py`` and in the README.
 """
 
 from __future__ import annotations
 
-import errno
-import io
 import logging
 import os
 import sys
-import traceback
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Any
 
 import typer
 
 from . import __version__
 from . import cli_options as opt
+from .cli_options import argument, choice, option, setting
+from .cli_run import ALL, CODES, COMPLETE, JOBS, NONE, NOT_DASK, WINDOW, Reading, Report, app, command
+from .cli_run import main as main
 
-CODES = {"clean": 0, "violated": 1, "unknown": 3}
-BAD_INPUT = 2
-OWN_BUG = 70
-INTERRUPTED = 130
-READER_GONE = 141
-EXTRAS = {
-    "analysis": ("duckdb", "pandas", "plotly", "pyarrow"),
-    "fleet": ("dask", "distributed", "fsspec"),
-    "lmcache": ("lmcache",),
-    "routing": ("dynamo",),
-    "sign": ("cryptography",),
-    "pictures": ("resvg_py",),
-    "vllm": ("torch", "vllm"),
-    "web": ("bcrypt", "yaml"),
-    "whatif": ("libcachesim",),
-}
-COMPLETE = "_KVLEDGER_COMPLETE"
-SHELLS = ("bash", "zsh", "fish")
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-app = typer.Typer(
-    name="kvledger",
-    cls=opt.Commands,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    epilog=opt.examples(
-        "demo                     # run and audit an engine on this CPU",
-        "audit /var/lib/kvledger  # check what live engines wrote there",
-        "explain admission        # what a term or an invariant means",
-        exit_codes=opt.EXIT_CODES,
-    ),
-    context_settings={
-        "help_option_names": ["-h", "--help"],
-        "token_normalize_func": lambda name: opt.RENAMED_OPTIONS.get(name, name),
-    },
-)
-
-
-def command(panel: str, *examples: str, exit_codes: str = "") -> Callable[[Function], Function]:
-    """Register a command in a ``panel`` of the list of commands, with examples at the end of its help."""
-    epilog = opt.examples(*examples, exit_codes=exit_codes)
-    return app.command(cls=opt.Command, rich_help_panel=panel, epilog=epilog)
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(__version__)
-        raise typer.Exit
-
-
-@app.callback()
-def options(
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version."),
-    ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")] = False,
-) -> None:
-    """Audit the KV-cache token accounting of vLLM engines."""
-
+SHELLS = "bash|zsh|fish"
 
 # --- read journals --------------------------------------------------------------------------------------
 
@@ -98,89 +35,69 @@ def options(
     exit_codes=f"{opt.AUDIT_CODES}.",
 )
 def audit(
-    paths: opt.JournalPaths,
-    verbose: opt.Verbose = False,
-    format: opt.AuditFormat = "text",
-    since: opt.Since = "",
-    until: opt.Until = "",
-    jobs: opt.Jobs = 0,
-    dask: opt.Dask = "",
-) -> None:
+    paths: list[Path] = opt.PATHS,
+    verbose: bool = opt.VERBOSE,
+    format: str = choice("--format text|json|csv|github|sarif", "The output format."),
+    read: Reading = ALL,
+) -> Report:
     """Check every account in the journals and print the verdict.
 
     Prints the verdict, the findings and where prompt tokens came from. As csv: one line per finding. As
     github: annotations for GitHub Actions. As sarif: a SARIF 2.1.0 log.
     """
     from .audit.replay.journals import audit_paths
-    from .audit.replay.windows import window
-    from .exporters.reports.audit import findings_csv, report
+    from .exporters.reports import annotations, audit_text
+    from .exporters.reports.audit import as_json, findings_csv, report
     from .exporters.reports.conclusions import concluded
     from .exporters.reports.costs import costs_of
 
     tallied, priced = format in ("text", "json"), format == "json" or (format == "text" and verbose)
-    with _reading(paths, jobs, dask) as (places, run):
+    with read.journals(paths) as (places, window, run):
         audited = audit_paths(
             places,
-            window=window(since, until),
+            window=window,
             with_metrics=False,
             with_costs=tallied,
             times_steps=priced,  # a text without -v prints no seconds
             run=run,
         )
         result = concluded(report(audited, costs_of(audited.engines) if tallied else None))
-    if format in ("github", "sarif"):
-        from .exporters.reports import annotations
 
-        if format == "github":
-            typer.echo(annotations.github(result))
-        else:
-            _print("json", annotations.sarif(result, annotations.paths_of(audited.engines)), None, None)
-        raise typer.Exit(CODES[result.verdict])
+    def sarif(result: Any) -> str:
+        return as_json(annotations.sarif(result, annotations.paths_of(audited.engines)))
 
-    def render(result: Any) -> Any:
-        from .exporters.reports import audit_text
-
-        return audit_text.render(result, verbose=verbose)
-
-    _print(format, result, render, findings_csv)
-    raise typer.Exit(CODES[result.verdict])
+    return Report(
+        result,
+        partial(audit_text.render, verbose=verbose),
+        findings_csv,
+        code=CODES[result.verdict],
+        others={"github": annotations.github, "sarif": sarif},
+    )
 
 
 @command(opt.AUDIT, "show /var/lib/kvledger cmpl-4f", "show /var/lib/kvledger cmpl-4f --every")
 def show(
-    paths: opt.JournalPaths,
-    request: opt.RequestId,
-    every: opt.EveryEntry = False,
-    format: opt.TextFormat = "text",
-    json: opt.JsonAlias = False,
-    since: opt.Since = "",
-    until: opt.Until = "",
-) -> None:
+    paths: list[Path] = opt.PATHS,
+    request: str = argument("REQUEST", "A request id."),
+    every: bool = option("--every", "Print each entry; do not fold repeated entries."),
+    format: str = opt.TEXT,
+    read: Reading = WINDOW,
+) -> Report:
     """Print the account statement of one request, or the requests of one call.
 
     REQUEST is any id that the client knows: the id of the response, the X-Request-Id, a trace id, or the
     engine's own. As csv: one line per entry.
     """
     from .audit.replay.journals import statements
-    from .audit.replay.windows import window
-    from .exporters.reports import call as call_report
+    from .exporters.reports import call
     from .exporters.reports import statement as report
     from .exporters.reports.audit import lines_csv, statement_data
 
-    chosen = window(since, until)
-    with _reading(paths, jobs=1) as (places, run):
-        found = statements(places, request, window=chosen, run=run)
+    with read.journals(paths) as (places, window, run):
+        found = statements(places, request, window=window, run=run)
     if len(found) > 1:
-        if json or format == "json":
-            _print("json", call_report.data(request, found), None, None)
-        else:
-            _print(format, found, partial(call_report.render, request), call_report.as_csv)
-        return
-    account = found[0]
-    if json or format == "json":
-        _print("json", statement_data(account), None, None)
-    else:
-        _print(format, account, lambda account: report.render(account, every_entry=every), lines_csv)
+        return Report(found, partial(call.render, request), call.as_csv, partial(call.data, request))
+    return Report(found[0], partial(report.render, every_entry=every), lines_csv, statement_data)
 
 
 @command(
@@ -193,32 +110,26 @@ def show(
     ),
 )
 def usage(
-    paths: opt.JournalPaths,
-    log: opt.UsageLogFile,
-    verbose: opt.Verbose = False,
-    format: opt.TextFormat = "text",
-    since: opt.Since = "",
-    until: opt.Until = "",
-) -> None:
+    paths: list[Path] = opt.PATHS,
+    log: Path = option("--log FILE", "What clients were told: one JSON object a line.", ...),
+    verbose: bool = opt.VERBOSE,
+    format: str = opt.TEXT,
+    read: Reading = WINDOW,
+) -> Report:
     """Compare the usage that clients were told with the ledger, call by call.
 
     The log has one JSON object a line: OpenAI responses, LiteLLM's logging payload, OpenTelemetry spans, or
     Envoy AI Gateway's access log. docs/usage.md says how to write one beside a server.
     """
     from .audit.replay.find import journals_at
-    from .audit.replay.windows import window
     from .exporters import usage_logs
     from .exporters.reports import usage as report
 
-    chosen = window(since, until)
     told = usage_logs.read(log)
-    with _reading(paths, jobs=1, local=True) as (places, _):
-        result = report.usage(journals_at(places), told, chosen)
-    if format == "json":
-        _print("json", report.data(result, told), None, None)
-    else:
-        _print(format, result, lambda usage: report.render(usage, told, verbose=verbose), report.as_csv)
-    raise typer.Exit(CODES[report.verdict(result)])
+    with read.journals(paths, local=True) as (places, window, _):
+        result = report.usage(journals_at(places), told, window)
+    render, data = partial(report.render, log=told, verbose=verbose), partial(report.data, log=told)
+    return Report(result, render, report.as_csv, data, CODES[report.verdict(result)])
 
 
 @command(
@@ -228,15 +139,20 @@ def usage(
     exit_codes="Exit codes: 0 written, or verified; 1 --verify found a change; 2 bad usage or input.",
 )
 def statement(
-    paths: opt.SomeJournalPaths = None,
-    month: opt.Month = "",
-    by: opt.GroupBy = "",
-    format: opt.StatementFormat = "focus-csv",
-    output: opt.StatementFile = Path("-"),
-    after: opt.PreviousStatement = None,
-    key: opt.PrivateKey = None,
-    verify: opt.VerifiedStatement = None,
-    public_key: opt.PublicKey = None,
+    paths: list[Path] | None = argument(
+        "[PATH...]", "Journals, folders of journals, or single segments.", None
+    ),
+    month: str = option("--month YYYY-MM", "Requests that ended in this month, in UTC."),
+    by: str = opt.BY,
+    format: str = choice("--format focus-csv|json", "The output format."),
+    output: Path = option("--output -o FILE", "The file to write; - prints it.", Path("-")),
+    after: Path | None = option("--after FILE", "The statement before: continue its hash chain."),
+    key: Path | None = option(
+        "--key PEM", "Sign the end of the chain with this Ed25519 key; the signature is written to FILE.sig."
+    ),
+    verify: Path | None = option("--verify FILE", "Check this statement."),
+    public_key: Path | None = option("--public-key PEM", "--verify: the signature must be by this key."),
+    read: Reading = NONE,
 ) -> None:
     """Write the tokens of a month as billable lines, or verify such a statement.
 
@@ -254,7 +170,7 @@ def statement(
         raise typer.BadParameter("A statement needs journals and --month, or --verify FILE.")
     if key is not None and str(output) == "-":
         raise typer.BadParameter("--key needs -o FILE: the signature is written beside the file.")
-    with _reading(paths, jobs=1, local=True) as (places, _):
+    with read.journals(paths, local=True) as (places, _, _):
         text = run.statement(places, month, by, format, after)
     run.write(text, output, key)
 
@@ -265,38 +181,28 @@ def statement(
     "summary /var/lib/kvledger --by '^(tenant-[a-z]+)' --format csv",
 )
 def summary(
-    paths: opt.TracePaths,
-    by: opt.Columns = "",
-    where: opt.Where = "",
-    percentiles: Annotated[
-        str,
-        typer.Option(
-            "--percentiles",
-            metavar="COLUMNS",
-            show_default=False,
-            help="Add the 50th, 95th and 99th percentile of these columns; commas between them.",
-        ),
-    ] = "",
-    gpu_hour: opt.GpuHour = 0.0,
-    format: opt.TableFormat = "table",
-    since: opt.Since = "",
-    until: opt.Until = "",
-    jobs: opt.Jobs = 0,
-    dask: opt.Dask = "",
-) -> None:
+    paths: list[Path] = opt.TRACE_PATHS,
+    by: str = opt.COLUMNS,
+    where: str = opt.WHERE,
+    percentiles: str = option(
+        "--percentiles COLUMNS",
+        "Add the 50th, 95th and 99th percentile of these columns; commas between them.",
+    ),
+    gpu_hour: float = opt.GPU_HOUR,
+    format: str = opt.TABLE,
+    read: Reading = ALL,
+) -> Report:
     """Sum up hit rates, rework, preemptions, waiting, and what lost work cost.
 
     Needs the analysis extra: pip install 'kvledger[analysis]'. docs/tables.md lists the columns.
     """
-    from .audit.replay.windows import window
     from .exporters.reports import summary as report
 
-    chosen = window(since, until)
-    with _reading(paths, jobs, dask) as (places, run):
+    with read.journals(paths) as (places, window, run):
         rows = report.summarize(
             places,
             by,
-            window=chosen,
+            window=window,
             run=run,
             with_costs=True,
             gpu_hour=gpu_hour or None,
@@ -304,34 +210,28 @@ def summary(
             percentiles=percentiles,
             group_costs=format != "table",
         )
-    _print(format, rows, report.render, report.as_csv)
+    return Report(rows, report.render, report.as_csv)
 
 
 @command(opt.AUDIT, "why /var/lib/kvledger", "why /var/lib/kvledger --since 1h --format csv")
 def why(
-    paths: opt.JournalPaths,
-    by: opt.Columns = "",
-    where: opt.Where = "",
-    gpu_hour: opt.GpuHour = 0.0,
-    format: opt.TableFormat = "table",
-    since: opt.Since = "",
-    until: opt.Until = "",
-    jobs: opt.Jobs = 0,
-    dask: opt.Dask = "",
-) -> None:
+    paths: list[Path] = opt.PATHS,
+    by: str = opt.COLUMNS,
+    where: str = opt.WHERE,
+    gpu_hour: float = opt.GPU_HOUR,
+    format: str = opt.TABLE,
+    read: Reading = ALL,
+) -> Report:
     """Explain prefix-cache misses with the causes the trace proves.
 
     Needs the analysis extra: pip install 'kvledger[analysis]'.
     """
-    from .audit.replay.windows import window
     from .exporters.reports import why as report
     from .exporters.reports.conclusions import explained_with
 
-    chosen = window(since, until)
-    with _reading(paths, jobs, dask) as (places, run):
-        found = report.why(places, window=chosen, run=run, gpu_hour=gpu_hour or None, by=by, where=where)
-        result = explained_with(found)
-    _print(format, result, report.render, report.as_csv)
+    with read.journals(paths) as (places, window, run):
+        found = report.why(places, window=window, run=run, gpu_hour=gpu_hour or None, by=by, where=where)
+        return Report(explained_with(found), report.render, report.as_csv)
 
 
 @command(
@@ -340,27 +240,21 @@ def why(
     'query /var/lib/kvledger "select * from engines" --format csv',
 )
 def query(
-    paths: opt.TracePaths,
-    sql: Annotated[str, typer.Argument(metavar="SELECT", show_default=False, help="One SELECT statement.")],
-    format: opt.TableFormat = "table",
-    since: opt.Since = "",
-    until: opt.Until = "",
-    jobs: opt.Jobs = 0,
-    dask: opt.Dask = "",
-) -> None:
+    paths: list[Path] = opt.TRACE_PATHS,
+    sql: str = argument("SELECT", "One SELECT statement."),
+    format: str = opt.TABLE,
+    read: Reading = ALL,
+) -> Report:
     """Answer a question in SQL over the rows of requests.
 
     The tables are requests, causes, activity, findings and engines; docs/tables.md lists their columns and
     has twenty questions with their answers. SQL is DuckDB's. Nothing but these tables can be read, and
     nothing can be written. Needs the analysis extra: pip install 'kvledger[analysis]'.
     """
-    from .audit.replay.windows import window
     from .exporters.reports import query as report
 
-    chosen = window(since, until)
-    with _reading(paths, jobs, dask) as (places, run):
-        result = report.ask(places, sql, window=chosen, run=run)
-    _print(format, result, report.render, report.as_csv)
+    with read.journals(paths) as (places, window, run):
+        return Report(report.ask(places, sql, window=window, run=run), report.render, report.as_csv)
 
 
 @command(
@@ -371,22 +265,41 @@ def query(
     "whatif conversation_trace.jsonl --skip 0.5",
 )
 def whatif(
-    paths: opt.WhatIfPaths,
-    blocks: opt.BlockCounts = "",
-    policy: opt.Policies = "lru",
-    tiers: opt.Tiers = "",
-    block_bytes: opt.BlockBytes = "",
-    block_size: opt.BlockTokens = 0,
-    skip: opt.Skip = 0.0,
-    sample: opt.SampleShare = 1.0,
-    by: opt.GroupBy = "",
-    output: opt.PageFile = None,
-    format: opt.TableFormat = "table",
-    json: opt.JsonAlias = False,
-    since: opt.Since = "",
-    until: opt.Until = "",
-    jobs: opt.Jobs = 0,
-) -> None:
+    paths: list[Path] = argument(
+        "PATH", "Journals of level blocks, folders of journals, or request traces (.jsonl, .jsonl.gz)."
+    ),
+    blocks: str = option(
+        "--blocks N,N,...",
+        "Pool sizes to replay. Default: from a quarter of the recorded size until more gains nothing.",
+    ),
+    policy: str = option("--policy NAME,...", "Eviction policies: lru, fifo, lfu, clock, sieve.", "lru"),
+    tiers: str = option("--tiers SIZE,...", "Sizes of a second tier: 40GiB,500GiB."),
+    block_bytes: str = option(
+        "--block-bytes SIZE", "Size of one block on all workers. Default: what the engine reported."
+    ),
+    block_size: int = option(
+        "--block-size TOKENS",
+        "Tokens of a block of a request trace that does not say it. Default: 512.",
+        min=0,
+    ),
+    skip: float = option(
+        "--skip SHARE",
+        "Leave out the hits of this share of the requests at the beginning, where the cache is cold.",
+        min=0.0,
+        max=0.99,
+    ),
+    sample: float = option(
+        "--sample SHARE",
+        "Replay this share of the blocks, such as 0.01, and estimate the rest; the error is printed.",
+        1.0,
+        min=0.0001,
+        max=1.0,
+    ),
+    by: str = opt.BY,
+    output: Path | None = option("--output -o FILE", "Also write an HTML page; - prints it only."),
+    format: str = opt.TABLE,
+    read: Reading = NOT_DASK,
+) -> Report | None:
     """Compute which hits another cache would have had.
 
     Replays the blocks of a journal of level blocks, or a request trace in the Mooncake format, on caches of
@@ -394,7 +307,6 @@ def whatif(
     Needs the whatif extra: pip install 'kvledger[whatif]'.
     """
     from .audit.analysis.whatif import Options
-    from .audit.replay.windows import window
     from .exporters.cache_policies import policies
     from .exporters.reports import whatif as report
 
@@ -405,58 +317,49 @@ def whatif(
         block_bytes=report.size(block_bytes) if block_bytes else 0,
         skip=skip,
     )
-    chosen = window(since, until)
-    with _reading(paths, jobs) as (places, run):
+    with read.journals(paths) as (places, window, run):
         result = report.study(
             places,
             options,
             block_tokens=block_size,
-            window=chosen,
+            window=window,
             run=run,
             by=by,
             share=sample if sample < 1 else None,
         )
-    if output is not None and str(output) != "-":
-        report.save(result, output)
-        typer.echo(f"Wrote {output}; open it in a browser.", err=True)
     if output is not None and str(output) == "-":
         typer.echo(report.html(result))
-    else:
-        _print("json" if json else format, result, report.render, report.as_csv)
+        return None
+    if output is not None:
+        report.save(result, output)
+        typer.echo(f"Wrote {output}; open it in a browser.", err=True)
+    return Report(result, report.render, report.as_csv)
 
 
 @command(opt.AUDIT, "prefixes /var/lib/kvledger", "prefixes /var/lib/kvledger --top 50 --format csv")
 def prefixes(
-    paths: opt.BlockJournalPaths,
-    top: opt.Top = 20,
-    format: opt.TableFormat = "table",
-    json: opt.JsonAlias = False,
-    jobs: opt.Jobs = 0,
-) -> None:
+    paths: list[Path] = opt.BLOCK_PATHS,
+    top: int = option("--top N", "How many prefixes to list.", 20, min=1),
+    format: str = opt.TABLE,
+    read: Reading = JOBS,
+) -> Report:
     """List the shared prefixes for which the cache saved and lost most.
 
     Prefixes are opaque: their labels come from keyed block hashes.
     """
     from .exporters.reports import prefixes as report
 
-    with _reading(paths, jobs) as (places, run):
-        result = report.prefixes(places, most=top, run=run)
-    _print("json" if json else format, result, report.render, report.as_csv)
+    with read.journals(paths) as (places, _, run):
+        return Report(report.prefixes(places, most=top, run=run), report.render, report.as_csv)
 
 
 @command(opt.AUDIT, "blocks /var/lib/kvledger")
-def blocks(
-    paths: opt.BlockJournalPaths,
-    format: opt.TableFormat = "table",
-    json: opt.JsonAlias = False,
-    jobs: opt.Jobs = 0,
-) -> None:
+def blocks(paths: list[Path] = opt.BLOCK_PATHS, format: str = opt.TABLE, read: Reading = JOBS) -> Report:
     """Sum up how blocks were used: states, evictions, lifetimes, reuse."""
     from .exporters.reports import block_use as report
 
-    with _reading(paths, jobs) as (places, run):
-        result = report.block_use(places, run=run)
-    _print("json" if json else format, result, report.render, report.as_csv)
+    with read.journals(paths) as (places, _, run):
+        return Report(report.block_use(places, run=run), report.render, report.as_csv)
 
 
 @command(
@@ -465,13 +368,21 @@ def blocks(
     "routing /var/lib/kvledger --index dynamo --format json",
 )
 def routing(
-    paths: opt.BlockJournalPaths,
-    index: opt.RouterIndex = "own",
-    predictions: opt.PredictionsFile = None,
-    verbose: opt.Verbose = False,
-    format: opt.TextFormat = "text",
-    json: opt.JsonAlias = False,
-) -> None:
+    paths: list[Path] = opt.BLOCK_PATHS,
+    index: str = choice(
+        "--index own|tokens|dynamo",
+        "The index that KV events are replayed through: our own, one that knows tokens and no salts or "
+        "adapters, or Dynamo's RadixTree (the routing extra).",
+    ),
+    predictions: Path | None = option(
+        "--predictions FILE",
+        "What a router itself predicted, in place of an index: lines of JSON as "
+        '{"request": ID, "predicted": {PORT: TOKENS}}, PORT being that of the engine\'s KV events.',
+    ),
+    verbose: bool = opt.VERBOSE,
+    format: str = opt.TEXT,
+    read: Reading = NONE,
+) -> Report:
     """Compare the hits that a router's index promises with what engines had, request by request.
 
     The KV events that record-events wrote beside the journals are replayed through an index, in the order in
@@ -480,21 +391,18 @@ def routing(
     from .audit.replay.find import journals_at
     from .exporters.reports import routing as report
 
-    with _reading(paths, jobs=1, local=True) as (places, _):
+    with read.journals(paths, local=True) as (places, _, _):
         result = report.measured(journals_at(places), index, predictions)
-    if json or format == "json":
-        _print("json", report.data(result), None, None)
-    else:
-        _print(format, result, lambda routed: report.render(routed, verbose=verbose), report.as_csv)
+    return Report(result, partial(report.render, verbose=verbose), report.as_csv, report.data)
 
 
 @command(opt.AUDIT, "ls /var/lib/kvledger", "ls /var/lib/kvledger --audit")
 def ls(
-    paths: opt.JournalPaths,
-    audit: opt.AuditToo = False,
-    format: opt.TableFormat = "table",
-    jobs: opt.Jobs = 0,
-) -> None:
+    paths: list[Path] = opt.PATHS,
+    audit: bool = option("--audit", "Replay the journals and print their verdicts."),
+    format: str = opt.TABLE,
+    read: Reading = JOBS,
+) -> Report:
     """List journals: engines, releases, time ranges, requests, bytes.
 
     Recordings of KV events have the level "events". Reads the beginning and the end of each journal only;
@@ -502,17 +410,12 @@ def ls(
     """
     from .exporters.reports import listing as report
 
-    with _reading(paths, jobs) as (places, run):
-        rows = report.journals(places, audit=audit, run=run)
-    _print(format, rows, report.render, report.as_csv)
+    with read.journals(paths) as (places, _, run):
+        return Report(report.journals(places, audit=audit, run=run), report.render, report.as_csv)
 
 
 @command(opt.AUDIT, "compact /var/lib/kvledger")
-def compact(
-    paths: opt.JournalPaths,
-    format: opt.TableFormat = "table",
-    jobs: opt.Jobs = 0,
-) -> None:
+def compact(paths: list[Path] = opt.PATHS, format: str = opt.TABLE, read: Reading = JOBS) -> Report:
     """Read journals once, and keep their requests as rows of Parquet.
 
     The rows are in .kvledger-facts beside the journals, by engine and hour; summary, why, report and query
@@ -522,9 +425,8 @@ def compact(
     """
     from .exporters.reports import compact as report
 
-    with _reading(paths, jobs, local=True) as (places, run):
-        result = report.compact_all(places, run=run)
-    _print(format, result, report.render, report.as_csv)
+    with read.journals(paths, local=True) as (places, _, run):
+        return Report(report.compact_all(places, run=run), report.render, report.as_csv)
 
 
 @command(
@@ -533,12 +435,14 @@ def compact(
     "prune /var/lib/kvledger --most 50GiB --yes",
 )
 def prune(
-    folder: opt.JournalFolder,
-    older_than: opt.OlderThan = "",
-    most: opt.MostBytes = "",
-    yes: opt.Yes = False,
-    format: opt.TableFormat = "table",
-) -> None:
+    folder: Path = opt.JOURNAL_FOLDER,
+    older_than: str = option(
+        "--older-than AGE", "Journals that ended longer ago: 30d, or before an ISO time."
+    ),
+    most: str = option("--most SIZE", "The oldest journals, until the rest takes SIZE at most: 50GiB."),
+    yes: bool = option("--yes", "Remove them."),
+    format: str = opt.TABLE,
+) -> Report:
     """Remove old journals of ended engines; without --yes, list them only.
 
     Journals of live engines stay. Workers' journals go with those of their engine. Recordings of KV
@@ -554,58 +458,54 @@ def prune(
         most_bytes=size(most) if most else None,
         remove=yes,
     )
-    _print(format, result, report.render_pruned, report.pruned_csv)
+    return Report(result, report.render_pruned, report.pruned_csv)
 
 
 @command(opt.AUDIT, "diff journals/before journals/after")
 def diff(
-    before: opt.Before,
-    after: opt.After,
-    by: opt.GroupBy = "",
-    verbose: opt.VerboseDiff = False,
-    format: opt.TableFormat = "table",
-    json: opt.JsonAlias = False,
-    since: opt.Since = "",
-    until: opt.Until = "",
-    jobs: opt.Jobs = 0,
-    dask: opt.Dask = "",
-) -> None:
+    before: Path = argument("BEFORE", "A journal, or a folder of journals."),
+    after: Path = argument("AFTER", "The one to compare."),
+    by: str = opt.BY,
+    verbose: bool = option("--verbose -v", "Print figures that did not change too."),
+    format: str = opt.TABLE,
+    read: Reading = ALL,
+) -> Report:
     """Compare two traces: figures, findings and their meaning.
 
     Where the two vLLM releases mean different things by a figure, both meanings are printed.
     """
-    from .audit.replay.windows import window
     from .exporters.inputs import journals
     from .exporters.reports import diff as report
 
-    chosen = window(since, until)
-    with _reading([before, after], jobs, dask) as (_, run):
-        result = report.compare(journals([before]), journals([after]), window=chosen, run=run, by=by)
-    text = "json" if json else format
-    _print(text, result, lambda result: report.render(result, verbose=verbose), report.as_csv)
+    with read.journals([before, after]) as (_, window, run):
+        result = report.compare(journals([before]), journals([after]), window=window, run=run, by=by)
+    return Report(result, partial(report.render, verbose=verbose), report.as_csv)
 
 
 @command(opt.AUDIT, "explain", "explain tokens/negative", "explain admission")
 def explain(
-    name: opt.ExplainedName = "",
+    name: str = argument(
+        "[NAME]",
+        "An invariant such as tokens/balance, a term such as life, or a fault. Without it: a list.",
+        default="",
+    ),
 ) -> None:
     """Explain an invariant, a term or a known fault that kvledger prints."""
     from .exporters.reports import explain as report
+    from .exporters.reports import terminal
 
     if name:
         typer.echo(report.explanation(name))
     else:
-        from .exporters.reports import terminal
-
         terminal.show(report.listing())
 
 
 @command(opt.AUDIT, "faults", "faults --vllm 0.18.1", "faults --lmcache 0.3.9 --format csv")
 def faults(
-    vllm: Annotated[str, typer.Option(metavar="RELEASE", help="A release of vLLM.")] = "",
-    lmcache: Annotated[str, typer.Option(metavar="RELEASE", help="A release of LMCache.")] = "",
-    format: opt.TextFormat = "text",
-) -> None:
+    vllm: str = option("--vllm RELEASE", "A release of vLLM."),
+    lmcache: str = option("--lmcache RELEASE", "A release of LMCache."),
+    format: str = opt.TEXT,
+) -> Report:
     """List the known faults of a vLLM or LMCache release.
 
     Each with its conditions, the releases that have it and the finding that shows it. Without options: of
@@ -615,10 +515,7 @@ def faults(
     from .exporters.reports import faults as report
 
     known = report.faults(vllm, lmcache, {} if vllm or lmcache else installed())
-    if format == "json":
-        _print("json", report.as_data(known), None, None)
-    else:
-        _print(format, known, report.render, report.as_csv)
+    return Report(known, report.render, report.as_csv, report.as_data)
 
 
 # --- write files ----------------------------------------------------------------------------------------
@@ -626,33 +523,25 @@ def faults(
 
 @command(opt.FILES, "report /var/lib/kvledger -o page.html", exit_codes=f"{opt.AUDIT_CODES}.")
 def report(
-    paths: opt.JournalPaths,
-    output: opt.OutputFile,
-    by: opt.GroupBy = "",
-    gpu_hour: opt.GpuHour = 0.0,
-    svg: opt.SvgFolder = None,
-    png: opt.PngFolder = None,
-    since: opt.Since = "",
-    until: opt.Until = "",
-    jobs: opt.Jobs = 0,
-    dask: opt.Dask = "",
-) -> None:
+    paths: list[Path] = opt.PATHS,
+    output: Path = opt.OUTPUT,
+    by: str = opt.BY,
+    gpu_hour: float = opt.GPU_HOUR,
+    svg: Path | None = option("--svg DIR", "Write each chart as SVG into DIR too."),
+    png: Path | None = option(
+        "--png DIR",
+        "Write each chart as PNG into DIR too; needs the pictures extra: pip install 'kvledger[pictures]'.",
+    ),
+    read: Reading = ALL,
+) -> int:
     """Write one HTML page: the audit, its findings and plots.
 
     The page loads nothing from the network. The verdict is printed too, on standard error.
     """
-    from .audit.replay.windows import window
     from .exporters.reports import audit_text, html_page, pictures, terminal
 
-    chosen = window(since, until)
-    with _reading(paths, jobs, dask) as (places, run):
-        page = html_page.gather(
-            places,
-            window=chosen,
-            run=run,
-            gpu_hour=gpu_hour or None,
-            by=by,
-        )
+    with read.journals(paths) as (places, window, run):
+        page = html_page.gather(places, window=window, run=run, gpu_hour=gpu_hour or None, by=by)
     for path in pictures.save(page, svg, png):
         typer.echo(f"Wrote {path}.", err=True)
     if str(output) == "-":
@@ -661,7 +550,7 @@ def report(
         html_page.save(page, output)
         terminal.show(audit_text.answer(page.report), stderr=True)
         typer.echo(f"Wrote {output}; open it in a browser.", err=True)
-    raise typer.Exit(CODES[page.report.verdict])
+    return CODES[page.report.verdict]
 
 
 @command(
@@ -671,14 +560,18 @@ def report(
     "export /var/lib/kvledger --format openmetrics -o history.om",
 )
 def export(
-    paths: opt.JournalPaths,
-    output: opt.OutputFolder,
-    table: opt.TableNames = None,
-    since: opt.Since = "",
-    until: opt.Until = "",
-    format: opt.ExportFormat = "parquet",
-    interval: opt.ScrapeInterval = "15s",
-    label: opt.AddedLabels = None,
+    paths: list[Path] = opt.PATHS,
+    output: Path = option("--output -o DIR", "The folder to write.", ...),
+    table: list[str] | None = option(
+        "--table NAME", "Write only this table. Repeatable. The table of entries takes most time and space."
+    ),
+    format: str = option("--format FORMAT", "parquet or openmetrics.", "parquet"),
+    interval: str = opt.INTERVAL,
+    label: list[str] | None = option(
+        "--label NAME=VALUE",
+        "A label of every sample. Repeatable; job and instance have the value kvledger without it.",
+    ),
+    read: Reading = WINDOW,
 ) -> None:
     """Write the tables of a trace as Parquet, or its metrics as OpenMetrics.
 
@@ -688,13 +581,13 @@ def export(
     show the past.
     """
     from .audit.errors import LedgerError
-    from .audit.replay.windows import duration, window
+    from .audit.replay.windows import duration
 
     if format == "openmetrics":
         from .exporters.metrics import backfill
 
         added = backfill.labels_of(label or ())
-        with _reading(paths, local=True) as (places, _):
+        with read.journals(paths, local=True) as (places, _, _):
             ticks, samples = backfill.export(places, output, duration(interval), added)
         typer.echo(f"{output}: {samples:,} samples at {ticks:,} times", err=True)
         return
@@ -703,34 +596,26 @@ def export(
     from .exporters.trace import tables
     from .exporters.trace.parquet import export as write_tables
 
-    chosen = window(since, until)
-    with _reading(paths, local=True) as (places, _):
-        counts = write_tables(places, output, table or tuple(tables.TABLES), chosen)
+    with read.journals(paths, local=True) as (places, window, _):
+        counts = write_tables(places, output, table or tuple(tables.TABLES), window)
     for name, count in counts.items():
         typer.echo(f"{output / name}.parquet: {count:,} rows", err=True)
 
 
 @command(opt.FILES, "timeline /var/lib/kvledger --since 5m -o timeline.json")
-def timeline(
-    paths: opt.JournalPaths,
-    output: opt.OutputFile,
-    since: opt.Since = "",
-    until: opt.Until = "",
-) -> None:
+def timeline(paths: list[Path] = opt.PATHS, output: Path = opt.OUTPUT, read: Reading = WINDOW) -> None:
     """Write a timeline for Perfetto or chrome://tracing.
 
     It has one track per request, one slice per life, arrows from preemption to resumption, and counters of
     requests and free blocks. Open the file at https://ui.perfetto.dev.
     """
-    from .audit.replay.windows import window
     from .exporters.trace.timeline import save, write_timeline
 
-    chosen = window(since, until)
-    with _reading(paths, local=True) as (places, _):
+    with read.journals(paths, local=True) as (places, window, _):
         if str(output) == "-":
-            write_timeline(places, sys.stdout, chosen)
+            write_timeline(places, sys.stdout, window)
             return
-        count = save(places, output, chosen)
+        count = save(places, output, window)
     typer.echo(f"{output}: {count:,} trace events. Open it at https://ui.perfetto.dev.", err=True)
 
 
@@ -742,16 +627,20 @@ def timeline(
     "3 a reproduction can't show this finding.",
 )
 def repro(
-    path: opt.JournalPath,
-    finding: opt.FindingId = "",
-    request: opt.FindingRequest = "",
-    output: opt.TestFile = Path("test_repro.py"),
-    issue: opt.IssueFile = None,
-    budget: opt.Budget = "120s",
-    python: opt.Interpreter = "",
-    any_release: opt.AnyRelease = False,
-    json: opt.Json = False,
-) -> None:
+    path: Path = opt.PATH,
+    finding: str = option("--finding ID", "The finding, such as tokens/negative."),
+    request: str = option("--request REQUEST", "The request of the finding."),
+    output: Path = option("--output -o FILE", "The test to write; - prints it.", Path("test_repro.py")),
+    issue: Path | None = option("--issue FILE", "Also write a bug report with the test, as Markdown."),
+    budget: str = option("--budget TIME", "The most time to spend: 90s, 5m.", "120s"),
+    python: str = option(
+        "--python INTERPRETER", "The Python whose vLLM is driven. Default: the one that runs kvledger."
+    ),
+    any_release: bool = option(
+        "--any-release", "Drive the installed vLLM, although the journal is of another release."
+    ),
+    format: str = opt.TEXT_OR_JSON,
+) -> int:
     """Turn a finding into a small pytest file that fails without kvledger.
 
     Cuts the journal down, drives the scheduler of the installed vLLM, which must have the journal's release,
@@ -761,7 +650,7 @@ def repro(
     from .exporters.reports import repro as report
 
     _silence_vllm()
-    code = report.run(
+    return report.run(
         path,
         finding=finding,
         request=request,
@@ -770,9 +659,8 @@ def repro(
         budget=budget,
         any_release=any_release,
         python=python,
-        as_json=json,
+        as_json=format == "json",
     )
-    raise typer.Exit(code)
 
 
 # --- live engines ---------------------------------------------------------------------------------------
@@ -785,11 +673,12 @@ def repro(
     exit_codes="Exit codes: 0 an engine started here would be observed; 1 it would not.",
 )
 def doctor(
-    verbose: opt.VerboseDoctor = False,
-    with_import: opt.WithImport = False,
-    format: opt.TextFormat = "text",
-    json: opt.Json = False,
-) -> None:
+    verbose: bool = option("--verbose -v", "Print what figures mean, what is not checked, and connectors."),
+    with_import: bool = option(
+        "--import", "Import vLLM too, which takes longer: does the installation work?"
+    ),
+    format: str = opt.TEXT,
+) -> Report:
     """Check whether kvledger can observe the vLLM installed here.
 
     Reads vLLM's source files, which takes a second. As csv: one line per fact, by topic.
@@ -800,19 +689,16 @@ def doctor(
 
     _silence_vllm()
     diagnosis = diagnose(with_import=with_import, importing=lambda: terminal.spinner("importing vLLM"))
-    if json or format == "json":
-        _print("json", report.as_data(diagnosis), None, None)
-    else:
-        _print(format, diagnosis, lambda each: report.render(each, verbose=verbose), report.as_csv)
-    raise typer.Exit(0 if diagnosis.observed else 1)
+    render, code = partial(report.render, verbose=verbose), 0 if diagnosis.observed else 1
+    return Report(diagnosis, render, report.as_csv, report.as_data, code)
 
 
 @command(opt.LIVE, "tail /var/lib/kvledger")
 def tail(
-    path: opt.JournalPath,
-    by: opt.GroupBy = "",
-    wait: opt.Wait = False,
-    format: opt.TextFormat = "text",
+    path: Path = opt.PATH,
+    by: str = opt.BY,
+    wait: bool = option("--wait", "Keep waiting for new engines after all engines have ended."),
+    format: str = opt.TEXT,
 ) -> None:
     """Follow journals live: totals, rates and the newest findings.
 
@@ -829,10 +715,17 @@ def tail(
     "record-events /var/lib/kvledger --endpoint tcp://localhost:5557 --replay tcp://localhost:5558",
 )
 def record_events(
-    folder: opt.JournalFolder,
-    endpoint: opt.EventsEndpoint = "tcp://localhost:5557",
-    replay: opt.EventsReplay = "",
-    topic: opt.EventsTopic = "",
+    folder: Path = opt.JOURNAL_FOLDER,
+    endpoint: str = option(
+        "--endpoint ADDRESS",
+        "The publisher's address: endpoint of --kv-events-config, with the engine's host.",
+        "tcp://localhost:5557",
+    ),
+    replay: str = option(
+        "--replay ADDRESS",
+        "Where the publisher repeats missed batches: replay_endpoint of --kv-events-config.",
+    ),
+    topic: str = option("--topic TEXT", "Only batches of this topic."),
 ) -> None:
     """Record an engine's KV events beside its journal, until it is interrupted.
 
@@ -858,16 +751,30 @@ def record_events(
     "serve /var/lib/kvledger --check-config",
 )
 def serve(
-    path: opt.ServedPath,
-    address: opt.ListenAddress = "127.0.0.1:9464",
-    config: opt.WebConfig = None,
-    telemetry_path: opt.TelemetryPath = "/metrics",
-    state: opt.StateFolder = None,
-    compact: opt.CompactEvery = "",
-    engine_url: opt.EngineUrls = None,
-    log_level: opt.LogLevel = "info",
-    log_format: opt.LogFormat = "text",
-    check_config: opt.CheckConfig = False,
+    path: Path = argument(
+        "PATH", "A journal, a folder of journals, or a folder with one for each host.", envvar="KVLEDGER_DIR"
+    ),
+    address: str = setting("--web.listen-address HOST:PORT", "Where to listen.", "127.0.0.1:9464"),
+    config: Path | None = setting(
+        "--web.config.file FILE",
+        "TLS and users, in the format of Prometheus's exporter-toolkit. "
+        "Needs the web extra: pip install 'kvledger[web]'.",
+    ),
+    telemetry_path: str = setting("--web.telemetry-path PATH", "The path of the metrics.", "/metrics"),
+    state: Path | None = setting(
+        "--state DIR", "The folder of the checkpoint. Default: .kvledger under PATH."
+    ),
+    compact: str = setting(
+        "--compact AGE", "Run kvledger compact on the journals at this interval, such as 1h."
+    ),
+    engine_url: list[str] | None = setting(
+        "--engine-url URL", "An engine's own /metrics, to compare with the ledger. Repeatable."
+    ),
+    log_level: str = setting(
+        "--log.level debug|info|warn|error", "The least severe lines to log.", "info", kind=choice
+    ),
+    log_format: str = setting("--log.format text|logfmt|json", "The form of log lines.", kind=choice),
+    check_config: bool = option("--check-config", "Check options and files, then exit: 0 valid, 2 not."),
 ) -> None:
     """Follow journals and serve /metrics for Prometheus.
 
@@ -877,36 +784,27 @@ def serve(
     from .exporters.sidecar import serve as sidecar
     from .exporters.sidecar.log import Log
 
-    log, urls = Log(log_level, log_format), engine_url or ()
+    log = Log(log_level, log_format)
+    settings: dict[str, Any] = {
+        "folder": state,
+        "config": config,
+        "engine_urls": engine_url or (),
+        "telemetry_path": telemetry_path,
+        "compact": compact,
+    }
     if check_config:
-        sidecar.check_config(
-            path,
-            address,
-            folder=state,
-            config=config,
-            engine_urls=urls,
-            telemetry_path=telemetry_path,
-            compact=compact,
-        )
+        sidecar.check_config(path, address, **settings)
         typer.echo("The configuration is valid.")
-        return
-    sidecar.serve(
-        path,
-        address,
-        log,
-        folder=state,
-        config=config,
-        engine_urls=urls,
-        inform=log.info,
-        telemetry_path=telemetry_path,
-        compact=compact,
-    )
+    else:
+        sidecar.serve(path, address, log, inform=log.info, **settings)
 
 
 @command(opt.LIVE, "deploy compose -o kvledger-compose", "deploy systemd > kvledger.service")
 def deploy(
-    form: opt.DeployForm,
-    output: opt.DeployFolder = None,
+    form: str = argument("FORM", "compose, kubernetes, helm, systemd or containerfile."),
+    output: Path | None = option(
+        "--output -o DIR", "The folder to write; files in it are not replaced. Without it: print."
+    ),
 ) -> None:
     """Print or write the files that run kvledger beside a server.
 
@@ -932,10 +830,11 @@ dashboards = typer.Typer(
     epilog=opt.examples("dashboards export boards --form sharing", "dashboards rules rules"),
 )
 app.add_typer(dashboards, rich_help_panel=opt.LIVE)
+board_command = partial(command, "Commands", of=dashboards)
 
 
-@dashboards.command("export", cls=opt.Command, epilog=opt.examples("dashboards export boards --form sharing"))
-def export_dashboards(folder: opt.Folder, form: opt.Form = "provisioning") -> None:
+@board_command("dashboards export boards --form sharing", name="export")
+def export_dashboards(folder: Path = opt.FOLDER, form: str = opt.FORM) -> None:
     """Write the boards as Grafana JSON."""
     from .dashboards import boards
 
@@ -943,53 +842,49 @@ def export_dashboards(folder: opt.Folder, form: opt.Form = "provisioning") -> No
         typer.echo(path)
 
 
-@dashboards.command("rules", cls=opt.Command, epilog=opt.examples("dashboards rules rules"))
-def export_rules(folder: opt.Folder) -> None:
+@board_command("dashboards rules rules", name="rules")
+def export_rules(folder: Path = opt.FOLDER) -> None:
     """Write the recording and alert rules for Prometheus."""
     from .dashboards import rules
 
     typer.echo(rules.write(folder))
 
 
-@dashboards.command(
-    "check",
-    cls=opt.Command,
-    epilog=opt.examples(
-        "dashboards check boards",
-        "dashboards check --prometheus http://localhost:9090",
-        exit_codes="Exit codes: 0 all checks pass; 1 a check fails; 2 bad usage or input.",
-    ),
+@board_command(
+    "dashboards check boards",
+    "dashboards check --prometheus http://localhost:9090",
+    exit_codes="Exit codes: 0 all checks pass; 1 a check fails; 2 bad usage or input.",
+    name="check",
 )
 def check_dashboards(
-    folder: opt.ExportedFolder = None,
-    form: opt.Form = "provisioning",
-    prometheus: opt.PrometheusUrl = "",
-) -> None:
+    folder: Path | None = argument("[DIR]", "Exported files, to compare with those of this version.", None),
+    form: str = opt.FORM,
+    prometheus: str = option("--prometheus URL", "Run every query there."),
+) -> int:
     """Check that panels and rules name only served metrics, and which return data."""
     from .dashboards import boards, check
 
     result = check.check(folder, boards.form(form), prometheus)
     for line in result.lines:
         typer.echo(line)
-    raise typer.Exit(0 if result.passed else 1)
+    return 0 if result.passed else 1
 
 
-@dashboards.command(
-    "preview",
-    cls=opt.Command,
-    epilog=opt.examples(
-        "dashboards preview --prometheus http://localhost:9090 -o boards.html",
-        "dashboards preview tokens --prometheus http://localhost:9090 -o tokens.png --since 6h",
-    ),
+@board_command(
+    "dashboards preview --prometheus http://localhost:9090 -o boards.html",
+    "dashboards preview tokens --prometheus http://localhost:9090 -o tokens.png --since 6h",
+    name="preview",
 )
 def preview_dashboards(
-    board: opt.BoardName = None,
-    prometheus: opt.DataUrl = "http://localhost:9090",
-    output: opt.PreviewFile = Path("boards.html"),
-    since: opt.Since = "1h",
-    until: opt.Until = "",
-    interval: opt.ScrapeInterval = "15s",
-    width: opt.PictureWidth = 1440,
+    board: str | None = argument("BOARD", "trust, tokens or compare. Without it: all.", None),
+    prometheus: str = option("--prometheus URL", "The Prometheus with the data.", "http://localhost:9090"),
+    output: Path = option(
+        "--output -o FILE", "A page, or with the suffix .png a picture.", Path("boards.html")
+    ),
+    since: str = option("--since TIME", "The first time to draw: an ISO time, or an age.", "1h"),
+    until: str = option("--until TIME", "The last time to draw. Default: now."),
+    interval: str = opt.INTERVAL,
+    width: int = option("--width PIXELS", "Width of a picture.", 1440, min=400, max=4000),
 ) -> None:
     """Draw the boards with the data of a Prometheus, without Grafana.
 
@@ -1013,11 +908,19 @@ def preview_dashboards(
 
 @command(opt.TRY, "demo", "demo --inject negative-local-hit --keep /tmp/tour", exit_codes=opt.EXIT_CODES)
 def demo(
-    inject: opt.Injection = None,
-    verbose: opt.Verbose = False,
-    json: opt.Json = False,
-    keep: opt.KeptFolder = None,
-) -> None:
+    inject: str | None = option(
+        "--inject NAME|list",
+        "Put a defect of a released version back into the engine; list names the defects. The exit code is "
+        "then 0 if the audit finds the defect, and 1 if it does not.",
+    ),
+    verbose: bool = opt.VERBOSE,
+    format: str = opt.TEXT_OR_JSON,
+    keep: Path | None = option(
+        "--keep DIR",
+        "An empty or new folder for journal, log and result. Default: a temporary folder, which is not "
+        "removed.",
+    ),
+) -> int:
     """Run a real vLLM engine on this CPU and audit it.
 
     The engine serves a tiny generated model, with shared prefixes, too few blocks and a connector that
@@ -1027,8 +930,8 @@ def demo(
 
     if inject == "list":
         report.show_injections()
-        return
-    raise typer.Exit(report.run(inject, keep, as_json=json, verbose=verbose))
+        return 0
+    return report.run(inject, keep, as_json=format == "json", verbose=verbose)
 
 
 @command(
@@ -1038,26 +941,30 @@ def demo(
     exit_codes="Exit codes: 0 clean; 1 violated, or a situation broke; 2 bad input; 3 unknown.",
 )
 def conformance(
-    connector: opt.ConnectorName,
-    module: opt.ConnectorModule = None,
-    options: opt.ConnectorOptions = None,
-    disaggregated: opt.Disaggregated = False,
-    verbose: opt.VerboseCard = False,
-    format: opt.CardFormat = "text",
-) -> None:
+    connector: str = argument("CONNECTOR", "The name, as in kv_connector."),
+    module: Path | None = option("--module PATH", "The Python file of a connector that is not vLLM's."),
+    options: str | None = option(
+        "--options JSON",
+        "Its kv_connector_extra_config. {folder} in it becomes an empty folder per situation.",
+    ),
+    disaggregated: bool = option(
+        "--disaggregated",
+        "The connector reads from another engine, not from a store: one prefills what it loads. "
+        "Implied for NixlConnector.",
+    ),
+    verbose: bool = option("--verbose -v", "List clean situations too, and print vLLM's log."),
+    format: str = choice("--format text|json|markdown", "The output format."),
+) -> int:
     """Drive a KV connector through a fixed scenario and score it.
 
     The real scheduler and the connector's own scheduler side and worker side run on the CPU. The model is
     generated, so that loaded KV can be compared with the KV that it should be. Needs the vllm extra.
     """
-    if format not in ("text", "json", "markdown"):
-        raise typer.BadParameter(f"{format!r} is none of text, json and markdown.")
     from .exporters.reports import conformance as report
 
     if not verbose:
         _silence_vllm()
-    verdict = report.run(connector, module, options, format, disaggregated or None, verbose=verbose)
-    raise typer.Exit(CODES[verdict])
+    return CODES[report.run(connector, module, options, format, disaggregated or None, verbose=verbose)]
 
 
 @command(
@@ -1067,12 +974,18 @@ def conformance(
     exit_codes="Exit codes: 0 a release fails; 1 none fails; 2 bad usage or input.",
 )
 def bisect(
-    file: opt.ReproFile,
-    releases: opt.Releases = "",
-    python: opt.Interpreters = None,
-    jobs: opt.BisectJobs = 0,
-    json: opt.Json = False,
-) -> None:
+    file: Path = argument("FILE", "A test that kvledger repro wrote."),
+    releases: str = option(
+        "--releases FIRST..LAST",
+        "Only these, of the environments of a checkout; or names with commas between.",
+    ),
+    python: list[str] | None = option(
+        "--python [RELEASE=]INTERPRETER",
+        "A Python that has a vLLM, instead of the environments of a checkout. Repeatable.",
+    ),
+    jobs: int = option("--jobs -j N", "Releases at a time. Default: one per core."),
+    format: str = opt.TEXT_OR_JSON,
+) -> Report:
     """Run a test of repro on several vLLM releases: first bad, last bad, first good.
 
     A checkout of kvledger has environments for the releases (scripts/releases.py builds them). Elsewhere,
@@ -1081,8 +994,7 @@ def bisect(
     from .exporters.reports import bisect as report
 
     result = report.run(file, releases, python or (), jobs)
-    _print("json" if json else "text", report.as_data(result) if json else result, report.render, None)
-    raise typer.Exit(0 if result.first_bad else 1)
+    return Report(result, report.render, None, report.as_data, 0 if result.first_bad else 1)
 
 
 # --- other ----------------------------------------------------------------------------------------------
@@ -1090,13 +1002,11 @@ def bisect(
 
 @command(opt.OTHER, "completion bash >> ~/.bashrc")
 def completion(
-    shell: opt.Shell,
+    shell: str = argument(SHELLS, "Your shell.", callback=opt.one_of(SHELLS.split("|"))),
 ) -> None:
     """Print the completion script for your shell."""
     from typer.completion import get_completion_script  # type: ignore[attr-defined]
 
-    if shell not in SHELLS:
-        raise typer.BadParameter(f"{shell!r} is none of {', '.join(SHELLS)}.")
     typer.echo(get_completion_script(prog_name="kvledger", complete_var=COMPLETE, shell=shell))
 
 
@@ -1106,109 +1016,10 @@ def version() -> None:
     typer.echo(__version__)
 
 
-# --- what commands share --------------------------------------------------------------------------------
-
-
-def _reading(paths: list[Path], jobs: int = 0, dask: str = "", *, local: bool = False) -> Any:
-    """The journals to read and how to read them, with a progress bar on a terminal."""
-    from .exporters.inputs import reading
-
-    return reading(paths, jobs, dask, local=local)
-
-
-def _print(format: str, result: Any, render: Any, as_csv: Any) -> None:
-    """Print a result as text, JSON or CSV."""
-    if format == "csv":
-        typer.echo(as_csv(result))
-    elif format == "json":
-        from .exporters.reports.audit import as_json
-
-        typer.echo(as_json(result))
-    else:
-        from .exporters.reports import terminal
-
-        terminal.show(render(result))
-
-
 def _silence_vllm() -> None:
     """Keep vLLM's start-up log out of the answer, unless the user chose a log level."""
     level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     logging.getLogger("vllm").setLevel(level)  # vLLM leaves it alone where VLLM_CONFIGURE_LOGGING is 0
-
-
-# --- how it ends ----------------------------------------------------------------------------------------
-
-
-def main() -> NoReturn:
-    """Run the command line; an error becomes one sentence on standard error and an exit code."""
-    debug = "--debug" in sys.argv[1:]
-    if sys.stdout is None:  # the caller closed it and wants the exit code only
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # an id may have letters that the locale lacks
-    try:
-        words = [word for word in sys.argv[1:] if word != "--debug"]
-        if COMPLETE in os.environ:
-            from typer.completion import completion_init  # type: ignore[attr-defined]
-
-            completion_init()
-        code = app(words, prog_name="kvledger", standalone_mode=False) or 0
-        sys.stdout.flush()
-    except BrokenPipeError:
-        code = _reader_gone()
-    except SystemExit as leaving:  # typer and rich turn a broken pipe into this
-        gone = isinstance(leaving.__context__, BrokenPipeError)
-        code = _reader_gone() if gone else leaving.code
-    except KeyboardInterrupt:
-        code = INTERRUPTED
-    except Exception as error:
-        if debug:
-            traceback.print_exc()
-        code = _print_error(error)
-    sys.exit(code)
-
-
-def _reader_gone() -> int:
-    """The reader of our output closed the pipe: write nothing more, not even at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return READER_GONE
-
-
-def _print_error(error: Exception) -> int:
-    """Print one sentence on standard error and return the exit code."""
-    from .audit.errors import LedgerError
-    from .audit.text import printable
-
-    usage = getattr(error, "format_message", None)  # click's errors, whichever click typer uses
-    if type(error).__name__ == "NoArgsIsHelpError":
-        print(usage() if usage else error)
-        return BAD_INPUT
-    if isinstance(error, LedgerError):
-        sentence, code = str(error), error.exit_code
-    elif usage is not None:
-        sentence, code = usage(), BAD_INPUT
-        if sentence.startswith("Missing argument"):
-            words = error.ctx.get_usage().removeprefix("Usage:")  # type: ignore[attr-defined]
-            words = words.replace("[OPTIONS] ", "").replace("{", "").replace("}", "")
-            sentence = f"{sentence.rstrip('.')}; write {words}"
-    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
-        sentence, code = f"The output can't be written: {error.strerror}", BAD_INPUT
-    elif isinstance(error, ModuleNotFoundError):
-        name = (error.name or "a module").partition(".")[0]
-        extra = next((extra for extra, needs in EXTRAS.items() if name in needs), "")
-        sentence = f"This command needs {name}, which is not installed"
-        sentence += f"; install it with: pip install 'kvledger[{extra}]'" if extra else ""
-        code = BAD_INPUT
-    else:
-        sentence = f"kvledger itself failed ({type(error).__name__}: {error}); --debug shows where"
-        code = OWN_BUG
-    sentence = printable(" ".join(sentence.split()))
-    if not any(
-        word and sentence.startswith(word) for word in ("vLLM", *sys.argv[1:])
-    ):  # a path keeps its case
-        sentence = sentence[:1].upper() + sentence[1:]
-    print(sentence if sentence.endswith((".", "?", "!")) else f"{sentence}.", file=sys.stderr)
-    return code
 
 
 if __name__ == "__main__":

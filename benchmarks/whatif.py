@@ -89,7 +89,7 @@ class Timed(NamedTuple):
 
 def timed(name: str, words: Sequence[str], folder: Path) -> Timed:
     """Run `kvledger whatif` on the journal."""
-    command = [sys.executable, "-m", "kvledger", "whatif", *words, "--json", str(folder)]
+    command = [sys.executable, "-m", "kvledger", "whatif", *words, "--format", "json", str(folder)]
     began = time.monotonic()
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

@@ -51,7 +51,7 @@ class JournalState(msgspec.Struct):
     ended: bool
     stopped: bool
     damage: int
-    engine_audit: msgspec.Raw = msgspec.field(name="book")
+    engine_audit: msgspec.Raw
 
 
 class FoldedJournal(msgspec.Struct, frozen=True):

@@ -103,7 +103,7 @@ def incomparable(engine: EngineStarted) -> str:
     if engine.level == "tokens":
         return "the KV events can't be compared: the engine was recorded at level tokens"
     if "kv_events_port" not in engine.configuration:
-        return "the KV events can't be compared: this engine publishes none, or an older kvledger recorded it"
+        return "the KV events can't be compared: the journal names no port of this engine for them"
     if "hash_key" not in engine.configuration:
         return "the KV events can't be compared: the engine ran without KVLEDGER_EVENTS_KEY"
     return ""

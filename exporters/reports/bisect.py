@@ -60,7 +60,7 @@ def _table(runs: tuple[Run, ...]) -> Table:
 
 
 def as_data(bisection: Bisection) -> dict[str, object]:
-    """For --json: the same, as plain data."""
+    """For JSON: the same, as plain data."""
     return {
         "file": bisection.file,
         "first_bad": bisection.first_bad or None,

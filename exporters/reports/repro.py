@@ -52,7 +52,7 @@ def run(
     """Reproduce one finding, write what was asked for, and return the exit code."""
     seconds = _seconds(budget)
     if as_json and str(output) == "-":
-        raise LedgerError("--json and -o - would both print to standard output; name a file")
+        raise LedgerError("--format json and -o - would both print to standard output; name a file")
     try:
         seen = choose(path, finding or None, request or None)
     except Ambiguous as several:
@@ -207,7 +207,7 @@ def _table(made: Reproduction) -> Table:
 
 
 def as_data(made: Reproduction, tried: Run | None, output: Path, issue: Path | None) -> dict[str, Any]:
-    """For --json: the reproduction, flat, without the workload's tables; the files hold those."""
+    """For JSON: the reproduction, flat, without the workload's tables; the files hold those."""
     data: dict[str, Any] = msgspec.to_builtins(made, enc_hook=str)
     for name in ("workload", "configuration", "statement"):
         data.pop(name, None)

@@ -302,7 +302,7 @@ def test_show_prints_entries_and_findings(run: Any, violated: Path) -> None:
 
 
 def test_show_as_json(run: Any, violated: Path) -> None:
-    data = json.loads(run("show", violated, "request-0", "--json").out)
+    data = json.loads(run("show", violated, "request-0", "--format", "json").out)
 
     assert {"account", "lines", "findings", "engine", "journal"} == data.keys()
     assert "request-0" == data["account"]["request_id"]
@@ -472,11 +472,18 @@ def test_help_of_a_command_starts_with_a_sentence_and_has_an_example(
     assert "list[Path]" not in "".join(lines)
 
 
-def test_the_old_name_of_dask_still_works_and_is_not_listed(run: Any, clean: Path) -> None:
-    for words in (("--dask", "127.0.0.1:1"), ("--scheduler", "127.0.0.1:1"), ("--scheduler=127.0.0.1:1",)):
-        outcome = run("audit", clean, *words)
-        assert (2, "No Dask scheduler answers at 127.0.0.1:1.") == (outcome.code, outcome.sentence)
-    assert "--scheduler" not in run("audit", "--help").out
+@pytest.mark.parametrize("name", ["--json", "--scheduler"])
+def test_an_option_has_one_name(run: Any, clean: Path, name: str) -> None:
+    outcome = run("diff", clean, clean, name)
+
+    assert 2 == outcome.code
+    assert outcome.sentence.startswith(f"No such option: {name}")
+
+
+def test_an_address_without_a_dask_scheduler_is_one_sentence(run: Any, clean: Path) -> None:
+    outcome = run("audit", clean, "--dask", "127.0.0.1:1")
+
+    assert (2, "No Dask scheduler answers at 127.0.0.1:1.") == (outcome.code, outcome.sentence)
 
 
 def test_the_demo_without_vllm_says_what_to_install(
@@ -534,7 +541,10 @@ def test_a_missing_extra_is_named(
 
 def test_diff_has_text_and_json(run: Any, clean: Path, violated: Path) -> None:
     assert "tokens/negative" in run("diff", clean, violated).out
-    assert json.loads(run("diff", clean, violated, "--json").out)["verdicts"] == ["clean", "violated"]
+    assert json.loads(run("diff", clean, violated, "--format", "json").out)["verdicts"] == [
+        "clean",
+        "violated",
+    ]
 
 
 def test_timeline_writes_a_file(run: Any, clean: Path, tmp_path: Path) -> None:
@@ -711,7 +721,7 @@ def test_a_quoted_pattern_is_expanded(run: Any, clean: Path) -> None:
         (("why", "x", "--format", "xml"), "'xml' is none of table, json and csv"),
         (("summary", "x", "--since", "soon"), "'soon' is no time"),
         (("audit", "x", "--jobs", "-2"), "-2 processes can't be"),
-        (("completion", "tcsh"), "'tcsh' is none of bash, zsh, fish"),
+        (("completion", "tcsh"), "'tcsh' is none of bash, zsh and fish"),
     ],
 )
 def test_a_bad_option_value_is_one_sentence(run: Any, words: tuple[str, ...], sentence: str) -> None:

@@ -59,7 +59,7 @@ def test_doctor_exits_with_0_where_an_engine_would_be_observed(run: Any, host: A
 
 
 def test_the_json_has_every_invariant_as_checked_or_with_a_reason(run: Any, host: Any) -> None:
-    code, out = run("--json")
+    code, out = run("--format", "json")
     data = json.loads(out)
 
     assert 0 == code
@@ -94,7 +94,7 @@ def test_a_folder_that_can_not_be_created_is_a_problem(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("KVLEDGER_DIR", str(tmp_path / "file" / "journals"))
-    code, out = run("--json")
+    code, out = run("--format", "json")
 
     assert 1 == code
     assert "no folder" in json.loads(out)["problems"][0]
@@ -116,7 +116,7 @@ def test_an_unknown_release_is_a_problem_that_names_the_difference(
     scheduler = stand_in(V1Observer012)
     del type(scheduler).add_request
     monkeypatch.setattr(engines, "bare_scheduler", lambda: scheduler)
-    code, out = run("--json")
+    code, out = run("--format", "json")
     data = json.loads(out)
 
     assert 1 == code
@@ -126,7 +126,7 @@ def test_an_unknown_release_is_a_problem_that_names_the_difference(
 
 def test_a_release_whose_scheduler_the_plugin_cannot_reach_is_a_problem(run: Any, host: Any) -> None:
     del host.get_scheduler_cls
-    code, out = run("--json")
+    code, out = run("--format", "json")
 
     assert 1 == code
     assert "kvledger.attach" in json.loads(out)["problems"][0]
@@ -137,7 +137,7 @@ def test_a_missing_vllm_is_a_problem(run: Any, host: Any, monkeypatch: pytest.Mo
         raise ModuleNotFoundError("No module named 'vllm'")
 
     monkeypatch.setattr(engines, "host_version", absent)
-    code, out = run("--json")
+    code, out = run("--format", "json")
     data = json.loads(out)
 
     assert 1 == code
@@ -201,7 +201,7 @@ def fault_ids(data: dict[str, Any]) -> dict[str, str]:
 def test_the_settings_of_the_last_engine_rule_faults_out(run: Any, host: Any, tmp_path: Path) -> None:
     settings: dict[str, Setting] = {"asynchronous": False, "connector": None, "drafts": 3, "loras": 0}
     write_engine_journal(tmp_path / "journals" / "engine-1-1-0", "0.12.0.post2", **settings)
-    data = json.loads(run("--json")[1])
+    data = json.loads(run("--format", "json")[1])
 
     assert "engine-1-1-0" == data["faults"]["journal"]
     assert {"rejection-of-a-past-life": "if `reset_prefix_cache` preempts running requests"} == fault_ids(
@@ -211,7 +211,7 @@ def test_the_settings_of_the_last_engine_rule_faults_out(run: Any, host: Any, tm
 
 def test_the_settings_of_another_release_do_not_count(run: Any, host: Any, tmp_path: Path) -> None:
     write_engine_journal(tmp_path / "journals" / "engine-1-1-0", "0.11.0", asynchronous=False)
-    data = json.loads(run("--json")[1])
+    data = json.loads(run("--format", "json")[1])
 
     assert "" == data["faults"]["journal"]
     assert "reset-drops-valid-token" in fault_ids(data)
@@ -260,7 +260,7 @@ def test_the_doctor_says_which_groups_are_checked_and_how_their_caches_lay_in_me
     assert "partly contents places of blocks from strides of KVCacheTensor; 1 kind of KV caches" in line
     assert f"group 0: 11 blocks of 32 tokens and 32,768 bytes, 2 tensors; {layout}" in line
     assert excluded in line
-    found = json.loads(run("--json")[1])["contents"]
+    found = json.loads(run("--format", "json")[1])["contents"]
     assert ["FullAttentionSpec"] == found["checked"]
     assert {"MambaSpec": "states are rewritten in place"} == found["not_checked"]
     assert ("worker-1-1-0", [excluded]) == (found["journal"], found["excluded"])

@@ -23,7 +23,7 @@ from prometheus_client.openmetrics.exposition import generate_latest
 from tests.fuzz.mutations import mutated
 from tests.fuzz.traces import Trace
 
-from kvledger import cli
+from kvledger import cli, cli_run
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.ledger.frozen import AccountStatement
 from kvledger.audit.replay.journals import audit_paths
@@ -38,7 +38,7 @@ CPU_SECONDS = 10.0
 SECONDS = 60.0
 """How long it may take at all: reading must not wait for anything."""
 
-OWN_BUG = cli.OWN_BUG
+OWN_BUG = cli_run.OWN_BUG
 
 COMMANDS = (
     ("audit",),
@@ -167,7 +167,7 @@ def run(words: list[str]) -> tuple[int, str]:
         except SystemExit as leaving:
             code = leaving.code if isinstance(leaving.code, int) else 1
         except Exception as error:
-            code = cli._print_error(error)
+            code = cli_run.print_error(error)
     return code, printed.getvalue()
 
 

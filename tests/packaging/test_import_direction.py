@@ -54,7 +54,8 @@ OUTER = Rule(ours=("audit",))
 RULES = {
     TOP: Rule(libraries=NONE, ours=("audit.entry.attach", "audit.entry.notebook")),
     "__main__": Rule(libraries=NONE, ours=("cli",)),
-    "cli": Rule(ours=("attach", "cli_options", *FOLDERS), libraries=frozenset({"rich", "typer"})),
+    "cli": Rule(ours=("cli_options", "cli_run", *FOLDERS), libraries=frozenset({"typer"})),
+    "cli_run": Rule(ours=("cli_options", *FOLDERS), libraries=frozenset({"typer"})),
     "cli_options": Rule(libraries=frozenset({"typer"})),
     # the ground floor
     "audit": Rule(libraries=NONE, ours=("audit.errors",)),
@@ -255,7 +256,8 @@ def circles(graph: Mapping[str, set[str]]) -> Iterator[list[str]]:
 def package_sources() -> dict[str, tuple[str, bool]]:
     """Every module of the package, by its name below kvledger: its text, and whether it is a package."""
     sources = {
-        name: ((ROOT / f"{name}.py").read_text(), False) for name in (TOP, "__main__", "cli", "cli_options")
+        name: ((ROOT / f"{name}.py").read_text(), False)
+        for name in (TOP, "__main__", "cli", "cli_options", "cli_run")
     }
     for folder in FOLDERS:
         for path in (ROOT / folder).rglob("*.py"):
@@ -287,7 +289,7 @@ def imports_of(folder: str) -> Iterator[tuple[str, Import]]:
 @pytest.mark.parametrize("folder", NOT_FROM)
 def test_folders_outside_the_package_import_in_one_direction(folder: str) -> None:
     """`from audit import events` in a test would create each event class a second time."""
-    forbidden = (*FOLDERS, "cli", "cli_options", *NOT_FROM[folder])
+    forbidden = (*FOLDERS, "cli", "cli_options", "cli_run", *NOT_FROM[folder])
     assert [] == [where for where, imported in imports_of(folder) if within(imported.name, forbidden)]
 
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.packaging
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("audit", "exporters", "dashboards")
-FILES = ("__init__.py", "__main__.py", "cli.py", "cli_options.py", "py.typed")
+FILES = ("__init__.py", "__main__.py", "cli.py", "cli_options.py", "cli_run.py", "py.typed")
 
 Build = Callable[[str], str]
 

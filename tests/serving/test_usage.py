@@ -120,7 +120,16 @@ def test_a_changed_figure_is_unexplained(folder: Path, tmp_path: Path) -> None:
 def test_a_call_is_shown_by_the_id_of_its_response(folder: Path) -> None:
     lines = [json.loads(line) for line in (folder / "usage.jsonl").read_text().splitlines()]
     sampled = next(line for line in lines if line["x_request_id"] == "sampled-3")
-    command = [sys.executable, "-m", "kvledger", "show", folder / "journals", sampled["id"], "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "kvledger",
+        "show",
+        folder / "journals",
+        sampled["id"],
+        "--format",
+        "json",
+    ]
 
     shown = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 

@@ -51,7 +51,7 @@ def product(tmp_path_factory: pytest.TempPathFactory) -> Path:
     package = folder / "kvledger"
     for name in ("audit", "exporters", "dashboards"):
         shutil.copytree(ROOT / name, package / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("__init__.py", "__main__.py", "cli.py", "cli_options.py"):
+    for file in ("__init__.py", "__main__.py", "cli.py", "cli_options.py", "cli_run.py"):
         shutil.copy(ROOT / file, package / file)
     declared = package / "audit" / "figures" / "declared.py"
     text = declared.read_text()

@@ -124,7 +124,7 @@ def test_whatif_begins_with_the_conclusion_and_its_calibration(run: Run, journal
 
 def test_whatif_as_json_has_the_curve_and_the_effects(run: Run, journal: Path) -> None:
     code, out, _ = run(
-        "whatif", journal, "--blocks", "4,6", "--policy", "lru,lfu", "--tiers", "12KiB", "--json"
+        "whatif", journal, "--blocks", "4,6", "--policy", "lru,lfu", "--tiers", "12KiB", "--format", "json"
     )
     [one] = json.loads(out)["engines"]
 
@@ -141,7 +141,7 @@ def test_whatif_as_json_has_the_curve_and_the_effects(run: Run, journal: Path) -
 def test_whatif_prints_the_same_from_a_kept_block_trace(
     run: Run, journal: Path, tmp_path: Path, window: tuple[str, ...]
 ) -> None:
-    words = ("whatif", tmp_path, "--tiers", "12KiB", "--by", "hour", "--json", *window)
+    words = ("whatif", tmp_path, "--tiers", "12KiB", "--by", "hour", "--format", "json", *window)
     before = run(*words)
     code, out, _ = run("compact", tmp_path)
     assert 0 == before[0] == code and "of block traces." in " ".join(out.split())
@@ -157,7 +157,7 @@ def test_whatif_prints_the_share_and_the_error_of_a_sample(run: Run, journal: Pa
     code, out, _ = run("whatif", journal, "--sample", "0.5")
     first = " ".join(out.split())
     assert 0 == code and "Estimated from a sample of 50 % of the blocks, whose recorded hits are " in first
-    code, out, _ = run("whatif", journal, "--sample", "0.5", "--json")
+    code, out, _ = run("whatif", journal, "--sample", "0.5", "--format", "json")
     [one] = json.loads(out)["engines"]
     assert 0.5 == one["calibration"]["sample_share"] and [] == one["block_sizes"]
     assert isinstance(one["calibration"]["sample_points"], float)
@@ -214,7 +214,7 @@ def test_a_replay_that_differs_from_the_engine_says_so(run: Run, tmp_path: Path)
 
 
 def test_prefixes_are_listed_by_what_the_cache_saved_and_lost(run: Run, journal: Path) -> None:
-    code, out, _ = run("prefixes", journal, "--json")
+    code, out, _ = run("prefixes", journal, "--format", "json")
     result = json.loads(out)
 
     assert 0 == code

@@ -1,0 +1,266 @@
+"""How a command is registered, what it returns, and how the process ends.
+
+Not here: the commands, which are in ``cli.py``, and how an option is declared (``cli_options.py``). Nothing
+but typer is imported before a command needs it.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import inspect
+import io
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, TypeVar, get_type_hints
+
+import typer
+
+from . import __version__
+from . import cli_options as opt
+from .cli_options import option
+
+CODES = {"clean": 0, "violated": 1, "unknown": 3}
+BAD_INPUT = 2
+OWN_BUG = 70
+INTERRUPTED = 130
+READER_GONE = 141
+EXTRAS = {
+    "analysis": ("duckdb", "pandas", "plotly", "pyarrow"),
+    "fleet": ("dask", "distributed", "fsspec"),
+    "lmcache": ("lmcache",),
+    "routing": ("dynamo",),
+    "sign": ("cryptography",),
+    "pictures": ("resvg_py",),
+    "vllm": ("torch", "vllm"),
+    "web": ("bcrypt", "yaml"),
+    "whatif": ("libcachesim",),
+}
+COMPLETE = "_KVLEDGER_COMPLETE"
+
+app = typer.Typer(
+    name="kvledger",
+    cls=opt.Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    epilog=opt.examples(
+        "demo                     # run and audit an engine on this CPU",
+        "audit /var/lib/kvledger  # check what live engines wrote there",
+        "explain admission        # what a term or an invariant means",
+        exit_codes=opt.EXIT_CODES,
+    ),
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+# --- what a command takes and returns -------------------------------------------------------------------
+
+
+class Reading(NamedTuple):
+    """Which requests of the journals a command reads, and in which processes.
+
+    A command takes the options that its parameter ``read`` names.
+    """
+
+    since: str = option(
+        "--since TIME", "Only requests that ended at TIME or later: an ISO time, or an age such as 15m."
+    )
+    until: str = option("--until TIME", "Only requests that ended before TIME.")
+    jobs: int = option("--jobs -j N", "Number of processes. Default: one per core.")
+    dask: str = option("--dask ADDRESS", "Read the journals on the workers of the Dask scheduler at ADDRESS.")
+
+    @contextmanager
+    def journals(self, paths: list[Path], *, local: bool = False) -> Iterator[Any]:
+        """The journals, the time window and what runs over them, with a progress bar on a terminal."""
+        from .audit.replay.windows import window
+        from .exporters.inputs import reading
+
+        chosen = window(self.since, self.until)
+        with reading(paths, self.jobs, self.dask, local=local) as (places, run):
+            yield places, chosen, run
+
+
+DEFAULTS = Reading(since="", until="", jobs=1, dask="")
+"""What a command reads with that takes none of these options: everything, in this process."""
+
+# The options that a command takes.
+NONE: Any = ()
+WINDOW: Any = ("since", "until")
+JOBS: Any = ("jobs",)
+NOT_DASK: Any = ("since", "until", "jobs")
+ALL: Any = Reading._fields
+
+
+class Report(NamedTuple):
+    """What a command found, how it reads in each format, and the command's exit code."""
+
+    result: Any
+    render: Callable[[Any], Any]
+    """For a person: what rich prints."""
+    as_csv: Callable[[Any], str] | None
+    data: Callable[[Any], Any] = lambda result: result
+    """For JSON."""
+    code: int = 0
+    others: Mapping[str, Callable[[Any], str]] = {}
+    """Formats that this command alone has."""
+
+    def show(self, format: str) -> None:
+        """Print it."""
+        if format in self.others:
+            typer.echo(self.others[format](self.result))
+        elif format == "csv" and self.as_csv is not None:
+            typer.echo(self.as_csv(self.result))
+        elif format == "json":
+            from .exporters.reports.audit import as_json
+
+            typer.echo(as_json(self.data(self.result)))
+        else:
+            from .exporters.reports import terminal
+
+            terminal.show(self.render(self.result))
+
+
+Function = TypeVar("Function", bound=Callable[..., Report | int | None])
+
+
+def command(
+    panel: str, *examples: str, exit_codes: str = "", name: str | None = None, of: typer.Typer = app
+) -> Callable[[Function], Function]:
+    """Register a command in a ``panel`` of the list of commands, with examples at the end of its help.
+
+    It returns an exit code, or a :class:`Report`, which is printed in the format that its option says.
+    """
+
+    def register(function: Function) -> Function:
+        signature = inspect.signature(function, eval_str=True)
+        names = signature.parameters["read"].default if "read" in signature.parameters else None
+
+        @functools.wraps(function)
+        def call(**given: Any) -> None:
+            if names is not None:
+                given["read"] = DEFAULTS._replace(**{each: given.pop(each) for each in names})
+            found = function(**given)
+            if isinstance(found, Report):
+                found.show(given["format"])
+                found = found.code
+            raise typer.Exit(found or 0)
+
+        parameters = _parameters(signature)
+        call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        call.__annotations__ = {each.name: each.annotation for each in parameters}
+        epilog = opt.examples(*examples, exit_codes=exit_codes)
+        of.command(name, cls=opt.Command, rich_help_panel=panel, epilog=epilog)(call)
+        return function
+
+    return register
+
+
+def _parameters(signature: inspect.Signature) -> list[inspect.Parameter]:
+    """The parameters of a command, with the options of :class:`Reading` in place of ``read``."""
+    types, found = get_type_hints(Reading), []
+    for each in signature.parameters.values():
+        if each.name == "read":
+            for name in each.default:
+                declared = Reading._field_defaults[name]
+                found.append(each.replace(name=name, default=declared, annotation=types[name]))
+        else:
+            found.append(each)
+    for each in found:
+        if each.default.default is None and isinstance(each.annotation, type):
+            each.default.default = each.annotation()
+    return found
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: bool = option("--version", "Print the version.", callback=_print_version, is_eager=True),
+    debug: bool = option("--debug", "Print the traceback of an error."),
+) -> None:
+    """Audit the KV-cache token accounting of vLLM engines."""
+
+
+# --- how it ends ----------------------------------------------------------------------------------------
+
+
+def main() -> NoReturn:
+    """Run the command line; an error becomes one sentence on standard error and an exit code."""
+    debug = "--debug" in sys.argv[1:]
+    if sys.stdout is None:  # the caller closed it and wants the exit code only
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # an id may have letters that the locale lacks
+    try:
+        words = [word for word in sys.argv[1:] if word != "--debug"]
+        if COMPLETE in os.environ:
+            from typer.completion import completion_init  # type: ignore[attr-defined]
+
+            completion_init()
+        code = app(words, prog_name="kvledger", standalone_mode=False) or 0
+        sys.stdout.flush()
+    except BrokenPipeError:
+        code = _reader_gone()
+    except SystemExit as leaving:  # typer and rich turn a broken pipe into this
+        gone = isinstance(leaving.__context__, BrokenPipeError)
+        code = _reader_gone() if gone else leaving.code
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        code = print_error(error)
+    sys.exit(code)
+
+
+def _reader_gone() -> int:
+    """The reader of our output closed the pipe: write nothing more, not even at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return READER_GONE
+
+
+def print_error(error: Exception) -> int:
+    """Print one sentence on standard error and return the exit code."""
+    from .audit.errors import LedgerError
+    from .audit.text import printable
+
+    usage = getattr(error, "format_message", None)  # click's errors, whichever click typer uses
+    if type(error).__name__ == "NoArgsIsHelpError":
+        print(usage() if usage else error)
+        return BAD_INPUT
+    if isinstance(error, LedgerError):
+        sentence, code = str(error), error.exit_code
+    elif usage is not None:
+        sentence, code = usage(), BAD_INPUT
+        if sentence.startswith("Missing argument"):
+            words = error.ctx.get_usage().removeprefix("Usage:")  # type: ignore[attr-defined]
+            words = words.replace("[OPTIONS] ", "").replace("{", "").replace("}", "")
+            sentence = f"{sentence.rstrip('.')}; write {words}"
+    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        sentence, code = f"The output can't be written: {error.strerror}", BAD_INPUT
+    elif isinstance(error, ModuleNotFoundError):
+        name = (error.name or "a module").partition(".")[0]
+        extra = next((extra for extra, needs in EXTRAS.items() if name in needs), "")
+        sentence = f"This command needs {name}, which is not installed"
+        sentence += f"; install it with: pip install 'kvledger[{extra}]'" if extra else ""
+        code = BAD_INPUT
+    else:
+        sentence = f"kvledger itself failed ({type(error).__name__}: {error}); --debug shows where"
+        code = OWN_BUG
+    sentence = printable(" ".join(sentence.split()))
+    if not any(
+        word and sentence.startswith(word) for word in ("vLLM", *sys.argv[1:])
+    ):  # a path keeps its case
+        sentence = sentence[:1].upper() + sentence[1:]
+    print(sentence if sentence.endswith((".", "?", "!")) else f"{sentence}.", file=sys.stderr)
+    return code
