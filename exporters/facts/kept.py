@@ -24,7 +24,9 @@ from zlib import crc32
 import msgspec
 
 from ...audit.analysis.step_model import StepModel
+from ...audit.errors import LedgerError
 from ...audit.events import EngineStarted
+from ...audit.journal.format import segments
 from ...audit.journal.hosts import engine_name, journal_name, same_place
 from ...audit.journal.reader import Position
 from ...audit.replay import checkpoint, serialize
@@ -227,14 +229,27 @@ def is_session(path: Path) -> bool:
 
 
 def find(path: Path) -> Session | None:
-    """The session of the journal at ``path``, if it can be read on from there; or the session at ``path``."""
-    if is_session(path):
-        return load(path)
-    found = load(place(path)) if path.is_dir() else None
-    if found is None or not found.continues:
+    """The session of the journal at ``path``, if it can be read on from there; or the session at ``path``.
+
+    A session whose files are not all there is not used. Raises LedgerError if the journal can't be read in
+    its place.
+    """
+    session = path if is_session(path) else place(path)
+    found = load(session) if is_session(path) or path.is_dir() else None
+    if found is None:
         return None
-    beginning = checkpoint.beginning(path, found.position.segment)
-    return found if beginning in (found.beginning, b"") else None
+    if not is_session(path):
+        beginning = checkpoint.beginning(path, found.position.segment)
+        if not found.continues or beginning not in (found.beginning, b""):
+            return None
+    folder = session.parent
+    lost = [file for file in (*found.files, *found.tail) if not readable(folder, file).exists()]
+    if lost and (is_session(path) or 1 not in segments(path)):
+        raise LedgerError(
+            f"{folder / lost[0].path} is gone, which kvledger compact kept, and with it the only record of "
+            f"requests. Put it back, or remove {session} to go on without them."
+        )
+    return None if lost else found
 
 
 def load(path: Path) -> Session | None:

@@ -199,15 +199,12 @@ def _left(path: Path, session: Session, window: Window, wanted: Wanted) -> Repla
 
 
 def _kept_files(path: Path, session: Session, window: Window, *, with_tail: bool) -> dict[str, list[str]]:
-    """The kept files by table. Raises LedgerError for one that is not there."""
+    """The kept files by table."""
     folder = path.parent if is_session(path) else folder_of(path)
     found: dict[str, list[str]] = {name: [] for name in TABLES}
     for file in session.files_within(window, with_tail=with_tail):
-        place = readable(folder, file)
-        if not place.exists():
-            raise LedgerError(f"{folder / file.path} is gone, which kvledger compact kept; compact again.")
         name = file.table if file.columns == columns_of(file.table) else f"{file.table}{OLDER}"
-        found.setdefault(name, []).append(str(place))
+        found.setdefault(name, []).append(str(readable(folder, file)))
     return found
 
 

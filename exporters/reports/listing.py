@@ -61,7 +61,7 @@ def _compacted_verdict(journal: Path) -> str:
     """The verdict when the journal was last compacted; "" if it never was."""
     from ..facts import kept
 
-    session = kept.find(journal) if kept.has_one(journal) else None
+    session = kept.load(kept.place(journal))
     return "" if session is None else session.verdict
 
 

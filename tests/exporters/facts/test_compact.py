@@ -205,3 +205,20 @@ def test_no_facts_are_written_through_a_link(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match="is a link"):
         compact(journal)
     assert [] == [*(tmp_path / "elsewhere").iterdir()]
+
+
+def test_a_kept_file_that_is_gone_is_not_missed_silently(folder: Path, tmp_path: Path) -> None:
+    """The journal is read in its place. Where the journal is gone, too, a sentence names the file."""
+    shutil.copytree(folder / "engine-00", tmp_path / "engine-00")
+    whole = answers(tmp_path, EVERYTHING)
+    compact(tmp_path / "engine-00")
+    next((tmp_path / kept.FOLDER).glob("requests/*/*/*.parquet")).unlink()
+
+    assert approximately(whole) == answers(tmp_path, EVERYTHING)
+    shutil.copytree(tmp_path / kept.FOLDER, tmp_path / "gone" / kept.FOLDER)
+    with pytest.raises(LedgerError, match="is gone, which kvledger compact kept"):
+        summarize([tmp_path / "gone"])
+    shutil.rmtree(tmp_path / "gone")
+    assert "" == compact(tmp_path / "engine-00").problem
+    shutil.rmtree(tmp_path / "engine-00")
+    assert approximately(whole) == answers(tmp_path, EVERYTHING)
