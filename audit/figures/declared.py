@@ -9,7 +9,7 @@ from __future__ import annotations
 from .. import causes
 from ..causes import BEGAN_BEFORE
 from ..ledger.account import Account
-from .figure import Counter, Figure, item, settled, slot
+from .figure import Counter, Figure, Settled, Slot, item
 
 OTHER = "other"
 """Stands for a cause that this release does not know."""
@@ -24,6 +24,8 @@ WORK = Counter("kvledger_work_tokens", "Work", "Scheduled tokens by outcome.", "
 
 
 def _in_flight(account: Account) -> int:
+    if not account.in_flight:
+        return 0
     return sum(each.tokens - each.posted for each in account.in_flight if not each.overrun)
 
 
@@ -61,41 +63,41 @@ FIGURES: tuple[Figure, ...] = (
         of_unknown=True,
         sql=f"count(*) FILTER (unknown = '{BEGAN_BEFORE}')",
     ),
-    Figure("preemptions", "number of preemptions", slot("preemptions"), "preemptions", of_unknown=True),
+    Figure("preemptions", "number of preemptions", Slot("preemptions"), "preemptions", of_unknown=True),
     # the prompt, by where its KV first came from
-    Figure("prompt_tokens", "settled prompt tokens; of a session, all chunks", settled("new_tokens")),
+    Figure("prompt_tokens", "settled prompt tokens; of a session, all chunks", Settled("new_tokens")),
     Figure(
         "local",
         "prompt tokens that hit the local prefix cache first",
-        settled("local"),
+        Settled("local"),
         part_of="prompt_tokens",
         counters=(PROMPTS,),
     ),
     Figure(
         "external",
         "prompt tokens that the KV connector loaded first",
-        settled("external"),
+        Settled("external"),
         part_of="prompt_tokens",
         counters=(PROMPTS,),
     ),
     Figure(
         "computed",
         "prompt tokens that were computed first",
-        settled("computed"),
+        Settled("computed"),
         part_of="prompt_tokens",
         counters=(PROMPTS,),
     ),
     Figure(
         "unattained",
         "prompt tokens that had no KV when the request ended",
-        settled("unattained"),
+        Settled("unattained"),
         part_of="prompt_tokens",
         counters=(PROMPTS,),
     ),
     Figure(
         "invalid_hits",
         "unattained tokens that the engine hit in cached blocks without valid KV",
-        settled("invalid_hits"),
+        Settled("invalid_hits"),
         part_of="prompt_tokens",
     ),
     Figure(
@@ -123,25 +125,25 @@ FIGURES: tuple[Figure, ...] = (
     Figure("reported_external", "external tokens, reported by the engine", item("reported", 1)),
     Figure("reported_computed", "computed tokens, reported by the engine", item("reported", 2)),
     # the work
-    Figure("scheduled", "scheduled tokens; those with a part of it sum to it", slot("scheduled")),
+    Figure("scheduled", "scheduled tokens; those with a part of it sum to it", Slot("scheduled")),
     Figure(
         "first_prompt",
         "prompt tokens computed for the first time",
-        slot("first_prompt"),
+        Slot("first_prompt"),
         part_of="scheduled",
         counters=(WORK,),
     ),
     Figure(
         "first_output",
         "output tokens computed for the first time",
-        slot("first_output"),
+        Slot("first_output"),
         part_of="scheduled",
         counters=(WORK,),
     ),
     Figure(
         "rework",
         "tokens computed again because their KV was lost",
-        slot("rework"),
+        Slot("rework"),
         causes=causes.REWORK,
         part_of="scheduled",
         counters=(
@@ -149,11 +151,11 @@ FIGURES: tuple[Figure, ...] = (
             _by_cause("rework", "Work", "Tokens computed again, by the cause that lost their KV."),
         ),
     ),
-    Figure("rejected", "rejected draft tokens", slot("rejected"), part_of="scheduled", counters=(WORK,)),
+    Figure("rejected", "rejected draft tokens", Slot("rejected"), part_of="scheduled", counters=(WORK,)),
     Figure(
         "overrun",
         "tokens in flight at the request's stop, or computed past its sequence",
-        slot("overrun"),
+        Slot("overrun"),
         part_of="scheduled",
         counters=(WORK,),
     ),
@@ -161,7 +163,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure(
         "discarded",
         "tokens whose KV was discarded at the end of a life",
-        slot("discarded"),
+        Slot("discarded"),
         causes=causes.DISCARDS,
         counters=(
             _by_cause(
@@ -175,7 +177,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure(
         "hit_again",
         "repeat hits: local hits on positions whose KV an earlier life had",
-        slot("hit_again"),
+        Slot("hit_again"),
         counters=_alone(
             "hit_again",
             "Work",
@@ -185,7 +187,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure(
         "loaded_again",
         "repeat loads: loads for positions whose KV an earlier life had",
-        slot("loaded_again"),
+        Slot("loaded_again"),
         counters=_alone(
             "loaded_again",
             "Work",
@@ -197,7 +199,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure(
         "promised",
         "external tokens promised by the connector, over all lives",
-        slot("promised"),
+        Slot("promised"),
         counters=_alone(
             "external_promised",
             "External tokens",
@@ -207,14 +209,14 @@ FIGURES: tuple[Figure, ...] = (
     Figure(
         "loaded",
         "promised tokens that were loaded",
-        slot("loaded"),
+        Slot("loaded"),
         part_of="promised",
         counters=_alone("external_loaded", "External tokens", "External tokens that were loaded."),
     ),
     Figure(
         "voided",
         "promised tokens that failed or were cancelled",
-        slot("voided"),
+        Slot("voided"),
         causes=(
             causes.FAILED,
             causes.NOT_PLANNED,

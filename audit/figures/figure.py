@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+import msgspec
+
 from ..ledger.account import Account
-from ..ledger.frozen import Settlement
 
 Value = int | Mapping[str, int] | None
 """A count, or counts by cause; None: the account has no such figure, and it adds nothing to a sum."""
@@ -63,22 +64,23 @@ class Figure(NamedTuple):
         return words if self.part_of or self.unit != TOKENS or TOKENS in words else f"{words} {TOKENS}"
 
 
-def slot(name: str) -> Read:
-    """Reads an attribute of the account."""
-    return attrgetter(name)
+class Slot(msgspec.Struct, frozen=True):
+    """Reads an attribute of the account, a number or a table by cause."""
+
+    name: str
+
+    def __call__(self, account: Account) -> Any:
+        return getattr(account, self.name)
 
 
-def settled(name: str) -> Read:
+class Settled(msgspec.Struct, frozen=True):
     """Reads an attribute of all settlements of the account, summed; None before the first."""
-    read: Callable[[Settlement], int] = attrgetter(name)
 
-    def of(account: Account) -> int | None:
-        settlements = account.settlements
-        if len(settlements) == 1:
-            return read(settlements[0])
-        return sum(map(read, settlements)) if settlements else None
+    name: str
 
-    return of
+    def __call__(self, account: Account) -> int | None:
+        found = [getattr(settlement, self.name) for settlement in account.settlements]
+        return sum(found) if found else None
 
 
 def item(name: str, place: int) -> Read:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ..ledger.account import Account
 from .declared import FIGURES
-from .figure import Figure
+from .figure import Figure, Settled, Slot
 from .sums import Sums, merge_tokens
 
 
@@ -21,14 +22,14 @@ class _Totals(Sums):
 
     def add(self, account: Account) -> None:
         """Add an account. An unknown account adds only to the figures that count unknown ones."""
-        for name, read in _OF_UNKNOWN if account.unknown is not None else _READERS:
-            value = read(account)
-            if not value:
-                continue
-            if type(value) is dict:
-                merge_tokens(getattr(self, name), value)
-            else:
-                setattr(self, name, getattr(self, name) + value)
+        if account.unknown is not None:
+            for name, read in _OF_UNKNOWN:
+                setattr(self, name, getattr(self, name) + read(account))
+            return
+        _add_numbers(self, account)
+        for name in _BY_CAUSE:
+            if tokens := getattr(account, name):
+                merge_tokens(getattr(self, name), tokens)
 
     def of(self, figure: str) -> int:
         """The sum of a figure, over all causes of one that is counted by cause."""
@@ -45,8 +46,34 @@ def _field(figure: Figure) -> tuple[str, type, object]:
     return (figure.name, dict[str, int], {}) if figure.causes else (figure.name, int, 0)
 
 
-_READERS = [(figure.name, figure.read) for figure in FIGURES]
 _OF_UNKNOWN = [(figure.name, figure.read) for figure in FIGURES if figure.of_unknown]
+_BY_CAUSE = [figure.name for figure in FIGURES if figure.causes]
+_NUMBERS = [figure for figure in FIGURES if not figure.causes]
+
+
+def _number_adder() -> Callable[[_Totals, Account], None]:
+    """A function that adds the numbers of an account, written out figure by figure, as dataclasses do.
+
+    Called for each account of a replay, it takes half the time of a loop over the figures.
+    """
+    lines, of_settlement = [], []
+    names: dict[str, Any] = {}
+    for figure in _NUMBERS:
+        match figure.read:
+            case Slot(name=name):
+                lines.append(f"    sums.{figure.name} += account.{name}")
+            case Settled(name=name):
+                of_settlement.append(f"        sums.{figure.name} += settlement.{name}")
+            case read:
+                names[f"read_{figure.name}"] = read
+                lines.append(f"    sums.{figure.name} += read_{figure.name}(account) or 0")
+    body = [*lines, "    for settlement in account.settlements:", *of_settlement]
+    exec("\n".join(["def add(sums, account):", *body]), names)
+    adder: Callable[[_Totals, Account], None] = names["add"]
+    return adder
+
+
+_add_numbers = _number_adder()
 
 if TYPE_CHECKING:
     Totals = _Totals

@@ -36,8 +36,8 @@ from .window import begin_window
 class Wanted(msgspec.Struct, frozen=True):
     """What a command needs of each journal beside the rows of its requests.
 
-    ``checks``: verdicts in the rows. ``audit``: the whole audit too. ``activity``: the rows of ``activity``,
-    and how blocks were used.
+    Without anything: the rows of requests and causes. ``checks``: verdicts, and the rows of all tables.
+    ``audit``: the whole audit too. ``activity``: the rows of ``activity``, and how blocks were used.
     """
 
     checks: bool = False
@@ -99,6 +99,8 @@ class RowCollector:
         """The verdicts of accounts that closed in this batch, by the identity of the account."""
         self._has_verdicts = wanted.checks or wanted.audit
         """Whether the audit runs the checks."""
+        self._rows_of = _ROWS_OF if self._has_verdicts else {"causes": cause_rows}
+        """What makes the rows of tables with several rows for an account; sums need the causes alone."""
         audit.on_closed.append(self._closed)
 
     def _closed(self, account: Account, verdict: Verdict) -> None:
@@ -115,7 +117,7 @@ class RowCollector:
                 "requests",
                 [request_row(audit, journal, account, verdicts.get(id(account))) for account in accounts],
             )
-            for table, rows_of in _ROWS_OF.items():
+            for table, rows_of in self._rows_of.items():
                 self.sink(table, [row for account in accounts for row in rows_of(audit, journal, account)])
         self._verdicts.clear()
 

@@ -22,7 +22,7 @@ LINE = """
     Figure(
         "admissions",
         "number of admissions",
-        slot("admissions"),
+        Slot("admissions"),
         "admissions",
         counters=(Counter("kvledger_admissions", "Work", "Admissions, resumptions included."),),
     ),
