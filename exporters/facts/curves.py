@@ -60,8 +60,7 @@ _COLUMNS = ", ".join(SOURCES)
 _SETTLED = (
     f"SELECT journal, settled_time, {_COLUMNS} FROM requests WHERE settled_time IS NOT NULL "
     f"UNION ALL SELECT journal, settled_time, {_COLUMNS} FROM chunks "
-    f"UNION ALL SELECT journal, requests.settled_time, "
-    f"{', '.join(f'-chunks.{source}' for source in SOURCES)} "
-    "FROM chunks JOIN requests USING (journal, request)"
+    "UNION ALL SELECT journal, first_settled_time, "
+    f"{', '.join(f'-{source}' for source in SOURCES)} FROM chunks"
 )
 """What was settled when: the first chunk of a session has what its row has beyond the later chunks."""

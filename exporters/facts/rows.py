@@ -147,9 +147,10 @@ def chunk_rows(audit: EngineAudit, journal: str, account: Account) -> Iterator[R
         return
     began_us = _began_us(audit)
     head = (audit.name, journal, account.request, ended_us(began_us, account))
+    first = began_us + account.settlements[0].at
     for chunk in account.settlements[1:]:
         sources = (chunk.local, chunk.external, chunk.computed, chunk.unattained)
-        yield (*head, began_us + chunk.at, *sources)
+        yield (*head, first, began_us + chunk.at, *sources)
 
 
 def difference_rows(audit: EngineAudit, journal: str, account: Account) -> Iterator[Row]:

@@ -123,6 +123,7 @@ CHUNKS = (
     JOURNAL,
     REQUEST,
     ENDED,
+    Column("first_settled_time", "time", "when the session's first chunk was settled, in UTC"),
     Column("settled_time", "time", "when the sources of this chunk were settled, in UTC"),
     Column("local", "count", "its tokens that hit the local prefix cache first"),
     Column("external", "count", "its tokens that the KV connector loaded first"),
