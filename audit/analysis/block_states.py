@@ -19,6 +19,7 @@ import msgspec
 
 from .. import causes, old_events
 from .. import events as ev
+from ..figures.sums import Sums
 from ..ledger.blocks.decode import calls
 
 STATES = ("running", "cached", "empty", "unknown")
@@ -33,7 +34,7 @@ DROPPED = "dropped"
 """How content left its block: the engine took the hash away, for example after a failed load."""
 
 
-class Quantiles(msgspec.Struct):
+class Quantiles(Sums):
     """A distribution of positive numbers in buckets of equal ratio; zero has a bucket of its own."""
 
     counts: dict[int, int] = {}
@@ -42,11 +43,6 @@ class Quantiles(msgspec.Struct):
         """Count one number."""
         bucket = round(PER_OCTAVE * log2(number)) if number > 0 else ZERO
         self.counts[bucket] = self.counts.get(bucket, 0) + 1
-
-    def merge(self, more: Quantiles) -> None:
-        """Add another distribution."""
-        for bucket, numbers in more.counts.items():
-            self.counts[bucket] = self.counts.get(bucket, 0) + numbers
 
     def at(self, share: float) -> float | None:
         """The number below which this share of all numbers is; None without any."""
@@ -88,7 +84,7 @@ class Stay(msgspec.Struct):
     """How many blocks had been allocated when the block was last released."""
 
 
-class BlockUse(msgspec.Struct):
+class BlockUse(Sums):
     """What :class:`BlockStates` found, over a whole trace; the use of several engines can be merged."""
 
     blocks: int = 0
@@ -109,15 +105,6 @@ class BlockUse(msgspec.Struct):
     """Seconds from a release to the next hit."""
     reuse_blocks: Quantiles = msgspec.field(default_factory=Quantiles)
     """Blocks allocated between a release and the next hit."""
-
-    def merge(self, more: BlockUse) -> None:
-        """Add the use of another engine."""
-        for name in STATES:
-            self.microseconds[name] += more.microseconds[name]
-        for name in ("blocks", "most_running", "allocated", "cached", "hits", "evicted", "never_hit"):
-            setattr(self, name, getattr(self, name) + getattr(more, name))
-        for name in ("lifetimes", "idle", "reuse_seconds", "reuse_blocks"):
-            getattr(self, name).merge(getattr(more, name))
 
 
 class _Pool(msgspec.Struct):

@@ -130,7 +130,7 @@ class RoutedCache(CacheChanges):
         self.arrived = 0
         """Requests that were there when the journal began, or arrived since."""
         self.present: set[int] = set()
-        """The numbers of those that have not ended."""
+        """The numbers of the requests that have not ended."""
 
     def _pool(self, event: ev.PoolSeen) -> None:
         super()._pool(event)

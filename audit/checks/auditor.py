@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import Literal, TypeVar
+from typing import Literal
 
 from msgspec.structs import replace
 
 from ..events import EngineStarted, Event
+from ..figures.sums import added
 from ..ledger.account import Account
 from ..ledger.ledger import Ledger
 from ..ledger.state import Watch
@@ -21,8 +22,6 @@ from ..ledger.subjects import Entry
 from .registry import Check, Invariant, Violation, Witness, catalogue
 
 Verdict = Literal["clean", "violated", "unknown"]
-
-Key = TypeVar("Key")
 
 OnViolation = Callable[[str, int, Account | None], None]
 """Called with the invariant's id, the event's ``at`` and the account, if one is concerned."""
@@ -225,7 +224,7 @@ class Auditor:
         """Add the findings of the same journal up to where this auditor forgot its own."""
         self.ledger.precede(earlier.ledger)
         findings, kept = earlier._findings, earlier._kept
-        not_kept = merged_counts(earlier.not_kept, self.not_kept)
+        not_kept = added(earlier.not_kept, self.not_kept)
         for key, finding in self._findings.items():
             id = finding.violation.id
             if key in findings:
@@ -237,7 +236,7 @@ class Auditor:
                 findings[key] = finding
                 kept[id] = kept.get(id, 0) + 1
         self._findings, self._kept, self.not_kept = findings, kept, not_kept
-        self.check_failures = merged_counts(earlier.check_failures, self.check_failures)
+        self.check_failures = added(earlier.check_failures, self.check_failures)
 
     def absorb(self, other: Auditor) -> None:
         """Add the findings of another engine, which has ended; one finding of each invariant is kept.
@@ -307,11 +306,6 @@ class Auditor:
         if any(f.violation.severity == "violation" for f in self._findings.values()):
             return "violated"
         return "unknown" if self.doubts else "clean"
-
-
-def merged_counts(counts: dict[Key, int], more: dict[Key, int]) -> dict[Key, int]:
-    """The sum of two tables of counts."""
-    return {key: counts.get(key, 0) + more.get(key, 0) for key in [*counts, *more]}
 
 
 def _moved(violation: Violation, clock: EngineStarted | None, other: EngineStarted | None) -> Violation:

@@ -26,8 +26,8 @@ TOKENS = "tokens"
 class Counter(NamedTuple):
     """A counter of the metric table that one figure or several are exposed as.
 
-    ``label`` tells several figures apart; their names, or the names of ``rename``, are its values. With
-    ``by_cause`` the values are the causes of the one figure. ``group``: the section of the metric table.
+    ``label`` tells several figures apart; their names are its values. With ``by_cause`` the values are
+    the causes of the one figure. ``group``: the section of the metric table.
     """
 
     name: str

@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from .. import events as ev
+from ..figures.sums import add_tokens
 from .cache_changes import CLEARED, STORED, CacheChanges, Change
-from .kv_counts import KINDS, KVEventCounts, add
+from .kv_counts import KINDS, KVEventCounts
 from .kv_differences import NotAnnounced, NotInCache, StreamGap, StreamSubject, TierMissing
 from .kv_stream import GPU, SLACK_SECONDS, KVEvent, aligned, kv_events
 
@@ -170,7 +171,7 @@ class KVComparison:
     def _take(self, batch: ev.KVEventsReceived, counts: KVEventCounts) -> None:
         for event, tier in kv_events(batch, self.published):
             if event.kind != CLEARED:
-                add(self.by_tier, tier, 1)
+                add_tokens(self.by_tier, tier, 1)
             if tier not in ("", GPU):
                 counts.other_tiers += 1
                 continue
@@ -213,7 +214,7 @@ class KVComparison:
 
     def _match(self, change: Change, counts: KVEventCounts) -> None:
         """A change and a KV event are a pair."""
-        add(counts.matched, KINDS[change.kind], 1)
+        add_tokens(counts.matched, KINDS[change.kind], 1)
         self._settle(change)
 
     def _settle(self, change: Change, *, lost: bool = False) -> None:

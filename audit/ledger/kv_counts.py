@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from .. import events as ev
+from ..figures.sums import Sums, add_tokens
 
 KINDS = {ev.STORED: "stored", ev.REMOVED_BLOCKS: "removed", ev.CLEARED: "cleared"}
 """The word for each kind of KV event and of change."""
 
 
-class KVEventCounts(msgspec.Struct):
+class KVEventCounts(Sums):
     """The sums of one engine, or of engines that ran after each other under one name."""
 
     batches: int = 0
@@ -62,19 +61,4 @@ class KVEventCounts(msgspec.Struct):
         while place < len(rows):
             kind, count = rows[place], rows[place + ev.KV_HEAD - 1]
             place += ev.KV_HEAD + count
-            add(self.announced, KINDS[kind], 1 if kind == ev.CLEARED else count)
-
-    def merge(self, other: KVEventCounts) -> None:
-        """Add the counts of an engine that ran later under the same name."""
-        for name in self.__struct_fields__:
-            mine, more = getattr(self, name), getattr(other, name)
-            if isinstance(more, dict):
-                for word, number in more.items():
-                    add(mine, word, number)
-            else:
-                setattr(self, name, mine + more)
-
-
-def add(table: dict[str, int], word: str, more: int) -> None:
-    """Add to one number of a table."""
-    table[word] = table.get(word, 0) + more
+            add_tokens(self.announced, KINDS[kind], 1 if kind == ev.CLEARED else count)

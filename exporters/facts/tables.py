@@ -76,7 +76,7 @@ Files = dict[str, list[str]]
 """The paths of Parquet files by table; a table may be missing."""
 
 
-class Kept(NamedTuple):
+class KeptRows(NamedTuple):
     """Files that ``kvledger compact`` wrote of one journal, and what it and its engine are called now."""
 
     journal: str
@@ -85,7 +85,12 @@ class Kept(NamedTuple):
 
 
 def mount(
-    connection: Any, files: Files, window: Window, *, kept: Sequence[Kept] = (), exported: Files | None = None
+    connection: Any,
+    files: Files,
+    window: Window,
+    *,
+    kept: Sequence[KeptRows] = (),
+    exported: Files | None = None,
 ) -> None:
     """Make the tables of files that were replayed for the ``window``, kept, and exported."""
     for name, columns in TABLES.items():

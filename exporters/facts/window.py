@@ -14,7 +14,7 @@ from ...audit.replay.sums import EngineSums, WindowSums
 from ...audit.replay.windows import Window
 from .kept import OPEN_HOUR, Session
 from .sums import by_group
-from .tables import Facts, Files, Kept, mount, quoted
+from .tables import Facts, Files, KeptRows, mount, quoted
 
 
 def _ended(kept: Files) -> Files:
@@ -35,7 +35,7 @@ def begin_window(audit: EngineAudit, session: Session, window: Window, kept: Fil
     auditor.place_findings(doubts.placed(findings, window, audit.began_seconds or 0.0))
     connection = duckdb.connect()
     try:
-        mount(connection, {}, window, kept=[Kept("", "", _ended(kept))])
+        mount(connection, {}, window, kept=[KeptRows("", "", _ended(kept))])
         found = Facts(connection)
         totals = by_group(found, ())[()].totals
         audit.begin_with(

@@ -67,19 +67,6 @@ class Series(msgspec.Struct):
             parts.append(Series(self.width_ticks, self.most, counts, levels))
         return parts[0], parts[1]
 
-    def follow(self, later: Series) -> None:
-        """Add what came later in the same engine."""
-        width = max(self.width_ticks, later.width_ticks)
-        self.coarsen(width)
-        later.coarsen(width)
-        for place, row in later.counts.items():
-            into = self.counts.setdefault(place, {})
-            for name, amount in row.items():
-                into[name] = into.get(name, 0) + amount
-        self.levels.update(later.levels)
-        while max(len(self.counts), len(self.levels)) > MOST:
-            self.coarsen(wider(self.width_ticks))
-
     def fill(self) -> None:
         """Copy each level to the empty buckets before the next one."""
         for first, last in zip(sorted(self.levels), sorted(self.levels)[1:], strict=False):
