@@ -45,7 +45,7 @@ class ReleasedCard(NamedTuple):
 def run_card(release: str, titles: list[str], name: str, module: str = "", **options: Any) -> ReleasedCard:
     with pytest.MonkeyPatch.context() as patched:
         patched.syspath_prepend(ROOT / "scripts")
-        cards, releases = importlib.import_module("cards"), importlib.import_module("releases")
+        cards, releases = importlib.import_module("proofs.cards"), importlib.import_module("releases")
     if not releases.is_built(release):
         pytest.skip(f"not here: python3 scripts/releases.py build {release}")
     completed = subprocess.run(
