@@ -434,12 +434,16 @@ def _fitting(hook: Hook, owner: Any, method: Callable[..., Any]) -> Callable[...
     return None
 
 
-def _can_be_called(method: Callable[..., Any], arguments: tuple[str, ...]) -> bool:
-    try:
-        inspect.signature(method).bind(*arguments)
-    except TypeError:
-        return False
-    return True
+def _can_be_called(method: Callable[..., Any], names: tuple[str, ...]) -> bool:
+    """Whether a method takes these arguments, the first ones by place and the others by name."""
+    signature = inspect.signature(method)
+    for place in range(len(names), -1, -1):
+        try:
+            signature.bind(*names[:place], **dict.fromkeys(names[place:]))
+        except TypeError:
+            continue
+        return True
+    return False
 
 
 def parameters(method: Callable[..., Any]) -> tuple[str, ...]:

@@ -3,8 +3,8 @@
 Every vLLM scheduler that a test builds is observed, and every KV cache manager built without a scheduler
 (at level ``blocks``). A test that breaks an invariant fails, with the finding in its report. An engine
 that outlives the test that built it, such as one in a module fixture, is observed until the end of that
-test. A test whose engine cannot be observed fails too, with the reason, unless it allows that. What is found
-goes into the properties of the test, from which ``pytest_plugin`` makes the summary.
+test. A test whose scheduler cannot be observed fails too, with the reason, unless it allows that. What is
+found goes into the properties of the test, from which ``pytest_plugin`` makes the summary.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from unittest.mock import NonCallableMock
 import pytest
 
 from ..checks.registry import Violation
-from ..engines import choose, host_version
+from ..engines import blocks_out_of_reach, choose, host_version
 from ..engines.pool.manager_observer import ManagerObserver
 from ..journal.memory_recorder import MemoryRecorder
 from .first_step import FirstStep
@@ -85,8 +85,10 @@ class LedgerPlugin:
         """How many ``__init__`` calls of vLLM's classes are running, one within the other."""
         self._wrapped: list[tuple[type, str, Any]] = []
         """Class, attribute name and original of each wrapped attribute."""
+        self._unobserved: list[str] = []
+        """Why schedulers of the running test could not be observed."""
         self._left_alone: list[str] = []
-        """Why engines of the running test could not be observed."""
+        """Why blocks could not be."""
         self._imports = ImportWatch((SCHEDULER, MANAGER), self._wrap)
         """Wraps vLLM's classes also if a test, or an engine that it builds, is the first to import them."""
 
@@ -130,14 +132,18 @@ class LedgerPlugin:
             return
         sink = MemoryRecorder()
         try:
-            observer_class = choose(scheduler)
+            observer_class, level = choose(scheduler), self._wanted.level
+            reason = blocks_out_of_reach(scheduler) if level == "blocks" else ""
+            if reason:
+                self._left_alone.append(f"observed at level tokens only: {reason}")
+                level = "tokens"
             observer = observer_class(
-                scheduler, sink, version=host_version(), level=self._wanted.level, stacks=self._stacks
+                scheduler, sink, version=host_version(), level=level, stacks=self._stacks
             )
             self._keep(observer, sink)
             _keep_mocks(scheduler, scheduler.kv_cache_manager, getattr(scheduler, "connector", None))
-        except Exception as error:  # a release that kvledger does not know fails no test
-            self._leave_alone(error)
+        except Exception as error:
+            self._unobserved.append(f"{type(error).__name__}: {error}")
 
     def _observe_manager(self, manager: Any) -> None:
         if self._wanted.level != "blocks":
@@ -146,11 +152,8 @@ class LedgerPlugin:
         try:
             observer = ManagerObserver(manager, sink, version=host_version(), stacks=self._stacks)
             self._keep(observer, sink)
-        except Exception as error:
-            self._leave_alone(error)
-
-    def _leave_alone(self, error: Exception) -> None:
-        self._left_alone.append(f"{type(error).__name__}: {error}")
+        except Exception as error:  # without a scheduler, no figure is missed
+            self._left_alone.append(f"{type(error).__name__}: {error}")
 
     def _keep(self, observer: Any, sink: MemoryRecorder) -> None:
         audited = AuditedInstance(observer, sink, keep_closed=self._keep_closed)
@@ -186,14 +189,13 @@ class LedgerPlugin:
         """End the audits of a test: its findings become properties; the text is that of its failure."""
         audited, self._audited = self._audited, []
         left_alone, self._left_alone = self._left_alone, []
+        unobserved, self._unobserved = self._unobserved, []
         properties, lines = item.user_properties, list[str]()
         if audited:
             properties.append((ENGINES, f"{self._wanted.level} {len(audited)}"))
-        properties += [(LEFT_ALONE, reason) for reason in left_alone]
+        properties += [(LEFT_ALONE, reason) for reason in (*unobserved, *left_alone)]
         if UNOBSERVED not in self._wanted.allowed:
-            lines += [
-                f"kvledger: an engine was not observed: {reason}. {HOW_TO_ALLOW}" for reason in left_alone
-            ]
+            lines += [f"kvledger: a scheduler was not observed: {why}. {HOW_TO_ALLOW}" for why in unobserved]
         for instance in audited:
             violations, failures = instance.end()
             lines += [f"kvledger: {phrase}" for phrase in failures]

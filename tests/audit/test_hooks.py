@@ -346,6 +346,11 @@ class ForwardsTheRest(Host):
         return super().run(tokens, *args, **kwargs)
 
 
+class ForwardsByName(Host):
+    def run(self, tokens: int, **kwargs: Any) -> int:
+        return super().run(tokens, **kwargs)
+
+
 class TakesMore(Host):
     def run(self, tokens: int, fast: bool = False, why: str = "") -> int:
         return super().run(tokens, fast)
@@ -392,7 +397,9 @@ def test_an_override_that_can_be_called_like_what_it_overrides_is_observed(
     assert 2 == len(watcher.seen)
 
 
-@pytest.mark.parametrize("override", [Forwards, ForwardsTheRest, TakesMore, TakesMoreByName, Wrapped])
+@pytest.mark.parametrize(
+    "override", [Forwards, ForwardsTheRest, ForwardsByName, TakesMore, TakesMoreByName, Wrapped]
+)
 def test_the_observer_of_an_override_gets_arguments_that_were_given_by_name(override: type[Host]) -> None:
     host, watcher = override(), Watcher()
     hooks((RUN._replace(listed=""),), host, watcher)

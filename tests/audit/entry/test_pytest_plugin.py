@@ -337,7 +337,7 @@ def test_a_test_whose_engine_cannot_be_observed_fails(
 
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
-        "kvledger: an engine was not observed: RuntimeError: no adapter for this. Mark*"
+        "kvledger: a scheduler was not observed: RuntimeError: no adapter for this. Mark*"
     )
     result.stdout.fnmatch_lines("kvledger: 1 left alone: RuntimeError: no adapter for this")
 
