@@ -315,6 +315,7 @@ def beyond_sequence(entry: Entry) -> Iterator[Witness]:
         "placeholders of draft tokens that were accepted past the stop, left over at the end",
         "a placeholder of a request that ends in the very call that reports its failed load (policy `fail`): "
         "nothing reads it any more",
+        "the placeholder of a pooling request that ends: it has no output that could fill it (before 0.32)",
         "an engine that has no such counts",
     ),
 )
@@ -330,7 +331,7 @@ def in_flight(entry: Entry) -> Iterator[Witness]:
     ledger = subject.ledger_in_flight
     if subject.in_flight not in (-1, ledger):
         yield Witness(in_flight_tokens=subject.in_flight, ledger_tokens=ledger, instant=subject.instant)
-    if subject.instant == "finished" and _ended_by_failed_load(account, subject):
+    if subject.instant == "finished" and (account.pooling or _ended_by_failed_load(account, subject)):
         return
     left_over = 0
     if subject.instant == "finished" and account.drafted:

@@ -31,7 +31,8 @@ _SCENARIOS = {
         chunked_async chunked_prefill chunked_sync crowd_async crowd_async_consumer
         crowd_async_external crowd_async_speculative crowd_external crowd_hybrid crowd_sync
         external_preempted_async external_preempted_sync hybrid_async hybrid_external hybrid_sync
-        load_failure_recomputed_in_chunks_async load_failure_recomputed_in_chunks_sync pooling
+        load_failure_recomputed_in_chunks_async load_failure_recomputed_in_chunks_sync pooling_async
+        pooling_sync
         preempt_forced_async preempt_forced_sync preempt_prefill_async preempt_prefill_consumer
         preempt_prefill_external preempt_prefill_sync preempted_in_prefill_async
         preempted_in_prefill_sync reset_running_async reset_running_speculative reset_running_sync

@@ -159,7 +159,7 @@ def session(attach: Attach = id, **setup: Any) -> Driver:
     return driver
 
 
-@workload()
+@workload(**BOTH)
 def pooling(attach: Attach = id, **setup: Any) -> Driver:
     driver = start(attach, pooling=True, max_batched_tokens=64, **setup)
     driver.add("a", 100)
