@@ -41,8 +41,21 @@ class Quantiles(Sums):
 
     def add(self, number: float) -> None:
         """Count one number."""
-        bucket = round(PER_OCTAVE * log2(number)) if number > 0 else ZERO
+        bucket = _bucket(number)
         self.counts[bucket] = self.counts.get(bucket, 0) + 1
+
+    @classmethod
+    def of(cls, numbers: dict[float, int]) -> Quantiles:
+        """The distribution of numbers that are the middles of buckets, and how often each was counted."""
+        found = cls()
+        for number, count in numbers.items():
+            found.counts[_bucket(number)] = count
+        return found
+
+    @staticmethod
+    def number(bucket: int) -> float:
+        """The middle of a bucket."""
+        return float(2 ** (bucket / PER_OCTAVE)) if bucket > ZERO else 0.0
 
     def at(self, share: float) -> float | None:
         """The number below which this share of all numbers is; None without any."""
@@ -50,8 +63,12 @@ class Quantiles(Sums):
         for bucket in sorted(self.counts):
             wanted -= self.counts[bucket]
             if wanted <= 0:
-                return float(2 ** (bucket / PER_OCTAVE)) if bucket > ZERO else 0.0
+                return self.number(bucket)
         return None
+
+
+def _bucket(number: float) -> int:
+    return round(PER_OCTAVE * log2(number)) if number > 0 else ZERO
 
 
 class Occupancy(msgspec.Struct, frozen=True):
@@ -135,6 +152,8 @@ class BlockStates(msgspec.Struct):
     pools: dict[int, _Pool] = {}
     at: int = 0
     before: tuple[int, int, int] = (0, 0, 0)
+    allocations: int = 0
+    """Blocks that were allocated; unlike ``use.allocated`` it is never taken."""
 
     def feed(self, event: ev.Event) -> Occupancy | None:
         """Read one event; returns the new occupancy if the event is about blocks."""
@@ -144,6 +163,12 @@ class BlockStates(msgspec.Struct):
         self.ended, self.idle_seconds = [], []
         handler(self, event)
         return self._occupancy(event.at) if self.pools else None
+
+    def taken(self) -> BlockUse:
+        """The sums since the last call, which leave; how many blocks there are and run stays."""
+        use, running = self.use, self.now["running"] if self.now is not None else 0
+        self.use, self.before = BlockUse(blocks=use.blocks, most_running=running), (0, 0, 0)
+        return use
 
     def open_stays(self) -> list[Stay]:
         """The content that is in the cache at the end of the trace."""
@@ -179,6 +204,7 @@ class BlockStates(msgspec.Struct):
                     pool.references[block] = 1
                     pool.free -= 1
                     self.use.allocated += 1
+                    self.allocations += 1
 
     def _touched(self, event: old_events.BlocksTouched) -> None:
         pool = self.pools.get(event.pool)
@@ -202,7 +228,7 @@ class BlockStates(msgspec.Struct):
                     idle = (event.at - stay.released_at) / 1e6
                     self.idle_seconds.append(idle)
                     self.use.reuse_seconds.add(idle)
-                    self.use.reuse_blocks.add(self.use.allocated - stay.released_after)
+                    self.use.reuse_blocks.add(self.allocations - stay.released_after)
 
     def _freed(self, event: old_events.BlocksFreed) -> None:
         pool = self.pools.get(event.pool)
@@ -219,7 +245,7 @@ class BlockStates(msgspec.Struct):
             if stay is not None:
                 pool.cached += 1
                 stay.released_at = event.at
-                stay.released_after = self.use.allocated
+                stay.released_after = self.allocations
 
     def _cached(self, event: ev.BlocksCached) -> None:
         pool = self.pools.get(event.pool)

@@ -9,11 +9,11 @@ depends on a secret of the engine process and reveals nothing of the tokens.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from .block_trace import BlockTrace
+from .block_trace import CACHED, EVICT, HIT, BlockTrace, Change, TraceLife
 
 LOSSES_KEPT = 5
 """How many losses of a prefix are kept, the last ones."""
@@ -51,8 +51,8 @@ class Prefix(msgspec.Struct, frozen=True, kw_only=True):
     last_losses: list[Loss]
 
 
-_Loss = tuple[int, int, int, int]
-"""When a block was evicted, for which request, when it was needed again, and by which request."""
+_Loss = tuple[int, int, int]
+"""When a block was evicted, for which life, and which life needed it again."""
 
 
 class _Node(msgspec.Struct):
@@ -65,37 +65,38 @@ class _Node(msgspec.Struct):
 
 
 class PrefixTrie:
-    """Collects hits and losses by block. A :class:`~kvledger.audit.analysis.block_trace.Listener`."""
+    """Collects hits and losses by block from the changes of a trace."""
 
-    def __init__(self, trace: BlockTrace) -> None:
-        self._trace = trace
-        """The trace whose hits and losses are collected."""
+    def __init__(self) -> None:
         self._hits: Counter[int] = Counter()
         """By hash id: how many admissions hit the content."""
         self._losses: dict[int, list[_Loss]] = {}
         """By hash id: each time that the content was evicted and computed again, oldest first."""
         self._evicted: dict[int, tuple[int, int]] = {}
-        """Content that is not in the cache any more: when it was evicted, and for which request."""
+        """Content that is not in the cache any more: when it was evicted, and for which life."""
         self._nodes: dict[int, _Node] = {}
         """The trie, by hash id; empty until :meth:`prefixes` makes it."""
+        self._trace = BlockTrace()
+        """The trace of the changes."""
+        self._first = 0
+        """Its first life, in the count of the changes."""
 
-    def hit(self, life: int, index: int, hash_id: int) -> None:
-        """See the protocol."""
-        self._hits[hash_id] += 1
+    def add(self, changes: Iterable[Change]) -> None:
+        """Add changes in their order."""
+        for kind, life, _, ids, at in changes:
+            if kind == HIT:
+                self._hits.update(ids)
+            elif kind == EVICT:
+                self._evicted |= dict.fromkeys(ids, (at, life))
+            elif kind == CACHED:
+                for hash_id in ids:
+                    evicted = self._evicted.pop(hash_id, None)
+                    if evicted is not None:
+                        self._losses.setdefault(hash_id, []).append((*evicted, life))
 
-    def cached(self, life: int, index: int, hash_id: int) -> None:
-        """See the protocol."""
-        evicted = self._evicted.pop(hash_id, None)
-        needed = self._trace.lives[life]
-        if evicted is not None and evicted[0] < needed.at:
-            self._losses.setdefault(hash_id, []).append((*evicted, needed.at, needed.request))
-
-    def evicted(self, hash_id: int, at: int, request: int) -> None:
-        """See the protocol."""
-        self._evicted[hash_id] = at, request
-
-    def prefixes(self) -> Iterator[Prefix]:
-        """Every prefix, in no order. The journal has been read to its end."""
+    def prefixes(self, trace: BlockTrace, first_life: int = 0) -> Iterator[Prefix]:
+        """Every prefix, in no order. ``trace`` is that of all changes, from the ``first_life`` on."""
+        self._trace, self._first = trace, first_life
         self._link()
         chains = [self._chain(hash_id) for hash_id in self._nodes if self._begins(hash_id)]
         for chain in chains:
@@ -149,19 +150,27 @@ class PrefixTrie:
         """A row for each request that needed evicted blocks again; the first eviction stands for all."""
         needs: dict[tuple[int, int], list[_Loss]] = {}
         for hash_id in chain:
-            for loss in self._losses.get(hash_id, ()):
-                needs.setdefault(loss[2:], []).append(loss)
-        requests = self._trace.requests
+            for evicted_at, by, life in self._losses.get(hash_id, ()):
+                needed = self._life(life)
+                if needed is not None and evicted_at < needed.at:
+                    needs.setdefault((needed.at, needed.request), []).append((evicted_at, by, life))
         return [
             Loss(
                 tokens=self._trace.block_tokens * len(losses),
                 evicted_seconds=losses[0][0] / 1e6,
-                evicted_for=requests[losses[0][1]].request_id if losses[0][1] >= 0 else "",
-                needed_seconds=needed / 1e6,
-                needed_by=requests[by].request_id,
+                evicted_for=self._request_id(self._life(losses[0][1])),
+                needed_seconds=needed_at / 1e6,
+                needed_by=self._trace.requests[request].request_id,
             )
-            for (needed, by), losses in sorted(needs.items())
+            for (needed_at, request), losses in sorted(needs.items())
         ]
+
+    def _life(self, number: int) -> TraceLife | None:
+        """A life by its number; None: no life is known."""
+        return self._trace.lives[number - self._first] if number >= self._first else None
+
+    def _request_id(self, life: TraceLife | None) -> str:
+        return "" if life is None else self._trace.requests[life.request].request_id
 
 
 def _label(hash_id: int) -> str:

@@ -5,7 +5,8 @@ Times are delta-encoded and text is a dictionary, so that a request takes about 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ TYPES = {
     "count": pa.int64(),
     "seconds": pa.float64(),
     "time": pa.timestamp("us", tz="UTC"),
+    "counts": pa.list_(pa.int64()),
+    "distribution": pa.map_(pa.float64(), pa.int64()),
 }
 _ALL_DIFFERENT = ("request_id", "message")
 """Text of which nearly every row has another one; a dictionary would only be in the way."""
@@ -40,6 +43,30 @@ def column_names(path: Path) -> list[str]:
             return list(file.schema_arrow.names)
     except (pa.ArrowException, OSError) as error:
         raise LedgerError(f"{path} can't be read: {error}.") from error
+
+
+def read_columns(path: Path, names: Sequence[str]) -> Iterator[list[list[Any]]]:
+    """Columns of a file, some rows at a time. A time is microseconds since 1970, and a null count -1.
+
+    Raises LedgerError for a file that can't be read.
+    """
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(columns=list(names)):
+                yield [_values(column) for column in map(batch.column, names)]
+    except (pa.ArrowException, OSError) as error:
+        raise LedgerError(f"{path} can't be read: {error}.") from error
+
+
+def _values(column: Any) -> list[Any]:
+    if pa.types.is_list(column.type):
+        numbers, ends = column.flatten().to_numpy().tolist(), column.offsets.to_pylist()
+        return [numbers[start - ends[0] : end - ends[0]] for start, end in pairwise(ends)]
+    if pa.types.is_timestamp(column.type):
+        column = column.cast(pa.int64())
+    if pa.types.is_integer(column.type):
+        return list(column.fill_null(-1).to_numpy().tolist())
+    return list(column.to_pylist())
 
 
 class RowWriter:

@@ -19,7 +19,7 @@ from kvledger import cli
 from kvledger.audit.analysis.whatif import Options, what_if
 from kvledger.audit.replay.block_traces import request_trace
 from kvledger.audit.replay.parallel import Processes
-from kvledger.audit.replay.trace_keeper import keep
+from kvledger.exporters.facts.compact import compact
 from kvledger.exporters.reports import whatif as report
 from kvledger.exporters.reports.summary import summarize
 from kvledger.exporters.reports.whatif import study
@@ -138,13 +138,13 @@ def test_whatif_as_json_has_the_curve_and_the_effects(run: Run, journal: Path) -
 
 
 @pytest.mark.parametrize("window", [(), ("--since", "2020-01-01"), ("--since", "1h")])
-def test_whatif_prints_the_same_from_a_kept_block_trace(
+def test_whatif_prints_the_same_from_kept_rows(
     run: Run, journal: Path, tmp_path: Path, window: tuple[str, ...]
 ) -> None:
     words = ("whatif", tmp_path, "--tiers", "12KiB", "--by", "hour", "--format", "json", *window)
     before = run(*words)
     code, out, _ = run("compact", tmp_path)
-    assert 0 == before[0] == code and "of block traces." in " ".join(out.split())
+    assert 0 == before[0] == code and "of Parquet." in " ".join(out.split())
     assert before == run(*words)
     shutil.rmtree(journal)
     if window[-1:] == ("1h",):
@@ -170,7 +170,7 @@ def test_processes_share_the_replays_of_one_journal(
     journal: Path, monkeypatch: pytest.MonkeyPatch, share: float | None, kept: bool
 ) -> None:
     if kept:
-        keep(journal)
+        compact(journal)
     monkeypatch.setattr(report, "WORTH_OPERATIONS", 1)
     options = Options(policies=policies("lru,lfu"), tiers=[12 << 10])
     asked: list[int] = []
