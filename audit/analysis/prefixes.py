@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from .block_trace import CACHED, EVICT, HIT, BlockTrace, Change, TraceLife
+from .block_trace import ADMIT, CACHED, EVICT, HIT, BlockTrace, Change
 
 LOSSES_KEPT = 5
 """How many losses of a prefix are kept, the last ones."""
@@ -51,8 +51,8 @@ class Prefix(msgspec.Struct, frozen=True, kw_only=True):
     last_losses: list[Loss]
 
 
-_Loss = tuple[int, int, int]
-"""When a block was evicted, for which life, and which life needed it again."""
+_Loss = tuple[int, int, int, int]
+"""When a block was evicted, for which life, which life needed it again, and when that had computed it."""
 
 
 class _Node(msgspec.Struct):
@@ -74,6 +74,8 @@ class PrefixTrie:
         """By hash id: each time that the content was evicted and computed again, oldest first."""
         self._evicted: dict[int, tuple[int, int]] = {}
         """Content that is not in the cache any more: when it was evicted, and for which life."""
+        self._began: dict[int, int] = {}
+        """When the table of each life began."""
         self._nodes: dict[int, _Node] = {}
         """The trie, by hash id; empty until :meth:`prefixes` makes it."""
         self._trace = BlockTrace()
@@ -88,11 +90,13 @@ class PrefixTrie:
                 self._hits.update(ids)
             elif kind == EVICT:
                 self._evicted |= dict.fromkeys(ids, (at, life))
+            elif kind == ADMIT:
+                self._began[life] = at
             elif kind == CACHED:
                 for hash_id in ids:
                     evicted = self._evicted.pop(hash_id, None)
                     if evicted is not None:
-                        self._losses.setdefault(hash_id, []).append((*evicted, life))
+                        self._losses.setdefault(hash_id, []).append((*evicted, life, at))
 
     def prefixes(self, trace: BlockTrace, first_life: int = 0) -> Iterator[Prefix]:
         """Every prefix, in no order. ``trace`` is that of all changes, from the ``first_life`` on."""
@@ -150,27 +154,34 @@ class PrefixTrie:
         """A row for each request that needed evicted blocks again; the first eviction stands for all."""
         needs: dict[tuple[int, int], list[_Loss]] = {}
         for hash_id in chain:
-            for evicted_at, by, life in self._losses.get(hash_id, ()):
-                needed = self._life(life)
-                if needed is not None and evicted_at < needed.at:
-                    needs.setdefault((needed.at, needed.request), []).append((evicted_at, by, life))
+            for loss in self._losses.get(hash_id, ()):
+                evicted_at, _, life, cached_at = loss
+                needed_at = self._needed_at(life, cached_at)
+                if evicted_at < needed_at:
+                    needs.setdefault((needed_at, life), []).append(loss)
         return [
             Loss(
                 tokens=self._trace.block_tokens * len(losses),
                 evicted_seconds=losses[0][0] / 1e6,
-                evicted_for=self._request_id(self._life(losses[0][1])),
+                evicted_for=self._request_id(losses[0][1]),
                 needed_seconds=needed_at / 1e6,
-                needed_by=self._trace.requests[request].request_id,
+                needed_by=self._request_id(life),
             )
-            for (needed_at, request), losses in sorted(needs.items())
+            for (needed_at, life), losses in sorted(needs.items())
         ]
 
-    def _life(self, number: int) -> TraceLife | None:
-        """A life by its number; None: no life is known."""
-        return self._trace.lives[number - self._first] if number >= self._first else None
+    def _needed_at(self, life: int, cached_at: int) -> int:
+        """When a life looked up what it computed: at its admission, or when its table began before it."""
+        if life < self._first:
+            return -1
+        admitted_at = self._trace.lives[life - self._first].at
+        return admitted_at if admitted_at <= cached_at else self._began[life]
 
-    def _request_id(self, life: TraceLife | None) -> str:
-        return "" if life is None else self._trace.requests[life.request].request_id
+    def _request_id(self, life: int) -> str:
+        """The request of a life; "": none is known."""
+        if life < self._first:
+            return ""
+        return self._trace.requests[self._trace.lives[life - self._first].request].request_id
 
 
 def _label(hash_id: int) -> str:

@@ -150,7 +150,7 @@ class TraceReader(msgspec.Struct):
         if event.reason == ev.REMOVED and not self.changed and not self.changes:
             return
         self.lost += 1
-        for request in self.requests.values():
+        for request in sorted(self.requests.values(), key=lambda one: one.life):
             self._release(request, event.at)
             request.unadmitted, request.admissions = [], []
         self.contents.forget()
