@@ -254,6 +254,9 @@ def put(hashes: list[int], first: int, ids: Sequence[int]) -> None:
 
 def _overlay(hashes: list[int], later: Sequence[int]) -> None:
     """Replace the hash ids by those of a later life, where it has them."""
+    if not hashes:
+        hashes += later
+        return
     for index, hash_id in enumerate(later):
         if hash_id or index >= len(hashes):
             put(hashes, index, (hash_id,))
