@@ -1,4 +1,4 @@
-"""Twenty-four questions, and the SQL that answers each. They are in docs/tables.md, and a test runs them all."""
+"""Twenty-four questions with the SQL that answers each. They are in docs/tables.md; a test runs them all."""
 
 from __future__ import annotations
 
