@@ -20,7 +20,7 @@ import msgspec
 from .. import causes, old_events
 from .. import events as ev
 from ..figures.sums import Sums
-from ..ledger.blocks.decode import calls
+from ..ledger.blocks.decode import post
 
 STATES = ("running", "cached", "empty", "unknown")
 
@@ -123,6 +123,12 @@ class BlockUse(Sums):
     reuse_blocks: Quantiles = msgspec.field(default_factory=Quantiles)
     """Blocks allocated between a release and the next hit."""
 
+    def follow(self, later: BlockUse) -> None:
+        """Add what the same engine did later."""
+        most = max(self.most_running, later.most_running)
+        self.merge(later)
+        self.most_running, self.blocks = most, later.blocks
+
 
 class _Pool(msgspec.Struct):
     """One pool. ``references`` has every block that was seen; the others are as at the beginning."""
@@ -157,11 +163,10 @@ class BlockStates(msgspec.Struct):
 
     def feed(self, event: ev.Event) -> Occupancy | None:
         """Read one event; returns the new occupancy if the event is about blocks."""
-        handler = _HANDLERS.get(type(event))
-        if handler is None:
+        if type(event) not in BLOCK_EVENTS:
             return None
         self.ended, self.idle_seconds = [], []
-        handler(self, event)
+        post(self, event, _HANDLERS)
         return self._occupancy(event.at) if self.pools else None
 
     def taken(self) -> BlockUse:
@@ -185,12 +190,6 @@ class BlockStates(msgspec.Struct):
             pool.unknown = event.free_blocks if event.cached_hashes else 0
             self.use.blocks += blocks
         pool.free = event.free_blocks
-
-    def _calls(self, event: ev.PoolCalls) -> None:
-        for call in calls(event):
-            handler = _HANDLERS.get(type(call))
-            if handler is not None:
-                handler(self, call)
 
     def _allocated(self, event: old_events.BlocksAllocated) -> None:
         pool = self.pools.get(event.pool)
@@ -336,7 +335,6 @@ class BlockStates(msgspec.Struct):
 
 _HANDLERS: dict[type[ev.Event], Callable[[BlockStates, Any], None]] = {
     ev.PoolSeen: BlockStates._seen,
-    ev.PoolCalls: BlockStates._calls,
     ev.BlocksCached: BlockStates._cached,
     ev.BlocksEvicted: BlockStates._evicted,
     ev.PoolReset: BlockStates._reset,
@@ -347,5 +345,5 @@ _HANDLERS: dict[type[ev.Event], Callable[[BlockStates, Any], None]] = {
     old_events.BlocksFreed: BlockStates._freed,
 }
 
-BLOCK_EVENTS = frozenset(_HANDLERS)
+BLOCK_EVENTS: frozenset[type[ev.Event]] = frozenset({ev.PoolCalls, *_HANDLERS})
 """The types of events that :meth:`BlockStates.feed` reads."""

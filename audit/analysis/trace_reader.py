@@ -13,7 +13,7 @@ import msgspec
 
 from .. import causes, old_events
 from .. import events as ev
-from ..ledger.blocks.decode import calls
+from ..ledger.blocks.decode import post
 from ..ledger.blocks.pool_contents import PoolContents
 from ..text import salt_name
 from .block_trace import (
@@ -74,9 +74,8 @@ class TraceReader(msgspec.Struct):
 
     def feed(self, event: ev.Event) -> None:
         """Read one event, in the journal's order."""
-        handler = _HANDLERS.get(type(event))
-        if handler is not None and not self.problem:
-            handler(self, event)
+        if not self.problem:
+            post(self, event, _HANDLERS)
 
     def taken(self) -> tuple[list[Change], list[RecordedRequest]]:
         """The changes since the last call, and the requests that ended. They leave the reader."""
@@ -215,12 +214,6 @@ class TraceReader(msgspec.Struct):
 
     # --- blocks -------------------------------------------------------------------------------------
 
-    def _calls(self, event: ev.PoolCalls) -> None:
-        for call in calls(event):
-            handler = _HANDLERS.get(type(call))
-            if handler is not None:
-                handler(self, call)
-
     def _living(self, number: int, at: int) -> RecordedRequest | None:
         """A request that has a table; a new life begins if it has none. None: no known request."""
         request = self.requests.get(number)
@@ -338,7 +331,6 @@ _HANDLERS: dict[type[ev.Event], Callable[[TraceReader, Any], None]] = {
     ev.Admitted: TraceReader._admitted,
     ev.Preempted: TraceReader._preempted,
     ev.Finished: TraceReader._finished,
-    ev.PoolCalls: TraceReader._calls,
     old_events.BlocksTouched: TraceReader._touched,
     old_events.BlocksAllocated: TraceReader._allocated,
     ev.BlocksCached: TraceReader._cached,

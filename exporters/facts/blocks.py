@@ -29,6 +29,13 @@ OPERATIONS = ("admitted", "grew", "cached", "released", "dropped", "reset", "hit
 DISTRIBUTIONS = ("lifetimes", "idle", "reuse_seconds", "reuse_blocks")
 COUNTS = ("allocated", "hits", "evicted", "never_hit")
 
+LIFE_COUNTS = (
+    "sequence_tokens", "resumed", "hit_blocks", "external_tokens", "preempted", "computed_tokens",
+)  # fmt: skip
+"""Fields of a life that are columns of ``admissions``, by the same name and in this order."""
+
+LABELS = ("lora", "salt", "group")
+
 MOST_BYTES = 256 << 20
 """The most bytes of the block operations of one journal: as many as a journal itself may have by default."""
 
@@ -41,9 +48,8 @@ class Bucket(msgspec.Struct):
 
     def add(self, later: Bucket) -> None:
         """Add the span that follows."""
-        most = max(self.use.most_running, later.use.most_running)
-        self.use.merge(later.use)
-        self.use.most_running, self.use.blocks, self.levels = most, later.use.blocks, later.levels
+        self.use.follow(later.use)
+        self.levels = later.levels
 
 
 class BlockState(msgspec.Struct):
@@ -214,18 +220,11 @@ def admission_rows(
             request.arrival,
             None if added < 0 else began_us + added,
             began_us + life.at,
-            request.prompt_tokens,
-            life.sequence_tokens,
-            int(life.resumed),
-            life.hit_blocks,
             None if life.hit_tokens < 0 else life.hit_tokens,
-            life.external_tokens,
-            int(life.preempted),
-            life.computed_tokens,
+            *(int(getattr(life, name)) for name in LIFE_COUNTS),
+            request.prompt_tokens,
             request.priority,
-            request.lora or None,
-            request.salt or None,
-            request.group or None,
+            *(getattr(request, name) or None for name in LABELS),
         )
 
 

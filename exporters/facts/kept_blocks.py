@@ -17,17 +17,14 @@ from ...audit.journal.folder import read
 from ...audit.journal.reader import Reader
 from ...audit.replay.block_traces import RecordedBlocks
 from ...audit.replay.windows import EVERYTHING, Window
-from .blocks import OPERATIONS, USE_COLUMNS, BlockState, summed
+from .blocks import LIFE_COUNTS, OPERATIONS, USE_COLUMNS, BlockState, summed
 from .kept import Session, find, folder_of, is_session, journal_of, journals_and_sessions, load, readable
+from .schema import ADMISSIONS
 
 Batches = Callable[[str, Sequence[str]], Iterator[list[list[Any]]]]
 """Columns of the kept rows of a table, some rows at a time and in order."""
 
-ADMITTED = (
-    "request", "request_id", "closed_time", "life", "arrival", "added_time", "admitted_time", "prompt_tokens",
-    "sequence_tokens", "resumed", "hit_blocks", "local", "external", "preempted", "computed_tokens",
-    "priority", "lora", "salt", "request_group",
-)  # fmt: skip
+ADMITTED = [column.name for column in ADMISSIONS[2:]]
 _KINDS = {word: kind for kind, word in enumerate(OPERATIONS)}
 
 
@@ -94,26 +91,18 @@ def _requests(batches: Iterator[list[list[Any]]], began_us: int) -> Iterator[Rec
     """The requests of rows of ``admissions``. The lives of a request stand in a row."""
     request: RecordedRequest | None = None
     for row in chain.from_iterable(zip(*columns, strict=True) for columns in batches):
-        number, request_id, closed, life, arrival, added, admitted, prompt, sequence, resumed, *more = row
-        hit_blocks, local, external, preempted, computed, priority, lora, salt, group = more
+        number, request_id, closed, life, arrival, added, admitted, local, *counts = row
+        *counts, prompt, priority, lora, salt, group = counts
         if request is None or request.arrival != arrival:
             if request is not None:
                 yield request
-            request = RecordedRequest(
-                number, arrival, request_id, prompt, priority, lora or "", salt or "", group or ""
+            labels = lora or "", salt or "", group or ""
+            request = RecordedRequest(number, arrival, request_id, prompt, priority, *labels)
+            request.added_at, request.closed_at = (
+                -1 if us < 0 else us - began_us for us in (added, closed)
             )
-            request.added_at = -1 if added < 0 else added - began_us
-            request.closed_at = -1 if closed < 0 else closed - began_us
-        request.lives[life] = TraceLife(
-            sequence_tokens=sequence,
-            resumed=bool(resumed),
-            hit_blocks=hit_blocks,
-            hit_tokens=local,
-            external_tokens=external,
-            at=admitted - began_us,
-            preempted=bool(preempted),
-            computed_tokens=computed,
-        )
+        fields = dict(zip(LIFE_COUNTS, counts, strict=True))
+        request.lives[life] = TraceLife(hit_tokens=local, at=admitted - began_us, **fields)
     if request is not None:
         yield request
 
@@ -156,7 +145,5 @@ def block_use(path: Path) -> BlockUse | None:
     rows = [row for some in read_rows("block_use", USE_COLUMNS) for row in zip(*some, strict=True)]
     whole = BlockUse()
     for use in (*summed(rows)[0], states.use):
-        most = max(whole.most_running, use.most_running)
-        whole.merge(use)
-        whole.most_running, whole.blocks = most, states.use.blocks
+        whole.follow(use)
     return whole

@@ -17,6 +17,9 @@ from ...audit.errors import LedgerError
 from .schema import Column, Row, Rows
 
 ROW_GROUP = 64 << 10
+ROWS_AT_ONCE = 8 << 10
+"""Rows that are read as Python objects at a time."""
+
 TYPES = {
     "text": pa.string(),
     "count": pa.int64(),
@@ -52,7 +55,7 @@ def read_columns(path: Path, names: Sequence[str]) -> Iterator[list[list[Any]]]:
     """
     try:
         with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(columns=list(names)):
+            for batch in file.iter_batches(ROWS_AT_ONCE, columns=list(names)):
                 yield [_values(column) for column in map(batch.column, names)]
     except (pa.ArrowException, OSError) as error:
         raise LedgerError(f"{path} can't be read: {error}.") from error

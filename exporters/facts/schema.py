@@ -57,6 +57,13 @@ LOAD_COLUMNS = (
 )
 """The fields of :class:`~kvledger.audit.analysis.costs.Loads`, in their order."""
 
+LABEL_COLUMNS = (
+    Column("priority", "count", "the request's priority; a lower number is more urgent"),
+    Column("lora", "text", "name of the LoRA adapter; null: none, or not recorded"),
+    Column("salt", "text", "keyed hash of the cache salt; null: none, or not recorded"),
+    Column("request_group", "text", "what KVLEDGER_GROUP found in the request id; null: nothing"),
+)
+
 REQUESTS = (
     ENGINE,
     JOURNAL,
@@ -88,10 +95,7 @@ REQUESTS = (
     Column("model", "text", "the model that the engine serves"),
     Column("began_time", "time", "the engine's second 0, in UTC"),
     Column("data_parallel_rank", "count", "number of the engine's data-parallel rank"),
-    Column("priority", "count", "the request's priority; a lower number is more urgent"),
-    Column("lora", "text", "name of the LoRA adapter; null: none, or not recorded"),
-    Column("salt", "text", "keyed hash of the cache salt; null: none, or not recorded"),
-    Column("request_group", "text", "what KVLEDGER_GROUP found in the request id; null: nothing"),
+    *LABEL_COLUMNS,
 )
 
 CAUSES = (
@@ -179,18 +183,15 @@ ADMISSIONS = (
     Column("arrival", "count", "number of the request in the order of arrival, from 0"),
     Column("added_time", "time", "when the scheduler received the request; null if the trace began later"),
     Column("admitted_time", "time", "when it was admitted, in UTC"),
-    Column("prompt_tokens", "count", "length of its prompt"),
+    Column("local", "count", "tokens that the admission hit; null if it was not recorded"),
     Column("sequence_tokens", "count", "length of the sequence that was looked up in the prefix cache"),
     Column("resumed", "count", "1 if the request had a life before, else 0"),
     Column("hit_blocks", "count", "number of blocks that the lookup hit"),
-    Column("local", "count", "tokens that the admission hit; null if it was not recorded"),
-    Column("external", "count", "tokens that the KV connector promised at the admission"),
+    Column("external_tokens", "count", "tokens that the KV connector promised at the admission"),
     Column("preempted", "count", "1 if the life ended by a preemption for want of blocks, else 0"),
     Column("computed_tokens", "count", "tokens that had KV when it was preempted"),
-    Column("priority", "count", "the request's priority; a lower number is more urgent"),
-    Column("lora", "text", "name of the LoRA adapter; null: none, or not recorded"),
-    Column("salt", "text", "keyed hash of the cache salt; null: none, or not recorded"),
-    Column("request_group", "text", "what KVLEDGER_GROUP found in the request id; null: nothing"),
+    Column("prompt_tokens", "count", "length of the request's prompt"),
+    *LABEL_COLUMNS,
 )
 """One row for each life of a request, of engines whose block trace ``kvledger whatif`` can replay."""
 

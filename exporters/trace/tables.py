@@ -293,7 +293,8 @@ Made by `python -m kvledger.exporters.trace.tables`; do not edit.
 
 A request that ended is a row of `requests`; of a journal of level `blocks` each of its lives is a row of
 `admissions`, and what it did with the prefix cache are rows of `block_operations`.
-`kvledger query PATH "select ..."` asks {queried} in SQL (DuckDB's), also of journals that `kvledger compact` keeps as Parquet. `kvledger export PATH -o DIR` writes
+`kvledger query PATH "select ..."` asks {queried} in SQL (DuckDB's), also of journals that
+`kvledger compact` keeps as Parquet. `kvledger export PATH -o DIR` writes
 {exported} as Parquet, one file per table;
 `kvledger.exporters.trace.frames` gives them as pandas DataFrames. `summary` and `why` group by any column of
 `requests` (`--by model,hour`) and select with a condition on them (`--where "rework > 0"`); `summary
