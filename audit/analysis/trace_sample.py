@@ -25,13 +25,14 @@ from .block_trace import (
     DROP,
     GROW,
     HIT,
-    RELEASE,
+    RESET,
     BlockTrace,
     Change,
     Lives,
     Operation,
     RecordedRequest,
     TraceLife,
+    TraceRequest,
     operations,
 )
 
@@ -62,23 +63,18 @@ class Sample(msgspec.Struct):
         return lookups - round(missed * whole.block_tokens / self.share)
 
 
-def sample_trace(trace: BlockTrace, share: float) -> tuple[BlockTrace, Sample]:
-    """A trace without operations and hash ids, and its sample."""
-    sampler = _Sampler(share, trace.block_tokens)
-    for number, request in enumerate(trace.requests):
-        sampler.put(number, 0, request.hashes)
-    return _sampled(sampler, trace, list(range(len(trace.requests))), trace.operations)
-
-
-def sample_changes(
+def take_sample(
     described: BlockTrace,
-    requests: Sequence[RecordedRequest],
+    recorded: Sequence[RecordedRequest],
     changes: Callable[[], Iterable[Sequence[Change]]],
     share: float,
 ) -> tuple[BlockTrace, Sample]:
-    """The same of ``changes``, which can be read twice. Raises LedgerError if lives are missing."""
+    """The whole trace without operations and hash ids, and its sample.
+
+    ``changes`` are read twice. Raises LedgerError if lives are missing.
+    """
     sampler = _Sampler(share, described.block_tokens)
-    arrivals = {life: one.arrival for one in requests for life in one.lives}
+    arrivals = {life: one.arrival for one in recorded for life in one.lives}
     first: int | None = None
     for some in changes():
         for kind, life, index, ids, _ in some:
@@ -86,44 +82,24 @@ def sample_changes(
                 sampler.put(arrivals.get(life, -1), index, ids)
             elif kind == ADMIT and first is None:
                 first = life
-    lives = Lives(requests, first or 0, described.began_seconds)
-    whole = lives.into(described, [])
-    kept = (
-        (kind, life if kind == DROP else life - lives.first, index, hash_id)
-        for some in changes()
-        for change in some
-        for kind, life, index, hash_id in operations(change)
-    )
-    return _sampled(sampler, whole, [one.arrival for one in lives.recorded], kept)
-
-
-def _sampled(
-    sampler: _Sampler, trace: BlockTrace, identities: Sequence[int], every: Iterable[Operation]
-) -> tuple[BlockTrace, Sample]:
-    """The trace without operations and hash ids, and its sample. ``identities``: how requests are hashed."""
-    requests = []
-    for identity, request in zip(identities, trace.requests, strict=True):
-        blocks = max(sampler.known(identity), request.prompt_tokens // trace.block_tokens)
-        hashes = sampler.hashes(identity)
-        sampler.count(identity, blocks + 1)  # the block behind them may be partly filled
-        requests.append(replace(request, request_id="", hashes=hashes))
-    by_life = [identities[life.request] for life in trace.lives]
-    lives = [sampler.life(identity, life) for identity, life in zip(by_life, trace.lives, strict=True)]
-    found = list(sampler.operations(every, by_life))
-    lookups = [max(0, life.sequence_tokens - 1) // trace.block_tokens for life in lives]
-    light = replace(
-        trace, operations=[], requests=[replace(request, hashes=[]) for request in trace.requests]
-    )
-    small = replace(trace, operations=found, lives=lives, requests=requests)
-    return light, Sample(sampler.share, small, lookups, [life.hit_blocks for life in lives])
+    known = Lives(recorded, first or 0, described.began_seconds)
+    whole = known.into(described, [])
+    requests = [
+        sampler.request(one.arrival, each) for one, each in zip(known.recorded, known.requests, strict=True)
+    ]
+    request_of = [known.recorded[life.request].arrival for life in known.lives]
+    lives = [sampler.life(request, life) for request, life in zip(request_of, known.lives, strict=True)]
+    every = (operation for some in changes() for change in some for operation in operations(change))
+    found = list(sampler.operations(every, known.first, request_of))
+    lookups = [max(0, life.sequence_tokens - 1) // whole.block_tokens for life in lives]
+    small = replace(whole, operations=found, lives=lives, requests=requests)
+    return whole, Sample(share, small, lookups, [life.hit_blocks for life in lives])
 
 
 class _Sampler:
     """Knows which blocks of each request are in the sample."""
 
     def __init__(self, share: float, block_tokens: int) -> None:
-        self.share = share
-        """The share of all blocks that is in the sample."""
         self._below = round(share * (1 << 32))
         """Content and places whose CRC32 is below this are in the sample."""
         self._block_tokens = block_tokens
@@ -147,24 +123,21 @@ class _Sampler:
                 found.pop(place, None)
         self._known[request] = max(known, first + len(ids))
 
-    def known(self, request: int) -> int:
-        """How many blocks of the request have been looked at."""
-        return self._known.get(request, 0)
-
-    def hashes(self, request: int) -> list[int]:
-        """The hash ids of its sampled blocks."""
-        found = self._hashes.get(request, {})
-        return [found[place] for place in sorted(found)]
+    def request(self, number: int, request: TraceRequest) -> TraceRequest:
+        """The request with the hash ids of its sampled blocks; all its blocks were put."""
+        found = self._hashes.pop(number, {})
+        self._places[number] = sorted(found)
+        blocks = max(self._known.setdefault(number, 0), request.prompt_tokens // self._block_tokens)
+        self.count(number, blocks + 1)  # the block behind them may be partly filled
+        return replace(request, request_id="", hashes=[found[place] for place in sorted(found)])
 
     def count(self, request: int, length: int) -> int:
         """How many of the first ``length`` blocks of the request's table are in the sample."""
-        places = self._places.get(request)
-        if places is None:
-            places = self._places[request] = sorted(self._hashes.pop(request, ()))
-        for place in range(self.known(request), length):
+        places = self._places[request]
+        for place in range(self._known[request], length):
             if self._has_place(request, place):
                 places.append(place)
-        self._known[request] = max(self.known(request), length)
+        self._known[request] = max(self._known[request], length)
         return bisect_left(places, length)
 
     def life(self, request: int, life: TraceLife) -> TraceLife:
@@ -176,29 +149,35 @@ class _Sampler:
             hit_blocks=self.count(request, life.hit_blocks),
         )
 
-    def operations(self, every: Iterable[Operation], request_of: Sequence[int]) -> Iterator[Operation]:
-        """The operations that concern sampled blocks. ``request_of``: the request of each life."""
+    def operations(
+        self, every: Iterable[Operation], first_life: int, request_of: Sequence[int]
+    ) -> Iterator[Operation]:
+        """The operations that concern sampled blocks, with lives that are counted from the first.
+
+        ``request_of``: the request of each life.
+        """
         lengths: dict[int, int] = {}
-        for kind, life, first, second in every:
+        for kind, number, index, hash_id in every:
+            life = number - first_life
             if kind == DROP:
-                if self._has(life):
-                    yield kind, life, first, second
-            elif kind not in (ADMIT, RELEASE, GROW, CACHED):
-                yield kind, 0, first, second
+                if self._has(number):
+                    yield kind, number, index, hash_id
+            elif kind == RESET:
+                yield kind, 0, 0, 0
             elif life < 0:
                 continue  # its first operations are not kept any more
             elif kind == GROW:
-                length = self.count(request_of[life], first)
+                length = self.count(request_of[life], index)
                 if length and lengths.get(life) != length:
                     lengths[life] = length
                     yield kind, life, length, 0
             elif kind == CACHED:
-                places = self._places.get(request_of[life], ())
-                place = bisect_left(places, first)
-                if place < len(places) and places[place] == first:
-                    yield kind, life, place, second
-            elif self._places.get(request_of[life]):
-                yield kind, life, first, second
+                places = self._places[request_of[life]]
+                place = bisect_left(places, index)
+                if place < len(places) and places[place] == index:
+                    yield kind, life, place, hash_id
+            elif self._places[request_of[life]]:
+                yield kind, life, 0, 0
 
     def _has(self, hash_id: int) -> bool:
         return crc32(_ID.pack(hash_id)) < self._below

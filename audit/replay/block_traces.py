@@ -27,11 +27,10 @@ from ..analysis.block_trace import (
     RecordedRequest,
     TraceBuilder,
     TraceLife,
-    TraceRequest,
 )
 from ..analysis.prefixes import Prefix, PrefixTrie
 from ..analysis.trace_reader import TraceReader
-from ..analysis.trace_sample import Sample, sample_changes
+from ..analysis.trace_sample import Sample, take_sample
 from ..errors import LedgerError
 from ..events import Event
 from ..journal.hosts import engine_name
@@ -105,7 +104,7 @@ class RecordedBlocks:
     def described(self) -> BlockTrace:
         """The engine without operations. Raises NoBlockTrace if there are no blocks to replay."""
         started = self.reader.started
-        name = engine_name(started, self.path) if started is not None else ""
+        name = printable(self.path.name) if started is None else engine_name(started, self.path)
         return self.reader.described(str(self.path), name)
 
     def whole(self) -> list[RecordedRequest]:
@@ -139,7 +138,7 @@ def block_trace(
             builder.add(some)
         trace = builder.trace(described, recorded.whole())
     else:
-        trace, sample = sample_changes(described, recorded.whole(), recorded.changes, share)
+        trace, sample = take_sample(described, recorded.whole(), recorded.changes, share)
     if window.bounded:
         for life in trace.lives:
             life.counted = window.holds(trace.began_seconds + life.at / 1e6)
@@ -155,8 +154,8 @@ def block_prefixes(recorded: RecordedBlocks) -> list[Prefix]:
     return list(trie.prefixes(builder.trace(described, recorded.whole()), builder.first))
 
 
-def request_trace(path: Path, block_tokens: int = 0) -> BlockTrace:
-    """The block trace of a request trace. ``block_tokens``: if its lines do not say it; 0: 512."""
+def request_trace(path: Path, block_tokens: int = 0) -> RecordedBlocks:
+    """What the requests of a request trace do. ``block_tokens``: if its lines do not say it; 0: 512."""
     try:
         with gzip.open(path) if path.name.endswith(".gz") else path.open("rb") as lines:
             return _requests(path, lines, block_tokens or BLOCK_TOKENS)
@@ -164,10 +163,10 @@ def request_trace(path: Path, block_tokens: int = 0) -> BlockTrace:
         raise LedgerError(f"{path} can't be read: {getattr(error, 'strerror', None) or error}.") from error
 
 
-def _requests(path: Path, lines: Iterable[bytes], block_tokens: int) -> BlockTrace:
+def _requests(path: Path, lines: Iterable[bytes], block_tokens: int) -> RecordedBlocks:
     decode = msgspec.json.Decoder(_Line).decode
-    trace = BlockTrace(engine=printable(path.name))
-    ids: dict[int | str, int] = {}
+    recorded, ids = RecordedBlocks(path), dict[int | str, int]()
+    reader = recorded.reader
     for number, text in enumerate(lines, 1):
         if not text.strip():
             continue
@@ -176,21 +175,17 @@ def _requests(path: Path, lines: Iterable[bytes], block_tokens: int) -> BlockTra
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise LedgerError(f"{path} line {number} is no request of a trace: {error}.") from None
         size = line.block_size or block_tokens
-        if trace.block_tokens not in (0, size):
+        if reader.block_tokens not in (0, size):
             raise LedgerError(f"{path} line {number} has blocks of another size than the lines before.")
-        trace.block_tokens = size
+        reader.block_tokens = size
         hashes = [ids.setdefault(hash_id, len(ids) + 1) for hash_id in line.hash_ids]
-        _add_request(trace, TraceRequest(str(number), line.input_length, hashes))
-    if not trace.requests:
+        life, blocks = len(recorded.requests), len(hashes)
+        # The format counts a hit on the last block, too.
+        lives = {life: TraceLife(sequence_tokens=blocks * size + 1)}
+        recorded.requests.append(RecordedRequest(life, life, str(number), line.input_length, lives=lives))
+        reader.changes += [(ADMIT, life, 0, (), 0), (GROW, life, blocks, (), 0)]
+        reader.changes += [(CACHED, life, 0, hashes, 0), (RELEASE, life, 0, (), 0)]
+    if not recorded.requests:
         raise LedgerError(f"{path} holds no request.")
-    return trace
-
-
-def _add_request(trace: BlockTrace, request: TraceRequest) -> None:
-    life, blocks = len(trace.lives), len(request.hashes)
-    # The format counts a hit on the last block, too.
-    trace.lives.append(TraceLife(len(trace.requests), blocks * trace.block_tokens + 1))
-    trace.requests.append(request)
-    trace.operations += [(ADMIT, life, 0, 0), (GROW, life, blocks, 0)]
-    trace.operations += [(CACHED, life, index, hash_id) for index, hash_id in enumerate(request.hashes)]
-    trace.operations.append((RELEASE, life, 0, 0))
+    recorded.feed(())
+    return recorded

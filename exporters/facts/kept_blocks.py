@@ -98,9 +98,7 @@ def _requests(batches: Iterator[list[list[Any]]], began_us: int) -> Iterator[Rec
                 yield request
             labels = lora or "", salt or "", group or ""
             request = RecordedRequest(number, arrival, request_id, prompt, priority, *labels)
-            request.added_at, request.closed_at = (
-                -1 if us < 0 else us - began_us for us in (added, closed)
-            )
+            request.added_at, request.closed_at = (-1 if us < 0 else us - began_us for us in (added, closed))
         fields = dict(zip(LIFE_COUNTS, counts, strict=True))
         request.lives[life] = TraceLife(hit_tokens=local, at=admitted - began_us, **fields)
     if request is not None:

@@ -17,7 +17,7 @@ from ... import __version__
 from ...audit.analysis.block_trace import BlockTrace
 from ...audit.analysis.replays import Replay, Replays
 from ...audit.analysis.simulated_pool import MakePolicy, Replayed
-from ...audit.analysis.trace_sample import Sample, sample_trace
+from ...audit.analysis.trace_sample import Sample
 from ...audit.analysis.whatif import (
     TRUSTED_POINTS,
     Calibration,
@@ -115,9 +115,7 @@ def study(
         run = here
     results = [*run(read, places)]
     for path in requests:
-        trace, sample = request_trace(path, block_tokens), None
-        if share is not None:
-            trace, sample = sample_trace(trace, share)
+        trace, sample = block_trace(request_trace(path, block_tokens), share=share)
         results.append(_of_trace(trace, sample, options, by))
     return WhatIfReport(engines=results)
 

@@ -9,8 +9,8 @@ import pytest
 from tests.audit.analysis.test_simulated_pool import begin
 from tests.exporters.facts.test_kept_blocks import SECOND, WINDOWS, Engine, ended, from_journal
 
-from kvledger.audit.analysis.block_trace import RELEASE, BlockTrace
-from kvledger.audit.analysis.trace_sample import sample_trace
+from kvledger.audit.analysis.block_trace import CACHED, RELEASE, BlockTrace, RecordedRequest
+from kvledger.audit.analysis.trace_sample import Sample, take_sample
 from kvledger.audit.analysis.whatif import Options, WhatIf, what_if
 from kvledger.audit.replay.block_traces import block_trace
 from kvledger.audit.replay.windows import Window
@@ -52,6 +52,21 @@ def test_kept_rows_have_the_sample_of_the_whole_journal(tmp_path: Path) -> None:
     engine.stop()
 
 
+def sampled(trace: BlockTrace, share: float) -> tuple[BlockTrace, Sample]:
+    """A sample of a trace whose requests have a life each."""
+    requests = [
+        RecordedRequest(
+            number, number, one.request_id, one.prompt_tokens, lives={number: trace.lives[number]}
+        )
+        for number, one in enumerate(trace.requests)
+    ]
+    changes = [
+        (kind, life, first, (second,) if kind == CACHED else (), 0)
+        for kind, life, first, second in trace.operations
+    ]
+    return take_sample(trace, requests, lambda: [changes], share)
+
+
 def conversations(requests: int) -> BlockTrace:
     """Requests of many conversations, eight of which run at the same time."""
     rng, trace = random.Random(5), BlockTrace(block_tokens=16, blocks=2000)
@@ -76,7 +91,7 @@ def test_a_sample_estimates_the_hits_of_every_size() -> None:
     trace = conversations(2500)
     options = Options(policies=policies("lru"), blocks=[500, 2000])
     exact = what_if(trace, options)
-    whole, sample = sample_trace(trace, 0.1)
+    whole, sample = sampled(trace, 0.1)
     assert len(sample.trace.operations) < 0.3 * len(trace.operations)
     estimated = what_if(whole, options, sample=sample)
     shares = [point.hit_share for point in exact.curve]
@@ -87,6 +102,6 @@ def test_a_sample_estimates_the_hits_of_every_size() -> None:
 
 def test_a_sample_that_is_too_small_is_named() -> None:
     trace = conversations(300)
-    whole, sample = sample_trace(trace, 0.01)
+    whole, sample = sampled(trace, 0.01)
     found = what_if(whole, Options(policies=policies("lru"), blocks=[2000]), sample=sample)
     assert ["the sample of the present pool has 20 blocks"] == found.calibration.doubts

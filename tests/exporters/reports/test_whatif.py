@@ -17,7 +17,7 @@ from tests.audit.analysis.test_prefixes import Recording, label
 
 from kvledger import cli
 from kvledger.audit.analysis.whatif import Options, what_if
-from kvledger.audit.replay.block_traces import request_trace
+from kvledger.audit.replay.block_traces import block_trace, request_trace
 from kvledger.audit.replay.parallel import Processes
 from kvledger.exporters.facts.compact import compact
 from kvledger.exporters.reports import whatif as report
@@ -101,7 +101,7 @@ def test_lru_hits_are_those_of_kvcache_simulator(tmp_path: Path, blocks: int) ->
     assert 0 < theirs.hitTokens < theirs.totalTokens, "the cache is full before hits are counted"
 
     options = Options(policies=policies("lru"), blocks=[blocks], skip=0.5)
-    ours = what_if(request_trace(path, 64), options)
+    ours = what_if(block_trace(request_trace(path, 64))[0], options)
     [point] = ours.curve
     assert (theirs.hitTokens, theirs.totalTokens) == (point.hit_tokens, ours.prompt_tokens)
     assert simulate_ceiling(plan).hitTokens == ours.ideal.hit_tokens
