@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import re
 import shutil
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -493,3 +495,22 @@ def test_kept_rows_name_the_folder_of_its_host(tmp_path: Path) -> None:
     shutil.rmtree(engine.path)
     [path] = traces_at([tmp_path])
     assert name == journal_trace(path).engine
+
+
+@pytest.mark.parametrize("command", ["prefixes", "blocks"])
+def test_a_journal_that_was_not_compacted_is_read_without_the_analysis_extra(
+    tmp_path: Path, command: str
+) -> None:
+    path = ended(tmp_path, 40).path
+    program = (
+        "import sys; sys.modules.update(dict.fromkeys(('pyarrow', 'duckdb', 'pandas')));"
+        f"sys.argv = ['kvledger', {command!r}, {str(path)!r}, '--format', 'json'];"
+        "from kvledger import cli; cli.main()"
+    )
+    run = [sys.executable, "-c", program]
+    plain = subprocess.run(run, capture_output=True, text=True, check=True)
+    compact(path)
+    refused = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert plain.stdout.startswith("{")
+    assert (2, "", 1) == (refused.returncode, refused.stdout, len(refused.stderr.splitlines()))
+    assert "pip install 'kvledger[analysis]'" in refused.stderr
