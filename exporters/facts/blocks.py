@@ -110,7 +110,7 @@ class BlockRows:
         """Add a batch."""
         began, window, reader = self._audit.began_seconds or 0.0, self._audit.window, self.state.reader
         for event in events:
-            if self._operations:
+            if self._operations and not reader.problem:
                 reader.feed(event)
             if type(event) in BLOCK_EVENTS:
                 wall = began + event.at / 1e6

@@ -11,7 +11,7 @@ from tests import journals
 from tests.audit.analysis.test_prefixes import A, B, C, Recording
 from tests.exporters.facts.test_compact import count_batches
 from tests.exporters.facts.test_kept_blocks import BEGAN, SECOND, Engine, ended
-from tests.exporters.facts.test_kept_pages import not_compacted
+from tests.exporters.facts.test_kept_pages import compared, not_compacted
 from tests.exporters.facts.test_kill import MOST_CHANGES, killed
 
 from kvledger.audit.analysis.block_states import STATES
@@ -75,6 +75,15 @@ def test_the_block_section_of_a_report_from_kept_rows_is_that_of_a_replay(
     replayed.block_series.coarsen(max(MINUTE_TICKS, from_kept.block_series.width_ticks))
     assert from_kept.block_series.levels == replayed.block_series.levels
     assert from_kept.block_series.counts == replayed.block_series.counts
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_a_page_of_level_blocks_from_kept_rows_has_the_figures_of_a_replay(
+    folder: Path, window: Window
+) -> None:
+    from_kept, replayed = compared(folder, window)
+    for name, figure in from_kept.items():
+        assert figure == replayed[name], name
 
 
 def test_the_sums_of_two_windows_are_those_of_both(folder: Path) -> None:
