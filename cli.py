@@ -419,8 +419,9 @@ def compact(paths: list[Path] = opt.PATHS, format: str = opt.TABLE, read: Readin
     """Read journals once, and keep their requests as rows of Parquet.
 
     The rows are in .kvledger-facts beside the journals, by engine and hour; summary, why, report and query
-    read them and replay only what came since. Of a journal of level blocks the block trace is kept too, for
-    whatif. Run it again to add what was recorded since. The rows stay when the journal is removed.
+    read them and replay only what came since. Of a journal of level blocks the rows about blocks are kept
+    too, which whatif, prefixes and blocks read. Run it again to add what was recorded since. The rows stay
+    when the journal is removed.
     Needs the analysis extra: pip install 'kvledger[analysis]'.
     """
     from .exporters.reports import compact as report

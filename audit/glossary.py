@@ -527,8 +527,8 @@ SECTIONS: dict[str, tuple[Term, ...]] = {
         Term(
             "block trace",
             "What the requests of an engine looked up, held, cached and released in its prefix cache, in "
-            "order; `kvledger compact` keeps it beside the rows.",
-            "`kvledger whatif DIR --since 7d` reads kept block traces in place of the journals.",
+            "order; `kvledger compact` keeps it as rows of `admissions` and `block_operations`.",
+            "`kvledger whatif DIR --since 7d` reads kept rows in place of the journals.",
             ("block traces",),
         ),
     ),

@@ -1,4 +1,4 @@
-"""Times `kvledger whatif` on a long journal of level blocks, with and without its kept block trace.
+"""Times `kvledger whatif` on a long journal of level blocks, with and without its kept rows.
 
     python benchmarks/whatif.py DIR [--requests N] [--samples 0.1,0.01]
 
@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -21,13 +22,13 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # `python -m benchmarks.whatif` adds this itself
 
-import msgspec
 from benchmarks import page
 
-from kvledger.audit.replay.kept_traces import place
 from kvledger.audit.replay.parallel import size_bytes
-from kvledger.audit.replay.trace_keeper import keep
+from kvledger.exporters.facts.compact import compact
+from kvledger.exporters.facts.kept import folder_of, load, place
 
+TABLES = ("admissions", "block_operations", "block_use")
 BLOCKS = 8000
 CONVERSATIONS = 400
 PROMPT_TOKENS = 1500
@@ -111,10 +112,11 @@ def difference(one: Any, exact: Any) -> float:
 
 def measure(journal: Path, samples: Sequence[str]) -> tuple[list[Timed], str]:
     """The rows, and a sentence about the bytes."""
-    place(journal).unlink(missing_ok=True)
-    rows = [timed("whatif -j 1, without a kept trace", ("-j", "1"), journal)]
+    shutil.rmtree(folder_of(journal), ignore_errors=True)
+    rows = [timed("whatif -j 1, without kept rows", ("-j", "1"), journal)]
     written = in_process("--keep", journal)
     seconds, requests, size = float(written["seconds"]), int(written["requests"]), size_bytes(journal)
+    kept = ", ".join(f"{written[name] / requests:,.0f} in {name}" for name in TABLES)
     rows.append(timed("whatif -j 1", ("-j", "1"), journal))
     for share in samples:
         words = ("--sample", share, "-j", "1")
@@ -122,10 +124,20 @@ def measure(journal: Path, samples: Sequence[str]) -> tuple[list[Timed], str]:
     rows.append(timed("whatif -j 2", ("-j", "2"), journal))
     equal = rows[0].answer == rows[1].answer == rows[-1].answer
     return rows, (
-        f"{requests:,} requests: the journal has {size / requests:,.0f} bytes a request, the kept trace "
-        f"{written['bytes'] / requests:,.0f}; writing the trace took {seconds:.1f} CPU seconds. Results from "
-        f"the journal and from the trace are {'equal' if equal else 'NOT equal'}."
+        f"{requests:,} requests: the journal has {size / requests:,.0f} bytes a request, and kept rows "
+        f"{kept}; compact took {seconds:.1f} CPU seconds. Results from the journal and from the rows are "
+        f"{'equal' if equal else 'NOT equal'}."
     )
+
+
+def keep(journal: Path) -> dict[str, float]:
+    """Compact the journal: requests, CPU seconds, and bytes of the tables about blocks."""
+    requests = compact(journal).requests
+    session = load(place(journal))
+    assert session is not None
+    files = [*session.files, *session.tail]
+    sizes = {name: sum(file.bytes for file in files if file.table == name) for name in TABLES}
+    return {"requests": requests, "seconds": time.process_time(), **sizes}
 
 
 def in_process(option: str, *words: object) -> Any:
@@ -170,11 +182,10 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=50_000)
     parser.add_argument("--samples", default="0.1,0.01")
     parser.add_argument("--record", action="store_true", help="only write the journal")
-    parser.add_argument("--keep", action="store_true", help="only keep the block trace of the journal DIR")
+    parser.add_argument("--keep", action="store_true", help="only compact the journal DIR")
     arguments = parser.parse_args()
     if arguments.keep:
-        found = keep(arguments.folder)
-        print(json.dumps(msgspec.to_builtins(found) | {"seconds": time.process_time()}))
+        print(json.dumps(keep(arguments.folder)))
     elif arguments.record:
         record(arguments.folder, arguments.requests)
         print("{}")

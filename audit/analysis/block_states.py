@@ -20,7 +20,7 @@ import msgspec
 from .. import causes, old_events
 from .. import events as ev
 from ..figures.sums import Sums
-from ..ledger.blocks.decode import calls
+from ..ledger.blocks.decode import post
 
 STATES = ("running", "cached", "empty", "unknown")
 
@@ -41,8 +41,21 @@ class Quantiles(Sums):
 
     def add(self, number: float) -> None:
         """Count one number."""
-        bucket = round(PER_OCTAVE * log2(number)) if number > 0 else ZERO
+        bucket = _bucket(number)
         self.counts[bucket] = self.counts.get(bucket, 0) + 1
+
+    @classmethod
+    def of(cls, numbers: dict[float, int]) -> Quantiles:
+        """The distribution of numbers that are the middles of buckets, and how often each was counted."""
+        found = cls()
+        for number, count in numbers.items():
+            found.counts[_bucket(number)] = count
+        return found
+
+    @staticmethod
+    def number(bucket: int) -> float:
+        """The middle of a bucket."""
+        return float(2 ** (bucket / PER_OCTAVE)) if bucket > ZERO else 0.0
 
     def at(self, share: float) -> float | None:
         """The number below which this share of all numbers is; None without any."""
@@ -50,8 +63,12 @@ class Quantiles(Sums):
         for bucket in sorted(self.counts):
             wanted -= self.counts[bucket]
             if wanted <= 0:
-                return float(2 ** (bucket / PER_OCTAVE)) if bucket > ZERO else 0.0
+                return self.number(bucket)
         return None
+
+
+def _bucket(number: float) -> int:
+    return round(PER_OCTAVE * log2(number)) if number > 0 else ZERO
 
 
 class Occupancy(msgspec.Struct, frozen=True):
@@ -106,6 +123,12 @@ class BlockUse(Sums):
     reuse_blocks: Quantiles = msgspec.field(default_factory=Quantiles)
     """Blocks allocated between a release and the next hit."""
 
+    def follow(self, later: BlockUse) -> None:
+        """Add what the same engine did later."""
+        most = max(self.most_running, later.most_running)
+        self.merge(later)
+        self.most_running, self.blocks = most, later.blocks
+
 
 class _Pool(msgspec.Struct):
     """One pool. ``references`` has every block that was seen; the others are as at the beginning."""
@@ -135,15 +158,22 @@ class BlockStates(msgspec.Struct):
     pools: dict[int, _Pool] = {}
     at: int = 0
     before: tuple[int, int, int] = (0, 0, 0)
+    allocations: int = 0
+    """Blocks that were allocated; unlike ``use.allocated`` it is never taken."""
 
     def feed(self, event: ev.Event) -> Occupancy | None:
         """Read one event; returns the new occupancy if the event is about blocks."""
-        handler = _HANDLERS.get(type(event))
-        if handler is None:
+        if type(event) not in BLOCK_EVENTS:
             return None
         self.ended, self.idle_seconds = [], []
-        handler(self, event)
+        post(self, event, _HANDLERS)
         return self._occupancy(event.at) if self.pools else None
+
+    def taken(self) -> BlockUse:
+        """The sums since the last call, which leave; how many blocks there are and run stays."""
+        use, running = self.use, self.now["running"] if self.now is not None else 0
+        self.use, self.before = BlockUse(blocks=use.blocks, most_running=running), (0, 0, 0)
+        return use
 
     def open_stays(self) -> list[Stay]:
         """The content that is in the cache at the end of the trace."""
@@ -161,12 +191,6 @@ class BlockStates(msgspec.Struct):
             self.use.blocks += blocks
         pool.free = event.free_blocks
 
-    def _calls(self, event: ev.PoolCalls) -> None:
-        for call in calls(event):
-            handler = _HANDLERS.get(type(call))
-            if handler is not None:
-                handler(self, call)
-
     def _allocated(self, event: old_events.BlocksAllocated) -> None:
         pool = self.pools.get(event.pool)
         if pool is None:
@@ -179,6 +203,7 @@ class BlockStates(msgspec.Struct):
                     pool.references[block] = 1
                     pool.free -= 1
                     self.use.allocated += 1
+                    self.allocations += 1
 
     def _touched(self, event: old_events.BlocksTouched) -> None:
         pool = self.pools.get(event.pool)
@@ -202,7 +227,7 @@ class BlockStates(msgspec.Struct):
                     idle = (event.at - stay.released_at) / 1e6
                     self.idle_seconds.append(idle)
                     self.use.reuse_seconds.add(idle)
-                    self.use.reuse_blocks.add(self.use.allocated - stay.released_after)
+                    self.use.reuse_blocks.add(self.allocations - stay.released_after)
 
     def _freed(self, event: old_events.BlocksFreed) -> None:
         pool = self.pools.get(event.pool)
@@ -219,7 +244,7 @@ class BlockStates(msgspec.Struct):
             if stay is not None:
                 pool.cached += 1
                 stay.released_at = event.at
-                stay.released_after = self.use.allocated
+                stay.released_after = self.allocations
 
     def _cached(self, event: ev.BlocksCached) -> None:
         pool = self.pools.get(event.pool)
@@ -310,7 +335,6 @@ class BlockStates(msgspec.Struct):
 
 _HANDLERS: dict[type[ev.Event], Callable[[BlockStates, Any], None]] = {
     ev.PoolSeen: BlockStates._seen,
-    ev.PoolCalls: BlockStates._calls,
     ev.BlocksCached: BlockStates._cached,
     ev.BlocksEvicted: BlockStates._evicted,
     ev.PoolReset: BlockStates._reset,
@@ -321,5 +345,5 @@ _HANDLERS: dict[type[ev.Event], Callable[[BlockStates, Any], None]] = {
     old_events.BlocksFreed: BlockStates._freed,
 }
 
-BLOCK_EVENTS = frozenset(_HANDLERS)
+BLOCK_EVENTS: frozenset[type[ev.Event]] = frozenset({ev.PoolCalls, *_HANDLERS})
 """The types of events that :meth:`BlockStates.feed` reads."""

@@ -1,32 +1,27 @@
 """What the requests of one engine did with the blocks of its prefix cache, in order.
 
-The pool calls of a journal of level ``blocks`` become a :class:`BlockTrace`: requests are admitted, their
-block tables grow, blocks are cached and tables are released. A trace names content by hash id and no block of
-the recorded pool, so ``simulated_pool.py`` can replay it on a pool of another size.
+A :class:`BlockTrace` names content by hash id and no block of the recorded pool, so ``simulated_pool.py`` can
+replay it on a pool of another size. It is made of *changes*, which ``trace_reader.py`` reads from a journal
+of level ``blocks``. Changes are kept as rows of ``block_operations`` and lives as rows of ``admissions``: so
+a trace is the same from a journal and from kept rows.
 
 Only an engine with one pool and one KV cache group of full attention has such a trace.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
-from operator import attrgetter
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from .. import causes, old_events
-from .. import events as ev
 from ..errors import LedgerError
-from ..ledger.blocks.decode import calls
-from ..ledger.blocks.pool_contents import PoolContents
+from ..events import Admitted
 
-ADMIT, GROW, CACHED, RELEASE, DROP, RESET = range(6)
-"""Kinds of operations, see :class:`Operation`."""
+ADMIT, GROW, CACHED, RELEASE, DROP, RESET, HIT, EVICT = range(8)
+"""Kinds of operations and changes."""
 
 Operation = tuple[int, int, int, int]
-"""One operation: its kind and three numbers.
+"""What a pool replays: its kind and three numbers.
 
 - ADMIT: life, 0, 0. The life looks its sequence up and holds the blocks that it hits.
 - GROW: life, length, 0. The life's table has at least this many blocks from now on.
@@ -36,22 +31,31 @@ Operation = tuple[int, int, int, int]
 - RESET: 0, 0, 0. The engine dropped everything in its prefix cache.
 """
 
-LEVELS = ("blocks", "content")
-"""The levels that have what a trace needs."""
+Change = tuple[int, int, int, Sequence[int], int]
+"""What the recorded engine did: kind, life (-1: of no life), a number, hash ids, and when.
 
-UNNAMED = 1 << 63
-"""Content whose hash id is not known has a number above this; hash ids are signed numbers of 64 bits."""
+The number is the length of the table of a GROW, and the index of the first block of a CACHED or HIT. The time
+is in microseconds since the engine started.
 
-FULL_ATTENTION = 2
-"""The kind of a group in which a hit needs every block below it."""
+- HIT: an admission hit this content, and its table is longer by it.
+- EVICT: content was evicted because a block was allocated, to this life if it is known.
+"""
+
+UNNAMED = -(1 << 63)
+"""Content whose hash id is not known has one of the numbers behind this. Hash ids are keyed hashes of 64
+bits: that one has such a number is as improbable as that two contents have the same."""
+
+
+class NoBlockTrace(LedgerError):
+    """A journal from which no block trace can be made."""
 
 
 class TraceLife(msgspec.Struct):
     """One life of a request: from an admission to the release of its table."""
 
-    request: int
-    """Index of the request in :attr:`BlockTrace.requests`."""
-    sequence_tokens: int
+    request: int = -1
+    """Index of the request in :attr:`BlockTrace.requests`; -1: the life is in no trace yet."""
+    sequence_tokens: int = 0
     """Length of the sequence that the admission looked up."""
     resumed: bool = False
     """Whether the request had an earlier life."""
@@ -78,7 +82,9 @@ class TraceRequest(msgspec.Struct):
     prompt_tokens: int
     hashes: list[int] = []
     priority: int = 0
-    labels: ev.RequestLabels | None = None
+    lora: str = ""
+    salt: str = ""
+    group: str = ""
     arrived_seconds: float | None = None
     """Unix time of the arrival; None: not known."""
 
@@ -100,358 +106,157 @@ class BlockTrace(msgspec.Struct):
     """Reasons why a replay of this trace may differ from the recorded engine."""
     model: str = ""
     """The model that the engine serves; "": not known."""
+    began_seconds: float = 0.0
+    """Unix time from which the times of lives count."""
 
     def limit(self, life: TraceLife) -> int:
         """The most blocks that a lookup of this life can hit: the last token is always computed."""
         return max(0, life.sequence_tokens - 1) // self.block_tokens
 
 
-class NoBlockTrace(LedgerError):
-    """A journal from which no block trace can be made."""
+class RecordedRequest(msgspec.Struct):
+    """One request and its lives, as a journal or kept rows have them.
 
+    ``arrival`` counts the requests of a journal; ``number`` is the journal's own. ``added_at``,
+    ``closed_at``: microseconds since the engine started; -1: not known, or open. ``lives`` by their number,
+    which counts all lives of the journal.
+    """
 
-class _Table(msgspec.Struct):
-    """The block table of one request in its present life."""
+    number: int
+    arrival: int
+    request_id: str
+    prompt_tokens: int
+    priority: int = 0
+    lora: str = ""
+    salt: str = ""
+    group: str = ""
+    added_at: int = -1
+    closed_at: int = -1
+    lives: dict[int, TraceLife] = {}
+    sequence_tokens: int = -1
+    """Length of the sequence when the request was preempted last; -1: it was not."""
+    life: int = -1
+    """The number of its present life; -1: it has no table."""
+    table: list[int] = []
+    """The blocks of its present life."""
+    unadmitted: list[int] = []
+    """Lives whose admission has not been read yet."""
+    admissions: list[Admitted] = []
+    """Admissions whose life has not begun yet."""
 
-    life: int
-    blocks: list[int]
-
-
-class Listener(Protocol):
-    """Is told what the recorded engine did with content; ``life`` is an index in ``BlockTrace.lives``."""
-
-    def hit(self, life: int, index: int, hash_id: int) -> None:
-        """An admission hit this content, at this index of its table."""
-
-    def cached(self, life: int, index: int, hash_id: int) -> None:
-        """A life computed this content and cached it."""
-
-    def evicted(self, hash_id: int, at: int, request: int) -> None:
-        """The content was evicted because a block was allocated to a request (an index; -1: not known)."""
-
-
-class TraceReader:
-    """Makes a :class:`BlockTrace` from the events of one engine."""
-
-    def __init__(
-        self, path: str = "", name_of: Callable[[ev.EngineStarted], str] = attrgetter("name")
-    ) -> None:
-        self.path = path
-        """The journal, for messages."""
-        self._name_of = name_of
-        """The engine's name."""
-        self.listener: Listener | None = None
-        """Receives hits, cached blocks and evictions."""
-        self.trace = BlockTrace()
-        """The trace of what was read so far; a ``PartReader`` takes out the parts that it cuts."""
-        self.started: ev.EngineStarted | None = None
-        """How the engine described itself."""
-        self.began_seconds = 0.0
-        """Unix time from which the engine's times count."""
-        self._pool_seen = False
-        """Whether the pool described itself; a journal without block events has no such description."""
-        self._continued = False
-        """Whether there were operations that ``trace`` does not have any more."""
-        self._numbers: dict[int, int] = {}
-        """The index in ``trace.requests`` of each open request, by the request's number in the journal."""
-        self._sequences: dict[int, int] = {}
-        """Length of the sequence of each request that was preempted."""
-        self._tables: dict[int, _Table] = {}
-        """Present tables by request number."""
-        self._unadmitted: dict[int, deque[int]] = {}
-        """Lives whose admission has not been read yet, by request number."""
-        self._admissions: dict[int, deque[ev.Admitted]] = {}
-        """Admissions whose life has not begun yet, by request number."""
-        self._contents = PoolContents()
-        """The hash id of each cached block, and the request to which each block was allocated last."""
-        self._unknown_hashes = 0
-        """How many cached blocks were hit whose hash id is not known."""
-        self._lost = 0
-        """How many times events were lost."""
-        self._last_life: dict[int, int] = {}
-        """The last life of each open request, by request number."""
-
-    def feed(self, event: ev.Event) -> None:
-        """Read one event, in the journal's order."""
-        handler = _HANDLERS.get(type(event))
-        if handler is not None:
-            handler(self, event)
-
-    def finish(self) -> BlockTrace:
-        """The trace. Raises :class:`NoBlockTrace` if the journal has no blocks to replay."""
-        trace = self.trace
-        if not self._pool_seen:
-            raise NoBlockTrace(
-                f"{self.path}: this command needs block events, which KVLEDGER_LEVEL=blocks records."
-            )
-        if self._unknown_hashes:
-            trace.doubts.append(
-                f"{self._unknown_hashes:,} hits are on blocks that were cached before the trace begins"
-            )
-        if self._lost:
-            trace.doubts.append(f"events were lost {self._lost:,} times")
-        return trace
-
-    # --- the engine ---------------------------------------------------------------------------------
-
-    def _started(self, event: ev.EngineStarted) -> None:
-        trace, settings = self.trace, event.configuration
-        if event.level not in LEVELS:
-            raise NoBlockTrace(
-                f"{self.path} was recorded at level {event.level}: this command needs block events, which "
-                "KVLEDGER_LEVEL=blocks records."
-            )
-        if trace.engine:
-            return
-        self.started = event
-        trace.engine, trace.version = self._name_of(event), event.version
-        self.began_seconds = event.began_seconds
-        trace.model = str(settings.get("model") or "")
-        block_bytes, workers = settings.get("block_bytes"), settings.get("workers")
-        if isinstance(block_bytes, int) and isinstance(workers, int):
-            trace.block_bytes = block_bytes * max(1, workers)
-        if settings.get("connector"):
-            trace.doubts.append(f"a KV connector ({settings['connector']}) loads blocks beside the cache")
-        if settings.get("drafts"):
-            trace.doubts.append("speculative decoding may drop the last block of a hit")
-        if settings.get("prefix_caching") is False:
-            raise NoBlockTrace(
-                f"{self.path}: the engine ran without prefix caching, so there is no cache to size."
-            )
-
-    def _pool(self, event: ev.PoolSeen) -> None:
-        groups = [event.groups[i : i + 3] for i in range(0, len(event.groups), 3)]
-        if event.pool or len(groups) != 1 or groups[0][2] != FULL_ATTENTION:
-            raise NoBlockTrace(
-                f"{self.path}: this command needs an engine with one KV cache group of full attention; this "
-                f"engine has {len(groups)} groups in a pool."
-            )
-        if not self._pool_seen:
-            self._pool_seen = True
-            self.trace.block_tokens = groups[0][1]
-            self.trace.blocks = event.blocks - (event.null_block >= 0)
-
-    def _gap(self, event: ev.Gap) -> None:
-        if event.reason == ev.REMOVED and not self.trace.operations and not self._continued:
-            return
-        self._lost += 1
-        for table in self._tables.values():
-            self._add(RELEASE, table.life)
-        self._tables.clear()
-        self._unadmitted.clear()
-        self._admissions.clear()
-        self._contents.forget()
-
-    # --- requests -----------------------------------------------------------------------------------
-
-    def _added(self, event: ev.RequestAdded) -> None:
-        self._numbers[event.request] = len(self.trace.requests)
-        self.trace.requests.append(
-            TraceRequest(
-                event.request_id,
-                event.prompt_tokens,
-                [],
-                event.priority,
-                event.labels,
-                self.began_seconds + event.at / 1e6,
-            )
+    def request(self, began_seconds: float) -> TraceRequest:
+        """The request in a trace, without its hash ids."""
+        return TraceRequest(
+            self.request_id,
+            self.prompt_tokens,
+            [],
+            self.priority,
+            self.lora,
+            self.salt,
+            self.group,
+            None if self.added_at < 0 else began_seconds + self.added_at / 1e6,
         )
 
-    def _snapshot(self, event: ev.Snapshot) -> None:
-        for row in event.rows:
-            if row.request not in self._numbers:
-                self._numbers[row.request] = len(self.trace.requests)
-                self.trace.requests.append(TraceRequest(row.request_id, row.prompt_tokens, []))
-                self._sequences[row.request] = max(row.prompt_tokens, row.sequence_tokens)
 
-    def _extended(self, event: ev.Extended) -> None:
-        if event.request in self._numbers:
-            self._request(event.request).prompt_tokens = event.prompt_tokens
+class TraceBuilder:
+    """Makes a :class:`BlockTrace` of changes and requests."""
 
-    def _admitted(self, event: ev.Admitted) -> None:
-        waiting = self._unadmitted.get(event.request)
-        if waiting:
-            self._match(self.trace.lives[waiting.popleft()], event)
-        else:
-            self._admissions.setdefault(event.request, deque()).append(event)
+    def __init__(self) -> None:
+        self._operations: list[Operation] = []
+        """The operations so far, with the numbers of lives in the journal."""
+        self._hashes: dict[int, list[int]] = {}
+        """By life: the hash ids of its blocks as far as it hit or cached them; 0: not known."""
 
-    def _match(self, life: TraceLife, event: ev.Admitted) -> None:
-        life.hit_tokens, life.external_tokens, life.at = event.local_tokens, event.external_tokens, event.at
-        life.resumed = life.resumed or event.resumed
+    def add(self, changes: Iterable[Change]) -> None:
+        """Add changes in their order."""
+        for change in changes:
+            kind, life, index, ids, _ = change
+            if kind in (CACHED, HIT):
+                put(self._hashes.setdefault(life, []), index, ids)
+            self._operations += operations(change)
 
-    def _preempted(self, event: ev.Preempted) -> None:
-        number = event.request
-        prompt = self._request(number).prompt_tokens if number in self._numbers else 0
-        self._sequences[number] = max(prompt, event.before_tokens + 1)
-        if number in self._last_life:
-            life = self.trace.lives[self._last_life[number]]
-            life.preempted, life.computed_tokens = event.cause == causes.BLOCKS, event.before_tokens
+    @property
+    def first(self) -> int:
+        """The first life that is admitted, in the count of the journal."""
+        return next((life for kind, life, _, _ in self._operations if kind == ADMIT), 0)
 
-    def _finished(self, event: ev.Finished) -> None:
-        if event.request not in self._tables:
-            self._forget(event.request)
+    def trace(self, described: BlockTrace, requests: Iterable[RecordedRequest]) -> BlockTrace:
+        """The whole trace. Raises LedgerError if lives are missing."""
+        lives = Lives(requests, self.first, described.began_seconds)
+        for request, recorded in zip(lives.requests, lives.recorded, strict=True):
+            for life in sorted(recorded.lives):
+                _overlay(request.hashes, self._hashes.pop(life, ()))
+        return lives.into(described, self._operations)
 
-    def _forget(self, number: int) -> None:
-        for by_number in (self._numbers, self._sequences, self._last_life):
-            by_number.pop(number, None)
-        self._unadmitted.pop(number, None)
-        self._admissions.pop(number, None)
 
-    def _request(self, number: int) -> TraceRequest:
-        return self.trace.requests[self._numbers[number]]
+class Lives:
+    """The lives of a trace from the ``first`` one on, and their requests in the order of arrival.
 
-    # --- blocks -------------------------------------------------------------------------------------
+    Where the oldest are not kept any more, a trace counts the others from 0. Raises LedgerError if others
+    are missing.
+    """
 
-    def _calls(self, event: ev.PoolCalls) -> None:
-        for call in calls(event):
-            handler = _HANDLERS.get(type(call))
-            if handler is not None:
-                handler(self, call)
+    def __init__(self, requests: Iterable[RecordedRequest], first: int, began_seconds: float) -> None:
+        self.first = first
+        """The first life, in the count of the journal."""
+        known = (one for one in requests if one.lives and max(one.lives) >= first)
+        self.recorded = sorted(known, key=lambda one: one.arrival)
+        """The requests, as they are recorded."""
+        self.requests = [one.request(began_seconds) for one in self.recorded]
+        """The same, for a trace."""
+        numbered = {
+            number: msgspec.structs.replace(life, request=place)
+            for place, one in enumerate(self.recorded)
+            for number, life in one.lives.items()
+            if number >= first
+        }
+        if numbered and max(numbered) - first + 1 != len(numbered):
+            raise LedgerError("Rows of admissions are missing.")
+        self.lives = [numbered[number] for number in sorted(numbered)]
+        """The lives, with the places of their requests."""
 
-    def _table(self, number: int, at: int) -> _Table | None:
-        """The present table of a request; a new life begins if it has none. None: no known request."""
-        table = self._tables.get(number)
-        if table is not None or number not in self._numbers:
-            return table
-        request = self._request(number)
-        life = TraceLife(
-            self._numbers[number],
-            self._sequences.get(number, request.prompt_tokens),
-            number in self._last_life,
-            at=at,
+    def into(self, described: BlockTrace, operations: list[Operation]) -> BlockTrace:
+        """A trace of the ``described`` engine with these operations."""
+        first, doubts = self.first, described.doubts
+        if first:
+            doubts = [*doubts, f"the {first:,} oldest admissions are not kept any more"]
+            operations = [
+                (kind, one if kind in (DROP, RESET) else one - first, index, hash_id)
+                for kind, one, index, hash_id in operations
+                if kind in (DROP, RESET) or one >= first
+            ]
+        return msgspec.structs.replace(
+            described, operations=operations, lives=self.lives, requests=self.requests, doubts=doubts
         )
-        table = self._tables[number] = _Table(len(self.trace.lives), [])
-        self._last_life[number] = table.life
-        self.trace.lives.append(life)
-        admissions = self._admissions.get(number)
-        if admissions:
-            self._match(life, admissions.popleft())
-        else:
-            self._unadmitted.setdefault(number, deque()).append(table.life)
-        self._add(ADMIT, table.life)
-        return table
-
-    def _touched(self, event: old_events.BlocksTouched) -> None:
-        table = self._table(event.request, event.at)
-        if table is None:
-            return
-        hashes, cached = self._request(event.request).hashes, self._contents.hashes
-        for block in event.blocks:
-            if block not in cached:
-                self._unknown_hashes += 1
-                cached[block] = (self._unnamed(),)
-            hash_id = cached[block][-1]
-            if self.listener is not None:
-                self.listener.hit(table.life, len(table.blocks), hash_id)
-            _put(hashes, len(table.blocks), hash_id)
-            table.blocks.append(block)
-        self.trace.lives[table.life].hit_blocks = len(table.blocks)
-        self._add(GROW, table.life, len(table.blocks))
-
-    def _allocated(self, event: old_events.BlocksAllocated) -> None:
-        for number, _, blocks in event.calls():
-            evicted = self._contents.allocate(number, blocks)
-            if self.listener is not None:
-                for _, ids in evicted:
-                    self.listener.evicted(ids[-1], event.at, self._numbers.get(number, -1))
-            table = self._table(number, event.at)
-            if table is not None:
-                table.blocks += blocks
-                self._add(GROW, table.life, len(table.blocks))
-
-    def _cached(self, event: ev.BlocksCached) -> None:
-        if not self._pool_seen:
-            return
-        hashes = self._contents.hashes
-        for number, block, hash_id, end in self._contents.cached(event):
-            hashes[block] = (hash_id,)
-            place, rest = divmod(end, self.trace.block_tokens)
-            if number not in self._numbers or rest:
-                continue
-            _put(self._request(number).hashes, place - 1, hash_id)
-            table = self._tables.get(number)
-            if table is not None:
-                self._add(CACHED, table.life, place - 1, hash_id)
-                if self.listener is not None:
-                    self.listener.cached(table.life, place - 1, hash_id)
-
-    def _freed(self, event: old_events.BlocksFreed) -> None:
-        self._release(event.request, event.blocks)
-
-    def _deferred(self, event: ev.BlocksDeferred) -> None:
-        self._release(event.request, event.blocks)
-
-    def _release(self, number: int, blocks: list[int]) -> None:
-        table = self._tables.get(number)
-        if table is None:
-            return
-        gone = set(blocks)
-        table.blocks = [block for block in table.blocks if block not in gone]
-        if not table.blocks:
-            self._add(RELEASE, table.life)
-            del self._tables[number]
-
-    def _reported(self, event: old_events.TablesReported) -> None:
-        """Take the table of a request that was running before the trace began."""
-        for number, _, _, blocks in event.tables():
-            if number in self._tables or not blocks:
-                continue
-            table = self._table(number, event.at)
-            if table is not None:
-                table.blocks = blocks
-                self._add(GROW, table.life, len(blocks))
-
-    def _removed(self, event: old_events.TablesRemoved) -> None:
-        for number in event.requests:
-            table = self._tables.pop(number, None)
-            if table is not None:
-                self._add(RELEASE, table.life)
-            self._forget(number)
-
-    def _evicted(self, event: ev.BlocksEvicted) -> None:
-        for block in event.blocks:
-            ids = self._contents.hashes.pop(block, None)
-            if ids:
-                self.trace.operations.append((DROP, ids[-1], 0, 0))
-
-    def _reset(self, event: ev.PoolReset) -> None:
-        if event.succeeded:
-            self._contents.hashes.clear()
-            self.trace.operations.append((RESET, 0, 0, 0))
-
-    def _add(self, kind: int, life: int, first: int = 0, second: int = 0) -> None:
-        self.trace.operations.append((kind, life, first, second))
-
-    def _unnamed(self) -> int:
-        """A number for content whose hash id is not known."""
-        return UNNAMED + self._unknown_hashes
 
 
-def _put(hashes: list[int], place: int, hash_id: int) -> None:
-    """Set an item of a list that may be too short."""
-    if place >= len(hashes):
-        hashes += [0] * (place + 1 - len(hashes))
-    hashes[place] = hash_id
+def operations(change: Change) -> Iterator[Operation]:
+    """What a pool replays of a change."""
+    kind, life, number, ids, _ = change
+    if kind == CACHED:
+        for index, hash_id in enumerate(ids, number):
+            yield kind, life, index, hash_id
+    elif kind == HIT:
+        yield GROW, life, number + len(ids), 0
+    elif kind == DROP:
+        for hash_id in ids:
+            yield kind, hash_id, 0, 0
+    elif kind != EVICT:
+        yield kind, max(0, life), number, 0  # a RESET is of no life
 
 
-_HANDLERS: dict[type[ev.Event], Callable[[TraceReader, Any], None]] = {
-    ev.EngineStarted: TraceReader._started,
-    ev.PoolSeen: TraceReader._pool,
-    ev.Gap: TraceReader._gap,
-    ev.RequestAdded: TraceReader._added,
-    ev.Snapshot: TraceReader._snapshot,
-    ev.Extended: TraceReader._extended,
-    ev.Admitted: TraceReader._admitted,
-    ev.Preempted: TraceReader._preempted,
-    ev.Finished: TraceReader._finished,
-    ev.PoolCalls: TraceReader._calls,
-    old_events.BlocksTouched: TraceReader._touched,
-    old_events.BlocksAllocated: TraceReader._allocated,
-    ev.BlocksCached: TraceReader._cached,
-    old_events.BlocksFreed: TraceReader._freed,
-    ev.BlocksDeferred: TraceReader._deferred,
-    old_events.TablesReported: TraceReader._reported,
-    old_events.TablesRemoved: TraceReader._removed,
-    ev.BlocksEvicted: TraceReader._evicted,
-    ev.PoolReset: TraceReader._reset,
-}
+def put(hashes: list[int], first: int, ids: Sequence[int]) -> None:
+    """Set items of a list that may be too short."""
+    if first > len(hashes):
+        hashes += [0] * (first - len(hashes))
+    hashes[first : first + len(ids)] = ids
+
+
+def _overlay(hashes: list[int], later: Sequence[int]) -> None:
+    """Replace the hash ids by those of a later life, where it has them."""
+    if not hashes:
+        hashes += later
+        return
+    for index, hash_id in enumerate(later):
+        if hash_id or index >= len(hashes):
+            put(hashes, index, (hash_id,))

@@ -9,11 +9,11 @@ depends on a secret of the engine process and reveals nothing of the tokens.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from .block_trace import BlockTrace
+from .block_trace import ADMIT, CACHED, EVICT, HIT, BlockTrace, Change
 
 LOSSES_KEPT = 5
 """How many losses of a prefix are kept, the last ones."""
@@ -52,7 +52,7 @@ class Prefix(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _Loss = tuple[int, int, int, int]
-"""When a block was evicted, for which request, when it was needed again, and by which request."""
+"""When a block was evicted, for which life, which life needed it again, and when that had computed it."""
 
 
 class _Node(msgspec.Struct):
@@ -65,37 +65,42 @@ class _Node(msgspec.Struct):
 
 
 class PrefixTrie:
-    """Collects hits and losses by block. A :class:`~kvledger.audit.analysis.block_trace.Listener`."""
+    """Collects hits and losses by block from the changes of a trace."""
 
-    def __init__(self, trace: BlockTrace) -> None:
-        self._trace = trace
-        """The trace whose hits and losses are collected."""
+    def __init__(self) -> None:
         self._hits: Counter[int] = Counter()
         """By hash id: how many admissions hit the content."""
         self._losses: dict[int, list[_Loss]] = {}
         """By hash id: each time that the content was evicted and computed again, oldest first."""
         self._evicted: dict[int, tuple[int, int]] = {}
-        """Content that is not in the cache any more: when it was evicted, and for which request."""
+        """Content that is not in the cache any more: when it was evicted, and for which life."""
+        self._began: dict[int, int] = {}
+        """When the table of each life began."""
         self._nodes: dict[int, _Node] = {}
         """The trie, by hash id; empty until :meth:`prefixes` makes it."""
+        self._trace = BlockTrace()
+        """The trace of the changes."""
+        self._first = 0
+        """Its first life, in the count of the changes."""
 
-    def hit(self, life: int, index: int, hash_id: int) -> None:
-        """See the protocol."""
-        self._hits[hash_id] += 1
+    def add(self, changes: Iterable[Change]) -> None:
+        """Add changes in their order."""
+        for kind, life, _, ids, at in changes:
+            if kind == HIT:
+                self._hits.update(ids)
+            elif kind == EVICT:
+                self._evicted |= dict.fromkeys(ids, (at, life))
+            elif kind == ADMIT:
+                self._began[life] = at
+            elif kind == CACHED:
+                for hash_id in ids:
+                    evicted = self._evicted.pop(hash_id, None)
+                    if evicted is not None:
+                        self._losses.setdefault(hash_id, []).append((*evicted, life, at))
 
-    def cached(self, life: int, index: int, hash_id: int) -> None:
-        """See the protocol."""
-        evicted = self._evicted.pop(hash_id, None)
-        needed = self._trace.lives[life]
-        if evicted is not None and evicted[0] < needed.at:
-            self._losses.setdefault(hash_id, []).append((*evicted, needed.at, needed.request))
-
-    def evicted(self, hash_id: int, at: int, request: int) -> None:
-        """See the protocol."""
-        self._evicted[hash_id] = at, request
-
-    def prefixes(self) -> Iterator[Prefix]:
-        """Every prefix, in no order. The journal has been read to its end."""
+    def prefixes(self, trace: BlockTrace, first_life: int = 0) -> Iterator[Prefix]:
+        """Every prefix, in no order. ``trace`` is that of all changes, from the ``first_life`` on."""
+        self._trace, self._first = trace, first_life
         self._link()
         chains = [self._chain(hash_id) for hash_id in self._nodes if self._begins(hash_id)]
         for chain in chains:
@@ -150,18 +155,33 @@ class PrefixTrie:
         needs: dict[tuple[int, int], list[_Loss]] = {}
         for hash_id in chain:
             for loss in self._losses.get(hash_id, ()):
-                needs.setdefault(loss[2:], []).append(loss)
-        requests = self._trace.requests
+                evicted_at, _, life, cached_at = loss
+                needed_at = self._needed_at(life, cached_at)
+                if evicted_at < needed_at:
+                    needs.setdefault((needed_at, life), []).append(loss)
         return [
             Loss(
                 tokens=self._trace.block_tokens * len(losses),
                 evicted_seconds=losses[0][0] / 1e6,
-                evicted_for=requests[losses[0][1]].request_id if losses[0][1] >= 0 else "",
-                needed_seconds=needed / 1e6,
-                needed_by=requests[by].request_id,
+                evicted_for=self._request_id(losses[0][1]),
+                needed_seconds=needed_at / 1e6,
+                needed_by=self._request_id(life),
             )
-            for (needed, by), losses in sorted(needs.items())
+            for (needed_at, life), losses in sorted(needs.items())
         ]
+
+    def _needed_at(self, life: int, cached_at: int) -> int:
+        """When a life looked up what it computed: at its admission, or when its table began before it."""
+        if life < self._first:
+            return -1
+        admitted_at = self._trace.lives[life - self._first].at
+        return admitted_at if admitted_at <= cached_at else self._began[life]
+
+    def _request_id(self, life: int) -> str:
+        """The request of a life; "": none is known."""
+        if life < self._first:
+            return ""
+        return self._trace.requests[self._trace.lives[life - self._first].request].request_id
 
 
 def _label(hash_id: int) -> str:

@@ -5,24 +5,38 @@ A pool of ``share`` times the blocks then misses about ``share`` times as often.
 is in the sample by its request and its place. All lookups are known, and the misses among them are estimated.
 So it matters little whether the sample has the few contents that most requests share: they are rarely missed.
 
-The sample is taken part by part, so the whole trace is never in memory. The last part is first, because the
-record of a request is in the part in which the request ended.
+Changes are read twice, so that the whole trace is never in memory: which blocks of a request are in the
+sample is known when all its hash ids are.
 """
 
 from __future__ import annotations
 
 import struct
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from zlib import crc32
 
 import msgspec
 from msgspec.structs import replace
 
-from .block_trace import ADMIT, CACHED, DROP, GROW, RELEASE, BlockTrace, Operation, TraceLife, TraceRequest
-from .trace_parts import PartsJoined, TracePart
+from .block_trace import (
+    ADMIT,
+    CACHED,
+    DROP,
+    GROW,
+    HIT,
+    RESET,
+    BlockTrace,
+    Change,
+    Lives,
+    Operation,
+    RecordedRequest,
+    TraceLife,
+    TraceRequest,
+    operations,
+)
 
-_ID, _UNSIGNED = struct.Struct("<q"), struct.Struct("<Q")
+_ID = struct.Struct("<q")
 _PLACE = struct.Struct("<QQ")
 
 
@@ -50,106 +64,123 @@ class Sample(msgspec.Struct):
 
 
 def take_sample(
-    trace: BlockTrace, last_first: Iterable[TracePart], share: float, first_life: int = 0
+    described: BlockTrace,
+    recorded: Sequence[RecordedRequest],
+    changes: Callable[[], Iterable[Sequence[Change]]],
+    share: float,
 ) -> tuple[BlockTrace, Sample]:
     """The whole trace without operations and hash ids, and its sample.
 
-    ``trace`` says what engine it is; ``first_life`` is that of :class:`~.trace_parts.PartsJoined`.
+    ``changes`` are read twice. Raises LedgerError if lives are missing.
     """
-    sampler = _Sampler(share, trace.block_tokens)
-    light, small = PartsJoined(first_life), PartsJoined(first_life)
-    for of_all, of_sample in reversed([sampler.reduced(part) for part in last_first]):
-        light.add(of_all)
-        small.add(of_sample)
-    whole, sampled = light.into(trace), small.into(trace)
-    lookups = [max(0, life.sequence_tokens - 1) // trace.block_tokens for life in sampled.lives]
-    return whole, Sample(share, sampled, lookups, [life.hit_blocks for life in sampled.lives])
-
-
-def whole_part(trace: BlockTrace) -> TracePart:
-    """A trace as one part."""
-    return TracePart(trace.operations, dict(enumerate(trace.lives)), dict(enumerate(trace.requests)))
+    sampler = _Sampler(share, described.block_tokens)
+    arrivals = {life: one.arrival for one in recorded for life in one.lives}
+    first: int | None = None
+    for some in changes():
+        for kind, life, index, ids, _ in some:
+            if kind in (CACHED, HIT):
+                sampler.put(arrivals.get(life, -1), index, ids)
+            elif kind == ADMIT and first is None:
+                first = life
+    known = Lives(recorded, first or 0, described.began_seconds)
+    whole = known.into(described, [])
+    requests = [
+        sampler.request(one.arrival, each) for one, each in zip(known.recorded, known.requests, strict=True)
+    ]
+    request_of = [known.recorded[life.request].arrival for life in known.lives]
+    lives = [sampler.life(request, life) for request, life in zip(request_of, known.lives, strict=True)]
+    every = (operation for some in changes() for change in some for operation in operations(change))
+    found = list(sampler.operations(every, known.first, request_of))
+    lookups = [max(0, life.sequence_tokens - 1) // whole.block_tokens for life in lives]
+    small = replace(whole, operations=found, lives=lives, requests=requests)
+    return whole, Sample(share, small, lookups, [life.hit_blocks for life in lives])
 
 
 class _Sampler:
-    """Reduces parts, the last one first."""
+    """Knows which blocks of each request are in the sample."""
 
     def __init__(self, share: float, block_tokens: int) -> None:
         self._below = round(share * (1 << 32))
         """Content and places whose CRC32 is below this are in the sample."""
         self._block_tokens = block_tokens
         """Tokens in a block."""
-        self._places: dict[int, list[int]] = {}
-        """The sampled places of each request's table."""
+        self._hashes: dict[int, dict[int, int]] = {}
+        """By request: the sampled places of its table, and their hash ids; 0: not known."""
         self._known: dict[int, int] = {}
         """So many places of each request were looked at."""
-        self._request_of: dict[int, int] = {}
-        """The request of each life."""
+        self._places: dict[int, list[int]] = {}
+        """The sampled places of each request in order, once they are counted."""
 
-    def reduced(self, part: TracePart) -> tuple[TracePart, TracePart]:
-        """The part without operations and hash ids, and the sample of it."""
-        requests = {number: self._request(number, one) for number, one in part.requests.items()}
-        lives = {number: self._life(number, one) for number, one in part.lives.items()}
-        light = {number: replace(one, hashes=[]) for number, one in part.requests.items()}
-        return TracePart([], part.lives, light), TracePart(
-            list(self._operations(part.operations)), lives, requests
-        )
+    def put(self, request: int, first: int, ids: Sequence[int]) -> None:
+        """The blocks from a place on have these hash ids; 0: not known."""
+        found = self._hashes.setdefault(request, {})
+        known = self._known.get(request, 0)
+        unknown = [(place, 0) for place in range(known, first)]
+        for place, hash_id in (*unknown, *enumerate(ids, first)):
+            if self._has(hash_id) if hash_id else self._has_place(request, place):
+                found[place] = hash_id
+            else:
+                found.pop(place, None)
+        self._known[request] = max(known, first + len(ids))
 
-    def _request(self, number: int, request: TraceRequest) -> TraceRequest:
-        hashes, tables = request.hashes, max(len(request.hashes), request.prompt_tokens // self._block_tokens)
-        places = [
-            place
-            for place, hash_id in enumerate(hashes)
-            if (self._has(hash_id) if hash_id else self._has_place(number, place))
-        ]
-        self._places[number], self._known[number] = places, len(hashes)
-        self._count(number, tables + 1)  # the block behind them may be partly filled
-        sampled = [hashes[place] for place in places if place < len(hashes)]
-        return replace(request, request_id="", hashes=sampled)
+    def request(self, number: int, request: TraceRequest) -> TraceRequest:
+        """The request with the hash ids of its sampled blocks; all its blocks were put."""
+        found = self._hashes.pop(number, {})
+        self._places[number] = sorted(found)
+        blocks = max(self._known.setdefault(number, 0), request.prompt_tokens // self._block_tokens)
+        self.count(number, blocks + 1)  # the block behind them may be partly filled
+        return replace(request, request_id="", hashes=[found[place] for place in sorted(found)])
 
-    def _life(self, number: int, life: TraceLife) -> TraceLife:
-        """The life, whose lookup, hits and table count sampled blocks only."""
-        self._request_of[number] = life.request
-        most = max(0, life.sequence_tokens - 1) // self._block_tokens
-        return replace(
-            life,
-            sequence_tokens=self._count(life.request, most) * self._block_tokens + 1,
-            hit_blocks=self._count(life.request, life.hit_blocks),
-        )
-
-    def _operations(self, operations: Iterable[Operation]) -> Iterator[Operation]:
-        lengths: dict[int, int] = {}
-        for kind, life, first, second in operations:
-            if kind in (ADMIT, RELEASE):
-                if self._places.get(self._request_of.get(life, -1)):
-                    yield kind, life, first, second
-            elif kind == GROW:
-                length = self._count(self._request_of.get(life, -1), first)
-                if length and lengths.get(life) != length:
-                    lengths[life] = length
-                    yield kind, life, length, 0
-            elif kind == CACHED:
-                places = self._places.get(self._request_of.get(life, -1), ())
-                place = bisect_left(places, first)
-                if place < len(places) and places[place] == first:
-                    yield kind, life, place, second
-            elif kind != DROP or self._has(life):
-                yield kind, life, first, second
-
-    def _count(self, request: int, length: int) -> int:
+    def count(self, request: int, length: int) -> int:
         """How many of the first ``length`` blocks of the request's table are in the sample."""
-        places = self._places.get(request)
-        if places is None:
-            return 0
+        places = self._places[request]
         for place in range(self._known[request], length):
             if self._has_place(request, place):
                 places.append(place)
         self._known[request] = max(self._known[request], length)
         return bisect_left(places, length)
 
+    def life(self, request: int, life: TraceLife) -> TraceLife:
+        """The life, whose lookup, hits and table count sampled blocks only."""
+        most = max(0, life.sequence_tokens - 1) // self._block_tokens
+        return replace(
+            life,
+            sequence_tokens=self.count(request, most) * self._block_tokens + 1,
+            hit_blocks=self.count(request, life.hit_blocks),
+        )
+
+    def operations(
+        self, every: Iterable[Operation], first_life: int, request_of: Sequence[int]
+    ) -> Iterator[Operation]:
+        """The operations that concern sampled blocks, with lives that are counted from the first.
+
+        ``request_of``: the request of each life.
+        """
+        lengths: dict[int, int] = {}
+        for kind, number, index, hash_id in every:
+            life = number - first_life
+            if kind == DROP:
+                if self._has(number):
+                    yield kind, number, index, hash_id
+            elif kind == RESET:
+                yield kind, 0, 0, 0
+            elif life < 0:
+                continue  # its first operations are not kept any more
+            elif kind == GROW:
+                length = self.count(request_of[life], index)
+                if length and lengths.get(life) != length:
+                    lengths[life] = length
+                    yield kind, life, length, 0
+            elif kind == CACHED:
+                places = self._places[request_of[life]]
+                place = bisect_left(places, index)
+                if place < len(places) and places[place] == index:
+                    yield kind, life, place, hash_id
+            elif self._places[request_of[life]]:
+                yield kind, life, 0, 0
+
     def _has(self, hash_id: int) -> bool:
-        data = _ID.pack(hash_id) if hash_id < 1 << 63 else _UNSIGNED.pack(hash_id)
-        return crc32(data) < self._below
+        return crc32(_ID.pack(hash_id)) < self._below
 
     def _has_place(self, request: int, place: int) -> bool:
         return crc32(_PLACE.pack(request, place)) < self._below

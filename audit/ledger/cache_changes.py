@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from .. import events as ev
 from .. import old_events
-from .blocks.decode import calls
+from .blocks.decode import post
 from .blocks.pool_contents import PoolContents
 
 STORED, REMOVED, CLEARED = ev.STORED, ev.REMOVED_BLOCKS, ev.CLEARED
@@ -62,9 +62,9 @@ class CacheChanges:
 
     def feed(self, event: ev.Event) -> None:
         """Read one event, in the journal's order."""
-        post = self.postings.get(type(event))
-        if post is not None:
-            post(self, event)
+        post(self, event, self.postings)
+        if type(event) is ev.PoolCalls:
+            self._note(event.step, event.at)
 
     def taken(self) -> tuple[list[Change], dict[int, list[int]]]:
         """The changes since the last call, which are then no longer kept, and what each reset dropped."""
@@ -95,13 +95,6 @@ class CacheChanges:
             self._steps.append((step, at))
             while len(self._steps) > 1 and self._steps[1][0] <= step - EMITTED_STEPS:
                 self._steps.popleft()
-
-    def _calls(self, event: ev.PoolCalls) -> None:
-        for call in calls(event):
-            post = self.postings.get(type(call))
-            if post is not None:
-                post(self, call)
-        self._note(event.step, event.at)
 
     # --- hashes ---------------------------------------------------------------------------------------
 
@@ -153,7 +146,6 @@ CacheChanges.postings = {
     ev.Gap: CacheChanges._lost,
     ev.HookFailed: CacheChanges._lost,
     ev.Stepped: CacheChanges._stepped,
-    ev.PoolCalls: CacheChanges._calls,
     ev.BlocksCached: CacheChanges._cached,
     ev.BlocksEvicted: CacheChanges._evicted,
     ev.BlockCopied: CacheChanges._copied,

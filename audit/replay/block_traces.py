@@ -9,8 +9,9 @@ next one is admitted.
 from __future__ import annotations
 
 import gzip
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -22,19 +23,19 @@ from ..analysis.block_trace import (
     GROW,
     RELEASE,
     BlockTrace,
+    Change,
+    RecordedRequest,
+    TraceBuilder,
     TraceLife,
-    TraceReader,
-    TraceRequest,
 )
 from ..analysis.prefixes import Prefix, PrefixTrie
-from ..analysis.trace_sample import Sample, take_sample, whole_part
+from ..analysis.trace_reader import TraceReader
+from ..analysis.trace_sample import Sample, take_sample
 from ..errors import LedgerError
+from ..events import Event
 from ..journal.hosts import engine_name
-from ..journal.reader import Reader
+from ..journal.reader import Position, Reader
 from ..text import printable
-from .find import journals_at
-from .kept_files import left_behind
-from .kept_traces import SUFFIX, LoadedTrace, kept_trace, until
 from .windows import EVERYTHING, Window
 
 SUFFIXES = (".jsonl", ".jsonl.gz")
@@ -59,70 +60,102 @@ def is_request_trace(path: Path) -> bool:
     return path.name.endswith(SUFFIXES)
 
 
-def traces_at(paths: Sequence[Path], window: Window = EVERYTHING) -> list[Path]:
-    """Every journal at ``paths``, and the kept traces of journals that are gone, if they reach the window.
+class RecordedBlocks:
+    """What an engine did with blocks: changes, the requests, and the reader behind them."""
 
-    Raises LedgerError if there is none.
+    def __init__(
+        self,
+        path: Path,
+        reader: TraceReader | None = None,
+        position: Position | None = None,
+        requests: Sequence[RecordedRequest] = (),
+    ) -> None:
+        self.path = path
+        """The journal, for messages."""
+        self.reader = reader or TraceReader()
+        """The reader, which has read the journal up to ``position`` and goes on in :meth:`read`."""
+        self.requests = list(requests)
+        """The requests; those that are open at the end come last."""
+        self._position = position
+        """Where the journal is read on; None: from its beginning."""
+        self._new: list[Sequence[Change]] = []
+        """The changes that were read from the journal."""
+
+    def kept(self) -> Iterable[Sequence[Change]]:
+        """The changes before ``position``."""
+        return ()
+
+    def read(self) -> None:
+        """Read the journal to its end."""
+        with Reader(self.path, self._position) as journal:
+            for batch in journal.poll():
+                self.feed(batch.events)
+                if self.reader.problem:
+                    break
+
+    def feed(self, events: Iterable[Event]) -> None:
+        """Read events, in the journal's order."""
+        for event in events:
+            self.reader.feed(event)
+        changes, ended = self.reader.taken()
+        self._new.append(changes)
+        self.requests += ended
+
+    def described(self) -> BlockTrace:
+        """The engine without operations. Raises NoBlockTrace if there are no blocks to replay."""
+        started = self.reader.started
+        name = printable(self.path.name) if started is None else engine_name(started, self.path)
+        return self.reader.described(str(self.path), name)
+
+    def whole(self) -> list[RecordedRequest]:
+        """All requests, also those that are open."""
+        return [*self.requests, *self.reader.requests.values()]
+
+    def changes(self) -> Iterator[Sequence[Change]]:
+        """All changes, in order. They can be read again."""
+        return chain(self.kept(), self._new)
+
+    def emptied(self) -> Iterator[Sequence[Change]]:
+        """All changes, in order and for the last time: each part leaves the memory once it is read."""
+        yield from self.kept()
+        new, self._new = deque(self._new), []
+        while new:
+            yield new.popleft()
+
+
+def block_trace(
+    recorded: RecordedBlocks, window: Window = EVERYTHING, share: float | None = None
+) -> tuple[BlockTrace, Sample | None]:
+    """The block trace of an engine, or a sample of this ``share`` of it with the trace but its operations.
+
+    Everything is replayed; hits are counted only of requests that were admitted in the ``window``. Raises
+    LedgerError if the engine has no block trace.
     """
-    kept = [
-        kept
-        for path in paths
-        if path.is_dir()
-        for kept in left_behind(path, SUFFIX)
-        if window.since is None or until(kept) >= window.since
-    ]
-    try:
-        return [*journals_at(paths), *kept]
-    except LedgerError:
-        if not kept or len(paths) > 1:
-            raise
-        return kept
-
-
-def journal_trace(path: Path, window: Window = EVERYTHING) -> BlockTrace:
-    """The block trace of a journal, or a kept one. Raises LedgerError if the journal has none.
-
-    Everything is replayed; hits are counted only of requests that were admitted in the ``window``.
-    """
-    return sampled_trace(path, window, None)[0]
-
-
-def sampled_trace(path: Path, window: Window, share: float | None) -> tuple[BlockTrace, Sample | None]:
-    """The same, or a sample of this ``share`` of the blocks, with the trace but its operations."""
-    trace, sample, began_seconds = kept_trace(path, share) or _journal_trace(path, share)
+    described, sample = recorded.described(), None
+    if share is None:
+        builder = TraceBuilder()
+        for some in recorded.emptied():
+            builder.add(some)
+        trace = builder.trace(described, recorded.whole())
+    else:
+        trace, sample = take_sample(described, recorded.whole(), recorded.changes, share)
     if window.bounded:
         for life in trace.lives:
-            life.counted = window.holds(began_seconds + life.at / 1e6)
+            life.counted = window.holds(trace.began_seconds + life.at / 1e6)
     return trace, sample
 
 
-def _journal_trace(path: Path, share: float | None) -> LoadedTrace:
-    reader = TraceReader(str(path), partial(engine_name, path=path))
-    _read(path, reader)
-    trace = reader.finish()
-    if share is None:
-        return LoadedTrace(trace, None, reader.began_seconds)
-    return LoadedTrace(*take_sample(trace, [whole_part(trace)], share), reader.began_seconds)
+def block_prefixes(recorded: RecordedBlocks) -> list[Prefix]:
+    """The prefixes of an engine's requests. Raises LedgerError as :func:`block_trace`."""
+    described, builder, trie = recorded.described(), TraceBuilder(), PrefixTrie()
+    for some in recorded.emptied():
+        builder.add(some)
+        trie.add(some)
+    return list(trie.prefixes(builder.trace(described, recorded.whole()), builder.first))
 
 
-def journal_prefixes(path: Path) -> list[Prefix]:
-    """The prefixes of a journal's requests. Raises LedgerError if the journal has no block events."""
-    reader = TraceReader(str(path), partial(engine_name, path=path))
-    trie = reader.listener = PrefixTrie(reader.trace)
-    _read(path, reader)
-    reader.finish()
-    return list(trie.prefixes())
-
-
-def _read(path: Path, reader: TraceReader) -> None:
-    with Reader(path) as journal:
-        for batch in journal.poll():
-            for event in batch.events:
-                reader.feed(event)
-
-
-def request_trace(path: Path, block_tokens: int = 0) -> BlockTrace:
-    """The block trace of a request trace. ``block_tokens``: if its lines do not say it; 0: 512."""
+def request_trace(path: Path, block_tokens: int = 0) -> RecordedBlocks:
+    """What the requests of a request trace do. ``block_tokens``: if its lines do not say it; 0: 512."""
     try:
         with gzip.open(path) if path.name.endswith(".gz") else path.open("rb") as lines:
             return _requests(path, lines, block_tokens or BLOCK_TOKENS)
@@ -130,10 +163,10 @@ def request_trace(path: Path, block_tokens: int = 0) -> BlockTrace:
         raise LedgerError(f"{path} can't be read: {getattr(error, 'strerror', None) or error}.") from error
 
 
-def _requests(path: Path, lines: Iterable[bytes], block_tokens: int) -> BlockTrace:
+def _requests(path: Path, lines: Iterable[bytes], block_tokens: int) -> RecordedBlocks:
     decode = msgspec.json.Decoder(_Line).decode
-    trace = BlockTrace(engine=printable(path.name))
-    ids: dict[int | str, int] = {}
+    recorded, ids = RecordedBlocks(path), dict[int | str, int]()
+    reader = recorded.reader
     for number, text in enumerate(lines, 1):
         if not text.strip():
             continue
@@ -142,21 +175,17 @@ def _requests(path: Path, lines: Iterable[bytes], block_tokens: int) -> BlockTra
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise LedgerError(f"{path} line {number} is no request of a trace: {error}.") from None
         size = line.block_size or block_tokens
-        if trace.block_tokens not in (0, size):
+        if reader.block_tokens not in (0, size):
             raise LedgerError(f"{path} line {number} has blocks of another size than the lines before.")
-        trace.block_tokens = size
+        reader.block_tokens = size
         hashes = [ids.setdefault(hash_id, len(ids) + 1) for hash_id in line.hash_ids]
-        _add_request(trace, TraceRequest(str(number), line.input_length, hashes))
-    if not trace.requests:
+        life, blocks = len(recorded.requests), len(hashes)
+        # The format counts a hit on the last block, too.
+        lives = {life: TraceLife(sequence_tokens=blocks * size + 1)}
+        recorded.requests.append(RecordedRequest(life, life, str(number), line.input_length, lives=lives))
+        reader.changes += [(ADMIT, life, 0, (), 0), (GROW, life, blocks, (), 0)]
+        reader.changes += [(CACHED, life, 0, hashes, 0), (RELEASE, life, 0, (), 0)]
+    if not recorded.requests:
         raise LedgerError(f"{path} holds no request.")
-    return trace
-
-
-def _add_request(trace: BlockTrace, request: TraceRequest) -> None:
-    life, blocks = len(trace.lives), len(request.hashes)
-    # The format counts a hit on the last block, too.
-    trace.lives.append(TraceLife(len(trace.requests), blocks * trace.block_tokens + 1))
-    trace.requests.append(request)
-    trace.operations += [(ADMIT, life, 0, 0), (GROW, life, blocks, 0)]
-    trace.operations += [(CACHED, life, index, hash_id) for index, hash_id in enumerate(request.hashes)]
-    trace.operations.append((RELEASE, life, 0, 0))
+    recorded.feed(())
+    return recorded

@@ -1,4 +1,4 @@
-"""What an engine did over time: requests running and waiting, preemptions, states of blocks.
+"""What an engine did over time: requests running and waiting, and preemptions.
 
 The figures are kept in a :class:`~kvledger.exporters.trace.time_series.Series`, and are rows of ``activity``
 when the journal was read.
@@ -8,10 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-import msgspec
-
 from ...audit import events as ev
-from ...audit.analysis.block_states import STATES, BlockStates, BlockUse
 from ...audit.replay.engine_audit import EngineAudit
 from ..trace.request_counts import RequestCounts
 from ..trace.time_series import TICKS, Series
@@ -21,15 +18,6 @@ LEVELS = ("running", "waiting")
 
 CountsState = tuple[int, list[int]]
 """See :attr:`~kvledger.exporters.trace.request_counts.RequestCounts.state`."""
-
-
-class BlocksSeen(msgspec.Struct):
-    """How the blocks of one engine were used, and their states over time."""
-
-    use: BlockUse = msgspec.field(default_factory=BlockUse)
-    series: Series = msgspec.field(default_factory=Series)
-    seen: bool = False
-    """Whether the journal has block events."""
 
 
 class Activity:
@@ -43,20 +31,11 @@ class Activity:
         """The audit that reads the journal; it knows the clock and the window."""
         self._counts = RequestCounts()
         """The requests in the engine now."""
-        self._blocks = BlockStates()
-        """The states of the engine's blocks now."""
-        self._block_series = Series()
-        """The states of blocks over time."""
 
     @property
     def at_end(self) -> CountsState:
         """The requests in the engine after the last batch."""
         return self._counts.state
-
-    @property
-    def blocks(self) -> BlocksSeen:
-        """How the blocks were used, so far."""
-        return BlocksSeen(self._blocks.use, self._block_series, self._blocks.seen)
 
     def go_on(self, series: Series, counts: CountsState) -> None:
         """Go on from an earlier activity of the same engine."""
@@ -78,10 +57,6 @@ class Activity:
                 self.series.level(wall, dict(zip(LEVELS, levels, strict=True)))
                 if isinstance(event, ev.Preempted):
                     self.series.count(wall, "preemptions")
-            now = self._blocks.feed(event)
-            if now is not None and holds(wall := began + now.at / 1e6):
-                self._block_series.level(wall, {name: getattr(now, name) for name in STATES})
-                self._block_series.count(wall, "evicted", now.evicted)
 
 
 def activity_rows(engine: str, journal: str, series: Series) -> Iterator[Row]:

@@ -20,6 +20,7 @@ from ...audit.replay.kept_files import FOLDER_MODE
 from ...audit.replay.windows import EVERYTHING
 from ..trace.time_series import MINUTE_TICKS, Series
 from .activity import activity_rows
+from .blocks import MOST_BYTES
 from .doubts import Doubts, DoubtsFollower
 from .engine import engine_facts
 from .kept import (
@@ -34,6 +35,7 @@ from .kept import (
     folder_of,
     forget,
     hour_name,
+    layout,
     load,
     partition,
     place,
@@ -44,7 +46,7 @@ from .parquet import RowWriter
 from .replayed import RowCollector, Wanted
 from .schema import TABLES, Column, Row, Rows
 
-WANTED = Wanted(audit=True, activity=True)
+WANTED = Wanted(audit=True, activity=True, blocks=True)
 ENDLESS = 1 << 62
 """A series of a kept activity is never made coarser than minutes."""
 
@@ -52,8 +54,7 @@ ENDLESS = 1 << 62
 class Compacted(msgspec.Struct, frozen=True, kw_only=True):
     """What :func:`compact` did with one journal; the figures are of all that is kept.
 
-    ``problem``: why nothing is kept; "" if it is. ``block_trace_bytes``: bytes of the block trace that is
-    kept beside the facts; 0: the journal has none.
+    ``problem``: why nothing is kept; "" if it is.
     """
 
     journal: str
@@ -62,7 +63,6 @@ class Compacted(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int = 0
     verdict: str = ""
     problem: str = ""
-    block_trace_bytes: int = 0
 
 
 def compact(journal: Path) -> Compacted:
@@ -205,6 +205,19 @@ class HourlyFiles:
             draft_of(self._folder / file.path).unlink(missing_ok=True)
 
 
+def _block_state(collector: RowCollector) -> msgspec.Raw:
+    assert collector.blocks is not None
+    return msgspec.Raw(msgspec.msgpack.encode(collector.blocks.state))
+
+
+def without_oldest_operations(files: Sequence[KeptFile]) -> list[KeptFile]:
+    """The files without the oldest of ``block_operations`` where these are too large; the newest stays."""
+    operations = [file for file in files if file.table == "block_operations"]
+    while len(operations) > 1 and sum(file.bytes for file in operations) > MOST_BYTES:
+        operations.pop(0)
+    return [file for file in files if file.table != "block_operations" or file in operations]
+
+
 _PARTED_BY = ("closed_time", "time")
 """The times by which rows go to an hour."""
 
@@ -233,7 +246,8 @@ class _Compaction:
         sink = HourlyFiles(self._folder, f"{self._journal.name}.{self._number}")
         tail_sink = HourlyFiles(self._folder, f"{self._journal.name}.{self._number}.tail")
         try:
-            collector = RowCollector(audit, WANTED, sink.add)
+            state = None if before is None else before.blocks()
+            collector = RowCollector(audit, WANTED, sink.add, minutes=True, blocks=state)
             activity = collector.activity
             assert activity is not None
             if before is None:
@@ -288,7 +302,7 @@ class _Compaction:
         for minute, us in (audit.step_times.busy_by_minute or {}).items():
             busy[minute] = busy.get(minute, 0) + us
         audit.step_times.busy_by_minute = None
-        files = [*(before.files if before is not None else ()), *sink.close()]
+        files = without_oldest_operations([*(before.files if before is not None else ()), *sink.close()])
         return Session(
             journal=self._journal.name,
             position=position,
@@ -296,7 +310,8 @@ class _Compaction:
             number=self._number,
             files=files,
             state=msgspec.Raw(serialize.capture(audit)),
-            layout=serialize.layout(),
+            layout=layout(),
+            block_state=_block_state(collector),
             engine=engine,
             facts=msgspec.Raw(msgspec.msgpack.encode(engine_facts(audit))),
             verdict=audit.verdict,
@@ -331,6 +346,9 @@ class _Compaction:
         activity = collector.activity
         assert activity is not None
         sink.add("activity", list(activity_rows(audit.name, collector.journal, activity.series)))
+        assert collector.blocks is not None
+        collector.blocks.end()
+        session.block_state = _block_state(collector)
         session.tail = sink.close()
         session.ended = True
         session.facts = msgspec.Raw(msgspec.msgpack.encode(engine_facts(audit)))
@@ -346,7 +364,7 @@ class _Compaction:
         listed = {file.path for file in (*session.files, *session.tail)}
         stale = [] if self._replaces is None else [*self._replaces.files, *self._replaces.tail]
         if self._session is not None:
-            stale += self._session.tail
+            stale += [*self._session.files, *self._session.tail]
         forget(self._folder, [file for file in stale if file.path not in listed])
         ours = re.compile(rf"\.{re.escape(self._journal.name)}\.\d+(\.tail)?\.\d+\.parquet{re.escape(DRAFT)}")
         for draft in self._folder.glob(f"*/*/*/.*{DRAFT}"):

@@ -20,13 +20,12 @@ import duckdb
 import msgspec
 
 from ...audit.errors import LedgerError
-from ...audit.replay.find import journals_at, matching_paths
-from ...audit.replay.kept_files import left_behind
+from ...audit.replay.find import matching_paths
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.split import split_run
 from ...audit.replay.windows import EVERYTHING, Window
 from .engine import EngineFacts
-from .kept import SUFFIX, has_one
+from .kept import has_one, journals_and_sessions
 from .parquet import column_names
 from .replayed import Replayed, Wanted, joined_spans, replayed, replayed_span
 from .schema import ENGINES, TABLES
@@ -76,7 +75,6 @@ def facts(
                 connection,
                 [one.engine for one in replays],
                 [one.audit for one in replays if one.audit is not None],
-                [one.blocks for one in replays if one.blocks is not None],
                 bool(exported),
             )
         finally:
@@ -99,22 +97,6 @@ def _exported_files(folders: Sequence[Path]) -> dict[str, list[str]]:
                     raise LedgerError(f"{path} has no {min(missing)}: export it again.")
                 files[name].append(str(path))
     return files
-
-
-def journals_and_sessions(paths: Sequence[Path], exported: Sequence[Path] = ()) -> list[Path]:
-    """Every journal at ``paths``, and the sessions of compacted journals that are gone.
-
-    Raises LedgerError if there is none, and nothing was ``exported`` either.
-    """
-    if exported and not paths:
-        return []
-    sessions = [session for path in paths if path.is_dir() for session in left_behind(path, SUFFIX)]
-    try:
-        return [*journals_at(paths), *sessions]
-    except LedgerError:
-        if not sessions or len(paths) > 1:
-            raise
-        return sessions
 
 
 def _add_engines(connection: Any, engines: Sequence[EngineFacts]) -> None:

@@ -31,10 +31,13 @@ from ...audit.journal.hosts import engine_name, journal_name, same_place
 from ...audit.journal.reader import Position
 from ...audit.replay import checkpoint, serialize
 from ...audit.replay.engine_audit import EngineAudit
-from ...audit.replay.kept_files import FOLDER, replaced
+from ...audit.replay.find import journals_at
+from ...audit.replay.kept_files import FOLDER, left_behind, replaced
 from ...audit.replay.windows import Window
 from ..trace.time_series import Series
 from .activity import CountsState
+from .blocks import BlockState
+from .blocks import layout as blocks_layout
 from .doubts import Doubts
 from .engine import EngineFacts
 from .schema import TABLES
@@ -108,13 +111,19 @@ class Session(msgspec.Struct, kw_only=True):
     """The requests in the engine at ``position``."""
     doubts: Doubts = msgspec.field(default_factory=Doubts)
     """What went wrong, and when."""
+    block_state: msgspec.Raw = msgspec.Raw(b"\xc0")
+    """Where the rows about blocks go on: a :class:`BlockState` in msgpack."""
     damage: list[str] = []
     """What was damaged in the journal, the first :data:`MOST_DAMAGE` places."""
 
     @property
     def continues(self) -> bool:
         """Whether this version can read the journal on from ``position``."""
-        return self.layout == serialize.layout()
+        return self.layout == layout()
+
+    def blocks(self) -> BlockState:
+        """A copy of where the rows about blocks go on."""
+        return msgspec.msgpack.decode(self.block_state, type=BlockState)
 
     def audit(self, path: Path, window: Window) -> EngineAudit:
         """The audit at ``position``, which keeps its accounts and counts requests of the ``window`` only."""
@@ -159,6 +168,11 @@ class Session(msgspec.Struct, kw_only=True):
         return [
             file for file in found if (open_inside if file.hour == OPEN_HOUR else _touches(window, file.hour))
         ]
+
+
+def layout() -> str:
+    """A checksum of what a session holds of an audit and of blocks."""
+    return f"{serialize.layout()}.{blocks_layout()}"
 
 
 def _within(by_minute: Mapping[int, int], window: Window) -> int:
@@ -290,3 +304,19 @@ def forget(folder: Path, files: Sequence[KeptFile]) -> None:
 def has_one(path: Path) -> bool:
     """Whether the journal was compacted, or this is the session of one that is gone."""
     return is_session(path) or place(path).exists()
+
+
+def journals_and_sessions(paths: Sequence[Path], exported: Sequence[Path] = ()) -> list[Path]:
+    """Every journal at ``paths``, and the sessions of compacted journals that are gone.
+
+    Raises LedgerError if there is none, and nothing was ``exported`` either.
+    """
+    if exported and not paths:
+        return []
+    sessions = [session for path in paths if path.is_dir() for session in left_behind(path, SUFFIX)]
+    try:
+        return [*journals_at(paths), *sessions]
+    except LedgerError:
+        if not sessions or len(paths) > 1:
+            raise
+        return sessions

@@ -1,4 +1,4 @@
-"""Twenty questions, and the SQL that answers each. They are in docs/tables.md, and a test runs them all."""
+"""Twenty-four questions with the SQL that answers each. They are in docs/tables.md; a test runs them all."""
 
 from __future__ import annotations
 
@@ -112,5 +112,26 @@ QUESTIONS = (
         "Which requests are unknown, and why?",
         "select unknown, count(*) as requests, min(added_time) as first from requests where unknown is "
         "not null group by unknown",
+    ),
+    Question(
+        "Which share of the blocks ran, by hour? (This and the next ones need a journal of level blocks.)",
+        "select date_trunc('hour', time) as hour, sum(running_microseconds) / sum(running_microseconds + "
+        "cached_microseconds + empty_microseconds + unknown_microseconds) as share from block_use group by "
+        "hour order by hour",
+    ),
+    Question(
+        "How many seconds did content stay in the cache before it was evicted?",
+        "select seconds, sum(contents) as contents from (select unnest(map_keys(lifetimes)) as seconds, "
+        "unnest(map_values(lifetimes)) as contents from block_use) group by seconds order by seconds",
+    ),
+    Question(
+        "How many blocks did admissions hit, the first of a request and later ones?",
+        "select resumed, count(*) as admissions, quantile_disc(hit_blocks, [0.5, 0.95]) as hit_blocks from "
+        "admissions group by resumed",
+    ),
+    Question(
+        "Which content was computed most often?",
+        "select hash_id, count(*) as times from (select unnest(hash_ids) as hash_id from block_operations "
+        "where operation = 'cached') group by hash_id having times > 1 order by times desc limit 10",
     ),
 )

@@ -24,7 +24,8 @@ from ...audit.replay.journals import each_batch
 from ...audit.replay.split import Piece, Span, SpanAudit, joined
 from ...audit.replay.window_start import skip_to_window
 from ...audit.replay.windows import EVERYTHING, Window
-from .activity import Activity, BlocksSeen, activity_rows
+from .activity import Activity, activity_rows
+from .blocks import BlockRows, BlockState
 from .engine import EngineFacts, engine_facts
 from .kept import OLDER, Session, columns_of, find, folder_of, is_session, readable, whole_minutes
 from .parquet import RowWriter
@@ -37,12 +38,14 @@ class Wanted(msgspec.Struct, frozen=True):
     """What a command needs of each journal beside the rows of its requests.
 
     Without anything: the rows of requests and causes. ``checks``: verdicts, and the rows of all tables.
-    ``audit``: the whole audit too. ``activity``: the rows of ``activity``, and how blocks were used.
+    ``audit``: the whole audit too. ``activity``: the rows of ``activity`` and ``block_use``. ``blocks``:
+    those of ``admissions`` and ``block_operations``.
     """
 
     checks: bool = False
     audit: bool = False
     activity: bool = False
+    blocks: bool = False
 
 
 class Replayed(msgspec.Struct):
@@ -51,7 +54,6 @@ class Replayed(msgspec.Struct):
     engine: EngineFacts
     tables: dict[str, list[bytes]]
     audit: EngineAudit | None = None
-    blocks: BlocksSeen | None = None
     kept: dict[str, list[str]] = {}
     """The paths of files that compact wrote, by table."""
 
@@ -86,7 +88,15 @@ class InMemory:
 class RowCollector:
     """Makes the rows of one audit, batch by batch, for a ``sink``."""
 
-    def __init__(self, audit: EngineAudit, wanted: Wanted, sink: Sink) -> None:
+    def __init__(
+        self,
+        audit: EngineAudit,
+        wanted: Wanted,
+        sink: Sink,
+        *,
+        minutes: bool = False,
+        blocks: BlockState | None = None,
+    ) -> None:
         self.activity = Activity(audit) if wanted.activity else None
         """What the engine did over time; None: not wanted."""
         self.sink = sink
@@ -95,6 +105,12 @@ class RowCollector:
         """The journal's name in rows."""
         self._audit = audit
         """The audit that reads the journal."""
+        self.blocks: BlockRows | None = None
+        """Makes the rows about blocks; None: not wanted."""
+        if wanted.activity:
+            self.blocks = BlockRows(
+                audit, self.journal, self._put, operations=wanted.blocks, minutes=minutes, state=blocks
+            )
         self._verdicts: dict[int, Verdict] = {}
         """The verdicts of accounts that closed in this batch, by the identity of the account."""
         self._has_verdicts = wanted.checks or wanted.audit
@@ -102,6 +118,10 @@ class RowCollector:
         self._rows_of = _ROWS_OF if self._has_verdicts else {"causes": cause_rows}
         """What makes the rows of tables with several rows for an account; sums need the causes alone."""
         audit.on_closed.append(self._closed)
+
+    def _put(self, table: str, rows: Sequence[Row]) -> None:
+        if rows:
+            self.sink(table, rows)
 
     def _closed(self, account: Account, verdict: Verdict) -> None:
         self._verdicts[id(account)] = verdict
@@ -111,6 +131,8 @@ class RowCollector:
         audit, journal = self._audit, self.journal
         if self.activity is not None:
             self.activity.add(events)
+        if self.blocks is not None:
+            self.blocks.add(events)
         verdicts = self._verdicts if self._has_verdicts else {}
         if accounts:
             self.sink(
@@ -129,6 +151,8 @@ class RowCollector:
     def end(self) -> None:
         """Add the rows of the activity, and leave the audit."""
         self._audit.on_closed.clear()
+        if self.blocks is not None:
+            self.blocks.end()
         if self.activity is not None:
             rows = activity_rows(self._audit.name, self.journal, self.activity.series)
             self.sink("activity", list(rows))
@@ -142,28 +166,23 @@ def replayed(path: Path, window: Window, wanted: Wanted) -> Replayed:
     session = find(path)
     if session is not None and is_session(path):
         return _left(path, session, window, wanted)
-    if session is not None and _answers(session, window, wanted):
+    if session is not None and whole_minutes(window):  # engine time is kept by the minute
         return _since(path, session, window, wanted)
     audit = _audit(path, window, wanted)
     return _read(audit, wanted, skip_to_window(audit), None)
 
 
-def _answers(session: Session, window: Window, wanted: Wanted) -> bool:
-    """Whether the session has all that is wanted: engine time by the minute, and nothing about blocks."""
-    return whole_minutes(window) and not (wanted.audit and session.engine.level != "tokens")
-
-
 def _read(audit: EngineAudit, wanted: Wanted, start: Position | None, session: Session | None) -> Replayed:
     """Replay a journal from ``start``."""
     memory = InMemory()
-    collector = RowCollector(audit, wanted, memory.add)
+    collector = RowCollector(audit, wanted, memory.add, blocks=None if session is None else session.blocks())
     if session is not None and collector.activity is not None:
         collector.activity.go_on(session.series_within(audit.window), session.counts)
     for batch in each_batch(audit, start):
         collector.add(batch.events, batch.accounts)
         collector.found(batch.findings)
     collector.end()
-    return _result(audit, memory.files(), wanted, collector.activity)
+    return _result(audit, memory.files(), wanted)
 
 
 def _since(path: Path, session: Session, window: Window, wanted: Wanted) -> Replayed:
@@ -210,11 +229,8 @@ def _kept_files(path: Path, session: Session, window: Window, *, with_tail: bool
     return found
 
 
-def _result(
-    audit: EngineAudit, tables: dict[str, list[bytes]], wanted: Wanted, activity: Activity | None
-) -> Replayed:
-    blocks = None if activity is None else activity.blocks
-    return Replayed(engine_facts(audit), tables, audit if wanted.audit else None, blocks)
+def _result(audit: EngineAudit, tables: dict[str, list[bytes]], wanted: Wanted) -> Replayed:
+    return Replayed(engine_facts(audit), tables, audit if wanted.audit else None)
 
 
 class ReplayedSpan(msgspec.Struct):
@@ -249,7 +265,7 @@ def joined_spans(spans: Sequence[ReplayedSpan]) -> Replayed | None:
     if audit is None:
         return None
     tables = {name: [file for span in spans for file in span.tables[name]] for name in TABLES}
-    return _result(audit, tables, spans[0].wanted, activities[0] if activities else None)
+    return _result(audit, tables, spans[0].wanted)
 
 
 def _audit(path: Path, window: Window, wanted: Wanted) -> EngineAudit:

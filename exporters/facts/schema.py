@@ -11,7 +11,9 @@ from typing import Literal, NamedTuple
 from ...audit.figures.declared import FIGURES
 from ...audit.figures.figure import TOKENS
 
-Kind = Literal["text", "count", "seconds", "time"]
+Kind = Literal["text", "count", "seconds", "time", "counts", "distribution"]
+"""``counts``: a list of integers. ``distribution``: how often each number was seen."""
+
 Value = str | int | float | None
 Row = tuple[Value, ...]
 Rows = list[Row]
@@ -55,6 +57,13 @@ LOAD_COLUMNS = (
 )
 """The fields of :class:`~kvledger.audit.analysis.costs.Loads`, in their order."""
 
+LABEL_COLUMNS = (
+    Column("priority", "count", "the request's priority; a lower number is more urgent"),
+    Column("lora", "text", "name of the LoRA adapter; null: none, or not recorded"),
+    Column("salt", "text", "keyed hash of the cache salt; null: none, or not recorded"),
+    Column("request_group", "text", "what KVLEDGER_GROUP found in the request id; null: nothing"),
+)
+
 REQUESTS = (
     ENGINE,
     JOURNAL,
@@ -86,10 +95,7 @@ REQUESTS = (
     Column("model", "text", "the model that the engine serves"),
     Column("began_time", "time", "the engine's second 0, in UTC"),
     Column("data_parallel_rank", "count", "number of the engine's data-parallel rank"),
-    Column("priority", "count", "the request's priority; a lower number is more urgent"),
-    Column("lora", "text", "name of the LoRA adapter; null: none, or not recorded"),
-    Column("salt", "text", "keyed hash of the cache salt; null: none, or not recorded"),
-    Column("request_group", "text", "what KVLEDGER_GROUP found in the request id; null: nothing"),
+    *LABEL_COLUMNS,
 )
 
 CAUSES = (
@@ -167,6 +173,78 @@ FINDINGS = (
     Column("message", "text", "one sentence with the figures"),
 )
 
+ADMISSIONS = (
+    ENGINE,
+    JOURNAL,
+    REQUEST,
+    REQUEST_ID,
+    ENDED,
+    Column("life", "count", "number of the life among all of its journal, from 0"),
+    Column("arrival", "count", "number of the request in the order of arrival, from 0"),
+    Column("added_time", "time", "when the scheduler received the request; null if the trace began later"),
+    Column("admitted_time", "time", "when it was admitted, in UTC"),
+    Column("local", "count", "tokens that the admission hit; null if it was not recorded"),
+    Column("sequence_tokens", "count", "length of the sequence that was looked up in the prefix cache"),
+    Column("resumed", "count", "1 if the request had a life before, else 0"),
+    Column("hit_blocks", "count", "number of blocks that the lookup hit"),
+    Column("external_tokens", "count", "tokens that the KV connector promised at the admission"),
+    Column("preempted", "count", "1 if the life ended by a preemption for want of blocks, else 0"),
+    Column("computed_tokens", "count", "tokens that had KV when it was preempted"),
+    Column("prompt_tokens", "count", "length of the request's prompt"),
+    *LABEL_COLUMNS,
+)
+"""One row for each life of a request, of engines whose block trace ``kvledger whatif`` can replay."""
+
+BLOCK_OPERATIONS = (
+    ENGINE,
+    JOURNAL,
+    Column("time", "time", "when it happened, in UTC"),
+    Column("number", "count", "number of the operation in its journal, from 0: it gives the order"),
+    Column(
+        "operation",
+        "text",
+        "admitted, hit, grew, cached or released: of the blocks of a life; evicted: from a block that was "
+        "allocated; dropped: by the engine; reset: of the whole cache",
+    ),
+    Column("life", "count", "the life, as in `admissions`; null: of none, or not known"),
+    Column(
+        "blocks",
+        "count",
+        "number of blocks that the life has after grew, or that stand before the first one of hit and cached",
+    ),
+    Column("hash_ids", "counts", "hash ids of the blocks' content, in order; they are keyed hashes"),
+)
+"""The operations on the prefix cache that ``kvledger whatif`` replays, in order."""
+
+BLOCK_USE = (
+    ENGINE,
+    JOURNAL,
+    Column("time", "time", "when this span of time begins, in UTC"),
+    Column("width_microseconds", "count", "its length in microseconds"),
+    Column("blocks", "count", "number of blocks of the engine's pools"),
+    Column("most_running", "count", "the most blocks that requests or the connector held"),
+    Column("running", "count", "number of blocks that they held at its end"),
+    Column("cached", "count", "free blocks at its end whose content could be hit"),
+    Column("empty", "count", "free blocks without content"),
+    Column("unknown", "count", "free blocks of which the trace does not say whether they have content"),
+    *(
+        Column(
+            f"{state}_microseconds", "count", f"block-microseconds of {state} blocks, up to its last event"
+        )
+        for state in ("running", "cached", "empty", "unknown")
+    ),
+    Column("newly_cached", "count", "number of blocks that were cached"),
+    Column("allocated", "count", "number of blocks that were allocated"),
+    Column("hits", "count", "number of blocks that admissions hit"),
+    Column("evicted", "count", "number of blocks whose content was evicted"),
+    Column("never_hit", "count", "those of them that nobody had hit"),
+    Column("lifetimes", "distribution", "seconds from the caching to the eviction of content"),
+    Column("idle", "distribution", "seconds from the last release to the eviction"),
+    Column("reuse_seconds", "distribution", "seconds from a release to the next hit"),
+    Column("reuse_blocks", "distribution", "blocks allocated between a release and the next hit"),
+)
+"""How the blocks of an engine were used over time. Distributions are in buckets that are 9 % wide."""
+
 TABLES: dict[str, tuple[Column, ...]] = {
     "requests": REQUESTS,
     "causes": CAUSES,
@@ -174,6 +252,9 @@ TABLES: dict[str, tuple[Column, ...]] = {
     "differences": DIFFERENCES,
     "activity": ACTIVITY,
     "findings": FINDINGS,
+    "admissions": ADMISSIONS,
+    "block_operations": BLOCK_OPERATIONS,
+    "block_use": BLOCK_USE,
 }
 """The tables that are kept, and that every query can read."""
 

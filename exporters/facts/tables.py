@@ -11,18 +11,24 @@ import duckdb
 from ...audit.errors import LedgerError
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.windows import Window
-from .activity import BlocksSeen
 from .engine import EngineFacts
 from .kept import OLDER
 from .schema import TABLES, Column
 
-SQL_TYPES = {"text": "VARCHAR", "count": "BIGINT", "seconds": "DOUBLE", "time": "TIMESTAMP"}
+SQL_TYPES = {
+    "text": "VARCHAR",
+    "count": "BIGINT",
+    "seconds": "DOUBLE",
+    "time": "TIMESTAMP",
+    "counts": "BIGINT[]",
+    "distribution": "MAP(DOUBLE, BIGINT)",
+}
 
 
 class Facts:
     """Tables of requests and their causes, and of the engines. Times are in UTC.
 
-    ``engines``: one for each journal, in their order; ``audits`` and ``blocks`` too, if they were wanted.
+    ``engines``: one for each journal, in their order; ``audits`` too, if they were wanted.
     ``exported``: whether some rows are of tables that were exported, which have no engine.
     """
 
@@ -31,13 +37,11 @@ class Facts:
         connection: Any,
         engines: Sequence[EngineFacts] = (),
         audits: Sequence[EngineAudit] = (),
-        blocks: Sequence[BlocksSeen] = (),
         exported: bool = False,
     ) -> None:
         self.exported = exported
         self.engines = list(engines)
         self.audits = list(audits)
-        self.blocks = list(blocks)
         self._connection = connection
         """The DuckDB connection, which can read these tables alone."""
 

@@ -9,11 +9,11 @@ import msgspec
 from rich.console import Group
 from rich.text import Text
 
-from ...audit.analysis.block_states import STATES, BlockStates, BlockUse, Quantiles
+from ...audit.analysis.block_states import STATES, BlockUse, Quantiles
 from ...audit.errors import LedgerError
-from ...audit.journal.folder import read
-from ...audit.replay.find import journals_at
 from ...audit.replay.parallel import Run, here
+from ..facts.kept import journals_and_sessions
+from ..facts.kept_blocks import block_use as block_use_at
 from .audit import csv_of, share
 from .terminal import blocks, counted, figures_table, listed, percent, title
 
@@ -54,22 +54,15 @@ class BlockUseReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def block_use(paths: Sequence[Path], *, run: Run = here) -> BlockUseReport:
-    """Read the journals at ``paths``. Raises LedgerError if none has block events."""
+    """Read the journals at ``paths``, or their kept rows. Raises LedgerError if none has block events."""
     everything, seen = BlockUse(), False
-    for use in run(_of_journal, journals_at(paths)):
+    for use in run(block_use_at, journals_and_sessions(paths)):
         if use is not None:
             everything.merge(use)
             seen = True
     if not seen:
         raise LedgerError(f"{listed([str(path) for path in paths])}: {NO_BLOCKS}.")
     return as_report(everything)
-
-
-def _of_journal(path: Path) -> BlockUse | None:
-    states = BlockStates()
-    for _, event in read(path):
-        states.feed(event)
-    return states.use if states.seen else None
 
 
 def as_report(use: BlockUse) -> BlockUseReport:

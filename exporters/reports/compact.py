@@ -1,17 +1,15 @@
-"""Compacts journals, keeps their block traces, and says what was done."""
+"""Compacts journals, and says what was done."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from msgspec.structs import replace
 from rich.console import Group
 from rich.text import Text
 
 from ...audit.replay.find import journals_at
 from ...audit.replay.parallel import Run, here
-from ...audit.replay.trace_keeper import keep
 from ..facts.compact import Compacted, compact
 from .audit import structs_csv
 from .listing import names_of
@@ -20,21 +18,16 @@ from .whatif import bytes_text
 
 
 def compact_all(paths: Sequence[Path], *, run: Run = here) -> list[Compacted]:
-    """Keep or continue the facts and the block trace of every journal at ``paths``. Raises LedgerError."""
-    return list(run(_compact, journals_at(paths)))
-
-
-def _compact(journal: Path) -> Compacted:
-    return replace(compact(journal), block_trace_bytes=keep(journal).bytes)
+    """Keep or continue the facts of every journal at ``paths``. Raises LedgerError."""
+    return list(run(compact, journals_at(paths)))
 
 
 def render(rows: Sequence[Compacted]) -> Group:
     """How many requests are kept, then a line for each journal."""
     whole = [row for row in rows if not row.problem]
     requests, size = sum(row.requests for row in whole), bytes_text(sum(row.bytes for row in whole))
-    traced = sum(row.block_trace_bytes for row in rows)
     table = plain_table(header=True)
-    for name in ("journal", "requests", "files", "bytes", *(("block trace",) if traced else ())):
+    for name in ("journal", "requests", "files", "bytes"):
         table.add_column(name, justify="left" if name == "journal" else "right")
     table.add_column("verdict")
     name_of = names_of(row.journal for row in rows)
@@ -43,12 +36,9 @@ def render(rows: Sequence[Compacted]) -> Group:
         verdict = row.verdict
         if row.problem:
             cells, verdict = ["-", "-", "-"], f"not compacted: {row.problem}"
-        if traced:
-            cells.append(bytes_text(row.block_trace_bytes) if row.block_trace_bytes else "-")
         table.add_row(*map(Text, (name_of(row.journal), *cells, verdict)))
-    traces = f" and {bytes_text(traced)} of block traces" if traced else ""
     answer = f"{counted(requests, 'ended request')} of {counted(len(whole), 'journal')} in {size} of Parquet"
-    return blocks(Group(Text(f"{answer}{traces}.")), table)
+    return blocks(Group(Text(f"{answer}.")), table)
 
 
 def as_csv(rows: Sequence[Compacted]) -> str:

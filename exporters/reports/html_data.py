@@ -73,6 +73,7 @@ def gather(
 
     ``by`` names groups of requests, as for :func:`~kvledger.exporters.facts.groups.group_columns`.
     """
+    from ..facts.blocks import USE_QUERY, summed
     from ..facts.costs import costs_of_groups
     from ..facts.curves import curves
     from ..facts.dataset import facts
@@ -90,14 +91,15 @@ def gather(
         audited = report(Audit(found.audits), lost)
         concluded = conclusions(with_costs(with_why(facts_of_audit(audited), why), lost))
         rows = [summary_row(group_names(by, name), group) for name, group in groups.items() if name]
+        uses, states = summed(found.rows(USE_QUERY))
         return PageData(
             report=msgspec.structs.replace(audited, conclusions=concluded),
             why=why,
             series=together(curves(found)),
             waits=_waits(found),
             preempted=_most_preempted(found),
-            block_use=_block_use(found),
-            block_series=together([blocks.series for blocks in found.blocks]),
+            block_use=None if not uses else as_report(sum(uses, BlockUse())),
+            block_series=together(states),
             costs=lost,
             about=about(found.audits),
             by=by,
@@ -122,11 +124,3 @@ def _most_preempted(found: Facts) -> list[MostPreempted]:
         f"ORDER BY ALL DESC LIMIT {SHOWN}"
     )
     return [msgspec.convert([*figures, waited_us / 1e6], MostPreempted) for *figures, waited_us in rows]
-
-
-def _block_use(found: Facts) -> BlockUseReport | None:
-    """The use of all blocks; None where no journal has block events."""
-    use = BlockUse()
-    for blocks in found.blocks:
-        use.merge(blocks.use)
-    return as_report(use) if any(blocks.seen for blocks in found.blocks) else None

@@ -10,9 +10,9 @@ from rich.console import Group
 from rich.text import Text
 
 from ...audit.analysis.prefixes import Prefix
-from ...audit.replay.block_traces import journal_prefixes
-from ...audit.replay.find import journals_at
+from ...audit.replay.block_traces import block_prefixes
 from ...audit.replay.parallel import Run, here
+from ..facts.kept_blocks import recorded_blocks, traces_at
 from .audit import csv_of
 from .terminal import blocks, counted, figures_table, indented, title
 
@@ -37,7 +37,7 @@ class Prefixes(msgspec.Struct, frozen=True, kw_only=True):
 
 def prefixes(paths: Sequence[Path], *, most: int = 20, run: Run = here) -> Prefixes:
     """The prefixes of all journals at ``paths``. Raises LedgerError."""
-    found = [prefix for several in run(journal_prefixes, journals_at(paths)) for prefix in several]
+    found = [prefix for several in run(_of_journal, traces_at(paths)) for prefix in several]
     found.sort(key=lambda each: (-each.saved_tokens - each.lost_tokens, each.engine, each.start, each.label))
     return Prefixes(
         prefixes=len(found),
@@ -45,6 +45,10 @@ def prefixes(paths: Sequence[Path], *, most: int = 20, run: Run = here) -> Prefi
         lost_tokens=sum(each.lost_tokens for each in found),
         shown=found[:most],
     )
+
+
+def _of_journal(path: Path) -> list[Prefix]:
+    return block_prefixes(recorded_blocks(path))
 
 
 def render(result: Prefixes) -> Group:

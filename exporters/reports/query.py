@@ -32,7 +32,9 @@ def ask(paths: Sequence[Path], sql: str, *, window: Window = EVERYTHING, run: Ru
     from ..facts.dataset import facts
     from ..facts.replayed import Wanted
 
-    with facts(paths, window=window, run=run, wanted=Wanted(checks=True, activity=True)) as found:
+    with facts(
+        paths, window=window, run=run, wanted=Wanted(checks=True, activity=True, blocks=True)
+    ) as found:
         kinds = [str(statement.type).rpartition(".")[2] for statement in found.statements(sql)]
         if kinds != ["SELECT"]:
             asked = ", ".join(kinds) or "nothing"

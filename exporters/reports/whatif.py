@@ -17,7 +17,7 @@ from ... import __version__
 from ...audit.analysis.block_trace import BlockTrace
 from ...audit.analysis.replays import Replay, Replays
 from ...audit.analysis.simulated_pool import MakePolicy, Replayed
-from ...audit.analysis.trace_sample import Sample, take_sample, whole_part
+from ...audit.analysis.trace_sample import Sample
 from ...audit.analysis.whatif import (
     TRUSTED_POINTS,
     Calibration,
@@ -30,9 +30,10 @@ from ...audit.analysis.whatif import (
 )
 from ...audit.errors import LedgerError
 from ...audit.journal.format import is_live
-from ...audit.replay.block_traces import is_request_trace, request_trace, sampled_trace, traces_at
+from ...audit.replay.block_traces import block_trace, is_request_trace, request_trace
 from ...audit.replay.parallel import WORTH_BYTES, Processes, Run, cores, here
 from ...audit.replay.windows import EVERYTHING, Window
+from ..facts.kept_blocks import recorded_blocks, traces_at
 from ..files import whole
 from ..templating import environment
 from ..trace.groups import check_trace, trace_group
@@ -114,9 +115,7 @@ def study(
         run = here
     results = [*run(read, places)]
     for path in requests:
-        trace, sample = request_trace(path, block_tokens), None
-        if share is not None:
-            trace, sample = take_sample(trace, [whole_part(trace)], share)
+        trace, sample = block_trace(request_trace(path, block_tokens), share=share)
         results.append(_of_trace(trace, sample, options, by))
     return WhatIfReport(engines=results)
 
@@ -131,7 +130,7 @@ def _of_journal(
 ) -> WhatIf:
     """``run``: the processes that share the replays of this journal. Each reads it, so it must have ended."""
     ended = not is_live(path)
-    trace, sample = sampled_trace(path, window, share)
+    trace, sample = block_trace(recorded_blocks(path), window, share)
     operations = len((sample.trace if sample else trace).operations)
     jobs = 1 if run is None else min(run.jobs or cores(), MOST_OPERATIONS // max(1, operations))
     if run is None or jobs < 2 or operations < WORTH_OPERATIONS or not ended:
@@ -153,7 +152,7 @@ def _replayed(one: Replay, path: Path, policies: Mapping[str, MakePolicy], share
 
 @lru_cache(maxsize=1)
 def _loaded(path: Path, share: float | None) -> BlockTrace:
-    trace, sample = sampled_trace(path, EVERYTHING, share)
+    trace, sample = block_trace(recorded_blocks(path), EVERYTHING, share)
     return sample.trace if sample else trace
 
 

@@ -89,10 +89,10 @@ def trace_group(by: str, trace: BlockTrace) -> Callable[[TraceRequest], str]:
     keys: dict[str, Callable[[TraceRequest], str]] = {
         "engine": lambda _: trace.engine,
         "model": lambda _: trace.model,
-        "lora": lambda request: _labels(request).lora or NO_ADAPTER,
+        "lora": lambda request: request.lora or NO_ADAPTER,
         "priority": lambda request: str(request.priority),
-        "salt": lambda request: salt_name(_labels(request)) or NO_SALT,
-        "group": lambda request: _labels(request).group or NO_GROUP,
+        "salt": lambda request: request.salt or NO_SALT,
+        "group": lambda request: request.group or NO_GROUP,
     }
     if by in keys:
         return keys[by]
@@ -103,7 +103,7 @@ def trace_group(by: str, trace: BlockTrace) -> Callable[[TraceRequest], str]:
 NO_LABELS = RequestLabels()
 
 
-def _labels(account: Account | TraceRequest) -> RequestLabels:
+def _labels(account: Account) -> RequestLabels:
     return account.labels or NO_LABELS
 
 

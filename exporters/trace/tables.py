@@ -291,16 +291,19 @@ HEAD = """# Tables
 
 Made by `python -m kvledger.exporters.trace.tables`; do not edit.
 
-A request that ended is a row of `requests`. `kvledger query PATH "select ..."` asks {queried} in SQL
-(DuckDB's), also of journals that `kvledger compact` keeps as Parquet. `kvledger export PATH -o DIR` writes
+A request that ended is a row of `requests`; of a journal of level `blocks` each of its lives is a row of
+`admissions`, and what it did with the prefix cache are rows of `block_operations`.
+`kvledger query PATH "select ..."` asks {queried} in SQL (DuckDB's), also of journals that
+`kvledger compact` keeps as Parquet. `kvledger export PATH -o DIR` writes
 {exported} as Parquet, one file per table;
 `kvledger.exporters.trace.frames` gives them as pandas DataFrames. `summary` and `why` group by any column of
 `requests` (`--by model,hour`) and select with a condition on them (`--where "rework > 0"`); `summary
 --percentiles missed` adds exact percentiles.
 
 *Text* is a string, a *count* a 64-bit integer, of tokens unless the text names another unit, and *seconds* a
-double, counted from the start of the engine; a *time* is a timestamp in UTC, in microseconds. A null means
-that the value is unknown or does not apply.
+double, counted from the start of the engine; a *time* is a timestamp in UTC, in microseconds. *Counts* are
+a list, and a *distribution* is a map from a number to how often it was seen. A null means that the value is
+unknown or does not apply.
 """
 
 
@@ -308,7 +311,7 @@ def markdown() -> str:
     """docs/tables.md."""
     every = {**FACT_TABLES, "engines": ENGINES, **TABLES}
     lines = [HEAD.format(queried=_names([*FACT_TABLES, "engines"]), exported=_names(TABLES))]
-    lines += ["## Twenty questions", ""]
+    lines += ["## Twenty-four questions", ""]
     for number, question in enumerate(QUESTIONS, 1):
         lines += [f"{number}. {question.words}", "", "   ```sql", f"   {question.sql}", "   ```", ""]
     for name, columns in every.items():

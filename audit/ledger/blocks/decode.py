@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from ... import events as ev
 from ... import old_events
+
+
+def post(reader: Any, event: ev.Event, handlers: Mapping[type[ev.Event], Callable[[Any, Any], None]]) -> bool:
+    """Give an event, or each call of a PoolCalls, to the ``reader`` by its handler; False: it has none."""
+    if type(event) is ev.PoolCalls:
+        for call in calls(event):
+            handler = handlers.get(type(call))
+            if handler is not None:
+                handler(reader, call)
+        return True
+    handler = handlers.get(type(event))
+    if handler is not None:
+        handler(reader, event)
+    return handler is not None
 
 
 def calls(event: ev.PoolCalls) -> Iterator[ev.Event]:

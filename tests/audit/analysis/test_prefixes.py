@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from kvledger.audit import events as ev
 from kvledger.audit import old_events
-from kvledger.audit.analysis.block_trace import TraceReader
-from kvledger.audit.analysis.prefixes import Prefix, PrefixTrie
+from kvledger.audit.analysis.prefixes import Prefix
+from kvledger.audit.replay.block_traces import RecordedBlocks, block_prefixes
 
 SIZE = 16
 SECOND = 1_000_000
@@ -43,12 +44,9 @@ class Recording:
         )
 
     def prefixes(self) -> dict[str, Prefix]:
-        reader = TraceReader("engine")
-        trie = reader.listener = PrefixTrie(reader.trace)
-        for event in self.events:
-            reader.feed(event)
-        reader.finish()
-        return {prefix.label: prefix for prefix in trie.prefixes()}
+        recorded = RecordedBlocks(Path("engine"))
+        recorded.feed(self.events)
+        return {prefix.label: prefix for prefix in block_prefixes(recorded)}
 
 
 def label(hash_id: int) -> str:

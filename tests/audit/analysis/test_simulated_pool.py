@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,10 +20,10 @@ from kvledger.audit.analysis.block_trace import (
     BlockTrace,
     Operation,
     TraceLife,
-    TraceReader,
     TraceRequest,
 )
 from kvledger.audit.analysis.simulated_pool import NeverEvicts, SimulatedPool, Tier
+from kvledger.audit.replay.block_traces import RecordedBlocks, block_trace
 
 cache_policies = pytest.importorskip("kvledger.exporters.cache_policies")
 
@@ -187,10 +188,9 @@ def recorded(blocks: int, outputs: int = 20) -> BlockTrace:
     from tests.engines.observed import observe
 
     _, events = observe(conversations, "blocks", blocks=blocks, outputs=outputs)
-    reader = TraceReader("engine")
-    for event in events:
-        reader.feed(event)
-    return reader.finish()
+    found = RecordedBlocks(Path("engine"))
+    found.feed(events)
+    return block_trace(found)[0]
 
 
 def hit_share(trace: BlockTrace, hit_tokens: Sequence[int]) -> float:

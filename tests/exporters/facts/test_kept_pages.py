@@ -12,8 +12,6 @@ from typing import Any
 import msgspec
 import pytest
 from msgspec.structs import replace
-from tests import journals
-from tests.audit.analysis.test_prefixes import A, B, C, Recording
 from tests.audit.replay.test_split import cut_trace
 from tests.exporters.facts.test_compact import HOUR, MINUTE, SLOWER, approximately, count_batches
 from tests.exporters.facts.test_compact import Engine as PlainEngine
@@ -28,7 +26,6 @@ from kvledger.exporters.facts import kept
 from kvledger.exporters.facts.compact import compact
 from kvledger.exporters.facts.kept import FOLDER
 from kvledger.exporters.reports.html_data import PageData, gather
-from kvledger.exporters.reports.html_page import html
 from kvledger.exporters.trace.time_series import MINUTE_TICKS, TICKS, Series
 
 WINDOWS = [
@@ -213,19 +210,6 @@ def test_a_page_names_the_journals_that_another_version_compacted_and_that_are_g
     monkeypatch.setattr(kept.serialize, "layout", lambda: "another")
     with pytest.raises(LedgerError, match="compacted by another version"):
         gather([tmp_path])
-
-
-def test_the_page_of_level_blocks_is_read_from_the_journal(tmp_path: Path) -> None:
-    """Kept facts have nothing about blocks."""
-    recording = Recording(blocks=5)
-    recording.request([], [(1, A), (2, B)])
-    recording.request([1], [(2, C)])
-    journal = journals.write(tmp_path / "blocks", recording.events, level="blocks")
-    assert "" == compact(journal).problem
-
-    from_kept, replayed = compared(tmp_path)
-    assert from_kept == replayed
-    assert "<h2>Blocks</h2>" in html(gather([tmp_path]))
 
 
 def test_findings_that_were_not_kept_are_missed_aloud(

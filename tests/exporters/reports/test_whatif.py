@@ -17,9 +17,9 @@ from tests.audit.analysis.test_prefixes import Recording, label
 
 from kvledger import cli
 from kvledger.audit.analysis.whatif import Options, what_if
-from kvledger.audit.replay.block_traces import request_trace
+from kvledger.audit.replay.block_traces import block_trace, request_trace
 from kvledger.audit.replay.parallel import Processes
-from kvledger.audit.replay.trace_keeper import keep
+from kvledger.exporters.facts.compact import compact
 from kvledger.exporters.reports import whatif as report
 from kvledger.exporters.reports.summary import summarize
 from kvledger.exporters.reports.whatif import study
@@ -101,7 +101,7 @@ def test_lru_hits_are_those_of_kvcache_simulator(tmp_path: Path, blocks: int) ->
     assert 0 < theirs.hitTokens < theirs.totalTokens, "the cache is full before hits are counted"
 
     options = Options(policies=policies("lru"), blocks=[blocks], skip=0.5)
-    ours = what_if(request_trace(path, 64), options)
+    ours = what_if(block_trace(request_trace(path, 64))[0], options)
     [point] = ours.curve
     assert (theirs.hitTokens, theirs.totalTokens) == (point.hit_tokens, ours.prompt_tokens)
     assert simulate_ceiling(plan).hitTokens == ours.ideal.hit_tokens
@@ -138,13 +138,13 @@ def test_whatif_as_json_has_the_curve_and_the_effects(run: Run, journal: Path) -
 
 
 @pytest.mark.parametrize("window", [(), ("--since", "2020-01-01"), ("--since", "1h")])
-def test_whatif_prints_the_same_from_a_kept_block_trace(
+def test_whatif_prints_the_same_from_kept_rows(
     run: Run, journal: Path, tmp_path: Path, window: tuple[str, ...]
 ) -> None:
     words = ("whatif", tmp_path, "--tiers", "12KiB", "--by", "hour", "--format", "json", *window)
     before = run(*words)
     code, out, _ = run("compact", tmp_path)
-    assert 0 == before[0] == code and "of block traces." in " ".join(out.split())
+    assert 0 == before[0] == code and "of Parquet." in " ".join(out.split())
     assert before == run(*words)
     shutil.rmtree(journal)
     if window[-1:] == ("1h",):
@@ -170,7 +170,7 @@ def test_processes_share_the_replays_of_one_journal(
     journal: Path, monkeypatch: pytest.MonkeyPatch, share: float | None, kept: bool
 ) -> None:
     if kept:
-        keep(journal)
+        compact(journal)
     monkeypatch.setattr(report, "WORTH_OPERATIONS", 1)
     options = Options(policies=policies("lru,lfu"), tiers=[12 << 10])
     asked: list[int] = []

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 from tests.audit.analysis.test_simulated_pool import begin
-from tests.audit.replay.test_kept_traces import WINDOWS, Engine, ended
+from tests.exporters.facts.test_kept_blocks import SECOND, WINDOWS, Engine, ended, from_journal
 
-from kvledger.audit.analysis.block_trace import RELEASE, BlockTrace
-from kvledger.audit.analysis.trace_sample import take_sample, whole_part
+from kvledger.audit.analysis.block_trace import CACHED, RELEASE, BlockTrace, RecordedRequest
+from kvledger.audit.analysis.trace_sample import Sample, take_sample
 from kvledger.audit.analysis.whatif import Options, WhatIf, what_if
-from kvledger.audit.replay import kept_traces, trace_keeper
-from kvledger.audit.replay.block_traces import journal_trace, sampled_trace
-from kvledger.audit.replay.trace_keeper import keep
+from kvledger.audit.replay.block_traces import block_trace
+from kvledger.audit.replay.windows import Window
+from kvledger.exporters.facts.compact import compact
+from kvledger.exporters.facts.kept_blocks import recorded_blocks
 
 pytest.importorskip("libcachesim")
 
@@ -28,28 +29,42 @@ def without_sample(result: WhatIf) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("chosen", WINDOWS[:3])
-def test_a_sample_of_everything_has_the_hits_of_the_whole_trace(tmp_path: Path, chosen: object) -> None:
+def test_a_sample_of_everything_has_the_hits_of_the_whole_trace(tmp_path: Path, chosen: Window) -> None:
     path = ended(tmp_path).path
-    whole, sample = sampled_trace(path, chosen, 1.0)
+    whole, sample = block_trace(from_journal(path), chosen, 1.0)
     assert sample is not None and [] == whole.operations
     sampled = what_if(whole, OPTIONS, sample=sample)
-    assert without_sample(what_if(journal_trace(path, chosen), OPTIONS)) == without_sample(sampled)
+    assert without_sample(what_if(block_trace(from_journal(path), chosen)[0], OPTIONS)) == without_sample(
+        sampled
+    )
     assert (1.0, 0.0) == (sampled.calibration.sample_share, sampled.calibration.sample_points)
 
 
-def test_parts_have_the_sample_of_the_whole_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_keeper, "PART_OPERATIONS", 40)
-    monkeypatch.setattr(trace_keeper, "SMALL_BYTES", 0)
-    engine = Engine(tmp_path)
+def test_kept_rows_have_the_sample_of_the_whole_journal(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, step=60 * SECOND)
     engine.run(400)
-    keep(engine.path)
+    compact(engine.path)
     engine.run(50)
-    from_parts = sampled_trace(engine.path, WINDOWS[0], 0.4)
-    kept_traces.place(engine.path).unlink()
-    from_journal = sampled_trace(engine.path, WINDOWS[0], 0.4)
-    curves = [what_if(whole, OPTIONS, sample=one) for whole, one in (from_parts, from_journal)]
+    from_rows = block_trace(recorded_blocks(engine.path), WINDOWS[0], 0.4)
+    whole = block_trace(from_journal(engine.path), WINDOWS[0], 0.4)
+    curves = [what_if(light, OPTIONS, sample=one) for light, one in (from_rows, whole)]
     assert curves[0] == curves[1] and 0 < curves[0].curve[0].hit_tokens < curves[0].prompt_tokens
     engine.stop()
+
+
+def sampled(trace: BlockTrace, share: float) -> tuple[BlockTrace, Sample]:
+    """A sample of a trace whose requests have a life each."""
+    requests = [
+        RecordedRequest(
+            number, number, one.request_id, one.prompt_tokens, lives={number: trace.lives[number]}
+        )
+        for number, one in enumerate(trace.requests)
+    ]
+    changes = [
+        (kind, life, first, (second,) if kind == CACHED else (), 0)
+        for kind, life, first, second in trace.operations
+    ]
+    return take_sample(trace, requests, lambda: [changes], share)
 
 
 def conversations(requests: int) -> BlockTrace:
@@ -76,7 +91,7 @@ def test_a_sample_estimates_the_hits_of_every_size() -> None:
     trace = conversations(2500)
     options = Options(policies=policies("lru"), blocks=[500, 2000])
     exact = what_if(trace, options)
-    whole, sample = take_sample(trace, [whole_part(trace)], 0.1)
+    whole, sample = sampled(trace, 0.1)
     assert len(sample.trace.operations) < 0.3 * len(trace.operations)
     estimated = what_if(whole, options, sample=sample)
     shares = [point.hit_share for point in exact.curve]
@@ -87,6 +102,6 @@ def test_a_sample_estimates_the_hits_of_every_size() -> None:
 
 def test_a_sample_that_is_too_small_is_named() -> None:
     trace = conversations(300)
-    whole, sample = take_sample(trace, [whole_part(trace)], 0.01)
+    whole, sample = sampled(trace, 0.01)
     found = what_if(whole, Options(policies=policies("lru"), blocks=[2000]), sample=sample)
     assert ["the sample of the present pool has 20 blocks"] == found.calibration.doubts

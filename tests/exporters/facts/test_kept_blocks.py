@@ -1,9 +1,12 @@
-"""Kept block traces: with one, `whatif` has the trace of the whole journal, and reads its end only."""
+"""Kept rows about blocks: from them `whatif` has the trace of the whole journal, and reads its end only."""
 
 from __future__ import annotations
 
 import random
+import re
 import shutil
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -14,18 +17,29 @@ from tests import journals
 
 from kvledger.audit import causes, old_events
 from kvledger.audit import events as ev
-from kvledger.audit.analysis.block_trace import ADMIT, DROP, RESET, BlockTrace
-from kvledger.audit.analysis.trace_bytes import decode, encode
-from kvledger.audit.analysis.trace_parts import TracePart
+from kvledger.audit.analysis.block_states import BlockStates, BlockUse
+from kvledger.audit.analysis.block_trace import (
+    ADMIT,
+    DROP,
+    RESET,
+    UNNAMED,
+    BlockTrace,
+    NoBlockTrace,
+    TraceLife,
+)
 from kvledger.audit.errors import LedgerError
+from kvledger.audit.journal.folder import read
 from kvledger.audit.journal.format import segments
 from kvledger.audit.journal.writer import JournalWriter, Limits
-from kvledger.audit.replay import kept_traces, trace_keeper
-from kvledger.audit.replay.block_traces import journal_trace, traces_at
+from kvledger.audit.replay.block_traces import RecordedBlocks, block_prefixes, block_trace
 from kvledger.audit.replay.find import journals_at
-from kvledger.audit.replay.kept_traces import place
-from kvledger.audit.replay.trace_keeper import keep
+from kvledger.audit.replay.kept_files import FOLDER
 from kvledger.audit.replay.windows import EVERYTHING, Window
+from kvledger.exporters.facts import compact as compacting
+from kvledger.exporters.facts import kept
+from kvledger.exporters.facts.compact import compact
+from kvledger.exporters.facts.kept import KeptFile, load, place
+from kvledger.exporters.facts.kept_blocks import block_use, recorded_blocks, traces_at
 from kvledger.exporters.reports.listing import prune
 
 SIZE = 16
@@ -39,8 +53,18 @@ BEGAN = STARTED.began_seconds
 class Engine:
     """Writes the block events of an engine with concurrent requests, as much of them as a test wants."""
 
-    def __init__(self, folder: Path, seed: int = 0, *, blocks: int = 40, rotates: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        seed: int = 0,
+        *,
+        blocks: int = 40,
+        rotates: bool = False,
+        step: int = SECOND,
+    ) -> None:
         self.path = folder / "engine-00"
+        self.step = step
+        """The most microseconds between two events."""
         self.rng = random.Random(seed)
         self.at = self.requests = 0
         self.cached: dict[int, int] = {}
@@ -49,6 +73,7 @@ class Engine:
         self.tables: dict[int, list[int]] = {}
         self.lengths: dict[int, int] = {}
         self.waiting: list[int] = []
+        self.admitted: set[int] = set()
         self.batch: list[ev.Event] = []
         limits = (
             Limits(segment_bytes=20_000, folder_bytes=60_000) if rotates else Limits(segment_bytes=20_000)
@@ -64,9 +89,11 @@ class Engine:
             ev.SnapshotRow(number, f"r{number}", length * SIZE + 1, False, 0, 0, 0, length * SIZE + 1, 0)
             for number, length in self.lengths.items()
         ]
-        pool = ev.PoolSeen(self.at, 0, 0, self.blocks, 0, len(self.free), 0, [0, SIZE, 2])
         self.writer.write([self.started, ev.Snapshot(self.at, 0, rows, 0)])
-        self.writer.write([pool])
+        self.writer.write([self.pool()])
+
+    def pool(self) -> ev.PoolSeen:
+        return ev.PoolSeen(self.at, 0, 0, self.blocks, 0, len(self.free), 0, [0, SIZE, 2])
 
     def emit(self, *events: ev.Event) -> None:
         self.batch += events
@@ -78,7 +105,7 @@ class Engine:
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
-            self.at += self.rng.randrange(1, SECOND)
+            self.at += self.rng.randrange(1, self.step)
             self.rng.choices(
                 [self.add, self.admit, self.admit, self.finish, self.preempt, self.rare], [6, 6, 6, 6, 2, 1]
             )[0]()
@@ -140,6 +167,7 @@ class Engine:
             self.emit(ev.BlocksCached(self.at, 1, 0, row))
         if not early:
             self.emit(admitted)
+        self.admitted.add(number)
         self.tables[number] = [*hit, *fresh]
         self.free = [block for block in self.free if block not in self.tables[number]]
 
@@ -178,51 +206,78 @@ class Engine:
             self.cached.pop(block)
             self.emit(ev.BlocksEvicted(self.at, 1, 0, 0, 0, "evict", [block]))
         elif kind == 2:
-            self.emit(ev.Gap(self.at, 3, "buffer full"))
+            self.emit(ev.Gap(self.at, 3, "buffer full"), self.pool())
         else:  # blocks that were cached while events were lost
             self.cached.update((block, 77 + block) for block in self.free[:2])
 
 
+def from_journal(path: Path) -> RecordedBlocks:
+    """What the journal alone gives."""
+    recorded = RecordedBlocks(path)
+    recorded.read()
+    return recorded
+
+
 def whole(path: Path, chosen: Window = EVERYTHING) -> BlockTrace:
     """The trace that the journal alone gives."""
-    aside = path.parent / "aside"
-    if place(path).exists():
-        place(path).rename(aside)
-    try:
-        return journal_trace(path, chosen)
-    finally:
-        if aside.exists():
-            aside.rename(place(path))
+    return block_trace(from_journal(path), chosen)[0]
 
 
-JOURNALS = Path(__file__).parent / "journals"
+def journal_trace(path: Path, chosen: Window = EVERYTHING) -> BlockTrace:
+    """The trace from kept rows and the end of the journal."""
+    return block_trace(recorded_blocks(path), chosen)[0]
+
+
+JOURNALS = Path(__file__).parents[2] / "audit/replay/journals"
 WINDOWS = [EVERYTHING, Window(BEGAN + 40), Window(BEGAN + 10, BEGAN + 60), Window(BEGAN + 1e6)]
 
 
-@pytest.fixture(params=[(7, 0), (60, 1 << 20)], ids=["many parts", "one part that grows"])
-def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    operations, small = request.param
-    monkeypatch.setattr(trace_keeper, "PART_OPERATIONS", operations)
-    monkeypatch.setattr(trace_keeper, "SMALL_BYTES", small)
-
-
-@pytest.mark.usefixtures("parts")
+@pytest.mark.parametrize("step", [SECOND, 120 * SECOND], ids=["one hour", "many hours"])
 @pytest.mark.parametrize("seed", range(6))
-def test_a_kept_trace_that_is_continued_equals_that_of_the_journal(tmp_path: Path, seed: int) -> None:
-    engine = Engine(tmp_path, seed)
+def test_kept_rows_that_are_continued_give_the_trace_of_the_journal(
+    tmp_path: Path, seed: int, step: int
+) -> None:
+    engine = Engine(tmp_path, seed, step=step)
     for steps in (1, 0, 90, 300, 7, 200):
         engine.run(steps)
-        assert "" == keep(engine.path).problem or not steps
+        assert "" == compact(engine.path).problem or not steps
         for chosen in WINDOWS:
             assert whole(engine.path, chosen) == journal_trace(engine.path, chosen)
     engine.stop()
     assert whole(engine.path) == journal_trace(engine.path), "the end came after the trace was kept"
-    keep(engine.path)
+    compact(engine.path)
     found = journal_trace(engine.path)
     assert whole(engine.path) == found
     kinds = {operation[0] for operation in found.operations}
     assert {ADMIT, RESET, DROP} <= kinds and any(life.preempted for life in found.lives) and found.doubts
-    assert any(hash_id > 1 << 62 for one in found.requests for hash_id in one.hashes), "unnamed contents"
+    unnamed = range(UNNAMED, UNNAMED + 1000)
+    assert any(hash_id in unnamed for one in found.requests for hash_id in one.hashes)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_kept_rows_have_the_prefixes_and_the_block_use_of_the_journal(tmp_path: Path, seed: int) -> None:
+    engine = Engine(tmp_path, seed, step=20 * SECOND, blocks=16)
+    for steps in (200, 300, 20, 0):
+        engine.run(steps)
+        assert "" == compact(engine.path).problem
+        engine.run(30)
+        expected = sorted(map(repr, block_prefixes(from_journal(engine.path))))
+        assert expected == sorted(map(repr, block_prefixes(recorded_blocks(engine.path))))
+        assert _use_of_journal(engine.path) == block_use(engine.path)
+    assert any("losses=1" in prefix for prefix in expected)
+    engine.stop()
+    compact(engine.path)
+    expected_use = _use_of_journal(engine.path)
+    shutil.rmtree(engine.path)
+    assert expected_use == block_use(place(engine.path))
+    assert expected_use is not None and expected_use.evicted and expected_use.lifetimes.counts
+
+
+def _use_of_journal(path: Path) -> BlockUse:
+    states = BlockStates()
+    for _, event in read(path):
+        states.feed(event)
+    return states.use
 
 
 def ended(folder: Path, steps: int = 300, seed: int = 0, **setup: Any) -> Engine:
@@ -232,19 +287,19 @@ def ended(folder: Path, steps: int = 300, seed: int = 0, **setup: Any) -> Engine
     return engine
 
 
-def test_only_the_newest_batches_are_read_beside_a_kept_trace(
+def test_only_the_newest_batches_are_read_beside_kept_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine(tmp_path)
     engine.run(300)
-    keep(engine.path)
+    compact(engine.path)
     read = _count_batches(monkeypatch)
     journal_trace(engine.path)
     assert 1 == len(read), "the last batch of a live engine"
-    keep(engine.path)
+    compact(engine.path)
     assert 2 == len(read)
     engine.stop()
-    keep(engine.path)
+    compact(engine.path)
     read.clear()
     journal_trace(engine.path)
     assert [] == read, "everything of an engine that has ended is kept"
@@ -264,9 +319,9 @@ def _count_batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return read
 
 
-def test_a_kept_trace_outlives_its_journal(tmp_path: Path) -> None:
+def test_kept_rows_outlive_their_journal(tmp_path: Path) -> None:
     engine = ended(tmp_path)
-    keep(engine.path)
+    compact(engine.path)
     expected = whole(engine.path)
     shutil.rmtree(engine.path)
     [path] = traces_at([tmp_path])
@@ -276,91 +331,94 @@ def test_a_kept_trace_outlives_its_journal(tmp_path: Path) -> None:
         traces_at([tmp_path], Window(BEGAN + 1e6))
 
 
-def test_a_kept_trace_has_the_segments_that_rotation_removed(tmp_path: Path) -> None:
+def test_kept_rows_have_the_segments_that_rotation_removed(tmp_path: Path) -> None:
     engine = Engine(tmp_path, rotates=True)
     for _ in range(60):
         engine.run(100)
-        keep(engine.path)
+        compact(engine.path)
     assert 1 not in segments(engine.path)
     numbers = [int(one.request_id[1:]) for one in journal_trace(engine.path).requests]
-    assert list(range(engine.requests)) == numbers
+    assert sorted(engine.admitted) == numbers
     assert len(whole(engine.path).requests) < engine.requests
     engine.stop()
 
 
-def test_the_oldest_parts_are_dropped_where_there_is_no_room(
+def test_the_oldest_operations_are_dropped_where_there_is_no_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trace_keeper, "PART_OPERATIONS", 50)
-    monkeypatch.setattr(trace_keeper, "SMALL_BYTES", 0)
-    engine = ended(tmp_path)
-    everything = keep(engine.path)
-    expected = whole(engine.path)
-    place(engine.path).unlink()
-    monkeypatch.setattr(trace_keeper, "MOST_BYTES", everything.bytes // 2)
-    kept = keep(engine.path)
+    engine = ended(tmp_path, step=120 * SECOND)
+    compact(engine.path)
+    expected, everything = whole(engine.path), _operation_bytes(engine.path)
+    shutil.rmtree(tmp_path / FOLDER)
+    monkeypatch.setattr(compacting, "MOST_BYTES", everything // 2)
+    compact(engine.path)
 
-    assert everything.bytes // 3 < kept.bytes <= everything.bytes // 2
+    assert everything // 4 < _operation_bytes(engine.path) <= everything // 2
     found = journal_trace(engine.path)
-    dropped = everything.requests - kept.requests
-    assert f"the {dropped:,} oldest requests were dropped" in found.doubts[-1]
-    assert expected.requests[-kept.requests :] == found.requests[-kept.requests :]
+    dropped = len(expected.lives) - len(found.lives)
+    assert f"the {dropped:,} oldest admissions are not kept any more" == found.doubts[-1] and dropped > 9
     assert all(life.request < len(found.requests) for life in found.lives)
     lives = {operation[1] for operation in found.operations if operation[0] not in (RESET, DROP)}
-    assert set(range(len(found.lives))) >= lives
+    assert set(range(len(found.lives))) == lives
     again = [found.requests[life.request].request_id for life in found.lives]
-    assert [expected.requests[life.request].request_id for life in expected.lives][-len(again) :] == again
+    assert [expected.requests[life.request].request_id for life in expected.lives][dropped:] == again
+    files = [*(tmp_path / FOLDER).glob("block_operations/*/*/*")]
+    assert len(files) == len(_operation_files(engine.path))
+    assert sample_of(recorded_blocks(engine.path)) and block_prefixes(recorded_blocks(engine.path))
 
 
-@pytest.mark.parametrize("damaged", ["a part", "the head", "the schema"])
-def test_a_kept_trace_that_is_damaged_is_not_used_and_is_written_anew(tmp_path: Path, damaged: str) -> None:
-    engine = Engine(tmp_path)
-    engine.run(300)
-    keep(engine.path)
-    engine.run(100)
-    data = bytearray(place(engine.path).read_bytes())
-    data[{"a part": 70, "the head": len(data) - 1, "the schema": len("kvledger block trace ")}[damaged]] ^= 1
-    place(engine.path).write_bytes(data)
+def _operation_files(path: Path) -> list[KeptFile]:
+    session = load(place(path))
+    assert session is not None
+    return [one for one in (*session.files, *session.tail) if one.table == "block_operations"]
+
+
+def _operation_bytes(path: Path) -> int:
+    return sum(one.bytes for one in _operation_files(path))
+
+
+def sample_of(recorded: RecordedBlocks) -> list[TraceLife]:
+    whole, sample = block_trace(recorded, share=0.5)
+    assert sample is not None and [] == whole.operations
+    return sample.trace.lives
+
+
+def test_kept_rows_of_another_version_are_not_used_while_the_journal_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = ended(tmp_path)
+    compact(engine.path)
+    monkeypatch.setattr(kept, "blocks_layout", lambda: "another")
     assert whole(engine.path) == journal_trace(engine.path)
-    assert "" == keep(engine.path).problem
-    place(engine.path).rename(tmp_path / kept_traces.FOLDER / f"gone{kept_traces.SUFFIX}")
-    [_, kept] = traces_at([tmp_path])
-    assert 0 < len(journal_trace(kept).lives) <= len(whole(engine.path).lives)
-    engine.stop()
+    shutil.rmtree(engine.path)
+    with pytest.raises(LedgerError, match="compacted by another version"):
+        journal_trace(place(engine.path))
 
 
-def test_the_kept_trace_of_another_journal_with_the_same_name_is_not_used(tmp_path: Path) -> None:
-    keep(ended(tmp_path).path)
+def test_the_kept_rows_of_another_journal_with_the_same_name_are_not_used(tmp_path: Path) -> None:
+    compact(ended(tmp_path).path)
     (tmp_path / "engine-00").rename(tmp_path / "before")
     engine = ended(tmp_path, seed=1)
     assert whole(engine.path) == journal_trace(engine.path) != whole(tmp_path / "before")
 
 
-def test_a_kept_trace_of_another_version_stays_if_its_segments_are_gone(tmp_path: Path) -> None:
-    engine = ended(tmp_path)
-    keep(engine.path)
-    data = place(engine.path).read_bytes().replace(b"trace 1 ", b"trace 9 ")
-    place(engine.path).write_bytes(data)
-    (engine.path / "00000001.kvl").unlink()
-    assert "first segments are gone" in keep(engine.path).problem
-    assert data == place(engine.path).read_bytes()
-
-
-def test_a_kept_trace_of_this_schema_is_read_by_later_versions(tmp_path: Path) -> None:
-    """If this fails, raise ``SCHEMA``, and write the file anew with ``keep``."""
-    kept = JOURNALS / f"schema-{kept_traces.SCHEMA}{kept_traces.SUFFIX}"
-    assert whole(ended(tmp_path, 60).path) == journal_trace(kept)
-
-
 @pytest.mark.parametrize("archive", sorted(JOURNALS.glob("*blocks.tar.xz")), ids=lambda path: path.name[:-7])
-def test_a_kept_trace_of_real_engines_equals_that_of_the_journal(tmp_path: Path, archive: Path) -> None:
+def test_kept_rows_of_real_engines_give_the_trace_of_the_journal(tmp_path: Path, archive: Path) -> None:
     with tarfile.open(archive) as opened:
         opened.extractall(tmp_path, filter="data")
     compared = 0
     for journal in journals_at([tmp_path]):
-        if not keep(journal).problem:
-            assert whole(journal) == journal_trace(journal)
-            compared += len(whole(journal).lives)
+        assert "" == compact(journal).problem
+        try:
+            expected = whole(journal)
+        except NoBlockTrace as error:
+            with pytest.raises(NoBlockTrace, match=re.escape(str(error))):
+                journal_trace(journal)
+            continue
+        assert expected == journal_trace(journal)
+        assert repr(block_prefixes(from_journal(journal))) == repr(block_prefixes(recorded_blocks(journal)))
+        assert _use_of_journal(journal) == block_use(journal)
+        compared += len(expected.lives)
     assert compared > 5
 
 
@@ -368,7 +426,7 @@ def test_a_kept_trace_of_real_engines_equals_that_of_the_journal(tmp_path: Path,
 def test_damage_in_a_journal_is_lost_once(tmp_path: Path, where: str) -> None:
     engine = Engine(tmp_path)
     engine.run(250)
-    keep(engine.path)
+    compact(engine.path)
     before = len(segments(engine.path))
     while len(segments(engine.path)) < before + 3:
         engine.run(50)
@@ -386,37 +444,31 @@ def test_damage_in_a_journal_is_lost_once(tmp_path: Path, where: str) -> None:
     expected = whole(engine.path)
     assert "events were lost" in expected.doubts[-1] and expected == journal_trace(engine.path)
     for _ in range(2):
-        keep(engine.path)
+        compact(engine.path)
         assert expected == journal_trace(engine.path)
 
 
-def test_prune_leaves_the_kept_trace(tmp_path: Path) -> None:
+def test_prune_leaves_the_kept_rows(tmp_path: Path) -> None:
     engine = ended(tmp_path)
-    keep(engine.path)
+    compact(engine.path)
     expected = whole(engine.path)
     assert 1 == len(prune(tmp_path, before_seconds=None, most_bytes=0, remove=True).journals)
     assert [place(engine.path)] == traces_at([tmp_path]) and not engine.path.exists()
     assert expected == journal_trace(place(engine.path))
 
 
-def test_no_block_trace_is_kept_through_a_link(tmp_path: Path) -> None:
-    engine = ended(tmp_path)
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / kept_traces.FOLDER).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(LedgerError, match="is a link"):
-        keep(engine.path)
-
-
-def test_journals_without_a_block_trace_keep_none(tmp_path: Path) -> None:
+def test_journals_without_a_block_trace_say_why(tmp_path: Path) -> None:
     path = journals.clean(tmp_path / "engine-01")
-    assert "KVLEDGER_LEVEL=blocks" in keep(path).problem
     groups = [0, SIZE, 2, 1, SIZE, 2]
     several = journals.write(
         tmp_path / "engine-02", [ev.PoolSeen(0, 0, 0, 9, 0, 8, 0, groups)], level="blocks"
     )
-    assert "2 groups" in keep(several).problem
-    assert "" != keep(next(path.glob("*.kvl"))).problem
-    assert not (tmp_path / kept_traces.FOLDER).exists() or not list((tmp_path / kept_traces.FOLDER).iterdir())
+    for journal, why in ((path, "KVLEDGER_LEVEL=blocks"), (several, "2 groups")):
+        for _ in range(2):
+            with pytest.raises(NoBlockTrace, match=why):
+                journal_trace(journal)
+            assert "" == compact(journal).problem
+    assert [] == [*(tmp_path / FOLDER).glob("block_operations")]
 
 
 @pytest.mark.parametrize("level", ["tokens", "worker", "blocks", "content"])
@@ -424,20 +476,18 @@ def test_the_levels_above_blocks_have_block_traces(tmp_path: Path, level: str) -
     path = journals.write(
         tmp_path / "engine-03", [ev.PoolSeen(0, 0, 0, 9, 0, 8, 0, [0, SIZE, 2])], level=level
     )
-    assert (level in ("blocks", "content")) == (not keep(path).problem)
+    compact(path)
+    if level in ("blocks", "content"):
+        assert 8 == journal_trace(path).blocks
+    else:
+        with pytest.raises(NoBlockTrace):
+            journal_trace(path)
 
 
-def test_numbers_that_no_engine_writes_are_refused() -> None:
-    with pytest.raises(LedgerError, match="no engine writes"):
-        encode(TracePart([(ADMIT, 1 << 70, 0, 0)]), 0.0)
-    with pytest.raises(LedgerError, match="damaged"):
-        decode(b"no part", 0.0)
-
-
-def test_a_kept_trace_names_the_folder_of_its_host(tmp_path: Path) -> None:
+def test_kept_rows_name_the_folder_of_its_host(tmp_path: Path) -> None:
     engine = ended(tmp_path / "rack-7")
     [journal] = traces_at([tmp_path])
-    keep(journal)
+    compact(journal)
     name = journal_trace(journal).engine
     assert name.endswith(" in rack-7") and journal_trace(engine.path).engine == name.removesuffix(
         " in rack-7"
@@ -445,3 +495,22 @@ def test_a_kept_trace_names_the_folder_of_its_host(tmp_path: Path) -> None:
     shutil.rmtree(engine.path)
     [path] = traces_at([tmp_path])
     assert name == journal_trace(path).engine
+
+
+@pytest.mark.parametrize("command", ["prefixes", "blocks"])
+def test_a_journal_that_was_not_compacted_is_read_without_the_analysis_extra(
+    tmp_path: Path, command: str
+) -> None:
+    path = ended(tmp_path, 40).path
+    program = (
+        "import sys; sys.modules.update(dict.fromkeys(('pyarrow', 'duckdb', 'pandas')));"
+        f"sys.argv = ['kvledger', {command!r}, {str(path)!r}, '--format', 'json'];"
+        "from kvledger import cli; cli.main()"
+    )
+    run = [sys.executable, "-c", program]
+    plain = subprocess.run(run, capture_output=True, text=True, check=True)
+    compact(path)
+    refused = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert plain.stdout.startswith("{")
+    assert (2, "", 1) == (refused.returncode, refused.stdout, len(refused.stderr.splitlines()))
+    assert "pip install 'kvledger[analysis]'" in refused.stderr

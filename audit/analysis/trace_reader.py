@@ -1,0 +1,343 @@
+"""Reads the changes of a block trace from the events of one engine.
+
+The reader consists of plain data, so it can be kept between two parts of a journal. It holds the open
+requests only, so its memory is bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from .. import causes, old_events
+from .. import events as ev
+from ..ledger.blocks.decode import post
+from ..ledger.blocks.pool_contents import PoolContents
+from ..text import salt_name
+from .block_trace import (
+    ADMIT,
+    CACHED,
+    DROP,
+    EVICT,
+    GROW,
+    HIT,
+    RELEASE,
+    RESET,
+    UNNAMED,
+    BlockTrace,
+    Change,
+    NoBlockTrace,
+    RecordedRequest,
+    TraceLife,
+)
+
+LEVELS = ("blocks", "content")
+"""The levels that have what a trace needs."""
+
+FULL_ATTENTION = 2
+"""The kind of a group in which a hit needs every block below it."""
+
+NEEDS_BLOCKS = "this command needs block events, which KVLEDGER_LEVEL=blocks records."
+
+
+class TraceReader(msgspec.Struct):
+    """Makes changes and requests from events."""
+
+    problem: str = ""
+    """Why the engine has no block trace, behind the path of its journal; "": it has one so far."""
+    started: ev.EngineStarted | None = None
+    """How the engine described itself."""
+    block_tokens: int = 0
+    """Tokens in a block; 0: the pool has not described itself yet."""
+    blocks: int = 0
+    """Blocks that requests can use."""
+    arrived: int = 0
+    """How many requests there were."""
+    begun: int = 0
+    """How many lives there were."""
+    changed: int = 0
+    """How many changes there were."""
+    unknown_hashes: int = 0
+    """How many cached blocks were hit whose hash id is not known."""
+    lost: int = 0
+    """How many times events were lost."""
+    requests: dict[int, RecordedRequest] = {}
+    """The open requests, by their number in the journal."""
+    contents: PoolContents = msgspec.field(default_factory=PoolContents)
+    """The hash id of each cached block, and the request to which each block was allocated last."""
+    changes: list[Change] = []
+    """The changes since :meth:`taken`."""
+    ended: list[RecordedRequest] = []
+    """The requests that ended since."""
+
+    def feed(self, event: ev.Event) -> None:
+        """Read one event, in the journal's order."""
+        if not self.problem:
+            post(self, event, _HANDLERS)
+
+    def taken(self) -> tuple[list[Change], list[RecordedRequest]]:
+        """The changes since the last call, and the requests that ended. They leave the reader."""
+        changes, ended = self.changes, self.ended
+        self.changes, self.ended = [], []
+        self.changed += len(changes)
+        return changes, ended
+
+    def described(self, path: str, name: str) -> BlockTrace:
+        """The engine, called ``name``, as a trace without operations.
+
+        Raises :class:`NoBlockTrace`, which names the journal's ``path``, if there are no blocks to replay.
+        """
+        if self.problem or not self.block_tokens:
+            raise NoBlockTrace(f"{path}{self.problem or f': {NEEDS_BLOCKS}'}")
+        settings = self.started.configuration if self.started else {}
+        block_bytes, workers = settings.get("block_bytes"), settings.get("workers")
+        has_bytes = isinstance(block_bytes, int) and isinstance(workers, int)
+        return BlockTrace(
+            engine=name,
+            version=self.started.version if self.started else "",
+            block_tokens=self.block_tokens,
+            blocks=self.blocks,
+            block_bytes=int(block_bytes or 0) * max(1, int(workers or 0)) if has_bytes else 0,
+            doubts=self._doubts(settings),
+            model=str(settings.get("model") or ""),
+            began_seconds=self.began_seconds,
+        )
+
+    @property
+    def began_seconds(self) -> float:
+        """Unix time from which the engine's times count."""
+        return self.started.began_seconds if self.started else 0.0
+
+    def _doubts(self, settings: dict[str, ev.Setting]) -> list[str]:
+        found = []
+        if settings.get("connector"):
+            found.append(f"a KV connector ({settings['connector']}) loads blocks beside the cache")
+        if settings.get("drafts"):
+            found.append("speculative decoding may drop the last block of a hit")
+        if self.unknown_hashes:
+            found.append(
+                f"{self.unknown_hashes:,} hits are on blocks that were cached before the trace begins"
+            )
+        if self.lost:
+            found.append(f"events were lost {self.lost:,} times")
+        return found
+
+    # --- the engine ---------------------------------------------------------------------------------
+
+    def _started(self, event: ev.EngineStarted) -> None:
+        if event.level not in LEVELS:
+            self.problem = f" was recorded at level {event.level}: {NEEDS_BLOCKS}"
+        elif self.started is None:
+            self.started = event
+            if event.configuration.get("prefix_caching") is False:
+                self.problem = ": the engine ran without prefix caching, so there is no cache to size."
+
+    def _pool(self, event: ev.PoolSeen) -> None:
+        groups = [event.groups[i : i + 3] for i in range(0, len(event.groups), 3)]
+        if event.pool or len(groups) != 1 or groups[0][2] != FULL_ATTENTION:
+            self.problem = (
+                ": this command needs an engine with one KV cache group of full attention; this engine has "
+                f"{len(groups)} groups in a pool."
+            )
+        elif not self.block_tokens:
+            self.block_tokens = groups[0][1]
+            self.blocks = event.blocks - (event.null_block >= 0)
+
+    def _gap(self, event: ev.Gap) -> None:
+        if event.reason == ev.REMOVED and not self.changed and not self.changes:
+            return
+        self.lost += 1
+        for request in sorted(self.requests.values(), key=lambda one: one.life):
+            self._release(request, event.at)
+            request.unadmitted, request.admissions = [], []
+        self.contents.forget()
+
+    # --- requests -----------------------------------------------------------------------------------
+
+    def _added(self, event: ev.RequestAdded) -> None:
+        labels = event.labels or ev.RequestLabels()
+        request = self._open(event.request, event.request_id, event.prompt_tokens, event.at)
+        request.priority, request.added_at = event.priority, event.at
+        request.lora, request.salt, request.group = labels.lora, salt_name(labels), labels.group
+
+    def _snapshot(self, event: ev.Snapshot) -> None:
+        for row in event.rows:
+            if row.request not in self.requests:
+                request = self._open(row.request, row.request_id, row.prompt_tokens, event.at)
+                request.sequence_tokens = max(row.prompt_tokens, row.sequence_tokens)
+
+    def _open(self, number: int, request_id: str, prompt_tokens: int, at: int) -> RecordedRequest:
+        self._forget(number, at)
+        request = RecordedRequest(number, self.arrived, request_id, prompt_tokens)
+        self.requests[number] = request
+        self.arrived += 1
+        return request
+
+    def _extended(self, event: ev.Extended) -> None:
+        request = self.requests.get(event.request)
+        if request is not None:
+            request.prompt_tokens = event.prompt_tokens
+
+    def _admitted(self, event: ev.Admitted) -> None:
+        request = self.requests.get(event.request)
+        if request is None:
+            return
+        if request.unadmitted:
+            _match(request.lives[request.unadmitted.pop(0)], event)
+        else:
+            request.admissions.append(event)
+
+    def _preempted(self, event: ev.Preempted) -> None:
+        request = self.requests.get(event.request)
+        if request is None:
+            return
+        request.sequence_tokens = max(request.prompt_tokens, event.before_tokens + 1)
+        if request.lives:
+            life = request.lives[max(request.lives)]
+            life.preempted, life.computed_tokens = event.cause == causes.BLOCKS, event.before_tokens
+
+    def _finished(self, event: ev.Finished) -> None:
+        request = self.requests.get(event.request)
+        if request is not None:
+            request.closed_at = event.at
+            if request.life < 0:
+                self._forget(event.request, event.at)
+
+    def _forget(self, number: int, at: int) -> None:
+        request = self.requests.pop(number, None)
+        if request is not None:
+            self._release(request, at)
+            request.closed_at = at if request.closed_at < 0 else request.closed_at
+            self.ended.append(request)
+
+    # --- blocks -------------------------------------------------------------------------------------
+
+    def _living(self, number: int, at: int) -> RecordedRequest | None:
+        """A request that has a table; a new life begins if it has none. None: no known request."""
+        request = self.requests.get(number)
+        if request is None or request.life >= 0:
+            return request
+        sequence = request.sequence_tokens if request.sequence_tokens >= 0 else request.prompt_tokens
+        life = TraceLife(sequence_tokens=sequence, resumed=bool(request.lives), at=at)
+        request.life = self.begun
+        request.lives[self.begun] = life
+        self.begun += 1
+        if request.admissions:
+            _match(life, request.admissions.pop(0))
+        else:
+            request.unadmitted.append(request.life)
+        self._add(at, ADMIT, request.life)
+        return request
+
+    def _touched(self, event: old_events.BlocksTouched) -> None:
+        request = self._living(event.request, event.at)
+        if request is None:
+            return
+        cached, ids = self.contents.hashes, []
+        for block in event.blocks:
+            if block not in cached:
+                self.unknown_hashes += 1
+                cached[block] = (UNNAMED + self.unknown_hashes,)
+            ids.append(cached[block][-1])
+        self._add(event.at, HIT, request.life, len(request.table), ids)
+        request.table += event.blocks
+        request.lives[request.life].hit_blocks = len(request.table)
+
+    def _allocated(self, event: old_events.BlocksAllocated) -> None:
+        for number, _, blocks in event.calls():
+            evicted = self.contents.allocate(number, blocks)
+            request = self._living(number, event.at)
+            if evicted:
+                life = -1 if request is None else request.life
+                self._add(event.at, EVICT, life, 0, [ids[-1] for _, ids in evicted])
+            if request is not None:
+                request.table += blocks
+                self._add(event.at, GROW, request.life, len(request.table))
+
+    def _cached(self, event: ev.BlocksCached) -> None:
+        if not self.block_tokens:
+            return
+        hashes, run, behind = self.contents.hashes, list[int](), (-1, -1)
+        for number, block, hash_id, end in self.contents.cached(event):
+            hashes[block] = (hash_id,)
+            place, rest = divmod(end, self.block_tokens)
+            request = self.requests.get(number)
+            if rest or request is None or not request.lives:
+                continue
+            if (number, place - 1) != behind:  # the blocks of one call stand in a row
+                run = []
+                life = request.life if request.life >= 0 else max(request.lives)
+                self._add(event.at, CACHED, life, place - 1, run)
+            run.append(hash_id)
+            behind = number, place
+
+    def _freed(self, event: old_events.BlocksFreed | ev.BlocksDeferred) -> None:
+        request = self.requests.get(event.request)
+        if request is not None and request.life >= 0:
+            gone = set(event.blocks)
+            request.table = [block for block in request.table if block not in gone]
+            if not request.table:
+                self._release(request, event.at)
+
+    def _reported(self, event: old_events.TablesReported) -> None:
+        """Take the table of a request that was running before the trace began."""
+        for number, _, _, blocks in event.tables():
+            known = self.requests.get(number)
+            if blocks and known is not None and known.life < 0:
+                request = self._living(number, event.at)
+                assert request is not None
+                request.table = list(blocks)
+                self._add(event.at, GROW, request.life, len(blocks))
+
+    def _removed(self, event: old_events.TablesRemoved) -> None:
+        for number in event.requests:
+            self._forget(number, event.at)
+
+    def _evicted(self, event: ev.BlocksEvicted) -> None:
+        left = [self.contents.hashes.pop(block, ()) for block in event.blocks]
+        dropped = [ids[-1] for ids in left if ids]
+        if dropped:
+            self._add(event.at, DROP, -1, 0, dropped)
+
+    def _reset(self, event: ev.PoolReset) -> None:
+        if event.succeeded:
+            self.contents.hashes.clear()
+            self._add(event.at, RESET, -1)
+
+    def _release(self, request: RecordedRequest, at: int) -> None:
+        """The request gives up its table, if it has one."""
+        if request.life >= 0:
+            self._add(at, RELEASE, request.life)
+            request.life, request.table = -1, []
+
+    def _add(self, at: int, kind: int, life: int, number: int = 0, ids: Sequence[int] = ()) -> None:
+        self.changes.append((kind, life, number, ids, at))
+
+
+def _match(life: TraceLife, event: ev.Admitted) -> None:
+    life.hit_tokens, life.external_tokens, life.at = event.local_tokens, event.external_tokens, event.at
+    life.resumed = life.resumed or event.resumed
+
+
+_HANDLERS: dict[type[ev.Event], Callable[[TraceReader, Any], None]] = {
+    ev.EngineStarted: TraceReader._started,
+    ev.PoolSeen: TraceReader._pool,
+    ev.Gap: TraceReader._gap,
+    ev.RequestAdded: TraceReader._added,
+    ev.Snapshot: TraceReader._snapshot,
+    ev.Extended: TraceReader._extended,
+    ev.Admitted: TraceReader._admitted,
+    ev.Preempted: TraceReader._preempted,
+    ev.Finished: TraceReader._finished,
+    old_events.BlocksTouched: TraceReader._touched,
+    old_events.BlocksAllocated: TraceReader._allocated,
+    ev.BlocksCached: TraceReader._cached,
+    old_events.BlocksFreed: TraceReader._freed,
+    ev.BlocksDeferred: TraceReader._freed,
+    old_events.TablesReported: TraceReader._reported,
+    old_events.TablesRemoved: TraceReader._removed,
+    ev.BlocksEvicted: TraceReader._evicted,
+    ev.PoolReset: TraceReader._reset,
+}
