@@ -30,7 +30,7 @@ from .kept import SUFFIX, has_one
 from .parquet import column_names
 from .replayed import Replayed, Wanted, joined_spans, replayed, replayed_span
 from .schema import ENGINES, TABLES
-from .tables import SQL_TYPES, Facts, KeptRows, listed, mount, quoted
+from .tables import SQL_TYPES, Facts, listed, mount, quoted
 
 ROWS_ONLY = Wanted()
 
@@ -67,7 +67,7 @@ def facts(
             replays.append(msgspec.structs.replace(one, tables={}))
         connection = duckdb.connect()
         try:
-            kept = [KeptRows(one.engine.journal, one.engine.name, one.kept) for one in replays]
+            kept = [one.kept for one in replays if one.kept is not None]
             mount(connection, files, window, kept=kept, exported=_exported_files(exported))
             _add_engines(connection, [one.engine for one in replays])
             folders = {Path(file).parents[3] for one in kept for some in one.files.values() for file in some}
@@ -158,4 +158,5 @@ def _engine_row(facts: EngineFacts) -> tuple[object, ...]:
         model.prefill_seconds,
         None if model.refused else model.decode_seconds,
         model.draft_seconds,
+        None if facts.rows_from_seconds is None else _timestamp(facts.rows_from_seconds),
     )

@@ -26,10 +26,23 @@ from ...audit.replay.window_start import skip_to_window
 from ...audit.replay.windows import EVERYTHING, Window
 from .activity import Activity, BlocksSeen, activity_rows
 from .engine import EngineFacts, engine_facts
-from .kept import OLDER, Session, columns_of, find, folder_of, is_session, readable, whole_minutes
+from .kept import (
+    OLDER,
+    KeptFile,
+    Session,
+    columns_of,
+    find,
+    folder_of,
+    is_session,
+    is_summed,
+    journal_of,
+    readable,
+    whole_minutes,
+)
 from .parquet import RowWriter
 from .rows import cause_rows, chunk_rows, difference_rows, finding_row, request_row
 from .schema import TABLES, Row
+from .tables import Files, KeptRows
 from .window import begin_window
 
 
@@ -52,8 +65,8 @@ class Replayed(msgspec.Struct):
     tables: dict[str, list[bytes]]
     audit: EngineAudit | None = None
     blocks: BlocksSeen | None = None
-    kept: dict[str, list[str]] = {}
-    """The paths of files that compact wrote, by table."""
+    kept: KeptRows | None = None
+    """The files that compact wrote."""
 
 
 _ROWS_OF = {"causes": cause_rows, "chunks": chunk_rows, "differences": difference_rows}
@@ -170,11 +183,13 @@ def _since(path: Path, session: Session, window: Window, wanted: Wanted) -> Repl
     """What is kept of a journal, and what came since; nothing came since the end of one that has ended."""
     if session.ended:
         return _left(path, session, window, wanted)
-    kept = _kept_files(path, session, window, with_tail=False)
     audit = session.audit(path, window)
+    kept = _kept_rows(path, audit.name, session, window, with_tail=False)
     if wanted.audit:
         begin_window(audit, session, window, kept)
-    return msgspec.structs.replace(_read(audit, wanted, session.position, session), kept=kept)
+    found = _read(audit, wanted, session.position, session)
+    engine = msgspec.structs.replace(found.engine, rows_from_seconds=session.rows_from_in(window))
+    return msgspec.structs.replace(found, engine=engine, kept=kept)
 
 
 _GONE = "the journal is gone: these are the facts that kvledger compact kept"
@@ -183,8 +198,9 @@ _LACKS = "which do not have its last events"
 
 def _left(path: Path, session: Session, window: Window, wanted: Wanted) -> Replayed:
     """What is kept of a journal that has ended, or is gone."""
-    kept = _kept_files(path, session, window, with_tail=True)
-    found = Replayed(session.engine_facts(path, window), {name: [] for name in TABLES}, kept=kept)
+    engine = session.engine_facts(path, window)
+    kept = _kept_rows(path, engine.name, session, window, with_tail=True)
+    found = Replayed(engine, {name: [] for name in TABLES}, kept=kept)
     if wanted.audit:
         if not session.continues:
             raise LedgerError(
@@ -200,11 +216,18 @@ def _left(path: Path, session: Session, window: Window, wanted: Wanted) -> Repla
     return found
 
 
-def _kept_files(path: Path, session: Session, window: Window, *, with_tail: bool) -> dict[str, list[str]]:
-    """The kept files by table."""
+def _kept_rows(path: Path, engine: str, session: Session, window: Window, *, with_tail: bool) -> KeptRows:
+    """The kept files. Raises LedgerError where the window cuts an hour of which there are only sums."""
+    session.check(window)
     folder = path.parent if is_session(path) else folder_of(path)
-    found: dict[str, list[str]] = {name: [] for name in TABLES}
-    for file in session.files_within(window, with_tail=with_tail):
+    files = session.files_within(window, with_tail=with_tail)
+    rest = [file for file in files if not is_summed(file, window)]
+    return KeptRows(journal_name(journal_of(path)), engine, _by_table(folder, files), _by_table(folder, rest))
+
+
+def _by_table(folder: Path, files: Sequence[KeptFile]) -> Files:
+    found: Files = {}
+    for file in files:
         name = file.table if file.columns == columns_of(file.table) else f"{file.table}{OLDER}"
         found.setdefault(name, []).append(str(readable(folder, file)))
     return found
