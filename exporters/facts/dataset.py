@@ -27,7 +27,6 @@ from ...audit.replay.split import split_run
 from ...audit.replay.windows import EVERYTHING, Window
 from .engine import EngineFacts
 from .kept import SUFFIX, has_one
-from .parquet import column_names
 from .replayed import Replayed, Wanted, joined_spans, replayed, replayed_span
 from .schema import ENGINES, TABLES
 from .tables import SQL_TYPES, Facts, listed, mount, quoted
@@ -89,6 +88,8 @@ EXPORTED = "requests.parquet"
 
 def _exported_files(folders: Sequence[Path]) -> dict[str, list[str]]:
     """The files that ``kvledger export`` wrote, by table. Raises LedgerError for one of another schema."""
+    from .parquet import column_names
+
     files: dict[str, list[str]] = {name: [] for name in TABLES}
     for folder in folders:
         for name in TABLES:

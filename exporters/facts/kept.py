@@ -55,7 +55,7 @@ _DAY = "%Y-%m-%d"
 DAY_SECONDS, HOUR_SECONDS = 86_400.0, 3600.0
 
 LASTING = ("activity", "findings")
-"""Tables whose rows are kept as long as sums by the hour; the others are removed with the rows of requests."""
+"""Tables whose rows are kept as long as sums by the hour; others are removed with the rows of requests."""
 
 COLUMNS: dict[str, tuple[Column, ...]] = {**TABLES, **{name: one.columns for name, one in HOURLY.items()}}
 """The columns of all tables that are kept."""
@@ -190,15 +190,20 @@ class Session(msgspec.Struct, kw_only=True):
         reaches = window.touches(self.sums_from, self.rows_from - 1e-6)
         return self.rows_from if self.rows_from and reaches else None
 
-    def check(self, window: Window) -> None:
-        """Raise LedgerError for a window that begins or ends within an hour of which there are only sums."""
+    def within(self, window: Window) -> Window:
+        """The part of the window of which something is kept.
+
+        Raises LedgerError for one that begins or ends within an hour of which there are only sums.
+        """
         for bound in (window.since, window.until):
             if bound is not None and self.sums_from < bound < self.rows_from and bound % HOUR_SECONDS:
                 raise LedgerError(
-                    f"Of requests of {self.journal} that ended before {hour_time(self.rows_from)} only sums by "
-                    "the hour are kept: before then --since and --until must be whole hours, such as "
+                    f"Of requests of {self.journal} that ended before {hour_time(self.rows_from)} only sums "
+                    "by the hour are kept: before then --since and --until must be whole hours, such as "
                     f"{hour_time(bound)}."
                 )
+        is_cut = self.sums_from and (window.since is None or window.since < self.sums_from)
+        return Window(self.sums_from, window.until) if is_cut else window
 
     def files_within(self, window: Window, *, with_tail: bool) -> list[KeptFile]:
         """The files that can have rows of the window."""

@@ -39,7 +39,6 @@ from .kept import (
     readable,
     whole_minutes,
 )
-from .parquet import RowWriter
 from .rows import cause_rows, chunk_rows, difference_rows, finding_row, request_row
 from .schema import TABLES, Row
 from .tables import Files, KeptRows
@@ -80,6 +79,8 @@ class InMemory:
     """A Parquet file in memory for each table."""
 
     def __init__(self) -> None:
+        from .parquet import RowWriter  # pyarrow; kept rows are read without it
+
         self._sinks = {name: io.BytesIO() for name in TABLES}
         """The files, by table."""
         self._writers = {name: RowWriter(self._sinks[name], columns) for name, columns in TABLES.items()}
@@ -154,9 +155,9 @@ def replayed(path: Path, window: Window, wanted: Wanted) -> Replayed:
     """
     session = find(path)
     if session is not None and is_session(path):
-        return _left(path, session, window, wanted)
+        return _left(path, session, session.within(window), wanted)
     if session is not None and _answers(session, window, wanted):
-        return _since(path, session, window, wanted)
+        return _since(path, session, session.within(window), wanted)
     audit = _audit(path, window, wanted)
     return _read(audit, wanted, skip_to_window(audit), None)
 
@@ -217,8 +218,7 @@ def _left(path: Path, session: Session, window: Window, wanted: Wanted) -> Repla
 
 
 def _kept_rows(path: Path, engine: str, session: Session, window: Window, *, with_tail: bool) -> KeptRows:
-    """The kept files. Raises LedgerError where the window cuts an hour of which there are only sums."""
-    session.check(window)
+    """The kept files, and which of them have rows that no sums have."""
     folder = path.parent if is_session(path) else folder_of(path)
     files = session.files_within(window, with_tail=with_tail)
     rest = [file for file in files if not is_summed(file, window)]

@@ -28,7 +28,7 @@ from .tables import Files, KeptRows, mount, quoted
 
 
 class Retention(NamedTuple):
-    """Unix times: rows of requests that ended before ``rows_from`` are removed, sums before ``sums_from`` too."""
+    """Unix times. Rows of requests that ended before ``rows_from`` go, and sums before ``sums_from``."""
 
     rows_from: float
     sums_from: float
@@ -134,8 +134,10 @@ def _by_hour(by_minute: dict[int, int], session: Session) -> dict[int, int]:
 
 
 def tidy(folder: Path, journal: str, session: Session, *, drafts_only: bool = False) -> None:
-    """Remove the files of a journal that its session does not list: drafts of a compact that was killed, files
-    that were replaced, and files that were removed by their age."""
+    """Remove the files of a journal that its session does not list.
+
+    They are drafts of a compact that was killed, files that were replaced, and those that were too old.
+    """
     for draft in folder.glob(f"{journal}{SUFFIX}.*{DRAFT}"):
         draft.unlink(missing_ok=True)
     listed = {str(folder / file.path) for file in (*session.files, *session.tail)}

@@ -26,12 +26,12 @@ def _ended(files: Files) -> Files:
 def begin_window(audit: EngineAudit, session: Session, window: Window, kept: KeptRows) -> None:
     """Give an audit that was restored where the session ends the sums of the window, from ``kept`` rows.
 
-    The audit has all sums of a window without bounds, as long as none were removed.
+    The audit has all sums of a window without bounds.
     """
     audit.notes += session.damage
     if session.rows_from_in(window) is not None:
         audit.notes.append(ONLY_SUMS.format(journal=session.journal, time=hour_time(session.rows_from)))
-    if not window.bounded and not session.sums_from:
+    if not window.bounded:
         return
     doubts, auditor = session.doubts, audit.auditor
     findings = [violation for violation, _ in auditor.placed_violations()]

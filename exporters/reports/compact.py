@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from msgspec.structs import replace
 from rich.console import Group
 from rich.text import Text
 
-from ...audit.replay.find import journals_at
 from ...audit.replay.parallel import Run, here
-from ...audit.replay.trace_keeper import keep
+from ...audit.replay.trace_keeper import keep as keep_trace
 from ..facts.compact import Compacted, compact
+from ..facts.dataset import journals_and_sessions
+from ..facts.kept import is_session
+from ..facts.retention import Retention
 from .audit import structs_csv
 from .listing import names_of
 from .terminal import blocks, counted, plain_table
 from .whatif import bytes_text
 
 
-def compact_all(paths: Sequence[Path], *, run: Run = here) -> list[Compacted]:
-    """Keep or continue the facts and the block trace of every journal at ``paths``. Raises LedgerError."""
-    return list(run(_compact, journals_at(paths)))
+def compact_all(paths: Sequence[Path], *, keep: Retention | None = None, run: Run = here) -> list[Compacted]:
+    """Keep or continue the facts and the block trace of every journal at ``paths``. Raises LedgerError.
+
+    With ``keep`` old rows are removed, also those of journals that are gone.
+    """
+    found = journals_and_sessions(paths)
+    return list(run(partial(_compact, keep=keep), [path for path in found if keep or not is_session(path)]))
 
 
-def _compact(journal: Path) -> Compacted:
-    return replace(compact(journal), block_trace_bytes=keep(journal).bytes)
+def _compact(journal: Path, keep: Retention | None) -> Compacted:
+    done = compact(journal, keep)
+    return done if is_session(journal) else replace(done, block_trace_bytes=keep_trace(journal).bytes)
 
 
 def render(rows: Sequence[Compacted]) -> Group:
