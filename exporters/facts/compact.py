@@ -91,7 +91,7 @@ def compact(journal: Path, keep: Retention | None = None) -> Compacted:
             if session is not None and (session.ended or is_session(journal)):  # nothing can come any more
                 if remove_old(session, keep):
                     save(path, session)
-                    tidy(folder, path.name, session)
+                tidy(folder, path.name, session)
                 return _compacted(path, session)
             return _Compaction(path, session, there, keep).done()
     except OSError as error:
