@@ -56,7 +56,13 @@ def render(rows: Sequence[Compacted]) -> Group:
         table.add_row(*map(Text, (name_of(row.journal), *cells, verdict)))
     traces = f" and {bytes_text(traced)} of block traces" if traced else ""
     answer = f"{counted(requests, 'ended request')} of {counted(len(whole), 'journal')} in {size} of Parquet"
-    return blocks(Group(Text(f"{answer}{traces}.")), table)
+    removed = sorted({row.rows_from for row in whole} - {""})
+    ages = (
+        f" Of requests that ended before {' or '.join(removed)} only sums by the hour are kept."
+        if removed
+        else ""
+    )
+    return blocks(Group(Text(f"{answer}{traces}.{ages}")), table)
 
 
 def as_csv(rows: Sequence[Compacted]) -> str:
