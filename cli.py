@@ -480,7 +480,8 @@ def diff(
 ) -> Report:
     """Compare two traces: figures, findings and their meaning.
 
-    Where the two vLLM releases mean different things by a figure, both meanings are printed.
+    Where the two vLLM releases mean different things by a figure, both meanings are printed. Needs the
+    analysis extra: pip install 'kvledger[analysis]'.
     """
     from .exporters.inputs import journals
     from .exporters.reports import diff as report

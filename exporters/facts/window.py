@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import duckdb
 
+from ...audit.analysis.costs import CostTally
 from ...audit.analysis.reconciliation import Differences, Figures, Reconciliation, add_difference
 from ...audit.causes import BEGAN_BEFORE, UNKNOWN
 from ...audit.figures.totals import Totals
@@ -40,7 +41,8 @@ def begin_window(audit: EngineAudit, session: Session, window: Window, kept: Kep
     try:
         mount(connection, {}, window, kept=[kept._replace(files=_ended(kept.files), rest=_ended(kept.rest))])
         found = Facts(connection)
-        totals = by_group(found, ())[()].totals
+        everything = by_group(found, ())[()]
+        totals = everything.totals
         audit.begin_with(
             WindowSums(
                 sums=EngineSums(
@@ -48,6 +50,7 @@ def begin_window(audit: EngineAudit, session: Session, window: Window, kept: Kep
                     requests=_requests(found),
                     unknown=_unknown(found),
                     reconciliation=_reconciliation(found, totals),
+                    costs=everything.tallies.get(kept.journal, CostTally()),
                     events=audit.sums.events,
                 ),
                 losses=doubts.losses.within(window),
