@@ -192,7 +192,12 @@ def _select(
         for column in columns
     )
     options = f"union_by_name = {by_name}, hive_partitioning = false"
-    return f"SELECT {selected} FROM read_parquet({listed(files)}, {options})"
+    rows = f"read_parquet({listed(files)}, {options})"
+    if by_name:
+        rows = (
+            f"(SELECT * FROM {rows} UNION ALL BY NAME {_empty([c for c in columns if c.name not in named])})"
+        )
+    return f"SELECT {selected} FROM {rows}"
 
 
 def listed(files: Sequence[str]) -> str:

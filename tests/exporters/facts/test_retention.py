@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pyarrow.parquet as pq
 import pytest
+from msgspec.structs import replace
 from tests.exporters.facts.test_compact import HOUR, MINUTE, Engine, approximately
 from tests.exporters.facts.test_kept_pages import Engine as FaultyEngine
 from tests.exporters.facts.test_kept_pages import not_compacted
@@ -185,3 +187,22 @@ def test_sums_are_removed_after_a_year(folder: Path, tmp_path: Path) -> None:
     assert session is not None and not session.busy_us
     summed = summarize([tmp_path])[-1].requests
     assert summed == gather([tmp_path]).report.requests, "summary and report count the same requests"
+
+
+def test_a_column_that_kept_files_lack_is_null(folder: Path, tmp_path: Path) -> None:
+    """Sums outlive the version that wrote them."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    expected = summarize([tmp_path])[-1]
+    session = kept.load(place(tmp_path / "engine-00"))
+    assert session is not None
+    for number, file in enumerate(session.files):
+        if file.table in ("hours", "requests"):
+            path = tmp_path / FOLDER / file.path
+            pq.write_table(pq.ParquetFile(path).read().drop_columns(["scheduled"]), path)
+            session.files[number] = replace(file, columns=0)
+    session.layout = "another"
+    kept.save(tmp_path / "engine-00", session)
+    shutil.rmtree(tmp_path / "engine-00")
+    found = summarize([tmp_path])[-1]
+
+    assert (expected.requests, expected.rework, 0) == (found.requests, found.rework, found.scheduled)
