@@ -39,7 +39,7 @@ from .kept import (
     readable,
     whole_minutes,
 )
-from .rows import cause_rows, chunk_rows, difference_rows, finding_row, request_row
+from .rows import cause_rows, chunk_rows, difference_rows, finding_row, head, request_row
 from .schema import TABLES, Row
 from .tables import Files, KeptRows
 from .window import begin_window
@@ -122,17 +122,16 @@ class RowCollector:
 
     def add(self, events: Sequence[Event], accounts: Sequence[Account]) -> None:
         """Add a batch, and the accounts that closed in it, or are open at the end of the journal."""
-        audit, journal = self._audit, self.journal
         if self.activity is not None:
             self.activity.add(events)
         verdicts = self._verdicts if self._has_verdicts else {}
         if accounts:
+            shared = head(self._audit, self.journal)
             self.sink(
-                "requests",
-                [request_row(audit, journal, account, verdicts.get(id(account))) for account in accounts],
+                "requests", [request_row(shared, account, verdicts.get(id(account))) for account in accounts]
             )
             for table, rows_of in self._rows_of.items():
-                self.sink(table, [row for account in accounts for row in rows_of(audit, journal, account)])
+                self.sink(table, [row for account in accounts for row in rows_of(shared, account)])
         self._verdicts.clear()
 
     def found(self, findings: Sequence[Violation]) -> None:

@@ -21,7 +21,7 @@ from ...audit.text import salt_name
 TIMES = {"hour": 3600, "day": 86_400, "5m": 300}
 """Keys that group by arrival, and the length of a group in seconds."""
 
-KEYS = ("engine", "model", "hour", "day", "outcome", "5m", "rank", "lora", "priority", "salt", "group")
+KEYS = ("engine", "model", "hour", "outcome", "day", "5m", "rank", "lora", "priority", "salt", "group")
 NO_MATCH = "no match"
 NO_ADAPTER = "no adapter"
 NO_SALT = "no salt"
