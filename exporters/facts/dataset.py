@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import msgspec
 
 from ...audit.errors import LedgerError
@@ -29,12 +28,9 @@ from .engine import EngineFacts
 from .kept import SUFFIX, has_one
 from .replayed import Replayed, Wanted, joined_spans, replayed, replayed_span
 from .schema import ENGINES, TABLES
-from .tables import SQL_TYPES, Facts, listed, mount, quoted
+from .tables import SQL_TYPES, Facts, connect, listed, mount, spill_to
 
 ROWS_ONLY = Wanted()
-
-MEMORY = "1GB"
-"""What a query may use before it writes to the folder."""
 
 
 @contextmanager
@@ -64,7 +60,7 @@ def facts(
                     path.write_bytes(part)
                     files[name].append(str(path))
             replays.append(msgspec.structs.replace(one, tables={}))
-        connection = duckdb.connect()
+        connection = connect()
         try:
             kept = [one.kept for one in replays if one.kept is not None]
             mount(connection, files, window, kept=kept, exported=_exported_files(exported))
@@ -128,8 +124,7 @@ def _add_engines(connection: Any, engines: Sequence[EngineFacts]) -> None:
 
 def _lock(connection: Any, places: Sequence[Path]) -> None:
     """Allow nothing but to read these places. The first one is for what does not fit into memory."""
-    connection.execute(f"SET memory_limit = {quoted(MEMORY)}")
-    connection.execute(f"SET temp_directory = {quoted(str(places[0] / 'spill'))}")
+    spill_to(connection, places[0])
     connection.execute(f"SET allowed_directories = {listed(sorted(map(str, places)))}")
     connection.execute("SET enable_external_access = false")
     connection.execute("SET lock_configuration = true")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
-
-import duckdb
 
 from ...audit.replay.windows import EVERYTHING, duration
 from .hours import HOURLY, KEEP_SECONDS, Hourly
@@ -24,7 +23,7 @@ from .kept import (
     readable,
 )
 from .schema import Row
-from .tables import Files, KeptRows, mount, quoted
+from .tables import Files, KeptRows, connect, mount, quoted, spill_to
 
 
 class Retention(NamedTuple):
@@ -58,22 +57,33 @@ def summed_rows(
 
     ``requests``: the ids of requests with findings.
     """
-    closed = [file for file in files if file.hour != OPEN_HOUR]
-    days = {file.hour[: len("2026-11-24")] for file in closed}
-    replaces = [file for file in before if file.table in HOURLY and file.hour in days]
-    rest = _paths(folder, closed)
-    kept = KeptRows("", engine, _paths(folder, [*replaces, *closed]), rest)
-    connection = duckdb.connect()
-    try:
-        mount(connection, {}, EVERYTHING, kept=[kept])
-        tables = {
-            name: connection.execute(_in_microseconds(table)).fetchall() for name, table in HOURLY.items()
-        }
-        listed = ", ".join(map(quoted, requests)) or "''"
-        ended = f"SELECT request_id, epoch_us(closed_time) FROM requests WHERE request_id IN ({listed})"
-        return SummedRows(tables, replaces, dict(connection.execute(ended).fetchall()))
-    finally:
-        connection.close()
+    closed: dict[str, list[KeptFile]] = defaultdict(list)
+    for file in files:
+        if file.hour != OPEN_HOUR:
+            closed[file.hour[: len("2026-11-24")]].append(file)
+    found = SummedRows({name: [] for name in HOURLY}, [], {})
+    for day, of_day in sorted(closed.items()):  # one at a time, so that memory does not grow with the journal
+        replaced = [file for file in before if file.table in HOURLY and file.hour == day]
+        kept = KeptRows("", engine, _paths(folder, [*replaced, *of_day]), _paths(folder, of_day))
+        _add_sums(found, kept, requests)
+        found.replaces.extend(replaced)
+    return found
+
+
+def _add_sums(found: SummedRows, kept: KeptRows, requests: Iterable[str]) -> None:
+    """Add the sums of the rest of some kept rows to those that they have."""
+    listed = ", ".join(map(quoted, requests)) or "''"
+    ended = f"SELECT request_id, epoch_us(closed_time) FROM requests WHERE request_id IN ({listed})"
+    connection = connect()
+    with tempfile.TemporaryDirectory(prefix="kvledger-sums-") as spill:
+        try:
+            spill_to(connection, Path(spill))
+            mount(connection, {}, EVERYTHING, kept=[kept])
+            for name, table in HOURLY.items():
+                found.tables[name].extend(connection.execute(_in_microseconds(table)).fetchall())
+            found.ended_us.update(connection.execute(ended).fetchall())
+        finally:
+            connection.close()
 
 
 def _in_microseconds(table: Hourly) -> str:

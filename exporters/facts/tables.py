@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -160,6 +161,22 @@ def mount(
 
 
 KEPT, REST = "kept.", "rest."
+
+MEMORY = "1GB"
+"""What a query may use before it writes to a folder."""
+
+
+def connect() -> Any:
+    """An empty database in memory. A query that takes seconds draws no progress into a command's output."""
+    connection = duckdb.connect()
+    connection.execute("SET enable_progress_bar = false")
+    return connection
+
+
+def spill_to(connection: Any, folder: Path) -> None:
+    """Bound the memory of a connection; what does not fit goes to a folder."""
+    connection.execute(f"SET memory_limit = {quoted(MEMORY)}")
+    connection.execute(f"SET temp_directory = {quoted(str(folder / 'spill'))}")
 
 
 def _view(connection: Any, name: str, columns: Sequence[Column], parts: Sequence[str]) -> None:

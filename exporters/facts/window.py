@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import duckdb
-
 from ...audit.analysis.costs import CostTally
 from ...audit.analysis.reconciliation import Differences, Figures, Reconciliation, add_difference
 from ...audit.causes import BEGAN_BEFORE, UNKNOWN
@@ -16,7 +14,7 @@ from ...audit.replay.windows import Window
 from .hours import HOUR_DIFFERENCES, HOURS
 from .kept import OPEN_HOUR, Session, hour_time
 from .sums import by_group, sums_by
-from .tables import ONLY_SUMS, Facts, Files, KeptRows, mount, quoted
+from .tables import ONLY_SUMS, Facts, Files, KeptRows, connect, mount, quoted
 
 
 def _ended(files: Files) -> Files:
@@ -37,7 +35,7 @@ def begin_window(audit: EngineAudit, session: Session, window: Window, kept: Kep
     doubts, auditor = session.doubts, audit.auditor
     findings = [violation for violation, _ in auditor.placed_violations()]
     auditor.place_findings(doubts.placed(findings, window, audit.began_seconds or 0.0))
-    connection = duckdb.connect()
+    connection = connect()
     try:
         mount(connection, {}, window, kept=[kept._replace(files=_ended(kept.files), rest=_ended(kept.rest))])
         found = Facts(connection)

@@ -56,8 +56,8 @@ class Compactor:
             duration(keep)
         self.health = Health()
         """The figures of the sidecar."""
-        self._command = [sys.executable, "-c", COMPACT, "compact", str(folder), "--jobs", "1"]
-        self._command += ["--keep", keep] if keep else []
+        age = ["--keep", keep] if keep else []
+        self._command = [sys.executable, "-c", COMPACT, "compact", str(folder), "--jobs", "1", *age]
         """What the process runs."""
         self._seconds = seconds
         """The time between two processes."""
