@@ -254,7 +254,10 @@ def query(
     from .exporters.reports import query as report
 
     with read.journals(paths) as (places, window, run):
-        return Report(report.ask(places, sql, window=window, run=run), report.render, report.as_csv)
+        answer = report.ask(places, sql, window=window, run=run)
+    for note in answer.notes if format == "csv" else ():  # csv has no place for them
+        typer.echo(note, err=True)
+    return Report(answer, report.render, report.as_csv)
 
 
 @command(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.exporters.facts.test_kept_pages import Engine as FaultyEngine
 from tests.exporters.facts.test_kept_pages import not_compacted
 from tests.simulated_trace import WALL_SECONDS
 
+from kvledger import cli
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.replay.windows import EVERYTHING, Window
 from kvledger.exporters.facts import kept
@@ -206,3 +208,14 @@ def test_a_column_that_kept_files_lack_is_null(folder: Path, tmp_path: Path) -> 
     found = summarize([tmp_path])[-1]
 
     assert (expected.requests, expected.rework, 0) == (found.requests, found.rework, found.scheduled)
+
+
+def test_csv_keeps_its_notes_apart(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+        asked = "select count(*) as n from requests"
+        patch.setattr(sys, "argv", ["kvledger", "query", str(folder), asked, "--format", "csv"])
+        cli.main()
+    printed = capsys.readouterr()
+
+    assert "only sums by the hour are kept" in printed.err
+    assert ["n"] == printed.out.splitlines()[:1] and 2 == len(printed.out.splitlines())
