@@ -254,7 +254,10 @@ def query(
     from .exporters.reports import query as report
 
     with read.journals(paths) as (places, window, run):
-        return Report(report.ask(places, sql, window=window, run=run), report.render, report.as_csv)
+        answer = report.ask(places, sql, window=window, run=run)
+    for note in answer.notes if format == "csv" else ():  # csv has no place for them
+        typer.echo(note, err=True)
+    return Report(answer, report.render, report.as_csv)
 
 
 @command(
@@ -414,20 +417,27 @@ def ls(
         return Report(report.journals(places, audit=audit, run=run), report.render, report.as_csv)
 
 
-@command(opt.AUDIT, "compact /var/lib/kvledger")
-def compact(paths: list[Path] = opt.PATHS, format: str = opt.TABLE, read: Reading = JOBS) -> Report:
+@command(opt.AUDIT, "compact /var/lib/kvledger", "compact /var/lib/kvledger --keep 30d")
+def compact(
+    paths: list[Path] = opt.PATHS,
+    keep: str = option("--keep AGE", "Remove rows of requests that ended longer ago, such as 30d."),
+    format: str = opt.TABLE,
+    read: Reading = JOBS,
+) -> Report:
     """Read journals once, and keep their requests as rows of Parquet.
 
     The rows are in .kvledger-facts beside the journals, by engine and hour; summary, why, report and query
     read them and replay only what came since. Of a journal of level blocks the rows about blocks are kept
     too, which whatif, prefixes and blocks read. Run it again to add what was recorded since. The rows stay
-    when the journal is removed.
+    when the journal is removed. Where --keep removes rows, sums by the hour stay for a year.
     Needs the analysis extra: pip install 'kvledger[analysis]'.
     """
+    from .exporters.facts.retention import retention
     from .exporters.reports import compact as report
 
     with read.journals(paths, local=True) as (places, _, run):
-        return Report(report.compact_all(places, run=run), report.render, report.as_csv)
+        rows = report.compact_all(places, keep=retention(keep), run=run)
+        return Report(rows, report.render, report.as_csv)
 
 
 @command(
@@ -473,7 +483,8 @@ def diff(
 ) -> Report:
     """Compare two traces: figures, findings and their meaning.
 
-    Where the two vLLM releases mean different things by a figure, both meanings are printed.
+    Where the two vLLM releases mean different things by a figure, both meanings are printed. Needs the
+    analysis extra: pip install 'kvledger[analysis]'.
     """
     from .exporters.inputs import journals
     from .exporters.reports import diff as report
@@ -768,6 +779,9 @@ def serve(
     compact: str = setting(
         "--compact AGE", "Run kvledger compact on the journals at this interval, such as 1h."
     ),
+    keep: str = setting(
+        "--keep AGE", "With --compact: remove rows of requests that ended longer ago, such as 30d."
+    ),
     engine_url: list[str] | None = setting(
         "--engine-url URL", "An engine's own /metrics, to compare with the ledger. Repeatable."
     ),
@@ -792,6 +806,7 @@ def serve(
         "engine_urls": engine_url or (),
         "telemetry_path": telemetry_path,
         "compact": compact,
+        "keep": keep,
     }
     if check_config:
         sidecar.check_config(path, address, **settings)

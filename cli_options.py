@@ -137,7 +137,7 @@ FORM = option(
 )
 BY = option(
     "--by KEY|REGEX",
-    "One row per group. KEY: engine, model, hour, outcome, 5m, rank, lora, priority, salt, or group "
+    "One row per group. KEY: engine, model, hour, outcome, day, 5m, rank, lora, priority, salt, or group "
     "(KVLEDGER_GROUP). REGEX searches request ids; its first group names the row.",
 )
 COLUMNS = option(

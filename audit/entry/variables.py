@@ -31,6 +31,7 @@ SIDECAR = {
     "KVLEDGER_WEB_TELEMETRY_PATH": "--web.telemetry-path",
     "KVLEDGER_STATE": "--state",
     "KVLEDGER_COMPACT": "--compact",
+    "KVLEDGER_KEEP": "--keep",
     "KVLEDGER_ENGINE_URL": "--engine-url; several URLs are separated by blanks",
     "KVLEDGER_LOG_LEVEL": "--log.level",
     "KVLEDGER_LOG_FORMAT": "--log.format",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from .. import causes
 from ..causes import BEGAN_BEFORE
 from ..ledger.account import Account
-from .figure import Counter, Figure, Settled, Slot, item
+from .figure import Counter, Figure, Item, Settled, Slot
 
 OTHER = "other"
 """Stands for a cause that this release does not know."""
@@ -107,11 +107,11 @@ FIGURES: tuple[Figure, ...] = (
         "requests",
         sql="count(plan_local)",
     ),
-    Figure("plan_local", "local hit planned at the first admission that was scheduled", item("plan", 0)),
+    Figure("plan_local", "local hit planned at the first admission that was scheduled", Item("plan", 0)),
     Figure(
         "plan_external",
         "external tokens promised at the first admission that was scheduled",
-        item("plan", 1),
+        Item("plan", 1),
     ),
     Figure("plan_computed", "tokens that were to be computed after that admission", _plan_computed),
     Figure(
@@ -121,9 +121,9 @@ FIGURES: tuple[Figure, ...] = (
         "requests",
         sql="count(reported_local)",
     ),
-    Figure("reported_local", "local tokens, reported by the engine", item("reported", 0)),
-    Figure("reported_external", "external tokens, reported by the engine", item("reported", 1)),
-    Figure("reported_computed", "computed tokens, reported by the engine", item("reported", 2)),
+    Figure("reported_local", "local tokens, reported by the engine", Item("reported", 0)),
+    Figure("reported_external", "external tokens, reported by the engine", Item("reported", 1)),
+    Figure("reported_computed", "computed tokens, reported by the engine", Item("reported", 2)),
     # the work
     Figure("scheduled", "scheduled tokens; those with a part of it sum to it", Slot("scheduled")),
     Figure(

@@ -7,7 +7,6 @@ the cells of JSON and CSV, the rows of ``diff`` and the counters of the metric t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import msgspec
@@ -83,12 +82,12 @@ class Settled(msgspec.Struct, frozen=True):
         return sum(found) if found else None
 
 
-def item(name: str, place: int) -> Read:
+class Item(msgspec.Struct, frozen=True):
     """Reads an item of a tuple that the account may have; None if it has none."""
-    get = attrgetter(name)
 
-    def of(account: Account) -> int | None:
-        found = get(account)
-        return None if found is None else found[place]
+    name: str
+    place: int
 
-    return of
+    def __call__(self, account: Account) -> int | None:
+        found = getattr(account, self.name)
+        return None if found is None else int(found[self.place])

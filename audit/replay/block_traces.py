@@ -145,13 +145,14 @@ def block_trace(
     return trace, sample
 
 
-def block_prefixes(recorded: RecordedBlocks) -> list[Prefix]:
-    """The prefixes of an engine's requests. Raises LedgerError as :func:`block_trace`."""
+def block_prefixes(recorded: RecordedBlocks) -> tuple[list[Prefix], list[str]]:
+    """The prefixes of the requests, and what they may lack. Raises LedgerError as :func:`block_trace`."""
     described, builder, trie = recorded.described(), TraceBuilder(), PrefixTrie()
     for some in recorded.emptied():
         builder.add(some)
         trie.add(some)
-    return list(trie.prefixes(builder.trace(described, recorded.whole()), builder.first))
+    trace = builder.trace(described, recorded.whole())
+    return list(trie.prefixes(trace, builder.first)), trace.doubts
 
 
 def request_trace(path: Path, block_tokens: int = 0) -> RecordedBlocks:

@@ -88,8 +88,9 @@ def duration(words: str) -> float:
 def window(since: str = "", until: str = "", now: float | None = None) -> Window:
     """Parse the window that a user typed: ISO times, or ``15m`` for 15 minutes before now.
 
-    A time without a zone is in this machine's zone. Hours and days before now begin at a whole minute, for
-    which kept rows have the time of engine steps. Raises :class:`LedgerError`.
+    A time without a zone is in this machine's zone. Hours before now begin at a whole minute, for which kept
+    rows have the time of engine steps, and days at a whole hour, of which sums are kept. Raises
+    :class:`LedgerError`.
     """
     now = time.time() if now is None else now
     parsed = Window(_instant(since, now), _instant(until, now))
@@ -104,7 +105,8 @@ def _instant(words: str, now: float) -> float | None:
     relative = _RELATIVE.fullmatch(words)
     if relative:
         instant = now - float(relative[1]) * UNITS[relative[2]]
-        return instant // 60 * 60 if relative[2] in "hd" else instant
+        whole = {"h": 60, "d": 3600}.get(relative[2])
+        return instant // whole * whole if whole else instant
     try:
         # Python 3.10 does not know the Z of ISO 8601.
         return datetime.fromisoformat(re.sub(r"[zZ]$", "+00:00", words)).timestamp()

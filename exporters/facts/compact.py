@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -23,18 +22,20 @@ from .activity import activity_rows
 from .blocks import MOST_BYTES
 from .doubts import Doubts, DoubtsFollower
 from .engine import engine_facts
+from .hours import HOURLY
 from .kept import (
-    DRAFT,
+    COLUMNS,
     MOST_DAMAGE,
-    SUFFIX,
     KeptFile,
     Session,
     columns_of,
     draft_of,
     find,
     folder_of,
-    forget,
     hour_name,
+    hour_time,
+    is_session,
+    journal_of,
     layout,
     load,
     partition,
@@ -44,7 +45,8 @@ from .kept import (
 )
 from .parquet import RowWriter
 from .replayed import RowCollector, Wanted
-from .schema import TABLES, Column, Row, Rows
+from .retention import Retention, remove_old, summed_rows, tidy
+from .schema import Column, Row, Rows
 
 WANTED = Wanted(audit=True, activity=True, blocks=True)
 ENDLESS = 1 << 62
@@ -63,26 +65,35 @@ class Compacted(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int = 0
     verdict: str = ""
     problem: str = ""
+    rows_from: str = ""
+    """The hour before which rows were removed by their age, and only sums are kept; "": none were."""
 
 
-def compact(journal: Path) -> Compacted:
-    """Keep the facts of a journal, or continue those that are there. Raises LedgerError."""
-    if not journal.is_dir():
-        return Compacted(journal=str(journal), problem="a single segment can't be compacted")
-    folder = folder_of(journal)
+def compact(journal: Path, keep: Retention | None = None) -> Compacted:
+    """Keep the facts of a journal, or continue those that are there, and remove old ones. Raises LedgerError.
+
+    ``journal`` may be the session of one that is gone, whose facts only grow old.
+    """
+    path = journal_of(journal)
+    if not path.is_dir() and not is_session(journal):
+        return Compacted(journal=str(path), problem="a single segment can't be compacted")
+    folder = folder_of(path)
     try:
-        with _alone(journal) as alone:
+        with _alone(path) as alone:
             if not alone:
-                return Compacted(journal=str(journal), problem="another compact is at work on it")
-            session, there = find(journal), load(place(journal))
-            if session is None and there is not None and 1 not in segments(journal):
+                return Compacted(journal=str(path), problem="another compact is at work on it")
+            session, there = find(journal), load(place(path))
+            if session is None and there is not None and 1 not in segments(path):
                 problem = "its facts are of another version, and its first segments are gone; they are kept"
-                return Compacted(journal=str(journal), problem=problem)
+                return Compacted(journal=str(path), problem=problem)
             for kept in filter(None, (there,)):
                 settle(folder, kept)
-            if session is not None and session.ended:
-                return _compacted(journal, session)  # nothing can come any more
-            return _Compaction(journal, session, there).done()
+            if session is not None and (session.ended or is_session(journal)):  # nothing can come any more
+                if remove_old(session, keep):
+                    save(path, session)
+                tidy(folder, path.name, session)
+                return _compacted(path, session)
+            return _Compaction(path, session, there, keep).done()
     except OSError as error:
         raise LedgerError(f"{folder} can't be written: {error.strerror}.") from error
 
@@ -96,6 +107,7 @@ def _compacted(journal: Path, session: Session) -> Compacted:
         files=len(files),
         bytes=sum(file.bytes for file in files),
         verdict=session.verdict,
+        rows_from=hour_time(session.rows_from) if session.rows_from else "",
     )
 
 
@@ -155,7 +167,7 @@ class HourlyFiles:
 
     def add(self, table: str, rows: Sequence[Row]) -> None:
         """Add rows, each to the hour of its time."""
-        columns = TABLES[table]
+        columns = COLUMNS[table]
         at = next(
             n for n, column in enumerate(columns) if column.kind == "time" and column.name in _PARTED_BY
         )
@@ -163,6 +175,7 @@ class HourlyFiles:
         for row in rows:
             when = row[at]
             hour = hour_name(None if when is None else int(when) / 1e6)
+            hour = hour[: len("2026-11-24")] if table in HOURLY else hour
             by_hour.setdefault((str(row[0]), hour), []).append(row[1:])
         for (engine, hour), some in by_hour.items():
             self._writer(table, engine, hour, columns[1:]).add(some)
@@ -218,22 +231,26 @@ def without_oldest_operations(files: Sequence[KeptFile]) -> list[KeptFile]:
     return [file for file in files if file.table != "block_operations" or file in operations]
 
 
-_PARTED_BY = ("closed_time", "time")
+_PARTED_BY = ("closed_time", "time", "hour")
 """The times by which rows go to an hour."""
 
 
 class _Compaction:
     """Replays a journal, or what came since it was last compacted, and keeps the rows."""
 
-    def __init__(self, journal: Path, session: Session | None, there: Session | None) -> None:
+    def __init__(
+        self, journal: Path, session: Session | None, there: Session | None, keep: Retention | None
+    ) -> None:
         self._journal = journal
         """The journal's folder."""
         self._session = session
         """Where the compaction before ended; None: the journal is read from its beginning."""
         self._number = 1 if there is None else there.number + 1
         """The number of this compaction, which is in the names of its files."""
-        self._replaces = there if session is None else None
-        """Facts that can't be continued, and are made anew."""
+        self._keep = keep
+        """What is removed; None: nothing."""
+        self._began = there is None
+        """Whether no session that can be read lists files. Files of one that can't be read are left alone."""
         self._folder = folder_of(journal)
         """The folder of facts."""
 
@@ -245,6 +262,7 @@ class _Compaction:
         audit.step_times.busy_by_minute = {}
         sink = HourlyFiles(self._folder, f"{self._journal.name}.{self._number}")
         tail_sink = HourlyFiles(self._folder, f"{self._journal.name}.{self._number}.tail")
+        sums_sink = HourlyFiles(self._folder, f"{self._journal.name}.{self._number}.sums")
         try:
             state = None if before is None else before.blocks()
             collector = RowCollector(audit, WANTED, sink.add, minutes=True, blocks=state)
@@ -272,13 +290,26 @@ class _Compaction:
             session.damage = [*(before.damage if before is not None else ()), *damage][:MOST_DAMAGE]
             if ended:
                 self._end(session, audit, collector, doubts, tail_sink)
+            self._sum_up(session, audit, [*sink.files, *tail_sink.files], sums_sink)
+            remove_old(session, self._keep)
         except BaseException:
-            sink.abandon()
-            tail_sink.abandon()
+            for one in (sink, tail_sink, sums_sink):
+                one.abandon()
             raise
         save(self._journal, session)
-        self._clear(session)
+        tidy(self._folder, self._journal.name, session, drafts_only=self._began)
         return _compacted(self._journal, session)
+
+    def _sum_up(
+        self, session: Session, audit: EngineAudit, new: Sequence[KeptFile], sink: HourlyFiles
+    ) -> None:
+        """Add the sums by the hour of new files to the session."""
+        found = {one.request for one, _ in audit.auditor.placed_violations() if one.request}
+        summed = summed_rows(self._folder, audit.name, new, session.files, found.difference(session.ended_us))
+        for table, rows in summed.tables.items():
+            sink.add(table, rows)
+        session.files = [file for file in session.files if file not in summed.replaces] + sink.close()
+        session.ended_us.update(summed.ended_us)
 
     def _audit(self) -> EngineAudit:
         if self._session is not None:
@@ -320,6 +351,9 @@ class _Compaction:
             busy_us=busy,
             series=msgspec.structs.replace(rest),
             counts=activity.at_end,
+            ended_us=dict(before.ended_us) if before is not None else {},
+            rows_from=before.rows_from if before is not None else 0.0,
+            sums_from=before.sums_from if before is not None else 0.0,
         )
 
     def _end(
@@ -356,19 +390,3 @@ class _Compaction:
         session.verdict = audit.verdict
         session.until_seconds = audit.auditor.ledger.read_to
         session.open_until_seconds = audit.open_until
-
-    def _clear(self, session: Session) -> None:
-        """Remove drafts of a compact that was killed, and files that are listed no more."""
-        for draft in self._folder.glob(f"{self._journal.name}{SUFFIX}.*{DRAFT}"):
-            draft.unlink(missing_ok=True)
-        listed = {file.path for file in (*session.files, *session.tail)}
-        stale = [] if self._replaces is None else [*self._replaces.files, *self._replaces.tail]
-        if self._session is not None:
-            stale += [*self._session.files, *self._session.tail]
-        forget(self._folder, [file for file in stale if file.path not in listed])
-        ours = re.compile(rf"\.{re.escape(self._journal.name)}\.\d+(\.tail)?\.\d+\.parquet{re.escape(DRAFT)}")
-        for draft in self._folder.glob(f"*/*/*/.*{DRAFT}"):
-            if ours.fullmatch(draft.name):
-                path = draft.with_name(draft.name[1 : -len(DRAFT)])
-                if str(path.relative_to(self._folder)) not in listed:
-                    draft.unlink(missing_ok=True)

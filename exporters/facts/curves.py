@@ -37,7 +37,7 @@ def _add_activity(facts: Facts, found: dict[str, Series]) -> None:
 def _add_settled(facts: Facts, found: dict[str, Series]) -> None:
     """Count prompt tokens in spans of time that a curve of this length would put together anyway."""
     ((first_us, last_us),) = facts.rows(
-        "SELECT epoch_us(min(settled_time)), epoch_us(max(settled_time)) FROM requests"
+        f"SELECT epoch_us(min(settled_time)), epoch_us(max(settled_time)) FROM ({_EXTENT})"
     )
     if first_us is None:
         return
@@ -57,10 +57,17 @@ def _add_settled(facts: Facts, found: dict[str, Series]) -> None:
 
 
 _COLUMNS = ", ".join(SOURCES)
+_ONLY_SUMS = (
+    "kept.hours JOIN (SELECT journal, rows_from_time FROM engines) USING (journal) "
+    "WHERE hour < rows_from_time"
+)
+_EXTENT = f"SELECT settled_time FROM requests UNION ALL SELECT hour FROM {_ONLY_SUMS}"
 _SETTLED = (
     f"SELECT journal, settled_time, {_COLUMNS} FROM requests WHERE settled_time IS NOT NULL "
     f"UNION ALL SELECT journal, settled_time, {_COLUMNS} FROM chunks "
     "UNION ALL SELECT journal, first_settled_time, "
-    f"{', '.join(f'-{source}' for source in SOURCES)} FROM chunks"
+    f"{', '.join(f'-{source}' for source in SOURCES)} FROM chunks "
+    f"UNION ALL SELECT journal, hour, {_COLUMNS} FROM {_ONLY_SUMS}"
 )
-"""What was settled when: the first chunk of a session has what its row has beyond the later chunks."""
+"""What was settled when: the first chunk of a session has what its row has beyond the later chunks. Of hours
+that have only sums, all tokens are placed at the hour in which their requests ended."""

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import msgspec
 
 from ...audit.errors import LedgerError
@@ -26,15 +25,11 @@ from ...audit.replay.split import split_run
 from ...audit.replay.windows import EVERYTHING, Window
 from .engine import EngineFacts
 from .kept import has_one, journals_and_sessions
-from .parquet import column_names
 from .replayed import Replayed, Wanted, joined_spans, replayed, replayed_span
 from .schema import ENGINES, TABLES
-from .tables import SQL_TYPES, Facts, KeptRows, listed, mount, quoted
+from .tables import SQL_TYPES, Facts, connect, listed, mount, spill_to
 
 ROWS_ONLY = Wanted()
-
-MEMORY = "1GB"
-"""What a query may use before it writes to the folder."""
 
 
 @contextmanager
@@ -64,9 +59,9 @@ def facts(
                     path.write_bytes(part)
                     files[name].append(str(path))
             replays.append(msgspec.structs.replace(one, tables={}))
-        connection = duckdb.connect()
+        connection = connect()
         try:
-            kept = [KeptRows(one.engine.journal, one.engine.name, one.kept) for one in replays]
+            kept = [one.kept for one in replays if one.kept is not None]
             mount(connection, files, window, kept=kept, exported=_exported_files(exported))
             _add_engines(connection, [one.engine for one in replays])
             folders = {Path(file).parents[3] for one in kept for some in one.files.values() for file in some}
@@ -87,6 +82,8 @@ EXPORTED = "requests.parquet"
 
 def _exported_files(folders: Sequence[Path]) -> dict[str, list[str]]:
     """The files that ``kvledger export`` wrote, by table. Raises LedgerError for one of another schema."""
+    from .parquet import column_names
+
     files: dict[str, list[str]] = {name: [] for name in TABLES}
     for folder in folders:
         for name in TABLES:
@@ -109,8 +106,7 @@ def _add_engines(connection: Any, engines: Sequence[EngineFacts]) -> None:
 
 def _lock(connection: Any, places: Sequence[Path]) -> None:
     """Allow nothing but to read these places. The first one is for what does not fit into memory."""
-    connection.execute(f"SET memory_limit = {quoted(MEMORY)}")
-    connection.execute(f"SET temp_directory = {quoted(str(places[0] / 'spill'))}")
+    spill_to(connection, places[0])
     connection.execute(f"SET allowed_directories = {listed(sorted(map(str, places)))}")
     connection.execute("SET enable_external_access = false")
     connection.execute("SET lock_configuration = true")
@@ -140,4 +136,5 @@ def _engine_row(facts: EngineFacts) -> tuple[object, ...]:
         model.prefill_seconds,
         None if model.refused else model.decode_seconds,
         model.draft_seconds,
+        None if facts.rows_from_seconds is None else _timestamp(facts.rows_from_seconds),
     )

@@ -15,7 +15,8 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """One engine, as far as its journal was read.
 
     ``busy_us``: time of its steps in the window. ``model``: the model of its step time. ``block_tokens``: 0
-    if the engine did not report it.
+    if the engine did not report it. ``rows_from_seconds``: Unix time before which only sums by the hour are
+    kept of the window's requests; None: it has all rows.
     """
 
     journal: str
@@ -26,6 +27,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: int
     busy_us: int
     model: StepModel
+    rows_from_seconds: float | None = None
 
 
 def engine_facts(audit: EngineAudit) -> EngineFacts:

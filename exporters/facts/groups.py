@@ -8,7 +8,14 @@ from difflib import get_close_matches
 
 from ...audit.errors import LedgerError
 from ..trace.groups import NO_ADAPTER, NO_GROUP, NO_MATCH, NO_SALT, TIMES, check, time_name
+from .hours import LABELS
 from .schema import REQUESTS
+
+
+def as_text(column: str) -> str:
+    """A column as text, a null as a word."""
+    return f"coalesce(CAST({column} AS VARCHAR), 'null')"
+
 
 COLUMNS = tuple(column.name for column in REQUESTS)
 
@@ -25,6 +32,14 @@ KEYS = {
     **{name: f"epoch_us(added_time) // {length * 1_000_000}" for name, length in TIMES.items()},
 }
 """The words of ``--by`` that are not the name of a column, or show a null as words."""
+
+HOUR_EXPRESSIONS = frozenset(
+    [
+        *(KEYS[word] for word in ("engine", "model", "rank", "outcome", "lora", "group", "hour", "day")),
+        *(as_text(column) for column in ("engine", "journal", *LABELS)),
+    ]
+)
+"""The groups of which there are sums by the hour."""
 
 _WORD = re.compile(r"[A-Za-z0-9_]+")
 
@@ -77,7 +92,7 @@ def _column(word: str) -> str:
     if word in KEYS:
         return KEYS[word]
     if word in COLUMNS:
-        return f"coalesce(CAST({word} AS VARCHAR), 'null')"
+        return as_text(word)
     raise LedgerError(
         f"{word!r} is no column of requests and none of {', '.join(KEYS)}.{_hint(word, (*KEYS, *COLUMNS))} "
         "A regular expression over request ids has a character that no column name has: (user-[0-9]+)."

@@ -1,6 +1,7 @@
 """Facts that ``kvledger compact`` keeps beside the journals, and where the replay of a journal goes on.
 
     .kvledger-facts/requests/engine=NAME/ended_hour=2026-11-24T09/JOURNAL-3.parquet
+    .kvledger-facts/hours/engine=NAME/ended_day=2026-11-24/JOURNAL-3.parquet
     .kvledger-facts/JOURNAL.session
 
 The dataset is plain Hive-partitioned Parquet: whatever reads that can read it. The *session* of a journal
@@ -9,7 +10,8 @@ session lists and no others. So a compact that is killed loses nothing and count
 files under draft names, then replaces the session, then renames the drafts. A reader that finds a draft
 which the session lists reads it; the next compact renames it.
 
-Facts stay when their journal is removed.
+Facts stay when their journal is removed. Sums by the hour have every row of a request that has ended: one
+replacement of the session lists both. So what is removed by its age is not lost, and counts once.
 """
 
 from __future__ import annotations
@@ -40,9 +42,10 @@ from .blocks import BlockState
 from .blocks import layout as blocks_layout
 from .doubts import Doubts
 from .engine import EngineFacts
-from .schema import TABLES
+from .hours import HOURLY
+from .schema import TABLES, Column
 
-SCHEMA = 1
+SCHEMA = 2
 MOST_DAMAGE = 100
 SUFFIX = ".session"
 DRAFT = ".new"
@@ -51,12 +54,20 @@ OPEN_HOUR = "__HIVE_DEFAULT_PARTITION__"
 
 _LINE = f"kvledger session {SCHEMA} ".encode()
 _HOUR = "%Y-%m-%dT%H"
+_DAY = "%Y-%m-%d"
+DAY_SECONDS, HOUR_SECONDS = 86_400.0, 3600.0
+
+LASTING = ("activity", "findings", "block_use")
+"""Tables whose rows are kept as long as sums by the hour; others are removed with the rows of requests."""
+
+COLUMNS: dict[str, tuple[Column, ...]] = {**TABLES, **{name: one.columns for name, one in HOURLY.items()}}
+"""The columns of all tables that are kept."""
 
 
 class KeptFile(msgspec.Struct, frozen=True, array_like=True):
     """One file of a table, by its path below the folder of facts. ``hour``: when its requests ended.
 
-    ``columns``: a checksum of the names of its columns.
+    That is a day for sums by the hour. ``columns``: a checksum of the names of its columns.
     """
 
     table: str
@@ -66,6 +77,21 @@ class KeptFile(msgspec.Struct, frozen=True, array_like=True):
     bytes: int
     columns: int
 
+    @property
+    def begins(self) -> float:
+        """Unix time at which its hour or day begins. Not for :data:`OPEN_HOUR`."""
+        return hour_seconds(self.hour)
+
+    @property
+    def ends(self) -> float:
+        """Unix time at which its hour or day ends."""
+        return self.begins + (DAY_SECONDS if self.table in HOURLY else HOUR_SECONDS)
+
+    @property
+    def lasts(self) -> bool:
+        """Whether it is kept as long as sums by the hour."""
+        return self.table in HOURLY or self.table in LASTING
+
 
 OLDER = " of another version"
 """Files with other columns than this version writes are listed by the table's name with this behind it."""
@@ -73,7 +99,7 @@ OLDER = " of another version"
 
 def columns_of(table: str) -> int:
     """A checksum of the names of a table's columns in files that this version writes."""
-    return crc32(" ".join(column.name for column in TABLES[table]).encode())
+    return crc32(" ".join(column.name for column in COLUMNS[table]).encode())
 
 
 class Session(msgspec.Struct, kw_only=True):
@@ -115,6 +141,12 @@ class Session(msgspec.Struct, kw_only=True):
     """Where the rows about blocks go on: a :class:`BlockState` in msgpack."""
     damage: list[str] = []
     """What was damaged in the journal, the first :data:`MOST_DAMAGE` places."""
+    ended_us: dict[str, int] = {}
+    """When each request with a finding ended, in microseconds since 1970."""
+    rows_from: float = 0.0
+    """Unix time before which rows of requests were removed. Engine time is kept by the hour there."""
+    sums_from: float = 0.0
+    """Unix time before which sums by the hour were removed, too."""
 
     @property
     def continues(self) -> bool:
@@ -159,15 +191,42 @@ class Session(msgspec.Struct, kw_only=True):
             name=engine_name(self.engine, journal),
             busy_us=busy_us,
             model=model,
+            rows_from_seconds=self.rows_from_in(window),
         )
+
+    def rows_from_in(self, window: Window) -> float | None:
+        """The Unix time from which the window has rows of requests; None: from its beginning."""
+        reaches = window.touches(self.sums_from, self.rows_from - 1e-6)
+        return self.rows_from if self.rows_from and reaches else None
+
+    def within(self, window: Window) -> Window:
+        """The part of the window of which something is kept.
+
+        Raises LedgerError for one that begins or ends within an hour of which there are only sums.
+        """
+        for bound in (window.since, window.until):
+            if bound is not None and self.sums_from < bound < self.rows_from and bound % HOUR_SECONDS:
+                raise LedgerError(
+                    f"Of requests of {self.journal} that ended before {hour_time(self.rows_from)} only sums "
+                    "by the hour are kept: before then --since and --until must be whole hours, such as "
+                    f"{hour_time(bound)}."
+                )
+        is_cut = self.sums_from and (window.since is None or window.since < self.sums_from)
+        return Window(self.sums_from, window.until) if is_cut else window
 
     def files_within(self, window: Window, *, with_tail: bool) -> list[KeptFile]:
         """The files that can have rows of the window."""
         found = [*self.files, *(self.tail if with_tail else ())]
         open_inside = window.until is None and window.touches(self.until_seconds, self.open_until_seconds)
-        return [
-            file for file in found if (open_inside if file.hour == OPEN_HOUR else _touches(window, file.hour))
-        ]
+        return [file for file in found if (open_inside if file.hour == OPEN_HOUR else _touches(window, file))]
+
+
+def is_summed(file: KeptFile, window: Window) -> bool:
+    """Whether the sums of hours that are whole in the window have the rows of this file."""
+    if file.hour == OPEN_HOUR:
+        return False
+    since, until = window.since, window.until
+    return (since is None or since <= file.begins) and (until is None or file.ends <= until)
 
 
 def layout() -> str:
@@ -186,14 +245,19 @@ def hour_name(seconds: float | None) -> str:
     return datetime.fromtimestamp(seconds, timezone.utc).strftime(_HOUR)
 
 
+def hour_time(seconds: float) -> str:
+    """The beginning of the hour of a Unix time, as ``--since`` takes it."""
+    return f"{hour_name(seconds)}:00Z"
+
+
 def hour_seconds(hour: str) -> float:
-    """The Unix time at which an hour begins."""
-    return datetime.strptime(hour, _HOUR).replace(tzinfo=timezone.utc).timestamp()
+    """The Unix time at which an hour, or a day, begins."""
+    form = _DAY if len(hour) == len("2026-11-24") else _HOUR
+    return datetime.strptime(hour, form).replace(tzinfo=timezone.utc).timestamp()
 
 
-def _touches(window: Window, hour: str) -> bool:
-    begins = hour_seconds(hour)
-    return window.touches(begins, begins + 3599.999999)
+def _touches(window: Window, file: KeptFile) -> bool:
+    return window.touches(file.begins, file.ends - 1e-6)
 
 
 def whole_minutes(window: Window) -> bool:
@@ -215,8 +279,9 @@ def place(journal: Path) -> Path:
 
 
 def partition(table: str, engine: str, hour: str) -> str:
-    """The folder of a table's rows of one engine and hour, below the folder of facts."""
-    return f"{table}/engine={quote(engine, safe='')}/ended_hour={hour}"
+    """The folder of a table's rows of one engine and hour, or day, below the folder of facts."""
+    time = "ended_day" if table in HOURLY else "ended_hour"
+    return f"{table}/engine={quote(engine, safe='')}/{time}={hour}"
 
 
 def draft_of(path: Path) -> Path:
@@ -293,12 +358,6 @@ def settle(folder: Path, session: Session) -> None:
         if not path.exists():
             with contextlib.suppress(FileNotFoundError):
                 draft_of(path).rename(path)
-
-
-def forget(folder: Path, files: Sequence[KeptFile]) -> None:
-    """Remove files that no session lists any more."""
-    for file in files:
-        (folder / file.path).unlink(missing_ok=True)
 
 
 def has_one(path: Path) -> bool:

@@ -11,8 +11,9 @@ from ...audit.causes import BLOCKS
 from ...audit.figures.sums import add_tokens
 from ..reports.costs import FirstToken
 from .costs import first_tokens
+from .hours import HOUR_CAUSES
 from .rows import MISSED, NOT_COMPUTED
-from .sums import Group, GroupSums, joined, names
+from .sums import Group, GroupSums, sums_by
 from .tables import Facts
 
 
@@ -46,17 +47,21 @@ def misses_by_group(
     """The misses of each of the ``groups``; without ``columns``, of all requests as the group ``()``."""
     found = {group: Misses(sums) for group, sums in groups.items() if bool(group) is bool(columns)}
     models = {engine.journal: engine.model for engine in facts.engines}
-    width = len(columns)
-    selected = ", ".join([*names(columns), "journal, cause, sum(tokens), count(*)"])
-    for row in facts.rows(
-        f"SELECT {selected} FROM {joined(columns, where)} WHERE figure = '{MISSED}' GROUP BY ALL"
-    ):
-        journal, cause, tokens, requests = row[width:]
-        misses = found[tuple(map(str, row[:width]))]
-        add_tokens(misses.tokens, cause, int(tokens))
+    rows = sums_by(
+        facts,
+        HOUR_CAUSES,
+        ("journal", "cause"),
+        ("tokens", "requests"),
+        columns=columns,
+        where=where,
+        having=f"figure = '{MISSED}'",
+    )
+    for (*key, journal, cause), (tokens, requests) in rows.items():
+        misses = found[tuple(key)]
+        add_tokens(misses.tokens, cause, tokens)
         add_tokens(misses.requests, cause, requests)
         if cause not in NOT_COMPUTED:
-            took = seconds(models[journal], PREFILL, int(tokens))
+            took = seconds(models[journal], PREFILL, tokens)
             misses.seconds[cause] = plus(misses.seconds.get(cause, 0.0), took)
     for group, cause, first_token in first_tokens(facts, columns, where, MISSED):
         found[group].first_tokens[cause] = first_token

@@ -27,10 +27,22 @@ from ...audit.replay.windows import EVERYTHING, Window
 from .activity import Activity, activity_rows
 from .blocks import BlockRows, BlockState
 from .engine import EngineFacts, engine_facts
-from .kept import OLDER, Session, columns_of, find, folder_of, is_session, readable, whole_minutes
-from .parquet import RowWriter
-from .rows import cause_rows, chunk_rows, difference_rows, finding_row, request_row
+from .kept import (
+    OLDER,
+    KeptFile,
+    Session,
+    columns_of,
+    find,
+    folder_of,
+    is_session,
+    is_summed,
+    journal_of,
+    readable,
+    whole_minutes,
+)
+from .rows import cause_rows, chunk_rows, difference_rows, finding_row, head, request_row
 from .schema import TABLES, Row
+from .tables import Files, KeptRows
 from .window import begin_window
 
 
@@ -54,8 +66,8 @@ class Replayed(msgspec.Struct):
     engine: EngineFacts
     tables: dict[str, list[bytes]]
     audit: EngineAudit | None = None
-    kept: dict[str, list[str]] = {}
-    """The paths of files that compact wrote, by table."""
+    kept: KeptRows | None = None
+    """The files that compact wrote."""
 
 
 _ROWS_OF = {"causes": cause_rows, "chunks": chunk_rows, "differences": difference_rows}
@@ -69,6 +81,8 @@ class InMemory:
     """A Parquet file in memory for each table."""
 
     def __init__(self) -> None:
+        from .parquet import RowWriter  # pyarrow; kept rows are read without it
+
         self._sinks = {name: io.BytesIO() for name in TABLES}
         """The files, by table."""
         self._writers = {name: RowWriter(self._sinks[name], columns) for name, columns in TABLES.items()}
@@ -128,19 +142,18 @@ class RowCollector:
 
     def add(self, events: Sequence[Event], accounts: Sequence[Account]) -> None:
         """Add a batch, and the accounts that closed in it, or are open at the end of the journal."""
-        audit, journal = self._audit, self.journal
         if self.activity is not None:
             self.activity.add(events)
         if self.blocks is not None:
             self.blocks.add(events)
         verdicts = self._verdicts if self._has_verdicts else {}
         if accounts:
+            shared = head(self._audit, self.journal)
             self.sink(
-                "requests",
-                [request_row(audit, journal, account, verdicts.get(id(account))) for account in accounts],
+                "requests", [request_row(shared, account, verdicts.get(id(account))) for account in accounts]
             )
             for table, rows_of in self._rows_of.items():
-                self.sink(table, [row for account in accounts for row in rows_of(audit, journal, account)])
+                self.sink(table, [row for account in accounts for row in rows_of(shared, account)])
         self._verdicts.clear()
 
     def found(self, findings: Sequence[Violation]) -> None:
@@ -165,9 +178,9 @@ def replayed(path: Path, window: Window, wanted: Wanted) -> Replayed:
     """
     session = find(path)
     if session is not None and is_session(path):
-        return _left(path, session, window, wanted)
+        return _left(path, session, session.within(window), wanted)
     if session is not None and whole_minutes(window):  # engine time is kept by the minute
-        return _since(path, session, window, wanted)
+        return _since(path, session, session.within(window), wanted)
     audit = _audit(path, window, wanted)
     return _read(audit, wanted, skip_to_window(audit), None)
 
@@ -189,11 +202,13 @@ def _since(path: Path, session: Session, window: Window, wanted: Wanted) -> Repl
     """What is kept of a journal, and what came since; nothing came since the end of one that has ended."""
     if session.ended:
         return _left(path, session, window, wanted)
-    kept = _kept_files(path, session, window, with_tail=False)
     audit = session.audit(path, window)
+    kept = _kept_rows(path, audit.name, session, window, with_tail=False)
     if wanted.audit:
         begin_window(audit, session, window, kept)
-    return msgspec.structs.replace(_read(audit, wanted, session.position, session), kept=kept)
+    found = _read(audit, wanted, session.position, session)
+    engine = msgspec.structs.replace(found.engine, rows_from_seconds=session.rows_from_in(window))
+    return msgspec.structs.replace(found, engine=engine, kept=kept)
 
 
 _GONE = "the journal is gone: these are the facts that kvledger compact kept"
@@ -202,8 +217,9 @@ _LACKS = "which do not have its last events"
 
 def _left(path: Path, session: Session, window: Window, wanted: Wanted) -> Replayed:
     """What is kept of a journal that has ended, or is gone."""
-    kept = _kept_files(path, session, window, with_tail=True)
-    found = Replayed(session.engine_facts(path, window), {name: [] for name in TABLES}, kept=kept)
+    engine = session.engine_facts(path, window)
+    kept = _kept_rows(path, engine.name, session, window, with_tail=True)
+    found = Replayed(engine, {name: [] for name in TABLES}, kept=kept)
     if wanted.audit:
         if not session.continues:
             raise LedgerError(
@@ -219,11 +235,17 @@ def _left(path: Path, session: Session, window: Window, wanted: Wanted) -> Repla
     return found
 
 
-def _kept_files(path: Path, session: Session, window: Window, *, with_tail: bool) -> dict[str, list[str]]:
-    """The kept files by table."""
+def _kept_rows(path: Path, engine: str, session: Session, window: Window, *, with_tail: bool) -> KeptRows:
+    """The kept files, and which of them have rows that no sums have."""
     folder = path.parent if is_session(path) else folder_of(path)
-    found: dict[str, list[str]] = {name: [] for name in TABLES}
-    for file in session.files_within(window, with_tail=with_tail):
+    files = session.files_within(window, with_tail=with_tail)
+    rest = [file for file in files if not is_summed(file, window)]
+    return KeptRows(journal_name(journal_of(path)), engine, _by_table(folder, files), _by_table(folder, rest))
+
+
+def _by_table(folder: Path, files: Sequence[KeptFile]) -> Files:
+    found: Files = {}
+    for file in files:
         name = file.table if file.columns == columns_of(file.table) else f"{file.table}{OLDER}"
         found.setdefault(name, []).append(str(readable(folder, file)))
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from msgspec.structs import astuple
 
@@ -13,6 +14,7 @@ from ...audit.causes import BLOCKS, ENDED_FIRST, INVALID_HIT, PREEMPTED, PREEMPT
 from ...audit.causes import CACHE_RESET as MISSED_BY_RESET
 from ...audit.checks.registry import Violation
 from ...audit.figures.declared import FIGURES
+from ...audit.figures.row import figures
 from ...audit.figures.sums import add_tokens
 from ...audit.ledger.account import Account
 from ...audit.replay.engine_audit import EngineAudit
@@ -39,15 +41,36 @@ def block_size(audit: EngineAudit) -> int:
     return size if isinstance(size, int) and size > 0 else 0
 
 
-def request_row(audit: EngineAudit, journal: str, account: Account, verdict: str | None) -> Row:
+class Head(NamedTuple):
+    """What the rows of all accounts of a batch share. ``began_us``: 0 if no engine was seen to start."""
+
+    engine: str
+    journal: str
+    began_us: int
+    began: int | None
+    model: str
+    rank: int
+    block_tokens: int
+    last_at: int
+
+
+def head(audit: EngineAudit, journal: str) -> Head:
+    """What the rows of a batch share, after it was audited."""
+    began_us = _began_us(audit)
+    began = None if audit.began_seconds is None else began_us
+    size = block_size(audit)
+    return Head(audit.name, journal, began_us, began, audit.model, audit.rank, size, audit.last_at)
+
+
+def request_row(head: Head, account: Account, verdict: str | None) -> Row:
     """The row of ``requests``, in the order of its columns."""
     known = account.unknown is None
-    began_us = _began_us(audit)
+    began_us = head.began_us
     settled = account.settlements[0].at if known and account.settlements else None
     labels = account.labels
     return (
-        audit.name,
-        journal,
+        head.engine,
+        head.journal,
         account.request,
         account.request_id,
         account.outcome or None,
@@ -57,16 +80,16 @@ def request_row(audit: EngineAudit, journal: str, account: Account, verdict: str
         ended_us(began_us, account),
         None if settled is None else began_us + settled,
         _plus(began_us, first_output_at(account) if known else None),
-        *(_figures(account) if known else _figures_of_unknown(account)),
+        *(figures(account) if known else _figures_of_unknown(account)),
         missed_tokens(account) if known else None,
         account.sequence_tokens if known else None,
         account.sequence_tokens - account.prompt_tokens if known else None,
         *(_loads(account) if known else _NO_LOADS),
         len(account.lives) if known else None,
-        account.waited(audit.last_at) if known else None,
-        audit.model,
-        None if audit.began_seconds is None else began_us,
-        audit.rank,
+        account.waited(head.last_at) if known else None,
+        head.model,
+        head.began,
+        head.rank,
         account.priority,
         None if labels is None else labels.lora or None,
         None if labels is None else salt_name(labels) or None,
@@ -93,22 +116,16 @@ def missed_tokens(account: Account) -> int:
     return missed
 
 
-def _figures(account: Account) -> Iterator[Value]:
-    for read in _READ:
-        value = read(account)
-        yield sum(value.values()) if type(value) is dict else value
-
-
 def _figures_of_unknown(account: Account) -> Iterator[Value]:
     for read, of_unknown in zip(_READ, _ALSO_OF_UNKNOWN, strict=True):
         yield read(account) if of_unknown else None
 
 
-def cause_rows(audit: EngineAudit, journal: str, account: Account) -> Iterator[Row]:
+def cause_rows(head: Head, account: Account) -> Iterator[Row]:
     """The rows of ``causes``: each figure that has causes, and why prompt tokens missed the caches."""
     if account.unknown is not None:
         return
-    head = (audit.name, journal, account.request, ended_us(_began_us(audit), account))
+    of_request = _of_request(head, account)
     early: Mapping[str, int] = {}
     waited = 0
     if account.rework:
@@ -116,17 +133,22 @@ def cause_rows(audit: EngineAudit, journal: str, account: Account) -> Iterator[R
     for figure, read in _BY_CAUSE:
         for cause, tokens in read(account).items():
             if figure != "rework":
-                yield (*head, figure, cause, tokens, None, None, None)
+                yield (*of_request, figure, cause, tokens, None, None, None)
                 continue
             delay, waits = early.get(cause, 0), waited if cause in PREEMPTIONS else 0
             delays = (delay, waits) if delay or waits else (None, None)
             percent = account.more_blocks_percent
             more = percent if cause == BLOCKS and percent >= 0 else None
-            yield (*head, figure, cause, tokens, *delays, more)
-    yield from _missed_rows(head, account, block_size(audit))
+            yield (*of_request, figure, cause, tokens, *delays, more)
+    yield from _missed_rows(of_request, account, head.block_tokens)
 
 
-def _missed_rows(head: Row, account: Account, block_tokens: int) -> Iterator[Row]:
+def _of_request(head: Head, account: Account) -> Row:
+    """How the rows of all tables but ``requests`` begin."""
+    return (head.engine, head.journal, account.request, ended_us(head.began_us, account))
+
+
+def _missed_rows(of_request: Row, account: Account, block_tokens: int) -> Iterator[Row]:
     missed: dict[str, int] = {}
     for start, end, cause in missed_ranges(account, block_tokens):
         add_tokens(missed, cause, end - start)
@@ -138,31 +160,30 @@ def _missed_rows(head: Row, account: Account, block_tokens: int) -> Iterator[Row
     }
     for cause, tokens in missed.items():
         early = first is not None and cause not in NOT_COMPUTED and cause not in late
-        yield (*head, MISSED, cause, tokens, *((tokens, 0) if early else (None, None)), None)
+        yield (*of_request, MISSED, cause, tokens, *((tokens, 0) if early else (None, None)), None)
 
 
-def chunk_rows(audit: EngineAudit, journal: str, account: Account) -> Iterator[Row]:
+def chunk_rows(head: Head, account: Account) -> Iterator[Row]:
     """The rows of ``chunks``: what each chunk of a session after the first one settled as."""
     if account.unknown is not None or len(account.settlements) < 2:
         return
-    began_us = _began_us(audit)
-    head = (audit.name, journal, account.request, ended_us(began_us, account))
+    began_us, of_request = head.began_us, _of_request(head, account)
     first = began_us + account.settlements[0].at
     for chunk in account.settlements[1:]:
         sources = (chunk.local, chunk.external, chunk.computed, chunk.unattained)
-        yield (*head, first, began_us + chunk.at, *sources)
+        yield (*of_request, first, began_us + chunk.at, *sources)
 
 
-def difference_rows(audit: EngineAudit, journal: str, account: Account) -> Iterator[Row]:
+def difference_rows(head: Head, account: Account) -> Iterator[Row]:
     """The rows of ``differences``: why settled, planned and reported tokens of a request differ."""
     if account.unknown is not None:
         return
-    head = (audit.name, journal, account.request, ended_us(_began_us(audit), account))
+    of_request = _of_request(head, account)
     found = Reconciliation()
     found.add(account)
     for step, differences in (("to_plan", found.to_plan), ("to_reported", found.to_reported)):
         for cause, difference in differences.items():
-            yield (*head, step, cause, *astuple(difference.figures))
+            yield (*of_request, step, cause, *astuple(difference.figures))
 
 
 def finding_row(audit: EngineAudit, journal: str, found: Violation) -> Row:

@@ -275,5 +275,10 @@ ENGINES = (
     Column("prefill_seconds", "seconds", "estimated time of a prefill token; null: no model of step time"),
     Column("decode_seconds", "seconds", "estimated time of a decoding request in a step"),
     Column("draft_seconds", "seconds", "estimated time of a draft token"),
+    Column(
+        "rows_from_time",
+        "time",
+        "before this time only sums by the hour are kept of its requests; null: all rows of the window are",
+    ),
 )
 """A row for each journal. It is made anew each time."""

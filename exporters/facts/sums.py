@@ -7,22 +7,13 @@ from typing import Any
 
 import msgspec
 
-from ...audit.analysis.costs import (
-    DECODE,
-    DRAFT,
-    OVERRUN,
-    PREFILL,
-    REJECTED,
-    REWORK,
-    CostTally,
-    Loads,
-    LostTokens,
-)
+from ...audit.analysis.costs import PREFILL, REWORK, CostTally, Loads, LostTokens
 from ...audit.figures.declared import FIGURES
 from ...audit.figures.sums import Sums
 from ...audit.figures.totals import Totals
+from .hours import HOUR_CAUSES, HOURS, LOST, Hourly, hours_of, lost_columns, rows_of
 from .schema import LOAD_COLUMNS
-from .tables import Facts
+from .tables import REST, Facts
 
 PERCENTILES = (50, 95, 99)
 
@@ -63,11 +54,10 @@ def by_group(
     ``tallies``.
     """
     groups: dict[Group, GroupSums] = {(): GroupSums()}
-    width = len(columns)
-    for row in facts.rows(_of_requests(columns, where)):
-        group, journal = tuple(map(str, row[:width])), str(row[width])
-        for name in {(), group}:
-            groups.setdefault(name, GroupSums()).merge(_sums(journal, row[width + 1 :]))
+    found = sums_by(facts, HOURS, ("journal",), _NAMES, columns=columns, where=where)
+    for (*group, journal), values in found.items():
+        for name in {(), tuple(group)}:
+            groups.setdefault(name, GroupSums()).merge(_sums(journal, values))
     for figure in FIGURES:
         if not figure.causes:
             setattr(groups[()].totals, figure.name, groups[()].figures.get(figure.name, 0))
@@ -81,88 +71,114 @@ def by_group(
     return groups
 
 
-def joined(columns: Sequence[str], where: str) -> str:
-    """``causes``, joined with the requests if their columns are needed."""
-    if not columns and not where:
-        return "causes"
-    chosen = ["journal", "request", *(f"{column} AS g{place}" for place, column in enumerate(columns))]
-    return (
-        f"causes JOIN (SELECT {', '.join(chosen)} FROM requests{condition(where)}) USING (journal, request)"
-    )
+Key = tuple[Any, ...]
 
 
-def condition(where: str) -> str:
-    """A condition on requests as a clause."""
-    return f" WHERE ({where})" if where else ""
+def sums_by(
+    facts: Facts,
+    table: Hourly,
+    keys: Sequence[str],
+    names: Sequence[str],
+    *,
+    columns: Sequence[str] = (),
+    where: str = "",
+    having: str = "",
+) -> dict[Key, list[int]]:
+    """Sums of a table, by the group of their request and by expressions over the table's own columns.
+
+    ``columns`` and ``where`` are expressions over requests, ``having`` one over the table's rows. Hours of
+    which sums are kept are answered from these where they know the columns, and all others from rows.
+    """
+    summed = facts.summed(columns, where)
+    sql = {one.column.name: one.sql for one in table.sums}
+    grouped = dict(zip(groups(columns), columns, strict=True))
+    clause = f" WHERE {having}" if having else ""
+    rows = rows_of(table, grouped, REST if summed else "", where)
+    asked = [(rows, [sql[name] for name in names])]
+    if summed:
+        asked.append((hours_of(table, grouped, where), [f"sum({name})" for name in names]))
+    parts = [
+        f"SELECT {', '.join((*grouped, *keys, *sums))} FROM {rows}{clause} GROUP BY ALL"
+        for rows, sums in asked
+    ]
+    found: dict[Key, list[int]] = {}
+    width = len(columns)
+    for row in facts.rows(" UNION ALL ".join(parts)):
+        key = (*map(str, row[:width]), *row[width : width + len(keys)])
+        values = [int(value or 0) for value in row[width + len(keys) :]]
+        before = found.get(key)
+        found[key] = values if before is None else [a + b for a, b in zip(before, values, strict=True)]
+    return found
 
 
-def names(columns: Sequence[str]) -> list[str]:
-    """The names of the groups' columns in :func:`joined`."""
+def groups(columns: Sequence[str]) -> list[str]:
+    """What the columns of groups are called in SQL."""
     return [f"g{place}" for place in range(len(columns))]
 
 
 # --- requests -------------------------------------------------------------------------------------------
 
-_FIGURES = [figure.sql or f"sum({figure.name})" for figure in FIGURES]
-_LATE = "output_tokens > 0"
-"""Whether tokens past the stop of a request were computed by decoding."""
-
-_LOST = {
-    (REJECTED, DRAFT): ("rejected", "true"),
-    (OVERRUN, DECODE): ("overrun", _LATE),
-    (OVERRUN, PREFILL): ("overrun", f"NOT ({_LATE})"),
-}
-"""By lost work and what it was computed as: the column that has its tokens, and for which requests."""
+_LOADS = tuple(column.name for column in LOAD_COLUMNS)
+_NAMES = (
+    *(figure.name for figure in FIGURES),
+    "waited_microseconds",
+    "missed",
+    *_LOADS,
+    *(name for lost in LOST for name in lost_columns(lost)),
+)
 
 
-def _of_requests(columns: Sequence[str], where: str) -> str:
-    lost = [
-        text
-        for column, which in _LOST.values()
-        for text in (f"sum({column}) FILTER ({which})", f"count(*) FILTER ({column} > 0 AND {which})")
-    ]
-    loads = [f"sum({column.name})" for column in LOAD_COLUMNS]
-    selected = [*columns, "journal", *_FIGURES, "sum(waited_microseconds)", "sum(missed)", *lost, *loads]
-    return f"SELECT {', '.join(selected)} FROM requests{condition(where)} GROUP BY ALL"
-
-
-def _sums(journal: str, row: Sequence[Any]) -> GroupSums:
-    """One row of :func:`_of_requests`, behind the group and the journal."""
-    values = [int(value or 0) for value in row]
-    figures = dict(zip((figure.name for figure in FIGURES), values, strict=False))
-    waited_us, missed, *rest = values[len(FIGURES) :]
-    tally = CostTally(loads=Loads(*rest[2 * len(_LOST) :]))
-    for place, (key, computed_as) in enumerate(_LOST):
-        tokens, requests = rest[2 * place : 2 * place + 2]
+def _sums(journal: str, values: Sequence[int]) -> GroupSums:
+    """The sums of :data:`_NAMES` of one journal."""
+    of = dict(zip(_NAMES, values, strict=True))
+    tally = CostTally(loads=Loads(*(of[name] for name in _LOADS)))
+    for lost in LOST:
+        key, computed_as = lost
+        tokens, requests = (of[name] for name in lost_columns(lost))
         if tokens:
             tally.merge(CostTally({key: LostTokens({computed_as: tokens}, requests)}))
-    return GroupSums(figures=figures, waited_us=waited_us, missed=missed, tallies={journal: tally})
+    return GroupSums(
+        figures={figure.name: of[figure.name] for figure in FIGURES},
+        waited_us=of["waited_microseconds"],
+        missed=of["missed"],
+        tallies={journal: tally},
+    )
 
 
 # --- causes ---------------------------------------------------------------------------------------------
 
 _WITH_CAUSES = ", ".join(f"'{figure.name}'" for figure in FIGURES if figure.causes)
-_BY_CAUSE = "journal, figure, cause, more_blocks_percent, sum(tokens), count(*)"
+_BY_CAUSE = ("journal", "figure", "cause", "more_blocks_percent")
 
 
 def _add_causes(facts: Facts, groups: dict[Group, GroupSums], where: str) -> None:
     everything = groups[()]
-    for journal, figure, cause, percent, tokens, requests in facts.rows(
-        f"SELECT {_BY_CAUSE} FROM {joined((), where)} WHERE figure IN ({_WITH_CAUSES}) GROUP BY ALL"
-    ):
-        everything.totals.merge(Totals(**{figure: {cause: int(tokens)}}))
+    found = sums_by(
+        facts,
+        HOUR_CAUSES,
+        _BY_CAUSE,
+        ("tokens", "requests"),
+        where=where,
+        having=f"figure IN ({_WITH_CAUSES})",
+    )
+    for (journal, figure, cause, percent), (tokens, requests) in found.items():
+        everything.totals.merge(Totals(**{figure: {cause: tokens}}))
         if figure == REWORK:
-            everything.merge(_rework(journal, cause, percent, int(tokens), requests))
+            everything.merge(_rework(journal, cause, percent, tokens, requests))
 
 
 def _add_rework(facts: Facts, groups: dict[Group, GroupSums], columns: Sequence[str], where: str) -> None:
-    width = len(columns)
-    selected = ", ".join([*names(columns), _BY_CAUSE])
-    for row in facts.rows(
-        f"SELECT {selected} FROM {joined(columns, where)} WHERE figure = '{REWORK}' GROUP BY ALL"
-    ):
-        journal, _, cause, percent, tokens, requests = row[width:]
-        groups[tuple(map(str, row[:width]))].merge(_rework(journal, cause, percent, int(tokens), requests))
+    found = sums_by(
+        facts,
+        HOUR_CAUSES,
+        _BY_CAUSE,
+        ("tokens", "requests"),
+        columns=columns,
+        where=where,
+        having=f"figure = '{REWORK}'",
+    )
+    for (*group, journal, _, cause, percent), (tokens, requests) in found.items():
+        groups[tuple(group)].merge(_rework(journal, cause, percent, tokens, requests))
 
 
 def _rework(journal: str, cause: str, percent: int | None, tokens: int, requests: int) -> GroupSums:
@@ -182,8 +198,10 @@ def _add_percentiles(
     percentiles: Sequence[str],
 ) -> None:
     shares = ", ".join(str(percent / 100) for percent in PERCENTILES)
+    if percentiles:
+        facts.need_rows("--percentiles")
     selected = [*columns, *(f"quantile_disc({column}, [{shares}])" for column in percentiles)]
-    query = f"SELECT {', '.join(selected)} FROM requests{condition(where)}"
+    query = f"SELECT {', '.join(selected)} FROM requests" + (f" WHERE ({where})" if where else "")
     for row in facts.rows(f"{query} GROUP BY ALL" if columns else query):
         groups[tuple(map(str, row[: len(columns)]))].percentiles = {
             column: dict(zip(map(str, PERCENTILES), found or [None] * len(PERCENTILES), strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -12,8 +13,12 @@ from ...audit.errors import LedgerError
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.windows import Window
 from .engine import EngineFacts
-from .kept import OLDER
+from .groups import HOUR_EXPRESSIONS
+from .hours import HOURLY, LABELS, added_up, query_of
+from .kept import OLDER, hour_time
 from .schema import TABLES, Column
+
+ONLY_SUMS = "Of requests of {journal} that ended before {time} only sums by the hour are kept."
 
 SQL_TYPES = {
     "text": "VARCHAR",
@@ -42,8 +47,47 @@ class Facts:
         self.exported = exported
         self.engines = list(engines)
         self.audits = list(audits)
+        self.gone = {one.journal: one.rows_from_seconds for one in engines if one.rows_from_seconds}
+        """Journals of which the window has only sums by the hour, before the Unix time that is named."""
         self._connection = connection
         """The DuckDB connection, which can read these tables alone."""
+
+    def summed(self, columns: Sequence[str], where: str) -> bool:
+        """Whether sums by the hour can answer a question with these expressions over requests.
+
+        Raises LedgerError if they can't and rows that it needs were removed.
+        """
+        if HOUR_EXPRESSIONS.issuperset(columns) and self._has_labels(where):
+            return True
+        self.need_rows(
+            f"A group or condition by another column than {', '.join(LABELS)}, engine, hour or day"
+        )
+        return False
+
+    def _has_labels(self, where: str) -> bool:
+        if where:
+            try:
+                labels = f"SELECT engine, journal, {', '.join(LABELS)} FROM kept.hours"
+                self.rows(f"SELECT 1 FROM ({labels}) WHERE ({where}) LIMIT 0")
+            except LedgerError:
+                return False
+        return True
+
+    def need_rows(self, what: str) -> None:
+        """Raise LedgerError if rows of the window's requests were removed."""
+        if self.gone:
+            time = hour_time(max(self.gone.values()))
+            raise LedgerError(
+                f"{what} needs the rows of requests, and there are only sums by the hour of those that ended "
+                f"before {time}: ask with --since {time}."
+            )
+
+    @property
+    def notes(self) -> list[str]:
+        """A sentence for each journal of which rows were removed."""
+        return [
+            ONLY_SUMS.format(journal=journal, time=hour_time(since)) for journal, since in self.gone.items()
+        ]
 
     def rows(self, query: str) -> list[tuple[Any, ...]]:
         """The rows of a query. Raises LedgerError for one that DuckDB refuses."""
@@ -81,11 +125,15 @@ Files = dict[str, list[str]]
 
 
 class KeptRows(NamedTuple):
-    """Files that ``kvledger compact`` wrote of one journal, and what it and its engine are called now."""
+    """Files that ``kvledger compact`` wrote of one journal, and what it and its engine are called now.
+
+    ``rest``: those of rows that no sums by the hour have, of the hours that are whole in the window.
+    """
 
     journal: str
     engine: str
     files: Files
+    rest: Files
 
 
 def mount(
@@ -96,21 +144,60 @@ def mount(
     kept: Sequence[KeptRows] = (),
     exported: Files | None = None,
 ) -> None:
-    """Make the tables of files that were replayed for the ``window``, kept, and exported."""
+    """Make the tables of files that were replayed for the ``window``, kept, and exported.
+
+    The schema :data:`KEPT` has the sums by the hour that were kept, and :data:`REST` the rows that they lack.
+    """
+    connection.execute("CREATE SCHEMA kept; CREATE SCHEMA rest")
     for name, columns in TABLES.items():
-        parts = []
         inside = _inside(columns, window)
-        if files.get(name):
-            parts.append(_select(columns, files[name]))
+        parts = [_select(columns, files[name])] if files.get(name) else []
         if exported and exported.get(name):
             parts.append(_select(columns, exported[name]) + inside)
-        for one in kept:
-            named = {"journal": quoted(one.journal), "engine": quoted(one.engine)}
-            for table in (name, f"{name}{OLDER}"):
-                if one.files.get(table):
-                    by_name = table != name
-                    parts.append(_select(columns, one.files[table], named, by_name=by_name) + inside)
-        connection.execute(f"CREATE VIEW {name} AS {' UNION ALL '.join(parts or [_empty(columns)])}")
+        for schema, chosen in (("", [one.files for one in kept]), (REST, [one.rest for one in kept])):
+            _view(connection, schema + name, columns, parts + _kept(name, columns, kept, chosen, inside))
+    for table in HOURLY.values():
+        inside = _whole_hours(window)
+        parts = _kept(table.name, table.columns, kept, [one.files for one in kept], inside)
+        _view(connection, KEPT + table.name, table.columns, parts)
+        both = f"{query_of(table, REST)} UNION ALL SELECT * FROM {KEPT}{table.name}"
+        connection.execute(f"CREATE VIEW {table.name} AS {added_up(table, both)}")
+
+
+KEPT, REST = "kept.", "rest."
+
+MEMORY = "1GB"
+"""What a query may use before it writes to a folder."""
+
+
+def connect() -> Any:
+    """An empty database in memory. A query that takes seconds draws no progress into a command's output."""
+    connection = duckdb.connect()
+    connection.execute("SET enable_progress_bar = false")
+    return connection
+
+
+def spill_to(connection: Any, folder: Path) -> None:
+    """Bound the memory of a connection; what does not fit goes to a folder."""
+    connection.execute(f"SET memory_limit = {quoted(MEMORY)}")
+    connection.execute(f"SET temp_directory = {quoted(str(folder / 'spill'))}")
+
+
+def _view(connection: Any, name: str, columns: Sequence[Column], parts: Sequence[str]) -> None:
+    connection.execute(f"CREATE VIEW {name} AS {' UNION ALL '.join(parts or [_empty(columns)])}")
+
+
+def _kept(
+    name: str, columns: Sequence[Column], kept: Sequence[KeptRows], files: Sequence[Files], inside: str
+) -> list[str]:
+    """The rows of a table in the ``files`` of each journal."""
+    parts = []
+    for one, chosen in zip(kept, files, strict=True):
+        named = {"journal": quoted(one.journal), "engine": quoted(one.engine)}
+        for table in (name, f"{name}{OLDER}"):
+            if chosen.get(table):
+                parts.append(_select(columns, chosen[table], named, by_name=table != name) + inside)
+    return parts
 
 
 def _select(
@@ -126,7 +213,12 @@ def _select(
         for column in columns
     )
     options = f"union_by_name = {by_name}, hive_partitioning = false"
-    return f"SELECT {selected} FROM read_parquet({listed(files)}, {options})"
+    rows = f"read_parquet({listed(files)}, {options})"
+    if by_name:
+        rows = (
+            f"(SELECT * FROM {rows} UNION ALL BY NAME {_empty([c for c in columns if c.name not in named])})"
+        )
+    return f"SELECT {selected} FROM {rows}"
 
 
 def listed(files: Sequence[str]) -> str:
@@ -148,6 +240,19 @@ def _inside(columns: Sequence[Column], window: Window) -> str:
     ]
     is_open = f"{time} IS NULL OR " if window.until is None else ""
     return f" WHERE {is_open}({' AND '.join(bounds)})" if bounds else ""
+
+
+def _whole_hours(window: Window) -> str:
+    """The condition on sums of hours that are whole in the window."""
+    bounds = [
+        f"epoch_us(hour) {text} {round(bound * 1e6)}"
+        for text, bound in ((">=", window.since), (f"+ {HOUR_US} <=", window.until))
+        if bound is not None
+    ]
+    return f" WHERE {' AND '.join(bounds)}" if bounds else ""
+
+
+HOUR_US = 3_600_000_000
 
 
 def _selected(column: Column) -> str:

@@ -4,40 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import duckdb
-
+from ...audit.analysis.costs import CostTally
 from ...audit.analysis.reconciliation import Differences, Figures, Reconciliation, add_difference
 from ...audit.causes import BEGAN_BEFORE, UNKNOWN
 from ...audit.figures.totals import Totals
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.sums import EngineSums, WindowSums
 from ...audit.replay.windows import Window
-from .kept import OPEN_HOUR, Session
-from .sums import by_group
-from .tables import Facts, Files, KeptRows, mount, quoted
+from .hours import HOUR_DIFFERENCES, HOURS
+from .kept import OPEN_HOUR, Session, hour_time
+from .sums import by_group, sums_by
+from .tables import ONLY_SUMS, Facts, Files, KeptRows, connect, mount, quoted
 
 
-def _ended(kept: Files) -> Files:
+def _ended(files: Files) -> Files:
     """The files of requests that have ended. Those that are open at the end are in the audit itself."""
-    return {table: [path for path in paths if f"={OPEN_HOUR}/" not in path] for table, paths in kept.items()}
+    return {table: [path for path in paths if f"={OPEN_HOUR}/" not in path] for table, paths in files.items()}
 
 
-def begin_window(audit: EngineAudit, session: Session, window: Window, kept: Files) -> None:
+def begin_window(audit: EngineAudit, session: Session, window: Window, kept: KeptRows) -> None:
     """Give an audit that was restored where the session ends the sums of the window, from ``kept`` rows.
 
     The audit has all sums of a window without bounds.
     """
     audit.notes += session.damage
+    if session.rows_from_in(window) is not None:
+        audit.notes.append(ONLY_SUMS.format(journal=session.journal, time=hour_time(session.rows_from)))
     if not window.bounded:
         return
     doubts, auditor = session.doubts, audit.auditor
     findings = [violation for violation, _ in auditor.placed_violations()]
     auditor.place_findings(doubts.placed(findings, window, audit.began_seconds or 0.0))
-    connection = duckdb.connect()
+    connection = connect()
     try:
-        mount(connection, {}, window, kept=[KeptRows("", "", _ended(kept))])
+        mount(connection, {}, window, kept=[kept._replace(files=_ended(kept.files), rest=_ended(kept.rest))])
         found = Facts(connection)
-        totals = by_group(found, ())[()].totals
+        everything = by_group(found, ())[()]
+        totals = everything.totals
         audit.begin_with(
             WindowSums(
                 sums=EngineSums(
@@ -45,13 +48,16 @@ def begin_window(audit: EngineAudit, session: Session, window: Window, kept: Fil
                     requests=_requests(found),
                     unknown=_unknown(found),
                     reconciliation=_reconciliation(found, totals),
+                    costs=everything.tallies.get(kept.journal, CostTally()),
                     events=audit.sums.events,
                 ),
                 losses=doubts.losses.within(window),
                 failures=doubts.failures.within(window),
                 errors=doubts.errors_within(window),
                 unobserved_from=doubts.unobserved_from,
-                in_window=_in_window(found, [one.request for one in findings if one.request]),
+                in_window=_in_window(
+                    found, session, window, [one.request for one in findings if one.request]
+                ),
             )
         )
     finally:
@@ -61,16 +67,15 @@ def begin_window(audit: EngineAudit, session: Session, window: Window, kept: Fil
 
 
 def _requests(facts: Facts) -> dict[tuple[str, str], int]:
-    rows = facts.rows(
-        f"SELECT verdict, coalesce(outcome, '{UNKNOWN}'), count(*) FROM requests "
-        f"WHERE unknown IS DISTINCT FROM '{BEGAN_BEFORE}' GROUP BY ALL"
-    )
-    return {(verdict, outcome): requests for verdict, outcome, requests in rows}
+    keys = ("verdict", f"coalesce(outcome, '{UNKNOWN}')")
+    counted = f"unknown IS DISTINCT FROM '{BEGAN_BEFORE}'"
+    found = sums_by(facts, HOURS, keys, ("requests",), where=counted)
+    return {(verdict, outcome): requests for (verdict, outcome), (requests,) in found.items()}
 
 
 def _unknown(facts: Facts) -> dict[str, int]:
-    query = "SELECT unknown, count(*) FROM requests WHERE unknown IS NOT NULL GROUP BY ALL"
-    return dict(facts.rows(query))
+    found = sums_by(facts, HOURS, ("unknown",), ("requests",), where="unknown IS NOT NULL")
+    return {unknown: requests for (unknown,), (requests,) in found.items()}
 
 
 def _reconciliation(facts: Facts, totals: Totals) -> Reconciliation:
@@ -82,18 +87,21 @@ def _reconciliation(facts: Facts, totals: Totals) -> Reconciliation:
         reports=totals.reports,
     )
     steps: dict[str, Differences] = {"to_plan": found.to_plan, "to_reported": found.to_reported}
-    query = (
-        "SELECT step, cause, count(*), sum(local), sum(external), sum(computed), sum(unattained) "
-        "FROM differences GROUP BY ALL"
-    )
-    for step, cause, requests, *values in facts.rows(query):
-        add_difference(steps[step], cause, Figures(*map(int, values)), requests)
+    names = ("requests", "local", "external", "computed", "unattained")
+    for (step, cause), (requests, *values) in sums_by(
+        facts, HOUR_DIFFERENCES, ("step", "cause"), names
+    ).items():
+        add_difference(steps[step], cause, Figures(*values), requests)
     return found
 
 
-def _in_window(facts: Facts, requests: Sequence[str]) -> dict[str, bool]:
+def _in_window(facts: Facts, session: Session, window: Window, requests: Sequence[str]) -> dict[str, bool]:
     """For each request with a finding, whether it ended in the window."""
-    listed = ", ".join(map(quoted, requests))
+    found = {
+        name: window.holds(session.ended_us[name] / 1e6) for name in requests if name in session.ended_us
+    }
+    others = [name for name in requests if name not in found]
+    listed = ", ".join(map(quoted, others))
     query = f"SELECT request_id FROM requests WHERE request_id IN ({listed})"
-    inside = {str(name) for (name,) in facts.rows(query)} if requests else set()
-    return {name: name in inside for name in requests}
+    inside = {str(name) for (name,) in facts.rows(query)} if others else set()
+    return found | {name: name in inside for name in others}

@@ -334,6 +334,12 @@ class Health(msgspec.Struct):
     """Journals that can't be read now."""
     caught_up_seconds: float = 0.0
     """Time that the first reading of all journals took."""
+    compacted_at: float = 0.0
+    """Unix time at which the journals were last compacted; 0.0: not by this sidecar."""
+    compact_seconds: float = 0.0
+    """Time that the last compaction took, also one that failed."""
+    compact_failures: int = 0
+    """Compactions that failed."""
 
 
 def health(of: str) -> MetricReader:

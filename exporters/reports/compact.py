@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Group
 from rich.text import Text
 
-from ...audit.replay.find import journals_at
 from ...audit.replay.parallel import Run, here
 from ..facts.compact import Compacted, compact
+from ..facts.kept import is_session, journals_and_sessions
+from ..facts.retention import Retention
 from .audit import structs_csv
 from .listing import names_of
 from .terminal import blocks, counted, plain_table
 from .whatif import bytes_text
 
 
-def compact_all(paths: Sequence[Path], *, run: Run = here) -> list[Compacted]:
-    """Keep or continue the facts of every journal at ``paths``. Raises LedgerError."""
-    return list(run(compact, journals_at(paths)))
+def compact_all(paths: Sequence[Path], *, keep: Retention | None = None, run: Run = here) -> list[Compacted]:
+    """Keep or continue the facts of every journal at ``paths``. Raises LedgerError.
+
+    With ``keep`` old rows are removed, also those of journals that are gone.
+    """
+    found = journals_and_sessions(paths)
+    return list(run(partial(compact, keep=keep), [path for path in found if keep or not is_session(path)]))
 
 
 def render(rows: Sequence[Compacted]) -> Group:
@@ -38,7 +44,13 @@ def render(rows: Sequence[Compacted]) -> Group:
             cells, verdict = ["-", "-", "-"], f"not compacted: {row.problem}"
         table.add_row(*map(Text, (name_of(row.journal), *cells, verdict)))
     answer = f"{counted(requests, 'ended request')} of {counted(len(whole), 'journal')} in {size} of Parquet"
-    return blocks(Group(Text(f"{answer}.")), table)
+    removed = sorted({row.rows_from for row in whole} - {""})
+    ages = (
+        f" Of requests that ended before {' or '.join(removed)} only sums by the hour are kept."
+        if removed
+        else ""
+    )
+    return blocks(Group(Text(f"{answer}.{ages}")), table)
 
 
 def as_csv(rows: Sequence[Compacted]) -> str:

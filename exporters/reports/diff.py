@@ -17,7 +17,7 @@ from rich.text import Text
 
 from ...audit.analysis.costs import KINDS, plus, total
 from ...audit.figures.declared import BY_NAME, FIGURES
-from ...audit.replay.journals import Audit, audit_paths
+from ...audit.replay.journals import Audit, compare_journals
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
 from .audit import share, structs_csv
@@ -83,9 +83,9 @@ def compare(
     run: Run = here,
     by: str = "",
 ) -> TraceComparison:
-    """Audit both. Raises LedgerError for a path that holds no journal.
+    """Compare the rows and findings of both. Raises LedgerError for a path that holds no journal.
 
-    ``by`` names groups of requests, as for :func:`~kvledger.exporters.trace.groups.group_key`.
+    ``by`` names groups of requests, as for :func:`~kvledger.exporters.facts.groups.group_columns`.
     """
     one, was = _read(before, by, window, run)
     other, now = _read(after, by, window, run)
@@ -105,9 +105,7 @@ def compare(
 
 
 def _read(paths: Sequence[Path], by: str, window: Window, run: Run) -> tuple[Audit, dict[str, SummaryRow]]:
-    """The audit of a trace, and its groups; each journal is read once."""
-    if not by:
-        return audit_paths(paths, window=window, with_metrics=False, with_costs=True, run=run), {}
+    """The audit of a trace, and its groups."""
     from ..facts.dataset import facts
     from ..facts.groups import group_columns, group_names
     from ..facts.replayed import Wanted
@@ -115,7 +113,8 @@ def _read(paths: Sequence[Path], by: str, window: Window, run: Run) -> tuple[Aud
 
     columns = group_columns(by)
     with facts(paths, window=window, run=run, wanted=Wanted(audit=True)) as found:
-        groups = by_group(found, columns)
+        compare_journals(found.audits)
+        groups = by_group(found, columns) if columns else {}
         rows = [summary_row(group_names(by, name), group) for name, group in groups.items() if name]
         return Audit(found.audits), {row.group: row for row in rows}
 

@@ -109,8 +109,13 @@ def gather(
 
 def _waits(found: Facts) -> list[int]:
     """Requests between the bounds of :data:`WAITS`."""
-    place = " + ".join(f"CAST(waited_microseconds >= {round(bound * 1e6)} AS INT)" for bound in WAITS)
-    query = f"SELECT {place} AS place, count(*) FROM requests WHERE unknown IS NULL GROUP BY place"
+    below = " ".join(
+        f"WHEN waited_microseconds < {round(bound * 1e6)} THEN {place}" for place, bound in enumerate(WAITS)
+    )
+    query = (
+        f"SELECT CASE {below} ELSE {len(WAITS)} END AS place, count(*) FROM requests "
+        "WHERE unknown IS NULL GROUP BY place"
+    )
     waits = [0] * (len(WAITS) + 1)
     for at, requests in found.rows(query):
         waits[at] = requests
@@ -119,8 +124,10 @@ def _waits(found: Facts) -> list[int]:
 
 def _most_preempted(found: Facts) -> list[MostPreempted]:
     columns = "preemptions, rework, request_id, engine, sequence_tokens - output_tokens, waited_microseconds"
+    some = "FROM requests WHERE unknown IS NULL AND preemptions > 0"
+    # The twelfth number of preemptions is found first, so that the ids of few requests are read.
+    twelfth = f"SELECT min(preemptions) FROM (SELECT preemptions {some} ORDER BY 1 DESC LIMIT {SHOWN})"
     rows = found.rows(
-        f"SELECT {columns} FROM requests WHERE unknown IS NULL AND preemptions > 0 "
-        f"ORDER BY ALL DESC LIMIT {SHOWN}"
+        f"SELECT {columns} {some} AND preemptions >= ({twelfth}) ORDER BY ALL DESC LIMIT {SHOWN}"
     )
     return [msgspec.convert([*figures, waited_us / 1e6], MostPreempted) for *figures, waited_us in rows]

@@ -27,27 +27,36 @@ COLUMNS = (
 
 
 class Prefixes(msgspec.Struct, frozen=True, kw_only=True):
-    """The first prefixes by saved and lost tokens, and the sums over all ``prefixes``."""
+    """The first prefixes by saved and lost tokens, and the sums over all ``prefixes``.
+
+    ``doubts``: what the figures may lack.
+    """
 
     prefixes: int
     saved_tokens: int
     lost_tokens: int
     shown: list[Prefix]
+    doubts: list[str] = []
 
 
 def prefixes(paths: Sequence[Path], *, most: int = 20, run: Run = here) -> Prefixes:
     """The prefixes of all journals at ``paths``. Raises LedgerError."""
-    found = [prefix for several in run(_of_journal, traces_at(paths)) for prefix in several]
+    found: list[Prefix] = []
+    doubts: list[str] = []
+    for several, some_doubts in run(_of_journal, traces_at(paths)):
+        found += several
+        doubts += some_doubts
     found.sort(key=lambda each: (-each.saved_tokens - each.lost_tokens, each.engine, each.start, each.label))
     return Prefixes(
         prefixes=len(found),
         saved_tokens=sum(each.saved_tokens for each in found),
         lost_tokens=sum(each.lost_tokens for each in found),
         shown=found[:most],
+        doubts=doubts,
     )
 
 
-def _of_journal(path: Path) -> list[Prefix]:
+def _of_journal(path: Path) -> tuple[list[Prefix], list[str]]:
     return block_prefixes(recorded_blocks(path))
 
 
@@ -68,6 +77,7 @@ def render(result: Prefixes) -> Group:
                 f"{first.lost_tokens:,} lost."
             )
         )
+    answer += [Text(f"{doubt[:1].upper()}{doubt[1:]}.") for doubt in result.doubts]
     return blocks(Group(*answer), _table(result.shown), _losses(result.shown))
 
 

@@ -14,17 +14,18 @@ from rich.text import Text
 from ...audit.errors import LedgerError
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
-from .terminal import plain_table
+from .terminal import blocks, notes, plain_table
 
 MOST_SHOWN = 1_000
 """The most rows that a terminal shows; json and csv have all."""
 
 
 class Answered(msgspec.Struct, frozen=True, kw_only=True):
-    """The rows of an answer, and the names of their columns."""
+    """The rows of an answer, and the names of their columns. ``notes``: what the tables lack."""
 
     columns: list[str]
     rows: list[list[Any]]
+    notes: list[str] = []
 
 
 def ask(paths: Sequence[Path], sql: str, *, window: Window = EVERYTHING, run: Run = here) -> Answered:
@@ -41,7 +42,7 @@ def ask(paths: Sequence[Path], sql: str, *, window: Window = EVERYTHING, run: Ru
             raise LedgerError(f"A query is one SELECT, and this is {asked}.")
         answer = found.relation(sql)
         columns = [column[0] for column in answer.description]
-        return Answered(columns=columns, rows=[list(row) for row in answer.fetchall()])
+        return Answered(columns=columns, rows=[list(row) for row in answer.fetchall()], notes=found.notes)
 
 
 def render(answer: Answered) -> Any:
@@ -54,7 +55,7 @@ def render(answer: Answered) -> Any:
         table.add_row(*(Text(_shown(value)) for value in row))
     if len(answer.rows) > MOST_SHOWN:
         table.caption = f"{MOST_SHOWN:,} of {len(answer.rows):,} rows; --format csv has all."
-    return table
+    return blocks(table, notes(answer.notes))
 
 
 def _shown(value: Any) -> str:

@@ -129,7 +129,7 @@ def why(
     seconds = result.engine_seconds  # a part of the requests shares its engines' time with the others
     rows = [_group_row(group_names(by, name), group, seconds, gpu_hour) for name, group in groups.items()]
     rows.sort(key=lambda row: (-row.no_hit, row.group))
-    return msgspec.structs.replace(result, groups=rows)
+    return msgspec.structs.replace(result, groups=rows, notes=[*result.notes, *found.notes])
 
 
 def _group_row(name: str, misses: Misses, engine_seconds: float, gpu_hour: float | None) -> WhyGroup:

@@ -1,7 +1,7 @@
 """Compacts the followed journals at an interval, with ``kvledger compact`` in a process of its own.
 
-A process of low priority, so that it delays neither a scrape nor the engine. It goes on with each journal
-where it ended, so it reads every event once.
+The process has a low priority, so that it delays neither a scrape nor the engine. It goes on with each
+journal where it ended, so it reads every event once. docs/decisions/0022 says why it is a process.
 """
 
 from __future__ import annotations
@@ -9,15 +9,24 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 from ...audit.errors import LedgerError
 from ...audit.replay.windows import duration
+from ...audit.text import utc
+from ..metrics.values import Health
 from .journal_finder import Notify
 
 COMPACT = "import os; os.nice(10); from kvledger.cli import main; main()"
 LOOK_SECONDS = 0.2
 """How often a running process is looked at."""
+
+MOST_SECONDS = 6 * 3600.0
+"""How long a process may take, before it is ended. What it wrote is whole or not counted."""
+
+END_SECONDS = 10.0
+"""How long a process may take to end after SIGTERM, before it is killed."""
 
 
 def seconds_of(words: str) -> float:
@@ -26,15 +35,36 @@ def seconds_of(words: str) -> float:
 
 
 class Compactor:
-    """Compacts the journals in ``folder`` every ``seconds``."""
+    """Compacts the journals in ``folder`` every ``seconds``, one process at a time.
 
-    def __init__(self, folder: Path, seconds: float, notify: Notify) -> None:
+    ``keep``: the age up to which rows are kept, such as ``30d``; "": all are. ``health`` has when it last
+    succeeded and how often it failed.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        seconds: float,
+        notify: Notify,
+        *,
+        keep: str = "",
+        inform: Notify | None = None,
+    ) -> None:
         if not folder.is_dir():
             raise LedgerError(f"{folder} is no folder of journals, so there is nothing to compact.")
-        self._folder = folder
+        if keep:
+            duration(keep)
+        self.health = Health()
+        """The figures of the sidecar."""
+        age = ["--keep", keep] if keep else []
+        self._command = [sys.executable, "-c", COMPACT, "compact", str(folder), "--jobs", "1", *age]
+        """What the process runs."""
         self._seconds = seconds
+        """The time between two processes."""
         self._notify = notify
         """Called with a sentence when a compaction failed."""
+        self._inform = inform or (lambda _: None)
+        """Called with a sentence when one succeeded."""
         self._stop = threading.Event()
         """Ends the thread, and the process that runs."""
         self._thread = threading.Thread(target=self._run, name="kvledger-compact", daemon=True)
@@ -54,20 +84,49 @@ class Compactor:
 
     def _run(self) -> None:
         while not self._stop.wait(self._seconds):
-            problem = self._compact()
-            if problem and problem != self._problem:
-                self._notify(f"The journals were not compacted: {problem}")
-            self._problem = problem
+            self._once()
 
-    def _compact(self) -> str:
-        """Compact once; returns what went wrong."""
-        command = [sys.executable, "-c", COMPACT, "compact", str(self._folder), "--jobs", "1"]
+    def _once(self) -> None:
+        """Compact, and say how it went."""
+        began = time.monotonic()
+        problem = self._compact()
+        if problem is None:
+            return
+        self.health.compact_seconds = time.monotonic() - began
+        if problem:
+            self.health.compact_failures += 1
+            if problem != self._problem:
+                last = utc(self.health.compacted_at) if self.health.compacted_at else "never"
+                self._notify(f"The journals were not compacted: {problem} The last success: {last}.")
+        else:
+            self.health.compacted_at = time.time()
+            self._inform(f"Compacted the journals in {self.health.compact_seconds:.1f} s.")
+        self._problem = problem
+
+    def _compact(self) -> str | None:
+        """Compact once; returns what went wrong, or None if it was told to stop."""
+        ends = time.monotonic() + MOST_SECONDS
         with subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            self._command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
         ) as process:
-            while process.poll() is None:
-                if self._stop.wait(LOOK_SECONDS):
-                    process.terminate()
-                    return ""
-            lines = (process.stderr.read() if process.stderr else "").splitlines()
+            while True:
+                try:
+                    _, text = process.communicate(timeout=LOOK_SECONDS)
+                    break
+                except subprocess.TimeoutExpired:
+                    late = time.monotonic() > ends
+                    if late or self._stop.is_set():
+                        _end(process)
+                        return f"it took longer than {MOST_SECONDS:,.0f} s and was ended." if late else None
+        lines = text.splitlines()
         return (lines or [f"exit code {process.returncode}."])[-1] if process.returncode else ""
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a process, and its writing to the pipe."""
+    process.terminate()
+    try:
+        process.communicate(timeout=END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()

@@ -42,19 +42,20 @@ def serve(
     inform: Notify | None = None,
     telemetry_path: str = TELEMETRY_PATH,
     compact: str = "",
+    keep: str = "",
 ) -> None:
     """Follow the journals under ``path`` and answer at ``address`` until SIGTERM or SIGINT.
 
     ``folder`` keeps the checkpoint (:func:`state_folder` if None), ``config`` is the web
     configuration, ``engine_urls`` are engines' own metrics, which are compared with the ledger. ``compact``
-    is the interval at which the journals are compacted, such as ``1h``; "": never. The
-    ``OTEL_*`` variables turn OpenTelemetry on. ``notify`` gets a sentence for each problem, and ``inform``
-    the address of the metrics once they are ready. Raises :class:`LedgerError` for an address that is
-    malformed or in use, a path that does not exist, and a folder that can't be written or is in use by
-    another follower.
+    is the interval at which the journals are compacted, such as ``1h``; "": never. ``keep`` is the age up to
+    which their rows are kept, such as ``30d``; "": all are. The ``OTEL_*`` variables turn OpenTelemetry on.
+    ``notify`` gets a sentence for each problem, and ``inform`` the address of the metrics once they are
+    ready. Raises :class:`LedgerError` for an address that is malformed or in use, a path that does not exist,
+    and a folder that can't be written or is in use by another follower.
     """
     inform = inform or notify
-    writer = _compactor(path, compact, notify)
+    writer = _compactor(path, compact, keep, notify, inform)
     security = _checked(path, address, config, engine_urls, telemetry_path)
     kept = folder or state_folder(path, notify)
     try:
@@ -78,6 +79,7 @@ def serve(
         site = Site(follower, security, notify, telemetry_path)
         server = http_server.listen(address, site, security)
         if writer is not None:
+            writer.health = follower.health
             writer.start()
         systemd.notify(READY=1, STATUS="Reading the events that were written before the start")
         try:
@@ -106,12 +108,13 @@ def check_config(
     engine_urls: Sequence[str] = (),
     telemetry_path: str = TELEMETRY_PATH,
     compact: str = "",
+    keep: str = "",
 ) -> None:
     """Raise :class:`LedgerError` for what :func:`serve` would refuse; listens nowhere and writes nothing."""
     _checked(path, address, config, engine_urls, telemetry_path)
     if not path.exists():
         raise LedgerError(f"There is no {path}.")
-    _compactor(path, compact, ignore_sentence)
+    _compactor(path, compact, keep, ignore_sentence, ignore_sentence)
     if folder is not None:
         existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
@@ -122,9 +125,11 @@ def ignore_sentence(_: str) -> None:
     """Drop a sentence."""
 
 
-def _compactor(path: Path, compact: str, notify: Notify) -> Compactor | None:
+def _compactor(path: Path, compact: str, keep: str, notify: Notify, inform: Notify) -> Compactor | None:
     seconds = seconds_of(compact)
-    return Compactor(path, seconds, notify) if seconds else None
+    if keep and not seconds:
+        raise LedgerError("--keep removes rows when journals are compacted: it needs --compact.")
+    return Compactor(path, seconds, notify, keep=keep, inform=inform) if seconds else None
 
 
 def _checked(

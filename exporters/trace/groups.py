@@ -18,10 +18,10 @@ from ...audit.ledger.account import Account
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.text import salt_name
 
-TIMES = {"hour": 3600, "5m": 300}
+TIMES = {"hour": 3600, "day": 86_400, "5m": 300}
 """Keys that group by arrival, and the length of a group in seconds."""
 
-KEYS = ("engine", "model", "hour", "outcome", "5m", "rank", "lora", "priority", "salt", "group")
+KEYS = ("engine", "model", "hour", "outcome", "day", "5m", "rank", "lora", "priority", "salt", "group")
 NO_MATCH = "no match"
 NO_ADAPTER = "no adapter"
 NO_SALT = "no salt"
@@ -58,7 +58,7 @@ def group_key(by: str, engine_audit: EngineAudit) -> Key:
     return lambda account: name(account.request_id)
 
 
-TRACE_KEYS = ("engine", "model", "hour", "5m", "lora", "priority", "salt", "group")
+TRACE_KEYS = ("engine", "model", "hour", "day", "5m", "lora", "priority", "salt", "group")
 """Keys that requests of a block trace have, too."""
 
 NO_ARRIVAL = "arrival not known"

@@ -19,6 +19,7 @@ from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.find import journals_at
 from ...audit.replay.journals import each_batch
 from ...audit.replay.windows import EVERYTHING, Window
+from ..facts.hours import HOURLY
 from ..facts.questions import QUESTIONS
 from ..facts.replayed import RowCollector, Wanted
 from ..facts.rows import finding_row
@@ -300,6 +301,10 @@ A request that ended is a row of `requests`; of a journal of level `blocks` each
 `requests` (`--by model,hour`) and select with a condition on them (`--where "rework > 0"`); `summary
 --percentiles missed` adds exact percentiles.
 
+`hours`, `hour_causes` and `hour_differences` are sums of the rows of `requests`, `causes` and `differences`,
+by the hour in which requests ended and by their labels. They have every request, also those whose rows
+`kvledger compact --keep` has removed; what lost tokens took is their number times the prices in `engines`.
+
 *Text* is a string, a *count* a 64-bit integer, of tokens unless the text names another unit, and *seconds* a
 double, counted from the start of the engine; a *time* is a timestamp in UTC, in microseconds. *Counts* are
 a list, and a *distribution* is a map from a number to how often it was seen. A null means that the value is
@@ -309,8 +314,9 @@ unknown or does not apply.
 
 def markdown() -> str:
     """docs/tables.md."""
-    every = {**FACT_TABLES, "engines": ENGINES, **TABLES}
-    lines = [HEAD.format(queried=_names([*FACT_TABLES, "engines"]), exported=_names(TABLES))]
+    asked = {**FACT_TABLES, "engines": ENGINES, **{name: table.columns for name, table in HOURLY.items()}}
+    every = {**asked, **TABLES}
+    lines = [HEAD.format(queried=_names(asked), exported=_names(TABLES))]
     lines += ["## Twenty-four questions", ""]
     for number, question in enumerate(QUESTIONS, 1):
         lines += [f"{number}. {question.words}", "", "   ```sql", f"   {question.sql}", "   ```", ""]

@@ -46,7 +46,7 @@ class Recording:
     def prefixes(self) -> dict[str, Prefix]:
         recorded = RecordedBlocks(Path("engine"))
         recorded.feed(self.events)
-        return {prefix.label: prefix for prefix in block_prefixes(recorded)}
+        return {prefix.label: prefix for prefix in block_prefixes(recorded)[0]}
 
 
 def label(hash_id: int) -> str:

@@ -165,7 +165,7 @@ def test_a_killed_compact_changes_nothing_about_blocks(tmp_path: Path) -> None:
     for at in range(1, MOST_CHANGES):
         copy = tmp_path / str(at)
         shutil.copytree(tmp_path / "before", copy)
-        if not killed(copy / "engine-00", at):
+        if not killed(copy / "engine-00", at, None):
             break
         kills += 1
         assert expected == _about_blocks(copy), f"killed at change {at}"

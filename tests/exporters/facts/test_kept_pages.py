@@ -25,6 +25,7 @@ from kvledger.audit.replay.windows import EVERYTHING, Window
 from kvledger.exporters.facts import kept
 from kvledger.exporters.facts.compact import compact
 from kvledger.exporters.facts.kept import FOLDER
+from kvledger.exporters.reports.diff import compare
 from kvledger.exporters.reports.html_data import PageData, gather
 from kvledger.exporters.trace.time_series import MINUTE_TICKS, TICKS, Series
 
@@ -233,3 +234,23 @@ def test_curves_of_minutes_are_those_of_events_at_the_same_width() -> None:
 
     assert fine.width_ticks == minutes.width_ticks == 2 * 60 * TICKS
     assert (fine.counts, fine.levels) == (minutes.counts, minutes.levels)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_diff_compares_kept_rows_as_it_compares_replays(folder: Path, window: Window) -> None:
+    """Costs and groups are the same in any window; of findings made once an engine see :func:`figures`."""
+    found = compare([folder], [folder], window=window, by="outcome")
+    with not_compacted(folder):
+        expected = compare([folder], [folder], window=window, by="outcome")
+
+    as_data = json.loads(msgspec.json.encode(found))
+    assert as_data == approximately(msgspec.to_builtins(expected))
+
+
+def test_diff_reads_no_journal_that_was_compacted_and_has_ended(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = count_batches(monkeypatch)
+    compare([folder], [folder])
+
+    assert [] == read

@@ -12,10 +12,12 @@ from typing import Any
 import duckdb
 import msgspec
 import pytest
-from tests.exporters.facts.test_compact import Engine
+from tests.exporters.facts.test_compact import HOUR, Engine
+from tests.simulated_trace import WALL_SECONDS
 
 from kvledger.exporters.facts.compact import compact
 from kvledger.exporters.facts.kept import FOLDER
+from kvledger.exporters.facts.retention import Retention
 from kvledger.exporters.reports.summary import summarize
 
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.truncate"}
@@ -37,7 +39,11 @@ def compacted_once(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
     return folder
 
 
-def killed(journal: Path, at: int) -> bool:
+KEEP = Retention(WALL_SECONDS + HOUR, 0.0)
+"""Removes the rows of the first hour."""
+
+
+def killed(journal: Path, at: int, keep: Retention | None) -> bool:
     """Compact in a process that kills itself at its change number ``at``; False if it ended before."""
     child = os.fork()
     if not child:
@@ -53,7 +59,7 @@ def killed(journal: Path, at: int) -> bool:
 
         try:
             sys.addaudithook(count)
-            compact(journal)
+            compact(journal, keep)
         finally:
             os._exit(0)
     _, status = os.waitpid(child, 0)
@@ -72,25 +78,39 @@ def requests_in_the_dataset(folder: Path) -> int:
     return int(requests)
 
 
+def requests_in_sums(folder: Path) -> int:
+    """What anyone who reads the sums by the hour counts."""
+    query = f"SELECT sum(requests) FROM read_parquet('{folder / FOLDER}/hours/*/*/*.parquet')"
+    ((requests,),) = duckdb.sql(query).fetchall()
+    return int(requests)
+
+
 @pytest.mark.crash
-def test_a_killed_compact_changes_no_figure(compacted_once: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("keep", [None, KEEP], ids=["all rows", "new rows"])
+def test_a_killed_compact_changes_no_figure(
+    compacted_once: Path, tmp_path: Path, keep: Retention | None
+) -> None:
     expected = figures(compacted_once)
-    kills = 0
+    kills, ended, counted = 0, 0, set[tuple[int, int]]()
     for at in range(1, MOST_CHANGES):
         folder = tmp_path / str(at)
         shutil.copytree(compacted_once, folder)
-        if not killed(folder / "engine-00", at):
+        if not killed(folder / "engine-00", at, keep):
+            ended = requests_in_sums(folder)
             break
         kills += 1
 
         assert expected == figures(folder), f"killed at change {at}"
-        assert "" == compact(folder / "engine-00").problem
+        assert "" == compact(folder / "engine-00", keep).problem
         assert expected == figures(folder), f"compacted again after a kill at change {at}"
         assert [] == [*(folder / FOLDER).rglob("*.new")]
+        counted.add((requests_in_the_dataset(folder) if keep is None else 0, requests_in_sums(folder)))
         shutil.rmtree(folder)
     else:
         pytest.fail("there are more changes than were tried")
     assert kills > 10
+    assert 1 == len(counted), "the files have the same requests after every kill"
+    assert ended == counted.pop()[1]
 
 
 def test_the_dataset_has_each_ended_request_once(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from tests import journals
 from kvledger.audit.errors import LedgerError
 from kvledger.exporters.facts import kept
 from kvledger.exporters.reports.summary import summarize
-from kvledger.exporters.sidecar import serve
+from kvledger.exporters.sidecar import compactor, serve
 from kvledger.exporters.sidecar.compactor import Compactor, seconds_of
 
 PATIENCE = 60.0
@@ -29,14 +30,17 @@ def test_journals_are_compacted_while_the_sidecar_runs(tmp_path: Path) -> None:
     journal = journals.clean(tmp_path / "engine-0")
     replayed = summarize([tmp_path], with_costs=True)
     said: list[str] = []
-    writer = Compactor(tmp_path, 0.01, said.append)
+    informed: list[str] = []
+    writer = Compactor(tmp_path, 0.01, said.append, inform=informed.append)
     writer.start()
     try:
-        until(lambda: kept.find(journal))
+        until(lambda: kept.find(journal) and informed)
     finally:
         writer.close()
 
     assert not said
+    assert informed[0].startswith("Compacted the journals in ")
+    assert (True, 0) == (time.time() - writer.health.compacted_at < PATIENCE, writer.health.compact_failures)
     assert replayed == summarize([tmp_path], with_costs=True)
 
 
@@ -49,12 +53,39 @@ def test_a_failure_is_said_once(tmp_path: Path) -> None:
     until(lambda: next(answers, None) is None)
     writer.close()
 
-    assert ["The journals were not compacted: no room."] == said[:1]
+    assert ["The journals were not compacted: no room. The last success: never."] == said[:1]
     assert len(said) <= 2
+    assert writer.health.compact_failures >= 3
 
 
 def test_a_folder_without_journals_is_a_sentence(tmp_path: Path) -> None:
     assert "is empty: no journal was written there yet." in Compactor(tmp_path, 1, print)._compact()
+
+
+def test_the_age_of_rows_is_passed_on(tmp_path: Path) -> None:
+    journal = journals.clean(tmp_path / "engine-0")
+    writer = Compactor(tmp_path, 1, print, keep="1s")
+    writer._once()
+
+    session = kept.find(journal)
+    assert session is not None
+    assert session.rows_from > 0
+
+
+def test_a_process_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compactor, "MOST_SECONDS", 0.0)
+    monkeypatch.setattr(compactor, "LOOK_SECONDS", 0.01)
+    writer = Compactor(tmp_path, 1, print)
+    writer._command = [sys.executable, "-c", "import time; time.sleep(60)"]
+
+    assert "it took longer than 0 s and was ended." == writer._compact()
+
+
+def test_an_error_that_fills_the_pipe_does_not_block(tmp_path: Path) -> None:
+    writer = Compactor(tmp_path, 1, print)
+    writer._command = [sys.executable, "-c", "import sys; sys.exit('x\\n' * 100_000 + 'no room.')"]
+
+    assert "no room." == writer._compact()
 
 
 def test_the_interval_and_the_folder_are_checked_before_the_start(tmp_path: Path) -> None:
@@ -64,3 +95,7 @@ def test_the_interval_and_the_folder_are_checked_before_the_start(tmp_path: Path
     segment = next(journals.clean(tmp_path / "engine-0").glob("*.kvl"))
     with pytest.raises(LedgerError, match="is no folder of journals"):
         serve.check_config(segment, "127.0.0.1:0", folder=None, config=None, compact="1h")
+    with pytest.raises(LedgerError, match="it needs --compact"):
+        serve.check_config(tmp_path, "127.0.0.1:0", folder=None, config=None, keep="30d")
+    with pytest.raises(LedgerError, match="'long' is no time such as 15s"):
+        serve.check_config(tmp_path, "127.0.0.1:0", folder=None, config=None, compact="1h", keep="long")

@@ -1,0 +1,166 @@
+"""Sums by the hour: what stays of requests for a year, when their rows have been removed.
+
+Each table here is the answer to one query over rows, whose keys are the hour and the labels of requests. The
+same expressions sum up rows for a command and make these tables, so a question that names no other column has
+one answer from both. ``compact`` writes the sums together with the rows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ...audit.analysis.costs import DECODE, DRAFT, OVERRUN, PREFILL, REJECTED
+from ...audit.figures.declared import FIGURES
+from .schema import CAUSES, DIFFERENCES, ENGINE, JOURNAL, REQUESTS, Column
+
+KEEP_SECONDS = 365 * 86_400.0
+"""How long sums by the hour stay where rows are removed by their age."""
+
+
+class Sum(NamedTuple):
+    """A column of sums, and the SQL that finds it over rows."""
+
+    column: Column
+    sql: str
+
+
+class Hourly(NamedTuple):
+    """A table of sums of the rows of the table ``of``. Its ``keys`` tell its own rows apart."""
+
+    name: str
+    of: str
+    keys: tuple[Column, ...]
+    sums: tuple[Sum, ...]
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """All columns, in their order."""
+        return (ENGINE, JOURNAL, *self.keys, *(one.column for one in self.sums))
+
+
+LABELS = ("model", "data_parallel_rank", "outcome", "verdict", "unknown", "lora", "request_group")
+"""The columns of requests by which sums are kept apart. Each has few values in an hour."""
+
+HOUR = Column("hour", "time", "the hour in which the requests ended, in UTC; null while they are open")
+ADDED_HOUR = Column("added_hour", "time", "the hour in which the scheduler received them, in UTC")
+_TIMES = {"hour": "date_trunc('hour', closed_time)", "added_hour": "date_trunc('hour', added_time)"}
+"""The keys that are no column of rows, as SQL."""
+
+_COLUMNS = {column.name: column for column in (*DIFFERENCES, *CAUSES, *REQUESTS)}
+_OF_REQUESTS = (HOUR, ADDED_HOUR, *(_COLUMNS[name] for name in LABELS))
+
+
+def _total(name: str) -> Sum:
+    return Sum(Column(name, "count", f"sum of `{name}`"), f"sum({name})")
+
+
+_LATE = "output_tokens > 0"
+"""Whether tokens past the stop of a request were computed by decoding."""
+
+LOST = {
+    (REJECTED, DRAFT): ("rejected", "true"),
+    (OVERRUN, DECODE): ("overrun", _LATE),
+    (OVERRUN, PREFILL): ("overrun", f"NOT ({_LATE})"),
+}
+"""By lost work and what it was computed as: the column that has its tokens, and for which requests."""
+
+
+def lost_columns(lost: tuple[str, str]) -> tuple[str, str]:
+    """The columns of its tokens, and of the requests that have some."""
+    name = "_".join(lost)
+    return f"{name}_tokens", f"{name}_requests"
+
+
+def _lost(lost: tuple[str, str]) -> tuple[Sum, Sum]:
+    (column, which), (tokens, requests) = LOST[lost], lost_columns(lost)
+    text = f"`{column}` tokens that were computed as {lost[1]}"
+    return (
+        Sum(Column(tokens, "count", text), f"sum({column}) FILTER ({which})"),
+        Sum(
+            Column(requests, "count", f"requests with {text}"), f"count(*) FILTER ({column} > 0 AND {which})"
+        ),
+    )
+
+
+_COUNTED = [
+    column.name
+    for column in REQUESTS
+    if column.kind == "count" and column.name not in ("request", "data_parallel_rank", "priority")
+]
+_ROWS = Sum(Column("requests", "count", "requests with such a row"), "count(*)")
+_EARLY = "requests whose first output it delayed"
+
+HOURS = Hourly(
+    "hours",
+    "requests",
+    _OF_REQUESTS,
+    (
+        *(Sum(Column(one.name, "count", one.text), one.sql) for one in FIGURES if one.sql),
+        *map(_total, _COUNTED),
+        *(one for lost in LOST for one in _lost(lost)),
+    ),
+)
+HOUR_CAUSES = Hourly(
+    "hour_causes",
+    "causes",
+    (*_OF_REQUESTS, *(_COLUMNS[name] for name in ("figure", "cause", "more_blocks_percent"))),
+    (
+        _total("tokens"),
+        _ROWS,
+        Sum(Column("first_token_requests", "count", _EARLY), "count(first_token_tokens)"),
+    ),
+)
+HOUR_DIFFERENCES = Hourly(
+    "hour_differences",
+    "differences",
+    (HOUR, _COLUMNS["step"], _COLUMNS["cause"]),
+    (_ROWS, *map(_total, ("local", "external", "computed", "unattained"))),
+)
+HOURLY = {table.name: table for table in (HOURS, HOUR_CAUSES, HOUR_DIFFERENCES)}
+
+
+def rows_of(table: Hourly, expressions: dict[str, str], schema: str = "", where: str = "") -> str:
+    """The rows that a table sums up, each with expressions over its request by name, as SQL.
+
+    ``where`` selects requests; ``schema`` is one of :func:`~.tables.mount`.
+    """
+    named = ", ".join(f"{sql} AS {name}" for name, sql in expressions.items())
+    requests = f"FROM {schema}requests" + (f" WHERE ({where})" if where else "")
+    if table.of == "requests":
+        return f"(SELECT *{', ' if named else ''}{named} {requests})"
+    rows = schema + table.of
+    if not named and not where:
+        return rows
+    chosen = f"SELECT journal, request{', ' if named else ''}{named} {requests}"
+    return f"{rows} JOIN ({chosen}) USING (journal, request)"
+
+
+def hours_of(table: Hourly, expressions: dict[str, str], where: str = "") -> str:
+    """The kept sums of a table, as :func:`rows_of` has rows, with the same expressions."""
+    named = ", ".join(f"{sql} AS {name}" for name, sql in expressions.items())
+    times = ", hour AS closed_time" + (", added_hour AS added_time" if ADDED_HOUR in table.keys else "")
+    kept = f"(SELECT *{times} FROM kept.{table.name})"
+    return f"(SELECT *{', ' if named else ''}{named} FROM {kept}" + (f" WHERE ({where}))" if where else ")")
+
+
+def query_of(table: Hourly, schema: str = "") -> str:
+    """The query over rows whose answer the table is."""
+    has_labels = ADDED_HOUR in table.keys
+    own = {f"k_{key.name}": _TIMES.get(key.name, key.name) for key in _OF_REQUESTS if has_labels}
+    keys = [
+        f"k_{key.name} AS {key.name}"
+        if f"k_{key.name}" in own
+        else f"{_TIMES.get(key.name, key.name)} AS {key.name}"
+        for key in table.keys
+    ]
+    sums = [f"CAST({one.sql} AS BIGINT) AS {one.column.name}" for one in table.sums]
+    return (
+        f"SELECT engine, journal, {', '.join((*keys, *sums))} FROM {rows_of(table, own, schema)} GROUP BY ALL"
+    )
+
+
+def added_up(table: Hourly, parts: str) -> str:
+    """The query that adds up parts of a table."""
+    keys = [key.name for key in table.keys]
+    sums = [f"CAST(sum({one.column.name}) AS BIGINT) AS {one.column.name}" for one in table.sums]
+    return f"SELECT engine, journal, {', '.join((*keys, *sums))} FROM ({parts}) GROUP BY ALL"
