@@ -21,12 +21,13 @@ from ...audit.journal.reader import Position
 from ...audit.ledger.account import Account
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.journals import each_batch
+from ...audit.replay.observers import KeptAccounts, Steps, taken
 from ...audit.replay.split import Piece, Span, SpanAudit, joined
 from ...audit.replay.window_start import skip_to_window
 from ...audit.replay.windows import EVERYTHING, Window
 from .activity import Activity, BlocksSeen, activity_rows
 from .engine import EngineFacts, engine_facts
-from .kept import OLDER, Session, columns_of, find, folder_of, is_session, readable, whole_minutes
+from .kept import OBSERVERS, OLDER, Session, columns_of, find, folder_of, is_session, readable, whole_minutes
 from .parquet import RowWriter
 from .rows import cause_rows, chunk_rows, difference_rows, finding_row, request_row
 from .schema import TABLES, Row
@@ -128,7 +129,7 @@ class RowCollector:
 
     def end(self) -> None:
         """Add the rows of the activity, and leave the audit."""
-        self._audit.on_closed.clear()
+        self._audit.on_closed.remove(self._closed)
         if self.activity is not None:
             rows = activity_rows(self._audit.name, self.journal, self.activity.series)
             self.sink("activity", list(rows))
@@ -196,7 +197,7 @@ def _left(path: Path, session: Session, window: Window, wanted: Wanted) -> Repla
             found.audit.notes.append(_GONE if session.ended else f"{_GONE} {_LACKS}")
         begin_window(found.audit, session, window, kept)
         found.audit.finish()
-        found.audit.take_accounts()
+        taken(found.audit)
     return found
 
 
@@ -253,12 +254,6 @@ def joined_spans(spans: Sequence[ReplayedSpan]) -> Replayed | None:
 
 
 def _audit(path: Path, window: Window, wanted: Wanted) -> EngineAudit:
-    return EngineAudit(
-        path,
-        keep=True,
-        window=window,
-        with_metrics=False,
-        times_steps=True,
-        with_costs=wanted.audit,
-        accounts_only=not (wanted.checks or wanted.audit),
-    )
+    if wanted.audit:
+        return EngineAudit(path, OBSERVERS, window=window)
+    return EngineAudit(path, (KeptAccounts, Steps), window=window, invariants=None if wanted.checks else ())

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 import duckdb
 
+from ...audit.analysis.costs import CostTally
 from ...audit.analysis.reconciliation import Differences, Figures, Reconciliation, add_difference
 from ...audit.causes import BEGAN_BEFORE, UNKNOWN
 from ...audit.figures.totals import Totals
 from ...audit.replay.engine_audit import EngineAudit
-from ...audit.replay.sums import EngineSums, WindowSums
+from ...audit.replay.observers import Lost, Reconciled
+from ...audit.replay.sums import WindowDoubts
 from ...audit.replay.windows import Window
 from .kept import OPEN_HOUR, Session
 from .sums import by_group
@@ -27,36 +29,34 @@ def begin_window(audit: EngineAudit, session: Session, window: Window, kept: Fil
 
     The audit has all sums of a window without bounds.
     """
-    audit.notes += session.damage
+    audit.notes.extend(session.damage)
     if not window.bounded:
         return
-    doubts, auditor = session.doubts, audit.auditor
-    findings = [violation for violation, _ in auditor.placed_violations()]
-    auditor.place_findings(doubts.placed(findings, window, audit.began_seconds or 0.0))
+    doubts, sums = session.doubts, audit.sums
+    findings = audit.auditor.violations
+    placed = doubts.placed(findings, window, audit.began_seconds or 0.0)
+    for kept_finding, (_, inside) in zip(sums.findings.kept.values(), placed, strict=True):
+        kept_finding.in_window = inside
     connection = duckdb.connect()
     try:
         mount(connection, {}, window, kept=[KeptRows("", "", _ended(kept))])
         found = Facts(connection)
         totals = by_group(found, ())[()].totals
-        audit.begin_with(
-            WindowSums(
-                sums=EngineSums(
-                    totals=totals,
-                    requests=_requests(found),
-                    unknown=_unknown(found),
-                    reconciliation=_reconciliation(found, totals),
-                    events=audit.sums.events,
-                ),
-                losses=doubts.losses.within(window),
-                failures=doubts.failures.within(window),
-                errors=doubts.errors_within(window),
-                unobserved_from=doubts.unobserved_from,
-                in_window=_in_window(found, [one.request for one in findings if one.request]),
-            )
+        sums.ledger.ended = totals
+        sums.journal.requests, sums.journal.unknown = _requests(found), _unknown(found)
+        sums.journal.window = WindowDoubts(
+            losses=doubts.losses.within(window),
+            failures=doubts.failures.within(window),
+            unobserved_from=doubts.unobserved_from,
+            errors=doubts.errors_within(window),
+            requests=_in_window(found, [one.request for one in findings if one.request]),
         )
+        sums.observed[Reconciled.__name__] = _reconciliation(found, totals)
+        sums.observed[Lost.__name__] = CostTally()
+        audit.sums = sums
     finally:
         connection.close()
-    for id in auditor.not_kept:
+    for id in sums.findings.not_kept:
         audit.notes.append(f"more requests violate {id} than findings are kept: some may be missing here")
 
 

@@ -18,6 +18,7 @@ from rich.text import Text
 from ...audit.analysis.costs import KINDS, plus, total
 from ...audit.figures.declared import BY_NAME, FIGURES
 from ...audit.replay.journals import Audit, audit_paths
+from ...audit.replay.observers import Lost, Steps
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
 from .audit import share, structs_csv
@@ -107,7 +108,7 @@ def compare(
 def _read(paths: Sequence[Path], by: str, window: Window, run: Run) -> tuple[Audit, dict[str, SummaryRow]]:
     """The audit of a trace, and its groups; each journal is read once."""
     if not by:
-        return audit_paths(paths, window=window, with_metrics=False, with_costs=True, run=run), {}
+        return audit_paths(paths, (Lost, Steps), window=window, run=run), {}
     from ..facts.dataset import facts
     from ..facts.groups import group_columns, group_names
     from ..facts.replayed import Wanted

@@ -16,16 +16,16 @@ from ...audit.checks.registry import Violation
 from ...audit.journal.reader import Batch, Reader
 from ...audit.replay import checkpoint, serialize
 from ...audit.replay.checkpoint import JournalState
-from ...audit.replay.engine_audit import EngineAudit
+from ...audit.replay.live_audit import LiveAudit
 
 OnBatch = Callable[["FollowedJournal", Batch, list[Violation]], None]
 """Called after each batch has been audited, with the findings that are new."""
 
 
 class FollowedJournal:
-    """One journal, read batch by batch into an :class:`EngineAudit`."""
+    """One journal, read batch by batch into an :class:`LiveAudit`."""
 
-    def __init__(self, name: str, engine_audit: EngineAudit, reader: Reader) -> None:
+    def __init__(self, name: str, engine_audit: LiveAudit, reader: Reader) -> None:
         self.name = name
         """The journal's name under the folder that is followed."""
         self.engine_audit = engine_audit
