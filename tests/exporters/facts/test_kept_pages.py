@@ -231,7 +231,7 @@ def test_the_page_of_level_blocks_is_read_from_the_journal(tmp_path: Path) -> No
 def test_findings_that_were_not_kept_are_missed_aloud(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvledger.audit.checks.auditor.FINDINGS_KEPT", 2)
+    monkeypatch.setattr("kvledger.audit.checks.findings.FINDINGS_KEPT", 2)
     Engine(tmp_path).stop()
     compact(tmp_path / "engine-00")
 
