@@ -24,9 +24,10 @@ from ..ledger.frozen import AccountStatement, Line
 from ..ledger.state import Watch
 from ..old_events import AnyEvent
 from ..text import shown_id, utc
-from .engine_audit import EngineAudit, ObserverKind
+from .engine_audit import EngineAudit
 from .event_journals import compare_events
 from .find import journals_at, pick_request, pick_requests
+from .observed import ObserverKind
 from .observers import KeptAccounts, Reconciled, WatchedAccounts, taken
 from .parallel import Run, here
 from .shared_transfers import compare_transfers

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from .live_audit import LiveAudit
+from .followed_audit import FollowedAudit
 from .shared_prompts import PRODUCER, WaitingPrompt
 
 BEFORE_SECONDS = 120.0
@@ -18,7 +18,7 @@ HORIZON_SECONDS = 15.0
 """How late a journal may be read, and how far the clocks of two hosts may differ."""
 
 
-def pair(audits: Sequence[LiveAudit], now: float) -> None:
+def pair(audits: Sequence[FollowedAudit], now: float) -> None:
     """Decide for the waiting requests of all engines, as far as it is certain at Unix time ``now``."""
     for audit in audits:
         shared = audit.metrics.shared
@@ -32,7 +32,9 @@ def pair(audits: Sequence[LiveAudit], now: float) -> None:
         shared.waiting, shared.unknown = kept, []
 
 
-def _decided(audit: LiveAudit, prompt: WaitingPrompt, producers: Sequence[LiveAudit], now: float) -> bool:
+def _decided(
+    audit: FollowedAudit, prompt: WaitingPrompt, producers: Sequence[FollowedAudit], now: float
+) -> bool:
     """Count a prompt under its role, if it can be decided; one that no prefill engine had is not shared."""
     if any(one.metrics.shared.take(prompt.key) for one in producers):
         audit.metrics.share("consumer", prompt.tokens)
@@ -46,20 +48,20 @@ def _decided(audit: LiveAudit, prompt: WaitingPrompt, producers: Sequence[LiveAu
     return True
 
 
-def _gone(producer: LiveAudit) -> bool:
+def _gone(producer: FollowedAudit) -> bool:
     return producer.auditor.ledger.stopped is not None or producer.journal.lost_tails > 0
 
 
-def _gone_before(producer: LiveAudit, seconds: float) -> bool:
+def _gone_before(producer: FollowedAudit, seconds: float) -> bool:
     return _gone(producer) and producer.auditor.ledger.read_to < seconds
 
 
-def _read_to(producer: LiveAudit) -> float:
+def _read_to(producer: FollowedAudit) -> float:
     """The Unix time up to which the requests of a prefill engine are known, by the clock of any host."""
     return math.inf if _gone(producer) else producer.auditor.ledger.read_to - HORIZON_SECONDS
 
 
-def _knows(producer: LiveAudit, arrived: float) -> bool:
+def _knows(producer: FollowedAudit, arrived: float) -> bool:
     """Whether all requests are known that a prefill engine got shortly before this Unix time."""
     since = producer.metrics.shared.since
     lost = producer.auditor.ledger.sums.hook_failures or producer.journal.lost_tails

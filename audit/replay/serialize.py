@@ -51,7 +51,7 @@ from ..ledger.positions import Losses, PositionRange, PositionRanges
 from ..ledger.sketch_state import SketchState
 from ..ledger.transfers import Promise, WorkerTransfers
 from .engine_audit import EngineAudit
-from .live_audit import LiveAudit
+from .followed_audit import FollowedAudit
 from .recorded_events import RecordedEvents
 from .worker_journals import Progress, WorkerJournals
 
@@ -60,7 +60,7 @@ SCHEMA = 3
 
 OBJECTS: tuple[type, ...] = (
     EngineAudit,
-    LiveAudit,
+    FollowedAudit,
     Auditor,
     Ledger,
     BlockLedger,
@@ -104,12 +104,14 @@ STRUCTS: tuple[type, ...] = (
 )
 """msgspec structs and named tuples, written and checked by their types."""
 
-_BY_CALLER = frozenset({"path", "window", "observers", "event", "on_closed", "on_violation", "_handlers"})
+_BY_CALLER = frozenset(
+    {"path", "window", "observers", "event", "on_event", "on_closed", "on_violation", "_handlers"}
+)
 """What the caller decides of an audit, before it is restored."""
 
 REBUILT: dict[type, frozenset[str]] = {
     EngineAudit: _BY_CALLER,
-    LiveAudit: _BY_CALLER | {"engine_counters", "read_seconds", "checkpoint_seconds"},
+    FollowedAudit: _BY_CALLER | {"engine_counters", "read_seconds", "checkpoint_seconds"},
     Auditor: frozenset({"_debug", "_subscribed", "_name_of", "_on_violation", "_is_in_window"}),
     Ledger: frozenset({"keep_closed", "watch", "counted", "entries"}),
     BlockLedger: frozenset({"findings", "accounts", "refilled", "invalid_hits"}),
@@ -198,7 +200,7 @@ def attributes(kind: type) -> tuple[str, ...]:
 
 _BLANK: dict[type, Callable[[], Any]] = {
     EngineAudit: lambda: EngineAudit(Path()),
-    LiveAudit: lambda: LiveAudit(Path()),
+    FollowedAudit: lambda: FollowedAudit(Path()),
     Auditor: Auditor,
     Ledger: Ledger,
     BlockLedger: BlockLedger,

@@ -22,7 +22,7 @@ from ...audit.errors import LedgerError
 from ...audit.events import Event
 from ...audit.journal.folder import find_journals
 from ...audit.journal.reader import Reader
-from ...audit.replay.live_audit import LiveAudit
+from ...audit.replay.followed_audit import FollowedAudit
 from ...audit.replay.prompt_pairs import pair
 from ..files import whole
 from .labels import free_label
@@ -83,7 +83,7 @@ class _Journal:
     """One journal, its audit, and whether all its events have been read."""
 
     def __init__(self, path: Path) -> None:
-        self.engine_audit = LiveAudit(path)
+        self.engine_audit = FollowedAudit(path)
         """The audit of the events that were merged so far."""
         self.reader = Reader(path)
         """Reads the journal."""
@@ -100,10 +100,10 @@ class _Journal:
         self.running = False
 
 
-def _ticks(paths: Sequence[Path], interval: float) -> Iterator[tuple[float, list[LiveAudit]]]:
+def _ticks(paths: Sequence[Path], interval: float) -> Iterator[tuple[float, list[FollowedAudit]]]:
     """Each time of a sample, with the audits of the events before it. Raises :class:`LedgerError`."""
     journals = [_Journal(path) for path in find_journals(paths)]
-    begun: list[LiveAudit] = []
+    begun: list[FollowedAudit] = []
     due = 0.0
     for at, place, number, event in heapq.merge(*(one.events(n) for n, one in enumerate(journals))):
         if due and at > due + MOST_TICKS * interval:

@@ -15,7 +15,7 @@ from ...audit.figures.declared import FIGURES, OTHER
 from ...audit.figures.figure import Counter, Figure
 from ...audit.hooks import TIMED_STEPS
 from ...audit.replay.distribution import Distribution
-from ...audit.replay.live_audit import LiveAudit
+from ...audit.replay.followed_audit import FollowedAudit
 from ...audit.replay.metrics_state import (
     REWORK,
     ROLES,
@@ -907,7 +907,7 @@ GROUPS: tuple[Group, ...] = (
 METRICS: tuple[Metric, ...] = tuple(metric for group in GROUPS for metric in group.metrics)
 
 
-def collect(audits: Sequence[LiveAudit]) -> list[tuple[Metric, list[Sample]]]:
+def collect(audits: Sequence[FollowedAudit]) -> list[tuple[Metric, list[Sample]]]:
     """Every metric with its present samples; journals of one engine name share one sample.
 
     Counters and histograms of such journals are summed and count since the earlier start. Gauges are those

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from ...audit.replay.checkpoint import FoldedJournal, beginning
-from ...audit.replay.live_audit import LiveAudit, folded
+from ...audit.replay.followed_audit import FollowedAudit, folded
 from ..metrics.labels import engine_label
 
 MOST_GONE = 1024
@@ -37,7 +37,7 @@ class EndedEngines:
     """The ended engines of a follower. Times are Unix seconds."""
 
     def __init__(self) -> None:
-        self.sums: dict[str, LiveAudit] = {}
+        self.sums: dict[str, FollowedAudit] = {}
         """The folded engines of each name, in one audit."""
         self.latest: dict[str, str] = {}
         """The journal of the engine of each name that ended last, unless it was removed."""
@@ -56,7 +56,7 @@ class EndedEngines:
         self._touch(engine, now)
         return earlier
 
-    def fold(self, engine_audit: LiveAudit, now: float) -> None:
+    def fold(self, engine_audit: FollowedAudit, now: float) -> None:
         """Add the sums of an ended engine to those of the earlier engines of its name."""
         name = engine_label(engine_audit)
         self.sums[name] = folded(name, engine_audit, self.sums.pop(name, None))

@@ -28,7 +28,7 @@ from typing import NamedTuple
 from ...audit.analysis.reconciliation import ComparedCounter, Differences, EngineCounters, Figures
 from ...audit.causes import UNEXPLAINED
 from ...audit.ledger.positions import COMPUTED, EXTERNAL, LOCAL
-from ...audit.replay.live_audit import LiveAudit
+from ...audit.replay.followed_audit import FollowedAudit
 from ...audit.replay.observers import Reconciled
 
 WINDOW_SECONDS = 60.0
@@ -71,7 +71,7 @@ class Point(NamedTuple):
 # --- the ledger's figures ---------------------------------------------------------------------------
 
 
-def point(engine_audit: LiveAudit, noted: float) -> Point:
+def point(engine_audit: FollowedAudit, noted: float) -> Point:
     """The present figures that can be compared with this engine's release; none for a v0 scheduler."""
     words = engine_audit.meaning_words
     if engine_audit.engine is None or engine_audit.engine.adapter.startswith("v0"):
@@ -93,13 +93,13 @@ def _plain(figure: float) -> Side:
     return Side(figure, figure, figure, {})
 
 
-def _preemptions(engine_audit: LiveAudit) -> Side:
+def _preemptions(engine_audit: FollowedAudit) -> Side:
     """The front end counts a preemption with the next output, so some are never counted."""
     happened = sum(engine_audit.metrics.preemptions.values())
     return Side(happened, engine_audit.metrics.preemptions_with_output, happened, {})
 
 
-def _prompts(engine_audit: LiveAudit) -> Iterator[tuple[str, Side]]:
+def _prompts(engine_audit: FollowedAudit) -> Iterator[tuple[str, Side]]:
     metrics, reconciliation = engine_audit.metrics, engine_audit.of(Reconciled).sums
     reported = _figures(metrics.reported)
     unknown = _figures(metrics.reported_unknown)
@@ -134,7 +134,7 @@ def _of(figures: Figures, name: str) -> int:
     return int(getattr(figures, name))
 
 
-def _lookups(engine_audit: LiveAudit, cache: str) -> Iterator[tuple[str, Side]]:
+def _lookups(engine_audit: FollowedAudit, cache: str) -> Iterator[tuple[str, Side]]:
     metrics = engine_audit.metrics
     counted, made, resumed = metrics.lookups[cache], metrics.admitted[cache], metrics.resumed[cache]
     for name, of in (("queried", "queried"), ("hit", "hit")):
@@ -178,7 +178,7 @@ class CounterComparison:
     ``zero``: both sides began at zero, so no baseline is needed.
     """
 
-    def __init__(self, engine_audit: LiveAudit, *, zero: bool) -> None:
+    def __init__(self, engine_audit: FollowedAudit, *, zero: bool) -> None:
         self.engine_audit = engine_audit
         """The audit; its ``engine_counters`` are the result."""
         self._history: deque[Point] = deque()

@@ -112,7 +112,7 @@ def test_groups_add_up_to_all_requests(tmp_path: Path) -> None:
 
 def test_the_same_requests_cost_the_same_in_metrics(tmp_path: Path) -> None:
     path = trace(tmp_path)
-    (engine,) = journals.live_audits(path)
+    (engine,) = journals.followed_audits(path)
     (row,) = summarize([path], with_costs=True)
 
     assert row.costs is not None

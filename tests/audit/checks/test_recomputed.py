@@ -9,12 +9,12 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("torch")
 
-from kvledger.audit.ledger.sums.recomputed import APART, THRESHOLD, distance
 from tests.scenarios import driving
 from tests.scenarios.prefix_runner import DriverWithPrefixes, attach_sketches
 
 from kvledger.audit.engines.content.options import SKETCH
 from kvledger.audit.entry.attach import LiveAudit
+from kvledger.audit.ledger.recomputed import APART, THRESHOLD, distance
 from kvledger.audit.ledger.sketch_state import DIGITS_KEPT, Computation, SketchState
 
 violates = pytest.mark.violates

@@ -11,8 +11,8 @@ from tests.histories import GOLDEN, events
 
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import Gap, Reported, RequestAdded
+from kvledger.audit.replay.followed_audit import FollowedAudit
 from kvledger.audit.replay.journals import audit_paths, statement, statements
-from kvledger.audit.replay.live_audit import LiveAudit
 
 
 def test_a_clean_journal_has_no_findings_and_settled_totals(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_violating_request_is_never_clean(tmp_path: Path, monkeypatch: pytest.
 def test_figures_of_closed_accounts_never_fall(tmp_path: Path) -> None:
     """Counters are made of these figures; the test compares them after each event of each golden history."""
     for row in GOLDEN:
-        engine_audit = LiveAudit(tmp_path)
+        engine_audit = FollowedAudit(tmp_path)
         before = (0, 0, 0, 0, 0)
         for number, event in enumerate(row.events()):
             engine_audit.feed(number, event)

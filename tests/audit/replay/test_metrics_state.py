@@ -13,14 +13,14 @@ from tests.histories import GOLDEN, events
 
 from kvledger.audit.events import EngineStarted, Event, Gap, LookupsCounted, RequestAdded
 from kvledger.audit.replay.distribution import Distribution
-from kvledger.audit.replay.live_audit import LiveAudit
+from kvledger.audit.replay.followed_audit import FollowedAudit
 from kvledger.audit.replay.metrics_state import MetricsState
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 
 
-def audited(*stream: Event) -> LiveAudit:
-    audit = LiveAudit(Path("nowhere"))
+def audited(*stream: Event) -> FollowedAudit:
+    audit = FollowedAudit(Path("nowhere"))
     for number, event in enumerate([journals.STARTED, *stream]):
         audit.feed(number, event)
     return audit

@@ -162,7 +162,7 @@ def test_the_report_of_a_rotated_journal_counts_what_it_left_out(tmp_path: Path)
 
 def test_a_sidecar_that_starts_on_a_rotated_journal_counts_no_loss(tmp_path: Path) -> None:
     path = rotated(tmp_path / "engine")
-    (whole,) = journals.live_audits(path)
+    (whole,) = journals.followed_audits(path)
     follower = Follower(path)
     follower.catch_up()
     (audit,) = follower.audits
@@ -201,7 +201,7 @@ def test_a_removed_segment_in_the_middle_is_a_loss(tmp_path: Path, place: int) -
     numbers = list(seg.segments(path))
     (path / seg.segment_name(numbers[place])).unlink()
 
-    (audit,) = journals.live_audits(path)
+    (audit,) = journals.followed_audits(path)
 
     assert "unknown" == audit.verdict
     assert "events were lost once" in audit.doubts
@@ -226,7 +226,7 @@ def test_every_single_segment_of_a_journal_is_clean(tmp_path: Path) -> None:
 
 def test_a_request_that_began_before_counts_in_the_window_of_its_end_only(tmp_path: Path) -> None:
     path = rotated(tmp_path / "engine")
-    (began,) = (audit.began_seconds for audit in journals.live_audits(path))
+    (began,) = (audit.began_seconds for audit in journals.followed_audits(path))
     assert began is not None
     counts = [
         audit_paths([path], window=Window(BEGAN + hour * HOUR, BEGAN + (hour + 1) * HOUR)).totals.began_before

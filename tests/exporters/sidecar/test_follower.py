@@ -25,7 +25,7 @@ from kvledger.audit.journal import reader
 from kvledger.audit.journal.format import frame, header
 from kvledger.audit.journal.writer import JournalWriter, Limits
 from kvledger.audit.replay import checkpoint, serialize
-from kvledger.audit.replay.live_audit import LiveAudit
+from kvledger.audit.replay.followed_audit import FollowedAudit
 from kvledger.exporters.metrics.labels import engine_label
 from kvledger.exporters.sidecar import follower as follower_module
 from kvledger.exporters.sidecar.follower import Follower
@@ -787,7 +787,9 @@ def test_it_stops_between_batches_and_saves(tmp_path: Path) -> None:
         assert not thread.is_alive()
     saved = checkpoint.load(tmp_path / checkpoint.HIDDEN)
     assert saved is not None
-    assert 2 == serialize.restore(bytes(saved.journals[0].engine_audit), LiveAudit(tmp_path)).closed.requests
+    assert (
+        2 == serialize.restore(bytes(saved.journals[0].engine_audit), FollowedAudit(tmp_path)).closed.requests
+    )
     engine.stop()
 
 

@@ -11,7 +11,6 @@ from ..analysis.costs import CostCounters
 from ..analysis.reconciliation import EngineCounters
 from ..analysis.step_times import StepSums
 from ..checks.registry import Violation
-from ..events import Event
 from ..journal.reader import Batch, Reader
 from ..ledger.subjects import Entry
 from .engine_audit import EngineAudit
@@ -20,7 +19,7 @@ from .observers import LiveCosts, LiveSteps, Metrics, Reconciled
 from .recorded_events import RecordedEvents
 
 
-class LiveAudit(EngineAudit):
+class FollowedAudit(EngineAudit):
     """The audit of one engine that metrics are made of."""
 
     def __init__(self, path: Path, *, name: str = "") -> None:
@@ -30,7 +29,7 @@ class LiveAudit(EngineAudit):
         self.engine_counters: EngineCounters | None = None
         """The engine's own counters beside the ledger's figures, if the engine is scraped."""
         self.live_events = RecordedEvents(path)
-        """The recorded KV events of this engine, for a follower that enables them."""
+        """The recorded KV events of this engine, read after :meth:`compare_events`."""
         self.read_seconds = 0.0
         """Unix time at which the journal was last read to its end; 0.0 before the first time."""
         self.checkpoint_seconds = 0.0
@@ -51,12 +50,10 @@ class LiveAudit(EngineAudit):
         """Seconds of lost work and loads."""
         return self.of(LiveCosts).sums
 
-    def feed(self, number: int, event: Event) -> list[Violation]:
-        """Audit one event; returns the findings that are new."""
-        findings = super().feed(number, event)
-        if self.live_events.enabled:
-            self.live_events.feed(event)
-        return findings
+    def compare_events(self) -> None:
+        """Compare the engine's recorded KV events with its cache, from the next event on."""
+        self.live_events.enabled = True
+        self.on_event.append(self.live_events.feed)
 
     def batches(
         self, reader: Reader, lock: AbstractContextManager[object] | None = None
@@ -88,14 +85,14 @@ class LiveAudit(EngineAudit):
         )
 
 
-def folded(name: str, audit: LiveAudit, before: LiveAudit | None) -> LiveAudit:
+def folded(name: str, audit: FollowedAudit, before: FollowedAudit | None) -> FollowedAudit:
     """One audit for an engine that has ended and those of its name that ended ``before``.
 
     It has the sums of all, with one finding of each invariant, and no open state. Times count from the start
     of the engine that began first.
     """
     both = [one for one in (before, audit) if one is not None]
-    whole = LiveAudit(Path(name), name=audit.name)
+    whole = FollowedAudit(Path(name), name=audit.name)
     whole.series = name
     ledger = whole.auditor.ledger
     started = [one.engine for one in both if one.engine is not None]
