@@ -20,7 +20,7 @@ from prometheus_client.utils import floatToGoString
 
 from ...audit.errors import LedgerError
 from ...audit.events import Event
-from ...audit.journal.folder import find_journals
+from ...audit.journal.catalogue import find_journals
 from ...audit.journal.reader import Reader
 from ...audit.replay.followed_audit import FollowedAudit
 from ...audit.replay.prompt_pairs import pair

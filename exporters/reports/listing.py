@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.text import Text
 
 from ...audit.errors import LedgerError
-from ...audit.journal.folder import find_journals, host_folders
+from ...audit.journal.catalogue import find_journals, host_folders
 from ...audit.journal.listing import JournalFacts, facts, prunable, recordings_in, workers_of
 from ...audit.replay.find import journals_at
 from ...audit.replay.journals import audit_paths

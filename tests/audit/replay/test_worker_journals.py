@@ -23,7 +23,7 @@ from kvledger.audit.events import (
     Snapshot,
     WorkerStepped,
 )
-from kvledger.audit.journal.folder import find_journals
+from kvledger.audit.journal.catalogue import find_journals
 from kvledger.audit.journal.reader import Position, Reader
 from kvledger.audit.journal.writer import JournalWriter
 from kvledger.audit.replay import checkpoint, worker_journals

@@ -18,7 +18,8 @@ from kvledger.audit.analysis.reconciliation import ComparedCounter
 from kvledger.audit.causes import UNEXPLAINED
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import Event, Snapshot
-from kvledger.audit.journal.folder import find_journals, read
+from kvledger.audit.journal.catalogue import find_journals
+from kvledger.audit.journal.folder import read
 from kvledger.audit.journal.writer import JournalWriter
 from kvledger.audit.replay.followed_audit import FollowedAudit
 from kvledger.exporters.sidecar import scrape_engine
