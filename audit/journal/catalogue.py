@@ -33,7 +33,9 @@ class Catalogue:
     """The entries of one folder, in the order of their names. Raises OSError if it can't be listed."""
 
     def __init__(self, folder: Path) -> None:
-        self.paths = [folder / name for name in sorted(os.listdir(folder))]
+        with os.scandir(folder) as entries:
+            names = sorted(entry.name for entry in entries)
+        self.paths = [folder / name for name in names]
         """Every entry, hidden ones too."""
 
     @classmethod
