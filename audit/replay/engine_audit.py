@@ -70,7 +70,7 @@ class EngineAudit(EventAudit):
             if account.unknown is not None:
                 add_tokens(self.journal.unknown, account.unknown, 1)
             for observer in self.observers:
-                observer.leave_open(account)
+                observer.add(account)
 
     def lose_tail(self) -> None:
         """Note that the engine is gone and its last events may be missing. Idempotent.

@@ -28,7 +28,7 @@ from .engine_audit import EngineAudit
 from .event_journals import compare_events
 from .find import journals_at, pick_request, pick_requests
 from .observed import ObserverKind
-from .observers import KeptAccounts, Reconciled, WatchedAccounts, taken
+from .observers import KeptAccounts, Reconciled, taken
 from .parallel import Run, here
 from .shared_transfers import compare_transfers
 from .split import Piece, Span, SpanAudit, joined, split_run
@@ -232,11 +232,11 @@ def statements(
             seen.append(name)
         return rank(asked, name, name) >= 0 or rank(asked, name, suffixed=False) >= 0
 
-    audit = audit_paths(paths, (WatchedAccounts,), watch=watched, window=window, run=run)
+    audit = audit_paths(paths, (KeptAccounts,), watch=watched, window=window, run=run)
     found = [
         RequestStatement(engine, account)
         for engine in audit.engines
-        for account in engine.of(WatchedAccounts).sums
+        for account in engine.of(KeptAccounts).sums
     ]
     suffixed = any(engine.random_suffixes for engine in audit.engines if engine.engine)
     picked = pick_requests(asked, found, seen, ", ".join(map(str, paths)), suffixed=suffixed)

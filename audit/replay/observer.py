@@ -17,6 +17,9 @@ Handlers = Mapping[type[Event], Callable[[Any], object]]
 class Observer:
     """Observes one audit. ``sums`` can be taken and replaced, see :class:`~.sums.EngineSums`."""
 
+    kind: Callable[[], Any]
+    """Makes sums of nothing."""
+
     def __init__(self, audit: Judged) -> None:
         self.audit = audit
         """The audit that is observed."""
@@ -25,17 +28,18 @@ class Observer:
 
     def new_sums(self) -> Any:
         """Sums of nothing."""
-        raise NotImplementedError
+        return self.kind()
 
     def handlers(self) -> Handlers:
         """What is called with events; made anew when ``sums`` was replaced."""
         return {}
 
+    def add(self, account: Account) -> None:
+        """A request of the window has ended, or is still open at the end of the journal."""
+
     def close(self, account: Account, verdict: Verdict) -> None:
         """A request of the window has ended."""
-
-    def leave_open(self, account: Account) -> None:
-        """A request is still open at the end of the journal."""
+        self.add(account)
 
     def violated(self, id: str, at: int, account: Account | None) -> None:
         """An invariant is violated, again or for the first time."""

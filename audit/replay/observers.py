@@ -21,21 +21,18 @@ LIVE_SAMPLE = 1024
 
 
 class KeptAccounts(Observer):
-    """Keeps every account, in the order they closed; memory grows until the caller takes them."""
+    """Keeps every account, or those of the requests that the audit watches, in the order they closed.
 
+    Memory grows until the caller takes them.
+    """
+
+    kind = list
     sums: list[Account]
 
-    def new_sums(self) -> list[Account]:
-        """No account."""
-        return []
-
-    def close(self, account: Account, verdict: Verdict) -> None:
-        """Keep it."""
-        self.sums.append(account)
-
-    def leave_open(self, account: Account) -> None:
+    def add(self, account: Account) -> None:
         """Keep it, as it stands."""
-        self.sums.append(account)
+        if account.lines is not None or self.audit.auditor.ledger.watch is None:
+            self.sums.append(account)
 
     def take(self) -> list[Account]:
         """The accounts kept since the last call, which are then no longer kept here."""
@@ -52,53 +49,25 @@ class KeptAccounts(Observer):
         pass
 
 
-class WatchedAccounts(KeptAccounts):
-    """Keeps the accounts of the requests that the audit watches."""
-
-    def close(self, account: Account, verdict: Verdict) -> None:
-        """Keep it if it is watched."""
-        if account.lines is not None:
-            self.sums.append(account)
-
-    def leave_open(self, account: Account) -> None:
-        """The same."""
-        if account.lines is not None:
-            self.sums.append(account)
-
-
 class Reconciled(Observer):
     """Reconciles settled, planned and engine-reported tokens."""
 
+    kind = Reconciliation
     sums: Reconciliation
 
-    def new_sums(self) -> Reconciliation:
-        """Of no request."""
-        return Reconciliation()
-
-    def close(self, account: Account, verdict: Verdict) -> None:
-        """Add a request that has ended."""
-        self.sums.add(account)
-
-    def leave_open(self, account: Account) -> None:
-        """Add a request as it stands."""
+    def add(self, account: Account) -> None:
+        """Reconcile one request."""
         self.sums.add(account)
 
 
 class Lost(Observer):
     """Adds up lost work and loads, in tokens."""
 
+    kind = CostTally
     sums: CostTally
 
-    def new_sums(self) -> CostTally:
-        """Nothing lost."""
-        return CostTally()
-
-    def close(self, account: Account, verdict: Verdict) -> None:
-        """Add a request that has ended."""
-        self.sums.add(account)
-
-    def leave_open(self, account: Account) -> None:
-        """Add a request as it stands."""
+    def add(self, account: Account) -> None:
+        """Add one request."""
         self.sums.add(account)
 
 
@@ -160,16 +129,13 @@ class LiveSteps(Steps):
 class LiveCosts(Observer):
     """Seconds of lost work and loads while requests end, by the model of the audit's steps."""
 
+    kind = CostCounters
     sums: CostCounters
 
     def __init__(self, audit: EngineAudit) -> None:
         super().__init__(audit)
         self._steps = audit.of(LiveSteps)
         """Times the steps of the engine."""
-
-    def new_sums(self) -> CostCounters:
-        """Nothing lost."""
-        return CostCounters()
 
     def close(self, account: Account, verdict: Verdict) -> None:
         """Add a request that has ended."""
@@ -179,16 +145,13 @@ class LiveCosts(Observer):
 class Metrics(Observer):
     """Counts what metrics need beyond the totals."""
 
+    kind = MetricsState
     sums: MetricsState
 
     def __init__(self, audit: EngineAudit) -> None:
         super().__init__(audit)
         self._audit = audit
         """The audit, for the event with which an account closes."""
-
-    def new_sums(self) -> MetricsState:
-        """Of an engine that was not seen yet."""
-        return MetricsState()
 
     def handlers(self) -> Handlers:
         """The rare events that metrics count."""
