@@ -449,7 +449,9 @@ class Census(Event, frozen=True, array_like=True, tag=22):
     tokens, output placeholders, tokens in the sequence (-1: the engine has no such count). ``waiting_rows``
     has the same of the admitted requests that wait: preempted, for a load, or for a session's next chunk.
     ``hook_us``: microseconds that the hooks took in the ``hook_steps`` timed steps since the last census; -1:
-    no step was timed.
+    no step was timed. ``idle_calls``: calls of ``schedule`` since the last census that scheduled nothing,
+    though no step was in flight and the engine was not paused. ``ready_requests``: open requests that wait
+    for nothing but a step; -1: not counted.
     """
 
     step: int
@@ -460,6 +462,8 @@ class Census(Event, frozen=True, array_like=True, tag=22):
     hook_us: int = -1
     hook_steps: int = 0
     waiting_rows: list[int] = []
+    idle_calls: int = 0
+    ready_requests: int = -1
 
 
 class SnapshotRow(msgspec.Struct, frozen=True, array_like=True):

@@ -2,7 +2,8 @@
 
 Nothing here is specific to an engine; the object is called the host. A :class:`Hook` is one row of an
 adapter's table. Before anything is wrapped, the signatures of all rows are compared with the host's. If one
-differs, nothing is wrapped (:class:`EngineMismatch`) and the host runs on unobserved.
+differs, nothing is wrapped (:class:`EngineMismatch`) and the host runs on unobserved. A method that overrides
+one with a fitting signature fits if it can be called like it, as a subclass with ``*args, **kwargs`` can.
 
 Every wrapper (:data:`WRAPPER`) calls ``before``, the host's own method, and ``after``. It catches and counts
 what ``before`` or ``after`` raises; a hook that has failed ``MAX_FAILURES`` times is removed. The host's
@@ -38,11 +39,12 @@ class Hook(NamedTuple):
 
     ``owner``: dotted path from the root object, "" for the root itself. ``parameters``: the signatures that
     fit, as parameter names without ``self``; () if any signature fits. ``before`` and ``after`` name methods
-    of the observer: ``before`` gets the call's arguments; ``after`` gets what ``before`` returned (None if it
-    raised), the call's result and the arguments. ``optional``: a host without the owner or the method is no
-    mismatch. ``boundary``: the boundary function runs after the call. ``deferred``: the method is checked
-    with the others, but wrapped only when :meth:`Hooks.activate` is called. ``listed``: a parameter that may
-    be an iterator, which can be read only once; the host and the observer get a list instead.
+    of the observer: ``before`` gets the call's arguments, under the names in ``parameters``; ``after`` gets
+    what ``before`` returned (None if it raised), the call's result and the arguments. ``optional``: a host
+    without the owner or the method is no mismatch. ``boundary``: the boundary function runs after the call.
+    ``deferred``: the method is checked with the others, but wrapped only when :meth:`Hooks.activate` is
+    called. ``listed``: a parameter that may be an iterator, which can be read only once; the host and the
+    observer get a list instead.
     """
 
     owner: str
@@ -97,7 +99,7 @@ _removed_below: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary(
 
 
 WRAPPER = """
-def make(original, before, after, boundary, slow, failed, raised):
+def make(original, before, after, boundary, slow, failed, raised, listed):
     is_slow = removed = False
 
     def {name}({parameters}):{listed}
@@ -123,6 +125,9 @@ def make(original, before, after, boundary, slow, failed, raised):
 LISTED = """
         {listed} = list({listed})"""
 
+ANY_LISTED = """
+        args, kwargs = listed(args, kwargs)"""
+
 BEFORE = """
         try:
             token = before({parameters})
@@ -142,7 +147,7 @@ BOUNDARY = """
 
 WRAPPER_NAMES = frozenset(
     (
-        *("after", "before", "boundary", "failed", "list", "original", "raised", "slow"),
+        *("after", "before", "boundary", "failed", "list", "listed", "original", "raised", "slow"),
         *("error", "is_slow", "removed", "result", "token"),
     )
 )
@@ -156,10 +161,11 @@ ANY = "*args, **kwargs"
 def _template(name: str, parameters: str, listed: str, parts: tuple[bool, bool, bool]) -> Callable[..., Any]:
     """The function ``make`` of :data:`WRAPPER`, with these of its parts."""
     before, after, boundary = parts
+    as_list = ANY_LISTED if parameters == ANY else LISTED.format(listed=listed)
     source = WRAPPER.format(
         name=name,
         parameters=parameters,
-        listed=LISTED.format(listed=listed) if listed else "",
+        listed=as_list if listed else "",
         before=BEFORE.format(parameters=parameters) if before else "",
         after=AFTER.format(token="token" if before else "None", parameters=parameters) if after else "",
         boundary=BOUNDARY if boundary else "",
@@ -177,6 +183,37 @@ def _written_out(method: Callable[..., Any]) -> tuple[str, tuple[Any, ...]]:
         return ANY, ()
     defaults = tuple(each.default for each in signature if each.default is not each.empty)
     return ", ".join(each.name for each in signature), defaults
+
+
+class Arguments:
+    """The arguments of calls of a method, under the names of the signature that it fits.
+
+    The method may take them under other names, or pass on what it gets.
+    """
+
+    def __init__(self, method: Callable[..., Any], fitting: Callable[..., Any]) -> None:
+        own, theirs = (list(inspect.signature(each).parameters.values()) for each in (method, fitting))
+        placed = [each for each in own if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+        pairs = zip(theirs, [*placed, *theirs[len(placed) :]], strict=False)
+        self._names = [(each.name, its.name, its.default) for each, its in pairs]
+        """For each argument: its name, the method's own name for it, and what it is if a call omits it."""
+
+    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """The arguments of one call, in the order of the names."""
+        omitted = self._names[len(args) :]
+        named = (kwargs.get(name, kwargs.get(own, default)) for name, own, default in omitted)
+        return (*args[: len(self._names)], *named)
+
+    def observer(self, observe: Observer, given: int) -> Observer:
+        """``observe``, called with the arguments of :meth:`of`; the first ``given`` are not the call's."""
+        return lambda *args, **kwargs: observe(*args[:given], *self.of(args[given:], kwargs))
+
+
+def _listed(place: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The arguments of a call with the one of this place or name made a list."""
+    if place < len(args):
+        return (*args[:place], list(args[place]), *args[place + 1 :]), kwargs
+    return args, kwargs | {name: list(kwargs[name])} if name in kwargs else kwargs
 
 
 class Hooks:
@@ -242,7 +279,7 @@ class Hooks:
             self._wrap(name, *self._deferred.pop(name))
 
     def _wrap(self, name: str, hook: Hook, owner: Any) -> None:
-        make = functools.partial(self._wrapper, name, hook, self._observer)
+        make = functools.partial(self._wrapper, name, hook, owner, self._observer)
         self._wrappings[name] = Wrapping(owner, hook.method, make)
         self.live.append(name)
         self._set_slow[name](self.timed)
@@ -286,15 +323,19 @@ class Hooks:
         self.live.clear()
 
     def _wrapper(
-        self, name: str, hook: Hook, observer: object, original: Callable[..., Any]
+        self, name: str, hook: Hook, owner: Any, observer: object, original: Callable[..., Any]
     ) -> Callable[..., Any]:
         before: Observer | None = attrgetter(hook.before)(observer) if hook.before else None
         after: Observer | None = attrgetter(hook.after)(observer) if hook.after else None
         boundary = self._boundary if hook.boundary else None
         parts = before is not None, after is not None, boundary is not None
         names, defaults = _written_out(original)
-        if hook.listed and hook.listed not in names.split(", "):
-            raise EngineMismatch(f"the parameter {hook.listed} of {name} can't be written out")
+        fitting = _fitting(hook, owner, original) or original
+        if fitting is not original:
+            names, defaults, arguments = ANY, (), Arguments(original, fitting)
+            before, after = before and arguments.observer(before, 0), after and arguments.observer(after, 2)
+        place = parameters(fitting).index(hook.listed) if hook.listed else -1
+        listed = functools.partial(_listed, place, hook.listed)
         failed = functools.partial(self._count_failure, name)
         raised = functools.partial(self._host_raised, name)
 
@@ -326,7 +367,7 @@ class Hooks:
             return result
 
         wrapper, self._set_slow[name] = _template(hook.method, names, hook.listed, parts)(
-            original, before, after, boundary, slow, failed, raised
+            original, before, after, boundary, slow, failed, raised, listed
         )
         wrapper.__defaults__ = defaults
         return functools.update_wrapper(wrapper, original)
@@ -370,15 +411,39 @@ def check(table: tuple[Hook, ...], root: Any) -> list[tuple[Hook, Any]]:
             if not hook.optional:
                 differences.append(f"{name} is missing")
             continue
-        names = parameters(method)
-        if hook.parameters and names not in hook.parameters:
+        if hook.parameters and _fitting(hook, owner, method) is None:
             wanted = " or ".join(f"({', '.join(each)})" for each in hook.parameters)
-            differences.append(f"{name} takes ({', '.join(names)}), not {wanted}")
+            differences.append(f"{name} takes ({', '.join(parameters(method))}), not {wanted}")
             continue
         rows.append((hook, owner))
     if differences:
         raise EngineMismatch(f"{type(root).__name__} is not as expected: {'; '.join(differences)}")
     return rows
+
+
+def _fitting(hook: Hook, owner: Any, method: Callable[..., Any]) -> Callable[..., Any] | None:
+    """The method whose signature fits: the object's own, or one that it overrides; None if none fits."""
+    names = parameters(method)
+    if not hook.parameters or names in hook.parameters:
+        return method
+    for class_ in type(owner).__mro__:
+        declared: Any = vars(class_).get(hook.method)
+        below = declared.__get__(owner, class_) if hasattr(declared, "__get__") else declared
+        if callable(below) and parameters(below) in hook.parameters:
+            return below if _can_be_called(method, parameters(below)) else None
+    return None
+
+
+def _can_be_called(method: Callable[..., Any], names: tuple[str, ...]) -> bool:
+    """Whether a method takes these arguments, the first ones by place and the others by name."""
+    signature = inspect.signature(method)
+    for place in range(len(names), -1, -1):
+        try:
+            signature.bind(*names[:place], **dict.fromkeys(names[place:]))
+        except TypeError:
+            continue
+        return True
+    return False
 
 
 def parameters(method: Callable[..., Any]) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """Every figure about tokens that an engine exports or hands its client: its definition, and what is counted.
 
 A definition says what the figure counts from first principles: once a request, an admission, a position or a
-step. A deviation says what releases count instead, as read in their sources, and which invariant finds it. No
-definition is taken from the code that counts.
+step. A deviation says what releases count instead. Which releases, and which invariant finds it, is in the
+catalogue of known faults, unless no invariant can. No definition is taken from the code that counts.
 
 Examined: vLLM 0.9.1, 0.9.2, 0.18.1, 0.19.1, 0.20.0, 0.23.0, 0.24.0, 0.27.1, 0.32.0 and 0.33.0, and 0.16 and
 0.17 in part. ``figures_page.py`` makes the tables of docs/reconciliation.md.
@@ -12,16 +12,32 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..faults.catalogue import catalogue
+
 
 class Deviation(NamedTuple):
     """What some releases count instead.
 
-    ``finds``: the invariant that finds it; "" where only vLLM's front end knows, which is not observed.
+    ``fault``: its id in the catalogue; "" where only vLLM's front end knows, which is not observed.
+    ``unobserved``: the releases, where there is no fault to say it.
     """
 
-    releases: str
     counts: str
-    finds: str = ""
+    fault: str = ""
+    unobserved: str = ""
+
+    @property
+    def releases(self) -> str:
+        """The releases that count so, with what their numbers do not say."""
+        if not self.fault:
+            return self.unobserved
+        affected = catalogue()[self.fault].releases
+        return affected.span + (f" ({affected.note})" if affected.note else "")
+
+    @property
+    def finds(self) -> tuple[str, ...]:
+        """The invariants that find it."""
+        return catalogue()[self.fault].findings if self.fault else ()
 
 
 class Compared(NamedTuple):
@@ -50,78 +66,45 @@ class Figure(NamedTuple):
     compared: tuple[Compared, ...] = ()
 
 
-EARLY_END = Deviation(
-    "0.16 and later",
-    "nothing of a request that ends before its first output",
-    "metrics/prompt-missing",
-)
-LATER_CHUNK = Deviation(
-    "0.20 and later", "nothing of the later chunks of a session", "metrics/session-chunk-missing"
-)
+EARLY_END = Deviation("nothing of a request that ends before its first output", "prompt-missing")
+LATER_CHUNK = Deviation("nothing of the later chunks of a session", "session-chunk-missing")
 WHOLE_CHUNK = Deviation(
-    "up to 0.19",
     "with each chunk of a session, the whole sequence so far (these later reports are not recorded yet)",
-    "metrics/session-chunk-whole",
+    "session-chunk-whole",
 )
-EACH_SAMPLE = Deviation("all", "with `n` > 1, the prompt once a sample", "metrics/samples-counted-each")
+EACH_SAMPLE = Deviation("with `n` > 1, the prompt once a sample", "samples-counted-each")
 ONE_ADMISSION = Deviation(
-    "0.16 and later",
     "the split of one admission (in 0.20 to 0.25 the last before the first output, else the first), also for "
     "positions whose KV came from another",
-    "metrics/later-source-missing",
+    "later-source-missing",
 )
 MIXED = Deviation(
-    "0.16 to 0.19",
-    "cached tokens of the first admission and external tokens of the last",
-    "tokens/set-once",
+    "cached tokens of the first admission and external tokens of the last", "negative-local-hit"
 )
-FAILED_EXTERNAL = Deviation(
-    "0.20 and later", "external tokens that failed to load, as external", "connector/failed-load-counted"
-)
-FAILED_LOCAL = Deviation(
-    "0.16 and later",
-    "local hits that a failed load made invalid, as local",
-    "metrics/failed-hit-reported",
-)
+FAILED_EXTERNAL = Deviation("external tokens that failed to load, as external", "failed-load-counted")
+FAILED_LOCAL = Deviation("local hits that a failed load made invalid, as local", "failed-hit-reported")
 HANDED_OVER = Deviation(
-    "0.16 and later",
-    "tokens that a prefill engine computed and handed over, as cached",
-    "metrics/transfer-as-cached",
+    "tokens that a prefill engine computed and handed over, as cached", "transfer-as-cached"
 )
 WORK_LEFT_OUT = (
+    Deviation("no token of a full external hit, though the last is executed again", "full-hit-runs-unseen"),
+    Deviation("a replayed window as cached only", "replay-missing"),
     Deviation(
-        "0.20 and later",
-        "no token of a full external hit, though the last is executed again",
-        "metrics/full-hit-token-missing",
-    ),
-    Deviation("0.32 and later", "a replayed window as cached only", "metrics/replay-missing"),
-    Deviation(
-        "0.16 and later",
         "each token once, though a preemption in mid-prefill or a failed load had it computed twice",
-        "metrics/recomputed-prompt-missing",
+        "recomputed-prompt-missing",
     ),
 )
 NEVER_RAN = Deviation(
-    "0.16 and later (external), 0.27 and later (local)",
-    "an admission whose request ended, or was looked up again, before it ran",
-    "metrics/lookup-never-ran",
+    "an admission whose request ended, or was looked up again, before it ran", "lookup-never-ran"
 )
 RESUMED_APART = Deviation(
-    "0.16 and later",
-    "lookups after a preemption, apart (`preempted_*`); no logger exports them",
-    "metrics/lookup-resumed-missing",
+    "lookups after a preemption, apart (`preempted_*`); no logger exports them", "lookup-resumed-missing"
 )
-FAILED_HIT = Deviation(
-    "0.16 and later", "hits that failed to load, under every failure policy", "metrics/lookup-load-failed"
-)
-CUT_DRAFTS = Deviation("all", "accepted drafts that a stop before them cut off", "metrics/drafts-past-stop")
-PADDING = Deviation(
-    "0.27 and later",
-    "padding of a decode of one token, as drafts that were rejected",
-    "metrics/padding-as-drafts",
-)
+FAILED_HIT = Deviation("hits that failed to load, under every failure policy", "lookup-load-failed")
+CUT_DRAFTS = Deviation("accepted drafts that a stop before them cut off", "drafts-past-stop")
+PADDING = Deviation("padding of a decode of one token, as drafts that were rejected", "padding-as-drafts")
 PAST_STOP_STRING = Deviation(
-    "all", "tokens of the same step after a stop string; since 0.32 `usage` leaves them out"
+    "tokens of the same step after a stop string; since 0.32 `usage` leaves them out", unobserved="all"
 )
 
 _LOOKUPS = "lookups of every admission"
@@ -191,8 +174,8 @@ FIGURES: tuple[Figure, ...] = (
         (
             *WORK_LEFT_OUT,
             Deviation(
-                "0.32 and later",
                 "in the histogram of a decode engine, the prompt without the prefill engine's hits",
+                unobserved="0.32 and later",
             ),
         ),
     ),
@@ -202,11 +185,13 @@ FIGURES: tuple[Figure, ...] = (
         "Prompt tokens that the request computed and wrote to the prefix cache.",
         (
             Deviation(
-                "0.26 and later",
                 "what is cached at the first output, without the hits of the first admission",
-                "metrics/cache-write-overstated",
+                "cache-write-overstated",
             ),
-            Deviation("0.26 and later", "less by the external tokens that failed to load and were computed"),
+            Deviation(
+                "less by the external tokens that failed to load and were computed",
+                unobserved="0.26 and later",
+            ),
         ),
     ),
     Figure(
@@ -215,9 +200,8 @@ FIGURES: tuple[Figure, ...] = (
         "The prompt and output tokens that the step executed.",
         (
             Deviation(
-                "all",
                 "a prompt in the step of its first output; up to 0.20 its cached tokens too",
-                "metrics/chunks-in-one-step",
+                "chunks-in-one-step",
             ),
         ),
     ),
@@ -226,11 +210,7 @@ FIGURES: tuple[Figure, ...] = (
         "admission",
         "At each admission that runs: the tokens of the sequence, and those that the engine's cache had.",
         (
-            Deviation(
-                "up to 0.26",
-                "every lookup, also without an admission",
-                "metrics/lookup-attempt-counted",
-            ),
+            Deviation("every lookup, also without an admission", "lookup-attempt-counted"),
             NEVER_RAN,
             RESUMED_APART,
             EACH_SAMPLE,
@@ -247,16 +227,15 @@ FIGURES: tuple[Figure, ...] = (
         "the connector loaded.",
         (
             Deviation(
-                "0.18 and later",
                 "requests that may not read a cache, as those with `prompt_logprobs`; up to 0.27 also their "
                 "hits",
-                "metrics/lookup-exempt-counted",
+                "lookup-exempt-counted",
             ),
             FAILED_HIT,
             HANDED_OVER,
             NEVER_RAN,
             RESUMED_APART,
-            Deviation("0.11 to 0.15", "requests when they begin to run, with the whole sequence"),
+            Deviation("requests when they begin to run, with the whole sequence", unobserved="0.11 to 0.15"),
         ),
         (
             Compared(
@@ -309,15 +288,15 @@ FIGURES: tuple[Figure, ...] = (
         "client's request",
         "The tokens of all its prompts whose KV came from a cache, for every sample that read it.",
         (
-            Deviation("all", "with `n` > 1, one sample's tokens", "metrics/samples-counted-each"),
-            Deviation("all", "with several prompts in a call, one prompt's tokens"),
+            Deviation("with `n` > 1, one sample's tokens", "samples-counted-each"),
+            Deviation("with several prompts in a call, one prompt's tokens", unobserved="all"),
             Deviation(
-                "up to 0.27",
-                "on a decode engine, the tokens handed over: nearly the whole prompt",
-                "metrics/transfer-as-cached",
+                "on a decode engine up to 0.27, the tokens handed over: nearly the whole prompt",
+                "transfer-as-cached",
             ),
             Deviation(
-                "0.32 and later", "on a decode engine, the prefill engine's cached tokens, if it tells"
+                "on a decode engine, the prefill engine's cached tokens, if it tells",
+                unobserved="0.32 and later",
             ),
             ONE_ADMISSION,
             FAILED_EXTERNAL,
@@ -333,7 +312,7 @@ FIGURES: tuple[Figure, ...] = (
         ("vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_draft_tokens_per_pos"),
         "draft token",
         "The tokens that a drafter proposed and the model verified.",
-        (PADDING, Deviation("0.18 and later", "without those that a grammar forbids")),
+        (PADDING, Deviation("without those that a grammar forbids", unobserved="0.18 and later")),
     ),
     Figure(
         (
@@ -362,7 +341,12 @@ FIGURES: tuple[Figure, ...] = (
         ),
         "transfer",
         "Bytes, descriptors, keys or blocks of the KV transferred, their time, and the failed transfers.",
-        (Deviation("all", "by the connector itself, in its own units; the journal has tokens and blocks"),),
+        (
+            Deviation(
+                "by the connector itself, in its own units; the journal has tokens and blocks",
+                unobserved="all",
+            ),
+        ),
     ),
     Figure(
         ("vllm:mm_cache_queries", "vllm:mm_cache_hits"),
@@ -375,7 +359,8 @@ FIGURES: tuple[Figure, ...] = (
         "Preemptions, when they happen.",
         (
             Deviation(
-                "all", "with the request's next output; a request that ends before then counts none of them"
+                "with the request's next output; a request that ends before then counts none of them",
+                unobserved="all",
             ),
         ),
         (
@@ -392,7 +377,10 @@ FIGURES: tuple[Figure, ...] = (
         ("vllm:request_success",),
         "client's request",
         "Requests that ended, by reason.",
-        (EACH_SAMPLE, Deviation("all", "not those whose client had gone when the last output came")),
+        (
+            EACH_SAMPLE,
+            Deviation("not those whose client had gone when the last output came", unobserved="all"),
+        ),
         (Compared("requests", "vllm:request_success_total", "", "ended requests", "0.9"),),
     ),
 )

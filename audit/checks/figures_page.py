@@ -68,5 +68,5 @@ def _figure(figure: Figure) -> Iterator[str]:
     yield "| releases | what is counted instead | found by |"
     yield "|---|---|---|"
     for row in figure.deviations:
-        found = f"`{row.finds}`" if row.finds else ""
+        found = ", ".join(f"`{id}`" for id in row.finds)
         yield f"| {row.releases} | {row.counts} | {found} |"

@@ -1,11 +1,11 @@
-"""Checks of a request as a whole: that it makes progress."""
+"""Checks of requests as a whole: that each of them, and the engine with them, makes progress."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..ledger.subjects import Entry, Stalled
-from .registry import Witness, invariant
+from ..ledger.subjects import Entry, Livelocked, Stalled, StoodStill
+from .registry import VLLM_39734, VLLM_49674, Witness, invariant
 
 
 @invariant(
@@ -39,3 +39,56 @@ def stalled(entry: Entry) -> Iterator[Witness]:
             steps=subject.steps,
             seconds=subject.seconds,
         )
+
+
+@invariant(
+    "requests/standstill",
+    on=(StoodStill,),
+    message="{calls} calls of schedule() in a row scheduled nothing, in {seconds} seconds, though {ready} "
+    "requests can run; {request} is the first of them.",
+    references=(VLLM_39734,),
+    near_misses=(
+        "an engine that is paused",
+        "requests that wait for a load, a grammar or a client's next chunk",
+        "a step in flight: the next one waits for its output",
+        "a connector that keeps blocks or has no answer yet, for ten minutes",
+    ),
+)
+def standstill(entry: Entry) -> Iterator[Witness]:
+    """An engine schedules a step while an open request waits for nothing else.
+
+    Violated when 1,024 calls of `schedule()` in a row schedule nothing, though no step is in flight and a
+    request could run. Such an engine answers nobody any more, for example because the prompt at the head of
+    its queue is larger than its pool. With a connector it is found after ten minutes.
+    """
+    subject = entry.subject
+    assert isinstance(subject, StoodStill)
+    yield Witness(calls=subject.calls, seconds=subject.seconds, ready=subject.ready)
+
+
+@invariant(
+    "requests/livelock",
+    on=(Livelocked,),
+    message="{steps} steps in a row, in {seconds} seconds, scheduled {tokens} tokens and gave none of the "
+    "{open} open requests a new one; {request} was preempted {preemptions} times.",
+    references=(VLLM_49674,),
+    near_misses=(
+        "requests that are computed again once, after a reset of the cache or a failed load",
+        "one request that is preempted again and again while another goes on",
+    ),
+)
+def livelock(entry: Entry) -> Iterator[Witness]:
+    """Steps give some open request a token with KV that it did not have before, or end a request.
+
+    Violated when at least 512 steps in a row do neither, and have computed the tokens of all open requests
+    twice by then. To compute each of them once again is enough to go on.
+    """
+    subject = entry.subject
+    assert isinstance(subject, Livelocked)
+    yield Witness(
+        steps=subject.steps,
+        seconds=subject.seconds,
+        tokens=subject.tokens,
+        open=subject.requests,
+        preemptions=subject.preemptions,
+    )

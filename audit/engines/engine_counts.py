@@ -10,6 +10,9 @@ from typing import Any
 
 from ..text import cut_id
 
+READY = frozenset(("WAITING", "RUNNING", "PREEMPTED"))
+"""The names of the states in which a request waits for nothing but a step."""
+
 
 class EngineCounts:
     """Reads the engine's counts of a request."""
@@ -29,6 +32,17 @@ class EngineCounts:
     def waits_for_load(self, request: Any) -> bool:
         """Whether the request waits for an asynchronous load."""
         return bool(request.status.name == "WAITING_FOR_REMOTE_KVS")
+
+    def ready(self, request: Any) -> bool:
+        """Whether the request waits for nothing but a step."""
+        return request.status.name in READY
+
+    def paused(self, scheduler: Any) -> bool:
+        """Whether steps may leave out ready requests: the engine is paused (since 0.14), or it waits for the
+        inputs that another engine encodes."""
+        state = getattr(scheduler, "_pause_state", None)
+        is_paused = state is not None and state.name != "UNPAUSED"
+        return is_paused or getattr(scheduler, "ec_connector", None) is not None
 
     def transferred(self, request: Any) -> bool:
         """Whether a prefill engine hands the KV over; the connector clears this flag at allocation."""

@@ -90,6 +90,8 @@ class Observer:
         """A hook failed: emit a snapshot at the next chance, so that readers can go on from there."""
         self.in_step = False
         """``schedule`` or ``update_from_output`` runs, or an exception left it: the counts are in between."""
+        self.idle_calls = 0
+        """Calls of ``schedule`` since the last census that scheduled nothing, see :class:`Census`."""
         self._stopped = False
         """``stop`` has run."""
         self.on_stopped: Callable[[str], None] | None = None

@@ -125,6 +125,8 @@ class Steps:
                 step = observer.step
                 if drafts or not same or not log.scheduled_singly(step, tokens, total, requests):
                     log.scheduled(step, tokens, drafts, requests, request_ids)
+        elif not (log.undelivered or self._counts.paused(self._scheduler)):
+            observer.idle_calls += 1
         if pools is not None:
             pools.admitted(output)
         observer.in_step = False

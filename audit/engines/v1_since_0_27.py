@@ -154,7 +154,11 @@ class V1Observer(Observer):
         waiting = scheduler.get_request_counts()[1]
         free = pool.get_num_free_blocks()
         blocks, timed = pool.num_gpu_blocks, self.hook_time()
-        self.log.emit(ev.Census(now, self.step, rows, waiting, free, blocks, *timed, waiting_rows))
+        idle, self.idle_calls = self.idle_calls, 0
+        ready = sum(map(counts.ready, scheduler.requests.values())) if idle else -1
+        self.log.emit(
+            ev.Census(now, self.step, rows, waiting, free, blocks, *timed, waiting_rows, idle, ready)
+        )
 
     def computed_tokens(self, request: Any) -> int:
         return self.counts.computed(request)

@@ -3,8 +3,8 @@
 Every vLLM scheduler that a test builds is observed, and every KV cache manager built without a scheduler
 (at level ``blocks``). A test that breaks an invariant fails, with the finding in its report. An engine
 that outlives the test that built it, such as one in a module fixture, is observed until the end of that
-test. An engine that kvledger cannot observe runs on, and the summary counts it with the reason. What is found
-goes into the properties of the test, from which ``pytest_plugin`` makes the summary.
+test. A test whose scheduler cannot be observed fails too, with the reason, unless it allows that. What is
+found goes into the properties of the test, from which ``pytest_plugin`` makes the summary.
 """
 
 from __future__ import annotations
@@ -19,13 +19,24 @@ from unittest.mock import NonCallableMock
 import pytest
 
 from ..checks.registry import Violation
-from ..engines import choose, host_version
+from ..engines import blocks_out_of_reach, choose, host_version
 from ..engines.pool.manager_observer import ManagerObserver
-from ..hooks import Hooks
 from ..journal.memory_recorder import MemoryRecorder
+from .first_step import FirstStep
 from .import_watch import ImportWatch
 from .pytest_audits import AuditedInstance, TestAudits
-from .pytest_settings import ALLOWED, DRIFT, ENGINES, FIXTURE, LEFT_ALONE, VIOLATION, Wanted, wanted
+from .pytest_settings import (
+    ALLOWED,
+    DRIFT,
+    ENGINES,
+    FIXTURE,
+    HOW_TO_ALLOW,
+    LEFT_ALONE,
+    UNOBSERVED,
+    VIOLATION,
+    Wanted,
+    wanted,
+)
 
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 MANAGER = "vllm.v1.core.kv_cache_manager"
@@ -74,10 +85,10 @@ class LedgerPlugin:
         """How many ``__init__`` calls of vLLM's classes are running, one within the other."""
         self._wrapped: list[tuple[type, str, Any]] = []
         """Class, attribute name and original of each wrapped attribute."""
-        self._built: list[Any] = []
-        """Schedulers that have not run a step yet."""
+        self._unobserved: list[str] = []
+        """Why schedulers of the running test could not be observed."""
         self._left_alone: list[str] = []
-        """Why engines of the running test could not be observed."""
+        """Why blocks could not be."""
         self._imports = ImportWatch((SCHEDULER, MANAGER), self._wrap)
         """Wraps vLLM's classes also if a test, or an engine that it builds, is the first to import them."""
 
@@ -92,48 +103,10 @@ class LedgerPlugin:
             class_ = getattr(sys.modules.get(name), attribute, None)
             if class_ is not None and not any(class_ is wrapped for wrapped, *_ in self._wrapped):
                 self._observe_instances(class_, observe)
-                if name == SCHEDULER:
-                    self._observe_from_first_step(class_)
 
     def _expect_first_step(self, scheduler: Any) -> None:
         if self._wanted.level:
-            self._built.append(scheduler)
-
-    def _observe_from_first_step(self, class_: Any) -> None:
-        """Begin to observe a scheduler at its first ``schedule()``.
-
-        Until then a test may replace the connector and add requests in any state. Nothing is lost: the
-        snapshot at that point describes every request that waits.
-        """
-        original = class_.schedule
-
-        @functools.wraps(original)
-        def schedule(instance: Any, *args: Any, **kwargs: Any) -> Any:
-            if any(built is instance for built in self._built):
-                self._built = [built for built in self._built if built is not instance]
-                self._observe_scheduler(instance)
-                return instance.schedule(*args, **kwargs)
-            return original(instance, *args, **kwargs)
-
-        self._set(class_, "schedule", schedule)
-        self._observe_methods_bound_before(class_)
-
-    def _observe_methods_bound_before(self, class_: Any) -> None:
-        """Observe ``scheduler.update_from_output(scheduler.schedule(), output)`` in a test's first step.
-
-        Python binds ``update_from_output`` before it calls ``schedule``, which begins the observation.
-        """
-        original = class_.update_from_output
-
-        @functools.wraps(original)
-        def update_from_output(instance: Any, *args: Any, **kwargs: Any) -> Any:
-            observing = instance.update_from_output
-            called_by_hook = sys._getframe(1).f_globals.get("__name__") == Hooks.__module__
-            if inspect.isfunction(observing) and not called_by_hook:
-                return observing(*args, **kwargs)
-            return original(instance, *args, **kwargs)
-
-        self._set(class_, "update_from_output", update_from_output)
+            FirstStep(scheduler, self._observe_scheduler)
 
     def _observe_instances(self, class_: Any, observe: Any) -> None:
         original = class_.__init__
@@ -155,16 +128,22 @@ class LedgerPlugin:
         setattr(class_, name, function)
 
     def _observe_scheduler(self, scheduler: Any) -> None:
+        if not self._wanted.level:
+            return
         sink = MemoryRecorder()
         try:
-            observer_class = choose(scheduler)
+            observer_class, level = choose(scheduler), self._wanted.level
+            reason = blocks_out_of_reach(scheduler) if level == "blocks" else ""
+            if reason:
+                self._left_alone.append(f"observed at level tokens only: {reason}")
+                level = "tokens"
             observer = observer_class(
-                scheduler, sink, version=host_version(), level=self._wanted.level, stacks=self._stacks
+                scheduler, sink, version=host_version(), level=level, stacks=self._stacks
             )
             self._keep(observer, sink)
             _keep_mocks(scheduler, scheduler.kv_cache_manager, getattr(scheduler, "connector", None))
-        except Exception as error:  # a release that kvledger does not know fails no test
-            self._leave_alone(error)
+        except Exception as error:
+            self._unobserved.append(f"{type(error).__name__}: {error}")
 
     def _observe_manager(self, manager: Any) -> None:
         if self._wanted.level != "blocks":
@@ -173,11 +152,8 @@ class LedgerPlugin:
         try:
             observer = ManagerObserver(manager, sink, version=host_version(), stacks=self._stacks)
             self._keep(observer, sink)
-        except Exception as error:
-            self._leave_alone(error)
-
-    def _leave_alone(self, error: Exception) -> None:
-        self._left_alone.append(f"{type(error).__name__}: {error}")
+        except Exception as error:  # without a scheduler, no figure is missed
+            self._left_alone.append(f"{type(error).__name__}: {error}")
 
     def _keep(self, observer: Any, sink: MemoryRecorder) -> None:
         audited = AuditedInstance(observer, sink, keep_closed=self._keep_closed)
@@ -211,12 +187,15 @@ class LedgerPlugin:
 
     def _report(self, item: pytest.Item) -> str:
         """End the audits of a test: its findings become properties; the text is that of its failure."""
-        audited, self._audited, self._built = self._audited, [], []
+        audited, self._audited = self._audited, []
         left_alone, self._left_alone = self._left_alone, []
-        properties, lines = item.user_properties, []
+        unobserved, self._unobserved = self._unobserved, []
+        properties, lines = item.user_properties, list[str]()
         if audited:
             properties.append((ENGINES, f"{self._wanted.level} {len(audited)}"))
-        properties += [(LEFT_ALONE, reason) for reason in left_alone]
+        properties += [(LEFT_ALONE, reason) for reason in (*unobserved, *left_alone)]
+        if UNOBSERVED not in self._wanted.allowed:
+            lines += [f"kvledger: a scheduler was not observed: {why}. {HOW_TO_ALLOW}" for why in unobserved]
         for instance in audited:
             violations, failures = instance.end()
             lines += [f"kvledger: {phrase}" for phrase in failures]

@@ -17,6 +17,10 @@ OFF = "off"
 """The level at which a marked test is not observed."""
 FIXTURE = "kvledger_audit"
 
+UNOBSERVED = "unobserved"
+"""The word by which a test allows that an engine is not observed, as it allows an invariant."""
+HOW_TO_ALLOW = f"Mark the test kvledger(allow={UNOBSERVED!r}), or run with --kvledger-allow={UNOBSERVED}"
+
 ENGINES, LEFT_ALONE = "kvledger.engines", "kvledger.left_alone"
 VIOLATION, DRIFT, ALLOWED = "kvledger.violation", "kvledger.drift", "kvledger.allowed"
 """Names of a test's properties."""
@@ -28,7 +32,7 @@ class Wanted(NamedTuple):
     level: str
     """A level; "" if the test is not observed."""
     allowed: frozenset[str]
-    """Invariants that the test may break."""
+    """Invariants that the test may break; ``unobserved`` if its engines need not be observed."""
 
 
 def wanted(item: pytest.Item) -> Wanted:

@@ -109,6 +109,7 @@ CONDITIONS: dict[str, Condition] = {
     "lost prompt": Condition("a preemption in prefill or a failed load loses KV of a prompt"),
     "never ran": Condition("a request ends, or is looked up again, before its admission runs"),
     "no room": Condition("a waiting request can't be admitted at first"),
+    "oversized prompt": Condition("a prompt needs more blocks than the pool has"),
     "full pool": Condition("the pool runs out of blocks"),
     "swapped": Condition("a request is swapped out and grows longer than the pool"),
     "reset": Condition("`reset_prefix_cache` preempts running requests", None, "reset"),

@@ -56,11 +56,16 @@ class Affected(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         return "may have" if self.fixed and number < release(self.fixed) else "free"
 
     @property
+    def span(self) -> str:
+        """``0.12.0 to 0.20.0``."""
+        if not self.last:
+            return f"{self.first} and later"
+        return f"{self.first} to {self.last}" if self.last != self.first else self.first
+
+    @property
     def words(self) -> str:
         """``0.12.0 to 0.20.0, fixed in 0.22.1``."""
-        span = f"{self.first} to {self.last}" if self.last != self.first else self.first
-        span = span if self.last else f"{self.first} and later"
-        return f"{span}, fixed in {self.fixed}" if self.fixed else span
+        return f"{self.span}, fixed in {self.fixed}" if self.fixed else self.span
 
 
 def checked(product: Product, version: str) -> str:

@@ -10,6 +10,7 @@ from .. import events as ev
 from .account import Account
 from .loads import enter_overdue
 from .posting import account_of, begin_life, close_unseen, enter, enter_reported, make_unknown, open_account
+from .progress import enter_no_progress
 from .stalls import enter_stalled
 from .state import LedgerState
 from .steady import activate_all, catch_up
@@ -93,6 +94,7 @@ def _census(state: LedgerState, event: ev.Census) -> None:
                 enter_reported(state, account, "census", *rows[i + 1 : i + 5])
     enter_overdue(state)
     enter_stalled(state)
+    enter_no_progress(state, event)
     enter(state, event)
 
 

@@ -78,6 +78,13 @@ class LedgerState:
         self.idle: dict[int, tuple[int, int, int]] = {}
         """Requests that the last step before the last census did not schedule, by number: their scheduled
         tokens, and the steps scheduled and the time when a census first found them so."""
+        self.stood_still = -1, 0, 0
+        """Since when no step was scheduled: the steps until then, the time of the census that found it, and
+        the calls of ``schedule`` since that scheduled nothing."""
+        self.no_progress: dict[int, tuple[int, int]] = {}
+        """First tokens and scheduled tokens of each open request at the last census that found progress."""
+        self.no_progress_since = 0, 0
+        """The steps scheduled until that census, and its time."""
         self.steady: dict[int, Account] = {}
         """Accounts whose postings are deferred, by request number."""
         self.sampled_beside_drafts = 1

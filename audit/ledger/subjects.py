@@ -90,6 +90,27 @@ class Stalled(NamedTuple):
     runs: bool
 
 
+class StoodStill(NamedTuple):
+    """``calls`` of ``schedule`` in a row, in ``seconds``, scheduled none of the ``ready`` requests."""
+
+    calls: int
+    seconds: int
+    ready: int
+
+
+class Livelocked(NamedTuple):
+    """``steps`` in a row, in ``seconds``, gave none of the open ``requests`` a token that it had not had.
+
+    ``tokens`` were scheduled. ``preemptions`` are those of the request that was scheduled most.
+    """
+
+    steps: int
+    seconds: int
+    tokens: int
+    requests: int
+    preemptions: int
+
+
 class Unpromised(NamedTuple):
     """A worker loaded into blocks of no promise, so their KV was overwritten."""
 
@@ -308,6 +329,8 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
         | Overdue
         | Handover
         | Stalled
+        | StoodStill
+        | Livelocked
         | Unpromised
         | Unsaved
         | ReportedLookups

@@ -72,7 +72,7 @@ def mended_card() -> ReleasedCard:
     return bundled("hit on part of the prompt", "preempted after its load", mended=True)
 
 
-def test_nixl_reads_what_the_other_engine_prefilled():
+def test_nixl_reads_what_the_other_engine_prefilled() -> None:
     title = "hit beyond the local hit"
     card = run_card("nixl-1.5.1", [title], "NixlConnector")
 
@@ -80,7 +80,7 @@ def test_nixl_reads_what_the_other_engine_prefilled():
     assert [("clean", [])] * 2 == card.situation(title)
 
 
-def test_the_bundled_adapter_raises_in_every_step_with_the_lmcache_that_it_imports():
+def test_the_bundled_adapter_raises_in_every_step_with_the_lmcache_that_it_imports() -> None:
     card = bundled("nothing in the store", mended=False)
 
     assert card.engine.endswith("lmcache 0.3.9.post2")
@@ -90,11 +90,13 @@ def test_the_bundled_adapter_raises_in_every_step_with_the_lmcache_that_it_impor
         assert "the engine raised TypeError in connector.wait_for_save" == raised
 
 
-def test_the_bundled_adapter_loads_what_it_promised_to_a_new_request(mended_card: ReleasedCard):
+def test_the_bundled_adapter_loads_what_it_promised_to_a_new_request(mended_card: ReleasedCard) -> None:
     assert [("clean", [])] * 2 == mended_card.situation("hit on part of the prompt")
 
 
-def test_the_bundled_adapter_never_loads_what_it_promised_to_a_resumed_request(mended_card: ReleasedCard):
+def test_the_bundled_adapter_never_loads_what_it_promised_to_a_resumed_request(
+    mended_card: ReleasedCard,
+) -> None:
     """LMCache#1969: the connector metadata lacks the load, and the request runs over KV of other tokens."""
     for outcome, (missing_load, wrong_kv) in mended_card.situation("preempted after its load"):
         assert "violated" == outcome

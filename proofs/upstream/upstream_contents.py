@@ -111,7 +111,6 @@ class ContentPlugin(LedgerPlugin):
         if scheduler is not None and not any(scheduler is wrapped for wrapped, *_ in self._wrapped):
             self._execute_steps(scheduler)
             self._observe_instances(scheduler, self._expect_first_step)
-            self._observe_from_first_step(scheduler)
         super()._wrap()
 
     def _remember_cores(self, class_: Any) -> None:

@@ -322,13 +322,125 @@ def test_a_listed_parameter_that_is_an_iterator_reaches_host_and_observer(timed:
     assert [(None, 3, ([1, 2], False), {})] == watcher.seen
 
 
-def test_a_listed_parameter_that_cant_be_written_out_is_refused() -> None:
+@pytest.mark.parametrize("timed", [False, True])
+def test_a_listed_parameter_may_be_keyword_only(timed: bool) -> None:
     class Strict(Host):
-        def run(self, *, tokens: int, fast: bool = False) -> int:  # type: ignore[override]
+        def run(self, *, tokens: Any, fast: bool = False) -> int:  # type: ignore[override]
+            return sum(tokens)
+
+    host, watcher = Strict(), Watcher()
+    ours = hooks((RUN._replace(before="", listed="tokens"),), host, watcher)
+    ours.time(timed)
+
+    assert host.run(tokens=iter([1, 2])) == 3
+    assert [(None, 3, (), {"tokens": [1, 2]})] == watcher.seen
+
+
+class Forwards(Host):
+    def run(self, *args: Any, **kwargs: Any) -> int:
+        return super().run(*args, **kwargs)
+
+
+class ForwardsTheRest(Host):
+    def run(self, tokens: int, *args: Any, **kwargs: Any) -> int:
+        return super().run(tokens, *args, **kwargs)
+
+
+class ForwardsByName(Host):
+    def run(self, tokens: int, **kwargs: Any) -> int:
+        return super().run(tokens, **kwargs)
+
+
+class TakesMore(Host):
+    def run(self, tokens: int, fast: bool = False, why: str = "") -> int:
+        return super().run(tokens, fast)
+
+
+class TakesMoreByName(Host):
+    def run(self, tokens: int, fast: bool = False, *, why: str = "") -> int:
+        return super().run(tokens, fast)
+
+
+class NamesItOtherwise(Host):
+    def run(self, n: int, quick: bool = False) -> int:  # type: ignore[override]
+        return super().run(n, quick)
+
+
+class Wrapped(Host):
+    def __init__(self) -> None:
+        super().__init__()
+        below = self.run
+        self.run = lambda *args, **kwargs: below(*args, **kwargs)  # type: ignore[method-assign]
+
+
+class ForwardsTwice(Forwards):
+    def run(self, *args: Any, **kwargs: Any) -> int:
+        return super().run(*args, **kwargs)
+
+
+OVERRIDES = (Forwards, ForwardsTheRest, TakesMore, TakesMoreByName, NamesItOtherwise, Wrapped, ForwardsTwice)
+
+
+@pytest.mark.parametrize("timed", [False, True])
+@pytest.mark.parametrize("override", OVERRIDES)
+def test_an_override_that_can_be_called_like_what_it_overrides_is_observed(
+    override: type[Host], timed: bool
+) -> None:
+    host, watcher = override(), Watcher()
+    ours = hooks((RUN,), host, watcher)
+    ours.time(timed)
+
+    assert [host.run(3), host.run(3, True)] == [6, 6]
+    assert [(3, False), (3, True)] == [args for _, _, args, _ in watcher.seen]
+    ours.remove()
+    assert host.run(3) == 6
+    assert 2 == len(watcher.seen)
+
+
+@pytest.mark.parametrize(
+    "override", [Forwards, ForwardsTheRest, ForwardsByName, TakesMore, TakesMoreByName, Wrapped]
+)
+def test_the_observer_of_an_override_gets_arguments_that_were_given_by_name(override: type[Host]) -> None:
+    host, watcher = override(), Watcher()
+    hooks((RUN._replace(listed=""),), host, watcher)
+    host.run(tokens=3, fast=True)
+
+    assert [("before (3, True)", 6, (3, True), {})] == watcher.seen
+
+
+def test_an_argument_that_only_the_override_has_reaches_the_host_and_not_the_observer() -> None:
+    host, watcher = TakesMore(), Watcher()
+    hooks((RUN,), host, watcher)
+
+    assert host.run(3, why="because") == 6
+    assert host.run(3, False, "because") == 6
+    assert [(3, False), (3, False)] == [args for _, _, args, _ in watcher.seen]
+
+
+def test_an_override_may_forward_a_listed_parameter() -> None:
+    class Adding(Host):
+        def run(self, tokens: Any, fast: bool = False) -> int:  # type: ignore[override]
+            return sum(tokens)
+
+    class ForwardsIt(Adding):
+        def run(self, *args: Any, **kwargs: Any) -> int:  # type: ignore[override]
+            return super().run(*args, **kwargs)
+
+    host, watcher = ForwardsIt(), Watcher()
+    hooks((RUN._replace(before="", listed="tokens"),), host, watcher)
+
+    assert host.run(iter([1, 2])) == 3
+    assert host.run(tokens=iter([1, 2])) == 3
+    assert [([1, 2], False), ([1, 2], False)] == [args for _, _, args, _ in watcher.seen]
+
+
+def test_an_override_that_needs_another_argument_is_refused() -> None:
+    class NeedsMore(Host):
+        def run(self, tokens: int, fast: bool, why: str) -> int:  # type: ignore[override]
             return tokens
 
-    with pytest.raises(EngineMismatch, match="the parameter tokens of run can't be written out"):
-        hooks((RUN._replace(listed="tokens"),), Strict(), Watcher())
+    with pytest.raises(EngineMismatch, match=r"run takes \(tokens, fast, why\), not \(tokens, fast\)"):
+        hooks((RUN,), NeedsMore(), Watcher())
 
 
 def test_an_optional_hook_may_be_missing() -> None:

@@ -25,6 +25,8 @@ FAILED_LOAD_COUNTED = ("connector/failed-load-counted", "r")
 """Upstream leaves failed loads in the external figure, on purpose (vLLM #37460): drift."""
 PLACEHOLDER_LEAK = ("tokens/in-flight", "r")
 """A synchronous load failure under async scheduling leaks an output placeholder (0.32, 0.33)."""
+STANDSTILL = ("requests/standstill", "oversized")
+"""A prompt that the pool can't hold blocks those behind it (vLLM #39734)."""
 
 KNOWN_FINDINGS: dict[str, set[tuple[str, str]]] = {
     "asynchronous_load_fails_in_part": {FAILED_LOAD_COUNTED},
@@ -39,6 +41,8 @@ KNOWN_FINDINGS: dict[str, set[tuple[str, str]]] = {
     "load_failure_async_partial_async": {FAILED_LOAD_COUNTED},
     "local_hit_fails_sync": {FAILED_LOAD_COUNTED},
     "local_hit_fails_async": {FAILED_LOAD_COUNTED, PLACEHOLDER_LEAK},
+    "oversized_prompt_sync": {STANDSTILL},
+    "oversized_prompt_async": {STANDSTILL},
 }
 
 

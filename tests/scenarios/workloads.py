@@ -185,6 +185,21 @@ def hybrid(attach: Attach = id, *, groups: Any = HYBRID, **setup: Any) -> Driver
 
 
 @workload(**BOTH)
+def oversized_prompt(attach: Attach = id, **setup: Any) -> Driver:
+    """A prompt that no pool of this engine holds, and one behind it, until the client gives up."""
+    driver = start(attach, blocks=12, **setup)
+    driver.add("ordinary", 40, 4)
+    driver.run()
+    driver.add("oversized", 400, 4)
+    driver.add("behind", 40, 4)
+    for _ in range(2_100):
+        driver.step()
+    driver.abort("oversized")
+    driver.run()
+    return driver
+
+
+@workload(**BOTH)
 def priority(attach: Attach = id, **setup: Any) -> Driver:
     driver = start(attach, policy="priority", blocks=13, max_running=2, **setup)
     driver.add("low", 64, 60, priority=9)

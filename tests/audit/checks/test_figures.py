@@ -16,7 +16,7 @@ from kvledger.exporters.sidecar.scrape_engine import COUNTERS, ENDED
 
 PAGE = Path(__file__).parents[3] / "docs/reconciliation.md"
 NAMES = [name for figure in FIGURES for name in figure.names]
-FOUND = {row.finds for figure in FIGURES for row in figure.deviations if row.finds}
+FOUND = {id for figure in FIGURES for row in figure.deviations for id in row.finds}
 ABOUT_TOKENS = re.compile(r"tokens|cache_(hits|queries)|draft|_(bytes|transfer|load|save|store|offload|xfer)")
 ABOUT_TIME_OR_BLOCKS = re.compile(r"seconds|perc|_time|flops|per_gpu|websocket|info$|pages|lora")
 

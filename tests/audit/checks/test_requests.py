@@ -13,11 +13,13 @@ from kvledger.audit.events import (
     Event,
     Extended,
     LookedUp,
+    Preempted,
     Repeated,
     RequestAdded,
     RolledBack,
     Stepped,
 )
+from kvledger.audit.ledger.progress import IDLE_CALLS, LIVELOCKED_STEPS
 from kvledger.audit.ledger.stalls import STALLED_SECONDS, STALLED_STEPS, STEPS_SECONDS
 
 violates = pytest.mark.violates
@@ -163,3 +165,111 @@ def test_a_request_that_waits_for_a_load_is_not_stalled():
     assert ["connector/never-finished"] == [
         violation.id for violation in after(stream, STALLED_STEPS, STALLED_SECONDS + 1).violations
     ]
+
+
+# --- requests/standstill -------------------------------------------------------------------------
+
+
+def idle(seconds: float, calls: int, ready: int = 1) -> Census:
+    return Census(int(seconds * SECOND), 9, [], 0, 1, 1, idle_calls=calls, ready_requests=ready)
+
+
+WAITING = [RequestAdded(10, 0, "first", 500), RequestAdded(20, 1, "behind", 50)]
+
+
+@violates("requests/standstill")
+def test_calls_that_schedule_nothing_though_requests_are_ready_are_found():
+    stream = [*WAITING, idle(1, 8), idle(2, IDLE_CALLS - 1, 2), idle(3, 1, 2)]
+    (violation,) = audited(stream).violations
+
+    assert ("requests/standstill", "first") == (violation.id, violation.request)
+    assert (
+        "1024 calls of schedule() in a row scheduled nothing, in 2 seconds, though 2 requests can run; "
+        "first is the first of them."
+    ) == violation.message
+
+
+@near_miss("requests/standstill")
+@pytest.mark.parametrize(
+    "stream",
+    [
+        [*WAITING, idle(1, 8), idle(2, IDLE_CALLS - 1)],
+        [*WAITING, idle(1, 8), idle(2, 1_000), idle(3, 8, ready=0), idle(4, 1_000)],
+        [*WAITING, idle(1, 8), idle(2, 0, ready=-1), idle(3, 1_000)],
+        [idle(1, 8), idle(2, IDLE_CALLS)],
+    ],
+    ids=["too few calls", "nobody was ready in between", "not counted in between", "no request"],
+)
+def test_an_engine_that_stands_still_for_a_while_is_clean(stream: list[Event]):
+    assert [] == violation_ids(stream)
+
+
+@near_miss("requests/standstill")
+def test_a_step_in_between_is_progress():
+    step = [*admitted(1), Stepped(20, 1, [1, 50, 0, 50], []), Delivered(20, [1, 1], [])]
+
+    assert [] == violation_ids([*WAITING, idle(1, 8), idle(2, 1_000), *step, idle(3, 1_000)])
+
+
+@near_miss("requests/standstill")
+def test_a_connector_may_let_a_request_run_for_ten_minutes():
+    stream = [*WAITING, idle(1, 8), idle(2, IDLE_CALLS), idle(STALLED_SECONDS, 8)]
+    late = [*stream, idle(STALLED_SECONDS + 1, 8)]
+
+    assert [] == audited(stream, connector="any").violations
+    assert ["requests/standstill"] == [found.id for found in audited(late, connector="any").violations]
+
+
+# --- requests/livelock ---------------------------------------------------------------------------
+
+
+def preempting(rounds: int, at: float = 1, new: int = 0) -> list[Event]:
+    """Each round computes 48 of 50 tokens and gives them up; with ``new``, that many more each round."""
+    stream: list[Event] = []
+    for number in range(rounds):
+        end = 48 + new * number
+        stream += [
+            *admitted(0),
+            Stepped(0, 2 * number + 1, [0, end, 0, end], []),
+            Delivered(0, [0, 0], []),
+            Preempted(0, 0, 2 * number + 1, "blocks", end, 0, 0, 0, 0, True),
+        ]
+    return [*stream, census(at)]
+
+
+@violates("requests/livelock")
+def test_steps_that_compute_the_same_tokens_again_and_again_are_found():
+    stream = [RequestAdded(0, 0, "again", 50), *preempting(2), *preempting(LIVELOCKED_STEPS, 3)]
+    (violation,) = [each for each in audited(stream).violations if each.id == "requests/livelock"]
+
+    assert "again" == violation.request
+    assert violation.message.startswith(
+        "512 steps in a row, in 2 seconds, scheduled 24576 tokens and gave none"
+    )
+
+
+@near_miss("requests/livelock")
+@pytest.mark.parametrize(
+    "stream",
+    [
+        [*preempting(2), *preempting(LIVELOCKED_STEPS - 1, 3)],
+        [*preempting(2), *preempting(LIVELOCKED_STEPS, 3, new=1)],
+    ],
+    ids=["too few steps", "a new token in each round"],
+)
+def test_steps_that_compute_tokens_again_for_a_while_are_clean(stream: list[Event]):
+    assert "requests/livelock" not in violation_ids([RequestAdded(0, 0, "again", 5_000), *stream])
+
+
+@near_miss("requests/livelock")
+def test_another_request_that_goes_on_is_progress():
+    stream = [RequestAdded(0, 1, "other", 20), RequestAdded(0, 0, "again", 50), *admitted(1)]
+    stream += [Stepped(0, 1, [1, 20, 0, 20], []), Delivered(0, [1, 1], []), *preempting(2)]
+    stream += [
+        *preempting(LIVELOCKED_STEPS)[:-1],
+        Stepped(0, 2, [1, 1, 0, 21], []),
+        Delivered(0, [], []),
+        census(3),
+    ]
+
+    assert "requests/livelock" not in violation_ids(stream)

@@ -221,14 +221,131 @@ def test_the_output_of_the_first_step_is_observed_if_its_method_was_bound_before
     result.stdout.fnmatch_lines("kvledger: 1 engines observed *, 0 left alone, 0 violations")
 
 
-def test_an_engine_that_no_adapter_fits_runs_unobserved_and_is_counted(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+SHAPES = {
+    "calls super": """
+        def update_from_output(self, scheduler_output, model_runner_output):
+            self.calls.append("update")
+            return super().update_from_output(scheduler_output, model_runner_output)
+    """,
+    "forwards": """
+        def schedule(self, *args, **kwargs):
+            self.calls.append("schedule")
+            return super().schedule(*args, **kwargs)
+
+        def update_from_output(self, *args, **kwargs):
+            self.calls.append("update")
+            return super().update_from_output(*args, **kwargs)
+
+        def add_request(self, *args, **kwargs):
+            return super().add_request(*args, **kwargs)
+
+        def _free_request(self, *args, **kwargs):
+            return super()._free_request(*args, **kwargs)
+    """,
+    "names the base": """
+        def schedule(self, *args, **kwargs):
+            self.calls.append("schedule")
+            return Scheduler.schedule(self, *args, **kwargs)
+    """,
+    "returns what it made": """
+        def schedule(self, *args, **kwargs):
+            self.calls.append("schedule")
+            made = super().schedule(*args, **kwargs)
+            return made
+
+        def _preempt_request(self, request, *rest, **named):
+            return super()._preempt_request(request, *rest, **named)
+    """,
+    "takes more": """
+        def update_from_output(self, scheduler_output, model_runner_output, trace=None):
+            self.calls.append("update")
+            return super().update_from_output(scheduler_output, model_runner_output)
+    """,
+    "sets attributes": """
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            below = self.schedule
+            self.schedule = lambda *args, **kwargs: below(*args, **kwargs)
+            update = self.update_from_output
+            self.update_from_output = lambda *args, **kwargs: update(*args, **kwargs)
+    """,
+}
+SUBCLASS = """
+    import pytest
+    from tests.scenarios.driving import start
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from kvledger.audit.conformance import engine_setup
+
+    class Mine(Scheduler):
+        calls = []
+{methods}
+
+    def test_a_subclass(monkeypatch):
+        monkeypatch.setattr(engine_setup, "_scheduler_class", lambda setup: Mine)
+        driver = start()
+        driver.add("a", 40, 4)
+        driver.add("b", 60, 3)
+        driver.step()
+        driver.preempt("b")
+        steps = 1
+        while driver.scheduler.has_unfinished_requests():
+            driver.step()
+            steps += 1
+        assert set(Mine.calls) <= {{"schedule", "update"}}
+        assert all(Mine.calls.count(name) == steps for name in set(Mine.calls)), (Mine.calls, steps)
+        {more}
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("--kvledger=tokens",)], ids=["blocks", "tokens"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_subclass_is_observed_and_runs_as_without_the_plugin(
+    shape: str, options: tuple[str, ...], pytester: pytest.Pytester
 ) -> None:
+    result = run(pytester, SUBCLASS, *options, methods=SHAPES[shape], more="")
+
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines("kvledger: 1 engines observed *, 0 left alone, 0 violations")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_a_subclass_breaks_is_found(shape: str, pytester: pytest.Pytester) -> None:
+    more = """
+        driver.add("c", 40, 4)
+        driver.step()
+        driver.scheduler.requests["c"].num_computed_tokens += 1
+        driver.run()
+    """
+    result = run(pytester, SUBCLASS, "--kvledger=tokens", methods=SHAPES[shape], more=more.strip())
+
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines("*tokens/balance*")
+
+
+@pytest.fixture
+def no_adapter_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     def none_fits(*_: Any) -> Any:
         raise RuntimeError("no adapter for this")
 
     monkeypatch.setattr("kvledger.audit.entry.pytest_observer.choose", none_fits)
+
+
+def test_a_test_whose_engine_cannot_be_observed_fails(
+    no_adapter_fits: None, pytester: pytest.Pytester
+) -> None:
     result = run(pytester, CLEAN)
+
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        "kvledger: a scheduler was not observed: RuntimeError: no adapter for this. Mark*"
+    )
+    result.stdout.fnmatch_lines("kvledger: 1 left alone: RuntimeError: no adapter for this")
+
+
+def test_a_test_may_allow_that_its_engine_is_not_observed(
+    no_adapter_fits: None, pytester: pytest.Pytester
+) -> None:
+    result = run(pytester, CLEAN, "--kvledger-allow=unobserved")
 
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines("kvledger: 1 left alone: RuntimeError: no adapter for this")

@@ -11,7 +11,7 @@ from kvledger.audit.checks.registry import catalogue as invariants
 from kvledger.audit.faults.catalogue import HARMS, Fault, catalogue, known, read, short_name
 from kvledger.audit.faults.conditions import CONDITIONS, traits
 from kvledger.audit.faults.releases import EXAMINED
-from kvledger.audit.release_semantics import release
+from kvledger.audit.release_semantics import limits, meanings, release
 
 FAULTS = catalogue().values()
 each_fault = pytest.mark.parametrize("fault", FAULTS, ids=catalogue())
@@ -69,6 +69,15 @@ def test_a_finding_that_no_fault_explains_is_not_known() -> None:
 def test_every_drift_of_a_figure_is_in_the_catalogue() -> None:
     figures = {id for id, row in invariants().items() if row.family == "metrics"}
     assert figures <= {id for fault in FAULTS for id in fault.findings}
+
+
+@each_fault
+def test_no_fault_is_found_in_a_release_where_its_invariants_cannot_be_checked(fault: Fault) -> None:
+    """The table of meanings says where they can't be, the catalogue where they find something."""
+    if fault.product == "vllm" and fault.findings:
+        for version in (fault.releases.first, *fault.releases.also):
+            unchecked, _ = limits(meanings(version, v0="v0" in fault.conditions))
+            assert set(fault.findings) - set(unchecked), version
 
 
 def test_a_link_has_the_short_name_of_its_project() -> None:
