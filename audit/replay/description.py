@@ -16,7 +16,6 @@ class Described:
     """Has an engine's description. Until the engine was seen to start, nothing is known."""
 
     path: Path
-    """The journal's folder, or a single segment file."""
 
     @property
     def engine(self) -> EngineStarted | None:

@@ -45,7 +45,9 @@ class EventAudit(Observed):
         name: str = "",
     ) -> None:
         self.path = path
+        """The journal's folder, or a single segment file."""
         self.window = window
+        """The time window that requests must have ended in to be counted."""
         self.auditor = Auditor(
             engine=name,
             keep_closed=True,
@@ -56,6 +58,7 @@ class EventAudit(Observed):
             in_window=self._holds if window.bounded else None,
             name_of=partial(engine_name, path=path),
         )
+        """The ledger and the checks that every event goes through."""
         self.workers = WorkerJournals(path)
         """The journals of this engine's workers."""
         self.event: Event | None = None

@@ -25,6 +25,7 @@ class Observed(Judged):
 
     def __init__(self, observers: Sequence[ObserverKind]) -> None:
         self.journal = JournalSums()
+        """What was read of the journal, beside the sums of the ledger."""
         self.on_event: list[Callable[[Event], object]] = []
         """Functions called with each event after it was audited."""
         self.on_closed: list[Callable[[Account, Verdict], None]] = []

@@ -22,11 +22,8 @@ class Judged(Described):
     """An audit whose verdict can be asked for at any time."""
 
     window: Window
-    """The time window that requests must have ended in to be counted."""
     auditor: Auditor
-    """The ledger and the checks that every event goes through."""
     journal: JournalSums
-    """What was read of the journal, beside the sums of the ledger."""
 
     @property
     def engine(self) -> EngineStarted | None:
